@@ -1,0 +1,137 @@
+"""Checks a value against a field's declared type and range: the same for flags, recipes and nested JSON choices."""
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typeguard
+
+from qtrain.errors import UserError, unknown_name
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Bounds of a number, both allowed; put it in `Annotated[int, Range(1)]`."""
+
+    low: float = -math.inf
+    high: float = math.inf
+
+    def __str__(self) -> str:
+        if self.high == math.inf:
+            return f"at least {self.low:g}"
+        if self.low == -math.inf:
+            return f"at most {self.high:g}"
+        return f"from {self.low:g} to {self.high:g}"
+
+
+def type_name(annotation: Any) -> str:
+    """A type as a user would say it: 'a whole number', 'true or false', "one of 'a', 'b'"."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        bounds = [str(a) for a in args[1:] if isinstance(a, Range)]
+        return " ".join([type_name(args[0]), *bounds])
+    if origin is Literal:
+        return "one of " + ", ".join(repr(a) for a in args)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(type_name(a) for a in args)
+    if origin in (list, tuple):
+        return f"a list of {', '.join(type_name(a) for a in args if a is not Ellipsis)}"
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a JSON object"}
+    names[type(None)] = "null"
+    return names.get(origin or annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def _coerce(value: Any, annotation: Any) -> Any:
+    """JSON has one number type and no tuples: let 1 stand for 1.0 and a list for a tuple, nothing else."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _coerce(value, args[0])
+    if origin in (typing.Union, types.UnionType):
+        return (
+            value
+            if any(_matches(value, a) for a in args)
+            else next((c for a in args if _matches(c := _coerce(value, a), a)), value)
+        )
+    if annotation is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if origin is tuple and isinstance(value, list):
+        inner = [args[0]] * len(value) if len(args) == 2 and args[1] is Ellipsis else list(args)
+        return tuple(_coerce(v, a) for v, a in zip(value, inner, strict=False)) if len(inner) == len(value) else value
+    return value
+
+
+def _matches(value: Any, annotation: Any) -> bool:
+    if annotation in (int, float) and isinstance(value, bool):
+        return False  # Python's bool is an int; a user's true is not 1
+    try:
+        typeguard.check_type(value, annotation)
+    except typeguard.TypeCheckError:
+        return False
+    return True
+
+
+def check_value(flag: str, value: Any, annotation: Any) -> Any:
+    """Return `value` as `annotation` wants it, or raise UserError naming the flag, the value and what is allowed."""
+    value = _coerce(value, annotation)
+    bounds = [a for a in getattr(annotation, "__metadata__", ()) if isinstance(a, Range)]
+    base = get_args(annotation)[0] if bounds else annotation
+    if not _matches(value, base):
+        raise UserError(f"{flag}: {value!r} is not allowed; it must be {type_name(annotation)}.")
+    numbers = [value] if isinstance(value, int | float) else value if isinstance(value, list | tuple) else []
+    for bound in bounds:
+        if not all(bound.low <= n <= bound.high for n in numbers):  # NaN fails both comparisons
+            raise UserError(f"{flag}: {value!r} is out of range; it must be {type_name(annotation)}.")
+    return value
+
+
+def check_fields(cls: type, values: Mapping[str, Any], flag: str) -> dict[str, Any]:
+    """Check `values` against the fields of the dataclass `cls`; unknown, missing and wrongly typed keys are refused."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
+    for key in values:
+        if key not in fields:
+            raise unknown_name(flag, "key", key, fields)
+    for name, field in fields.items():
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and name not in values:
+            raise UserError(f"{flag}: the key {name!r} is missing; it must be {type_name(hints[name])}.")
+    return {key: check_value(f"{flag}.{key}", value, hints[key]) for key, value in values.items()}
+
+
+def parse_json(text: str, where: str) -> Any:
+    """Parse JSON, refusing duplicate keys and non-numbers such as NaN; `where` names the flag or file in errors."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in seen:
+                raise UserError(f"{where}: the key {key!r} is given twice; keep one of them.")
+            seen[key] = value
+        return seen
+
+    def refuse(constant: str) -> None:
+        raise UserError(f"{where}: {constant} is not a JSON number; write a finite number.")
+
+    try:
+        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not valid JSON ({error}). Given: {text[:80]!r}.") from None
+
+
+def read_json(path: str | Path, flag: str) -> Any:
+    """Read a JSON file; a missing or broken file is a UserError that names `flag` and the file."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        folder = path.parent if path.parent.is_dir() else Path(".")
+        names = [str(p) for p in folder.glob("*.json")]
+        raise unknown_name(flag, "file", str(path), names) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{flag}: cannot read {path}: {error}") from None
+    return parse_json(text, f"{flag} ({path})")

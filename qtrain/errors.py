@@ -1,0 +1,29 @@
+"""The one error type for a user's mistake, and the wording every such message shares."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """Something the user gave cannot be used. Scripts print it on stderr and exit with code 2."""
+
+
+def nearest(given: str, allowed: Iterable[str]) -> str | None:
+    """The allowed name closest in spelling to `given`, or None when nothing is close."""
+    by_folded = {name.lower().replace("-", "_"): name for name in allowed}
+    found = difflib.get_close_matches(given.lower().replace("-", "_"), by_folded, n=1, cutoff=0.5)
+    return by_folded[found[0]] if found else None
+
+
+def unknown_name(flag: str, kind: str, given: str, allowed: Iterable[str], fix: str = "") -> UserError:
+    """An error for a name that is in no registry: what was given, what is allowed, the nearest match, the fix."""
+    allowed = sorted(allowed)
+    shown = ", ".join(allowed[:24]) + (f", ... ({len(allowed)} in all)" if len(allowed) > 24 else "")
+    close = nearest(given, allowed)
+    hint = f" Did you mean {close!r}?" if close else ""
+    return UserError(f"{flag}: unknown {kind} {given!r}.{hint} Allowed: {shown}.{' ' + fix if fix else ''}")
+
+
+def missing_package(package: str, what_for: str, install: str | None = None) -> UserError:
+    """An error for an optional dependency that is not installed; names the command that installs it."""
+    return UserError(f"{what_for} needs the package {package!r}. Install it with: pip install {install or package}")

@@ -1,0 +1,50 @@
+"""Named choices that describe themselves: schemes, optimizers, datasets, tokenizers.
+
+An entry is a frozen dataclass. Its name is the word on the command line, its fields are the keys of its JSON options
+(checked by type and range), the first line of its docstring is its line in `--list` and in the documentation.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+from qtrain.checks import check_fields
+from qtrain.errors import unknown_name
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Maps a name to a dataclass type. `kind` is the word for an entry, as in 'unknown scheme'."""
+
+    def __init__(self, kind: str):
+        self.kind = kind
+        self._entries: dict[str, type[T]] = {}
+
+    def register(self, name: str) -> Callable[[type[T]], type[T]]:
+        """Class decorator that adds a dataclass under `name`."""
+
+        def add(cls: type[T]) -> type[T]:
+            assert name not in self._entries, f"{self.kind} {name!r} is registered twice"
+            assert cls.__doc__, f"{self.kind} {name!r} has no docstring"
+            self._entries[name] = cls
+            return cls
+
+        return add
+
+    def names(self) -> list[str]:
+        return sorted(self._entries)
+
+    def get(self, name: str, flag: str) -> type[T]:
+        """The dataclass type called `name`; UserError naming `flag` and the nearest match when there is none."""
+        if name not in self._entries:
+            raise unknown_name(flag, self.kind, name, self._entries)
+        return self._entries[name]
+
+    def make(self, name: str, options: Mapping[str, Any], flag: str) -> T:
+        """Build the entry `name` from JSON `options`, checked against its fields. `flag` is named in errors."""
+        cls = self.get(name, flag)
+        return cls(**check_fields(cls, options, f"{flag} ({name})"))
+
+    def describe(self) -> list[tuple[str, str]]:
+        """(name, first line of the docstring) of every entry, sorted by name."""
+        return [(name, self._entries[name].__doc__.strip().splitlines()[0]) for name in self.names()]
