@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typeguard
 
-from qtrain.errors import UserError, unknown_name
+from qtrain.errors import UserError, nearest, unknown_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,9 +129,9 @@ def read_json(path: str | Path, flag: str) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        folder = path.parent if path.parent.is_dir() else Path(".")
-        names = [str(p) for p in folder.glob("*.json")]
-        raise unknown_name(flag, "file", str(path), names) from None
+        close = nearest(str(path), [str(p) for p in path.parent.glob("*.json")])
+        hint = f" Did you mean {close}?" if close else ""
+        raise UserError(f"{flag}: the file {path} does not exist.{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{flag}: cannot read {path}: {error}") from None
     return parse_json(text, f"{flag} ({path})")

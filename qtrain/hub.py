@@ -1,0 +1,83 @@
+"""The Hugging Face hub: reached when it can be, its cache used when it cannot, and one message when neither helps."""
+
+import contextlib
+import functools
+import os
+import socket
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+
+from qtrain.errors import UserError
+
+
+@functools.cache
+def hub_reachable() -> bool:
+    """Whether the hub's host answers. Where it does not, the hub libraries are switched to their offline mode:
+    cached files still load, and a missing one fails at once instead of after a minute of retries."""
+    import huggingface_hub.constants
+
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return False
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return True  # the proxy resolves the name, so a look-up here would prove nothing
+    url = urllib.parse.urlsplit(huggingface_hub.constants.ENDPOINT)
+    try:
+        socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout=5).close()
+        return True
+    except OSError:
+        pass
+    os.environ["HF_HUB_OFFLINE"] = "1"  # for the worker processes, and for libraries not imported yet
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
+    with contextlib.suppress(ImportError):
+        import datasets.config
+
+        datasets.config.HF_HUB_OFFLINE = True
+    return False
+
+
+@contextlib.contextmanager
+def reaching_hub(flag: str, what: str, fix: str) -> Iterator[None]:
+    """Wrap any call that may ask the hub for `what` (given by `flag`): its failures become one UserError with `fix`."""
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    reachable = hub_reachable()
+    unreachable = UserError(
+        f"{flag}: {what} is not in the local cache and the Hugging Face hub could not be reached. {fix}"
+    )
+    try:
+        yield
+    except UserError:
+        raise
+    except HFValidationError as error:
+        raise UserError(f"{flag}: {what} is neither a local path nor a hub id: {error}") from None
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled):
+        raise unreachable from None
+    except GatedRepoError:
+        raise UserError(
+            f"{flag}: {what} is gated on the hub. Accept its terms on its page, then log in with: hf auth login"
+        ) from None
+    except RepositoryNotFoundError:
+        raise UserError(f"{flag}: {what} is not on the hub, or it is private. {fix}") from None
+    except EntryNotFoundError as error:
+        raise UserError(f"{flag}: {what} lacks a file that is needed: {str(error).splitlines()[0]}") from None
+    except (HfHubHTTPError, OSError) as error:  # ConnectionError is an OSError
+        if not reachable:
+            raise unreachable from None
+        raise UserError(f"{flag}: {what} could not be loaded from the hub: {str(error).splitlines()[0]}") from None
+
+
+def hub_file(repo_id: str, filename: str, flag: str, fix: str, repo_type: str = "model") -> Path:
+    """A file of a hub repository, downloaded or from the cache."""
+    from huggingface_hub import hf_hub_download
+
+    with reaching_hub(flag, f"{filename} of {repo_id!r}", fix):
+        return Path(hf_hub_download(repo_id, filename, repo_type=repo_type))
