@@ -1,0 +1,70 @@
+"""What this device can do: its name, memory, and peak dense rates per arithmetic."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+# Dense datasheet peaks in TFLOP/s (TOPS for int8), fp32 accumulation, and memory bandwidth in TB/s. Keyed by how
+# torch names the device; the first key that the name contains wins, so longer names come first.
+DATASHEET: dict[str, dict[str, float]] = {
+    "H100 PCIe": {"bf16": 756.4, "fp8": 1512.9, "int8": 1512.9, "fp32": 51.2, "bandwidth": 2.0},
+    "H100": {"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "fp32": 66.9, "bandwidth": 3.35},
+    "H200": {"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "fp32": 66.9, "bandwidth": 4.8},
+    "H800": {"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "fp32": 66.9, "bandwidth": 3.35},
+    "B200": {"bf16": 2250.0, "fp8": 4500.0, "int8": 4500.0, "fp32": 75.0, "bandwidth": 8.0},
+    "A100": {"bf16": 311.9, "int8": 623.7, "fp32": 19.5, "bandwidth": 2.04},
+    "L40S": {"bf16": 362.1, "fp8": 733.0, "int8": 733.0, "fp32": 91.6, "bandwidth": 0.864},
+    "RTX 4090": {"bf16": 165.2, "fp8": 330.3, "int8": 660.6, "fp32": 82.6, "bandwidth": 1.008},
+    "RTX 5090": {"bf16": 209.5, "fp8": 419.0, "int8": 838.0, "fp32": 104.8, "bandwidth": 1.792},
+    "RTX 3090": {"bf16": 71.0, "int8": 284.0, "fp32": 35.6, "bandwidth": 0.936},
+}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A device and its peaks. `peaks`: TFLOP/s by arithmetic; `measured`: timed here, not from a datasheet."""
+
+    name: str
+    peaks: dict[str, float]
+    memory_bytes: int | None
+    measured: bool
+
+    def peak(self, arithmetic: str) -> float:
+        """TFLOP/s of an arithmetic; one that the device lacks runs, emulated, at the bf16 or fp32 rate."""
+        return self.peaks.get(arithmetic) or self.peaks.get("bf16") or self.peaks["fp32"]
+
+
+def describe_hardware(device: torch.device) -> Hardware:
+    """The hardware behind `device`; where no datasheet entry matches, its rates are measured in under a second."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        for key, peaks in DATASHEET.items():
+            if key in properties.name:
+                return Hardware(properties.name, peaks, properties.total_memory, measured=False)
+        return Hardware(properties.name, _measured_peaks(device), properties.total_memory, measured=True)
+    return Hardware(f"CPU, {torch.get_num_threads()} threads", _measured_peaks(device), None, measured=True)
+
+
+def _measured_peaks(device: torch.device) -> dict[str, float]:
+    """Best of a few square products, random data: 1024 wide on a CPU, 8192 on a GPU."""
+    size = 8192 if device.type == "cuda" else 1024
+    peaks = {}
+    for name, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}.items():
+        a = torch.randn(size, size, device=device).mul_(30).clamp_(-127, 127).to(dtype)
+        multiply = torch._int_mm if dtype is torch.int8 else torch.mm
+        peaks[name] = max(_rate(multiply, a, size) for _ in range(4)) / 1e12
+    return peaks
+
+
+def _rate(multiply, a: torch.Tensor, size: int) -> float:
+    _wait(a.device)
+    start = time.perf_counter()
+    multiply(a, a.t())
+    _wait(a.device)
+    return 2 * size**3 / (time.perf_counter() - start)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

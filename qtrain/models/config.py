@@ -1,0 +1,251 @@
+"""The architecture of a native decoder, read from and written as a Hugging Face `config.json`.
+
+One frozen dataclass covers Llama 2/3.x, Mistral, SmolLM(2), Qwen2/2.5 and Qwen3: they differ in which projections have
+a bias, in QK-norm, in rotary scaling and in a sliding window. What would change the arithmetic and is not covered here
+is refused by name, never ignored.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from qtrain.checks import Range, check_value
+from qtrain.errors import UserError, unknown_name
+
+USE_HF = "Run it through transformers instead: --model_impl hf"
+
+_Count = Annotated[int, Range(1)]
+_Positive = Annotated[float, Range(1e-30)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary positions: base frequency and, for contexts longer than the pretraining one, how it is stretched."""
+
+    theta: float = 10_000.0
+    kind: Literal["default", "linear", "llama3"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    @classmethod
+    def from_hf(cls, values: Mapping[str, Any], max_positions: int, where: str) -> "Rope":
+        """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (transformers 4)."""
+        given = values.get("rope_scaling") or values.get("rope_parameters") or {}
+        given = check_value(f"{where}: rope_parameters", given, dict[str, Any])
+        theta = given.get("rope_theta", values.get("rope_theta", cls.theta))
+        theta = check_value(f"{where}: rope_theta", theta, _Positive)
+        partial = given.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
+        if partial not in (None, 1.0):
+            raise UserError(f"{where}: partial_rotary_factor {partial!r} is not supported natively. {USE_HF}")
+
+        kind = given.get("rope_type", given.get("type", "default"))
+        keys = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+        if kind not in keys:
+            raise unknown_name(where, "rope type", str(kind), keys, USE_HF)
+        options: dict[str, Any] = {}
+        for key in keys[kind]:
+            if key not in given:
+                raise UserError(f"{where}: the rope type {kind!r} needs the key {key!r}; it must be a number.")
+            options[key] = check_value(f"{where}: rope {key}", given[key], _Positive)
+        if kind == "llama3":
+            original = given.get("original_max_position_embeddings", max_positions)
+            original = check_value(f"{where}: rope original_max_position_embeddings", original, _Count)
+            options["original_max_position_embeddings"] = original
+            if options["high_freq_factor"] <= options["low_freq_factor"]:
+                raise UserError(f"{where}: rope high_freq_factor must be greater than low_freq_factor.")
+        return cls(theta=theta, kind=kind, **options)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The same rotary positions for transformers 5 (`rope_parameters`) and 4 (`rope_theta`, `rope_scaling`)."""
+        scaling: dict[str, Any] = {"rope_type": self.kind}
+        if self.kind != "default":
+            scaling["factor"] = self.factor
+        if self.kind == "llama3":
+            for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+                scaling[key] = getattr(self, key)
+        return {
+            "rope_theta": self.theta,
+            "rope_scaling": None if self.kind == "default" else scaling,
+            "rope_parameters": {"rope_theta": self.theta, **scaling},
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Family:
+    """What a `model_type` fixes, and what its transformers class assumes where `config.json` is silent."""
+
+    architecture: str
+    kv_heads: int | None  # None: as many as query heads
+    max_positions: int
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    sliding_window: int | None = None
+    qk_norm: bool = False
+
+
+_FAMILIES = {
+    "llama": _Family("LlamaForCausalLM", None, 2048),
+    "mistral": _Family("MistralForCausalLM", 8, 131072, sliding_window=4096),
+    "qwen2": _Family("Qwen2ForCausalLM", 32, 32768),
+    "qwen3": _Family("Qwen3ForCausalLM", 32, 32768, head_dim=128, qk_norm=True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder's architecture. Names are those of Hugging Face; sizes are in elements."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rope: Rope = Rope()
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    """Positions a query sees, itself included; None is all of them."""
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads together; values have the same."""
+        return self.num_key_value_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        """Output width of the fused q, k, v projection."""
+        return self.q_size + 2 * self.kv_size
+
+    @classmethod
+    def from_hf(cls, values: Mapping[str, Any], where: str = "config.json") -> "ModelConfig":
+        """Read a Hugging Face config dict. `where` names the file in errors.
+
+        Raises UserError for a missing or wrong key and for an architecture that is not covered.
+        """
+
+        def read(key: str, kind: Any, default: Any = dataclasses.MISSING) -> Any:
+            if key not in values and default is dataclasses.MISSING:
+                raise UserError(f"{where}: the key {key!r} is missing.")
+            return check_value(f"{where}: {key}", values.get(key, default), kind)
+
+        model_type = read("model_type", str)
+        if model_type not in _FAMILIES:
+            raise unknown_name(where, "model_type", model_type, _FAMILIES, USE_HF)
+        family = _FAMILIES[model_type]
+        _refuse_unsupported(values, where)
+
+        hidden, heads, layers = (read(k, _Count) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+        kv_heads = read("num_key_value_heads", _Count | None, family.kv_heads) or heads
+        head_dim = read("head_dim", _Count | None, family.head_dim)
+        if hidden % heads and (head_dim is None or model_type == "llama"):  # transformers holds Llama to it always
+            raise UserError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}.")
+        head_dim = head_dim or hidden // heads
+        if heads % kv_heads:
+            raise UserError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
+        if head_dim % 2:
+            raise UserError(f"{where}: head_dim {head_dim} is odd; rotary positions need pairs.")
+
+        attention_bias = model_type in ("llama", "qwen3") and read("attention_bias", bool, False)
+        max_positions = read("max_position_embeddings", _Count, family.max_positions)
+        token = Annotated[int, Range(0)] | None
+        return cls(
+            model_type=model_type,
+            vocab_size=read("vocab_size", _Count),
+            hidden_size=hidden,
+            intermediate_size=read("intermediate_size", _Count),
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            max_position_embeddings=max_positions,
+            rope=Rope.from_hf(values, max_positions, where),
+            rms_norm_eps=read("rms_norm_eps", Annotated[float, Range(0)], 1e-6),
+            initializer_range=read("initializer_range", Annotated[float, Range(0)], 0.02),
+            tie_word_embeddings=read("tie_word_embeddings", bool, False),
+            qkv_bias=attention_bias or model_type == "qwen2",
+            o_bias=attention_bias,
+            mlp_bias=model_type == "llama" and read("mlp_bias", bool, False),
+            qk_norm=family.qk_norm,
+            sliding_window=_read_window(values, model_type, layers, where),
+            bos_token_id=read("bos_token_id", token, None),
+            eos_token_id=read("eos_token_id", token | list[int], None),
+            pad_token_id=read("pad_token_id", token, None),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config dict that transformers 4 and 5 both load as this architecture."""
+        same = (
+            "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+            "num_key_value_heads max_position_embeddings rms_norm_eps initializer_range tie_word_embeddings "
+            "bos_token_id eos_token_id pad_token_id"
+        ).split()
+        config = {
+            "architectures": [_FAMILIES[self.model_type].architecture],
+            **{key: getattr(self, key) for key in same},
+            "hidden_act": "silu",
+            "attention_dropout": 0.0,
+            **self.rope.to_hf(),
+        }
+        if self.model_type != "qwen2" or self.head_dim * self.num_attention_heads != self.hidden_size:
+            config["head_dim"] = self.head_dim
+        if self.model_type in ("llama", "qwen3"):
+            config["attention_bias"] = self.o_bias
+        if self.model_type == "llama":
+            config["mlp_bias"] = self.mlp_bias
+        if self.model_type == "mistral":
+            config["sliding_window"] = self.sliding_window
+        if self.model_type in ("qwen2", "qwen3"):
+            sliding = self.sliding_window is not None
+            config["use_sliding_window"] = sliding
+            config["sliding_window"] = self.sliding_window
+            config["max_window_layers"] = 0 if sliding else self.num_hidden_layers
+        return config
+
+
+def _refuse_unsupported(values: Mapping[str, Any], where: str) -> None:
+    """Refuse keys that would change the arithmetic and that the native decoder does not compute."""
+    neutral = {
+        "hidden_act": ("silu", "swish"),
+        "attention_dropout": (0, None),
+        "num_experts": (0, 1, None),
+        "num_local_experts": (0, 1, None),
+        "quantization_config": (None,),
+    }
+    for key, allowed in neutral.items():
+        if values.get(key, allowed[0]) not in allowed:
+            raise UserError(f"{where}: {key} {values[key]!r} is not supported natively. {USE_HF}")
+
+
+def _read_window(values: Mapping[str, Any], model_type: str, layers: int, where: str) -> int | None:
+    """The sliding window, where every layer has it. Some layers with and some without are refused."""
+    if model_type == "llama":
+        return None
+    window = values.get("sliding_window", _FAMILIES[model_type].sliding_window)
+    window = check_value(f"{where}: sliding_window", window, _Count | None)
+    if model_type == "mistral" or window is None:
+        return window
+    if not values.get("use_sliding_window", False):
+        return None
+    first = check_value(f"{where}: max_window_layers", values.get("max_window_layers", 28), Annotated[int, Range(0)])
+    kinds = values.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    if len(set(kinds)) > 1:
+        raise UserError(f"{where}: a sliding window in only some layers is not supported natively. {USE_HF}")
+    return window if kinds[0] == "sliding_attention" else None

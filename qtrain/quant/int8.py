@@ -1,0 +1,62 @@
+"""Dynamic rowwise INT8 mixed precision.
+
+Every operand gets one scale a row as its GEMM reads it: a token's scale for x and dy in `output` and `grad_input`, a
+channel's for both operands of `grad_weight`, so scales always leave the sum and are applied once to the int32 total.
+Each GEMM can be left in the weights' dtype, as AQT allows (github.com/google/aqt).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from qtrain.kernels.int8_mm import scaled_int8_mm_ref
+from qtrain.kernels.quantize_int8 import quantize_int8_rowwise_ref, rounding_noise
+from qtrain.quant.scheme import SCHEMES, Draws, Gemm, LowBitScheme, Operand
+
+Arithmetic = Literal["int8", "bf16"]
+
+
+@SCHEMES.register("int8")
+@dataclass(frozen=True)
+class Int8(LowBitScheme):
+    """dynamic rowwise INT8 mixed precision; each of the three GEMMs int8 or bf16, nearest or stochastic rounding"""
+
+    output: Arithmetic = "int8"
+    grad_input: Arithmetic = "int8"
+    grad_weight: Arithmetic = "int8"
+    stochastic_rounding: bool = False
+
+    def gemm_dtypes(self) -> dict[Gemm, str]:
+        return {"output": self.output, "grad_input": self.grad_input, "grad_weight": self.grad_weight}
+
+    def weight_operands(self, w: Tensor, draws: Draws | None) -> tuple[Operand, Operand]:
+        rows = _quantize(w, "w rows", draws) if self.output == "int8" else ()
+        columns = _quantize(w.t(), "w columns", draws) if self.grad_input == "int8" else ()
+        return rows, columns
+
+    def input_operands(self, x: Tensor, draws: Draws | None) -> tuple[Operand, Operand]:
+        rows = _quantize(x, "x rows", draws) if self.output == "int8" else (x,)
+        columns = _quantize(x.t(), "x columns", draws) if self.grad_weight == "int8" else (x,)
+        return rows, columns
+
+    def grad_operands(self, dy: Tensor, draws: Draws | None) -> tuple[Operand, Operand]:
+        rows = _quantize(dy, "dy rows", draws) if self.grad_input == "int8" else (dy,)
+        columns = _quantize(dy.t(), "dy columns", draws) if self.grad_weight == "int8" else (dy,)
+        return rows, columns
+
+    def multiply(self, gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+        if len(a) == 2:  # codes and scale, K-major both
+            (a_codes, a_scale), (b_codes, b_scale) = a, b
+            return scaled_int8_mm_ref(a_codes, b_codes, a_scale, b_scale, dtype)
+        if gemm == "output":
+            return a[0] @ b[0].t()
+        return a[0] @ b[0] if gemm == "grad_input" else a[0].t() @ b[0]
+
+
+def _quantize(x: Tensor, role: str, draws: Draws | None) -> Operand:
+    """x [rows, length] -> codes int8 [rows, length] contiguous, scale fp32 [rows]."""
+    x = x.contiguous()
+    noise = None if draws is None else rounding_noise(x, draws.seed, draws.step, draws.tensor_id(role))
+    return quantize_int8_rowwise_ref(x, noise)

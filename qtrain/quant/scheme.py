@@ -1,0 +1,79 @@
+"""What a scheme is: how a linear's three GEMMs read and multiply their operands.
+
+    output       y  [M, N] = x  [M, K] · w [N, K]ᵀ
+    grad_input   dx [M, K] = dy [M, N] · w [N, K]
+    grad_weight  dw [N, K] = dy [M, N]ᵀ · x [M, K]
+
+Each of x, w and dy is read by two GEMMs, once along its rows and once along its columns. A scheme prepares both
+operands of a tensor at once, where the tensor is at hand: `input_operands` and `grad_operands` per micro-batch,
+`weight_operands` once per optimizer step. An operand is a tuple of tensors that only the scheme looks into: codes and
+scales, or the tensor itself for a GEMM left in high precision.
+
+A further scheme is one file: a frozen dataclass registered in SCHEMES, its fields the keys of `--quantize_kwargs`.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from qtrain.registry import Registry
+
+Gemm = Literal["output", "grad_input", "grad_weight"]
+Operand = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The key of one linear's stochastic rounding: seed and step, int64 scalars on the device, and the linear's number.
+
+    Each rounded operand of the linear draws under its own tensor id, `tensor_id(role)`.
+    """
+
+    seed: Tensor
+    step: Tensor
+    linear: int
+
+    ROLES = ("x rows", "x columns", "dy rows", "dy columns", "w rows", "w columns")
+
+    def tensor_id(self, role: str) -> int:
+        return self.linear * len(self.ROLES) + self.ROLES.index(role)
+
+
+class Scheme(ABC):
+    """A choice of `--quantize`. A scheme that is not a LowBitScheme swaps nothing."""
+
+    @abstractmethod
+    def gemm_dtypes(self) -> dict[Gemm, str]:
+        """The arithmetic of each GEMM ('int8', 'fp8', 'bf16'), for the plan and the speed of light."""
+
+
+class LowBitScheme(Scheme):
+    """A scheme that swaps linears. All tensors are 2-D; `draws` is None where rounding is to nearest."""
+
+    stochastic_rounding: bool = False
+
+    def refusal(self, in_features: int, out_features: int, device: torch.device) -> str | None:
+        """Why this scheme cannot take a linear of this shape on this device; None when it can."""
+        return None
+
+    @abstractmethod
+    def weight_operands(self, w: Tensor, draws: Draws | None) -> tuple[Operand, Operand]:
+        """w [N, K] -> operands for (output, grad_input). An empty one means that the GEMM reads w itself."""
+
+    @abstractmethod
+    def input_operands(self, x: Tensor, draws: Draws | None) -> tuple[Operand, Operand]:
+        """x [M, K] -> operands for (output, grad_weight). The second is all that is kept for backward."""
+
+    @abstractmethod
+    def grad_operands(self, dy: Tensor, draws: Draws | None) -> tuple[Operand, Operand]:
+        """dy [M, N] -> operands for (grad_input, grad_weight)."""
+
+    @abstractmethod
+    def multiply(self, gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+        """The product of a GEMM in `dtype`; (a, b) is (x, w), (dy, w) or (dy, x) for the three of them."""
+
+
+SCHEMES: Registry[Scheme] = Registry("scheme")

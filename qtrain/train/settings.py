@@ -1,0 +1,145 @@
+"""The settings that every training script shares; each script's own dataclass adds its few.
+
+The docstring under a field is its `--help` line, `Range` its bounds: they are written down here and nowhere else.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+
+from qtrain.checks import Range
+from qtrain.config import JsonDict
+from qtrain.errors import UserError
+
+Count = Annotated[int, Range(1)]
+CountOrNever = Annotated[int, Range(0)]
+NotNegative = Annotated[float, Range(0, 1e30)]
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """Settings of any training run."""
+
+    model: str = "llama2-470m"
+    """Hub id, local folder, JSON file, or the name of a file in configs/models."""
+    model_impl: Literal["native", "hf"] = "native"
+    """native: this project's decoder; hf: any AutoModelForCausalLM of transformers."""
+    pretrained: bool = False
+    """Load the model's weights instead of drawing random ones."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Where to train; auto takes the GPU if there is one."""
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Dtype of weights and activations; auto is bf16 on a GPU, fp32 on a CPU."""
+
+    quantize: str = "bf16"
+    """Scheme of the linears' matmuls; --list shows all."""
+    quantize_kwargs: JsonDict = None
+    """The scheme's options as JSON."""
+    quantize_lm_head: bool = False
+    """Quantize the output head too."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What backward computes again instead of keeping: nothing, cheap operations, or whole layers."""
+    compile: bool = False
+    """Compile each layer and the loss with torch.compile."""
+
+    train_ds: JsonDict = None
+    """Training data as JSON with a "type"; --list shows all types."""
+    eval_ds: JsonDict = None
+    """Validation data as JSON, in the same form; none: no evaluation."""
+    num_workers: CountOrNever = 0
+    """Processes that read and tokenize; 0: a thread of this process."""
+
+    n_steps: Count = 1000
+    """Optimizer steps."""
+    batch_size: Count = 4
+    """Sequences per optimizer step, over all devices."""
+    micro_batch_size: CountOrNever = 0
+    """Sequences per forward pass on one device; 0: batch_size / gradient_accumulation."""
+    gradient_accumulation: CountOrNever = 0
+    """Forward passes per optimizer step; 0: batch_size / micro_batch_size."""
+
+    optim: str = "adamw"
+    """Optimizer; --list shows all."""
+    optim_kwargs: JsonDict = None
+    """The optimizer's options as JSON."""
+    lr: NotNegative = 3e-4
+    """Peak learning rate."""
+    weight_decay: NotNegative = 0.1
+    """Decoupled weight decay of matrices; norms and biases are not decayed."""
+    lr_schedule_kwargs: JsonDict = None
+    """JSON: warmup and decay (shares of the run; 0.02 and 0.2), decay_type (linear, cosine, sqrt), final (share)."""
+    clip_grad_norm: NotNegative = 1.0
+    """Largest norm of all gradients together; 0: no clipping."""
+
+    eval_interval: CountOrNever = 100
+    """Steps between evaluations; 0: only before the first and after the last step."""
+    eval_sequences: Count = 128
+    """Sequences per evaluation, always the same ones."""
+    ckpt_interval: CountOrNever = 1000
+    """Steps between checkpoints; 0: only at the end and on a signal."""
+    keep_ckpts: Count = 2
+    """Complete checkpoints to keep."""
+    resume: str | None = None
+    """auto: continue the newest run of this name; or a checkpoint folder or a run folder."""
+    log_interval: Count = 1
+    """Steps between lines of metrics.jsonl."""
+
+    project: str = "qtrain"
+    """Project name for the trackers."""
+    run_name: str = "run"
+    """Name of the run; its folder is <runs_dir>/<script>/<time>_<run_name>."""
+    runs_dir: str = "runs"
+    """Folder that holds the runs."""
+    trackers: tuple[str, ...] = ()
+    """Where metrics go besides metrics.jsonl: wandb, tensorboard, trackio."""
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 42
+    """Seed of initialization, data order and stochastic rounding."""
+    profile: bool = False
+    """Write a trace of a few steps into the run folder."""
+    dry_run: bool = False
+    """Print the plan and stop."""
+
+
+@dataclass(frozen=True)
+class BatchGeometry:
+    """How an optimizer step's sequences are split: batch = micro x accumulation x world."""
+
+    micro_batch_size: int
+    gradient_accumulation: int
+    world: int
+
+
+def batch_geometry(settings: TrainSettings, world: int = 1) -> BatchGeometry:
+    """Fill in whichever of micro_batch_size and gradient_accumulation is 0, or refuse sizes that do not multiply."""
+    batch, micro, accumulation = settings.batch_size, settings.micro_batch_size, settings.gradient_accumulation
+    if batch % world:
+        raise UserError(f"--batch_size: {batch} sequences cannot be shared equally by {world} devices.")
+    per_device = batch // world
+    if not micro and not accumulation:
+        accumulation = 1
+    micro = micro or per_device // max(accumulation, 1)
+    accumulation = accumulation or per_device // max(micro, 1)
+    if micro * accumulation != per_device or not micro:
+        raise UserError(
+            f"--batch_size: {batch} is not micro_batch_size x gradient_accumulation x devices "
+            f"({settings.micro_batch_size or 'auto'} x {settings.gradient_accumulation or 'auto'} x {world}); "
+            "give two of the three, such that the first divides the batch."
+        )
+    return BatchGeometry(micro, accumulation, world)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that --device means here."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device: cuda was asked for, but torch sees no GPU. Use --device cpu or auto.")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name, 0) if name == "cuda" else torch.device(name)
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype that --dtype means on this device."""
+    if name == "auto":
+        name = "bf16" if device.type == "cuda" else "fp32"
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]

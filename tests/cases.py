@@ -1,0 +1,24 @@
+"""One generator of numeric cases, shared by tests and benchmarks: odd shapes, outliers, zero rows, layouts."""
+
+import torch
+from torch import Tensor
+
+SHAPES = [(1, 1), (1, 256), (3, 5), (17, 33), (128, 128), (130, 257), (64, 1000), (257, 64)]
+
+
+def matrix(rows: int, columns: int, seed: int, kind: str = "normal", dtype: torch.dtype = torch.float32) -> Tensor:
+    """A random matrix of a kind: normal; outlier (one column 1,000 times the rest); zero_row; tiny; strided."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator)
+    if kind == "outlier":
+        x[:, columns // 2] *= 1000
+    elif kind == "zero_row":
+        x[rows // 2] = 0
+    elif kind == "tiny":
+        x *= 1e-20
+    elif kind == "strided":
+        x = torch.randn(columns, rows, generator=generator).t()
+    return x.to(dtype)
+
+
+KINDS = ["normal", "outlier", "zero_row", "tiny", "strided"]

@@ -1,0 +1,43 @@
+"""Philox gives the published words, and uniforms that depend on every part of their key."""
+
+import torch
+
+from qtrain.kernels.philox import philox_ref, uniform_ref
+
+
+def test_known_answers():
+    """The known-answer vectors of Random123 for philox4x32-10."""
+    vectors = [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ]
+    for counter, key, words in vectors:
+        as_tensors = [tuple(torch.tensor([w]) for w in part) for part in (counter, key)]
+        assert tuple(int(w) for w in philox_ref(*as_tensors)) == words
+
+
+def uniform(shape=(64, 33), seed=5, step=7, tensor_id=2):
+    return uniform_ref(shape, torch.tensor(seed), torch.tensor(step), tensor_id)
+
+
+def test_uniform_is_a_function_of_its_key():
+    assert torch.equal(uniform(), uniform())
+    for changed in ({"seed": 6}, {"step": 8}, {"tensor_id": 3}, {"seed": 5 + 2**32}):
+        assert (uniform() != uniform(**changed)).float().mean() > 0.99
+    # An element's draw depends on its index alone: the same leading elements, whatever follows them.
+    assert torch.equal(uniform((10,)), uniform((1000,))[:10])
+
+
+def test_uniform_is_uniform():
+    """Mean, variance and range of 2**18 draws, within 5 standard errors; never 0 or 1."""
+    u = uniform((512, 512)).double().flatten()
+    assert u.min() > 0 and u.max() < 1
+    assert abs(u.mean() - 0.5) < 5 * (1 / 12 / u.numel()) ** 0.5
+    assert abs(u.var() - 1 / 12) < 5 * (1 / 180 / u.numel()) ** 0.5
+    counts = torch.histc(u, bins=64, min=0, max=1)
+    assert ((counts - u.numel() / 64) ** 2 / (u.numel() / 64)).sum() < 63 + 5 * (2 * 63) ** 0.5

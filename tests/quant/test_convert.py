@@ -1,0 +1,58 @@
+"""The swap: what is taken, what is left and why, and that parameters stay the objects the optimizer knows."""
+
+import pytest
+from torch import nn
+
+from qtrain.errors import UserError
+from qtrain.quant import SCHEMES, LowBitLinear, describe_choices, quantize_linears
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.lm_head = nn.Linear(8, 10, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+
+def test_swaps_all_but_the_head_and_says_why():
+    model = Model()
+    names, weights = [n for n, _ in model.named_parameters()], list(model.parameters())
+    quantized = quantize_linears(model, SCHEMES.make("int8", {}, "--quantize_kwargs"), seed=0)
+    assert [type(layer) for layer in model.layers] == [LowBitLinear] * 3
+    assert type(model.lm_head) is nn.Linear
+    assert [n for n, _ in model.named_parameters()] == names
+    assert all(a is b for a, b in zip(model.parameters(), weights, strict=True))
+    assert "operand" not in "".join(model.state_dict())
+    lines = describe_choices(quantized.choices)
+    assert any("3 x layers 8 -> 8: quantized" in line for line in lines)
+    assert any("lm_head" in line and "--quantize_lm_head" in line for line in lines)
+
+
+def test_head_on_request_keeps_its_tie():
+    model = Model()
+    quantize_linears(model, SCHEMES.make("int8", {}, "--quantize_kwargs"), seed=0, quantize_head=True)
+    assert isinstance(model.lm_head, LowBitLinear) and model.lm_head.weight is model.embed.weight
+
+
+def test_bf16_swaps_nothing():
+    model = Model()
+    quantized = quantize_linears(model, SCHEMES.make("bf16", {}, "--quantize_kwargs"), seed=0)
+    assert not quantized.linears and all(c.reason for c in quantized.choices)
+
+
+@pytest.mark.parametrize(
+    "name,options,message",
+    [
+        ("int9", {}, "unknown scheme 'int9'. Did you mean 'int8'?"),
+        ("int8", {"outputs": "int8"}, "Did you mean 'output'?"),
+        ("int8", {"output": "int4"}, "one of 'int8', 'bf16'"),
+        ("int8", {"stochastic_rounding": 1}, "true or false"),
+        ("bf16", {"output": "int8"}, "unknown key 'output'"),
+    ],
+)
+def test_bad_choices_are_refused(name, options, message):
+    with pytest.raises(UserError, match="--quantize") as error:
+        SCHEMES.make(name, options, "--quantize")
+    assert message in str(error.value)
