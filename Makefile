@@ -1,0 +1,33 @@
+# make quickstart: set up, then train a small model in INT8 on this machine.   make test: set up, then all tests.
+VENV := .venv
+PY := $(VENV)/bin/python
+BASE := $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+.PHONY: setup quickstart test lint gpu-test clean
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: requirements.txt requirements-dev.txt
+	@test -n "$(BASE)" || { echo "error: Python 3.11 or newer is needed; install it and run make again." >&2; exit 2; }
+	$(BASE) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+quickstart: setup
+	$(PY) tokenize_data.py --config configs/quickstart_data.json
+	$(PY) llm_pretrain.py --config configs/quickstart.json
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+test: lint
+	$(PY) -m pytest
+
+# The tests marked gpu, on a machine with an NVIDIA GPU.
+gpu-test: setup
+	$(PY) -m pytest -m gpu
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .ruff_cache
