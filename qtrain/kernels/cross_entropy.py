@@ -1,0 +1,98 @@
+"""Softmax cross-entropy over rows of logits, whose memory then holds their gradient.
+
+One program a row: a first pass keeps a running maximum and sum per lane, a second turns the row into its gradient in
+place: two reads and one write of each logit, where Inductor makes three reads and one write in two launches and takes
+8% of a 0.5 B model's step for it (vocabulary 151,936, H200).
+
+With L = logsumexp(row): nll = L - logit[label], loss = nll + z_loss * L²,
+d loss / d logit = softmax * (1 + 2 * z_loss * L) - onehot(label). A row labelled -100 counts nothing, gradient 0.
+"""
+
+import torch
+from torch import Tensor
+
+from qtrain.kernels.compiler import tl, triton
+
+IGNORED = -100
+"""The label of a position that is not trained on."""
+
+
+def cross_entropy_ref(logits: Tensor, labels: Tensor, z_loss: float, with_grad: bool) -> Tensor:
+    """logits [T, V] fp32/bf16, labels int64 [T] -> fp32 [2, T]: loss and nll of each row.
+
+    with_grad: the logits are overwritten by d loss / d logits, computed in fp32.
+    """
+    x = logits.float()
+    log_total = x.logsumexp(dim=-1)
+    trained = labels != IGNORED
+    target = torch.where(trained, labels, 0).unsqueeze(-1)
+    nll = torch.where(trained, log_total - x.gather(-1, target).squeeze(-1), 0.0)
+    loss = nll + torch.where(trained, z_loss * log_total.square(), 0.0)
+    if with_grad:
+        grad = (x - log_total.unsqueeze(-1)).exp_() * (1.0 + 2.0 * z_loss * log_total).unsqueeze(-1)
+        grad.scatter_add_(-1, target, torch.full_like(target, -1, dtype=torch.float32))
+        logits.copy_(torch.where(trained.unsqueeze(-1), grad, 0.0))
+    return torch.stack([loss, nll])
+
+
+@triton.jit
+def _cross_entropy_kernel(
+    logits_ptr, labels_ptr, out_ptr, rows, width, stride, z_loss, WITH_GRAD: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride
+    label = tl.load(labels_ptr + row)
+    columns = tl.arange(0, BLOCK)
+    peak = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        inside = start + columns < width
+        x = tl.load(logits_ptr + start + columns, inside, float("-inf")).to(tl.float32)
+        higher = tl.maximum(peak, x)
+        # A lane that has seen nothing yet has peak -inf, and -inf - -inf would be NaN.
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(peak - safe) + tl.exp(x - safe)
+        peak = higher
+    top = tl.max(peak, 0)
+    # Maxima ignore NaN: the sum brings it back, so that a NaN logit gives a NaN loss.
+    log_total = top + tl.log(tl.sum(total * tl.exp(peak - top), 0))
+    trained = label != -100
+    target = tl.load(logits_ptr + tl.where(trained, label, 0)).to(tl.float32)
+    nll = tl.where(trained, log_total - target, 0.0)
+    loss = nll + tl.where(trained, z_loss * log_total * log_total, 0.0)
+    tl.store(out_ptr + row, loss)
+    tl.store(out_ptr + rows + row, nll)
+    if WITH_GRAD:
+        weight = tl.where(trained, 1.0 + 2.0 * z_loss * log_total, 0.0)
+        tl.debug_barrier()  # every warp has read the target before any of them overwrites it
+        for start in range(0, width, BLOCK):
+            inside = start + columns < width
+            x = tl.load(logits_ptr + start + columns, inside, float("-inf")).to(tl.float32)
+            grad = tl.exp(x - log_total) * weight - tl.where(start + columns == label, 1.0, 0.0)
+            grad = tl.where(trained, grad, 0.0)
+            tl.store(logits_ptr + start + columns, grad.to(logits_ptr.dtype.element_ty), inside)
+
+
+def launch_cross_entropy(logits: Tensor, labels: Tensor, z_loss: float, with_grad: bool) -> Tensor:
+    """The kernel for `cross_entropy_ref`; the last dimension of logits contiguous."""
+    rows, width = logits.shape
+    out = logits.new_empty(2, rows, dtype=torch.float32)
+    if rows:
+        block = min(triton.next_power_of_2(width), 8192)
+        _cross_entropy_kernel[(rows,)](
+            logits, labels.contiguous(), out, rows, width, logits.stride(0), z_loss, with_grad, block, num_warps=16
+        )
+    return out
+
+
+@torch.library.custom_op("qtrain::cross_entropy", mutates_args={"logits"})
+def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float, with_grad: bool) -> Tensor:
+    """logits [T, V], labels int64 [T] -> fp32 [2, T] (loss, nll); see the top of the file. Overwrites logits."""
+    if logits.is_cuda:
+        return launch_cross_entropy(logits, labels, z_loss, with_grad)
+    return cross_entropy_ref(logits, labels, z_loss, with_grad)
+
+
+@cross_entropy.register_fake
+def _(logits: Tensor, labels: Tensor, z_loss: float, with_grad: bool) -> Tensor:
+    return logits.new_empty(2, logits.shape[0], dtype=torch.float32)

@@ -1,0 +1,101 @@
+"""The gate of a gated MLP over fused projections: y = silu(gate) * up, where x [M, 2I] holds gate, then up.
+
+Memory-bound: forward moves 3 values of 2 bytes per element of y, backward 5. Inductor writes the two halves of the
+gradient through a concatenation that reads everything twice (0.78 ms instead of 0.37 at 32768 x 9728 on an H200), so
+backward has a kernel of its own: each program makes both halves of a block from one read.
+"""
+
+import torch
+from torch import Tensor
+
+from qtrain.kernels.compiler import tl, triton
+
+BLOCK = 1024
+
+
+def silu_mul_ref(x: Tensor) -> Tensor:
+    """x [M, 2I] -> y [M, I] in x's dtype, computed in fp32."""
+    gate, up = x.float().chunk(2, dim=-1)
+    return (gate * gate.sigmoid() * up).to(x.dtype)
+
+
+def silu_mul_backward_ref(dy: Tensor, x: Tensor) -> Tensor:
+    """dy [M, I], x [M, 2I] -> dx [M, 2I] in x's dtype, computed in fp32."""
+    gate, up = x.float().chunk(2, dim=-1)
+    dy, s = dy.float(), gate.sigmoid()
+    return torch.cat([dy * up * s * (1 + gate * (1 - s)), dy * gate * s], dim=-1).to(x.dtype)
+
+
+@triton.jit
+def _silu_mul_kernel(x_ptr, y_ptr, width, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    gate = tl.load(x_ptr + row * 2 * width + columns, inside, 0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * width + width + columns, inside, 0.0).to(tl.float32)
+    y = gate * tl.sigmoid(gate) * up
+    tl.store(y_ptr + row * width + columns, y.to(y_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def _silu_mul_backward_kernel(dy_ptr, x_ptr, dx_ptr, width, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    gate = tl.load(x_ptr + row * 2 * width + columns, inside, 0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * width + width + columns, inside, 0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + row * width + columns, inside, 0.0).to(tl.float32)
+    s = tl.sigmoid(gate)
+    dgate = dy * up * s * (1 + gate * (1 - s))
+    dup = dy * gate * s
+    tl.store(dx_ptr + row * 2 * width + columns, dgate.to(dx_ptr.dtype.element_ty), inside)
+    tl.store(dx_ptr + row * 2 * width + width + columns, dup.to(dx_ptr.dtype.element_ty), inside)
+
+
+def launch_silu_mul(x: Tensor) -> Tensor:
+    """The kernel for `silu_mul_ref`; x contiguous."""
+    rows, width = x.shape[0], x.shape[1] // 2
+    y = x.new_empty(rows, width)
+    if y.numel():
+        _silu_mul_kernel[(triton.cdiv(width, BLOCK), rows)](x, y, width, BLOCK)
+    return y
+
+
+def launch_silu_mul_backward(dy: Tensor, x: Tensor) -> Tensor:
+    """The kernel for `silu_mul_backward_ref`; dy and x contiguous."""
+    rows, width = dy.shape
+    dx = torch.empty_like(x)
+    if dx.numel():
+        _silu_mul_backward_kernel[(triton.cdiv(width, BLOCK), rows)](dy, x, dx, width, BLOCK)
+    return dx
+
+
+@torch.library.custom_op("qtrain::silu_mul", mutates_args=())
+def _silu_mul(x: Tensor) -> Tensor:
+    return launch_silu_mul(x.contiguous()) if x.is_cuda else silu_mul_ref(x)
+
+
+@_silu_mul.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] // 2)
+
+
+@torch.library.custom_op("qtrain::silu_mul_backward", mutates_args=())
+def _silu_mul_backward(dy: Tensor, x: Tensor) -> Tensor:
+    return launch_silu_mul_backward(dy.contiguous(), x.contiguous()) if x.is_cuda else silu_mul_backward_ref(dy, x)
+
+
+@_silu_mul_backward.register_fake
+def _(dy: Tensor, x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+_silu_mul.register_autograd(
+    lambda ctx, dy: _silu_mul_backward(dy, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """silu(gate) * up of x [..., 2I] (gate, then up) -> [..., I], differentiable."""
+    return _silu_mul(x.flatten(0, -2)).view(*x.shape[:-1], x.shape[-1] // 2)
