@@ -24,10 +24,9 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from qtrain.checks import check_fields, check_value, parse_json, read_json, type_name
-from qtrain.errors import UserError, nearest
+from qtrain.errors import TrainingStopped, UserError, nearest
 
 C = TypeVar("C")
-EXIT_USER_ERROR = 2
 
 
 def _json_object(words: list[str]) -> dict[str, Any]:
@@ -81,12 +80,12 @@ def parse(cls: type[C], argv: list[str], prog: str) -> C:
 
 
 def run_script(main: Callable[[list[str]], None]) -> None:
-    """Run a script's main on the command line; a UserError is one message on stderr and exit code 2."""
+    """Run a script's main on the command line; an error that is a message is printed on stderr, without traceback."""
     try:
         main(sys.argv[1:])
-    except UserError as error:
+    except (UserError, TrainingStopped) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
+        sys.exit(error.exit_code)
 
 
 def as_dict(config: Any) -> dict[str, Any]:

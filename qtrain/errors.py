@@ -1,11 +1,19 @@
-"""The one error type for a user's mistake, and the wording every such message shares."""
+"""The error types that are messages: a user's mistake, and a run that cannot go on; and the wording they share."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """Something the user gave cannot be used. Scripts print it on stderr and exit with code 2."""
+    """Something the user gave cannot be used. Scripts print it on stderr and exit with `exit_code`."""
+
+    exit_code = 2
+
+
+class TrainingStopped(Exception):
+    """A run cannot go on, through no mistake in what was given. Scripts print it and exit with `exit_code`."""
+
+    exit_code = 1
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str | None:

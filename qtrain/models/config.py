@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from qtrain.checks import Range, check_value
+from qtrain.checks import Range, check_value, type_name
 from qtrain.errors import UserError, unknown_name
 
 USE_HF = "Run it through transformers instead: --model_impl hf"
@@ -77,18 +77,16 @@ class _Family:
     """What a `model_type` fixes, and what its transformers class assumes where `config.json` is silent."""
 
     architecture: str
-    kv_heads: int | None  # None: as many as query heads
     max_positions: int
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
-    sliding_window: int | None = None
     qk_norm: bool = False
 
 
 _FAMILIES = {
-    "llama": _Family("LlamaForCausalLM", None, 2048),
-    "mistral": _Family("MistralForCausalLM", 8, 131072, sliding_window=4096),
-    "qwen2": _Family("Qwen2ForCausalLM", 32, 32768),
-    "qwen3": _Family("Qwen3ForCausalLM", 32, 32768, head_dim=128, qk_norm=True),
+    "llama": _Family("LlamaForCausalLM", 2048),
+    "mistral": _Family("MistralForCausalLM", 131072),
+    "qwen2": _Family("Qwen2ForCausalLM", 32768),
+    "qwen3": _Family("Qwen3ForCausalLM", 32768, head_dim=128, qk_norm=True),
 }
 
 
@@ -142,9 +140,11 @@ class ModelConfig:
         """
 
         def read(key: str, kind: Any, default: Any = dataclasses.MISSING) -> Any:
+            """A key's value, checked. With a default of None the key may be null or absent."""
             if key not in values and default is dataclasses.MISSING:
-                raise UserError(f"{where}: the key {key!r} is missing.")
-            return check_value(f"{where}: {key}", values.get(key, default), kind)
+                raise UserError(f"{where}: the key {key!r} is missing; it must be {type_name(kind)}.")
+            value = values.get(key, default)
+            return None if value is None and default is None else check_value(f"{where}: {key}", value, kind)
 
         model_type = read("model_type", str)
         if model_type not in _FAMILIES:
@@ -153,19 +153,22 @@ class ModelConfig:
         _refuse_unsupported(values, where)
 
         hidden, heads, layers = (read(k, _Count) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-        kv_heads = read("num_key_value_heads", _Count | None, family.kv_heads) or heads
-        head_dim = read("head_dim", _Count | None, family.head_dim)
+        if model_type != "llama" and "num_key_value_heads" not in values:  # each class of transformers guesses its own
+            raise UserError(f"{where}: the key 'num_key_value_heads' is missing; it must be {type_name(_Count)}.")
+        kv_heads = read("num_key_value_heads", _Count, None) or heads
+        head_dim = read("head_dim", _Count, None) or family.head_dim
         if hidden % heads and (head_dim is None or model_type == "llama"):  # transformers holds Llama to it always
             raise UserError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}.")
         head_dim = head_dim or hidden // heads
         if heads % kv_heads:
-            raise UserError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
+            raise UserError(
+                f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}."
+            )
         if head_dim % 2:
             raise UserError(f"{where}: head_dim {head_dim} is odd; rotary positions need pairs.")
 
         attention_bias = model_type in ("llama", "qwen3") and read("attention_bias", bool, False)
         max_positions = read("max_position_embeddings", _Count, family.max_positions)
-        token = Annotated[int, Range(0)] | None
         return cls(
             model_type=model_type,
             vocab_size=read("vocab_size", _Count),
@@ -185,18 +188,16 @@ class ModelConfig:
             mlp_bias=model_type == "llama" and read("mlp_bias", bool, False),
             qk_norm=family.qk_norm,
             sliding_window=_read_window(values, model_type, layers, where),
-            bos_token_id=read("bos_token_id", token, None),
-            eos_token_id=read("eos_token_id", token | list[int], None),
-            pad_token_id=read("pad_token_id", token, None),
+            bos_token_id=read("bos_token_id", int, None),
+            eos_token_id=read("eos_token_id", int | list[int], None),
+            pad_token_id=read("pad_token_id", int, None),
         )
 
     def to_hf(self) -> dict[str, Any]:
         """A config dict that transformers 4 and 5 both load as this architecture."""
-        same = (
-            "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
-            "num_key_value_heads max_position_embeddings rms_norm_eps initializer_range tie_word_embeddings "
-            "bos_token_id eos_token_id pad_token_id"
-        ).split()
+        same = ["model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"]
+        same += ["num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"]
+        same += ["initializer_range", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"]
         config = {
             "architectures": [_FAMILIES[self.model_type].architecture],
             **{key: getattr(self, key) for key in same},
@@ -238,14 +239,16 @@ def _read_window(values: Mapping[str, Any], model_type: str, layers: int, where:
     """The sliding window, where every layer has it. Some layers with and some without are refused."""
     if model_type == "llama":
         return None
-    window = values.get("sliding_window", _FAMILIES[model_type].sliding_window)
-    window = check_value(f"{where}: sliding_window", window, _Count | None)
-    if model_type == "mistral" or window is None:
-        return window
-    if not values.get("use_sliding_window", False):
+    window = values.get("sliding_window", 4096)
+    if window is None or (model_type != "mistral" and not values.get("use_sliding_window", False)):
         return None
+    window = check_value(f"{where}: sliding_window", window, _Count)
+    if model_type == "mistral":
+        return window
     first = check_value(f"{where}: max_window_layers", values.get("max_window_layers", 28), Annotated[int, Range(0)])
-    kinds = values.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    kinds = values.get("layer_types") or [
+        "sliding_attention" if i >= first else "full_attention" for i in range(layers)
+    ]
     if len(set(kinds)) > 1:
         raise UserError(f"{where}: a sliding window in only some layers is not supported natively. {USE_HF}")
     return window if kinds[0] == "sliding_attention" else None

@@ -51,9 +51,9 @@ class QuantizedModel:
 
 
 def quantize_linears(
-    model: nn.Module, scheme: Scheme, *, seed: int, head: str | None = "lm_head", quantize_head: bool = False
+    model: nn.Module, scheme: Scheme, *, seed: int, head: nn.Module | None = None, quantize_head: bool = False
 ) -> QuantizedModel:
-    """Swap the linears of `model` in place. `head` names the output head, left alone unless `quantize_head`."""
+    """Swap the linears of `model` in place. `head` is its output head, left alone unless `quantize_head`."""
     device = next(model.parameters()).device
     quantized = QuantizedModel(
         [], [], torch.tensor(seed, dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)
@@ -61,7 +61,7 @@ def quantize_linears(
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear):
             continue
-        reason = _reason_to_leave(name, module, scheme, head, quantize_head)
+        reason = _reason_to_leave(module, scheme, module is head and not quantize_head)
         if reason is None:
             swapped = LowBitLinear(module, scheme, quantized.seed, quantized.step, number=len(quantized.linears))
             swapped.train(module.training)
@@ -72,10 +72,10 @@ def quantize_linears(
     return quantized
 
 
-def _reason_to_leave(name: str, linear: nn.Linear, scheme: Scheme, head: str | None, quantize_head: bool) -> str | None:
+def _reason_to_leave(linear: nn.Linear, scheme: Scheme, spared_head: bool) -> str | None:
     if not isinstance(scheme, LowBitScheme):
         return "the scheme quantizes nothing"
-    if name == head and not quantize_head:
+    if spared_head:
         return "output head (--quantize_lm_head takes it too)"
     if type(linear) is not nn.Linear:
         return f"a {type(linear).__name__}, not a plain linear"

@@ -31,6 +31,12 @@ class Int8(LowBitScheme):
     def gemm_dtypes(self) -> dict[Gemm, str]:
         return {"output": self.output, "grad_input": self.grad_input, "grad_weight": self.grad_weight}
 
+    def code_bytes(self) -> float:
+        return (self.output == "int8") + (self.grad_input == "int8")
+
+    def kept_input_bytes(self, element: int) -> float:
+        return 1 if self.grad_weight == "int8" else element
+
     def weight_operands(self, w: Tensor, draws: Draws | None) -> tuple[Operand, Operand]:
         rows = _quantize(w, "w rows", draws) if self.output == "int8" else ()
         columns = _quantize(w.t(), "w columns", draws) if self.grad_input == "int8" else ()

@@ -60,6 +60,14 @@ class LowBitScheme(Scheme):
         return None
 
     @abstractmethod
+    def code_bytes(self) -> float:
+        """Bytes kept beside the master weight for its operands, per weight element; scales are not counted."""
+
+    @abstractmethod
+    def kept_input_bytes(self, element: int) -> float:
+        """Bytes kept of a linear's input for backward, per element, where the input itself has `element` bytes."""
+
+    @abstractmethod
     def weight_operands(self, w: Tensor, draws: Draws | None) -> tuple[Operand, Operand]:
         """w [N, K] -> operands for (output, grad_input). An empty one means that the GEMM reads w itself."""
 

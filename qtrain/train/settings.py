@@ -48,7 +48,7 @@ class TrainSettings:
     eval_ds: JsonDict = None
     """Validation data as JSON, in the same form; none: no evaluation."""
     num_workers: CountOrNever = 0
-    """Processes that read and tokenize; 0: a thread of this process."""
+    """0: data are read and tokenized by a thread; N: by a process of its own that tokenizes on N threads."""
 
     n_steps: Count = 1000
     """Optimizer steps."""
@@ -99,6 +99,20 @@ class TrainSettings:
     """Write a trace of a few steps into the run folder."""
     dry_run: bool = False
     """Print the plan and stop."""
+
+
+@dataclass(frozen=True)
+class LanguageSettings(TrainSettings):
+    """Settings of a language model's training run."""
+
+    seq_len: Annotated[int, Range(2)] = 2048
+    """Tokens per sequence."""
+    doc_mask: bool = False
+    """Keep attention within documents, and restart positions at each; documents end by the end token."""
+    loss_chunks: CountOrNever = 0
+    """Pieces that a micro-batch's tokens are cut into for the loss, so that logits never exist whole; 0: by size."""
+    z_loss: NotNegative = 0.0
+    """Weight of the squared log of the softmax's normalizer in the loss (1e-4 is usual); the logged loss is without."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ class Model(nn.Module):
 def test_swaps_all_but_the_head_and_says_why():
     model = Model()
     names, weights = [n for n, _ in model.named_parameters()], list(model.parameters())
-    quantized = quantize_linears(model, SCHEMES.make("int8", {}, "--quantize_kwargs"), seed=0)
+    quantized = quantize_linears(model, SCHEMES.make("int8", {}, "--quantize_kwargs"), seed=0, head=model.lm_head)
     assert [type(layer) for layer in model.layers] == [LowBitLinear] * 3
     assert type(model.lm_head) is nn.Linear
     assert [n for n, _ in model.named_parameters()] == names
@@ -32,7 +32,8 @@ def test_swaps_all_but_the_head_and_says_why():
 
 def test_head_on_request_keeps_its_tie():
     model = Model()
-    quantize_linears(model, SCHEMES.make("int8", {}, "--quantize_kwargs"), seed=0, quantize_head=True)
+    scheme = SCHEMES.make("int8", {}, "--quantize_kwargs")
+    quantize_linears(model, scheme, seed=0, head=model.lm_head, quantize_head=True)
     assert isinstance(model.lm_head, LowBitLinear) and model.lm_head.weight is model.embed.weight
 
 

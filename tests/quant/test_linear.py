@@ -48,7 +48,7 @@ def test_gemms_against_fp64_emulation(low, kind):
         names = ("output", "grad_input", "grad_weight")
         options = {name: "int8" if on else "bf16" for name, on in zip(names, low, strict=True)}
         model = nn.Sequential(linear)
-        quantize_linears(model, scheme(**options), seed=0, head=None)
+        quantize_linears(model, scheme(**options), seed=0)
         assert isinstance(model[0], LowBitLinear)
         x, dy = matrix(m, k, seed, kind).requires_grad_(), matrix(m, n, seed + 100, kind)
         y = model(x)
@@ -64,7 +64,7 @@ def test_error_of_a_real_layer_is_small():
     """INT8 against the unquantized linear on ordinary data: cosine of every result at least 0.999."""
     model = nn.Sequential(nn.Linear(256, 384, bias=False))
     plain = copy.deepcopy(model)
-    quantize_linears(model, scheme(), seed=0, head=None)
+    quantize_linears(model, scheme(), seed=0)
     x, dy = matrix(512, 256, 0), matrix(512, 384, 1)
     results = []
     for m in (plain, model):
@@ -79,7 +79,7 @@ def test_error_of_a_real_layer_is_small():
 def test_keeps_codes_not_activations():
     """With all GEMMs in INT8, what is kept for backward of x is one byte an element."""
     model = nn.Sequential(nn.Linear(64, 64, bias=False))
-    quantize_linears(model, scheme(), seed=0, head=None)
+    quantize_linears(model, scheme(), seed=0)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         model(torch.randn(128, 64, requires_grad=True))
@@ -91,7 +91,7 @@ def test_keeps_codes_not_activations():
 def test_stale_codes_are_caught():
     """An optimizer step without a refresh trips the assertion; after the refresh the new weight is what multiplies."""
     model = nn.Sequential(nn.Linear(32, 32, bias=False))
-    quantized = quantize_linears(model, scheme(), seed=0, head=None)
+    quantized = quantize_linears(model, scheme(), seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     quantized.watch(optimizer)
     x = torch.randn(8, 32)
@@ -111,7 +111,7 @@ def test_stochastic_rounding_is_keyed_on_step_and_linear():
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     with torch.no_grad():
         model[1].weight.copy_(model[0].weight)
-    quantized = quantize_linears(model, scheme(stochastic_rounding=True), seed=3, head=None)
+    quantized = quantize_linears(model, scheme(stochastic_rounding=True), seed=3)
     x = torch.randn(16, 64)
     first, again = model[0](x), model[0](x)
     assert torch.equal(first, again)
@@ -126,7 +126,7 @@ def test_stochastic_rounding_is_keyed_on_step_and_linear():
 def test_stochastic_gradient_is_unbiased():
     """Averaged over many steps, the stochastic weight gradient approaches the exact one as 1 / sqrt(steps)."""
     model = nn.Sequential(nn.Linear(16, 12, bias=False))
-    quantized = quantize_linears(model, scheme(stochastic_rounding=True, output="bf16"), seed=3, head=None)
+    quantized = quantize_linears(model, scheme(stochastic_rounding=True, output="bf16"), seed=3)
     x, dy = matrix(24, 16, 0), matrix(24, 12, 1)
     total, steps = torch.zeros(12, 16, dtype=torch.float64), 400
     errors = []
@@ -141,7 +141,7 @@ def test_stochastic_gradient_is_unbiased():
 
 def test_compiles_whole_and_does_not_recompile_on_a_new_step():
     model = nn.Sequential(nn.Linear(32, 48), nn.SiLU(), nn.Linear(48, 16, bias=False))
-    quantized = quantize_linears(model, scheme(), seed=0, head=None)
+    quantized = quantize_linears(model, scheme(), seed=0)
     x = torch.randn(4, 8, 32)
     eager = model(x)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -1,0 +1,222 @@
+"""Local text as numbered documents: any of them can be read at any time, so an order needs no storage.
+
+A .txt or .py file is one document, a .jsonl file has one a line and a .parquet file one a row. Opening a .jsonl file
+indexes the starts of its lines (8 bytes a line); a .parquet file is read by row group, and the groups in use are kept
+decoded. `DocumentOrder` shuffles with that in mind: it permutes blocks (files, row groups), takes as many at a time as
+fit the cache, and permutes the documents among them. Without .parquet files that is one permutation of everything.
+"""
+
+import json
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qtrain.data.files import TextFile
+from qtrain.data.permutation import Permutation
+from qtrain.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    import pyarrow
+
+CACHE_BYTES = 256 << 20
+READ_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Block:
+    """Documents that are stored together: a file, or one row group of a .parquet file."""
+
+    file: TextFile
+    count: int
+    starts: np.ndarray | None = None  # int64 [count + 1], .jsonl: where each line starts, and the end of the last
+    row_group: int = -1  # .parquet
+    decoded_bytes: int = 0  # .parquet: size in memory, as far as the file knows
+
+
+class Documents:
+    """All documents of `files`, numbered in order. Raises UserError naming the file that cannot be used."""
+
+    def __init__(self, files: list[TextFile], text_column: str, flag: str):
+        self._column, self._flag = text_column, flag
+        self.blocks: list[Block] = []
+        for file in files:
+            self.blocks += self._open(file)
+        self._ends = np.cumsum([block.count for block in self.blocks], dtype=np.int64)
+        self._cache: OrderedDict[int, pyarrow.ChunkedArray] = OrderedDict()
+        self._cached_bytes = 0
+        if len(self) == 0:
+            raise UserError(f"{flag}: {_list(files)}: no documents; every file is empty.")
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def _open(self, file: TextFile) -> list[Block]:
+        try:
+            if file.path.suffix == ".parquet":
+                return self._open_parquet(file)
+            if file.path.suffix == ".jsonl":
+                starts = _line_starts(file.path)
+                block = Block(file, len(starts) - 1, starts)
+                if block.count:
+                    self._read_line(block, 0)  # a wrong column is refused now, not in the middle of a run
+                return [block]
+            return [Block(file, int(file.path.stat().st_size > 0))]
+        except OSError as error:
+            raise UserError(f"{self._flag}: cannot read {file.path}: {error.strerror or error}") from None
+
+    def _open_parquet(self, file: TextFile) -> list[Block]:
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            with pyarrow.parquet.ParquetFile(file.path) as parquet:
+                schema, meta = parquet.schema_arrow, parquet.metadata
+                self._check_column(str(file.path), schema.names)
+                kind = schema.field(self._column).type
+                if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+                    raise UserError(f"{self._flag}: {file.path}: the column {self._column!r} is {kind}, not text.")
+                groups = [meta.row_group(i) for i in range(meta.num_row_groups)]
+        except pyarrow.ArrowException as error:
+            raise UserError(f"{self._flag}: {file.path} is not a readable parquet file: {error}") from None
+        return [
+            Block(file, g.num_rows, None, i, sum(_column_bytes(g, c, self._column) for c in range(g.num_columns)))
+            for i, g in enumerate(groups)
+        ]
+
+    def _check_column(self, where: str, columns: list[str]) -> None:
+        if self._column not in columns:
+            raise missing_column(self._flag, where, self._column, columns)
+
+    def read(self, index: int) -> str:
+        """Text of document `index`; may be empty."""
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        block = self.blocks[number]
+        row = index - (int(self._ends[number]) - block.count)
+        try:
+            if block.row_group >= 0:
+                return self._rows(number)[row].as_py() or ""
+            if block.starts is not None:
+                return self._read_line(block, row)
+            return block.file.path.read_bytes().decode()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{self._flag}: {block.file.path} is not UTF-8 text (byte {error.start}).") from None
+        except OSError as error:
+            raise UserError(f"{self._flag}: cannot read {block.file.path}: {error.strerror or error}") from None
+
+    def _read_line(self, block: Block, row: int) -> str:
+        with block.file.path.open("rb") as stream:
+            stream.seek(int(block.starts[row]))
+            line = stream.read(int(block.starts[row + 1] - block.starts[row]))
+        where = f"{block.file.path}, line at byte {int(block.starts[row])}"
+        try:
+            record = json.loads(line)
+        except UnicodeDecodeError:
+            raise UserError(f"{self._flag}: {where}: not UTF-8 text.") from None
+        except ValueError as error:
+            raise UserError(f"{self._flag}: {where}: not valid JSON ({error}).") from None
+        if not isinstance(record, dict):
+            raise UserError(f"{self._flag}: {where}: not a JSON object.")
+        self._check_column(where, list(record))
+        text = record[self._column]
+        if not isinstance(text, str | None):
+            raise UserError(f"{self._flag}: {where}: {self._column!r} is {type(text).__name__}, not text.")
+        return valid_unicode(text or "")
+
+    def _rows(self, number: int) -> "pyarrow.ChunkedArray":
+        """The text column of row group block `number`, decoded; the least recently used ones are dropped."""
+        import pyarrow
+        import pyarrow.parquet
+
+        if number in self._cache:
+            self._cache.move_to_end(number)
+            return self._cache[number]
+        block = self.blocks[number]
+        try:
+            with pyarrow.parquet.ParquetFile(block.file.path) as parquet:
+                rows = parquet.read_row_group(block.row_group, columns=[self._column])[self._column]
+        except pyarrow.ArrowException as error:
+            raise UserError(f"{self._flag}: {block.file.path} is damaged: {error}") from None
+        self._cache[number] = rows
+        self._cached_bytes += rows.nbytes
+        while self._cached_bytes > 2 * CACHE_BYTES and len(self._cache) > 1:
+            self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
+        return rows
+
+
+class DocumentOrder:
+    """The order of documents in each epoch: stored order, or shuffled anew by (seed, epoch)."""
+
+    def __init__(self, documents: Documents, seed: int, shuffle: bool):
+        self._counts = np.array([b.count for b in documents.blocks], dtype=np.int64)
+        self._sizes = np.array([b.decoded_bytes for b in documents.blocks], dtype=np.int64)
+        self._first = np.cumsum(self._counts) - self._counts
+        self._seed, self._shuffle, self._epoch = seed, shuffle, -1
+
+    def __call__(self, epoch: int, place: int) -> int:
+        """Number of the document at `place` of `epoch`."""
+        if not self._shuffle:
+            return place
+        if epoch != self._epoch:
+            self._shuffle_blocks(epoch)
+        window = int(np.searchsorted(self._window_ends, place, side="right"))
+        start = int(self._window_ends[window - 1]) if window else 0
+        place = start + Permutation(int(self._window_ends[window]) - start, self._seed, epoch, window)(place - start)
+        at = int(np.searchsorted(self._ends, place, side="right"))
+        block = self._blocks[at]
+        return int(self._first[block] + place - (self._ends[at] - self._counts[block]))
+
+    def _shuffle_blocks(self, epoch: int) -> None:
+        """Permute the blocks and cut them into windows: runs of blocks whose decoded size fits the cache."""
+        self._blocks = Permutation(len(self._counts), self._seed, epoch).all()
+        self._ends = np.cumsum(self._counts[self._blocks])
+        size, cuts = 0, []
+        for at, block_size in enumerate(self._sizes[self._blocks].tolist()):
+            if size and block_size and size + block_size > CACHE_BYTES:
+                cuts.append(at - 1)
+                size = 0
+            size += block_size
+        ends = self._ends[[*cuts, len(self._ends) - 1]]
+        self._window_ends = ends[np.diff(ends, prepend=0) > 0]
+        self._epoch = epoch
+
+
+def missing_column(flag: str, where: str, column: str, columns: list[str]) -> UserError:
+    close = nearest(column, columns)
+    hint = f" Did you mean {close!r}?" if close else ""
+    return UserError(
+        f"{flag}: {where} has no column {column!r}.{hint} Its columns: {', '.join(columns)}. Set text_column to one."
+    )
+
+
+def valid_unicode(text: str) -> str:
+    """JSON can spell half a surrogate pair, which is no character and cannot be encoded: it becomes U+FFFD."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def _list(files: list[TextFile]) -> str:
+    return ", ".join(str(f.path) for f in files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
+
+
+def _column_bytes(group: Any, index: int, column: str) -> int:
+    chunk = group.column(index)
+    return chunk.total_uncompressed_size if chunk.path_in_schema == column else 0
+
+
+def _line_starts(path: Path) -> np.ndarray:
+    """Offsets of the lines that are not blank, and the end of the last one: int64 [lines + 1].
+
+    A blank line becomes the tail of the line before it, where JSON ignores it."""
+    starts, offset, after_newline = [], 0, True
+    with path.open("rb") as stream:
+        while data := stream.read(READ_BYTES):
+            read = np.frombuffer(data, np.uint8)
+            newline = read == ord("\n")
+            is_first = np.concatenate([[after_newline], newline[:-1]])
+            starts.append(np.flatnonzero(is_first & ~newline & (read != ord("\r"))) + offset)
+            offset, after_newline = offset + len(data), bool(newline[-1])
+    return np.concatenate([*starts, [offset]]).astype(np.int64)

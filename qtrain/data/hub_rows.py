@@ -1,0 +1,169 @@
+"""Rows of a dataset read through the `datasets` library as a stream, shard by shard, resumable at any row.
+
+The library's own `shuffle(buffer)` does not resume exactly, so the order is made here: shards (the files of a dataset)
+in a computed permutation for each epoch, each read from front to back as a dataset of one shard, whose `state_dict` is
+exact.
+"""
+
+import contextlib
+import glob
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qtrain.data.documents import missing_column, valid_unicode
+from qtrain.data.files import as_list
+from qtrain.data.permutation import Permutation
+from qtrain.errors import UserError, unknown_name
+from qtrain.hub import reaching_hub
+
+if TYPE_CHECKING:
+    import datasets
+
+LOCAL_READERS = ("arrow", "csv", "json", "parquet", "text")
+"""Names that `datasets` takes for a file format instead of a hub id, with the files in `data_files`."""
+
+FIX = "Check the name, or train on local files: the types 'text' and 'token' need no network."
+
+
+@dataclass(frozen=True)
+class RowSource:
+    """What to read: a hub id, a local folder, or a file format with `data_files` (paths or globs; a dictionary names
+    splits)."""
+
+    dataset: str
+    subset: str | None
+    split: str
+    text_column: str
+    data_files: str | list[str] | dict[str, Any] | None
+
+    def open(self, flag: str) -> "datasets.IterableDataset":
+        """The streaming dataset; files, split and text column are checked. Raises UserError naming `flag`."""
+        import datasets
+
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its complaints become one UserError
+        self._check_files(flag)
+        with self.reading(flag):
+            splits = datasets.load_dataset(self.dataset, self.subset, data_files=self.data_files, streaming=True)
+            if self.split not in splits:
+                raise unknown_name(flag, f"split of {self.dataset!r}", self.split, map(str, splits))
+            rows = splits[self.split]
+            first = next(iter(rows), None)
+        if first is None:
+            raise UserError(f"{flag}: the dataset {self.dataset!r} has no rows in the split {self.split!r}.")
+        if self.text_column not in first:
+            raise missing_column(flag, f"the dataset {self.dataset!r}", self.text_column, list(first))
+        if not isinstance(first[self.text_column], str | None):
+            raise UserError(f"{flag}: the column {self.text_column!r} of {self.dataset!r} is not text.")
+        return rows.select_columns([self.text_column])
+
+    def n_rows(self, flag: str) -> int | None:
+        """Rows of the split, if the dataset says."""
+        import datasets
+
+        with self.reading(flag):
+            info = datasets.load_dataset_builder(self.dataset, self.subset, data_files=self.data_files).info
+        return (info.splits[self.split].num_examples or None) if info.splits and self.split in info.splits else None
+
+    @contextlib.contextmanager
+    def reading(self, flag: str) -> Iterator[None]:
+        """Wrap any reading of this source: the hub's failures and the library's own become one UserError."""
+        what = f"the dataset {self.dataset!r}"
+        local = self._is_local() and not any("://" in file for file in self._files())
+        with contextlib.nullcontext() if local else reaching_hub(flag, what, FIX):
+            try:
+                yield
+            except (ValueError, RuntimeError) as error:  # pyarrow's errors are ValueErrors
+                if found := re.search(r"Available: (\[.*\])", str(error)):
+                    names = re.findall(r"'([^']+)'", found.group(1))
+                    raise unknown_name(flag, f"subset of {self.dataset!r}", str(self.subset), names) from None
+                raise UserError(f"{flag}: {what} cannot be read: {_first_line(error)}") from None
+            except OSError as error:
+                if not local:
+                    raise
+                raise UserError(f"{flag}: {what} cannot be read: {_first_line(error)}") from None
+
+    def _is_local(self) -> bool:
+        return self.dataset in LOCAL_READERS or self.dataset.startswith((".", "/")) or Path(self.dataset).is_dir()
+
+    def _files(self) -> list[str]:
+        files = self.data_files or []
+        return [f for group in files.values() for f in as_list(group)] if isinstance(files, dict) else as_list(files)
+
+    def _check_files(self, flag: str) -> None:
+        if self.dataset not in LOCAL_READERS:
+            if self._is_local() and not Path(self.dataset).is_dir():
+                raise UserError(f"{flag}: the folder {self.dataset!r} does not exist.")
+        elif not self._files():
+            raise UserError(f"{flag}: the dataset {self.dataset!r} is a file format; name its files in data_files.")
+        for pattern in self._files() if self.dataset in LOCAL_READERS else []:
+            if "://" not in pattern and not glob.glob(pattern, recursive=True):
+                raise UserError(f"{flag}: data_files: {pattern!r} matches no file.")
+
+
+class RowReader:
+    """Texts of one rank's rows, epoch after epoch. A cursor is {epoch, shard, row, state}: shards finished in this
+    epoch, rows read of the next one, and the library's own state there (None at its start)."""
+
+    def __init__(self, source: RowSource, seed: int, shuffle: bool, rank: int, world: int, flag: str):
+        self._source, self._flag = source, flag
+        self._dataset = source.open(flag)
+        self.shards: int = self._dataset.num_shards
+        self._seed, self._shuffle = seed, shuffle
+        # With fewer shards than ranks every rank reads all of them and keeps every world-th row.
+        self._by_shard = self.shards >= world
+        self._rank, self._world = rank, world
+        self._cursor: dict[str, Any] | None = None
+
+    @staticmethod
+    def first_cursor() -> dict[str, Any]:
+        return {"epoch": 0, "shard": 0, "row": 0, "state": None}
+
+    def _shards_of(self, epoch: int) -> list[int]:
+        order = Permutation(self.shards, self._seed, epoch).all().tolist() if self._shuffle else [*range(self.shards)]
+        return order[self._rank :: self._world] if self._by_shard else order
+
+    def _open(self, cursor: Mapping[str, Any]) -> None:
+        self._cursor = dict(cursor)
+        self._order = self._shards_of(cursor["epoch"])
+        self._open_shard()
+
+    def _open_shard(self) -> None:
+        self._shard = self._dataset.shard(self.shards, self._order[self._cursor["shard"]])
+        if self._cursor["state"] is not None:
+            self._shard.load_state_dict(self._cursor["state"])
+        self._rows = iter(self._shard)
+
+    def read(self, cursor: Mapping[str, Any], count: int) -> tuple[list[str], dict[str, Any]]:
+        """Up to `count` texts from `cursor` on and the cursor after them. Fewer than `count` only at an epoch's end,
+        where the cursor is the start of the next epoch."""
+        with self._source.reading(self._flag):
+            if cursor != self._cursor:
+                self._open(cursor)
+            at, texts = self._cursor, []
+            while len(texts) < count:
+                row = next(self._rows, None)
+                if row is not None:
+                    if self._by_shard or at["row"] % self._world == self._rank:
+                        texts.append(self._text(row))
+                    at["row"] += 1
+                elif at["shard"] + 1 < len(self._order):
+                    at |= {"shard": at["shard"] + 1, "row": 0, "state": None}
+                    self._open_shard()
+                else:
+                    self._cursor = None
+                    return texts, {**self.first_cursor(), "epoch": at["epoch"] + 1}
+            at["state"] = self._shard.state_dict()
+        return texts, dict(at)
+
+    def _text(self, row: Mapping[str, Any]) -> str:
+        text = row[self._source.text_column]
+        if not isinstance(text, str | None):
+            raise UserError(f"{self._flag}: the column {self._source.text_column!r} holds {text!r}, which is no text.")
+        return valid_unicode(text or "")
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

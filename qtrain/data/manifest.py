@@ -1,0 +1,87 @@
+"""manifest.json: what a folder of token shards holds, and how far its making has come."""
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from qtrain.checks import check_fields, read_json
+from qtrain.errors import UserError
+
+FILE_NAME = "manifest.json"
+DTYPES = {"uint16": 2, "uint32": 4}
+"""Allowed token types, little-endian, and their bytes."""
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """One file of the folder: raw token ids, nothing else."""
+
+    file: str
+    tokens: int
+    sha256: str
+
+
+@dataclass
+class Manifest:
+    """The fields of manifest.json. `cursor` says where an unfinished tokenization goes on; finished ones have none.
+
+    `tokenizer`: name, fingerprint, vocab_size, bos_id, eos_id. `settings`: what was asked for."""
+
+    settings: dict[str, Any]
+    tokenizer: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "uint16"
+    documents: int = 0
+    tokens: int = 0
+    max_token_id: int = 0
+    shards: list[ShardEntry] = field(default_factory=list)
+    complete: bool = False
+    cursor: dict[str, Any] | None = None
+    format: str = "qtrain-tokens-1"
+
+    def write(self, folder: Path) -> None:
+        record = asdict(self)
+        if self.cursor is None:
+            del record["cursor"]
+        write_atomic(folder / FILE_NAME, (json.dumps(record, indent=2) + "\n").encode())
+
+
+def read_manifest(folder: Path, flag: str) -> Manifest:
+    """Read and check the manifest of `folder`; UserError when it is not one of ours."""
+    path = folder / FILE_NAME
+    where = f"{flag} ({path})"
+    record = read_json(path, flag)
+    if not isinstance(record, dict) or record.get("format") != Manifest.format:
+        raise UserError(f"{where}: not a manifest of token shards; its format must be {Manifest.format!r}.")
+    values = check_fields(Manifest, {**record, "shards": []}, where)
+    if values["dtype"] not in DTYPES:
+        raise UserError(f"{where}: unknown dtype {values['dtype']!r}; allowed: {', '.join(DTYPES)}.")
+    shards = record.get("shards", [])
+    if not isinstance(shards, list) or not all(isinstance(shard, dict) for shard in shards):
+        raise UserError(f"{where}: shards must be a list of objects.")
+    values["shards"] = [ShardEntry(**check_fields(ShardEntry, shard, f"{where}.shards")) for shard in shards]
+    manifest = Manifest(**values)
+    if manifest.complete and not {"name", "fingerprint"} <= manifest.tokenizer.keys():
+        raise UserError(f"{where}: it does not name its tokenizer; make the folder again with tokenize_data.py.")
+    return manifest
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a file that is either the old one or whole: temporary file, fsync, rename, fsync of the folder."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    publish(temporary, path)
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Rename a written and synced file to its name, and make the renaming last."""
+    os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

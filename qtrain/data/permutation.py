@@ -1,0 +1,70 @@
+"""Shuffles that are computed, not stored: a seeded bijection on 0..n-1 in constant memory, and a counter-based hash.
+
+A Feistel network permutes the smallest power of two that holds n. A value that lands outside 0..n-1 is sent through
+again until it falls inside ("cycle walking", Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002); the
+domain is less than twice n, so that takes two rounds on average. Any place of an epoch can then be looked up directly,
+which is what makes a stream's position a few integers.
+"""
+
+from typing import TypeVar
+
+import numpy as np
+
+MASK = (1 << 64) - 1
+ROUNDS = 8
+
+Word = TypeVar("Word", int, np.ndarray)
+
+
+def _mix(x: Word) -> Word:
+    """The 64-bit finalizer of SplitMix64 (Steele, Lea, Flood 2014); Python integers and uint64 arrays alike."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & MASK
+    return x ^ (x >> 31)
+
+
+def hash64(*parts: int) -> int:
+    """A 64-bit hash of integers; the same on every machine and in every run."""
+    state = 0x9E3779B97F4A7C15
+    for part in parts:
+        state = _mix((state + 0x9E3779B97F4A7C15 & MASK) ^ _mix(part & MASK))
+    return state
+
+
+def uniform(*parts: int) -> float:
+    """A number in [0, 1) that depends on `parts` alone."""
+    return (hash64(*parts) >> 11) * 2.0**-53
+
+
+class Permutation:
+    """A bijection on range(n), n >= 1, chosen by the integers of `key`. Called with an index or an array of them."""
+
+    def __init__(self, n: int, *key: int):
+        assert n >= 1
+        self.n = n
+        bits = max((n - 1).bit_length(), 2)
+        self._low_bits, self._high_bits = bits // 2, bits - bits // 2
+        self._keys = [hash64(*key, n, r) for r in range(ROUNDS)]
+
+    def _network(self, x: Word) -> Word:
+        low_mask, high_mask = (1 << self._low_bits) - 1, (1 << self._high_bits) - 1
+        low, high = x & low_mask, x >> self._low_bits
+        for even, odd in zip(self._keys[::2], self._keys[1::2], strict=True):
+            low = low ^ (_mix(high ^ even) & low_mask)
+            high = high ^ (_mix(low ^ odd) & high_mask)
+        return high << self._low_bits | low
+
+    def __call__(self, index: int) -> int:
+        """Where place `index` of the shuffled order comes from."""
+        assert 0 <= index < self.n
+        index = self._network(index)
+        while index >= self.n:
+            index = self._network(index)
+        return index
+
+    def all(self) -> np.ndarray:
+        """The whole permutation as int64 [n]: the same as calling it on 0..n-1, at numpy's speed."""
+        values = self._network(np.arange(self.n, dtype=np.uint64))
+        while len(outside := np.flatnonzero(values >= self.n)):
+            values[outside] = self._network(values[outside])
+        return values.astype(np.int64)

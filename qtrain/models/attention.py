@@ -1,0 +1,93 @@
+"""Causal grouped-query attention with rotary positions, over fused q, k, v.
+
+Three ways to the same sums. Without a mask: PyTorch's fused causal kernels (on CUDA cuDNN, then flash). With documents
+or a sliding window: on CPU a boolean mask through the same call; on CUDA flex_attention over a block mask, built once a
+forward and shared by all layers, which skips blocks that hold nothing.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from qtrain.models.config import ModelConfig
+from qtrain.models.rope import rotate
+
+Mask = Tensor | BlockMask | None
+
+_CUDA_BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+_compiled = functools.cache(torch.compile)  # flex_attention and its mask would write out [B, H, S, S] uncompiled
+
+
+def attention_mask(doc_ids: Tensor | None, batch: int, seq_len: int, window: int | None, device: torch.device) -> Mask:
+    """Which keys a query sees beyond plain causality; None when that is all.
+
+    doc_ids [B, S] keeps attention within equal ids; `window` keeps it to the last `window` positions. CPU: bool
+    [B or 1, 1, S, S]. CUDA: a BlockMask.
+    """
+    if window is not None and seq_len <= window:
+        window = None
+    if doc_ids is None and window is None:
+        return None
+
+    def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        keep = query >= key
+        if window is not None:
+            keep = keep & (query - key < window)
+        if doc_ids is not None:
+            keep = keep & (doc_ids[b, query] == doc_ids[b, key])
+        return keep
+
+    if device.type == "cuda":
+        rows = None if doc_ids is None else batch
+        return _compiled(create_block_mask)(sees, rows, None, seq_len, seq_len, device=device.type)
+    b = torch.arange(1 if doc_ids is None else batch, device=device)[:, None, None, None]
+    positions = torch.arange(seq_len, device=device)
+    return sees(b, b, positions[:, None], positions)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """softmax(q·kᵀ/√D)·v over visible keys: q [B, H, S, D], k and v [B, KV heads, S, D] -> [B, H, S, D]."""
+    grouped = q.shape[1] != k.shape[1]
+    if isinstance(mask, BlockMask):
+        flex = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
+        return flex(q, k, v, block_mask=mask, enable_gqa=grouped)
+    if mask is not None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+    if q.is_cuda:
+        with sdpa_kernel(_CUDA_BACKENDS, set_priority=True):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+
+class Attention(nn.Module):
+    """[B, S, C] -> [B, S, C]. `qkv` holds the rows of q, then k, then v."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.split_sizes = [config.q_size, config.kv_size, config.kv_size]
+        self.qkv = nn.Linear(config.hidden_size, config.qkv_size, bias=config.qkv_bias)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
+        self.o_proj = nn.Linear(config.q_size, config.hidden_size, bias=config.o_bias)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
+        heads = [part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x).split(self.split_sizes, dim=-1)]
+        q, k, v = heads  # [B, S, heads, D]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        else:
+            v = v.contiguous()  # as a view it would keep all of qkv's output for backward, where v alone is needed
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+        return self.o_proj(y.transpose(1, 2).flatten(2))

@@ -1,0 +1,68 @@
+"""From a model source to a model with weights: built on the meta device, then materialized and drawn, or loaded."""
+
+import hashlib
+
+import torch
+from torch import nn
+
+from qtrain.errors import UserError, unknown_name
+from qtrain.models.decoder import Decoder
+from qtrain.models.hf import load_hf_weights
+from qtrain.models.hf_impl import build_hf_model
+from qtrain.models.source import ModelSource
+
+MODEL_IMPLS = {
+    "native": "the decoder of this package",
+    "hf": "any causal language model of transformers",
+}
+
+
+def build_model(
+    source: ModelSource,
+    *,
+    impl: str = "native",
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    pretrained: bool = False,
+    seed: int = 0,
+) -> nn.Module:
+    """A model on `device` in `dtype`, its weights drawn from `seed` or, with `pretrained`, read from the source.
+
+    Raises UserError for an architecture that is not covered, and for weights that are not there or do not fit.
+    """
+    if impl not in MODEL_IMPLS:
+        raise unknown_name("--model_impl", "implementation", impl, MODEL_IMPLS)
+    if pretrained and not (source.folder or source.hub_id):
+        raise UserError(
+            f"--pretrained: {source.name} is a shape without weights. Give --model a hub id or a folder, "
+            "or train from scratch with --no_pretrained."
+        )
+    if impl == "hf":
+        return build_hf_model(source, device, dtype, pretrained, seed)
+    config = source.model_config()
+    with torch.device("meta"):
+        model = Decoder(config).to(dtype)
+    model.to_empty(device=device)
+    model.tie()
+    if pretrained:
+        load_hf_weights(model, source)
+    else:
+        init_weights(model, config.initializer_range, seed)
+    return model
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, std: float, seed: int) -> None:
+    """Draw matrices from normal(0, std) as transformers does; biases are 0, norms 1.
+
+    Every parameter has a generator of its own, on its device, seeded by (seed, name): a parameter's values do not
+    depend on which others there are. They are drawn in fp32, so a bf16 model is the fp32 one, rounded.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            continue
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:8]) >> 1)
+        drawn = torch.empty_like(parameter, dtype=torch.float32).normal_(0.0, std, generator=generator)
+        parameter.copy_(drawn)

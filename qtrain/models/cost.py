@@ -1,0 +1,221 @@
+"""What a shape costs: parameters, arithmetic a token, memory by kind. From the config alone; nothing is allocated.
+
+Letters: T tokens of a micro-batch, L layers, C width, I feed-forward width, Q all query heads, KV all key heads,
+QKV = Q + 2·KV, H query heads, V vocabulary, b bytes of an element of the model's dtype.
+
+Memory that backward needs. A token's bytes in one layer, by tensor (`saved_per_token`); `again` is computed again:
+
+                                none, compiled   none, eager   selective        full
+    layer input (residual)      C·b              C·b           C·b              C·b
+    attn_norm output (qkv's X)  C·b              C·b           again            again
+    qkv output                  QK-norm: QKV·b   as compiled   QKV·b            again
+    q, k rotated, and v         QKV·b (*)        as compiled   again            again
+    attention output            Q·b              Q·b           Q·b              again
+    attention's logsumexp       4·H              4·H           4·H              again
+    after attention (residual)  C·b (**)         C·b           C·b (**)         again
+    mlp_norm output             C·b              C·b           again            again
+    gate_up output              2·I·b            2·I·b         2·I·b            again
+    silu(gate)·up (down's X)    I·b              I·b           again            again
+    down output                 -                -             eager: C·b       again
+    norms' 1/rms                8 (***)          8 (***)       again            again
+
+(*) (Q + KV)·b with QK-norm, where v stays a part of the kept qkv output. (**) kept as o_proj's output, from which the
+sum is made again. (***) with QK-norm 4·(H + KV heads) more. The compiled column is the choice of PyTorch's min-cut
+partitioner for this layer's graph: it computes elementwise results again, but keeps what the forward pass has to write
+out for a matrix product. tests/models/test_cost.py counts what real layers keep.
+
+The largest moment is one of three (`MemoryEstimate.moments`):
+- loss: every layer's kept tensors, and the loss: final hidden states, their gradient, the head's gradient in fp32
+  (4·V·C) and one chunk of logits;
+- backward: at its start (all kept tensors, and either the head's gradient in fp32 and again in the weight's dtype, or
+  the latter and the widest temporaries of one layer: gradients of gate_up and of its activation, or attention's; after
+  recomputation also that layer's own tensors) or at its end (all gradients, one layer);
+- optimizer: weights, gradients, states. A fused step adds nothing.
+"""
+
+import dataclasses
+
+from qtrain.models.config import ModelConfig
+from qtrain.models.loss import chunk_rows
+
+CUDA_WORKSPACE = 96 * 2**20
+"""cuBLAS keeps a workspace of 32 MiB for each thread that calls it (forward, backward), cuBLASLt one of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterCount:
+    """Numbers of parameters. A tied embedding counts once."""
+
+    embedding: int
+    """Embedding, and the head where it is not tied to it."""
+    linear: int
+    """Weights of the linears inside the layers: what a scheme quantizes."""
+    other: int
+    """Biases and norms."""
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.linear + self.other
+
+    @property
+    def non_embedding(self) -> int:
+        return self.linear + self.other
+
+
+def count_parameters(config: ModelConfig) -> ParameterCount:
+    c, inner = config.hidden_size, config.intermediate_size
+    linear = c * config.qkv_size + config.q_size * c + 3 * c * inner
+    other = 2 * c
+    other += config.qkv_size * config.qkv_bias + c * config.o_bias
+    other += (2 * inner + c) * config.mlp_bias
+    other += 2 * config.head_dim * config.qk_norm
+    layers = config.num_hidden_layers
+    matrices = 1 if config.tie_word_embeddings else 2
+    return ParameterCount(matrices * config.vocab_size * c, layers * linear, layers * other + c)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """Arithmetic of training on one token, forward and backward, two operations a multiply-add; no recomputation."""
+
+    blocks: float
+    """The layers' linears: these run in the scheme's dtype."""
+    head: float
+    attention: float
+    """q·kᵀ and p·v over the keys that a causal query sees, on average half of the sequence."""
+
+    @property
+    def total(self) -> float:
+        return self.blocks + self.head + self.attention
+
+
+def flops_per_token(config: ModelConfig, seq_len: int) -> Flops:
+    linear = count_parameters(config).linear
+    return Flops(
+        blocks=6.0 * linear,
+        head=6.0 * config.vocab_size * config.hidden_size,
+        attention=6.0 * config.num_hidden_layers * config.q_size * seq_len,
+    )
+
+
+def saved_per_token(
+    config: ModelConfig, checkpointing: str, compiled: bool, element: int, linear_input: float | None = None
+) -> dict[str, float]:
+    """Bytes that one layer keeps for backward, a token, by tensor: the table above.
+
+    element: bytes of the model's dtype. linear_input: bytes an element of the copy that a low-bit linear keeps of its
+    input (1 for 8-bit codes) in place of the input itself; None for plain linears.
+    """
+    c, inner, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
+    kept: dict[str, float] = {"layer input": c * element}
+    if checkpointing == "full":
+        return kept
+    kept["attention output"] = q * element
+    kept["attention logsumexp"] = 4 * config.num_attention_heads
+    kept["after attention"] = c * element
+    kept["gate_up output"] = 2 * inner * element
+    if checkpointing == "selective":
+        kept["qkv output"] = config.qkv_size * element
+        kept["down output"] = 0 if compiled else c * element
+        return kept
+    kept["norm statistics"] = 8
+    if config.qk_norm:
+        kept["norm statistics"] += 4 * (config.num_attention_heads + config.num_key_value_heads)
+        kept["qkv output"] = config.qkv_size * element
+        kept["q, k rotated"] = (q + kv) * element
+    else:
+        kept["q, k rotated, and v"] = config.qkv_size * element
+    x = element if linear_input is None else linear_input
+    kept["attn_norm output"] = kept["mlp_norm output"] = c * x
+    kept["down input"] = inner * x
+    kept["o_proj input"] = 0 if linear_input is None else q * x
+    return kept
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one device."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """Kept for backward when the forward pass of a micro-batch ends."""
+    loss: int
+    """Final hidden states and their gradient, the head's gradient in fp32, a chunk of logits."""
+    backward: int
+    """The widest temporaries: of the head's gradient, or of one layer's backward beside it."""
+    workspace: int
+    accumulates: bool
+    """Gradients of earlier micro-batches are there during the forward pass."""
+    one_layer: int
+    """Of `activations`, one layer's share."""
+
+    @property
+    def moments(self) -> dict[str, int]:
+        """Bytes at the moments of a step that can be its largest."""
+        resident = self.weights + self.optimizer + self.workspace
+        held = resident + (self.gradients if self.accumulates else 0)
+        return {
+            "loss": held + self.activations + self.loss,
+            "backward": max(
+                held + self.activations + self.backward, resident + self.gradients + self.one_layer + self.backward
+            ),
+            "optimizer": resident + self.gradients,
+        }
+
+    @property
+    def peak(self) -> int:
+        return max(self.moments.values())
+
+
+def estimate_memory(
+    config: ModelConfig,
+    *,
+    micro_batch_size: int,
+    seq_len: int,
+    element: int = 2,
+    optimizer_bytes: float = 4.0,
+    checkpointing: str = "none",
+    compiled: bool = True,
+    loss_chunks: int = 0,
+    accumulates: bool = False,
+    code_bytes: float = 0.0,
+    linear_input: float | None = None,
+) -> MemoryEstimate:
+    """Memory of training on one GPU.
+
+    element: bytes of the dtype of weights, gradients and activations. optimizer_bytes: states' bytes a parameter.
+    accumulates: more than one micro-batch a step. code_bytes: low-bit codes kept beside a linear's weight, bytes a
+    weight. linear_input: see `saved_per_token`.
+    """
+    parameters = count_parameters(config)
+    tokens = micro_batch_size * seq_len
+    c, inner, q = config.hidden_size, config.intermediate_size, config.q_size
+    head = config.vocab_size * c
+
+    saved = sum(saved_per_token(config, checkpointing, compiled, element, linear_input).values())
+    again = sum(saved_per_token(config, "none", compiled, element, linear_input).values()) - saved
+    again = again if checkpointing != "none" else 0.0
+
+    logits = chunk_rows(tokens, loss_chunks, large=True) * config.vocab_size * element
+    hidden = tokens * (2 * c * element + 4 + 16)  # the last layer's output, normed, 1/rms; token ids and labels
+    loss = hidden + tokens * c * element + 4 * head + logits
+
+    # The gradient of the residual comes in and goes out; between them gate_up's and its activation's, or attention's
+    # in fp32 with keys and values spread to all query heads.
+    widest = max(3 * inner * element, q * (4 + 2 * element) + config.qkv_size * element)
+    in_layer = tokens * (2 * c * element + widest + again) + head * element
+    in_head = tokens * c * (2 * element + 4) + head * (4 + element)
+
+    return MemoryEstimate(
+        weights=round(parameters.total * element + parameters.linear * code_bytes),
+        gradients=parameters.total * element,
+        optimizer=round(parameters.total * optimizer_bytes),
+        activations=round(config.num_hidden_layers * tokens * saved),
+        loss=round(loss),
+        backward=round(max(in_layer, in_head)),
+        workspace=CUDA_WORKSPACE,
+        accumulates=accumulates,
+        one_layer=round(tokens * saved),
+    )

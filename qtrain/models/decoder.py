@@ -1,0 +1,118 @@
+"""The native decoder: embedding, pre-norm layers of attention and gated MLP, norm, head.
+
+Projections that read the same input are one linear (`qkv`, `gate_up`): one quantization of that input, and larger
+GEMMs. Linears are always called as modules, so a quantized one can take their place after the model is built.
+"""
+
+import functools
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from qtrain.kernels.silu_mul import silu_mul
+from qtrain.models.attention import Attention, Mask, attention_mask
+from qtrain.models.config import ModelConfig
+from qtrain.models.loss import LossSums, linear_cross_entropy
+from qtrain.models.recompute import selective_contexts
+from qtrain.models.rope import document_positions, rope_tables
+
+Recompute = Literal["none", "selective", "full"]
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), [B, S, C] -> [B, S, C]. `gate_up` holds the rows of gate, then up."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gate_up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(gated(self.gate_up(x)))
+
+
+def gated(x: Tensor) -> Tensor:
+    """silu(gate) * up of x [..., 2I], gate then up. PyTorch's own operations do it best on a CPU, a kernel on a GPU."""
+    if x.is_cuda:
+        return silu_mul(x)
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+class DecoderLayer(nn.Module):
+    """One layer, [B, S, C] -> [B, S, C]. `recompute` says what its backward computes again instead of keeping."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.attn_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attn = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = MLP(config)
+        self.recompute: Recompute = "none"
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            return self._forward(x, cos, sin, mask)
+        run = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing here draws
+        if self.recompute == "selective":
+            return run(self._forward, x, cos, sin, mask, context_fn=selective_contexts)
+        return run(self._forward, x, cos, sin, mask)
+
+    def _forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
+        x = x + self.attn(self.attn_norm(x), cos, sin, mask)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Decoder(nn.Module):
+    """A causal language model.
+
+    `loss_chunks` (0: chosen by size) and `z_loss` are plain settings, read at every call; see `linear_cross_entropy`.
+    """
+
+    fullgraph = True  # a layer compiles whole, or it is a bug
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.loss_chunks = 0
+        self.z_loss = 0.0
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie()
+
+    def tie(self) -> None:
+        """Make the head's weight the embedding's, where the config says so. Needed again after `to_empty`."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def set_recompute(self, mode: Recompute) -> None:
+        for layer in self.layers:
+            layer.recompute = mode
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, doc_ids: Tensor | None = None
+    ) -> Tensor | LossSums:
+        """input_ids, labels, doc_ids: int [B, S].
+
+        Without labels: logits [B, S, V] in the model's dtype. With labels (already shifted; -100 is not trained on):
+        sums over the trained tokens. doc_ids: attention stays within equal ids, and positions restart at each document.
+        """
+        batch, seq_len = input_ids.shape
+        x = self.embed_tokens(input_ids)  # [B, S, C]
+        cos, sin = rope_tables(self.config.rope, self.config.head_dim, seq_len, x.device)
+        if doc_ids is not None:
+            positions = document_positions(doc_ids)
+            cos, sin = cos[positions], sin[positions]  # [B, S, D/2]
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        mask = attention_mask(doc_ids, batch, seq_len, self.config.sliding_window, x.device)
+        for layer in self.layers:
+            x = layer(x, cos, sin, mask)
+        x = self.norm(x)
+        if labels is None:
+            return self.lm_head(x)
+        return linear_cross_entropy(x.flatten(0, 1), self.lm_head, labels.flatten(), self.loss_chunks, self.z_loss)

@@ -1,0 +1,257 @@
+"""Hugging Face checkpoints: safetensors in, safetensors out, under the names that transformers uses.
+
+The native decoder fuses q, k, v and gate, up; a checkpoint has them apart. `_layout` says which rows of which parameter
+a checkpoint's tensor is, and both directions follow it, one tensor (in) or one file (out) at a time, so host memory
+stays small.
+"""
+
+import contextlib
+import dataclasses
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from qtrain.checks import read_json
+from qtrain.errors import UserError
+from qtrain.hub import reaching_hub
+from qtrain.models.config import ModelConfig
+from qtrain.models.source import FIX, ModelSource
+
+MAX_SHARD_BYTES = 5_000_000_000
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_WEIGHT_FILES = ["model*.safetensors", _INDEX, "config.json", "generation_config.json"]
+
+
+class Tokenizer(Protocol):
+    """What export needs of a tokenizer."""
+
+    bos_id: int | None
+    eos_id: int | None
+
+    def save_hf(self, folder: Path) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """A checkpoint's tensor `hf_name` is rows [start, stop) of the parameter `name`; stop None means all of it."""
+
+    hf_name: str
+    name: str
+    start: int = 0
+    stop: int | None = None
+
+    def of(self, parameters: dict[str, Tensor]) -> Tensor:
+        return parameters[self.name][self.start : self.stop]
+
+
+def _layout(config: ModelConfig) -> Iterator[_Piece]:
+    """Every tensor of a checkpoint. A tied head is not one of them."""
+    yield _Piece("model.embed_tokens.weight", "embed_tokens.weight")
+    q, k, inner = config.q_size, config.q_size + config.kv_size, config.intermediate_size
+    for i in range(config.num_hidden_layers):
+        here, there = f"layers.{i}.", f"model.layers.{i}."
+        yield _Piece(there + "input_layernorm.weight", here + "attn_norm.weight")
+        yield _Piece(there + "post_attention_layernorm.weight", here + "mlp_norm.weight")
+        if config.qk_norm:
+            yield _Piece(there + "self_attn.q_norm.weight", here + "attn.q_norm.weight")
+            yield _Piece(there + "self_attn.k_norm.weight", here + "attn.k_norm.weight")
+        for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
+            yield _Piece(f"{there}self_attn.q_proj.{kind}", f"{here}attn.qkv.{kind}", 0, q)
+            yield _Piece(f"{there}self_attn.k_proj.{kind}", f"{here}attn.qkv.{kind}", q, k)
+            yield _Piece(f"{there}self_attn.v_proj.{kind}", f"{here}attn.qkv.{kind}", k, config.qkv_size)
+        for kind in ("weight", "bias") if config.o_bias else ("weight",):
+            yield _Piece(f"{there}self_attn.o_proj.{kind}", f"{here}attn.o_proj.{kind}")
+        for kind in ("weight", "bias") if config.mlp_bias else ("weight",):
+            yield _Piece(f"{there}mlp.gate_proj.{kind}", f"{here}mlp.gate_up.{kind}", 0, inner)
+            yield _Piece(f"{there}mlp.up_proj.{kind}", f"{here}mlp.gate_up.{kind}", inner, 2 * inner)
+            yield _Piece(f"{there}mlp.down_proj.{kind}", f"{here}mlp.down_proj.{kind}")
+    yield _Piece("model.norm.weight", "norm.weight")
+    if not config.tie_word_embeddings:
+        yield _Piece("lm_head.weight", "lm_head.weight")
+
+
+@torch.no_grad()
+def load_hf_weights(model: nn.Module, source: ModelSource) -> None:
+    """Fill a native decoder from its source's safetensors, tensor by tensor, converted to the parameters' dtype.
+
+    Raises UserError naming every tensor that is missing, that the architecture has no place for, or whose shape is off.
+    """
+    folder = weights_folder(source)
+    where = f"--pretrained ({source.name})"
+    files = _files_of_tensors(folder, where)
+    config: ModelConfig = model.config
+    pieces = {piece.hf_name: piece for piece in _layout(config)}
+    extra = {name for name in files.keys() - pieces.keys() if not name.endswith("rotary_emb.inv_freq")}
+    tied_head = config.tie_word_embeddings and "lm_head.weight" in extra  # some files hold the tied matrix twice
+    if tied_head:
+        extra.remove("lm_head.weight")
+        pieces["lm_head.weight"] = _Piece("lm_head.weight", "lm_head.weight")
+    _refuse(where, "lacks the tensors", pieces.keys() - files.keys())
+    _refuse(where, "has tensors that this architecture does not", extra)
+
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    device = str(parameters["embed_tokens.weight"].device)
+    by_file: dict[Path, list[_Piece]] = {}
+    for name, piece in pieces.items():
+        by_file.setdefault(files[name], []).append(piece)
+    wrong = []
+    for file, members in sorted(by_file.items()):
+        with _opened(file, where, device) as opened:
+            for piece in members:
+                target = piece.of(parameters)
+                shape = tuple(opened.get_slice(piece.hf_name).get_shape())
+                if shape != tuple(target.shape):
+                    wrong.append(f"{piece.hf_name} {list(shape)} (expected {list(target.shape)})")
+                elif piece.hf_name != "lm_head.weight" or not tied_head:
+                    target.copy_(opened.get_tensor(piece.hf_name))
+    _refuse(where, "has tensors of another shape than its config says", wrong)
+    if tied_head:
+        with _opened(files["lm_head.weight"], where, device) as opened:
+            head = opened.get_tensor("lm_head.weight").to(model.lm_head.weight.dtype)
+        if not torch.equal(head, model.lm_head.weight):
+            raise UserError(
+                f"{where}: lm_head.weight differs from the embedding, but the config says tie_word_embeddings. "
+                "Set tie_word_embeddings to false in its config.json."
+            )
+
+
+def weights_folder(source: ModelSource) -> Path:
+    """The local folder of a source's safetensors, downloaded where it is a hub id."""
+    if source.hub_id is None:
+        assert source.folder is not None, "a source without weights"
+        return source.folder
+    from huggingface_hub import snapshot_download
+
+    with reaching_hub("--model", f"the weights of {source.hub_id!r}", FIX):
+        return Path(snapshot_download(source.hub_id, allow_patterns=_WEIGHT_FILES))
+
+
+def export_hf(model: nn.Module, source: ModelSource, folder: Path | str, tokenizer: Tokenizer | None = None) -> None:
+    """Write what `AutoModelForCausalLM` (and, with a tokenizer, `AutoTokenizer`) loads from `folder`.
+
+    Weights keep their dtype. Everything is written to a temporary folder beside it, which then takes its name; a folder
+    of that name is replaced.
+    """
+    with _replacing(Path(folder)) as temporary:
+        if hasattr(model, "save_pretrained"):
+            model.save_pretrained(temporary, max_shard_size=MAX_SHARD_BYTES)
+            config = read_json(temporary / "config.json", "export")
+        else:
+            dtype = _write_weights(model, temporary)
+            config = {**source.config, **model.config.to_hf(), "torch_dtype": str(dtype).removeprefix("torch.")}
+            config.pop("dtype", None)  # transformers 5 reads torch_dtype too; two that disagree would be one too many
+        generation = _generation_config(source, config)
+        if tokenizer is not None:
+            _adopt_special_ids(config, tokenizer)
+            _adopt_special_ids(generation, tokenizer)
+            tokenizer.save_hf(temporary)
+        _write_json(temporary / "config.json", config)
+        _write_json(temporary / "generation_config.json", generation)
+
+
+def _write_weights(model: nn.Module, folder: Path) -> torch.dtype:
+    """Write the checkpoint's tensors into one file or, above MAX_SHARD_BYTES, several with an index."""
+    from huggingface_hub import split_state_dict_into_shards_factory
+    from safetensors.torch import save_file
+
+    parameters = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+    pieces = {piece.hf_name: piece for piece in _layout(model.config)}
+    plan = split_state_dict_into_shards_factory(
+        {name: piece.of(parameters) for name, piece in pieces.items()},
+        get_storage_size=lambda tensor: tensor.numel() * tensor.element_size(),
+        get_storage_id=lambda tensor: None,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=MAX_SHARD_BYTES,
+    )
+    for file, names in plan.filename_to_tensors.items():
+        shard = {name: pieces[name].of(parameters).to("cpu", copy=True).contiguous() for name in names}
+        save_file(shard, folder / file, metadata={"format": "pt"})
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        _write_json(folder / _INDEX, index)
+    return parameters["embed_tokens.weight"].dtype
+
+
+def _generation_config(source: ModelSource, config: dict[str, Any]) -> dict[str, Any]:
+    """The source's own generation settings where they are at hand, else its special tokens."""
+    from huggingface_hub import try_to_load_from_cache
+
+    own = source.folder / "generation_config.json" if source.folder else None
+    if source.hub_id is not None:
+        cached = try_to_load_from_cache(source.hub_id, "generation_config.json")
+        own = Path(cached) if isinstance(cached, str) else None
+    if own is not None and own.is_file():
+        return read_json(own, "--model")
+    special = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {"_from_model_config": True, **{key: value for key, value in special.items() if value is not None}}
+
+
+def _adopt_special_ids(config: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """The ids of the tokenizer that was trained with; a config that has its end token among several keeps them all."""
+    known = config.get("eos_token_id")
+    if tokenizer.eos_id is not None and tokenizer.eos_id not in (known if isinstance(known, list) else [known]):
+        config["eos_token_id"] = tokenizer.eos_id
+    if tokenizer.bos_id is not None:
+        config["bos_token_id"] = tokenizer.bos_id
+
+
+def _files_of_tensors(folder: Path, where: str) -> dict[str, Path]:
+    """Which file of the folder holds each tensor."""
+    if (folder / _INDEX).is_file():
+        weight_map = read_json(folder / _INDEX, where).get("weight_map", {})
+        files = {name: folder / file for name, file in weight_map.items()}
+        _refuse(where, f"lacks files that {_INDEX} names", {f.name for f in files.values() if not f.is_file()})
+        return files
+    if not (folder / _WEIGHTS).is_file():
+        raise UserError(f"{where}: {folder} has neither {_WEIGHTS} nor {_INDEX}; only safetensors are read.")
+    with _opened(folder / _WEIGHTS, where) as opened:
+        return dict.fromkeys(opened.keys(), folder / _WEIGHTS)
+
+
+@contextlib.contextmanager
+def _opened(file: Path, where: str, device: str = "cpu") -> Iterator[Any]:
+    """An open safetensors file whose tensors arrive on `device`; a broken file is a UserError."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        opened = safe_open(file, framework="pt", device=device)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{where}: {file} cannot be read as safetensors: {error}") from None
+    with opened as tensors:
+        yield tensors
+
+
+def _refuse(where: str, what: str, names: Any) -> None:
+    if names:
+        shown = sorted(names)
+        more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
+        raise UserError(f"{where}: the checkpoint {what}: {', '.join(shown[:8])}{more}.")
+
+
+@contextlib.contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside `folder` that takes its name at the end, or disappears when writing fails."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    temporary.chmod(0o755)  # mkdtemp makes it private
+    try:
+        yield temporary
+        if folder.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
+            folder.rename(old / folder.name)
+            temporary.rename(folder)
+            shutil.rmtree(old)
+        else:
+            temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,168 @@
+"""`--model_impl hf`: any causal language model of transformers behind the native decoder's call and attributes.
+
+Two things cannot be read off a foreign model's config, so they are tried on it with a few tokens: whether its logits
+are its head over its last hidden state (then the loss goes through the head in chunks, else through whole logits), and
+whether positions that restart keep documents apart in its attention.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtrain.errors import UserError, unknown_name
+from qtrain.hub import reaching_hub
+from qtrain.models.decoder import Recompute
+from qtrain.models.loss import LossSums, cross_entropy_sums, linear_cross_entropy
+from qtrain.models.recompute import selective_contexts
+from qtrain.models.rope import document_positions
+from qtrain.models.source import FIX, ModelSource
+
+
+class HfModel(nn.Module):
+    """A transformers model under the native decoder's contract. `layers` and `lm_head` are the model's own modules."""
+
+    fullgraph = False  # foreign layers may break the graph
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        self.loss_chunks = 0
+        self.z_loss = 0.0
+        self._plain_head: bool | None = None
+        self._keeps_documents: bool | None = None
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The repeated layers: the longest list of modules of one type."""
+        lists = [m for m in self.model.modules() if isinstance(m, nn.ModuleList) and len({type(x) for x in m}) == 1]
+        if not lists:
+            raise UserError(f"--model_impl hf: {type(self.model).__name__} has no list of layers to compile.")
+        return max(lists, key=len)
+
+    @property
+    def lm_head(self) -> nn.Module:
+        return self.model.get_output_embeddings()
+
+    @lm_head.setter
+    def lm_head(self, head: nn.Module) -> None:
+        self.model.set_output_embeddings(head)
+
+    def set_recompute(self, mode: Recompute) -> None:
+        if mode == "none":
+            self.model.gradient_checkpointing_disable()
+            return
+        if not self.model.supports_gradient_checkpointing:
+            raise UserError(
+                f"--activation_checkpointing: {type(self.model).__name__} does not support {mode!r}; use 'none'."
+            )
+        options: dict[str, Any] = {"use_reentrant": False}
+        if mode == "selective":
+            options["context_fn"] = selective_contexts
+        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+    def save_pretrained(self, folder: Path, max_shard_size: int) -> None:
+        """Write safetensors, config.json and generation_config.json as transformers does."""
+        self.model.save_pretrained(folder, max_shard_size=max_shard_size)
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, doc_ids: Tensor | None = None
+    ) -> Tensor | LossSums:
+        """As `Decoder.forward`. Raises UserError when doc_ids are given and the model cannot keep documents apart."""
+        options: dict[str, Any] = {"use_cache": False}
+        if doc_ids is not None:
+            if self._keeps_documents is None:
+                self._keeps_documents = self._try_documents()
+            if not self._keeps_documents:
+                raise UserError(
+                    f"--doc_mask: {type(self.model).__name__} does not keep documents apart in its attention. "
+                    "Use --no_doc_mask, or --model_impl native where the architecture is covered."
+                )
+            options["position_ids"] = document_positions(doc_ids)
+        if labels is None:
+            return self.model(input_ids=input_ids, **options).logits
+        if self._plain_head is None:
+            self._plain_head = self._try_head()
+        if self._plain_head:
+            hidden = self.model.base_model(input_ids=input_ids, **options)[0]
+            return linear_cross_entropy(
+                hidden.flatten(0, 1), self.lm_head, labels.flatten(), self.loss_chunks, self.z_loss
+            )
+        logits = self.model(input_ids=input_ids, **options).logits
+        return cross_entropy_sums(logits.flatten(0, 1), labels.flatten(), self.z_loss)
+
+    def _probe_ids(self) -> Tensor:
+        device = self.model.get_input_embeddings().weight.device
+        return torch.arange(1, 9, device=device).remainder(self.model.config.vocab_size).unsqueeze(0)
+
+    @torch.no_grad()
+    def _try_head(self) -> bool:
+        """Whether the model's logits are its head over its last hidden state, and nothing more."""
+        if self.lm_head is None:
+            return False
+        ids = self._probe_ids()
+        with _evaluating(self.model), torch.compiler.set_stance("force_eager"):
+            logits = self.model(input_ids=ids, use_cache=False).logits
+            hidden = self.model.base_model(input_ids=ids, use_cache=False)[0]
+            width = getattr(self.lm_head, "in_features", hidden.shape[-1])
+            return hidden.shape[-1] == width and torch.equal(logits, self.lm_head(hidden))
+
+    @torch.no_grad()
+    def _try_documents(self) -> bool:
+        """Whether a second document's logits are the same behind any first one, and as if it were alone."""
+        ids = self._probe_ids()
+        other = torch.cat((ids[:, 4:], ids[:, 4:]), dim=1)
+        positions = document_positions(torch.tensor([[0] * 4 + [1] * 4], device=ids.device))
+        with _evaluating(self.model), torch.compiler.set_stance("force_eager"):
+            try:
+                behind, behind_other = (
+                    self.model(input_ids=x, position_ids=positions, use_cache=False).logits[:, 4:] for x in (ids, other)
+                )
+            except TypeError:  # no position_ids
+                return False
+            alone = self.model(input_ids=ids[:, 4:], use_cache=False).logits
+        tolerance = 0.02 * alone.float().abs().max().item()
+        return torch.equal(behind, behind_other) and torch.allclose(behind, alone, atol=tolerance, rtol=0.0)
+
+
+class _evaluating:
+    """Evaluation mode inside, the former mode afterwards."""
+
+    def __init__(self, model: nn.Module):
+        self.model, self.was_training = model, model.training
+
+    def __enter__(self) -> None:
+        self.model.eval()
+
+    def __exit__(self, *error: Any) -> None:
+        self.model.train(self.was_training)
+
+
+def build_hf_model(
+    source: ModelSource, device: torch.device | str, dtype: torch.dtype, pretrained: bool, seed: int
+) -> HfModel:
+    """Build from the config with weights drawn from `seed` by transformers' own rules, or load the source's weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    values = copy.deepcopy(source.config)
+    model_type = values.pop("model_type", None)
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise unknown_name(source.where, "model_type", str(model_type), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    try:
+        config = AutoConfig.for_model(model_type, **values)
+    except Exception as error:  # transformers checks configs with errors of many types
+        raise UserError(f"{source.where}: transformers refuses this config: {error}") from None
+    if pretrained:
+        place = source.folder or source.hub_id
+        with reaching_hub("--model", f"the weights of {source.name!r}", FIX):
+            model = AutoModelForCausalLM.from_pretrained(place, config=config, dtype=dtype).to(device)
+    else:
+        devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), torch.device(device):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.train()
+    return HfModel(model)

@@ -1,0 +1,187 @@
+"""HellaSwag: which of four endings does the model find likeliest? Text, tokens and scores as in lm-evaluation-harness.
+
+A context and an ending are one text, "context ending", and the ending's tokens are those beyond the context's own. The
+ending's score is the sum of their log probabilities. Accuracy takes the highest score; normalised accuracy the highest
+score per character of the ending, which is the figure that is usually quoted (acc_norm).
+Source: Zellers et al., "HellaSwag: Can a Machine Really Finish Your Sentence?", 2019.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from qtrain.errors import UserError
+from qtrain.hub import reaching_hub
+
+HUB = "Rowan/hellaswag"
+PAD_TO = 64  # lengths are rounded up to this: few shapes, so that a compiled model compiles few times
+
+
+class Encoder(Protocol):
+    """What is needed of a tokenizer; no special tokens are to be added."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class Question:
+    """A context, its possible endings, and the number of the right one."""
+
+    context: str
+    endings: tuple[str, ...]
+    answer: int
+
+
+@dataclass(frozen=True)
+class Score:
+    """Questions answered rightly by plain and by normalised score, of `total`. Scores of ranks add up."""
+
+    right: int
+    right_norm: int
+    total: int
+
+    @property
+    def accuracy(self) -> float:
+        return self.right / self.total
+
+    @property
+    def accuracy_norm(self) -> float:
+        return self.right_norm / self.total
+
+
+# ---- questions ------------------------------------------------------------------------------------------------------
+
+
+def _clean(text: str) -> str:
+    """The data set's text without the marks that its WikiHow part carries."""
+    text = text.strip().replace(" [title]", ". ")
+    text = re.sub(r"\[.*?\]", "", text)
+    return text.replace("  ", " ")
+
+
+def question(row: dict[str, Any], where: str) -> Question:
+    """A row as published (ctx_a, ctx_b, activity_label, endings, label) or short (ctx, endings, label)."""
+    try:
+        if "ctx_a" in row:
+            context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
+        else:
+            context = row["ctx"]
+        endings = tuple(_clean(ending) for ending in row["endings"])
+        answer = int(row["label"])
+        context = _clean(context)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"{where}: not a HellaSwag question ({type(error).__name__}: {error}). It needs endings, label, and either "
+            "ctx, or ctx_a, ctx_b and activity_label; the published test split has no labels."
+        ) from None
+    if not 0 <= answer < len(endings):
+        raise UserError(f"{where}: label {answer} names none of the {len(endings)} endings; they are counted from 0.")
+    return Question(context, endings, answer)
+
+
+def load_questions(source: str, limit: int | None = None, flag: str = "--hellaswag") -> list[Question]:
+    """The first `limit` questions of a local .jsonl, or, if `source` is "hub", of the hub's validation split."""
+    if source == "hub":
+        fix = f"Download {HUB} where there is a network, or give a local .jsonl of its questions: {flag} FILE."
+        with reaching_hub(flag, f"the data set {HUB}", fix):
+            from datasets import load_dataset
+
+            rows = load_dataset(HUB, split="validation")
+        rows = rows.select(range(min(limit, len(rows)))) if limit else rows
+        return [question(row, f"{flag} ({HUB}, row {number})") for number, row in enumerate(rows)]
+    questions: list[Question] = []
+    try:
+        with Path(source).open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if limit and len(questions) == limit:
+                    break
+                if line.strip():
+                    questions.append(question(json.loads(line), f"{flag} ({source}, line {number})"))
+    except OSError as error:
+        raise UserError(f'{flag}: cannot read {source} ({error.strerror}). Give a .jsonl file, or "hub".') from None
+    except ValueError as error:  # JSON and UTF-8
+        raise UserError(f"{flag}: {source} is not a .jsonl file ({error}).") from None
+    if not questions:
+        raise UserError(f"{flag}: {source} holds no questions.")
+    return questions
+
+
+# ---- scoring --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """An ending as tokens: the model reads `tokens[:-1]` and is scored on the last `n_ending` of `tokens[1:]`."""
+
+    question: int
+    ending: int
+    tokens: list[int]
+    n_ending: int
+
+
+def _candidates(questions: Sequence[Question], tokenizer: Encoder, max_len: int) -> list[_Candidate]:
+    found = []
+    for number, asked in enumerate(questions):
+        n_context = len(tokenizer.encode(asked.context.rstrip()))  # a space at the end belongs to the ending
+        for which, ending in enumerate(asked.endings):
+            tokens = tokenizer.encode(f"{asked.context} {ending}")
+            n_ending = max(1, min(len(tokens) - n_context, len(tokens) - 1, max_len))
+            found.append(_Candidate(number, which, tokens[-(max_len + 1) :], n_ending))
+    return found
+
+
+def _batches(candidates: list[_Candidate], size: int) -> Iterator[list[_Candidate]]:
+    ordered = sorted(candidates, key=lambda c: len(c.tokens), reverse=True)  # the longest first: memory is known early
+    for start in range(0, len(ordered), size):
+        yield ordered[start : start + size]
+
+
+@torch.no_grad()
+def _log_likelihoods(
+    logits: Callable[[Tensor], Tensor], batch: list[_Candidate], size: int, max_len: int, device: torch.device
+) -> list[float]:
+    longest = max(len(c.tokens) - 1 for c in batch)
+    length = min(-(-longest // PAD_TO) * PAD_TO, max_len)
+    ids = torch.zeros(size, length, dtype=torch.int64)  # padded on the right, which a causal model does not see
+    for row, candidate in enumerate(batch):
+        ids[row, : len(candidate.tokens) - 1] = torch.tensor(candidate.tokens[:-1])
+    out = logits(ids.to(device))  # [size, length, V]
+    sums = []
+    for row, candidate in enumerate(batch):
+        end = len(candidate.tokens) - 1
+        scored = out[row, end - candidate.n_ending : end].float()  # [n_ending, V]
+        targets = torch.tensor(candidate.tokens[-candidate.n_ending :], device=device)
+        picked = scored.gather(1, targets[:, None])[:, 0] - scored.logsumexp(dim=1)
+        sums.append(picked.sum())
+    return torch.stack(sums).tolist()
+
+
+def evaluate(
+    logits: Callable[[Tensor], Tensor],
+    tokenizer: Encoder,
+    questions: Sequence[Question],
+    *,
+    batch_size: int,
+    max_len: int,
+    device: torch.device,
+) -> Score:
+    """Answer `questions` with the model `logits`: ids int64 [batch_size, S <= max_len] -> logits [batch_size, S, V].
+
+    A text of more than max_len + 1 tokens loses its beginning. Over ranks, give each `questions[rank::world]` and add.
+    """
+    scores = [[0.0] * len(asked.endings) for asked in questions]
+    for batch in _batches(_candidates(questions, tokenizer, max_len), batch_size):
+        for candidate, score in zip(batch, _log_likelihoods(logits, batch, batch_size, max_len, device), strict=True):
+            scores[candidate.question][candidate.ending] = score
+    right = right_norm = 0
+    for asked, plain in zip(questions, scores, strict=True):
+        per_character = [score / max(len(ending), 1) for score, ending in zip(plain, asked.endings, strict=True)]
+        right += plain.index(max(plain)) == asked.answer
+        right_norm += per_character.index(max(per_character)) == asked.answer
+    return Score(right, right_norm, len(questions))

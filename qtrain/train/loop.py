@@ -1,0 +1,188 @@
+"""The training loop of every script: steps, evaluations, checkpoints and signals, in order."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from qtrain.config import as_dict
+from qtrain.data import Batch
+from qtrain.errors import TrainingStopped
+from qtrain.optim import OPTIMIZERS, LRSchedule
+from qtrain.train.failures import first_bad_tensor, is_out_of_memory, not_finite, out_of_memory
+from qtrain.train.language import Forward
+from qtrain.train.metrics import MetricsLog, Throughput
+from qtrain.train.plan import Plan
+from qtrain.train.profile import StepProfiler
+from qtrain.train.run import Run, resume_command
+from qtrain.train.signals import StopSignals
+from qtrain.train.status import StatusLine
+from qtrain.train.step import Gradients, apply_gradients, compute_gradients
+from qtrain.train.trackers import open_trackers
+
+log = logging.getLogger("qtrain")
+
+Evaluation = Callable[[], dict[str, Any]]
+"""Measures the model as it is: a dictionary for the metrics, with `eval_loss` in it where there is one."""
+
+
+class Training:
+    """One call of `fit`: the run, what feeds and measures it, and the books that are kept."""
+
+    def __init__(
+        self,
+        run: Run,
+        plan: Plan,
+        schedule: LRSchedule,
+        forward: Forward,
+        batches: Iterator[tuple[Batch, dict]],
+        evaluation: Evaluation,
+    ):
+        self.run, self.plan, self.schedule = run, plan, schedule
+        self.forward, self.batches, self.evaluation = forward, batches, evaluation
+        settings, state = run.settings, run.state
+        resumed = run.folder.resumed_from is not None
+        self.metrics = MetricsLog(run.folder.path / "metrics.jsonl", state.step if resumed else None)
+        self.trackers = open_trackers(
+            settings.trackers,
+            as_dict(settings),
+            run.folder.path,
+            settings.project,
+            settings.run_name,
+            state.step,
+        )
+        self.throughput = Throughput(run.device)
+        self.started = time.perf_counter()
+
+    def fit(self) -> bool:
+        """Train to the last step; False if a signal ended it before. Raises TrainingStopped when it cannot go on."""
+        run, settings = self.run, self.run.settings
+        try:
+            with ExitStack() as stack:
+                stop = stack.enter_context(StopSignals())
+                status = stack.enter_context(StatusLine(settings.n_steps, log))
+                profiler = stack.enter_context(StepProfiler(run.folder.path, log, enabled=settings.profile))
+                if run.state.step == 0:
+                    self._evaluate()
+                while run.state.step < settings.n_steps and not stop.requested:
+                    self._step(status)
+                    profiler.step()
+                    self._between_steps(stop.requested is not None)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise self._out_of_memory() from None
+            raise
+        finally:
+            self.metrics.close()
+            self.trackers.close()
+        if run.state.step < settings.n_steps:
+            log.info("stopped at step %d; go on with:\n  %s", run.state.step, resume_command(run.folder, run.script))
+            return False
+        return True
+
+    def _step(self, status: StatusLine) -> None:
+        run, settings, state = self.run, self.run.settings, self.run.state
+        with self.throughput.waiting():
+            batches, positions = zip(
+                *(next(self.batches) for _ in range(self.plan.geometry.gradient_accumulation)), strict=True
+            )
+        lr = settings.lr * self.schedule.factor(state.step, settings.n_steps)
+        gradients = compute_gradients(run.model, self.forward, run.quantized, list(batches), state.step)
+        if not gradients.finite:
+            raise self._not_finite(gradients)
+        apply_gradients(
+            run.model, run.optimizer, run.quantized, gradients, lr=lr, clip_grad_norm=settings.clip_grad_norm
+        )
+        tokens = gradients.tokens * self.plan.geometry.world
+        state.step += 1
+        state.tokens += tokens
+        state.data = positions[-1]
+        self.throughput.step(tokens)
+        if state.step % settings.log_interval == 0 or state.step == settings.n_steps:
+            self._log_step(status, gradients, lr)
+
+    def _log_step(self, status: StatusLine, gradients: Gradients, lr: float) -> None:
+        state, rate, memory = self.run.state, self.throughput.read(), peak_memory(self.run.device)
+        record = {
+            "step": state.step,
+            "loss": gradients.loss,
+            "grad_norm": gradients.norm_value,
+            "lr": lr,
+            "tokens": state.tokens,
+            "data": state.data,
+            "mem": memory,
+            "time": round(time.time(), 3),
+        }
+        speed: dict[str, float | None] = {"tok_s": None, "sol": None, "mfu": None, "data_wait": None}
+        if rate is not None:
+            speed = {"tok_s": rate.tok_s, **self.plan.efficiency(rate.tok_s), "data_wait": rate.data_wait}
+        self._record(record | speed)
+        status.update(
+            state.step,
+            loss=gradients.loss,
+            tok_s=speed["tok_s"],
+            sol=speed["sol"],
+            memory=memory,
+            step_s=rate.step_s if rate else None,
+        )
+
+    def _between_steps(self, stopping: bool) -> None:
+        """Evaluate and save where it is time; records come before the checkpoint that covers them."""
+        settings, step = self.run.settings, self.run.state.step
+        last = step == settings.n_steps
+        if last or (settings.eval_interval and step % settings.eval_interval == 0 and not stopping):
+            self._evaluate()
+        if last or stopping or (settings.ckpt_interval and step % settings.ckpt_interval == 0):
+            with self.throughput.pause():
+                path = self.run.save()
+            log.info("step %d: checkpoint %s", step, path)
+
+    def _evaluate(self) -> None:
+        state = self.run.state
+        with self.throughput.pause():
+            found = self.evaluation()
+        if not found:
+            return
+        loss = found.get("eval_loss")
+        if loss is not None and (state.best_eval_loss is None or loss < state.best_eval_loss):
+            state.best_eval_loss = loss
+        self._record({"step": state.step, "tokens": state.tokens, **found})
+        shown = {key: value for key, value in found.items() if isinstance(value, float)}
+        log.info("step %d: %s", state.step, ", ".join(f"{key} {value:.4f}" for key, value in shown.items()))
+        for prompt, continuation in found.get("samples", ()):
+            log.info("step %d: sample: %s [>] %s", state.step, prompt, continuation)
+
+    def _record(self, record: dict[str, Any]) -> None:
+        self.metrics.write(record)
+        self.trackers.log(record, record["step"])
+
+    def _not_finite(self, gradients: Gradients) -> TrainingStopped:
+        what, value = ("gradient norm", gradients.norm_value)
+        if gradients.loss != gradients.loss or abs(gradients.loss) == float("inf"):
+            what, value = "loss", gradients.loss
+        bad = first_bad_tensor(self.run.model)
+        return not_finite(self.run.state.step + 1, what, value, bad, self.run.checkpoints.latest())
+
+    def _out_of_memory(self) -> TrainingStopped:
+        device = self.run.device
+        return out_of_memory(
+            self.run.state.step + 1,
+            self.plan.settings_in_force(self.run.settings),
+            self.plan.memory,
+            peak_memory(device),
+            torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
+            OPTIMIZERS.names(),
+        )
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes that were ever in use: allocated on a GPU, resident in this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+    import sys
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

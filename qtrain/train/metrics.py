@@ -1,0 +1,164 @@
+"""metrics.jsonl, and how fast the run is: tokens a second without compile, evaluation and checkpoint time."""
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# ---- the log --------------------------------------------------------------------------------------------------------
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN or Inf: null stands for them."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """A whole line of the log as a record; None for one that was cut off."""
+    try:
+        record = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl, in order; a missing file has none, a line cut off by a kill is left out."""
+    try:
+        with Path(path).open("rb") as file:
+            return [record for line in file if (record := _record(line)) is not None]
+    except FileNotFoundError:
+        return []
+
+
+class MetricsLog:
+    """Appends one JSON object a line to `path`, each written through at once. Every record has a `step`.
+
+    Resumed after step `resumed_step`, the lines of later steps go, as does a line cut off by a kill: the log of a
+    resumed run is that of one that never stopped. So a step's records belong before its checkpoint.
+    """
+
+    def __init__(self, path: Path, resumed_step: int | None = None):
+        self.path = Path(path)
+        if resumed_step is not None and self.path.exists():
+            self._truncate(resumed_step)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def _truncate(self, last_step: int) -> None:
+        with self.path.open("rb") as file:
+            kept = [line for line in file if (record := _record(line)) and record["step"] <= last_step]
+        shorter = self.path.with_name(f".{self.path.name}.tmp")
+        with shorter.open("wb") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(shorter, self.path)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one record of numbers, texts and flat lists; NaN and Inf become null."""
+        assert isinstance(record.get("step"), int), "a record without a step could not be truncated on resume"
+        self._file.write(json.dumps({key: _finite(value) for key, value in record.items()}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+# ---- speed ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Speed over some steps. `tok_s` tokens a second, `step_s` seconds a step, `data_wait` share of time (0 to 1)."""
+
+    tok_s: float
+    step_s: float
+    data_wait: float
+
+
+@dataclass
+class _Sums:
+    tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0
+
+    def rate(self) -> Rate | None:
+        if not self.steps or self.seconds <= 0:
+            return None
+        return Rate(self.tokens / self.seconds, self.seconds / self.steps, min(self.waited / self.seconds, 1.0))
+
+
+class Throughput:
+    """Counts tokens against the time spent training.
+
+    The first `skip_steps` steps (compilation, first allocations) and everything inside `pause()` (evaluation,
+    checkpoints, samples) are not counted. On a GPU the device is waited for where counted time begins or ends, so that
+    work still queued falls on the right side; `step()` itself does not wait.
+    """
+
+    def __init__(self, device: torch.device, skip_steps: int = 2):
+        self._device = device
+        self._to_skip = skip_steps
+        self._since = time.perf_counter()
+        self._window = _Sums()
+        self._total = _Sums()
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def _count_time(self) -> None:
+        now = self._now()
+        if not self._to_skip:
+            self._window.seconds += now - self._since
+        self._since = now
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Time that is not training."""
+        self._count_time()
+        try:
+            yield
+        finally:
+            self._since = self._now()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time in which training waits for data; it counts as training time, and into `data_wait`."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            if not self._to_skip:
+                self._window.waited += time.perf_counter() - begin
+
+    def step(self, tokens: int) -> None:
+        """An optimizer step over `tokens` tokens (of all ranks) has been issued."""
+        if self._to_skip:
+            self._to_skip -= 1
+            if not self._to_skip:
+                self._since = self._now()
+            return
+        self._window.tokens += tokens
+        self._window.steps += 1
+
+    def read(self) -> Rate | None:
+        """Speed since the last `read`; None while no step has been counted."""
+        self._count_time()
+        window, self._window = self._window, _Sums()
+        for field in ("tokens", "steps", "seconds", "waited"):
+            setattr(self._total, field, getattr(self._total, field) + getattr(window, field))
+        return window.rate()
+
+    def overall(self) -> Rate | None:
+        """Speed over all counted steps up to the last `read`."""
+        return self._total.rate()

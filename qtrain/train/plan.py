@@ -1,0 +1,188 @@
+"""What a run will be, before anything is allocated: sizes, memory by kind, and the shortest time physics allows."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from qtrain.config import as_dict
+from qtrain.hardware import Hardware
+from qtrain.models import ModelConfig
+from qtrain.models.cost import Flops, MemoryEstimate, count_parameters, estimate_memory, flops_per_token
+from qtrain.optim import OptimizerSpec
+from qtrain.quant import LowBitScheme, Scheme
+from qtrain.train.settings import BatchGeometry, LanguageSettings
+from qtrain.train.status import duration, short_number
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a run.
+
+    parameters: None for a model that only transformers knows (--model_impl hf); flops, seconds and memory are empty
+    then. flops: per token, forward and backward, by kind of work; seconds: the shortest time per token by kind, each
+    kind at the dense peak of the arithmetic that it runs in; memory: bytes at the peak, by kind.
+    """
+
+    model: str
+    scheme: str
+    geometry: BatchGeometry
+    n_steps: int
+    tokens_per_step: int
+    hardware: Hardware
+    data: tuple[str, ...]
+    parameters: int | None = None
+    flops: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
+
+    def efficiency(self, tok_s: float) -> dict[str, float | None]:
+        """`sol`: share of the speed of light; `mfu`: share of the dense bf16 peak. None where the work is unknown."""
+        if not self.flops:
+            return {"sol": None, "mfu": None}
+        per_device = tok_s / self.geometry.world
+        peak = self.hardware.peak("bf16") * 1e12
+        return {"sol": per_device * sum(self.seconds.values()), "mfu": per_device * sum(self.flops.values()) / peak}
+
+    def settings_in_force(self, settings: LanguageSettings) -> dict[str, Any]:
+        """The settings with the batch geometry worked out."""
+        micro, accumulation = self.geometry.micro_batch_size, self.geometry.gradient_accumulation
+        return {**as_dict(settings), "micro_batch_size": micro, "gradient_accumulation": accumulation}
+
+    def lines(self) -> list[str]:
+        """The plan as text."""
+        g, tokens = self.geometry, self.n_steps * self.tokens_per_step
+        sequences = g.micro_batch_size * g.gradient_accumulation * g.world
+        count = f"{short_number(self.parameters)} parameters, " if self.parameters else ""
+        rows = [("model", f"{self.model}, {count}linears in {self.scheme}")]
+        rows += [("data", line) for line in self.data]
+        rows += [
+            (
+                "batch",
+                f"{sequences:,} sequences ({g.micro_batch_size} x {g.gradient_accumulation} accumulated x {g.world} "
+                f"device{'s' * (g.world > 1)}), {self.tokens_per_step:,} tokens",
+            ),
+            ("steps", f"{self.n_steps:,}, {short_number(tokens)} tokens"),
+            ("device", f"{self.hardware.name}, {self._peaks()}"),
+        ]
+        rows += self._memory_rows() + self._time_rows(tokens)
+        return [f"{name:8}{text}" for name, text in rows]
+
+    def _peaks(self) -> str:
+        rates = ", ".join(f"{name} {rate:.3g}" for name, rate in self.hardware.peaks.items() if name != "bandwidth")
+        return f"{'measured' if self.hardware.measured else 'datasheet'} TFLOP/s: {rates}"
+
+    def _memory_rows(self) -> list[tuple[str, str]]:
+        if not self.memory:
+            return []
+        kinds = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in self.memory.items())
+        total, have = sum(self.memory.values()), self.hardware.memory_bytes
+        rows = [("memory", f"{total / GIB:.2f}{f' of {have / GIB:.1f}' if have else ''} GiB: {kinds}")]
+        if have and total > have:
+            rows.append(("", "this does not fit: lower --micro_batch_size, or use --activation_checkpointing full"))
+        return rows
+
+    def _time_rows(self, tokens: int) -> list[tuple[str, str]]:
+        if not self.flops:
+            return []
+        fastest = self.geometry.world / sum(self.seconds.values())
+        shares = ", ".join(f"{kind} {100 * s / sum(self.seconds.values()):.0f}%" for kind, s in self.seconds.items())
+        return [
+            ("compute", f"{short_number(sum(self.flops.values()))}FLOP a token; of the shortest time {shares}"),
+            (
+                "time",
+                f"{duration(tokens / fastest)} at the speed of light ({short_number(fastest)} tok/s); "
+                f"{duration(2 * tokens / fastest)} at half of it",
+            ),
+        ]
+
+
+def make_plan(
+    settings: LanguageSettings,
+    model_config: ModelConfig | None,
+    scheme: Scheme,
+    optimizer: OptimizerSpec,
+    geometry: BatchGeometry,
+    hardware: Hardware,
+    dtype: torch.dtype,
+    data: tuple[str, ...],
+) -> Plan:
+    """The plan of a language model's run; model_config is None for an architecture that has no native decoder."""
+    shared = {
+        "model": settings.model,
+        "scheme": settings.quantize,
+        "geometry": geometry,
+        "n_steps": settings.n_steps,
+        "tokens_per_step": settings.batch_size * settings.seq_len,
+        "hardware": hardware,
+        "data": data,
+    }
+    if model_config is None:
+        return Plan(**shared)
+    flops = flops_per_token(model_config, settings.seq_len)
+    return Plan(
+        **shared,
+        parameters=count_parameters(model_config).total,
+        flops={"blocks": flops.blocks, "head": flops.head, "attention": flops.attention},
+        seconds=_shortest_seconds(flops, scheme, settings.quantize_lm_head, hardware, dtype),
+        memory=_memory_by_kind(_memory(settings, model_config, scheme, optimizer, geometry, dtype)),
+    )
+
+
+def _shortest_seconds(
+    flops: Flops, scheme: Scheme, quantized_head: bool, hardware: Hardware, dtype: torch.dtype
+) -> dict[str, float]:
+    """Seconds per token at dense peaks. A GEMM that a scheme leaves alone runs in the weights' dtype."""
+    plain = "bf16" if dtype == torch.bfloat16 else "fp32"
+
+    def seconds(work: float, arithmetics: list[str]) -> float:
+        rates = [hardware.peak(plain if name == "bf16" else name) * 1e12 for name in arithmetics]
+        return sum(work / len(rates) / rate for rate in rates)
+
+    gemms = list(scheme.gemm_dtypes().values())
+    return {
+        "blocks": seconds(flops.blocks, gemms),
+        "head": seconds(flops.head, gemms if quantized_head else [plain]),
+        "attention": seconds(flops.attention, [plain]),
+    }
+
+
+def _memory(
+    settings: LanguageSettings,
+    model_config: ModelConfig,
+    scheme: Scheme,
+    optimizer: OptimizerSpec,
+    geometry: BatchGeometry,
+    dtype: torch.dtype,
+) -> MemoryEstimate:
+    low_bit = isinstance(scheme, LowBitScheme)
+    return estimate_memory(
+        model_config,
+        micro_batch_size=geometry.micro_batch_size,
+        seq_len=settings.seq_len,
+        element=dtype.itemsize,
+        optimizer_bytes=optimizer.state_bytes(dtype.itemsize),
+        checkpointing=settings.activation_checkpointing,
+        compiled=settings.compile,
+        loss_chunks=settings.loss_chunks,
+        accumulates=geometry.gradient_accumulation > 1,
+        code_bytes=scheme.code_bytes() if low_bit else 0.0,
+        linear_input=scheme.kept_input_bytes(dtype.itemsize) if low_bit else None,
+    )
+
+
+def _memory_by_kind(estimate: MemoryEstimate) -> dict[str, int]:
+    """The peak, split: what is resident, and of the largest moment what is on top of it."""
+    resident = {"weights": estimate.weights, "optimizer": estimate.optimizer}
+    moment = max(estimate.moments, key=estimate.moments.__getitem__)
+    left = estimate.peak - sum(resident.values())
+    gradients = estimate.gradients if estimate.accumulates or moment == "optimizer" else 0
+    activations = min(estimate.activations, left - gradients)
+    return {
+        **resident,
+        "gradients": gradients,
+        "activations": activations,
+        "loss and temporaries": left - gradients - activations,
+    }

@@ -1,0 +1,134 @@
+"""What a run says while it runs: one live line in a terminal, plain lines elsewhere, all of it in train.log."""
+
+import logging
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+FILE_ONLY = {"file_only": True}
+"""Pass as `extra` to log into train.log without showing it."""
+
+
+class _ConsoleHandler(logging.Handler):
+    """Prints through rich's console, which puts the text above the live line."""
+
+    def __init__(self, console: Console):
+        super().__init__()
+        self._console = console
+        self.addFilter(lambda record: not getattr(record, "file_only", False))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)
+        if record.levelno >= logging.WARNING:
+            text = f"{record.levelname.lower()}: {text}"
+        # soft_wrap: a pipe or a file has no width to wrap at; Text: brackets in a message are not markup
+        self._console.print(Text(text), soft_wrap=True)
+
+
+def setup_log(run_dir: Path | None, console: Console | None = None, rank: int = 0) -> logging.Logger:
+    """The logger "qtrain", writing to the console and, with a run folder, appending to its train.log.
+
+    Calling it again replaces the former set-up. Ranks other than 0 show warnings only and write no file.
+    """
+    logger = logging.getLogger("qtrain")
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    logger.propagate = False
+    shown = _ConsoleHandler(console or Console())
+    logger.addHandler(shown)
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    if rank != 0:
+        shown.setFormatter(logging.Formatter(f"rank {rank}: %(message)s"))
+    elif run_dir is not None:
+        file = logging.FileHandler(Path(run_dir) / "train.log", encoding="utf-8")
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logger.addHandler(file)
+    return logger
+
+
+def short_number(value: float, digits: int = 3) -> str:
+    """1234567 as 1.23M: `digits` (3 or more) significant digits and a unit."""
+    for unit in ("", "k", "M"):
+        if abs(value) < 999.5:
+            return f"{value:.{digits}g}{unit}"
+        value /= 1000
+    return f"{value:.{digits}g}G"
+
+
+def duration(seconds: float) -> str:
+    """A time span in its two largest units: 1h 02m, 3m 05s, 12s."""
+    whole = round(seconds)
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    if days:
+        return f"{days}d {hours:02}h"
+    if hours:
+        return f"{hours}h {minutes:02}m"
+    return f"{minutes}m {whole % 60:02}s" if minutes else f"{whole}s"
+
+
+class StatusLine:
+    """The state of a run in one line, live in a terminal; without one, a plain line every `interval_s` seconds.
+
+    `total` is the number of the last step. In a terminal the plain lines go to train.log only. Used as a context.
+    """
+
+    def __init__(self, total: int, logger: logging.Logger, console: Console | None = None, interval_s: float = 10.0):
+        self._total = total
+        self._logger = logger
+        self._interval = interval_s
+        self._written_at: float | None = None
+        self._unseen = ""
+        console = console or _console_of(logger)
+        self._live = (
+            Live(Text(""), console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+        )
+
+    def __enter__(self) -> "StatusLine":
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+        if self._unseen:
+            self._logger.info("%s", self._unseen)
+
+    def update(
+        self,
+        step: int,
+        *,
+        loss: float | None = None,
+        tok_s: float | None = None,
+        sol: float | None = None,
+        memory: int | None = None,
+        step_s: float | None = None,
+    ) -> None:
+        """Show `step`. `sol` is a share (0 to 1), `memory` bytes, `step_s` seconds a step; what is None is left out."""
+        parts = [f"step {step:,}/{self._total:,} {100 * step / max(self._total, 1):.1f}%"]
+        parts += [f"loss {loss:.4f}"] if loss is not None else []
+        parts += [f"{short_number(tok_s)} tok/s"] if tok_s is not None else []
+        parts += [f"sol {100 * sol:.1f}%"] if sol is not None else []
+        parts += [f"{memory / 1024**3:.1f} GiB"] if memory is not None else []
+        parts += [f"ETA {duration((self._total - step) * step_s)}"] if step_s is not None else []
+        line = " | ".join(parts)
+        if self._live:
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
+        now = time.monotonic()
+        due = self._written_at is None or now - self._written_at >= self._interval
+        if due:
+            self._written_at = now
+            self._logger.info("%s", line, extra=FILE_ONLY if self._live else None)
+        self._unseen = "" if due and not self._live else line
+
+
+def _console_of(logger: logging.Logger) -> Console:
+    """The console that the logger prints on: the live line must share it, else the two overwrite each other."""
+    for handler in logger.handlers:
+        if isinstance(handler, _ConsoleHandler):
+            return handler._console
+    return Console()

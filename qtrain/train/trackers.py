@@ -1,0 +1,151 @@
+"""Metrics to Weights & Biases, TensorBoard or trackio. None of them is needed, and none can stop a run."""
+
+import importlib.util
+import logging
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qtrain.errors import missing_package, unknown_name
+
+log = logging.getLogger("qtrain")
+
+
+class Tracker(ABC):
+    """One place that metrics go to; the constructor opens it."""
+
+    package: str
+    """What it needs installed; also the name that is imported."""
+
+    @abstractmethod
+    def __init__(self, config: Mapping[str, Any], run_dir: Path, project: str, run_name: str, start_step: int): ...
+
+    @abstractmethod
+    def log(self, values: Mapping[str, float], step: int) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class WandbTracker(Tracker):
+    """Weights & Biases; a resumed run continues its own page."""
+
+    package = "wandb"
+
+    def __init__(self, config: Mapping[str, Any], run_dir: Path, project: str, run_name: str, start_step: int):
+        import wandb
+
+        run_id = re.sub(r"[^\w.-]", "-", run_dir.name)  # the run folder is the run, also when resumed
+        self._run = wandb.init(
+            project=project, name=run_name, id=run_id, resume="allow", config=dict(config), dir=str(run_dir)
+        )
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TensorBoardTracker(Tracker):
+    """TensorBoard event files in the run folder."""
+
+    package = "tensorboard"
+
+    def __init__(self, config: Mapping[str, Any], run_dir: Path, project: str, run_name: str, start_step: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        # purge_step hides what a killed run had logged beyond the step that it resumes from
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step + 1 if start_step else None)
+        rows = "\n".join(f"| {key} | {value} |" for key, value in config.items())
+        self._writer.add_text("config", f"| setting | value |\n| --- | --- |\n{rows}", global_step=start_step)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, global_step=step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class TrackioTracker(Tracker):
+    """trackio, a local dashboard."""
+
+    package = "trackio"
+
+    def __init__(self, config: Mapping[str, Any], run_dir: Path, project: str, run_name: str, start_step: int):
+        import trackio
+
+        # The run folder's name tells runs of one name apart, and a resumed run finds its own again.
+        self._trackio = trackio
+        trackio.init(project=project, name=run_dir.name or run_name, config=dict(config), resume="allow")
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._trackio.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._trackio.finish()
+
+
+TRACKERS: dict[str, type[Tracker]] = {
+    "tensorboard": TensorBoardTracker,
+    "trackio": TrackioTracker,
+    "wandb": WandbTracker,
+}
+
+
+class Trackers:
+    """All trackers of a run. One that fails is reported once and left out from then on."""
+
+    def __init__(self, openers: Mapping[str, Callable[[], Tracker]]):
+        self._open: dict[str, Tracker] = {}
+        for name, opener in openers.items():
+            self._guard(name, lambda name=name, opener=opener: self._open.__setitem__(name, opener()))
+
+    def _guard(self, name: str, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # whatever it is, it is not worth the run
+            self._open.pop(name, None)
+            what = (str(error).splitlines() or [""])[0]
+            log.warning("tracker %s failed and is left out from now on: %s: %s", name, type(error).__name__, what)
+
+    def log(self, record: Mapping[str, Any], step: int) -> None:
+        """Send a record's numbers; texts, lists and nulls stay in metrics.jsonl."""
+        values = {
+            key: value
+            for key, value in record.items()
+            if key != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        for name, tracker in list(self._open.items()):
+            self._guard(name, lambda tracker=tracker: tracker.log(values, step))
+
+    def close(self) -> None:
+        for name, tracker in list(self._open.items()):
+            self._guard(name, tracker.close)
+        self._open.clear()
+
+
+def check_trackers(names: Sequence[str], flag: str = "--trackers") -> None:
+    """UserError for a name that is no tracker, or one whose package is not installed; imports nothing."""
+    for name in names:
+        if name not in TRACKERS:
+            raise unknown_name(flag, "tracker", name, TRACKERS)
+        if importlib.util.find_spec(TRACKERS[name].package) is None:
+            raise missing_package(TRACKERS[name].package, f"{flag} {name}")
+
+
+def open_trackers(
+    names: Sequence[str],
+    config: Mapping[str, Any],
+    run_dir: Path,
+    project: str,
+    run_name: str,
+    start_step: int = 0,
+) -> Trackers:
+    """Open the trackers called `names` for the run in `run_dir`, which goes on from `start_step`."""
+    check_trackers(names)
+    arguments = (config, Path(run_dir), project, run_name, start_step)
+    return Trackers({name: lambda name=name: TRACKERS[name](*arguments) for name in names})

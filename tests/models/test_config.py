@@ -1,0 +1,103 @@
+"""Configs are read completely, refused by file and key, and survive both directions."""
+
+import pytest
+
+from qtrain.errors import UserError
+from qtrain.models import ModelConfig, list_models, read_model_source
+from qtrain.models.config import Rope
+from tests.models.families import FAMILIES
+
+LLAMA = FAMILIES["llama2"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_to_hf_and_back_is_the_same_config(name):
+    config = ModelConfig.from_hf(FAMILIES[name])
+    assert ModelConfig.from_hf(config.to_hf()) == config
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_transformers_4_keys_alone_give_the_same_config(name):
+    """transformers 4 does not know rope_parameters: what it reads must say everything."""
+    config = ModelConfig.from_hf(FAMILIES[name])
+    written = config.to_hf()
+    del written["rope_parameters"]
+    assert ModelConfig.from_hf(written) == config
+
+
+def test_rope_is_read_from_new_and_old_files():
+    llama3 = FAMILIES["llama3"]
+    old = ModelConfig.from_hf(llama3).rope
+    new = {k: v for k, v in llama3.items() if not k.startswith("rope")}
+    new["rope_parameters"] = {**llama3["rope_scaling"], "rope_theta": 500.0}
+    assert ModelConfig.from_hf(new).rope == old
+    assert old == Rope(500.0, "llama3", 8.0, 1.0, 4.0, 32)
+
+
+def test_families_differ_where_they_should():
+    read = {name: ModelConfig.from_hf(values) for name, values in FAMILIES.items()}
+    assert read["qwen2"].qkv_bias and not read["qwen2"].o_bias
+    assert read["qwen3"].qk_norm and not read["qwen3"].qkv_bias and not read["qwen2"].qk_norm
+    assert read["mistral-window"].sliding_window == 7
+    biased = read["llama-biases-linear-rope"]
+    assert biased.qkv_bias and biased.o_bias and biased.mlp_bias
+    assert not read["llama2"].qkv_bias
+
+
+def test_a_window_that_no_layer_uses_is_none():
+    """Qwen2's published configs name a window and switch it off."""
+    published = {**FAMILIES["qwen2"], "sliding_window": 16, "use_sliding_window": False, "max_window_layers": 1}
+    assert ModelConfig.from_hf(published).sliding_window is None
+    assert ModelConfig.from_hf({**published, "use_sliding_window": True, "max_window_layers": 3}).sliding_window is None
+    assert ModelConfig.from_hf({**published, "use_sliding_window": True, "max_window_layers": 0}).sliding_window == 16
+
+
+BAD = {
+    "missing key": ({"hidden_size": ...}, ["hidden_size", "missing"]),
+    "missing model_type": ({"model_type": ...}, ["model_type", "missing"]),
+    "wrong type": ({"hidden_size": "32"}, ["hidden_size", "'32'", "whole number"]),
+    "zero": ({"num_hidden_layers": 0}, ["num_hidden_layers", "at least 1"]),
+    "zero kv heads": ({"num_key_value_heads": 0}, ["num_key_value_heads", "at least 1"]),
+    "fraction": ({"vocab_size": 3.5}, ["vocab_size", "3.5"]),
+    "heads do not divide": ({"num_attention_heads": 5}, ["hidden_size 32", "num_attention_heads 5"]),
+    "kv heads do not divide": ({"num_key_value_heads": 3}, ["num_key_value_heads 3", "num_attention_heads 4"]),
+    "odd head": ({"head_dim": 7}, ["head_dim 7"]),
+    "unknown family": ({"model_type": "lama"}, ["'lama'", "Did you mean 'llama'", "--model_impl hf"]),
+    "mixture of experts": ({"model_type": "mixtral"}, ["'mixtral'", "--model_impl hf"]),
+    "experts": ({"num_experts": 8}, ["num_experts", "--model_impl hf"]),
+    "activation": ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "--model_impl hf"]),
+    "dropout": ({"attention_dropout": 0.1}, ["attention_dropout", "--model_impl hf"]),
+    "quantized weights": ({"quantization_config": {"bits": 4}}, ["quantization_config", "--model_impl hf"]),
+    "unknown rope": ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["'yarn'", "--model_impl hf"]),
+    "rope without factor": ({"rope_scaling": {"rope_type": "linear"}}, ["'linear'", "'factor'"]),
+    "rope not an object": ({"rope_scaling": 3}, ["rope_parameters", "3"]),
+    "rope thresholds": (
+        {"rope_scaling": {**FAMILIES["llama3"]["rope_scaling"], "low_freq_factor": 4.0}},
+        ["high_freq_factor", "low_freq_factor"],
+    ),
+    "partial rope": ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "--model_impl hf"]),
+    "window in some layers": (
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        ["sliding window", "--model_impl hf"],
+    ),
+    "negative window": ({"model_type": "mistral", "sliding_window": -1}, ["sliding_window", "-1"]),
+    "tie as text": ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "true or false"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_configs_are_refused_by_file_and_key(case):
+    changes, expected = BAD[case]
+    values = {k: v for k, v in {**LLAMA, **changes}.items() if v is not ...}
+    with pytest.raises(UserError) as caught:
+        ModelConfig.from_hf(values, "--model (x/config.json)")
+    for text in ["--model (x/config.json)", *expected]:
+        assert text in str(caught.value)
+
+
+def test_every_shipped_shape_is_read_and_described():
+    names = dict(list_models())
+    assert {"quickstart", "llama-100m", "llama2-470m", "llama2-1b", "smollm2-135m", "qwen2.5-7b"} <= names.keys()
+    assert all(names.values())
+    for name in names:
+        read_model_source(name).model_config()

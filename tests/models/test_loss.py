@@ -1,0 +1,148 @@
+"""The chunked loss and its gradients against plain fp64 cross-entropy."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from qtrain.models import linear_cross_entropy
+from qtrain.models.loss import cross_entropy_sums
+
+TOKENS, WIDTH, VOCAB = 37, 8, 61
+
+
+class OtherHead(nn.Linear):
+    """A head that is not a plain linear, as a quantized one is not."""
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+def case(dtype: torch.dtype, head_type: type = nn.Linear, bias: bool = False):
+    torch.manual_seed(0)
+    hidden = (3 * torch.randn(TOKENS, WIDTH)).to(dtype).requires_grad_()
+    head = head_type(WIDTH, VOCAB, bias=bias).to(dtype)
+    labels = torch.randint(0, VOCAB, (TOKENS,))
+    labels[::5] = -100
+    return hidden, head, labels
+
+
+def exact(hidden, head, labels, z_loss, scale):
+    """loss, nll, and gradients of scale * loss, in fp64."""
+    x = hidden.detach().double().requires_grad_()
+    w = head.weight.detach().double().requires_grad_()
+    logits = x @ w.t() if head.bias is None else x @ w.t() + head.bias.detach().double()
+    nll = F.cross_entropy(logits, labels, reduction="sum")
+    loss = nll + z_loss * logits.logsumexp(-1)[labels != -100].square().sum()
+    (scale * loss).backward()
+    return loss.item(), nll.item(), x.grad, w.grad
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a.double() - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize(("head_type", "bias"), [(nn.Linear, False), (nn.Linear, True), (OtherHead, False)])
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+@pytest.mark.parametrize("chunks", [0, 1, 3, TOKENS, 100])
+def test_equal_to_fp64_in_any_number_of_chunks(chunks, z_loss, head_type, bias):
+    hidden, head, labels = case(torch.float32, head_type, bias)
+    loss, nll, grad_hidden, grad_weight = exact(hidden, head, labels, z_loss, 0.1)
+    sums = linear_cross_entropy(hidden, head, labels, chunks, z_loss)
+    assert sums.loss.item() == pytest.approx(loss, rel=1e-6)
+    assert sums.nll.item() == pytest.approx(nll, rel=1e-6) and not sums.nll.requires_grad
+    (0.1 * sums.loss).backward()
+    assert relative(hidden.grad, grad_hidden) < 1e-5
+    assert relative(head.weight.grad, grad_weight) < 1e-5
+
+
+@pytest.mark.parametrize("head_type", [nn.Linear, OtherHead])
+@pytest.mark.parametrize("chunks", [1, 5])
+def test_bf16_is_as_exact_as_plain_pytorch(chunks, head_type):
+    """Error against fp64 at most that of plain bf16 cross-entropy, and a quarter of bf16's epsilon."""
+    hidden, head, labels = case(torch.bfloat16, head_type)
+    loss, _, grad_hidden, grad_weight = exact(hidden, head, labels, 0.0, 1 / 7)
+    sums = linear_cross_entropy(hidden, head, labels, chunks)
+    (sums.loss / 7).backward()
+    ours = hidden.grad, head.weight.grad
+    assert ours[0].dtype == ours[1].dtype == torch.bfloat16
+
+    hidden.grad = head.weight.grad = None
+    plain = F.cross_entropy(head(hidden).float(), labels, reduction="sum")
+    (plain / 7).backward()
+    slack = torch.finfo(torch.bfloat16).eps / 4
+    assert abs(sums.loss.item() - loss) <= abs(plain.item() - loss) + slack
+    assert relative(ours[0], grad_hidden) <= relative(hidden.grad, grad_hidden) + slack
+    assert relative(ours[1], grad_weight) <= relative(head.weight.grad, grad_weight) + slack
+
+
+@pytest.mark.parametrize("head_type", [nn.Linear, OtherHead])
+def test_nothing_trained_on_is_zero_not_nan(head_type):
+    hidden, head, labels = case(torch.float32, head_type)
+    sums = linear_cross_entropy(hidden, head, torch.full_like(labels, -100), 3, z_loss=0.1)
+    sums.loss.backward()
+    assert sums.loss.item() == sums.nll.item() == 0.0
+    assert not hidden.grad.any() and not head.weight.grad.any()
+
+
+def test_huge_logits_do_not_overflow():
+    hidden, head, labels = case(torch.float32)
+    with torch.no_grad():
+        hidden.mul_(1e4)
+    loss, _, grad_hidden, _ = exact(hidden, head, labels, 0.0, 1.0)
+    sums = linear_cross_entropy(hidden, head, labels, 2)
+    sums.loss.backward()
+    assert sums.loss.item() == pytest.approx(loss, rel=1e-5)
+    assert relative(hidden.grad, grad_hidden) < 1e-2  # logits of 1e4 in fp32 are known to 1e-3
+
+
+@pytest.mark.parametrize("head_type", [nn.Linear, OtherHead])
+def test_without_gradients_the_same_sums(head_type):
+    hidden, head, labels = case(torch.float32, head_type)
+    trained = linear_cross_entropy(hidden, head, labels, 3, 0.01)
+    with torch.no_grad():
+        evaluated = linear_cross_entropy(hidden, head, labels, 3, 0.01)
+    assert evaluated.loss.item() == pytest.approx(trained.loss.item(), rel=1e-6)
+    assert not evaluated.loss.requires_grad
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_a_frozen_side_gets_no_gradient_and_the_other_the_right_one(frozen):
+    hidden, head, labels = case(torch.float32)
+    _, _, grad_hidden, grad_weight = exact(hidden, head, labels, 0.0, 1.0)
+    (hidden if frozen == "hidden" else head.weight).requires_grad_(False)
+    linear_cross_entropy(hidden, head, labels, 2).loss.backward()
+    if frozen == "hidden":
+        assert hidden.grad is None and relative(head.weight.grad, grad_weight) < 1e-5
+    else:
+        assert head.weight.grad is None and relative(hidden.grad, grad_hidden) < 1e-5
+
+
+def test_never_more_than_one_chunk_of_logits():
+    """No tensor of the whole [T, V] is made, forward or backward (the weight, transposed, has few rows)."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            nonlocal largest
+            out = op(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.ndim == 2 and out.shape[1] == VOCAB:
+                largest = max(largest, out.shape[0])
+            return out
+
+    for head_type in (nn.Linear, OtherHead):
+        hidden, head, labels = case(torch.float32, head_type)
+        with Watch():
+            linear_cross_entropy(hidden, head, labels, 4).loss.backward()
+    assert 0 < largest <= -(-TOKENS // 4)
+
+
+def test_sums_from_whole_logits():
+    hidden, head, labels = case(torch.float32)
+    loss, nll, grad_hidden, _ = exact(hidden, head, labels, 0.01, 1.0)
+    sums = cross_entropy_sums(head(hidden), labels, 0.01)
+    sums.loss.backward()
+    assert sums.loss.item() == pytest.approx(loss, rel=1e-6) and sums.nll.item() == pytest.approx(nll, rel=1e-6)
+    assert relative(hidden.grad, grad_hidden) < 1e-5

@@ -1,0 +1,92 @@
+"""Stop signals in a real process: the step is finished, a second Ctrl-C ends it, forked workers still die."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from qtrain.train.signals import StopSignals
+
+LOOP = """
+import time
+from qtrain.train.signals import StopSignals
+with StopSignals() as stop:
+    print("ready", flush=True)
+    for step in range(1000):
+        time.sleep(0.02)
+        time.sleep(SLOW)
+        print("step", step, flush=True)
+        if stop.requested:
+            print("saved after", stop.requested, flush=True)
+            break
+"""
+
+
+def start(slow: float) -> subprocess.Popen:
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOOP.replace("SLOW", str(slow))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_the_step_is_finished_and_the_state_saved(name):
+    process = start(slow=0)
+    process.send_signal(signal.Signals[name])
+    out, err = process.communicate(timeout=30)
+    lines = out.splitlines()
+    assert process.returncode == 0
+    assert lines[-1] == f"saved after {name}" and lines[-2].startswith("step")
+    assert name in err
+
+
+def test_a_second_interrupt_ends_the_process_at_once():
+    process = start(slow=60)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.8)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=10)
+    assert process.returncode == -signal.SIGINT and "saved" not in out
+
+
+def test_the_same_key_press_passed_on_by_a_launcher_counts_once():
+    process = start(slow=0.5)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 0 and "saved after SIGINT" in out
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_worker_dies_by_terminate_and_survives_interrupts():
+    with StopSignals() as stop:
+        worker = os.fork()
+        if worker == 0:
+            time.sleep(60)
+            os._exit(0)
+        os.kill(worker, signal.SIGINT)
+        os.kill(worker, signal.SIGUSR1)
+        time.sleep(0.2)
+        assert os.waitpid(worker, os.WNOHANG) == (0, 0)
+        os.kill(worker, signal.SIGTERM)
+        _, status = os.waitpid(worker, 0)
+        assert os.WTERMSIG(status) == signal.SIGTERM
+        assert stop.requested is None
+
+
+def test_the_former_handlers_come_back():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    with StopSignals() as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.requested == "SIGUSR1"
+        assert signal.getsignal(signal.SIGTERM) != before[signal.SIGTERM]
+    assert {number: signal.getsignal(number) for number in before} == before
