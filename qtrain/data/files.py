@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -52,11 +53,13 @@ def match_files(entry: str, suffixes: Iterable[str], flag: str) -> list[TextFile
 def stdlib_files(flag: str) -> list[TextFile]:
     """The .py files of the running Python's standard library, without its tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
-    found = [p.relative_to(root) for p in root.rglob("*.py")]
-    kept = sorted(p for p in found if not STDLIB_LEFT_OUT & set(p.parts))
+    kept = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in STDLIB_LEFT_OUT]  # not walked into
+        kept += [Path(folder, name) for name in names if name.endswith(".py")]
     if not kept:
         raise UserError(f"{flag}: {STDLIB}: this Python keeps no .py files at {root}; give other files.")
-    return [TextFile(root / p, p.as_posix()) for p in kept]
+    return [TextFile(path, path.relative_to(root).as_posix()) for path in sorted(kept)]
 
 
 def text_files(paths: str | list[str], split: str, validation_fraction: float, flag: str) -> list[TextFile]:

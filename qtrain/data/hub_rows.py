@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LOCAL_READERS = ("arrow", "csv", "json", "parquet", "text")
 """Names that `datasets` takes for a file format instead of a hub id, with the files in `data_files`."""
 
-FIX = "Check the name, or train on local files: the types 'text' and 'token' need no network."
+FIX = "Check the name, or use local files, which need no network (dataset type text, or tokenize_data.py --files)."
 
 
 @dataclass(frozen=True)

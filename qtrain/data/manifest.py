@@ -41,7 +41,7 @@ class Manifest:
     format: str = "qtrain-tokens-1"
 
     def write(self, folder: Path) -> None:
-        record = asdict(self)
+        record = {"format": self.format, **asdict(self)}
         if self.cursor is None:
             del record["cursor"]
         write_atomic(folder / FILE_NAME, (json.dumps(record, indent=2) + "\n").encode())

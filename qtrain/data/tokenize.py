@@ -46,7 +46,7 @@ def tokenize(
 ) -> tuple[Manifest, float]:
     """Write the shards that `manifest` (new, or of an interrupted run) still lacks into `folder`.
 
-    Returns the finished manifest and the tokens a second. Raises UserError when the disk is full or nothing was read."""
+    Returns the finished manifest and the tokens a second. UserError when the disk is full or there is no text."""
     cursor = manifest.cursor or {"source": None, "documents": 0, "tokens": 0}
     writer = ShardWriter(folder, manifest, shard_tokens)
     chunks = encode_chunks(corpus, tokenizer, cursor["source"], np.dtype(manifest.dtype), n_procs)

@@ -132,8 +132,6 @@ class FastTokenizer(Tokenizer):
 
     def _special_id(self, key: str) -> int | None:
         token = self._config.get(key)
-        if isinstance(token, dict):  # a serialized AddedToken
-            token = token.get("content")
         return self._backend.token_to_id(token) if isinstance(token, str) else None
 
     def __reduce__(self) -> tuple:  # the backend's own pickling forgets encode_special_tokens
@@ -203,6 +201,13 @@ def _from_folder(name: str, folder: Path, flag: str) -> Tokenizer:
     raise UserError(f"{flag}: {name!r} holds neither tokenizer.json nor tokenizer.model; give one of the two.")
 
 
+def _plain_token(value: Any) -> Any:
+    """The text of a serialized AddedToken, also in lists of them; its other properties are in tokenizer.json."""
+    if isinstance(value, list):
+        return [_plain_token(v) for v in value]
+    return value["content"] if isinstance(value, dict) and {"content", "lstrip"} <= value.keys() else value
+
+
 def _from_file(name: str, path: Path, flag: str) -> Tokenizer:
     """Read a .model file, or a tokenizer.json with the tokenizer_config.json beside it."""
     if path.suffix == ".model":
@@ -214,7 +219,8 @@ def _from_file(name: str, path: Path, flag: str) -> Tokenizer:
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         if (path.parent / file).is_file():
             read = read_json(path.parent / file, flag)
-            config |= {k: v for k, v in read.items() if v is not None} if isinstance(read, dict) else {}
+            if isinstance(read, dict):
+                config |= {k: _plain_token(v) for k, v in read.items() if v is not None}
     template = path.parent / "chat_template.jinja"
     chat_template = template.read_text(encoding="utf-8") if template.is_file() else None
     try:

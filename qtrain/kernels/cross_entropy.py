@@ -29,9 +29,9 @@ def cross_entropy_ref(logits: Tensor, labels: Tensor, z_loss: float, with_grad: 
     nll = torch.where(trained, log_total - x.gather(-1, target).squeeze(-1), 0.0)
     loss = nll + torch.where(trained, z_loss * log_total.square(), 0.0)
     if with_grad:
-        grad = (x - log_total.unsqueeze(-1)).exp_() * (1.0 + 2.0 * z_loss * log_total).unsqueeze(-1)
-        grad.scatter_add_(-1, target, torch.full_like(target, -1, dtype=torch.float32))
-        logits.copy_(torch.where(trained.unsqueeze(-1), grad, 0.0))
+        weight = torch.where(trained, 1.0 + 2.0 * z_loss * log_total, 0.0).unsqueeze(-1)
+        grad = (x - log_total.unsqueeze(-1)).exp_().mul_(weight)
+        logits.copy_(grad.scatter_add_(-1, target, -trained.float().unsqueeze(-1)))
     return torch.stack([loss, nll])
 
 

@@ -20,19 +20,27 @@ SCALE_EPS = 1e-12
 
 def quantize_int8_rowwise_ref(x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x [M, K] fp32/bf16 -> codes int8 [M, K], scale fp32 [M]. With `noise` [M, K] in (0, 1): stochastic rounding."""
-    x = x.float()
-    scale = (x.abs().amax(dim=1) if x.shape[1] else x.new_zeros(x.shape[0])) / INT8_MAX
-    scale = scale.clamp(min=SCALE_EPS)
-    scaled = x * scale.reciprocal()[:, None]
+    scale = _scale(x, dim=1)
+    return _codes(x.float() * scale.reciprocal()[:, None], noise), scale
+
+
+def quantize_int8_columnwise_ref(x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x [M, K] -> transposed codes int8 [K, M], scale fp32 [K] of its columns; `noise` is [M, K], as x."""
+    scale = _scale(x, dim=0)
+    return _codes(x.float() * scale.reciprocal(), noise).t().contiguous(), scale
+
+
+def _scale(x: Tensor, dim: int) -> Tensor:
+    if not x.shape[dim]:
+        return x.new_full((x.shape[1 - dim],), SCALE_EPS, dtype=torch.float32)
+    absmax = torch.linalg.vector_norm(x, ord=torch.inf, dim=dim)  # one read, no copy of |x|; NaN comes through
+    return (absmax.float() / INT8_MAX).clamp(min=SCALE_EPS)
+
+
+def _codes(scaled: Tensor, noise: Tensor | None) -> Tensor:
+    """Round x / scale, fp32, in place; a bad value's code is 0, for its scale is bad already."""
     rounded = scaled.round_() if noise is None else scaled.add_(noise).floor_()
-    return rounded.nan_to_num_(nan=0.0).clamp_(-INT8_MAX, INT8_MAX).to(torch.int8), scale
-
-
-def quantize_int8_dual_ref(
-    x: Tensor, noise: Tensor | None = None, noise_t: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [M, K] -> codes [M, K], scale [M] of its rows, and codes [K, M], scale [K] of its columns, transposed."""
-    return *quantize_int8_rowwise_ref(x, noise), *quantize_int8_rowwise_ref(x.t().contiguous(), noise_t)
+    return rounded.nan_to_num_(nan=0.0).clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
 
 
 def dequantize_int8_rowwise_ref(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -31,6 +31,7 @@ class HfModel(nn.Module):
         self.model = model
         self.loss_chunks = 0
         self.z_loss = 0.0
+        self._recompute: Recompute = "none"
         self._plain_head: bool | None = None
         self._keeps_documents: bool | None = None
 
@@ -51,8 +52,10 @@ class HfModel(nn.Module):
         self.model.set_output_embeddings(head)
 
     def set_recompute(self, mode: Recompute) -> None:
-        if mode == "none":
+        if self._recompute != "none":
             self.model.gradient_checkpointing_disable()
+        self._recompute = mode
+        if mode == "none":
             return
         if not self.model.supports_gradient_checkpointing:
             raise UserError(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.int8_mm import scaled_int8_mm_ref
-from qtrain.kernels.quantize_int8 import quantize_int8_rowwise_ref, rounding_noise
+from qtrain.kernels.quantize_int8 import quantize_int8_columnwise_ref, quantize_int8_rowwise_ref, rounding_noise
 from qtrain.quant.scheme import SCHEMES, Draws, Gemm, LowBitScheme, Operand
 
 Arithmetic = Literal["int8", "bf16"]
@@ -38,18 +38,18 @@ class Int8(LowBitScheme):
         return 1 if self.grad_weight == "int8" else element
 
     def weight_operands(self, w: Tensor, draws: Draws | None) -> tuple[Operand, Operand]:
-        rows = _quantize(w, "w rows", draws) if self.output == "int8" else ()
-        columns = _quantize(w.t(), "w columns", draws) if self.grad_input == "int8" else ()
+        rows = _rows(w, "w rows", draws) if self.output == "int8" else ()
+        columns = _columns(w, "w columns", draws) if self.grad_input == "int8" else ()
         return rows, columns
 
     def input_operands(self, x: Tensor, draws: Draws | None) -> tuple[Operand, Operand]:
-        rows = _quantize(x, "x rows", draws) if self.output == "int8" else (x,)
-        columns = _quantize(x.t(), "x columns", draws) if self.grad_weight == "int8" else (x,)
+        rows = _rows(x, "x rows", draws) if self.output == "int8" else (x,)
+        columns = _columns(x, "x columns", draws) if self.grad_weight == "int8" else (x,)
         return rows, columns
 
     def grad_operands(self, dy: Tensor, draws: Draws | None) -> tuple[Operand, Operand]:
-        rows = _quantize(dy, "dy rows", draws) if self.grad_input == "int8" else (dy,)
-        columns = _quantize(dy.t(), "dy columns", draws) if self.grad_weight == "int8" else (dy,)
+        rows = _rows(dy, "dy rows", draws) if self.grad_input == "int8" else (dy,)
+        columns = _columns(dy, "dy columns", draws) if self.grad_weight == "int8" else (dy,)
         return rows, columns
 
     def multiply(self, gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
@@ -61,8 +61,15 @@ class Int8(LowBitScheme):
         return a[0] @ b[0] if gemm == "grad_input" else a[0].t() @ b[0]
 
 
-def _quantize(x: Tensor, role: str, draws: Draws | None) -> Operand:
-    """x [rows, length] -> codes int8 [rows, length] contiguous, scale fp32 [rows]."""
-    x = x.contiguous()
-    noise = None if draws is None else rounding_noise(x, draws.seed, draws.step, draws.tensor_id(role))
-    return quantize_int8_rowwise_ref(x, noise)
+def _rows(x: Tensor, role: str, draws: Draws | None) -> Operand:
+    """x [M, K] -> codes int8 [M, K], scale fp32 [M]."""
+    return quantize_int8_rowwise_ref(x, _noise(x, role, draws))
+
+
+def _columns(x: Tensor, role: str, draws: Draws | None) -> Operand:
+    """x [M, K] -> codes int8 [K, M], scale fp32 [K]."""
+    return quantize_int8_columnwise_ref(x, _noise(x, role, draws))
+
+
+def _noise(x: Tensor, role: str, draws: Draws | None) -> Tensor | None:
+    return None if draws is None else rounding_noise(x, draws.seed, draws.step, draws.tensor_id(role))

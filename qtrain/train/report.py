@@ -1,7 +1,8 @@
 """report.html: a run at a glance, drawn from its metrics.jsonl and config.json alone; one file that loads nothing else.
 
 Read of a record: loss, eval_loss, lr, grad_norm, tok_s, sol (share), mem (bytes, peak), tokens (so far), hellaswag
-(share), samples (list of [prompt, text]). All but `step` may be missing; what no record has is not drawn.
+and hellaswag_norm (shares), samples (list of [prompt, text]). All but `step` may be missing; what no record has is not
+drawn.
 """
 
 import contextlib
@@ -150,6 +151,7 @@ def _summary(records: list[dict[str, Any]], config: Mapping[str, Any]) -> list[t
     add("Final validation loss", "eval_loss", last, lambda value, at: f"{value:.4f} (step {at:,})")
     add("Best validation loss", "eval_loss", lowest, lambda value, at: f"{value:.4f} (step {at:,})")
     add("HellaSwag", "hellaswag", last, lambda value, at: f"{100 * value:.2f}% (step {at:,})")
+    add("HellaSwag, length-normalised", "hellaswag_norm", last, lambda value, at: f"{100 * value:.2f}% (step {at:,})")
     add("Tokens", "tokens", last, lambda value, _: f"{value:,}")
     if seconds := _training_seconds(records):
         rows.append(("Training time, without compile, evaluation and checkpoints", duration(seconds)))

@@ -46,5 +46,5 @@ def test_tied_embeddings_are_one_parameter(name, tied):
 def test_bad_requests():
     with pytest.raises(UserError, match="--pretrained: quickstart is a shape without weights"):
         build_model(read_model_source("quickstart"), pretrained=True)
-    with pytest.raises(UserError, match="--model_impl.*Did you mean 'native'"):
+    with pytest.raises(UserError, match=r"--model_impl.*Did you mean 'native'"):
         build_model(read_model_source("quickstart"), impl="nativ")

@@ -26,8 +26,8 @@ def test_gradients_are_the_same_bit_for_bit_in_every_mode(name, doc_ids):
         assert all(torch.equal(found[name], expected[name]) for name in expected), mode
 
 
-def test_modes_keep_less_and_less():
-    """Bytes that one layer holds between forward and backward: none > selective > full."""
+def test_each_mode_computes_again_what_it_says():
+    """Matrix products of one layer's backward: recomputation repeats them in mode `full` only."""
     model = drawn(source_of("llama2"))
     x = torch.randn(2, 24, 32, requires_grad=True)
     cos = sin = torch.ones(24, 1, 4)
@@ -46,12 +46,12 @@ def test_modes_keep_less_and_less():
         with Count():
             out.sum().backward()
         calls[mode] = products
-    # Backward has two products a linear; full makes forward's four again but for the last, selective none.
+    # Backward has two products a linear; full makes forward's four again but for the last, which nothing reads.
     assert calls == {"none": 8, "selective": 8, "full": 11}
 
 
 def test_selective_is_sound_for_a_custom_autograd_function():
-    """A linear of its own forward and backward, as low-bit ones are: nothing of it is kept by name, all is made again."""
+    """A linear of its own forward and backward, as low-bit ones are: nothing of it is kept by name, all made again."""
 
     class Rounded(torch.autograd.Function):
         @staticmethod
@@ -104,5 +104,5 @@ def test_compiled_layers_give_the_same_loss_and_gradients(mode):
 
 
 def test_unknown_mode():
-    with pytest.raises(UserError, match="--activation_checkpointing.*'selectiv'.*Did you mean 'selective'"):
+    with pytest.raises(UserError, match=r"--activation_checkpointing.*'selectiv'.*Did you mean 'selective'"):
         apply_activation_checkpointing(drawn(source_of("llama2")), "selectiv")

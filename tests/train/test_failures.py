@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from qtrain.errors import UserError
+from qtrain.errors import TrainingStopped, UserError
 from qtrain.train.failures import (
-    TrainingStopped,
     first_bad_tensor,
     is_out_of_memory,
     memory_advice,

@@ -1,0 +1,52 @@
+"""Evaluation windows are the same every time and for any seed; ranks share them evenly."""
+
+import numpy as np
+import pytest
+import torch
+
+from qtrain.data import IGNORED, StreamContext, eval_batches
+from qtrain.errors import UserError
+from tests.data.corpora import specs, write_raw
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory):
+    return specs(tmp_path_factory.mktemp("corpora"))
+
+
+@pytest.mark.parametrize("kind", ["token", "text", "hf_text", "mix"])
+def test_windows_do_not_depend_on_the_run(datasets, kind):
+    first = eval_batches(datasets[kind][0], StreamContext(32, seed=1), 4, 10, "--eval_ds")
+    again = eval_batches(datasets[kind][0], StreamContext(32, seed=2, shuffle=False), 4, 10, "--eval_ds")
+    assert first.n_sequences == 10 and [len(b.input_ids) for b in first.batches] == [4, 4, 2]
+    for a, b in zip(first.batches, again.batches, strict=True):
+        assert torch.equal(a.input_ids, b.input_ids) and torch.equal(a.labels, b.labels)
+
+
+def test_fewer_windows_than_asked_are_all_used_once(tmp_path):
+    write_raw(tmp_path / "x.bin", np.arange(101))
+    spec = {"type": "token", "dataset_dir": str(tmp_path)}
+    windows = eval_batches(spec, StreamContext(10), 4, 1000, "--eval_ds")
+    assert windows.n_sequences == 10
+    assert sorted(torch.cat([b.input_ids for b in windows.batches]).flatten().tolist()) == list(range(100))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_ranks_share_the_windows_in_step(tmp_path, world):
+    write_raw(tmp_path / "x.bin", np.arange(101))
+    spec = {"type": "token", "dataset_dir": str(tmp_path)}
+    whole = eval_batches(spec, StreamContext(10), 2, 10, "--eval_ds")
+    ranks = [eval_batches(spec, StreamContext(10, rank=r, world=world), 2, 10, "--eval_ds") for r in range(world)]
+    assert len({tuple(b.labels.shape for b in rank.batches) for rank in ranks}) == 1
+    labels = torch.cat([b.labels for rank in ranks for b in rank.batches])
+    trained = labels[labels != IGNORED]
+    expected = torch.cat([b.labels for b in whole.batches]).flatten()
+    assert sorted(trained.tolist()) == sorted(expected.tolist())
+    assert all(rank.n_sequences == 10 for rank in ranks)
+
+
+def test_not_one_window_is_an_error(tmp_path):
+    (tmp_path / "x.txt").write_text("short")
+    spec = {"type": "text", "paths": str(tmp_path), "tokenizer": "byte"}
+    with pytest.raises(UserError, match=r"^--eval_ds: it holds less than one window of seq_len\+1 = 33"):
+        eval_batches(spec, StreamContext(32), 4, 10, "--eval_ds")

@@ -1,0 +1,78 @@
+"""What paths, globs, folders and python:stdlib mean, and that a file's split depends on its own path alone."""
+
+import pytest
+
+from qtrain.data.files import STDLIB, match_files, split_of, stdlib_files, text_files
+from qtrain.errors import UserError
+
+
+@pytest.fixture
+def tree(tmp_path):
+    for name in ["a.txt", "b.py", "c.md", "deep/d.jsonl", "deep/er/e.parquet", "deep/er/f.txt"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ("", ["a.txt", "b.py", "deep/d.jsonl", "deep/er/e.parquet", "deep/er/f.txt"]),
+        ("a.txt", ["a.txt"]),
+        ("deep/er", ["e.parquet", "f.txt"]),
+        ("*.txt", ["a.txt"]),
+        ("**/*.txt", ["a.txt", "deep/er/f.txt"]),
+        ("deep/*/f.*", ["er/f.txt"]),
+        ("[ab].*", ["a.txt", "b.py"]),
+    ],
+)
+def test_entries(tree, entry, expected):
+    assert [f.relative for f in text_files(str(tree / entry), "all", 0.05, "--files")] == expected
+
+
+def test_a_file_given_twice_is_read_once(tree):
+    files = text_files([str(tree / "a.txt"), str(tree)], "all", 0.05, "--files")
+    assert [f.path.name for f in files] == ["a.txt", "b.py", "d.jsonl", "e.parquet", "f.txt"]
+
+
+def test_stdlib_is_there_without_tests_and_packages():
+    files = stdlib_files("--files")
+    names = {f.relative for f in files}
+    assert {"abc.py", "json/decoder.py", "asyncio/base_events.py"} <= names and len(names) == len(files) > 300
+    assert not [n for n in names if {"test", "tests", "site-packages", "idle_test"} & set(n.split("/"))]
+
+
+def test_splits_are_disjoint_complete_and_stable():
+    parts = {
+        split: {f.relative for f in text_files(STDLIB, split, 0.05, "--files")} for split in ("train", "validation")
+    }
+    assert not parts["train"] & parts["validation"]
+    assert parts["train"] | parts["validation"] == {f.relative for f in stdlib_files("--files")}
+    assert 0.02 < len(parts["validation"]) / len(parts["train"]) < 0.09
+    assert split_of("abc.py", 0.05) == "train" and split_of("abc.py", 1.0) == "validation"
+    larger = {f.relative for f in text_files(STDLIB, "validation", 0.2, "--files")}
+    assert parts["validation"] < larger  # a larger share only adds files
+
+
+@pytest.mark.parametrize(
+    ("paths", "split", "said"),
+    [
+        ("{tmp}/c.md", "all", "ending '.md'"),
+        ("{tmp}/a.tx", "all", "Did you mean '{tmp}/a.txt'"),
+        ("{tmp}/*.csv", "all", "matches no file"),
+        ("{tmp}/none/*.txt", "all", "matches no file"),
+        ([], "all", "empty"),
+        ("{tmp}/a.txt", "validation", "none of the 1 files"),
+    ],
+)
+def test_errors(tree, paths, split, said):
+    paths = paths.format(tmp=tree) if isinstance(paths, str) else paths
+    with pytest.raises(UserError) as caught:
+        text_files(paths, split, 0.05, "--files")
+    assert said.format(tmp=tree) in str(caught.value) and str(caught.value).startswith("--files: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_folder_is_named(tmp_path):
+    with pytest.raises(UserError, match=str(tmp_path)):
+        match_files(str(tmp_path), [".bin"], "--train_ds")

@@ -1,0 +1,96 @@
+"""The loader hands out the stream's batches in order, with positions that resume exactly, for any number of workers."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from qtrain.data import IGNORED, Loader, Sample, StreamContext, open_stream
+from qtrain.data.stream import Batch
+from qtrain.errors import UserError
+from tests.data.corpora import specs, write_raw
+
+FLAG = "--train_ds"
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory):
+    return specs(tmp_path_factory.mktemp("corpora"))
+
+
+def test_batch_shifts_labels_and_masks_them():
+    tokens = np.arange(10, 20)
+    trained = np.array([True] * 4 + [False] * 5)
+    batch = Batch.of([Sample(tokens), Sample(tokens + 1, trained)])
+    assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
+    assert batch.input_ids.tolist() == [[*range(10, 19)], [*range(11, 20)]]
+    assert batch.labels.tolist() == [[*range(11, 20)], [*range(12, 16)] + [IGNORED] * 5]
+    assert batch.input_ids.is_contiguous() and batch.labels.is_contiguous()
+    assert batch.to("cpu").labels.tolist() == batch.labels.tolist()
+
+
+@pytest.mark.parametrize("kind", ["token", "text", "hf_text", "mix"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_are_the_streams_and_positions_resume(datasets, kind, num_workers):
+    spec, ctx = datasets[kind][-1], StreamContext(100, seed=9, rank=1, world=2)
+    stream = open_stream(spec, ctx, FLAG)
+    expected = [Batch.of([stream.next_sample() for _ in range(3)]) for _ in range(24)]
+    with Loader(spec, ctx, 3, FLAG, num_workers=num_workers, prefetch=4) as loader:
+        got = [next(loader) for _ in range(14)]
+    for (batch, _), wanted in zip(got, expected, strict=False):
+        assert torch.equal(batch.input_ids, wanted.input_ids) and torch.equal(batch.labels, wanted.labels)
+    position = json.loads(json.dumps(got[-1][1]))
+    with Loader(spec, ctx, 3, FLAG, num_workers=num_workers, position=position) as loader:
+        for wanted in expected[14:]:
+            assert torch.equal(next(loader)[0].input_ids, wanted.input_ids)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_users_mistake_met_on_the_way_is_raised_once(num_workers, tmp_path):
+    write_raw(tmp_path / "x.bin", np.arange(1000))
+    spec, ctx = {"type": "token", "dataset_dir": str(tmp_path)}, StreamContext(9, shuffle=False, vocab_size=500)
+    with Loader(spec, ctx, 2, FLAG, num_workers=num_workers) as loader:
+        with pytest.raises(UserError, match=r"x\.bin, token 50\d: the token id .* beyond") as caught:
+            for _ in range(100):
+                next(loader)
+        assert "\n" not in str(caught.value)
+        assert loader.wait_s > 0
+        with pytest.raises(StopIteration):
+            next(loader)
+
+
+def test_what_is_wrong_at_the_start_is_said_before_anything_runs(tmp_path):
+    with pytest.raises(UserError, match="matches no file"):
+        Loader({"type": "token", "dataset_dir": f"{tmp_path}/*.bin"}, StreamContext(9), 2, FLAG, num_workers=2)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_ending_stream_ends_the_loader_with_full_batches_only(num_workers, tmp_path):
+    write_raw(tmp_path / "x.bin", np.arange(101))
+    spec, ctx = {"type": "token", "dataset_dir": str(tmp_path)}, StreamContext(10, epochs=1)
+    with Loader(spec, ctx, 3, FLAG, num_workers=num_workers) as loader:
+        assert [batch.input_ids.shape for batch, _ in loader] == [(3, 10)] * 3
+
+
+def test_waiting_is_measured(datasets, monkeypatch):
+    import time
+
+    from qtrain.data import token_dataset
+
+    next_sample = token_dataset.TokenStream.next_sample
+    monkeypatch.setattr(token_dataset.TokenStream, "next_sample", lambda s: (time.sleep(0.05), next_sample(s))[1])
+    with Loader(datasets["token"][0], StreamContext(10), 2, FLAG) as loader:
+        next(loader)
+        assert 0.08 < loader.wait_s < 2
+        time.sleep(0.5)  # the thread works ahead meanwhile
+        loader.wait_s = 0.0
+        next(loader)
+        assert loader.wait_s < 0.05
+
+
+@pytest.mark.gpu
+def test_batches_are_pinned_for_the_gpu(datasets):
+    with Loader(datasets["token"][0], StreamContext(10), 2, FLAG) as loader:
+        batch, _ = next(loader)
+    assert batch.input_ids.is_pinned() and batch.to("cuda", non_blocking=True).labels.is_cuda

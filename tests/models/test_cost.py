@@ -1,0 +1,106 @@
+"""The cost model against real modules: parameters exactly, kept tensors by counting them, arithmetic by the design."""
+
+import pytest
+import torch
+
+from qtrain.models import (
+    Decoder,
+    ModelConfig,
+    apply_activation_checkpointing,
+    compile_layers,
+    list_models,
+    read_model_source,
+)
+from qtrain.models.cost import count_parameters, estimate_memory, flops_per_token, saved_per_token
+from qtrain.models.rope import rope_tables
+from tests.models.families import FAMILIES, drawn, source_of
+
+CONFIGS = {name: read_model_source(name).model_config() for name, _ in list_models()}
+CONFIGS |= {name: ModelConfig.from_hf(values) for name, values in FAMILIES.items()}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameter_counts_are_those_of_the_module(name):
+    with torch.device("meta"):
+        model = Decoder(CONFIGS[name])
+    counted = count_parameters(CONFIGS[name])
+    parameters = dict(model.named_parameters())
+    assert counted.total == sum(p.numel() for p in parameters.values())
+    embedding = [p for n, p in parameters.items() if n.startswith(("embed_tokens", "lm_head"))]
+    assert counted.embedding == sum(p.numel() for p in embedding)
+    linear = [m.weight for m in model.layers.modules() if isinstance(m, torch.nn.Linear)]
+    assert counted.linear == sum(p.numel() for p in linear)
+
+
+def test_flops_follow_the_designs_formula():
+    config, seq_len = CONFIGS["qwen2.5-7b"], 1024
+    layers, c, inner, qkv = 28, 3584, 18944, 4608
+    flops = flops_per_token(config, seq_len)
+    assert flops.blocks == 6 * layers * c * (3 * inner + c + qkv)
+    assert flops.head == 6 * 152064 * c
+    assert flops.attention == 6 * layers * c * seq_len
+
+
+def kept_bytes(model: Decoder, batch: int, seq_len: int) -> float:
+    """Bytes a token that the first layer keeps for backward, its input and parameters aside."""
+    config = model.config
+    x = torch.randn(batch, seq_len, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    cos, sin = (t.unsqueeze(-2) for t in rope_tables(config.rope, config.head_dim, seq_len, x.device))
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), x, cos, sin)}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in own and tensor.dtype != torch.uint8:  # uint8: random state
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    model.layers[0](x, cos, sin, None).sum().backward()  # compiles backward too, which may decide what is kept
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model.layers[0](x, cos, sin, None)
+    assert out.shape == x.shape
+    return sum(t.untyped_storage().nbytes() for t in kept.values()) / (batch * seq_len)
+
+
+@pytest.mark.parametrize(("name", "mode"), [("qwen2", "none"), ("qwen3", "selective")])
+def test_compiled_layers_keep_what_the_table_says(name, mode):
+    torch._dynamo.reset()
+    shape = {"hidden_size": 128, "intermediate_size": 640, "num_attention_heads": 8, "num_hidden_layers": 1}
+    model = drawn(source_of(name, **shape), dtype=torch.bfloat16)
+    apply_activation_checkpointing(model, mode)
+    compile_layers(model)
+    expected = saved_per_token(model.config, mode, True, 2)
+    assert kept_bytes(model, 2, 64) == pytest.approx(sum(expected.values()) - expected["layer input"], rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_eager_layers_keep_what_the_table_says(name):
+    """But for two things that differ on a CPU: norms keep fp32 copies of input and result where a GPU's kernel keeps
+    its bf16 input, and the gate is PyTorch's, which keeps silu(gate)."""
+    model = drawn(source_of(name), dtype=torch.bfloat16)
+    config = model.config
+    expected = saved_per_token(config, "none", False, 2)
+    normed = 2 * config.hidden_size
+    known = 2 * config.intermediate_size + 8 * normed
+    known -= 2 * config.hidden_size  # "after attention" is kept as the second norm's fp32 copy
+    if config.qk_norm:
+        known += 8 * (config.q_size + config.kv_size)
+    found = kept_bytes(model, 2, 24)
+    assert found == pytest.approx(sum(expected.values()) - expected["layer input"] + known, rel=0.001)
+
+
+def test_memory_grows_and_shrinks_with_what_decides_it():
+    config = CONFIGS["qwen2.5-0.5b"]
+
+    def peak(**changes) -> int:
+        return estimate_memory(config, **{"micro_batch_size": 8, "seq_len": 1024, **changes}).peak
+
+    base = peak()
+    assert peak(micro_batch_size=16) > 1.5 * base
+    assert peak(checkpointing="full") < peak(checkpointing="selective") < base
+    assert peak(optimizer_bytes=8.0) - base == 4 * count_parameters(config).total
+    assert peak(accumulates=True) - base == 2 * count_parameters(config).total
+    assert peak(loss_chunks=8) < base < peak(loss_chunks=1, micro_batch_size=9)
+    assert peak(compiled=False) >= base
+    assert peak(linear_input=1.0) < base
+    estimate = estimate_memory(config, micro_batch_size=8, seq_len=1024)
+    assert estimate.peak == max(estimate.moments.values()) and estimate.weights == 2 * count_parameters(config).total

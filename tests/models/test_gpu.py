@@ -1,0 +1,189 @@
+"""What only a GPU shows: flex attention's documents, cuDNN and flash, fused kernels, fp32 sums, the memory estimate."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from qtrain.models import (
+    apply_activation_checkpointing,
+    build_model,
+    compile_layers,
+    decoder,
+    linear_cross_entropy,
+    read_model_source,
+)
+from qtrain.models.attention import attention_mask
+from qtrain.models.cost import estimate_memory
+from tests.models.families import ModelSource, source_of
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = {
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "initializer_range": 0.05,
+}
+
+
+def model_of(name: str, dtype: torch.dtype, **changes):
+    return build_model(source_of(name, **{**SHAPE, **changes}), device="cuda", dtype=dtype)
+
+
+def batch(rows: int = 3, length: int = 320):
+    """input_ids, labels, doc_ids; the length is no multiple of flex attention's blocks, documents end anywhere."""
+    generator = torch.Generator().manual_seed(0)
+    ids, labels = torch.randint(0, 1000, (2, rows, length), generator=generator)
+    labels[:, ::7] = -100
+    docs = (torch.rand(rows, length, generator=generator) < 0.02).cumsum(1)
+    return ids.cuda(), labels.cuda(), docs.cuda()
+
+
+def results(model, doc_ids) -> dict[str, torch.Tensor]:
+    ids, labels, _ = batch()
+    model.zero_grad()
+    sums = model(ids, labels, doc_ids)
+    (sums.loss / 500).backward()
+    return {"loss": sums.loss.detach() / 500, **{n: p.grad.clone() for n, p in model.named_parameters()}}
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    for name, value in expected.items():
+        error = (found[name].double() - value.double()).norm() / value.double().norm()
+        assert error <= tolerance, f"{name}: {error:.2e}"
+
+
+def exact_results(model, doc_ids) -> dict[str, torch.Tensor]:
+    """The same weights in fp64 on the CPU, where masks are explicit."""
+    reference = model.__class__(model.config).double()
+    reference.load_state_dict({k: v.double().cpu() for k, v in model.state_dict().items()})
+    ids, labels, _ = (t.cpu() for t in batch())
+    sums = reference(ids, labels, None if doc_ids is None else doc_ids.cpu())
+    (sums.loss / 500).backward()
+    return {"loss": sums.loss.detach() / 500, **{n: p.grad for n, p in reference.named_parameters()}}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("kind", ["causal", "documents", "window", "window and documents"])
+def test_bf16_attention_paths_equal_an_explicit_mask(kind, compiled, monkeypatch):
+    """flex attention (forward and backward) against a boolean mask through PyTorch's attention, on the same GPU."""
+    torch._dynamo.reset()
+    name = "mistral-window" if "window" in kind else "qwen2"
+    model = model_of(name, torch.bfloat16, **({"sliding_window": 50} if "window" in kind else {}))
+    doc_ids = batch()[2] if "documents" in kind else None
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            decoder,
+            "attention_mask",
+            lambda docs, b, s, window, device: (
+                None
+                if kind == "causal"
+                else attention_mask(None if docs is None else docs.cpu(), b, s, window, torch.device("cpu")).to(device)
+            ),
+        )
+        expected = results(model, doc_ids)
+    if compiled:
+        compile_layers(model)
+    assert_close(results(model, doc_ids), expected, 0.02)
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["causal", "documents"])
+def test_bf16_gradients_are_near_fp64(documents):
+    """Every gradient of the GPU's kernels, compiled, against fp64 on the CPU: bf16's rounding and nothing else."""
+    torch._dynamo.reset()
+    model = model_of("qwen3", torch.bfloat16)
+    doc_ids = batch()[2] if documents else None
+    expected = exact_results(model, doc_ids)
+    compile_layers(model)
+    found = {name: value.cpu() for name, value in results(model, doc_ids).items()}
+    assert_close(found, expected, 0.05)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("documents", [False, True], ids=["causal", "documents"])
+def test_compiled_layers_in_every_mode_equal_eager(mode, documents):
+    """One compilation for all layers, no new one for the next batch's documents."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = model_of("qwen2", torch.bfloat16)
+    doc_ids = batch()[2] if documents else None
+    expected = results(model, doc_ids)
+    apply_activation_checkpointing(model, mode)
+    assert_close(results(model, doc_ids), expected, 0.02)  # eager, recomputed
+    compile_layers(model)
+    assert_close(results(model, doc_ids), expected, 0.02)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    results(model, None if doc_ids is None else doc_ids.flip(0))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+def test_plain_causal_attention_runs_in_a_fused_kernel():
+    """Grouped queries in bf16 go to cuDNN or flash, not to the unfused fallback."""
+    model = model_of("qwen2", torch.bfloat16)
+    with torch.profiler.profile() as profile:
+        results(model, None)
+    names = {event.key for event in profile.key_averages()}
+    fused = {"aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_flash_attention"}
+    assert names & fused, sorted(n for n in names if "attention" in n)
+    assert "aten::_scaled_dot_product_attention_math" not in names
+
+
+@pytest.mark.parametrize("chunks", [1, 7])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_loss_and_gradients_near_fp64_and_free_of_the_chunk_count(dtype, chunks):
+    """bf16: the head's gradient is summed in fp32, so seven chunks are no worse than one GEMM."""
+    torch.manual_seed(0)
+    hidden = torch.randn(700, 256, device="cuda").to(dtype).requires_grad_()
+    head = nn.Linear(256, 3000, bias=False, device="cuda", dtype=dtype)
+    labels = torch.randint(0, 3000, (700,), device="cuda")
+    labels[::9] = -100
+    x, w = hidden.detach().double().requires_grad_(), head.weight.detach().double().requires_grad_()
+    expected = nn.functional.cross_entropy(x @ w.t(), labels, reduction="sum")
+    (expected / 600).backward()
+    sums = linear_cross_entropy(hidden, head, labels, chunks)
+    (sums.loss / 600).backward()
+    assert sums.loss.item() == pytest.approx(expected.item(), rel=1e-4 if dtype == torch.bfloat16 else 1e-6)
+    tolerance = 0.006 if dtype == torch.bfloat16 else 2e-3  # fp32 products may run in TF32
+    for found, exact in ((hidden.grad, x.grad), (head.weight.grad, w.grad)):
+        assert found.dtype == dtype
+        assert (found.double() - exact).norm() / exact.norm() <= tolerance
+
+
+def test_initial_weights_on_the_gpu_are_reproducible():
+    first, second = model_of("qwen2", torch.bfloat16), model_of("qwen2", torch.bfloat16)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert first.lm_head.weight is first.embed_tokens.weight and first.embed_tokens.weight.is_cuda
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_memory_estimate_is_within_a_tenth_of_the_peak(mode, accumulates):
+    """Three steps of a 100 M parameter model, compiled, fused AdamW in bf16."""
+    torch._dynamo.reset()
+    source: ModelSource = read_model_source("llama-100m")
+    estimate = estimate_memory(
+        source.model_config(), micro_batch_size=16, seq_len=1024, checkpointing=mode, accumulates=accumulates
+    )
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    model = build_model(source, device="cuda", dtype=torch.bfloat16)
+    apply_activation_checkpointing(model, mode)
+    compile_layers(model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    ids = torch.randint(0, 16384, (16, 1025), device="cuda")
+    for step in range(3):
+        if step == 2:
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(1 + accumulates):
+            (model(ids[:, :-1], ids[:, 1:]).loss / ids.numel()).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    peak = torch.cuda.max_memory_allocated() - before
+    assert estimate.peak == pytest.approx(peak, rel=0.1), f"{estimate.peak / 2**20:.0f} and {peak / 2**20:.0f} MiB"

@@ -1,0 +1,208 @@
+"""Turn text into token shards that training reads: corpus > tokenizer > shards > manifest.
+
+python tokenize_data.py --dataset tinystories --split train
+python tokenize_data.py --files python:stdlib --split train,validation --train_tokenizer 4096 --output_dir data/stdlib
+
+Stopped at any moment, the same command goes on where it was; the files come out the same, byte for byte.
+"""
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from qtrain.checks import Range
+from qtrain.config import parse, run_script
+from qtrain.data.corpus import Corpus, HubCorpus, LocalCorpus
+from qtrain.data.files import SPLITS, STDLIB
+from qtrain.data.manifest import FILE_NAME, Manifest, read_manifest, write_atomic
+from qtrain.data.sentencepiece_model import convert_sentencepiece, train_tokenizer
+from qtrain.data.tokenize import check_finished_shards, dtype_for, tokenize
+from qtrain.data.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
+from qtrain.errors import UserError, unknown_name
+
+TRAINED = "tokenizer.model"
+
+
+@dataclass(frozen=True)
+class TokenizeSettings:
+    """Tokenize a dataset of the Hugging Face hub, or local files, into shards for the dataset type `token`."""
+
+    dataset: str | None = None
+    """tinystories, c4_realnewslike, fineweb_edu, or any hub dataset ORG/NAME."""
+    files: tuple[str, ...] = ()
+    """Local text instead of a dataset: .txt, .py, .jsonl, .parquet files, globs, folders, or python:stdlib."""
+    subset: str | None = None
+    """Subset (configuration) of the hub dataset."""
+    split: str = "train"
+    """Split, or several with commas. Local files: train, validation (split by file) or all."""
+    text_column: str = "text"
+    """Column or key that holds the text."""
+    validation_fraction: Annotated[float, Range(0, 1)] = 0.05
+    """Share of the local files, by a hash of their path, that is the validation split."""
+    tokenizer: str | None = None
+    """llama2, llama3, mistral, qwen2.5, byte, a .model file, a tokenizer.json, a folder or a hub id. None: llama2."""
+    train_tokenizer: Annotated[int, Range(0)] = 0
+    """Train a sentencepiece tokenizer of this many pieces on the train split instead; 0: do not."""
+    n_procs: Annotated[int, Range(0)] = 0
+    """Processes that encode; 0: one for each CPU core."""
+    shard_tokens: Annotated[int, Range(1, 200_000_000)] = 100_000_000
+    """Tokens in a shard, at most."""
+    output_dir: str | None = None
+    """Folder to write; with several splits _SPLIT is added. None: <dataset>_<split>."""
+
+
+def main(argv: list[str]) -> None:
+    if "--list" in argv:
+        from qtrain.train.listing import listing
+
+        print(listing())
+        return
+    settings = parse(TokenizeSettings, argv, "tokenize_data.py")
+
+    # ---- corpus: whatever can be refused is refused before anything is written ---------------------------------------
+    check_choices(settings)
+    splits = list(dict.fromkeys(settings.split.split(",")))
+    corpora = {split: open_corpus(settings, split) for split in splits}
+    folders = {split: output_folder(settings, split, several=len(splits) > 1) for split in splits}
+    manifests = {split: begin_or_resume(settings, split, corpora[split], folders[split]) for split in splits}
+
+    # ---- tokenizer ---------------------------------------------------------------------------------------------------
+    model: bytes | None = None
+    if settings.train_tokenizer:
+        model = trained_before(folders.values()) or train(settings, corpora)
+        tokenizer: Tokenizer = FastTokenizer(TRAINED, *convert_sentencepiece(model, TRAINED, "--train_tokenizer"))
+    else:
+        tokenizer = load_tokenizer(settings.tokenizer or "llama2", "--tokenizer")
+    if tokenizer.eos_id is None:
+        raise UserError(f"--tokenizer: {tokenizer.name!r} names no end-of-text token, which separates documents.")
+
+    # ---- shards ------------------------------------------------------------------------------------------------------
+    for split in splits:
+        manifest, folder = manifests[split], folders[split]
+        if manifest.complete:
+            print(f"{folder} is complete already: {manifest.tokens:,} tokens in {len(manifest.shards)} shards.")
+            continue
+        if manifest.tokenizer:
+            check_tokenizer(manifest, tokenizer, folder)
+            print(f"{folder}: going on after {len(manifest.shards)} finished shards, {manifest.tokens:,} tokens.")
+        else:
+            prepare_folder(folder, manifest, tokenizer, model)
+        n_procs = settings.n_procs or len(os.sched_getaffinity(0))
+        manifest, speed = tokenize(corpora[split], tokenizer, folder, manifest, settings.shard_tokens, n_procs)
+        print(
+            f"{folder}: {manifest.tokens:,} tokens of {manifest.documents:,} documents in {len(manifest.shards)} "
+            f"shards, {speed:,.0f} tokens/s with {n_procs} processes."
+        )
+
+    # ---- next --------------------------------------------------------------------------------------------------------
+    flags = f"""--train_ds '{{"type":"token","dataset_dir":"{folders[splits[0]]}"}}'"""
+    if "validation" in splits[1:]:
+        flags += f""" --eval_ds '{{"type":"token","dataset_dir":"{folders["validation"]}"}}'"""
+    print(f"Train on it: python llm_pretrain.py {flags}")
+
+
+def check_choices(settings: TokenizeSettings) -> None:
+    if bool(settings.dataset) == bool(settings.files):
+        given = "both are given" if settings.files else "neither is given"
+        raise UserError(f"--dataset, --files: {given}; give one of the two, for example --files {STDLIB}.")
+    if settings.subset and settings.files:
+        raise UserError("--subset: local files have no subsets; leave it out.")
+    if settings.train_tokenizer and settings.tokenizer:
+        raise UserError("--tokenizer, --train_tokenizer: both are given; give one of the two.")
+    for split in settings.split.split(","):
+        if settings.files and split not in SPLITS:
+            raise unknown_name("--split", "split of local files", split, SPLITS)
+
+
+def open_corpus(settings: TokenizeSettings, split: str) -> Corpus:
+    if settings.files:
+        return LocalCorpus(list(settings.files), split, settings.validation_fraction, settings.text_column, "--files")
+    return HubCorpus(settings.dataset, settings.subset, split, settings.text_column, "--dataset")
+
+
+def output_folder(settings: TokenizeSettings, split: str, several: bool) -> Path:
+    if settings.output_dir:
+        return Path(f"{settings.output_dir}_{split}" if several else settings.output_dir)
+    if settings.dataset:
+        name = "_".join(filter(None, [settings.dataset.split("/")[-1], settings.subset]))
+    else:
+        name = "stdlib" if settings.files[0] == STDLIB else Path(settings.files[0].split("*")[0]).stem or "text"
+    return Path(f"{name}_{split}")
+
+
+def begin_or_resume(settings: TokenizeSettings, split: str, corpus: Corpus, folder: Path) -> Manifest:
+    """A new manifest, or the one that an earlier run of the same command left in `folder`."""
+    asked: dict[str, Any] = {
+        "dataset": settings.dataset,
+        "files": list(settings.files),
+        "subset": settings.subset,
+        "split": split,
+        "text_column": settings.text_column,
+        "validation_fraction": settings.validation_fraction,
+        "tokenizer": None if settings.train_tokenizer else settings.tokenizer or "llama2",
+        "train_tokenizer": settings.train_tokenizer,
+        "shard_tokens": settings.shard_tokens,
+        "corpus": corpus.fingerprint,
+    }
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return Manifest(settings=asked)
+    if not (folder / FILE_NAME).is_file():
+        raise UserError(f"--output_dir: {folder} exists and holds other files; give another folder.")
+    manifest = read_manifest(folder, "--output_dir")
+    for key, value in asked.items():
+        then = manifest.settings.get(key)
+        if then != value:
+            how = f"with --{key} {then!r}, not {value!r}" if key != "corpus" else "from files that have changed since"
+            raise UserError(f"--output_dir: {folder} was made {how}. Give another folder, or delete this one.")
+    check_finished_shards(folder, manifest)
+    return manifest
+
+
+def trained_before(folders: Any) -> bytes | None:
+    return next(((folder / TRAINED).read_bytes() for folder in folders if (folder / TRAINED).is_file()), None)
+
+
+def train(settings: TokenizeSettings, corpora: dict[str, Corpus]) -> bytes:
+    """The .model file of a tokenizer trained on the train split, whichever splits are being written: so each of them,
+    tokenized on its own, gets the same one."""
+    split = "train" if settings.dataset or settings.split != "all" else "all"
+    corpus = corpora.get(split) or open_corpus(settings, split)
+    print(f"training a tokenizer of {settings.train_tokenizer} pieces on the split {split!r}", flush=True)
+    return train_tokenizer(corpus.sample(), settings.train_tokenizer, "--train_tokenizer")
+
+
+def check_tokenizer(manifest: Manifest, tokenizer: Tokenizer, folder: Path) -> None:
+    if manifest.tokenizer["fingerprint"] != tokenizer.fingerprint():
+        raise UserError(
+            f"--tokenizer: {tokenizer.name!r} is not the tokenizer that {folder} was begun with. Give another "
+            "--output_dir, or delete the folder."
+        )
+
+
+def prepare_folder(folder: Path, manifest: Manifest, tokenizer: Tokenizer, model: bytes | None) -> None:
+    """Make the folder: the tokenizer's files, so that the dataset needs nothing else, and the manifest, last."""
+    try:
+        making = folder.with_name(folder.name + ".tmp")
+        shutil.rmtree(making, ignore_errors=True)
+        making.mkdir(parents=True)
+        tokenizer.save_hf(making)
+        if model is not None:
+            write_atomic(making / TRAINED, model)
+        names = ("name", "vocab_size", "bos_id", "eos_id")
+        manifest.tokenizer = {n: getattr(tokenizer, n) for n in names} | {"fingerprint": tokenizer.fingerprint()}
+        manifest.dtype = dtype_for(tokenizer.vocab_size)
+        manifest.write(making)
+        making.replace(folder)
+    except OSError as error:
+        raise UserError(f"--output_dir: cannot write {folder}: {error.strerror or error}") from None
+
+
+if __name__ == "__main__":
+    try:
+        run_script(main)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on after the last finished shard", file=sys.stderr)
+        sys.exit(130)
