@@ -20,70 +20,28 @@ of entry is neither written nor accepted. DCP reads tensors with `weights_only=T
 import contextlib
 import json
 import os
-import pickle
-import random
 import re
 import shutil
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
-import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import empty as empty_dtensor
+from torch.distributed.checkpoint.metadata import Metadata
 
 from qtrain.errors import TrainingStopped, UserError
+from qtrain.train.checkpoint_index import INDEX, CheckedReader, read_index
+from qtrain.train.distributed import gather, rank, together, world
 
 MARKER = "COMPLETE"
 META = "meta.json"
-INDEX = ".metadata"
 OTHER_STEPS = "--resume also takes a run folder, and then finds the newest complete checkpoint in it."
-
-T = TypeVar("T")
-
-
-# ---- on one process or many -----------------------------------------------------------------------------------------
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _gather(mine: T) -> list[T]:
-    """`mine` of every rank, on every rank."""
-    if not dist.is_initialized():
-        return [mine]
-    found: list[Any] = [None] * _world()
-    dist.all_gather_object(found, mine)
-    return found
-
-
-def _together(action: Callable[[], T]) -> T:
-    """Run `action` on every rank; an error of any rank is raised on all, so that no rank waits for one that gave up."""
-    result, error = None, None
-    try:
-        result = action()
-    except (UserError, OSError) as raised:
-        error = raised
-    for raised in _gather(error):
-        if raised is not None:
-            raise raised
-    return result
 
 
 @contextlib.contextmanager
@@ -92,150 +50,6 @@ def _quiet_dcp() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
-
-
-# ---- the state of a run as named tensors ----------------------------------------------------------------------------
-
-
-def _clean_name(name: str) -> str:
-    """A parameter's name without the wrappers of torch.compile and activation checkpointing."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
-
-
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, the very tensors of the model; tied ones once."""
-    found, seen = {}, set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        assert isinstance(tensor, Tensor), f"{name}: only tensors are saved, not {type(tensor).__name__}"
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            found[_clean_name(name)] = tensor
-    return found
-
-
-def rng_state() -> dict[str, dict[str, Tensor]]:
-    """This rank's generators (python, numpy, torch CPU, the current CUDA device) as new tensors, under its number."""
-    _, python_words, python_gauss = random.getstate()
-    _, numpy_words, numpy_position, has_gauss, numpy_gauss = np.random.get_state()
-    state = {
-        "python": torch.tensor(python_words, dtype=torch.int64),  # [625]
-        "python_gauss": torch.tensor([python_gauss is not None, python_gauss or 0.0], dtype=torch.float64),
-        "numpy": torch.tensor([*map(int, numpy_words), numpy_position], dtype=torch.int64),  # [625]
-        "numpy_gauss": torch.tensor([has_gauss, numpy_gauss], dtype=torch.float64),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return {str(_rank()): state}
-
-
-def set_rng_state(state: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Put back what `rng_state` gave."""
-    mine = state[str(_rank())]
-    has_gauss, gauss = mine["python_gauss"].tolist()
-    random.setstate((3, tuple(mine["python"].tolist()), gauss if has_gauss else None))
-    *words, position = mine["numpy"].tolist()
-    has_gauss, gauss = mine["numpy_gauss"].tolist()
-    np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), position, int(has_gauss), gauss))
-    torch.set_rng_state(mine["torch"])
-    if "cuda" in mine:
-        torch.cuda.set_rng_state(mine["cuda"])
-
-
-# How the step is computed, not what it computes: that is for the machine that resumes.
-_HOW = ("params", "fused", "foreach", "capturable", "differentiable")
-
-
-def optimizer_tensors(
-    optimizer: torch.optim.Optimizer, model: nn.Module
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """An optimizer's state by parameter name: ({parameter: {state: tensor}}, the rest as JSON).
-
-    torch's own get/set_optimizer_state_dict are not exact: saving before the first step takes a step, and loading casts
-    floating states to the parameter's dtype.
-    """
-    names = {id(p): _clean_name(name) for name, p in model.named_parameters()}
-    tensors: dict[str, dict[str, Tensor]] = {}
-    states: dict[str, dict[str, Any]] = {}
-    groups = []
-    for group in optimizer.param_groups:
-        options = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k not in _HOW}
-        groups.append({"params": [names[id(p)] for p in group["params"]], "options": options})
-        for parameter in group["params"]:
-            name = names[id(parameter)]
-            for key, value in optimizer.state.get(parameter, {}).items():
-                described = states.setdefault(name, {})
-                if not isinstance(value, Tensor):
-                    described[key] = {"value": value}
-                    continue
-                assert value.ndim == 0 or isinstance(value, DTensor) == isinstance(parameter, DTensor), (
-                    f"{name}.{key}: the state of a sharded parameter must be a DTensor, else ranks overwrite each other"
-                )
-                tensors.setdefault(name, {})[key] = value
-                described[key] = {
-                    "shape": list(value.shape),
-                    "dtype": str(value.dtype).removeprefix("torch."),
-                    "on_host": value.device.type == "cpu" and parameter.device.type != "cpu",
-                }
-    return tensors, {"groups": groups, "states": states}
-
-
-def prepare_optimizer(
-    optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, Any]
-) -> dict[str, dict[str, Tensor]]:
-    """Give a new optimizer the state that `saved` (from `optimizer_tensors`) describes; returns its tensors, unfilled.
-
-    `Checkpoints.load` fills them in place. Group options come from `saved` too, `lr` and `weight_decay` among them.
-    Raises UserError when the optimizer holds other parameters than the saved one.
-    """
-    parameters = {_clean_name(name): p for name, p in model.named_parameters()}
-    names = {id(p): name for name, p in parameters.items()}
-    try:
-        before = [group["params"] for group in saved["groups"]]
-        now = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-        if before != now:
-            flat_before, flat_now = {n for g in before for n in g}, {n for g in now for n in g}
-            odd = sorted(flat_before ^ flat_now)
-            why = f"{odd[0]} is trained in only one of them" if odd else "they are grouped differently"
-            raise UserError(f"--resume: the checkpoint's optimizer and this one differ: {why}. Use the run's settings.")
-        optimizer.state.clear()
-        tensors: dict[str, dict[str, Tensor]] = {}
-        for group, saved_group in zip(optimizer.param_groups, saved["groups"], strict=True):
-            for key, value in saved_group["options"].items():
-                _restore_option(group, key, value)
-            on_device = bool(group.get("fused") or group.get("capturable"))
-            for name in saved_group["params"]:
-                for key, described in saved["states"].get(name, {}).items():
-                    if "value" in described:
-                        optimizer.state[parameters[name]][key] = described["value"]
-                        continue
-                    state = _empty_state(described, parameters[name], on_device)
-                    optimizer.state[parameters[name]][key] = state
-                    tensors.setdefault(name, {})[key] = state
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"--resume: the checkpoint's optimizer entry cannot be read ({error!r}).") from None
-    return tensors
-
-
-def _restore_option(group: dict[str, Any], key: str, value: Any) -> None:
-    current = group.get(key)
-    if isinstance(current, Tensor):
-        current.fill_(value)
-    else:
-        group[key] = tuple(value) if isinstance(current, tuple) else value
-
-
-def _empty_state(described: Mapping[str, Any], parameter: Tensor, scalars_on_device: bool) -> Tensor:
-    shape, dtype = torch.Size(described["shape"]), getattr(torch, described["dtype"])
-    device = torch.device("cpu") if described["on_host"] else parameter.device
-    if not shape:
-        return torch.empty((), dtype=dtype, device=parameter.device if scalars_on_device else device)
-    if shape == parameter.shape:
-        return torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
-    if isinstance(parameter, DTensor):
-        mesh, placements = parameter.device_mesh, parameter.placements
-        return empty_dtensor(shape, dtype=dtype, device_mesh=mesh, placements=placements)
-    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _flatten(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
@@ -247,9 +61,6 @@ def _flatten(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
         assert all(isinstance(t, Tensor) for t in inner.values()), f"{prefix}{key}: only tensors; the rest is meta"
         flat |= inner
     return flat
-
-
-# ---- what is on disk ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -338,66 +149,6 @@ def newest_complete(folder: Path) -> tuple[Path, Marker] | None:
     return best
 
 
-# ---- reading DCP's index without running it -------------------------------------------------------------------------
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    """Knows the classes that DCP's index is made of, and no other name."""
-
-    KNOWN = frozenset(
-        {
-            ("torch", "Size"),
-            ("torch.serialization", "_get_layout"),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("torch.distributed.checkpoint.metadata", "Metadata"),
-            ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
-            ("torch.distributed.checkpoint.metadata", "StorageMeta"),
-            ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-            ("torch.distributed.checkpoint.metadata", "TensorProperties"),
-            ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
-            ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-            ("pathlib", "PosixPath"),
-            ("pathlib._local", "PosixPath"),
-        }
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and (module, name) not in self.KNOWN:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of this program does")
-        return super().find_class(module, name)
-
-
-def _read_index(path: Path, files: Mapping[str, Any]) -> Metadata:
-    """DCP's index, checked: only tensors, each covered by its pieces, each piece in a file of this checkpoint."""
-    with (path / INDEX).open("rb") as file:
-        index = _IndexUnpickler(file).load()
-    if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
-        raise ValueError("it is not an index")
-    for name, entry in index.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise ValueError(f"{name} is not a tensor")
-        if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
-            raise ValueError(f"{name} is not covered by its pieces")
-    for piece, stored in index.storage_data.items():
-        if not isinstance(piece, MetadataIndex) or not isinstance(stored, _StorageInfo):
-            raise ValueError("a piece is not described as one")
-        if stored.relative_path not in files or stored.transform_descriptors:
-            raise ValueError(f"{piece.fqn} lies outside the checkpoint")
-    return index
-
-
-class _Reader(dcp.FileSystemReader):
-    """DCP's reader over an index that has been read and checked already."""
-
-    def __init__(self, path: Path, index: Metadata):
-        super().__init__(path)
-        self._index = index
-
-    def read_metadata(self) -> Metadata:  # without **kwargs, so that DCP does not look for an index per rank
-        return self._index
-
-
 def _first_difference(index: Metadata, wanted: Mapping[str, Tensor]) -> str | None:
     """How the saved tensors differ from the `wanted` ones in name, shape or dtype; None if they do not."""
     saved = index.state_dict_metadata
@@ -438,10 +189,7 @@ def _verified(path: Path) -> tuple[Marker, dict[str, Any]]:
 
 def read_meta(path: Path) -> dict[str, Any]:
     """The part of a checkpoint that is not tensors; what `prepare_optimizer` needs before `Checkpoints.load`."""
-    return _together(lambda: _verified(Path(path))[1])
-
-
-# ---- saving, loading, finding ---------------------------------------------------------------------------------------
+    return together(lambda: _verified(Path(path))[1])
 
 
 class Checkpoints:
@@ -462,17 +210,17 @@ class Checkpoints:
         """
         flat, meta_text = _flatten(tensors), json.dumps(meta)
         final = self.folder / f"{step:08d}"
-        pid = _gather(os.getpid())[0]
+        pid = gather(os.getpid())[0]
         temporary = self.folder / f".tmp-{step}-{pid}"
         try:
-            _together(lambda: self._start(temporary))
+            together(lambda: self._start(temporary))
             with _quiet_dcp():
                 dcp.save(flat, storage_writer=dcp.FileSystemWriter(temporary, sync_files=False))
-            mine = _together(lambda: {p.name: _seal(p) for p in temporary.glob(f"__{_rank()}_*.distcp")})
-            files = {name: sealed for part in _gather(mine) for name, sealed in part.items()}
-            _together(lambda: self._finish(step, temporary, final, files, meta_text))
+            mine = together(lambda: {p.name: _seal(p) for p in temporary.glob(f"__{rank()}_*.distcp")})
+            files = {name: sealed for part in gather(mine) for name, sealed in part.items()}
+            together(lambda: self._finish(step, temporary, final, files, meta_text))
         except (OSError, CheckpointException) as error:
-            if _rank() == 0:
+            if rank() == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             last = self.latest()
             intact = f"The checkpoint {last} is intact." if last else "There is no earlier one."
@@ -484,12 +232,12 @@ class Checkpoints:
 
     @staticmethod
     def _start(temporary: Path) -> None:
-        if _rank() == 0:
+        if rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)  # left by a dead process that had the same number
             temporary.mkdir(parents=True)
 
     def _finish(self, step: int, temporary: Path, final: Path, files: dict[str, Any], meta: str) -> None:
-        if _rank() != 0:
+        if rank() != 0:
             return
         (temporary / META).write_text(meta, encoding="utf-8")
         files |= {name: _seal(temporary / name) for name in (META, INDEX)}
@@ -526,10 +274,10 @@ class Checkpoints:
 
     def discard_after(self, step: int) -> None:
         """Remove the checkpoints of later steps: a run that goes on from `step` in this folder makes its own."""
-        if _rank() == 0:
+        if rank() == 0:
             while (found := newest_complete(self.folder)) and found[1].step > step:
                 self._remove(found[1].step, found[0])
-        _gather(None)
+        gather(None)
 
     def latest(self) -> Path | None:
         """The complete checkpoint of the highest step, or None."""
@@ -545,11 +293,11 @@ class Checkpoints:
         is missing, incomplete, damaged or of another model; nothing is filled then, unless DCP itself fails midway.
         """
         path, flat = Path(path), _flatten(tensors)
-        index, meta = _together(lambda: _checked(path, flat))
+        index, meta = together(lambda: _checked(path, flat))
         known = {name: tensor for name, tensor in flat.items() if name in index.state_dict_metadata}
         try:
             with _quiet_dcp():
-                dcp.load(known, storage_reader=_Reader(path, index))
+                dcp.load(known, storage_reader=CheckedReader(path, index))
         except CheckpointException as error:
             raise _refusal(path, _reason(error)) from None
         return meta
@@ -558,11 +306,11 @@ class Checkpoints:
 def _checked(path: Path, wanted: Mapping[str, Tensor]) -> tuple[Metadata, dict[str, Any]]:
     """Index and meta of a complete, undamaged checkpoint that holds the `wanted` tensors."""
     marker, meta = _verified(path)
-    for name, (_, crc) in sorted(marker.files.items())[_rank() :: _world()]:  # ranks share the reading
+    for name, (_, crc) in sorted(marker.files.items())[rank() :: world()]:  # ranks share the reading
         if _checksum(path / name) != crc:
             raise _refusal(path, f"its file {name} is damaged (checksum)")
     try:
-        index = _read_index(path, marker.files)
+        index = read_index(path, marker.files)
     except Exception as error:  # a damaged pickle can raise anything
         raise _refusal(path, f"its file {INDEX} is not a checkpoint's ({error})") from None
     if difference := _first_difference(index, wanted):

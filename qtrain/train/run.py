@@ -13,18 +13,10 @@ from torch import nn
 from qtrain.config import write_config
 from qtrain.errors import UserError
 from qtrain.quant import QuantizedModel
-from qtrain.train.checkpoint import (
-    Checkpoints,
-    model_tensors,
-    optimizer_tensors,
-    prepare_optimizer,
-    read_meta,
-    resolve_resume,
-    rng_state,
-    set_rng_state,
-)
+from qtrain.train.checkpoint import Checkpoints, read_meta, resolve_resume
 from qtrain.train.settings import TrainSettings
 from qtrain.train.state import TrainState
+from qtrain.train.tensors import model_tensors, optimizer_tensors, prepare_optimizer, rng_state, set_rng_state
 
 
 @dataclass(frozen=True)

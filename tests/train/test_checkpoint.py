@@ -21,16 +21,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from qtrain.errors import TrainingStopped, UserError
-from qtrain.train.checkpoint import (
-    Checkpoints,
-    model_tensors,
-    optimizer_tensors,
-    prepare_optimizer,
-    read_meta,
-    resolve_resume,
-    rng_state,
-    set_rng_state,
-)
+from qtrain.train.checkpoint import Checkpoints, read_meta, resolve_resume
+from qtrain.train.tensors import model_tensors, optimizer_tensors, prepare_optimizer, rng_state, set_rng_state
 
 # ---- a small real run -----------------------------------------------------------------------------------------------
 
@@ -673,6 +665,7 @@ import torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from qtrain.errors import UserError
+from qtrain.train.tensors import *
 from qtrain.train.checkpoint import *
 from qtrain.train.checkpoint import Checkpoints
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])

@@ -1,0 +1,40 @@
+"""One process or many: who this one is, and how ranks act together."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from qtrain.errors import UserError
+
+T = TypeVar("T")
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def gather(mine: T) -> list[T]:
+    """`mine` of every rank, on every rank."""
+    if not dist.is_initialized():
+        return [mine]
+    found: list[Any] = [None] * world()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def together(action: Callable[[], T]) -> T:
+    """Run `action` on every rank; an error of any rank is raised on all, so that no rank waits for one that gave up."""
+    result, error = None, None
+    try:
+        result = action()
+    except (UserError, OSError) as raised:
+        error = raised
+    for raised in gather(error):
+        if raised is not None:
+            raise raised
+    return result
