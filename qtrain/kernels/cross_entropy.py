@@ -22,16 +22,20 @@ def cross_entropy_ref(logits: Tensor, labels: Tensor, z_loss: float, with_grad: 
 
     with_grad: the logits are overwritten by d loss / d logits, computed in fp32.
     """
-    x = logits.float()
-    log_total = x.logsumexp(dim=-1)
+    x = logits.float()  # in place from here on: on a CPU each fresh [T, V] costs more than the arithmetic on it
     trained = labels != IGNORED
     target = torch.where(trained, labels, 0).unsqueeze(-1)
-    nll = torch.where(trained, log_total - x.gather(-1, target).squeeze(-1), 0.0)
+    chosen = x.gather(-1, target).squeeze(-1)
+    peak = x.amax(dim=-1, keepdim=True)
+    x = x.sub_(peak).exp_() if with_grad else (x - peak).exp_()
+    total = x.sum(dim=-1, keepdim=True)
+    log_total = (peak + total.log()).squeeze(-1)
+    nll = torch.where(trained, log_total - chosen, 0.0)
     loss = nll + torch.where(trained, z_loss * log_total.square(), 0.0)
     if with_grad:
-        weight = torch.where(trained, 1.0 + 2.0 * z_loss * log_total, 0.0).unsqueeze(-1)
-        grad = (x - log_total.unsqueeze(-1)).exp_().mul_(weight)
-        logits.copy_(grad.scatter_add_(-1, target, -trained.float().unsqueeze(-1)))
+        x.mul_((1.0 + 2.0 * z_loss * log_total).unsqueeze(-1) / total)
+        x.scatter_add_(-1, target, torch.full_like(target, -1, dtype=torch.float32))
+        logits.copy_(x.masked_fill_(~trained.unsqueeze(-1), 0.0))
     return torch.stack([loss, nll])
 
 

@@ -152,21 +152,27 @@ class MemoryEstimate:
     """Of `activations`, one layer's share."""
 
     @property
-    def moments(self) -> dict[str, int]:
-        """Bytes at the moments of a step that can be its largest."""
-        resident = self.weights + self.optimizer + self.workspace
-        held = resident + (self.gradients if self.accumulates else 0)
-        return {
-            "loss": held + self.activations + self.loss,
-            "backward": max(
-                held + self.activations + self.backward, resident + self.gradients + self.one_layer + self.backward
-            ),
-            "optimizer": resident + self.gradients,
+    def moments(self) -> dict[str, dict[str, int]]:
+        """Bytes by kind at each moment of a step that can be its largest."""
+        resident = {"weights": self.weights, "optimizer": self.optimizer, "workspace": self.workspace}
+        held = self.gradients if self.accumulates else 0
+        moments = {
+            "loss": (held, self.activations, self.loss),
+            "backward's start": (held, self.activations, self.backward),
+            "backward's end": (self.gradients, self.one_layer, self.backward),
+            "optimizer": (self.gradients, 0, 0),
         }
+        kinds = ("gradients", "activations", "temporaries")
+        return {name: {**resident, **dict(zip(kinds, sizes, strict=True))} for name, sizes in moments.items()}
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by kind at the largest of the moments."""
+        return max(self.moments.values(), key=lambda kinds: sum(kinds.values()))
 
     @property
     def peak(self) -> int:
-        return max(self.moments.values())
+        return sum(self.at_peak.values())
 
 
 def estimate_memory(
@@ -202,9 +208,12 @@ def estimate_memory(
     hidden = tokens * (2 * c * element + 4 + 16)  # the last layer's output, normed, 1/rms; token ids and labels
     loss = hidden + tokens * c * element + 4 * head + logits
 
-    # The gradient of the residual comes in and goes out; between them gate_up's and its activation's, or attention's
-    # in fp32 with keys and values spread to all query heads.
-    widest = max(3 * inner * element, q * (4 + 2 * element) + config.qkv_size * element)
+    # The gradient of the residual comes in and goes out. Between them, beyond what the layer kept: gate_up's and its
+    # activation's gradients, when down's input, as large as the latter, is free; or attention's in fp32 with keys and
+    # values spread to all query heads, when all that the MLP kept is free.
+    in_mlp = 2 * inner * element
+    in_attention = q * (4 + 2 * element) + config.qkv_size * element - (3 * inner + c) * element
+    widest = max(in_mlp, in_attention)
     in_layer = tokens * (2 * c * element + widest + again) + head * element
     in_head = tokens * c * (2 * element + 4) + head * (4 + element)
 

@@ -127,7 +127,7 @@ def make_plan(
         parameters=count_parameters(model_config).total,
         flops={"blocks": flops.blocks, "head": flops.head, "attention": flops.attention},
         seconds=_shortest_seconds(flops, scheme, settings.quantize_lm_head, hardware, dtype),
-        memory=_memory_by_kind(_memory(settings, model_config, scheme, optimizer, geometry, dtype)),
+        memory=_memory(settings, model_config, scheme, optimizer, geometry, dtype).at_peak,
     )
 
 
@@ -171,18 +171,3 @@ def _memory(
         code_bytes=scheme.code_bytes() if low_bit else 0.0,
         linear_input=scheme.kept_input_bytes(dtype.itemsize) if low_bit else None,
     )
-
-
-def _memory_by_kind(estimate: MemoryEstimate) -> dict[str, int]:
-    """The peak, split: what is resident, and of the largest moment what is on top of it."""
-    resident = {"weights": estimate.weights, "optimizer": estimate.optimizer}
-    moment = max(estimate.moments, key=estimate.moments.__getitem__)
-    left = estimate.peak - sum(resident.values())
-    gradients = estimate.gradients if estimate.accumulates or moment == "optimizer" else 0
-    activations = min(estimate.activations, left - gradients)
-    return {
-        **resident,
-        "gradients": gradients,
-        "activations": activations,
-        "loss and temporaries": left - gradients - activations,
-    }

@@ -54,6 +54,18 @@ def test_splits_are_disjoint_complete_and_stable():
     assert parts["validation"] < larger  # a larger share only adds files
 
 
+def test_a_split_does_not_depend_on_where_the_folder_lies(tmp_path):
+    for root in ("one", "deep/down/two"):
+        for i in range(40):
+            (tmp_path / root / "x").mkdir(parents=True, exist_ok=True)
+            (tmp_path / root / "x" / f"{i}.txt").touch()
+    found = [
+        [f.relative for f in text_files(str(tmp_path / root), "validation", 0.3, "--files")]
+        for root in ("one", "deep/down/two")
+    ]
+    assert found[0] == found[1] and 4 <= len(found[0]) <= 20
+
+
 @pytest.mark.parametrize(
     ("paths", "split", "said"),
     [

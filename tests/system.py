@@ -1,0 +1,225 @@
+"""What the tests of whole scripts share: a tiny model and its data, a script called in this process, and real processes
+that are forked from one that has torch imported already (a start of Python and torch takes seconds)."""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qtrain.config import run_script
+from qtrain.train.metrics import read_metrics
+
+ROOT = Path(__file__).parent.parent
+PYTHON_FIRST = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+"""An environment in which `python`, as printed commands have it, is this one."""
+
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 258,  # the tokenizer `byte`
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+
+
+def write_model(path: Path, **changes: Any) -> str:
+    """Write a tiny model's config with some keys changed (None: left out); returns the path."""
+    path.write_text(json.dumps({k: v for k, v in {**TINY, **changes}.items() if v is not None}))
+    return str(path)
+
+
+def flags(**values: Any) -> list[str]:
+    """Settings as a command line: dictionaries as JSON, True and False as switches, lists as several words."""
+    words: list[str] = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no_{name}")
+        elif isinstance(value, list):
+            words += [f"--{name}", *map(str, value)]
+        else:
+            words.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
+    return words
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished script left: its exit code and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+def call(main: Callable[[list[str]], None], argv: list[str]) -> Outcome:
+    """Run a script's main in this process, as `python SCRIPT.py` would. An error that is no message is raised."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", ["script.py", *argv])
+        try:
+            run_script(main)
+        except SystemExit as stop:
+            code = stop.code or 0
+    return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def tree(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of change of everything in a folder."""
+    found = ((p, p.stat()) for p in sorted(folder.rglob("*")))
+    return {str(p.relative_to(folder)): (s.st_size, s.st_mtime_ns) for p, s in found if not p.is_dir()} | {
+        str(p.relative_to(folder)): (-1, 0) for p in folder.rglob("*") if p.is_dir()
+    }
+
+
+def only_run(runs: Path, script: str = "llm_pretrain") -> Path:
+    """The one run folder there is."""
+    (run,) = (runs / script).iterdir()
+    return run
+
+
+def losses(run: Path, after: int = 0) -> list[tuple]:
+    """(step, loss, gradient norm, rate, tokens, data position, evaluation loss) of the log, which time cannot touch."""
+    keys = ("step", "loss", "grad_norm", "lr", "tokens", "data", "eval_loss")
+    return [tuple(r.get(k) for k in keys) for r in read_metrics(run / "metrics.jsonl") if r["step"] > after]
+
+
+# ---- real processes --------------------------------------------------------------------------------------------------
+
+SERVER = """
+import contextlib, json, os, sys, time
+import torch
+import llm_pretrain, tokenize_data
+from qtrain import hardware
+from qtrain.config import run_script
+from qtrain.train.loop import Training
+
+torch.set_num_threads(1)
+hardware._measured_peaks = lambda device: {"fp32": 0.1, "bf16": 0.1, "int8": 0.1}  # half a second in every process
+MAINS = {"llm_pretrain": llm_pretrain.main, "tokenize_data": tokenize_data.main}
+
+
+def child(job):
+    os.dup2(os.open(job["output"], os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644), 1)
+    os.dup2(os.open(job["errors"], os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644), 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(job["cwd"])
+    sys.argv = [job["script"] + ".py", *job["argv"]]
+    if job["hang_at"] is not None:
+        step = Training._step
+        def hang(self, status):
+            step(self, status)
+            if self.run.state.step == job["hang_at"]:
+                time.sleep(300)
+        Training._step = hang
+    try:
+        run_script(MAINS[job["script"]])
+        return 0
+    except SystemExit as stop:
+        return stop.code or 0
+    except BaseException:
+        import traceback
+        traceback.print_exc()
+        return 70
+
+
+print("ready", flush=True)
+for line in sys.stdin:
+    job = json.loads(line)
+    if "wait" in job:
+        _, status = os.waitpid(job["wait"], 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+        continue
+    pid = os.fork()
+    if pid == 0:
+        code = child(job)
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    print(pid, flush=True)
+"""
+
+
+@dataclass
+class Process:
+    """A running script."""
+
+    server: "Server"
+    pid: int
+    output: Path
+    errors: Path
+
+    def wait(self) -> Outcome:
+        """To be called once. A process that a signal ended has the negative number of it for a code."""
+        code = int(self.server.ask({"wait": self.pid}))
+        return Outcome(code, self.output.read_text(), self.errors.read_text())
+
+    def kill(self, number: int) -> Outcome:
+        os.kill(self.pid, number)
+        return self.wait()
+
+
+class Server:
+    """Starts scripts in processes of their own, in a folder. The calls do not wait."""
+
+    def __init__(self, folder: Path, **environment: str):
+        self._folder, self._jobs = folder, 0
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", SERVER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=folder,
+        )
+        assert self._process.stdout.readline() == "ready\n"
+
+    def ask(self, job: dict[str, Any]) -> str:
+        print(json.dumps(job), file=self._process.stdin, flush=True)
+        return self._process.stdout.readline()
+
+    def start(self, script: str, argv: list[str], hang_at: int | None = None) -> Process:
+        """Start `script` with `argv`. With `hang_at` it does not go on after that step, so that it can be killed."""
+        self._jobs += 1
+        output, errors = (self._folder / f"{self._jobs}.{kind}" for kind in ("out", "err"))
+        job = {"script": script, "argv": argv, "cwd": str(self._folder), "hang_at": hang_at}
+        pid = int(self.ask({**job, "output": str(output), "errors": str(errors)}))
+        return Process(self, pid, output, errors)
+
+    def run(self, script: str, argv: list[str]) -> Outcome:
+        return self.start(script, argv).wait()
+
+    def stop(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+        self._process.stdout.close()
+
+
+@contextlib.contextmanager
+def serving(folder: Path, **environment: str) -> Iterator[Server]:
+    server = Server(folder, **environment)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 60) -> None:
+    """Look again and again until `condition` holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "this did not come about in time"
+        time.sleep(0.002)
