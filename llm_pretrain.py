@@ -152,7 +152,8 @@ def main(argv: list[str]) -> None:
     # ---- export ------------------------------------------------------------------------------------------------------
     report = write_report(folder.path)
     log.info("report      %s", report)
-    log.info("checkpoint  %s", run.checkpoints.latest())
+    if settings.keep_ckpts:
+        log.info("checkpoint  %s", run.checkpoints.latest())
     if finished and settings.export:
         export_hf(model, source, folder.path / "hf", tokenizer)
         log.info("exported    %s (AutoModelForCausalLM.from_pretrained loads it)", folder.path / "hf")

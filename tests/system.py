@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -164,6 +165,7 @@ class Process:
     def wait(self) -> Outcome:
         """To be called once. A process that a signal ended has the negative number of it for a code."""
         code = int(self.server.ask({"wait": self.pid}))
+        self.server.running.discard(self.pid)
         return Outcome(code, self.output.read_text(), self.errors.read_text())
 
     def kill(self, number: int) -> Outcome:
@@ -176,6 +178,7 @@ class Server:
 
     def __init__(self, folder: Path, **environment: str):
         self._folder, self._jobs = folder, 0
+        self.running: set[int] = set()
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
         self._process = subprocess.Popen(
             [sys.executable, "-c", SERVER],
@@ -197,12 +200,15 @@ class Server:
         output, errors = (self._folder / f"{self._jobs}.{kind}" for kind in ("out", "err"))
         job = {"script": script, "argv": argv, "cwd": str(self._folder), "hang_at": hang_at}
         pid = int(self.ask({**job, "output": str(output), "errors": str(errors)}))
+        self.running.add(pid)
         return Process(self, pid, output, errors)
 
     def run(self, script: str, argv: list[str]) -> Outcome:
         return self.start(script, argv).wait()
 
     def stop(self) -> None:
+        for pid in self.running:  # a test that failed did not wait for them
+            os.kill(pid, signal.SIGKILL)
         self._process.stdin.close()
         self._process.wait(timeout=30)
         self._process.stdout.close()

@@ -78,6 +78,9 @@ class Training:
         finally:
             self.metrics.close()
             self.trackers.close()
+        if run.state.step < settings.n_steps and not settings.keep_ckpts:
+            log.warning("stopped at step %d; nothing is saved (--keep_ckpts 0)", run.state.step)
+            return False
         if run.state.step < settings.n_steps:
             log.info("stopped at step %d; go on with:\n  %s", run.state.step, resume_command(run.folder, run.script))
             return False
@@ -135,7 +138,8 @@ class Training:
         last = step == settings.n_steps
         if last or (settings.eval_interval and step % settings.eval_interval == 0 and not stopping):
             self._evaluate()
-        if last or stopping or (settings.ckpt_interval and step % settings.ckpt_interval == 0):
+        due = last or stopping or (settings.ckpt_interval and step % settings.ckpt_interval == 0)
+        if due and settings.keep_ckpts:
             with self.throughput.pause():
                 path = self.run.save()
             log.info("step %d: checkpoint %s", step, path)

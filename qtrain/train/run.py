@@ -77,7 +77,7 @@ class Run:
 
     @property
     def checkpoints(self) -> Checkpoints:
-        return Checkpoints(self.folder.checkpoints, self.settings.keep_ckpts)
+        return Checkpoints(self.folder.checkpoints, max(self.settings.keep_ckpts, 1))
 
     def save(self) -> Path:
         """Write a checkpoint of this moment; returns its folder."""

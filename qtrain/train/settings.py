@@ -78,8 +78,8 @@ class TrainSettings:
     """Sequences per evaluation, always the same ones."""
     ckpt_interval: CountOrNever = 1000
     """Steps between checkpoints; 0: only at the end and on a signal."""
-    keep_ckpts: Count = 2
-    """Complete checkpoints to keep."""
+    keep_ckpts: CountOrNever = 2
+    """Complete checkpoints to keep; 0: write none, not even at the end."""
     resume: str | None = None
     """auto: continue the newest run of this name; or a checkpoint folder or a run folder."""
     log_interval: Count = 1

@@ -1,0 +1,362 @@
+"""A user's mistake is one short line that names the flag or file, what was given and what is allowed; nothing is
+written. The table runs over both scripts; it lists what real command lines get wrong, one mistake a line."""
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import llm_pretrain
+import tokenize_data
+from tests.data.corpora import write_jsonl, write_llmq, write_parquet, write_raw
+from tests.system import call, flags, only_run, tree, write_model
+
+MAINS = {"pretrain": llm_pretrain.main, "tokenize": tokenize_data.main}
+TOKENS = {"type": "token", "dataset_dir": "tokens"}
+TEXT = {"type": "text", "paths": "jsonl", "tokenizer": "byte"}
+HF = {"type": "hf_text", "dataset": "json", "data_files": "jsonl/*.jsonl", "tokenizer": "byte"}
+GOOD = {
+    "pretrain": {"model": "tiny.json", "train_ds": TOKENS, "seq_len": 32, "n_steps": 2, "eval_interval": 0},
+    "tokenize": {"files": ["jsonl"], "split": "all", "tokenizer": "byte", "n_procs": 1, "output_dir": "new"},
+}
+N_WEIGHTS = 18  # tensors of the tiny model's checkpoint
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A command line that would work but for `settings` (None takes one out) or `words`; what its message must say."""
+
+    says: tuple[str, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+    words: tuple[str, ...] = ()
+    script: str = "pretrain"
+
+    def argv(self) -> list[str]:
+        merged = {**GOOD[self.script], **self.settings}
+        return [*flags(**{k: v for k, v in merged.items() if v is not None}), *self.words]
+
+
+def wrong(*says: str, words: tuple[str, ...] = (), **settings: Any) -> Mistake:
+    return Mistake(says, settings, words)
+
+
+def wrong_tokenize(*says: str, words: tuple[str, ...] = (), **settings: Any) -> Mistake:
+    return Mistake(says, settings, words, "tokenize")
+
+
+FLAGS = [
+    wrong("--bath_size: unknown flag", "Did you mean --batch_size?", words=("--bath_size=4",)),
+    wrong("--quantise: unknown flag", "Did you mean --quantize?", words=("--quantise", "int8")),
+    wrong("--n_steps: '1e3' is not allowed", "a whole number at least 1", n_steps="1e3"),
+    wrong("--n_steps: 0 is out of range", "at least 1", n_steps=0),
+    wrong("--batch_size: -4 is out of range", "at least 1", batch_size=-4),
+    wrong("--batch_size: the value is missing", "a whole number", words=("--batch_size",)),
+    wrong("--seq_len: 1 is out of range", "at least 2", seq_len=1),
+    wrong("--lr: nan is out of range", "a number from 0", lr="nan"),
+    wrong("--lr: 'fast' is not allowed", "a number", lr="fast"),
+    wrong("--z_loss: -1.0 is out of range", z_loss=-1),
+    wrong("--clip_grad_norm: inf is out of range", clip_grad_norm="inf"),
+    wrong("--seed: -1 is out of range", seed=-1),
+    wrong("--keep_ckpts: 0 is out of range", "at least 1", keep_ckpts=0),
+    wrong("--dtype: 'fp16' is not allowed", "'auto', 'bf16', 'fp32'", dtype="fp16"),
+    wrong("--device: 'gpu' is not allowed", "'auto', 'cuda', 'cpu'", device="gpu"),
+    wrong("--model_impl: 'torch' is not allowed", "'native', 'hf'", model_impl="torch"),
+    wrong(
+        "--activation_checkpointing: 'some' is not allowed",
+        "'none', 'selective', 'full'",
+        activation_checkpointing="some",
+    ),
+    wrong("--profile: a switch takes no value", "--no_profile", words=("--profile", "yes")),
+    wrong("--compile: a switch takes no value", words=("--compile=true",)),
+    wrong("token_ids", "--help", words=("token_ids",)),
+    wrong("--train_ds: not valid JSON", words=("--train_ds={'type': 'token'}",)),
+    wrong("--train_ds: the key 'type' is given twice", words=('--train_ds={"type": "token", "type": "text"}',)),
+    wrong("--optim_kwargs: NaN is not a JSON number", words=('--optim_kwargs={"eps": NaN}',)),
+    wrong("--quantize_kwargs: '[]' is not a JSON object", words=("--quantize_kwargs=[]",)),
+]
+
+RECIPES = [
+    wrong("--config: the file recipe.json does not exist", "Did you mean recipes.json?", config="recipe.json"),
+    wrong("--config (no_json.json): not valid JSON", config="no_json.json"),
+    wrong("--config (twice.json): the key 'lr' is given twice", config="twice.json"),
+    wrong("--config (list.json): a recipe is a JSON object", config="list.json"),
+    wrong("--config (typo.json): unknown key 'batchsize'", "Did you mean 'batch_size'?", config="typo.json"),
+    wrong("--config (type.json).n_steps: '10' is not allowed", "a whole number", config="type.json"),
+    wrong("--config (nan.json): NaN is not a JSON number", config="nan.json"),
+    wrong("--config: cannot read binary.json", config="binary.json"),
+    wrong("--config: cannot read jsonl", config="jsonl"),
+    wrong("--config: given twice", words=("--config=recipes.json",), config="recipes.json"),
+]
+
+MODELS = [
+    wrong("--model: unknown model 'qwen2.5-1b'", "Did you mean 'qwen2.5-1.5b'?", model="qwen2.5-1b"),
+    wrong("--model: the file tinny.json does not exist", "Did you mean tiny.json?", model="tinny.json"),
+    wrong("--model: there is no folder ./tiny", model="./tiny"),
+    wrong("--model: the folder jsonl has no config.json", model="jsonl"),
+    wrong("--model (no_json.json): not valid JSON", model="no_json.json"),
+    wrong("--model (gpt.json): unknown model_type 'gpt2'", "llama", "--model_impl hf", model="gpt.json"),
+    wrong("--model (heads.json): num_attention_heads 3", "num_key_value_heads 2", model="heads.json"),
+    wrong("--model (no_vocab.json): the key 'vocab_size' is missing", model="no_vocab.json"),
+    wrong("--model (text_size.json): hidden_size: '32' is not allowed", model="text_size.json"),
+    wrong("--pretrained: tiny.json is a shape without weights", pretrained=True),
+    wrong("no_weights", "neither model.safetensors nor", model="no_weights", pretrained=True),
+    wrong("broken_weights/model.safetensors cannot be read", model="broken_weights", pretrained=True),
+    wrong("another shape than its config says", "expected", model="wide", pretrained=True),
+    wrong("--model: 'a//b'", model="a//b"),
+]
+
+DATA = [
+    wrong("--train_ds: no training data is given", '"type":"token"', train_ds=None),
+    wrong("--train_ds: the key 'type' is missing", "hf_text, mix, text, token", train_ds={"dataset_dir": "tokens"}),
+    wrong("--train_ds: unknown dataset type 'tokens'", "Did you mean 'token'?", train_ds={**TOKENS, "type": "tokens"}),
+    wrong("--train_ds (token): unknown key 'dir'", "dataset_dir", train_ds={**TOKENS, "dir": "tokens"}),
+    wrong("--train_ds (token): the key 'dataset_dir' is missing", train_ds={"type": "token"}),
+    wrong("--train_ds (token).dataset_dir: 7 is not allowed", train_ds={**TOKENS, "dataset_dir": 7}),
+    wrong("--train_ds: 'token' does not exist", "Did you mean 'tokens'?", train_ds={**TOKENS, "dataset_dir": "token"}),
+    wrong("--train_ds: 'jsonl' matches no file with the ending .bin", train_ds={**TOKENS, "dataset_dir": "jsonl"}),
+    wrong("--train_ds: unfinished is not finished", train_ds={**TOKENS, "dataset_dir": "unfinished"}),
+    wrong("--train_ds: cut/tokens_00000.bin has", "truncated", train_ds={**TOKENS, "dataset_dir": "cut"}),
+    wrong("--train_ds: odd.bin", "uint16", train_ds={**TOKENS, "dataset_dir": "odd.bin"}),
+    wrong("--train_ds: llmq.bin has", "its header says", train_ds={**TOKENS, "dataset_dir": "llmq.bin"}),
+    wrong("--train_ds: 4 tokens.bin", "seq_len+1 = 33", train_ds={**TOKENS, "dataset_dir": "4 tokens.bin"}),
+    wrong("--train_ds", "tokens are too few", "smaller --seq_len", seq_len=1_000_000),
+    wrong("--train_ds: tokens", "beyond the model's vocabulary of 100", model="vocab100.json"),
+    wrong("--train_ds: the tokenizer 'byte' has 258 ids", "100", model="vocab100.json", train_ds=TEXT),
+    wrong("--train_ds (manifest", "not a manifest", train_ds={**TOKENS, "dataset_dir": "manifest"}),
+    wrong("--train_ds (text): the key 'tokenizer' is missing", train_ds={"type": "text", "paths": "jsonl"}),
+    wrong("--train_ds (text).split: 'valid' is not allowed", "'validation'", train_ds={**TEXT, "split": "valid"}),
+    wrong("--train_ds: 'josnl' does not exist", "Did you mean 'jsonl'?", train_ds={**TEXT, "paths": "josnl"}),
+    wrong("--train_ds: no_json.json has the ending '.json'", ".jsonl", train_ds={**TEXT, "paths": "no_json.json"}),
+    wrong("has no column 'content'", "text", train_ds={**TEXT, "text_column": "content"}),
+    wrong("--train_ds: broken.jsonl, line at byte 0: not valid JSON", train_ds={**TEXT, "paths": "broken.jsonl"}),
+    wrong("--train_ds: broken.parquet is not a readable parquet", train_ds={**TEXT, "paths": "broken.parquet"}),
+    wrong("--train_ds: empty.txt: no documents", train_ds={**TEXT, "paths": "empty.txt"}),
+    wrong("data_files: 'no/*.jsonl' matches no file", train_ds={**HF, "data_files": "no/*.jsonl"}),
+    wrong("unknown split of 'json' 'test'", "train", train_ds={**HF, "split": "test"}),
+    wrong("--train_ds (hf_text).shuffle_buffer: 0 is out of range", train_ds={**HF, "shuffle_buffer": 0}),
+    wrong("has no column 'body'", "text", train_ds={**HF, "text_column": "body"}),
+    wrong("--train_ds.datasets: the list is empty", train_ds={"type": "mix", "datasets": []}),
+    wrong("--train_ds.datasets[0].weight: None", "above 0", train_ds={"type": "mix", "datasets": [TEXT]}),
+    wrong(
+        "--train_ds.datasets[1] (text): unknown key 'path'",
+        "Did you mean 'paths'?",
+        train_ds={"type": "mix", "datasets": [{**TOKENS, "weight": 1}, {**TEXT, "weight": 1, "path": "jsonl"}]},
+    ),
+    wrong("--eval_ds: unknown dataset type 'txt'", "text", eval_ds={**TEXT, "type": "txt"}),
+    wrong("--eval_ds: 4 tokens.bin", "seq_len+1 = 33", eval_ds={**TOKENS, "dataset_dir": "4 tokens.bin"}),
+    wrong("--eval_ds: short.txt", "less than one window", eval_ds={**TEXT, "paths": "short.txt"}),
+    wrong("--doc_mask", "tokenizer", doc_mask=True, train_ds={**TOKENS, "dataset_dir": "raw.bin"}),
+    wrong(
+        "--doc_mask",
+        "no end token",
+        doc_mask=True,
+        train_ds={"type": "token", "dataset_dir": "raw.bin", "tokenizer": "no_eos.json"},
+    ),
+    wrong("--train_ds", "tokenizer", "samples", sample_prompts=["a"], train_ds={**TOKENS, "dataset_dir": "raw.bin"}),
+]
+
+TOKENIZERS = [
+    wrong("unknown tokenizer 'lama2'", "Did you mean 'llama2'?", train_ds={**TEXT, "tokenizer": "lama2"}),
+    wrong("the tokenizer 'my.model' does not exist", train_ds={**TEXT, "tokenizer": "my.model"}),
+    wrong("no_json.json is not a tokenizer.json", train_ds={**TEXT, "tokenizer": "no_json.json"}),
+    wrong("broken.model is not a sentencepiece model", train_ds={**TEXT, "tokenizer": "broken.model"}),
+    wrong("'jsonl' holds neither tokenizer.json nor", train_ds={**TEXT, "tokenizer": "jsonl"}),
+    wrong("names no end-of-text token", train_ds={**TEXT, "tokenizer": "no_eos.json"}),
+    wrong("--eval_ds: its tokenizer", "differs from the run's, 'byte'", eval_ds={**TEXT, "tokenizer": "words.json"}),
+]
+
+CHOICES = [
+    wrong("--quantize: unknown scheme 'int9'", "Did you mean 'int8'?", quantize="int9"),
+    wrong("--quantize (int8): unknown key 'grad_wieght'", "'grad_weight'", quantize="int8", quantize_kwargs={"grad_wieght": "bf16"}),
+    wrong("--quantize (int8).output: 'fp8' is not allowed", "'int8'", quantize="int8", quantize_kwargs={"output": "fp8"}),
+    wrong("--quantize (bf16): unknown key 'output'", quantize_kwargs={"output": "bf16"}),
+    wrong("--optim: unknown optimizer 'adam'", "Did you mean 'adamw'?", optim="adam"),
+    wrong("--optim (adamw).betas: [0.9] is not allowed", "a list", optim_kwargs={"betas": [0.9]}),
+    wrong("--optim (adamw).betas", "out of range", "from 0 to 1", optim_kwargs={"betas": [0.9, 1.5]}),
+    wrong("--lr_schedule_kwargs: unknown key 'warm_up'", "Did you mean 'warmup'?", lr_schedule_kwargs={"warm_up": 0.1}),
+    wrong("--lr_schedule_kwargs.warmup: 100 is out of range", "from 0 to 1", lr_schedule_kwargs={"warmup": 100}),
+    wrong("--lr_schedule_kwargs", "more than the whole run", lr_schedule_kwargs={"warmup": 0.6, "decay": 0.6}),
+    wrong("decay_type: 'cos' is not allowed", "'cosine'", lr_schedule_kwargs={"decay_type": "cos"}),
+    wrong("--batch_size: 8 is not micro_batch_size x", "3 x auto", batch_size=8, micro_batch_size=3),
+    wrong("--batch_size: 8 is not", "2 x 2", batch_size=8, micro_batch_size=2, gradient_accumulation=2),
+    wrong("--batch_size: 2 is not", "auto x 4", batch_size=2, gradient_accumulation=4),
+    wrong("--trackers: unknown tracker 'tensorbord'", "Did you mean 'tensorboard'?", trackers=["tensorbord"]),
+    wrong("--run_name: 'a/b' cannot name a folder", "letters", run_name="a/b"),
+    wrong("--run_name: '' cannot name a folder", run_name=""),
+    wrong("--runs_dir: cannot make", "empty.txt", runs_dir="empty.txt"),
+    wrong("--hellaswag", "no.jsonl", hellaswag=True, hellaswag_file="no.jsonl"),
+    wrong("--hellaswag", "broken.jsonl", "line 1", hellaswag=True, hellaswag_file="broken.jsonl"),
+    wrong("--hellaswag", "label", hellaswag=True, hellaswag_file="no_label.jsonl"),
+    wrong("--hellaswag", "holds no questions", hellaswag=True, hellaswag_file="empty.txt"),
+    wrong("--hellaswag_file", "--hellaswag", hellaswag_file="jsonl/0.jsonl"),
+]
+
+RESUME = [
+    wrong("--resume: no/such cannot be loaded", "no such folder", resume="no/such"),
+    wrong("--resume: jsonl cannot be loaded", "no complete checkpoint", resume="jsonl"),
+    wrong("incomplete", "COMPLETE", resume="incomplete/00000002"),
+    wrong("--n_steps: 1 is less than the 2 steps", resume="RUN", n_steps=1),
+    wrong("--resume", "shape", "settings of the run", resume="RUN", model="wider.json"),
+    wrong("--resume", "tensors", "settings of the run", resume="RUN", model="deeper.json"),
+    wrong("--resume", "torch.float32", "torch.bfloat16", resume="RUN", dtype="bf16"),
+    wrong("--train_ds: cannot resume", "windows", resume="RUN", seq_len=16),
+    wrong("--train_ds: cannot resume", resume="RUN", train_ds=TEXT),
+    wrong("--train_ds: cannot resume", "seed", resume="RUN", seed=7),
+    wrong("--train_ds: cannot resume", resume="FIRST", seed=7),
+]
+
+TOKENIZE = [
+    wrong_tokenize("--dataset, --files: neither is given", files=None),
+    wrong_tokenize("--dataset, --files: both are given", dataset="tinystories"),
+    wrong_tokenize("--dataset: unknown dataset 'tinystory'", "'tinystories'", files=None, dataset="tinystory"),
+    wrong_tokenize("--split: unknown split of local files 'valid'", "Did you mean 'validation'?", split="train,valid"),
+    wrong_tokenize("--subset: local files have no subsets", subset="en"),
+    wrong_tokenize("--files: 'josnl' does not exist", "Did you mean 'jsonl'?", files=["josnl"]),
+    wrong_tokenize("--files: 'no/*.txt' matches no file", files=["no/*.txt"]),
+    wrong_tokenize("--tokenizer, --train_tokenizer: both are given", train_tokenizer=500),
+    wrong_tokenize("--train_tokenizer: 10 pieces cannot be trained", "at least", tokenizer=None, train_tokenizer=10),
+    wrong_tokenize("--train_tokenizer: 90000 pieces", "at most", tokenizer=None, train_tokenizer=90_000),
+    wrong_tokenize("--train_tokenizer: -1 is out of range", tokenizer=None, train_tokenizer=-1),
+    wrong_tokenize("--tokenizer: unknown tokenizer 'bytes'", "Did you mean 'byte'?", tokenizer="bytes"),
+    wrong_tokenize("--tokenizer: 'no_eos.json' names no end-of-text token", tokenizer="no_eos.json"),
+    wrong_tokenize("--shard_tokens: 500000000 is out of range", "2e+08", shard_tokens=500_000_000),
+    wrong_tokenize("--validation_fraction: 5.0 is out of range", "from 0 to 1", validation_fraction=5),
+    wrong_tokenize("--output_dir: jsonl exists and holds other files", output_dir="jsonl"),
+    wrong_tokenize("--output_dir: tokens was made", "--tokenizer 'byte', not", tokenizer="words.json", output_dir="tokens"),
+    wrong_tokenize("--output_dir", "empty.txt", output_dir="empty.txt"),
+    wrong_tokenize("none of the 2 files falls in the split 'validation'", split="validation", validation_fraction=0),
+    wrong_tokenize("has no column 'content'", "text", text_column="content"),
+    wrong_tokenize("--text_colum: unknown flag", "--text_column", words=("--text_colum=x",)),
+    wrong_tokenize("--config (typo.json): unknown key 'batchsize'", config="typo.json"),
+]
+
+MISTAKES = [*FLAGS, *RECIPES, *MODELS, *DATA, *TOKENIZERS, *CHOICES, *RESUME, *TOKENIZE]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Good and broken files of every kind, and a finished run: the working folder of every mistake."""
+    here = tmp_path_factory.mktemp("bad_input")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(here)
+        write_jsonl(here / "jsonl")
+        write_parquet(here / "parquet", files=1)
+        _write_models()
+        _write_small_files()
+        _write_tokens()
+        run = flags(**GOOD["pretrain"], runs_dir="runs", ckpt_interval=1, no_export=None)
+        assert call(llm_pretrain.main, [w for w in run if "no_export" not in w]).code == 0
+        shutil.copytree(only_run(Path("runs")) / "checkpoints", "incomplete")
+        shutil.rmtree("incomplete/00000001")
+        Path("incomplete/00000002/COMPLETE").unlink()
+    return here
+
+
+def _write_models() -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    write_model(Path("tiny.json"))
+    write_model(Path("vocab100.json"), vocab_size=100)
+    write_model(Path("wider.json"), intermediate_size=96)
+    write_model(Path("deeper.json"), num_hidden_layers=3)
+    write_model(Path("gpt.json"), model_type="gpt2")
+    write_model(Path("heads.json"), num_attention_heads=3, num_key_value_heads=2, hidden_size=48)
+    write_model(Path("no_vocab.json"), vocab_size=None)
+    write_model(Path("text_size.json"), hidden_size="32")
+    for name in ("no_weights", "broken_weights", "wide"):
+        Path(name).mkdir()
+        write_model(Path(name, "config.json"))
+    Path("broken_weights/model.safetensors").write_bytes(b"\x10" * 100)
+    good = only_tensors()
+    save_file({k: torch.zeros(8, 8) if "norm" not in k else v for k, v in good.items()}, "wide/model.safetensors")
+
+
+def only_tensors() -> dict:
+    """The tiny model's tensors by their Hugging Face names."""
+    import torch
+
+    from qtrain.models import build_model, export_hf, read_model_source
+
+    source = read_model_source("tiny.json")
+    export_hf(build_model(source), source, Path("scratch"))
+    from safetensors.torch import load_file
+
+    tensors = load_file("scratch/model.safetensors")
+    shutil.rmtree("scratch")
+    assert all(isinstance(t, torch.Tensor) for t in tensors.values())
+    return tensors
+
+
+def _write_small_files() -> None:
+    Path("recipes.json").write_text("{}")
+    Path("no_json.json").write_text('{"a": ')
+    Path("twice.json").write_text('{"lr": 1, "lr": 2}')
+    Path("list.json").write_text("[1]")
+    Path("typo.json").write_text('{"batchsize": 4}')
+    Path("type.json").write_text('{"n_steps": "10"}')
+    Path("nan.json").write_text('{"lr": NaN}')
+    Path("binary.json").write_bytes(b"\xff\xfe\x00\x80")
+    Path("empty.txt").touch()
+    Path("short.txt").write_text("short")
+    Path("broken.jsonl").write_text('{"text": \n')
+    Path("broken.parquet").write_bytes(b"PAR1 and no more")
+    Path("broken.model").write_bytes(b"\x07\x07\x07")
+    Path("no_label.jsonl").write_text(json.dumps({"ctx": "a", "endings": ["b", "c"]}) + "\n")
+    words = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "[UNK]": 2}, "unk_token": "[UNK]"}}
+    Path("no_eos.json").write_text(json.dumps(words))
+    end = {"id": 3, "content": "</s>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    Path("words.json").write_text(json.dumps({**words, "added_tokens": [end]}))
+
+
+def _write_tokens() -> None:
+    argv = flags(**{**GOOD["tokenize"], "output_dir": "tokens"})
+    assert call(tokenize_data.main, argv).code == 0
+    shutil.copytree("tokens", "cut")
+    shard = Path("cut/tokens_00000.bin")
+    shard.write_bytes(shard.read_bytes()[:-100])
+    shutil.copytree("tokens", "unfinished")
+    manifest = json.loads(Path("unfinished/manifest.json").read_text())
+    Path("unfinished/manifest.json").write_text(json.dumps({**manifest, "complete": False, "shards": []}))
+    Path("manifest").mkdir()
+    Path("manifest/manifest.json").write_text('{"files": []}')
+    write_raw(Path("raw.bin"), np.arange(2000) % 250)
+    write_raw(Path("4 tokens.bin"), np.arange(4))
+    Path("odd.bin").write_bytes(b"123")
+    write_llmq(Path("llmq.bin"), np.arange(2000), None)
+    Path("llmq.bin").write_bytes(Path("llmq.bin").read_bytes()[:-8])
+
+
+def name_of(mistake: Mistake) -> str:
+    return f"{mistake.script}-{mistake.says[0]}"
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=name_of)
+def test_a_mistake_is_one_short_line_and_changes_nothing(folder, mistake, monkeypatch):
+    monkeypatch.chdir(folder)
+    run = str(only_run(Path("runs")))
+    argv = [w.replace("RUN", run).replace("FIRST", f"{run}/checkpoints/00000001") for w in mistake.argv()]
+    before = tree(folder)
+    outcome = call(MAINS[mistake.script], argv)
+    assert outcome.code == 2, f"not refused: {outcome}"
+    message = outcome.err.removesuffix("\n")
+    assert message.startswith("error: ") and "\n" not in message, outcome.err
+    assert len(message) < 400, f"{len(message)} characters: {message}"
+    assert all(part in message for part in mistake.says), message
+    assert tree(folder) == before
+    assert outcome.out == "" or "plan" not in outcome.out
+
+
+def test_the_table_is_long_enough_and_the_command_lines_are_right_without_the_mistake(folder, monkeypatch):
+    """So that each of them is refused for what it is in the table for."""
+    monkeypatch.chdir(folder)
+    assert len(MISTAKES) >= 60 and len({name_of(m) for m in MISTAKES}) == len(MISTAKES)
+    before = tree(folder)
+    for train_ds in (TOKENS, TEXT, HF):
+        settings = {**GOOD["pretrain"], "train_ds": train_ds, "dry_run": True}
+        assert call(llm_pretrain.main, flags(**settings)).code == 0
+    assert tree(folder) == before
