@@ -4,10 +4,12 @@ An entry is a frozen dataclass. Its name is the word on the command line, its fi
 (checked by type and range), the first line of its docstring is its line in `--list` and in the documentation.
 """
 
+import dataclasses
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-from qtrain.checks import check_fields
+from qtrain.checks import check_fields, type_name
 from qtrain.errors import unknown_name
 
 T = TypeVar("T")
@@ -48,3 +50,13 @@ class Registry(Generic[T]):
     def describe(self) -> list[tuple[str, str]]:
         """(name, first line of the docstring) of every entry, sorted by name."""
         return [(name, self._entries[name].__doc__.strip().splitlines()[0]) for name in self.names()]
+
+    def options(self, name: str) -> list[tuple[str, str]]:
+        """(key, what it may be and its default) of every JSON option of the entry `name`."""
+        cls = self._entries[name]
+        hints = typing.get_type_hints(cls, include_extras=True)
+        found = []
+        for field in dataclasses.fields(cls):
+            default = "required" if field.default is dataclasses.MISSING else f"default {field.default!r}"
+            found.append((field.name, f"{type_name(hints[field.name])}; {default}"))
+        return found

@@ -4,23 +4,26 @@ from qtrain.data import DATASETS, TOKENIZERS
 from qtrain.models import list_models
 from qtrain.optim import OPTIMIZERS
 from qtrain.quant import SCHEMES
-
-
-def registries() -> dict[str, list[tuple[str, str]]]:
-    """(name, description) of every entry, by the flag or key that takes it."""
-    return {
-        "schemes (--quantize)": SCHEMES.describe(),
-        "optimizers (--optim)": OPTIMIZERS.describe(),
-        'dataset types (--train_ds {"type": ...})': DATASETS.describe(),
-        "tokenizers (also: a .model file, a tokenizer.json, a folder, a hub id)": sorted(TOKENIZERS.items()),
-        "models (--model; also: a .json file, a folder, a hub id)": list_models(),
-    }
+from qtrain.registry import Registry
 
 
 def listing() -> str:
-    """All registries as text."""
-    blocks = []
-    for title, entries in registries().items():
-        width = max(len(name) for name, _ in entries)
-        blocks.append("\n".join([title, *(f"  {name:{width}}  {line}" for name, line in entries)]))
+    """All registries as text: every entry with its line, and the keys of its JSON options below it."""
+    blocks = [
+        _block("schemes (--quantize)", SCHEMES.describe(), SCHEMES),
+        _block("optimizers (--optim)", OPTIMIZERS.describe(), OPTIMIZERS),
+        _block('dataset types (--train_ds {"type": ...})', DATASETS.describe(), DATASETS),
+        _block("tokenizers", sorted(TOKENIZERS.items())),
+        _block("models (--model; also: a .json file, a folder, a hub id)", list_models()),
+    ]
     return "\n\n".join(blocks)
+
+
+def _block(title: str, entries: list[tuple[str, str]], registry: Registry | None = None) -> str:
+    width = max(len(name) for name, _ in entries)
+    lines = [title]
+    for name, line in entries:
+        lines.append(f"  {name:{width}}  {line}")
+        if registry is not None:
+            lines += [f"  {'':{width}}    {key}: {what}" for key, what in registry.options(name)]
+    return "\n".join(lines)

@@ -55,7 +55,7 @@ class Plan:
         """The plan as text."""
         g, tokens = self.geometry, self.n_steps * self.tokens_per_step
         sequences = g.micro_batch_size * g.gradient_accumulation * g.world
-        count = f"{short_number(self.parameters)} parameters, " if self.parameters else ""
+        count = f"{_billions(self.parameters)} parameters, " if self.parameters else ""
         rows = [("model", f"{self.model}, {count}linears in {self.scheme}")]
         rows += [("data", line) for line in self.data]
         rows += [
@@ -97,6 +97,11 @@ class Plan:
                 f"{duration(2 * tokens / fastest)} at half of it",
             ),
         ]
+
+
+def _billions(number: int) -> str:
+    """Parameters are counted in billions (B), not giga."""
+    return short_number(number).replace("G", "B")
 
 
 def make_plan(
