@@ -21,10 +21,11 @@ from qtrain.train.listing import listing
 from qtrain.train.loop import Training
 from qtrain.train.plan import make_plan
 from qtrain.train.report import write_report
-from qtrain.train.run import Run, find_run_folder, open_run_folder
+from qtrain.train.run import Run, find_run_folder
 from qtrain.train.settings import CountOrNever, LanguageSettings, batch_geometry, choose_device, choose_dtype
 from qtrain.train.state import TrainState
-from qtrain.train.status import setup_log
+from qtrain.train.status import FILE_ONLY, setup_log
+from qtrain.train.tensors import seed_rng
 from qtrain.train.trackers import check_trackers
 
 SCRIPT = Path(__file__).stem
@@ -70,21 +71,31 @@ def main(argv: list[str]) -> None:
         raise UserError('--train_ds: no training data is given; for example \'{"type":"token","dataset_dir":"DIR"}\'.')
     tokenizer = dataset_tokenizer(settings.train_ds, "--train_ds")
     if tokenizer is None and (settings.sample_prompts or settings.hellaswag or settings.doc_mask):
-        raise UserError("--train_ds: it does not say its tokenizer, which samples, HellaSwag and doc_mask need.")
+        raise UserError(
+            "--train_ds: it does not say its tokenizer, which --sample_prompts, --hellaswag and --doc_mask need; add "
+            '"tokenizer":"NAME" to it.'
+        )
     if settings.doc_mask and tokenizer.eos_id is None:
         raise UserError(f"--doc_mask: the tokenizer {tokenizer.name!r} has no end token to tell documents apart.")
+    vocab_size = source.config.get("vocab_size") if model_config is None else model_config.vocab_size
     context = StreamContext(
-        settings.seq_len, settings.seed, tokenizer=tokenizer, vocab_size=source.config.get("vocab_size")
+        settings.seq_len,
+        settings.seed,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size if isinstance(vocab_size, int) else None,
     )
-    open_stream(settings.train_ds, context, "--train_ds")
+    open_stream(settings.train_ds, context, "--train_ds").next_sample()
     eval_windows = []
     if settings.eval_ds is not None:
         eval_windows = eval_batches(
             settings.eval_ds, context, geometry.micro_batch_size, settings.eval_sequences, "--eval_ds"
         ).batches
     questions = []
+    if settings.hellaswag_file and not settings.hellaswag:
+        raise UserError("--hellaswag_file: it is read with --hellaswag only; add that, or leave it out.")
     if settings.hellaswag:
-        questions = load_questions(settings.hellaswag_file or "hub", settings.hellaswag_limit or None)
+        flag = "--hellaswag_file" if settings.hellaswag_file else "--hellaswag"
+        questions = load_questions(settings.hellaswag_file or "hub", settings.hellaswag_limit or None, flag)
     plan = make_plan(
         settings,
         model_config,
@@ -95,14 +106,13 @@ def main(argv: list[str]) -> None:
         dtype,
         data=(str(settings.train_ds), *([str(settings.eval_ds)] if settings.eval_ds else [])),
     )
+    planned = "\n".join(plan.lines())
+    print(planned, flush=True)
     if settings.dry_run:
-        print("\n".join(plan.lines()))
         return
-    open_run_folder(folder, settings)
-    log = setup_log(folder.path)
-    log.info("run folder %s\n%s", folder.path, "\n".join(plan.lines()))
 
     # ---- model -------------------------------------------------------------------------------------------------------
+    seed_rng(settings.seed)
     model = build_model(
         source, impl=settings.model_impl, device=device, dtype=dtype, pretrained=settings.pretrained, seed=settings.seed
     )
@@ -112,7 +122,8 @@ def main(argv: list[str]) -> None:
     quantized = quantize_linears(
         model, scheme, seed=settings.seed, head=model.lm_head, quantize_head=settings.quantize_lm_head
     )
-    log.info("linears\n%s", "\n".join(describe_choices(quantized.choices)))
+    swapped = "\n".join(["linears", *describe_choices(quantized.choices)])
+    print(swapped, flush=True)
     apply_activation_checkpointing(model, settings.activation_checkpointing)
     if settings.compile:
         compile_layers(model)
@@ -133,7 +144,7 @@ def main(argv: list[str]) -> None:
         position=run.state.data,
     )
 
-    # ---- fit ---------------------------------------------------------------------------------------------------------
+    # ---- fit: from here on files are written -------------------------------------------------------------------------
     forward = language_forward(model, tokenizer.eos_id if settings.doc_mask else None)
     evaluation = LanguageEvaluation(
         model,
@@ -147,6 +158,10 @@ def main(argv: list[str]) -> None:
         settings.seed,
     )
     with loader:
+        run.open_folder()
+        log = setup_log(folder.path)
+        log.info("%s\n%s", planned, swapped, extra=FILE_ONLY)
+        log.info("run folder  %s", folder.path)
         finished = Training(run, plan, schedule, forward, loader, evaluation).fit()
 
     # ---- export ------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ Stopped at any moment, the same command goes on where it was; the files come out
 
 import os
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -201,8 +200,4 @@ def prepare_folder(folder: Path, manifest: Manifest, tokenizer: Tokenizer, model
 
 
 if __name__ == "__main__":
-    try:
-        run_script(main)
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on after the last finished shard", file=sys.stderr)
-        sys.exit(130)
+    run_script(main, interrupted="stopped; the same command goes on after the last finished shard")

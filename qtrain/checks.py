@@ -46,6 +46,12 @@ def type_name(annotation: Any) -> str:
     return names.get(origin or annotation, getattr(annotation, "__name__", str(annotation)))
 
 
+def shown(value: Any) -> str:
+    """A given value for a message: as Python spells it, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}...{text[-12:]}"
+
+
 def _coerce(value: Any, annotation: Any) -> Any:
     """JSON has one number type and no tuples: let 1 stand for 1.0 and a list for a tuple, nothing else."""
     origin, args = get_origin(annotation), get_args(annotation)
@@ -81,11 +87,11 @@ def check_value(flag: str, value: Any, annotation: Any) -> Any:
     bounds = [a for a in getattr(annotation, "__metadata__", ()) if isinstance(a, Range)]
     base = get_args(annotation)[0] if bounds else annotation
     if not _matches(value, base):
-        raise UserError(f"{flag}: {value!r} is not allowed; it must be {type_name(annotation)}.")
+        raise UserError(f"{flag}: {shown(value)} is not allowed; it must be {type_name(annotation)}.")
     numbers = [value] if isinstance(value, int | float) else value if isinstance(value, list | tuple) else []
     for bound in bounds:
         if not all(bound.low <= n <= bound.high for n in numbers):  # NaN fails both comparisons
-            raise UserError(f"{flag}: {value!r} is out of range; it must be {type_name(annotation)}.")
+            raise UserError(f"{flag}: {shown(value)} is out of range; it must be {type_name(annotation)}.")
     return value
 
 
@@ -119,8 +125,8 @@ def parse_json(text: str, where: str) -> Any:
 
     try:
         return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not valid JSON ({error}). Given: {text[:80]!r}.") from None
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets nested as deep
+        raise UserError(f"{where}: not valid JSON ({str(error)[:100]}). Given: {shown(text)}.") from None
 
 
 def read_json(path: str | Path, flag: str) -> Any:
@@ -132,6 +138,8 @@ def read_json(path: str | Path, flag: str) -> Any:
         close = nearest(str(path), [str(p) for p in path.parent.glob("*.json")])
         hint = f" Did you mean {close}?" if close else ""
         raise UserError(f"{flag}: the file {path} does not exist.{hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{flag}: cannot read {path}: {error}") from None
+    except OSError as error:
+        raise UserError(f"{flag}: cannot read {path}: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{flag}: {path} is not UTF-8 text (byte {error.start}).") from None
     return parse_json(text, f"{flag} ({path})")

@@ -10,6 +10,7 @@ are skipped, which makes the config.json of any run a recipe.
 import contextlib
 import dataclasses
 import io
+import itertools
 import json
 import platform
 import re
@@ -23,7 +24,7 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from qtrain.checks import check_fields, check_value, parse_json, read_json, type_name
+from qtrain.checks import check_fields, check_value, parse_json, read_json, shown, type_name
 from qtrain.errors import TrainingStopped, UserError, nearest
 
 C = TypeVar("C")
@@ -35,7 +36,7 @@ def _json_object(words: list[str]) -> dict[str, Any]:
     except UserError as error:
         raise ValueError(str(error)) from None  # tyro adds the flag's name to a ValueError
     if not isinstance(value, dict):
-        raise ValueError(f"JSON: {words[0]!r} is not a JSON object; write it in braces.")
+        raise ValueError(f"JSON: {shown(words[0])} is not a JSON object; write it in braces.")
     return value
 
 
@@ -79,13 +80,18 @@ def parse(cls: type[C], argv: list[str], prog: str) -> C:
     return cls(**values)
 
 
-def run_script(main: Callable[[list[str]], None]) -> None:
-    """Run a script's main on the command line; an error that is a message is printed on stderr, without traceback."""
+def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupted") -> None:
+    """Run a script's main on the command line; an error that is a message is printed on stderr, without traceback.
+
+    `interrupted` is what Ctrl-C is answered with, where main does not answer it."""
     try:
         main(sys.argv[1:])
     except (UserError, TrainingStopped) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        sys.exit(130)
 
 
 def as_dict(config: Any) -> dict[str, Any]:
@@ -162,8 +168,9 @@ def _refuse_unknown_flags(cls: type, argv: list[str], prog: str) -> None:
 def _reworded(cls: type, argv: list[str], box: str, prog: str) -> UserError:
     """tyro's boxed complaint as one line in our wording."""
     lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()[1:]]
-    rule = next((i for i, line in enumerate(lines) if line.startswith("───")), len(lines))
-    text = " ".join(line for line in lines[:rule] if line.strip("─"))
+    # A rule ends the complaint; where the output is no UTF-8, rules are dashes and one stands above it too.
+    complaint = itertools.dropwhile(lambda line: not line.strip("─-"), lines)
+    text = " ".join(itertools.takewhile(lambda line: line.strip("─-"), complaint))
     found = re.search(r"--([\w-]+)", text)
     hints = typing.get_type_hints(cls, include_extras=True)
     name = found.group(1).replace("-", "_") if found else ""
@@ -174,12 +181,12 @@ def _reworded(cls: type, argv: list[str], box: str, prog: str) -> UserError:
         return UserError(f"--{name}: {text.split('JSON: ', 1)[1]}")
     if given is None:
         return UserError(f"--{name}: the value is missing; it must be {type_name(hints[name])}.")
-    return UserError(f"--{name}: {given!r} is not allowed; it must be {type_name(hints[name])}.")
+    return UserError(f"--{name}: {shown(given)} is not allowed; it must be {type_name(hints[name])}.")
 
 
 def _given(argv: list[str], name: str) -> str | None:
-    """What the command line gives for the flag `name`; None when the flag ends it or another flag follows."""
-    for position, word in enumerate(argv):
+    """What the command line gives for the flag `name`, the last time, which counts; None when no value follows it."""
+    for position, word in reversed(list(enumerate(argv))):
         if word.startswith("--") and _flag_name(word) == name:
             if "=" in word:
                 return word.split("=", 1)[1]

@@ -26,7 +26,7 @@ def nearest(given: str, allowed: Iterable[str]) -> str | None:
 def unknown_name(flag: str, kind: str, given: str, allowed: Iterable[str], fix: str = "") -> UserError:
     """An error for a name that is in no registry: what was given, what is allowed, the nearest match, the fix."""
     allowed = sorted(allowed)
-    shown = ", ".join(allowed[:24]) + (f", ... ({len(allowed)} in all)" if len(allowed) > 24 else "")
+    shown = ", ".join(allowed[:12]) + (f", ... ({len(allowed)} in all)" if len(allowed) > 12 else "") or "none"
     close = nearest(given, allowed)
     hint = f" Did you mean {close!r}?" if close else ""
     return UserError(f"{flag}: unknown {kind} {given!r}.{hint} Allowed: {shown}.{' ' + fix if fix else ''}")

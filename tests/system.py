@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from qtrain.config import run_script
 from qtrain.train.metrics import read_metrics
@@ -76,12 +79,10 @@ def call(main: Callable[[list[str]], None], argv: list[str]) -> Outcome:
     return Outcome(code, out.getvalue(), err.getvalue())
 
 
-def tree(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of change of everything in a folder."""
-    found = ((p, p.stat()) for p in sorted(folder.rglob("*")))
-    return {str(p.relative_to(folder)): (s.st_size, s.st_mtime_ns) for p, s in found if not p.is_dir()} | {
-        str(p.relative_to(folder)): (-1, 0) for p in folder.rglob("*") if p.is_dir()
-    }
+def tree(folder: Path) -> dict[str, tuple[int, int] | None]:
+    """Size and time of change of every file in a folder; the names of the folders."""
+    found = {str(p.relative_to(folder)): None if p.is_dir() else p.stat() for p in folder.rglob("*")}
+    return {name: stat and (stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
 
 
 def only_run(runs: Path, script: str = "llm_pretrain") -> Path:
@@ -90,10 +91,37 @@ def only_run(runs: Path, script: str = "llm_pretrain") -> Path:
     return run
 
 
-def losses(run: Path, after: int = 0) -> list[tuple]:
+def last_step(runs: Path) -> int:
+    """The last step that the one run in `runs` has logged; 0 before it has."""
+    records = [r for run in runs.glob("llm_pretrain/*") for r in read_metrics(run / "metrics.jsonl")]
+    return max((r["step"] for r in records if "loss" in r), default=0)
+
+
+def losses(run: Path) -> list[tuple]:
     """(step, loss, gradient norm, rate, tokens, data position, evaluation loss) of the log, which time cannot touch."""
     keys = ("step", "loss", "grad_norm", "lr", "tokens", "data", "eval_loss")
-    return [tuple(r.get(k) for k in keys) for r in read_metrics(run / "metrics.jsonl") if r["step"] > after]
+    return [tuple(place(r.get(k)) for k in keys) for r in read_metrics(run / "metrics.jsonl")]
+
+
+def place(position: Any) -> Any:
+    """A data position without the inner state of the `datasets` library, which spells one place in several ways."""
+    if isinstance(position, dict):
+        return {key: place(value) for key, value in position.items() if key != "state"}
+    return [place(value) for value in position] if isinstance(position, list) else position
+
+
+def contents(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint by its name, which begins with model, optim or rng."""
+    found: dict[str, torch.Tensor] = {}
+
+    def walk(value: Any, name: str) -> None:
+        for key, inner in value.items():
+            walk(inner, f"{name}{key}.") if isinstance(inner, dict) else found.setdefault(f"{name}{key}", inner)
+
+    with tempfile.NamedTemporaryFile() as scratch:
+        dcp_to_torch_save(checkpoint, scratch.name)
+        walk(torch.load(scratch.name), "")
+    return found
 
 
 # ---- real processes --------------------------------------------------------------------------------------------------
@@ -168,6 +196,15 @@ class Process:
         self.server.running.discard(self.pid)
         return Outcome(code, self.output.read_text(), self.errors.read_text())
 
+    def until(self, condition: Callable[[], Any]) -> None:
+        """Wait until `condition` holds; a process that complains fails the test at once."""
+
+        def holds() -> Any:
+            assert not (said := self.errors.read_text()), said
+            return condition()
+
+        wait_until(holds)
+
     def kill(self, number: int) -> Outcome:
         os.kill(self.pid, number)
         return self.wait()
@@ -198,6 +235,8 @@ class Server:
         """Start `script` with `argv`. With `hang_at` it does not go on after that step, so that it can be killed."""
         self._jobs += 1
         output, errors = (self._folder / f"{self._jobs}.{kind}" for kind in ("out", "err"))
+        for path in (output, errors):
+            path.touch()
         job = {"script": script, "argv": argv, "cwd": str(self._folder), "hang_at": hang_at}
         pid = int(self.ask({**job, "output": str(output), "errors": str(errors)}))
         self.running.add(pid)

@@ -178,8 +178,7 @@ class DocumentOrder:
                 cuts.append(at - 1)
                 size = 0
             size += block_size
-        ends = self._ends[[*cuts, len(self._ends) - 1]]
-        self._window_ends = ends[np.diff(ends, prepend=0) > 0]
+        self._window_ends = self._ends[[*cuts, len(self._ends) - 1]]
         self._epoch = epoch
 
 

@@ -28,8 +28,8 @@ def as_list(value: str | list[str]) -> list[str]:
     return [value] if isinstance(value, str) else list(value)
 
 
-def match_files(entry: str, suffixes: Iterable[str], flag: str) -> list[TextFile]:
-    """Files meant by a path, a glob (`**` allowed) or a folder, sorted; UserError when there are none."""
+def match_files(entry: str, suffixes: Iterable[str], flag: str, fix: str = "") -> list[TextFile]:
+    """Files meant by a path, a glob (`**` allowed) or a folder, sorted. UserError, with `fix`, when there are none."""
     suffixes = tuple(suffixes)
     path = Path(entry).expanduser()
     if path.is_dir():
@@ -44,7 +44,7 @@ def match_files(entry: str, suffixes: Iterable[str], flag: str) -> list[TextFile
         root, found = Path(*path.parts[:first_magic]), [p for p in matches if p.suffix in suffixes and p.is_file()]
     else:
         close = nearest(entry, [str(p) for p in path.parent.glob("*")]) if path.parent.is_dir() else None
-        raise UserError(f"{flag}: {entry!r} does not exist.{f' Did you mean {close!r}?' if close else ''}")
+        raise UserError(f"{flag}: {entry!r} does not exist.{f' Did you mean {close!r}?' if close else ''}{fix}")
     if not found:
         raise UserError(f"{flag}: {entry!r} matches no file with the ending {' or '.join(suffixes)}.")
     return [TextFile(p, p.relative_to(root).as_posix()) for p in found]

@@ -26,7 +26,7 @@ class HfTextDataset(Dataset):
     subset: str | None = None
     split: str = "train"
     text_column: str = "text"
-    data_files: str | list[str] | dict[str, Any] | None = None
+    data_files: str | list[str] | dict[str, str | list[str]] | None = None
     shuffle_buffer: Annotated[int, Range(1)] = 1000
 
     def load_tokenizer(self, flag: str) -> Tokenizer:

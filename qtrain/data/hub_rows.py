@@ -75,6 +75,8 @@ class RowSource:
         with contextlib.nullcontext() if local else reaching_hub(flag, what, FIX):
             try:
                 yield
+            except StopIteration:  # the library's, from a file without rows
+                raise UserError(f"{flag}: {what} cannot be read: a file of it is empty.") from None
             except (ValueError, RuntimeError) as error:  # pyarrow's errors are ValueErrors
                 if found := re.search(r"Available: (\[.*\])", str(error)):
                     names = re.findall(r"'([^']+)'", found.group(1))

@@ -6,22 +6,27 @@ tokenizer runs on N threads, so that Python's lock never holds up the training l
 batch is the one right after it, however far the producer has run ahead.
 """
 
+import atexit
+import contextlib
 import functools
+import multiprocessing
 import os
 import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
 
 from qtrain.data.stream import Batch, Sample, Stream, StreamContext, open_stream
 from qtrain.errors import UserError
 
 Item = tuple[Batch, dict[str, Any]]
+Opener = Callable[[], Stream]
 
 
 class Loader:
@@ -98,6 +103,7 @@ class _Thread:
         work = (batches(stream, micro_batch_size),)
         self._thread = threading.Thread(target=self._run, args=work, name="data", daemon=True)
         self._thread.start()
+        atexit.register(_close_producer, weakref.ref(self))  # a thread inside a library aborts the process at its end
 
     def _run(self, items: Iterator[Item]) -> None:
         try:
@@ -132,47 +138,79 @@ class _Thread:
         self._thread.join(timeout=10)
 
 
-class _Batches(IterableDataset):
-    """The stream inside the producer process. A UserError travels as an item: raised there, torch would wrap it."""
-
-    def __init__(self, opener: functools.partial, position: Mapping[str, Any], micro_batch_size: int):
-        self._opener, self._position, self._micro_batch_size = opener, position, micro_batch_size
-
-    def __iter__(self) -> Iterator[Item | UserError]:
-        try:
-            stream = self._opener()
-            stream.seek(self._position)
-            yield from batches(stream, self._micro_batch_size)
-        except UserError as error:
-            yield error
-
-
-def _prepare_process(threads: int, worker: int) -> None:
-    """In the producer process, before the tokenizer library starts its thread pool there."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # a stop meant for the whole group: training still finishes its step
-    os.environ.update(RAYON_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM=str(threads > 1).lower())
-
-
 class _Process:
-    """The producer as one worker process of a torch DataLoader, which watches over its life and moves the tensors."""
+    """The producer as a process of its own, with a bounded queue.
 
-    def __init__(self, opener: Any, position: Mapping[str, Any], micro_batch_size: int, threads: int, prefetch: int):
-        loader = DataLoader(
-            _Batches(opener, position, micro_batch_size),
-            batch_size=None,
-            num_workers=1,
-            prefetch_factor=prefetch,
-            worker_init_fn=functools.partial(_prepare_process, threads),
-            multiprocessing_context="spawn",  # a forked process may not use the thread pools of its parent
-        )
-        self._items = iter(loader)
+    Not a torch DataLoader: that one raises in the middle of whatever the main thread is doing, a checkpoint perhaps,
+    when its worker is ended by a signal that was meant for the whole process group."""
+
+    def __init__(self, opener: Opener, position: Mapping[str, Any], micro_batch_size: int, threads: int, prefetch: int):
+        context = multiprocessing.get_context("spawn")  # a forked process may not use the thread pools of its parent
+        self._queue = context.Queue(maxsize=prefetch)
+        work = (self._queue, opener, dict(position), micro_batch_size, threads, os.getpid())
+        self._process = context.Process(target=_produce, args=work, name="data", daemon=True)
+        self._process.start()
+        self._ended = False
+        atexit.register(_close_producer, weakref.ref(self))  # before multiprocessing waits for it to end by itself
 
     def get(self) -> Item:
-        item = next(self._items)
-        if isinstance(item, UserError):
+        if self._ended:
+            raise StopIteration
+        while True:
+            try:
+                item = self._queue.get(timeout=1)
+                break
+            except queue.Empty:
+                if not self._process.is_alive():
+                    code = self._process.exitcode
+                    item = RuntimeError(f"the data process ended with exit code {code}; was it killed for memory?")
+                    break
+        if isinstance(item, BaseException):
+            self._ended = True
             raise item
-        return item
+        input_ids, labels, position = item
+        return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels)), position
 
     def close(self) -> None:
-        self._items = iter(())  # the DataLoader's iterator stops its worker when it is collected
+        self._ended = True
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()
+        self._queue.close()
+
+
+def _close_producer(producer: weakref.ref) -> None:
+    if (alive := producer()) is not None:
+        alive.close()
+
+
+def _produce(items: Any, opener: Opener, position: dict, micro_batch_size: int, threads: int, parent: int) -> None:
+    """What the producer process runs. The end of the stream and errors travel as items."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # a stop meant for the whole group: training still finishes its step
+    threading.Thread(target=leave_with, args=(parent,), daemon=True).start()
+    os.environ.update(RAYON_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM=str(threads > 1).lower())
+    with contextlib.suppress(ImportError):  # progress bars of `datasets` make a lock that would be reported as leaked
+        from tqdm import tqdm
+
+        tqdm.set_lock(threading.RLock())
+    try:
+        stream = opener()
+        stream.seek(position)
+        for batch, after in batches(stream, micro_batch_size):
+            items.put((batch.input_ids.numpy(), batch.labels.numpy(), after))
+        items.put(StopIteration())
+    except UserError as error:
+        items.put(error)
+    except BaseException:
+        items.put(RuntimeError(f"in the data process:\n{traceback.format_exc()}"))
+    items.close()
+    items.join_thread()
+    os._exit(0)  # the threads of pyarrow and datasets do not outlive an orderly exit
+
+
+def leave_with(parent: int) -> None:
+    """End this process when `parent` is gone: a killed parent cannot end it, and it would wait for ever."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)

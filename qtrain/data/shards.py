@@ -49,7 +49,9 @@ def find_shards(dataset_dir: str | list[str], flag: str) -> tuple[list[Shard], l
         if folder.is_dir() and (folder / FILE_NAME).is_file():
             paths = [folder / shard.file for shard in _manifest(folder, manifests, flag).shards]
         else:
-            paths = [file.path for file in match_files(entry, [".bin"], flag)]
+            paths = [
+                file.path for file in match_files(entry, [".bin"], flag, " Token shards are made by tokenize_data.py.")
+            ]
         for path in paths:
             has_manifest = (path.parent / FILE_NAME).is_file()
             manifest = _manifest(path.parent, manifests, flag) if has_manifest else None

@@ -230,8 +230,8 @@ def _opened(file: Path, where: str, device: str = "cpu") -> Iterator[Any]:
 def _refuse(where: str, what: str, names: Any) -> None:
     if names:
         shown = sorted(names)
-        more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
-        raise UserError(f"{where}: the checkpoint {what}: {', '.join(shown[:8])}{more}.")
+        more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
+        raise UserError(f"{where}: the checkpoint {what}: {', '.join(shown[:3])}{more}.")
 
 
 @contextlib.contextmanager

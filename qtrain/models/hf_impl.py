@@ -157,7 +157,7 @@ def build_hf_model(
     try:
         config = AutoConfig.for_model(model_type, **values)
     except Exception as error:  # transformers checks configs with errors of many types
-        raise UserError(f"{source.where}: transformers refuses this config: {error}") from None
+        raise UserError(f"{source.where}: transformers refuses this config: {' '.join(str(error).split())}") from None
     if pretrained:
         place = source.folder or source.hub_id
         with reaching_hub("--model", f"the weights of {source.name!r}", FIX):

@@ -14,7 +14,7 @@ from qtrain.optim.optimizer import OPTIMIZERS, OptimizerSpec
 class AdamW(OptimizerSpec):
     """torch's fused AdamW; states in the weights' dtype"""
 
-    betas: Annotated[tuple[float, float], Range(0, 1)] = (0.9, 0.95)
+    betas: Annotated[tuple[float, float], Range(0, 0.999999)] = (0.9, 0.95)
     eps: Annotated[float, Range(0)] = 1e-8
 
     def state_bytes(self, weight_bytes: int) -> float:

@@ -25,12 +25,16 @@ class QuantizedModel:
 
     choices: list[LinearChoice]
     linears: list[LowBitLinear]
-    seed: Tensor  # int64 scalar on the device
-    step: Tensor  # int64 scalar on the device
+    keys: Tensor  # int64 [linears, 3]: seed, step, number of each; a linear holds its row
+
+    @property
+    def step(self) -> int:
+        """The micro-step whose random bits are drawn; it decides a stochastically rounded weight's codes too."""
+        return int(self.keys[0, 1]) if len(self.keys) else 0
 
     def set_step(self, step: int) -> None:
         """Name the micro-step whose random bits are drawn next."""
-        self.step.fill_(step)
+        self.keys[:, 1].fill_(step)
 
     def refresh(self) -> None:
         """Renew every weight's codes; once after each optimizer step and after loading a checkpoint."""
@@ -55,15 +59,15 @@ def quantize_linears(
 ) -> QuantizedModel:
     """Swap the linears of `model` in place. `head` is its output head, left alone unless `quantize_head`."""
     device = next(model.parameters()).device
-    quantized = QuantizedModel(
-        [], [], torch.tensor(seed, dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)
-    )
+    most = sum(isinstance(module, nn.Linear) for module in model.modules())
+    keys = torch.tensor([[seed, 0, number] for number in range(most)], dtype=torch.int64, device=device)
+    quantized = QuantizedModel([], [], keys.view(-1, 3))
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear):
             continue
         reason = _reason_to_leave(module, scheme, module is head and not quantize_head)
         if reason is None:
-            swapped = LowBitLinear(module, scheme, quantized.seed, quantized.step, number=len(quantized.linears))
+            swapped = LowBitLinear(module, scheme, quantized.keys[len(quantized.linears)])
             swapped.train(module.training)
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, swapped)

@@ -11,9 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qtrain.kernels.int8_mm import scaled_int8_mm_ref
-from qtrain.kernels.quantize_int8 import quantize_int8_columnwise_ref, quantize_int8_rowwise_ref, rounding_noise
-from qtrain.quant.scheme import SCHEMES, Draws, Gemm, LowBitScheme, Operand
+from qtrain.kernels.int8_mm import scaled_int8_mm
+from qtrain.kernels.philox import ROLES
+from qtrain.kernels.quantize_int8 import quantize_int8_dual, quantize_int8_rowwise
+from qtrain.quant.scheme import SCHEMES, Gemm, LowBitScheme, Operand
 
 Arithmetic = Literal["int8", "bf16"]
 
@@ -37,39 +38,37 @@ class Int8(LowBitScheme):
     def kept_input_bytes(self, element: int) -> float:
         return 1 if self.grad_weight == "int8" else element
 
-    def weight_operands(self, w: Tensor, draws: Draws | None) -> tuple[Operand, Operand]:
-        rows = _rows(w, "w rows", draws) if self.output == "int8" else ()
-        columns = _columns(w, "w columns", draws) if self.grad_input == "int8" else ()
-        return rows, columns
+    def weight_operands(self, w: Tensor, key: Tensor | None) -> tuple[Operand, Operand]:
+        return _quantize(w, "w", key, self.output == "int8", self.grad_input == "int8", otherwise=())
 
-    def input_operands(self, x: Tensor, draws: Draws | None) -> tuple[Operand, Operand]:
-        rows = _rows(x, "x rows", draws) if self.output == "int8" else (x,)
-        columns = _columns(x, "x columns", draws) if self.grad_weight == "int8" else (x,)
-        return rows, columns
+    def input_operands(self, x: Tensor, key: Tensor | None) -> tuple[Operand, Operand]:
+        return _quantize(x, "x", key, self.output == "int8", self.grad_weight == "int8", otherwise=(x,))
 
-    def grad_operands(self, dy: Tensor, draws: Draws | None) -> tuple[Operand, Operand]:
-        rows = _rows(dy, "dy rows", draws) if self.grad_input == "int8" else (dy,)
-        columns = _columns(dy, "dy columns", draws) if self.grad_weight == "int8" else (dy,)
-        return rows, columns
+    def grad_operands(self, dy: Tensor, key: Tensor | None) -> tuple[Operand, Operand]:
+        return _quantize(dy, "dy", key, self.grad_input == "int8", self.grad_weight == "int8", otherwise=(dy,))
 
     def multiply(self, gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         if len(a) == 2:  # codes and scale, K-major both
             (a_codes, a_scale), (b_codes, b_scale) = a, b
-            return scaled_int8_mm_ref(a_codes, b_codes, a_scale, b_scale, dtype)
+            return scaled_int8_mm(a_codes, b_codes, a_scale, b_scale, dtype)
         if gemm == "output":
             return a[0] @ b[0].t()
         return a[0] @ b[0] if gemm == "grad_input" else a[0].t() @ b[0]
 
 
-def _rows(x: Tensor, role: str, draws: Draws | None) -> Operand:
-    """x [M, K] -> codes int8 [M, K], scale fp32 [M]."""
-    return quantize_int8_rowwise_ref(x, _noise(x, role, draws))
+def _quantize(
+    x: Tensor, name: str, key: Tensor | None, rows: bool, columns: bool, otherwise: Operand
+) -> tuple[Operand, Operand]:
+    """x [M, K] -> its rows' operand (codes [M, K], scale [M]) and its columns' (codes [K, M], scale [K]).
 
-
-def _columns(x: Tensor, role: str, draws: Draws | None) -> Operand:
-    """x [M, K] -> codes int8 [K, M], scale fp32 [K]."""
-    return quantize_int8_columnwise_ref(x, _noise(x, role, draws))
-
-
-def _noise(x: Tensor, role: str, draws: Draws | None) -> Tensor | None:
-    return None if draws is None else rounding_noise(x, draws.seed, draws.step, draws.tensor_id(role))
+    One that no INT8 GEMM reads is `otherwise`.
+    """
+    row_role, column_role = ROLES.index(f"{name} rows"), ROLES.index(f"{name} columns")
+    if rows and columns:
+        codes, scale, codes_t, scale_t = quantize_int8_dual(x, key, row_role, column_role)
+        return (codes, scale), (codes_t, scale_t)
+    if rows:
+        return quantize_int8_rowwise(x, key, row_role), otherwise
+    if columns:
+        return otherwise, quantize_int8_dual(x, key, row_role, column_role)[2:]
+    return otherwise, otherwise

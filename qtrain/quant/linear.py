@@ -8,7 +8,7 @@ step and only read by forward, backward and recomputation.
 import torch
 from torch import Tensor, nn
 
-from qtrain.quant.scheme import Draws, LowBitScheme, Operand
+from qtrain.quant.scheme import LowBitScheme, Operand
 
 
 class LowBitLinearFunction(torch.autograd.Function):
@@ -21,24 +21,25 @@ class LowBitLinearFunction(torch.autograd.Function):
         weight: Tensor,  # [N, K], the master: it receives the gradient
         bias: Tensor | None,  # [N]
         scheme: LowBitScheme,
-        draws: Draws | None,
+        key: Tensor | None,
         w_output: Operand,
         w_grad_input: Operand,
     ) -> Tensor:
-        x_output, x_grad_weight = scheme.input_operands(x, draws)
+        x_output, x_grad_weight = scheme.input_operands(x, key)
         y = scheme.multiply("output", x_output, w_output or (weight,), x.dtype)
         needs_dx, needs_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         kept_w = (w_grad_input or (weight,)) if needs_dx else ()
         kept_x = x_grad_weight if needs_dw else ()
         ctx.save_for_backward(*kept_w, *kept_x)
-        ctx.n_kept_w, ctx.scheme, ctx.draws, ctx.weight_dtype = len(kept_w), scheme, draws, weight.dtype
+        ctx.n_kept_w, ctx.scheme, ctx.key, ctx.weight_dtype = len(kept_w), scheme, key, weight.dtype
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        w_grad_input, x_grad_weight = ctx.saved_tensors[: ctx.n_kept_w], ctx.saved_tensors[ctx.n_kept_w :]
+        kept = ctx.saved_tensors  # read once: activation checkpointing allows no second time
+        w_grad_input, x_grad_weight = kept[: ctx.n_kept_w], kept[ctx.n_kept_w :]
         dx = dw = dbias = None
-        dy_grad_input, dy_grad_weight = ctx.scheme.grad_operands(dy, ctx.draws)
+        dy_grad_input, dy_grad_weight = ctx.scheme.grad_operands(dy, ctx.key)
         if ctx.needs_input_grad[0]:
             dx = ctx.scheme.multiply("grad_input", dy_grad_input, w_grad_input, dy.dtype)
         if ctx.needs_input_grad[1]:
@@ -51,15 +52,15 @@ class LowBitLinearFunction(torch.autograd.Function):
 class LowBitLinear(nn.Module):
     """Takes the place of an nn.Linear, and of its parameters: `weight` and `bias` are the same objects.
 
-    seed, step: int64 scalars on the device, shared by all linears of a model; number: this linear's place in the model.
+    key: int64 [3] on the device, what its stochastic rounding draws under: seed, step, number of the linear.
     """
 
-    def __init__(self, linear: nn.Linear, scheme: LowBitScheme, seed: Tensor, step: Tensor, number: int):
+    def __init__(self, linear: nn.Linear, scheme: LowBitScheme, key: Tensor):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.scheme = scheme
-        self.draws = Draws(seed, step, number)
+        self.register_buffer("key", key, persistent=False)
         output, grad_input = self._operands()
         self._n_output, self._n_grad_input = len(output), len(grad_input)
         for i, tensor in enumerate((*output, *grad_input)):
@@ -68,7 +69,7 @@ class LowBitLinear(nn.Module):
 
     @torch.no_grad()
     def _operands(self) -> tuple[Operand, Operand]:
-        return self.scheme.weight_operands(self.weight, self.draws if self.scheme.stochastic_rounding else None)
+        return self.scheme.weight_operands(self.weight, self.key if self.scheme.stochastic_rounding else None)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -80,13 +81,13 @@ class LowBitLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         operands = tuple(getattr(self, f"operand_{i}") for i in range(self._n_output + self._n_grad_input))
-        draws = self.draws if self.scheme.stochastic_rounding and self.training else None
+        key = self.key if self.scheme.stochastic_rounding and self.training else None
         y = LowBitLinearFunction.apply(
             x.reshape(-1, self.in_features),
             self.weight,
             self.bias,
             self.scheme,
-            draws,
+            key,
             operands[: self._n_output],
             operands[self._n_output :],
         )

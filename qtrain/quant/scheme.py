@@ -13,7 +13,6 @@ A further scheme is one file: a frozen dataclass registered in SCHEMES, its fiel
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -25,23 +24,6 @@ Gemm = Literal["output", "grad_input", "grad_weight"]
 Operand = tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
-class Draws:
-    """The key of one linear's stochastic rounding: seed and step, int64 scalars on the device, and the linear's number.
-
-    Each rounded operand of the linear draws under its own tensor id, `tensor_id(role)`.
-    """
-
-    seed: Tensor
-    step: Tensor
-    linear: int
-
-    ROLES = ("x rows", "x columns", "dy rows", "dy columns", "w rows", "w columns")
-
-    def tensor_id(self, role: str) -> int:
-        return self.linear * len(self.ROLES) + self.ROLES.index(role)
-
-
 class Scheme(ABC):
     """A choice of `--quantize`. A scheme that is not a LowBitScheme swaps nothing."""
 
@@ -51,7 +33,8 @@ class Scheme(ABC):
 
 
 class LowBitScheme(Scheme):
-    """A scheme that swaps linears. All tensors are 2-D; `draws` is None where rounding is to nearest."""
+    """A scheme that swaps linears. All tensors are 2-D. `key` is what stochastic rounding draws under
+    (`kernels.philox.uniform_ref`); None where rounding is to nearest."""
 
     stochastic_rounding: bool = False
 
@@ -68,15 +51,15 @@ class LowBitScheme(Scheme):
         """Bytes kept of a linear's input for backward, per element, where the input itself has `element` bytes."""
 
     @abstractmethod
-    def weight_operands(self, w: Tensor, draws: Draws | None) -> tuple[Operand, Operand]:
+    def weight_operands(self, w: Tensor, key: Tensor | None) -> tuple[Operand, Operand]:
         """w [N, K] -> operands for (output, grad_input). An empty one means that the GEMM reads w itself."""
 
     @abstractmethod
-    def input_operands(self, x: Tensor, draws: Draws | None) -> tuple[Operand, Operand]:
+    def input_operands(self, x: Tensor, key: Tensor | None) -> tuple[Operand, Operand]:
         """x [M, K] -> operands for (output, grad_weight). The second is all that is kept for backward."""
 
     @abstractmethod
-    def grad_operands(self, dy: Tensor, draws: Draws | None) -> tuple[Operand, Operand]:
+    def grad_operands(self, dy: Tensor, key: Tensor | None) -> tuple[Operand, Operand]:
         """dy [M, N] -> operands for (grad_input, grad_weight)."""
 
     @abstractmethod

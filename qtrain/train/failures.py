@@ -26,14 +26,17 @@ def _bad_values(tensor: Tensor | None) -> str | None:
 
 @torch.no_grad()
 def first_bad_tensor(model: nn.Module) -> str | None:
-    """The first parameter, in the model's order, whose weight or gradient has a NaN or Inf; None if all are finite.
+    """The first parameter, in the model's order, whose weight, or else whose gradient, has a NaN or Inf; None if all
+    are finite. Weights come first because one bad weight makes all gradients bad.
 
     Meant for the moment of failure: it waits for the device once per tensor.
     """
-    for name, parameter in model.named_parameters():
-        for kind, tensor in (("weight", parameter), ("gradient", parameter.grad)):
-            if found := _bad_values(tensor):
-                return f"the {kind} of {name} ({found})"
+    parameters = list(model.named_parameters())
+    weights = [("weight", name, parameter) for name, parameter in parameters]
+    gradients = [("gradient", name, parameter.grad) for name, parameter in parameters]
+    for kind, name, tensor in weights + gradients:
+        if found := _bad_values(tensor):
+            return f"the {kind} of {name} ({found})"
     return None
 
 

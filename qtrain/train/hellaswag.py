@@ -88,7 +88,9 @@ def question(row: dict[str, Any], where: str) -> Question:
 def load_questions(source: str, limit: int | None = None, flag: str = "--hellaswag") -> list[Question]:
     """The first `limit` questions of a local .jsonl, or, if `source` is "hub", of the hub's validation split."""
     if source == "hub":
-        fix = f"Download {HUB} where there is a network, or give a local .jsonl of its questions: {flag} FILE."
+        fix = (
+            f"Download {HUB} where there is a network, or give a local .jsonl of its questions: --hellaswag_file FILE."
+        )
         with reaching_hub(flag, f"the data set {HUB}", fix):
             from datasets import load_dataset
 
@@ -104,7 +106,7 @@ def load_questions(source: str, limit: int | None = None, flag: str = "--hellasw
                 if line.strip():
                     questions.append(question(json.loads(line), f"{flag} ({source}, line {number})"))
     except OSError as error:
-        raise UserError(f'{flag}: cannot read {source} ({error.strerror}). Give a .jsonl file, or "hub".') from None
+        raise UserError(f"{flag}: cannot read {source} ({error.strerror}); give a .jsonl of questions.") from None
     except ValueError as error:  # JSON and UTF-8
         raise UserError(f"{flag}: {source} is not a .jsonl file ({error}).") from None
     if not questions:

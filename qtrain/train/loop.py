@@ -14,7 +14,7 @@ from qtrain.errors import TrainingStopped
 from qtrain.optim import OPTIMIZERS, LRSchedule
 from qtrain.train.failures import first_bad_tensor, is_out_of_memory, not_finite, out_of_memory
 from qtrain.train.language import Forward
-from qtrain.train.metrics import MetricsLog, Throughput
+from qtrain.train.metrics import MetricsLog, Throughput, read_metrics
 from qtrain.train.plan import Plan
 from qtrain.train.profile import StepProfiler
 from qtrain.train.run import Run, resume_command
@@ -46,6 +46,8 @@ class Training:
         settings, state = run.settings, run.state
         resumed = run.folder.resumed_from is not None
         self.metrics = MetricsLog(run.folder.path / "metrics.jsonl", state.step if resumed else None)
+        # A signal ends a run before the evaluation that may be due: it is made up for when the run goes on.
+        self._evaluated = any(r["step"] == state.step and "loss" not in r for r in read_metrics(self.metrics.path))
         self.trackers = open_trackers(
             settings.trackers,
             as_dict(settings),
@@ -65,12 +67,15 @@ class Training:
                 stop = stack.enter_context(StopSignals())
                 status = stack.enter_context(StatusLine(settings.n_steps, log))
                 profiler = stack.enter_context(StepProfiler(run.folder.path, log, enabled=settings.profile))
-                if run.state.step == 0:
+                if self._evaluation_due() and not self._evaluated:
                     self._evaluate()
                 while run.state.step < settings.n_steps and not stop.requested:
                     self._step(status)
                     profiler.step()
-                    self._between_steps(stop.requested is not None)
+                    if not stop.requested or run.state.step == settings.n_steps:
+                        self._between_steps()
+                if run.state.step < settings.n_steps:
+                    self._save()
         except Exception as error:
             if is_out_of_memory(error):
                 raise self._out_of_memory() from None
@@ -132,17 +137,23 @@ class Training:
             step_s=rate.step_s if rate else None,
         )
 
-    def _between_steps(self, stopping: bool) -> None:
+    def _between_steps(self) -> None:
         """Evaluate and save where it is time; records come before the checkpoint that covers them."""
         settings, step = self.run.settings, self.run.state.step
-        last = step == settings.n_steps
-        if last or (settings.eval_interval and step % settings.eval_interval == 0 and not stopping):
+        if self._evaluation_due():
             self._evaluate()
-        due = last or stopping or (settings.ckpt_interval and step % settings.ckpt_interval == 0)
-        if due and settings.keep_ckpts:
+        if step == settings.n_steps or (settings.ckpt_interval and step % settings.ckpt_interval == 0):
+            self._save()
+
+    def _evaluation_due(self) -> bool:
+        step, interval = self.run.state.step, self.run.settings.eval_interval
+        return step in (0, self.run.settings.n_steps) or bool(interval and step % interval == 0)
+
+    def _save(self) -> None:
+        if self.run.settings.keep_ckpts:
             with self.throughput.pause():
                 path = self.run.save()
-            log.info("step %d: checkpoint %s", step, path)
+            log.info("step %d: checkpoint %s", self.run.state.step, path)
 
     def _evaluate(self) -> None:
         state = self.run.state

@@ -1,5 +1,6 @@
 """A run: its folder, and everything whose state a checkpoint holds, saved and restored together."""
 
+import dataclasses
 import re
 import shlex
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from qtrain.checks import shown
 from qtrain.config import write_config
 from qtrain.errors import UserError
 from qtrain.quant import QuantizedModel
@@ -33,38 +35,37 @@ class RunFolder:
 
 def find_run_folder(settings: TrainSettings, script: str) -> RunFolder:
     """The folder of a new run, or of the run that --resume names; creates nothing. UserError for a bad --resume."""
-    if not re.fullmatch(r"[\w.-]+", settings.run_name):
-        raise UserError(f"--run_name: {settings.run_name!r} cannot name a folder; use letters, digits, '_', '-', '.'.")
+    if not re.fullmatch(r"[\w.-]{1,100}", settings.run_name):
+        name = shown(settings.run_name)
+        raise UserError(f"--run_name: {name} cannot name a folder; use at most 100 letters, digits, '_', '-', '.'.")
     root = Path(settings.runs_dir) / script
-    checkpoint = resolve_resume(settings.resume, root, settings.run_name) if settings.resume else None
-    if checkpoint is None:
-        return RunFolder(root / f"{time.strftime('%Y%m%d-%H%M%S')}_{settings.run_name}", None)
+    checkpoint = None if settings.resume is None else resolve_resume(settings.resume, root, settings.run_name)
+    if checkpoint and checkpoint.parent.name == "checkpoints" and (checkpoint.parents[1] / "config.json").exists():
+        return RunFolder(checkpoint.parents[1], checkpoint)
     # A checkpoint that lies elsewhere than in a run's folder starts a new run from its state.
-    inside = checkpoint.parent.name == "checkpoints" and (checkpoint.parent.parent / "config.json").exists()
-    new = root / f"{time.strftime('%Y%m%d-%H%M%S')}_{settings.run_name}"
-    return RunFolder(checkpoint.parent.parent if inside else new, checkpoint)
+    started = time.time()
+    while (path := root / f"{_timestamp(started)}_{settings.run_name}").exists():
+        started += 1  # another run began in this second; names go on sorting by time
+    return RunFolder(path, checkpoint)
 
 
-def open_run_folder(folder: RunFolder, settings: TrainSettings) -> None:
-    """Make the folder and write config.json."""
-    try:
-        folder.path.mkdir(parents=True, exist_ok=folder.resumed_from is not None)
-    except FileExistsError:
-        raise UserError(f"--run_name: {folder.path} exists already; start again in a second.") from None
-    except OSError as error:
-        raise UserError(f"--runs_dir: cannot make {folder.path}: {error.strerror}.") from None
-    write_config(settings, folder.path / "config.json", sys.argv)
+def _timestamp(seconds: float) -> str:
+    return time.strftime("%Y%m%d-%H%M%S", time.localtime(seconds))
 
 
 def resume_command(folder: RunFolder, script: str) -> str:
     """The command that goes on with this run."""
+    program = sys.argv[0] if Path(sys.argv[0]).name == f"{script}.py" else f"{script}.py"
     config = shlex.quote(str(folder.path / "config.json"))
-    return f"python {script}.py --config {config} --resume {shlex.quote(str(folder.path))}"
+    return f"python {shlex.quote(program)} --config {config} --resume {shlex.quote(str(folder.path))}"
 
 
 @dataclass
 class Run:
-    """What training changes; `save` and `restore` move all of it together."""
+    """What training changes; `save` and `restore` move all of it together.
+
+    `restore` first, then, when nothing can be refused any more, `open_folder`: it is the first to write.
+    """
 
     settings: TrainSettings
     script: str
@@ -83,16 +84,21 @@ class Run:
         """Write a checkpoint of this moment; returns its folder."""
         optim_tensors, optim_meta = optimizer_tensors(self.optimizer, self.model)
         tensors = {"model": model_tensors(self.model), "optim": optim_tensors, "rng": rng_state()}
-        meta = {"state": self.state.as_meta(), "optim": optim_meta, "script": self.script}
+        meta = {
+            "state": self.state.as_meta(),
+            "optim": optim_meta,
+            "script": self.script,
+            "quantized_step": self.quantized.step,
+        }
         return self.checkpoints.save(self.state.step, tensors, meta)
 
     def restore(self) -> None:
-        """Load the checkpoint that the run goes on from, if there is one; later ones of the same run are removed."""
+        """Load the checkpoint that the run goes on from, if there is one. UserError where it does not fit."""
         path = self.folder.resumed_from
         if path is None:
             return
         meta = read_meta(path)
-        if meta.get("script") != self.script or not {"state", "optim"} <= meta.keys():
+        if meta.get("script") != self.script or not {"state", "optim", "quantized_step"} <= meta.keys():
             raise UserError(
                 f"--resume: {path} was not saved by {self.script}.py; resume with the script that saved it."
             )
@@ -109,7 +115,19 @@ class Run:
         }
         Checkpoints.load(path, tensors)
         set_rng_state(rng)
+        self.quantized.set_step(meta["quantized_step"])  # stochastically rounded codes come from the draws of then
         self.quantized.refresh()
         self.state = state
-        if path.parent == self.folder.checkpoints:
-            self.checkpoints.discard_after(state.step)
+
+    def open_folder(self) -> None:
+        """Make the run folder and write config.json; a resumed run loses the checkpoints of later steps."""
+        try:
+            self.folder.path.mkdir(parents=True, exist_ok=self.folder.resumed_from is not None)
+            # Without --resume: whoever takes config.json for a recipe wants a new run.
+            write_config(dataclasses.replace(self.settings, resume=None), self.folder.path / "config.json", sys.argv)
+        except FileExistsError:
+            raise UserError(f"--run_name: {self.folder.path} exists already; start again in a second.") from None
+        except OSError as error:
+            raise UserError(f"--runs_dir: cannot write {self.folder.path}: {error.strerror}.") from None
+        if self.folder.resumed_from and self.folder.resumed_from.parent == self.folder.checkpoints:
+            self.checkpoints.discard_after(self.state.step)

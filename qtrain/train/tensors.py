@@ -30,6 +30,13 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def seed_rng(seed: int) -> None:
+    """Seed every generator that `rng_state` saves: a foreign model's dropout may draw from them."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def rng_state() -> dict[str, dict[str, Tensor]]:
     """This rank's generators (python, numpy, torch CPU, the current CUDA device) as new tensors, under its number."""
     _, python_words, python_gauss = random.getstate()

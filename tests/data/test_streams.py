@@ -14,7 +14,7 @@ from qtrain.data import DATASETS, Sample, StreamContext, dataset_tokenizer, open
 from qtrain.data import documents as documents_module
 from qtrain.data import packing as packing_module
 from qtrain.errors import UserError
-from tests.data.corpora import functions, source_texts, specs, write_llmq, write_raw
+from tests.data.corpora import functions, source_texts, specs, write_llmq, write_parquet, write_raw
 
 FLAG = "--train_ds"
 EOS = 257
@@ -120,6 +120,7 @@ def test_token_windows_cover_all_files_in_a_row(datasets, tmp_path):
     for i, sample in enumerate(stored):
         assert np.array_equal(sample.tokens, tokens[16 * i : 16 * i + 17]) and sample.trained is None
     shuffled = take(open_stream(datasets["token"][0], StreamContext(16, seed=1, epochs=2), FLAG))
+    assert not same(shuffled[: len(stored)], shuffled[len(stored) :])
     for epoch in (shuffled[: len(stored)], shuffled[len(stored) :]):
         assert not same(epoch, stored)
         assert sorted(s.tokens.tobytes() for s in epoch) == sorted(s.tokens.tobytes() for s in stored)
@@ -152,6 +153,25 @@ def test_an_epoch_packs_every_document_once(datasets, small_reads, kind, number,
     missing = sorted(set(expected) - set(found))
     assert len(missing) <= 1  # the last document may lose its end: less than a window is left over
     assert sorted(found) == sorted(expected) or len(found) == len(expected) - 1
+
+
+@pytest.mark.parametrize(("kind", "number"), [("text", 0), ("hf_text", 0)])
+def test_each_epoch_has_another_order(datasets, kind, number):
+    ctx = StreamContext(7, seed=4, epochs=2)
+    found = documents_of(take(open_stream(datasets[kind][number], ctx, FLAG)))
+    half = len([t for t in (source_texts() if kind == "text" else functions()) if t])
+    assert sorted(found[:half]) == sorted(found[half:]) or len(found) == 2 * half - 1
+    assert found[: half - 1] != found[half : 2 * half - 1]
+
+
+def test_hf_text_reads_its_files_in_another_order_each_epoch(tmp_path):
+    for i in range(4):
+        (tmp_path / f"{i}.jsonl").write_text(json.dumps({"text": str(i)}) + "\n")
+    spec = {"type": "hf_text", "dataset": "json", "data_files": f"{tmp_path}/*.jsonl", "tokenizer": "byte"}
+    ctx = StreamContext(1, seed=4, epochs=6)
+    order = documents_of(take(open_stream({**spec, "shuffle_buffer": 1}, ctx, FLAG)))
+    epochs = {b"".join(order[at : at + 4]) for at in range(0, 20, 4)}
+    assert all(sorted(epoch) == sorted(b"0123") for epoch in epochs) and len(epochs) > 2
 
 
 @pytest.mark.parametrize(("kind", "number"), [("text", 0), ("text", 1), ("hf_text", 0), ("hf_text", 1)])
@@ -198,11 +218,12 @@ def test_mix_draws_by_weight_and_each_part_in_its_own_order(tmp_path):
     assert np.bincount(drawn) / 2000 == pytest.approx([1 / 8, 2 / 8, 5 / 8], abs=0.03)
     seen = [s.tokens.tobytes() for s in samples if s.tokens[0] >= 2000][:600]
     assert len(set(seen)) == len(set(seen[:300]) | set(seen)) > 30
-    ranks = [StreamContext(8, seed=5, rank=r, world=2) for r in range(2)]
-    firsts = [
-        [int(s.tokens[0]) for s in take(open_stream({"type": "mix", "datasets": parts}, c, FLAG), 50)] for c in ranks
-    ]
-    assert firsts[0] != firsts[1]
+    drawn_by_rank = []
+    for rank in range(2):
+        ctx = StreamContext(8, seed=5, rank=rank, world=2)
+        own = take(open_stream({"type": "mix", "datasets": parts}, ctx, FLAG), 100)
+        drawn_by_rank.append([int(s.tokens[0]) // 1000 for s in own])
+    assert [d for pair in zip(*drawn_by_rank, strict=True) for d in pair] == drawn[:200].tolist()
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
@@ -213,6 +234,7 @@ def bad_specs(root) -> list[tuple[dict, str]]:
     (root / "blank.jsonl").write_text('{"text": ""}\n' * 3)
     (root / "column.jsonl").write_text('{"texts": "x"}\n' * 3)
     (root / "broken.jsonl").write_text('{"text": "x"}\n{"text"\n')
+    write_parquet(root / "folder", files=1)
     (root / "bad.parquet").write_bytes(b"no parquet")
     write_raw(root / "short.bin", np.arange(9))
     text = {"type": "text", "tokenizer": "byte"}
@@ -244,6 +266,7 @@ def bad_specs(root) -> list[tuple[dict, str]]:
         ({**hf, "dataset": "json", "data_files": f"{root}/blank.jsonl", "split": "trian"}, "Did you mean 'train'"),
         ({**hf, "dataset": "parquet", "data_files": f"{root}/bad.parquet"}, "cannot be read"),
         ({**hf, "dataset": "./nowhere"}, "does not exist"),
+        ({**hf, "dataset": f"{root}/folder", "subset": "en"}, "unknown subset"),
         ({**hf, "dataset": "x/y", "shuffle_buffer": 0}, "at least 1"),
         ({"type": "mix", "datasets": []}, "the list is empty"),
         ({"type": "mix", "datasets": [{"type": "token"}]}, "weight: None is not allowed"),
@@ -254,7 +277,7 @@ def bad_specs(root) -> list[tuple[dict, str]]:
     ]
 
 
-@pytest.mark.parametrize("number", range(30))
+@pytest.mark.parametrize("number", range(31))
 def test_bad_specs_are_one_line(number, tmp_path):
     spec, said = bad_specs(tmp_path)[number]
     with pytest.raises(UserError, match=r"^--train_ds") as caught:

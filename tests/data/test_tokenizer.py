@@ -27,6 +27,7 @@ ODD = [
     "日本語😀👩‍💻",
 ]
 ODD += [
+    "<|begin_of_text|>x <|end_of_text|>",
     "</s><s><unk>",
     "<|bos|><|eos|>",
     SPACE,

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from qtrain.kernels.int8_mm import LONGEST_EXACT_K, int8_mm_ref, scaled_int8_mm_ref
+from qtrain.kernels.int8_mm import (
+    LONGEST_EXACT_K,
+    int8_mm_ref,
+    launch_scaled_int8_mm,
+    scaled_int8_mm,
+    scaled_int8_mm_ref,
+)
 
 
 @pytest.mark.parametrize(
@@ -41,3 +47,44 @@ def test_exact_on_gpu(m, n, k):
     a = torch.randint(-127, 128, (m, k), dtype=torch.int8)
     b = torch.randint(-127, 128, (n, k), dtype=torch.int8)
     assert torch.equal(int8_mm_ref(a.cuda(), b.cuda()).cpu().long(), a.long() @ b.long().t())
+
+
+def check_kernel(device, out_dtype, shapes):
+    """Bitwise equal to the definition: the sum is exact, and both round the same fp32 product."""
+    generator = torch.Generator().manual_seed(1)
+    for m, n, k in shapes:
+        a = torch.randint(-127, 128, (m, k), dtype=torch.int8, generator=generator).to(device)
+        b = torch.randint(-127, 128, (n, k), dtype=torch.int8, generator=generator).to(device)
+        scales = torch.rand(m, generator=generator).to(device), torch.rand(n, generator=generator).to(device)
+        out = launch_scaled_int8_mm(a, b, *scales, out_dtype)
+        assert torch.equal(out, scaled_int8_mm_ref(a, b, *scales, out_dtype)), (m, n, k)
+
+
+@pytest.mark.interpreter
+def test_kernel_in_the_interpreter():
+    check_kernel("cpu", torch.float32, [(1, 16, 16), (130, 272, 144), (3, 520, 400)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+def test_kernel(out_dtype):
+    random = torch.Generator().manual_seed(0)
+    shapes = [(1, 16, 16), (130, 272, 144), (4096, 4096, 1024), (32768, 896, 4864)]
+    for _ in range(200):
+        m, n, k = torch.randint(1, 40, (3,), generator=random).tolist()
+        shapes.append((m * 13, n * 16, k * 16))
+    check_kernel("cuda", out_dtype, shapes)
+
+
+def test_operator():
+    a, b = torch.ones(3, 16, dtype=torch.int8), torch.ones(8, 16, dtype=torch.int8)
+    torch.library.opcheck(scaled_int8_mm, (a, b, torch.rand(3), torch.rand(8), torch.bfloat16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m,n,k", [(1, 1, 1), (5, 7, 3), (0, 8, 16), (64, 40, 48)])
+def test_operator_takes_every_shape_on_gpu(m, n, k):
+    a, b = torch.randint(-9, 9, (m, k), dtype=torch.int8), torch.randint(-9, 9, (n, k), dtype=torch.int8)
+    scales = torch.rand(m), torch.rand(n)
+    out = scaled_int8_mm(a.cuda(), b.cuda(), scales[0].cuda(), scales[1].cuda(), torch.float32)
+    assert torch.allclose(out.cpu(), scaled_int8_mm_ref(a, b, *scales, torch.float32))

@@ -21,13 +21,13 @@ def test_known_answers():
         assert tuple(int(w) for w in philox_ref(*as_tensors)) == words
 
 
-def uniform(shape=(64, 33), seed=5, step=7, tensor_id=2):
-    return uniform_ref(shape, torch.tensor(seed), torch.tensor(step), tensor_id)
+def uniform(shape=(64, 33), seed=5, step=7, linear=2, role=1):
+    return uniform_ref(shape, torch.tensor([seed, step, linear]), role)
 
 
 def test_uniform_is_a_function_of_its_key():
     assert torch.equal(uniform(), uniform())
-    for changed in ({"seed": 6}, {"step": 8}, {"tensor_id": 3}, {"seed": 5 + 2**32}):
+    for changed in ({"seed": 6}, {"step": 8}, {"linear": 3}, {"role": 2}, {"seed": 5 + 2**32}):
         assert (uniform() != uniform(**changed)).float().mean() > 0.99
     # An element's draw depends on its index alone: the same leading elements, whatever follows them.
     assert torch.equal(uniform((10,)), uniform((1000,))[:10])

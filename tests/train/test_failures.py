@@ -32,12 +32,12 @@ def test_the_first_bad_gradient_in_model_order_is_named_with_its_counts():
     assert first_bad_tensor(model) == "the gradient of 1.weight (3 NaN and 0 Inf among 8 values)"
 
 
-def test_a_bad_weight_is_named_before_its_gradient():
+def test_a_bad_weight_is_named_before_the_gradients_that_it_spoils():
     model = small_model()
     with torch.no_grad():
-        model[0].weight[1, 1] = -float("inf")
+        model[1].weight[1] = -float("inf")
     model[0].weight.grad[0, 0] = float("nan")
-    assert first_bad_tensor(model) == "the weight of 0.weight (0 NaN and 1 Inf among 32 values)"
+    assert first_bad_tensor(model) == "the weight of 1.weight (0 NaN and 1 Inf among 8 values)"
 
 
 def test_eight_bit_floats_are_looked_at_too():

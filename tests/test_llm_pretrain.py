@@ -1,0 +1,309 @@
+"""llm_pretrain.py from its command line: what parses, what is printed, what is written, and why a run stops."""
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import llm_pretrain
+import tokenize_data
+from qtrain.config import parse
+from qtrain.data import DATASETS, TOKENIZERS
+from qtrain.models import build_model, export_hf, list_models, read_model_source
+from qtrain.optim import OPTIMIZERS
+from qtrain.quant import SCHEMES
+from qtrain.train import loop
+from qtrain.train.metrics import read_metrics
+from tests.data.corpora import write_jsonl
+from tests.system import ROOT, call, flags, losses, only_run, serving, tree, write_model
+
+SETTINGS = {"llm_pretrain": llm_pretrain.PretrainSettings, "tokenize_data": tokenize_data.TokenizeSettings}
+MAINS = {"llm_pretrain": llm_pretrain.main, "tokenize_data": tokenize_data.main}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """A working folder with a tiny model and some text."""
+    monkeypatch.chdir(tmp_path)
+    write_model(Path("tiny.json"))
+    write_jsonl(Path("jsonl"))
+    return tmp_path
+
+
+def tiny(**settings) -> list[str]:
+    text = {"type": "text", "paths": "jsonl", "tokenizer": "byte"}
+    chosen = {"model": "tiny.json", "train_ds": text, "seq_len": 32, "n_steps": 4, "eval_interval": 0, "export": False}
+    return flags(**{**chosen, **settings})
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+HUB_TEXT = '{"type":"hf_text","dataset":"allenai/c4","subset":"en","split":"train","tokenizer":"TOKENIZER"}'
+TEXT = '{"type":"text","paths":"python:stdlib","tokenizer":"byte"}'
+COMMANDS = [  # the design's, as they stand, and others that need the hub; what the answer names
+    (
+        "llm_pretrain",
+        ["--train_ds", HUB_TEXT.replace("TOKENIZER", "llama2"), "--seed", "2024"],
+        "the tokenizer 'llama2'",
+    ),
+    (
+        "llm_pretrain",
+        ["--train_ds", '{"type":"token","dataset_dir":"tinystories_train"}', "--seed", "2024"],
+        "'tinystories_train' does not exist. Token shards are made by tokenize_data.py",
+    ),
+    ("tokenize_data", ["--dataset", "tinystories", "--split", "train"], "the dataset 'roneneldan/TinyStories'"),
+    ("llm_pretrain", ["--train_ds", HUB_TEXT.replace("TOKENIZER", "byte")], "the dataset 'allenai/c4'"),
+    ("llm_pretrain", ["--model", "HuggingFaceTB/SmolLM-1.7B", "--train_ds", TEXT], "--model: config.json of"),
+    ("llm_pretrain", ["--model", "quickstart", "--hellaswag", "--train_ds", TEXT], "--hellaswag_file FILE"),
+    ("tokenize_data", ["--files", "python:stdlib"], "--tokenizer: the tokenizer 'llama2'"),
+]
+
+
+@pytest.mark.timeout(60)
+def test_commands_that_need_the_hub_say_so_at_once_and_write_nothing(tmp_path):
+    """With a hub that does not answer and an empty cache. A process each, so that one does not learn from another."""
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": ""}
+    proxies = dict.fromkeys(("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"), "")
+    with serving(tmp_path, **nowhere, **proxies) as server:
+        for script, argv, says in COMMANDS:
+            begin = time.monotonic()
+            done = server.run(script, argv)
+            assert time.monotonic() - begin < 5
+            assert done.code == 2 and done.err.startswith("error: --") and done.err.count("\n") == 1, done
+            assert says in done.err and ("could not be reached" in done.err) == ("does not exist" not in says), done.err
+    assert {p.suffix for p in tmp_path.iterdir()} <= {".out", ".err", ""} and not (tmp_path / "runs").exists()
+    assert not any(p.is_dir() and p.name != "cache" for p in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", SETTINGS)
+def test_every_flag_has_a_help_line(script):
+    done = call(MAINS[script], ["--help"])
+    assert done.code == 0 and done.err == ""
+    text = " ".join(done.out.replace("│", " ").split())
+    for field in dataclasses.fields(SETTINGS[script]):
+        start = text.index(f"--{field.name}{',' if field.type is bool else ' '}")
+        line = text[start : text.index("(default: ", start)]
+        assert len(line.split()) >= 4 and line.strip().endswith((".", "all")), f"--{field.name} has no help: {line}"
+
+
+def test_help_shows_the_recipes_values():
+    done = call(llm_pretrain.main, ["--config", str(ROOT / "configs/quickstart.json"), "--help"])
+    text = " ".join(done.out.replace("│", " ").split())
+    recipe = json.loads((ROOT / "configs/quickstart.json").read_text())
+    for key in ("n_steps", "seq_len", "model", "quantize", "lr"):
+        shown = text[text.index(f"--{key} ") :]
+        assert f"(default: {recipe[key]})" in shown[:200], key
+
+
+def test_list_shows_every_entry_of_every_registry():
+    for main in MAINS.values():
+        done = call(main, ["--list"])
+        assert done.code == 0
+        entries = [
+            *SCHEMES.describe(),
+            *OPTIMIZERS.describe(),
+            *DATASETS.describe(),
+            *TOKENIZERS.items(),
+            *list_models(),
+        ]
+        for name, line in entries:
+            assert line and any(row.split()[:1] == [name] and line in row for row in done.out.splitlines()), name
+    names = {name for name, _ in entries}
+    assert {"int8", "bf16", "adamw", "token", "text", "hf_text", "mix", "byte", "llama2", "qwen2.5-7b"} <= names
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.json")), ids=lambda p: p.name)
+def test_every_recipe_parses_with_its_script(path):
+    recipe = json.loads(path.read_text())
+    keys = {key for key in recipe if not key.startswith("_")}
+    scripts = [name for name, cls in SETTINGS.items() if keys <= {f.name for f in dataclasses.fields(cls)}]
+    assert len(scripts) == 1 and recipe["_comment"], f"{path.name} is a recipe of {scripts}"
+    settings = parse(SETTINGS[scripts[0]], ["--config", str(path)], "script.py")
+    assert all(json.loads(json.dumps(getattr(settings, key))) == recipe[key] for key in keys)
+
+
+@pytest.mark.parametrize("name", [name for name, _ in list_models()])
+def test_every_shipped_model_plans(here, name):
+    """Its config loads, and the plan counts its parameters, its work and its memory."""
+    done = call(llm_pretrain.main, tiny(model=name, dry_run=True))
+    assert done.code == 0 and f"model   {name}, " in done.out and "memory" in done.out and "time" in done.out
+    assert read_model_source(name).model_config().vocab_size > 0
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(here):
+    before = tree(here)
+    eval_ds = {"type": "text", "paths": "jsonl/0.jsonl", "tokenizer": "byte"}
+    settings = {"quantize": "int8", "batch_size": 8, "micro_batch_size": 2, "n_steps": 500, "eval_ds": eval_ds}
+    done = call(llm_pretrain.main, tiny(**settings, dry_run=True))
+    assert done.code == 0 and done.err == "" and tree(here) == before
+    for part in ("26.8k parameters, linears in int8", "8 sequences (2 x 4 accumulated x 1 device), 256 tokens"):
+        assert part in done.out
+    assert "steps   500, 128k tokens" in done.out and "jsonl/0.jsonl" in done.out and "GiB" in done.out
+
+
+# ---- the run folder --------------------------------------------------------------------------------------------------
+
+
+def test_the_run_folder_holds_what_the_design_says(here):
+    settings = {"eval_ds": {"type": "text", "paths": "jsonl", "tokenizer": "byte"}, "eval_sequences": 4}
+    argv = tiny(
+        **settings, sample_prompts=["def "], sample_tokens=4, profile=True, n_steps=9, eval_interval=6, export=True
+    )
+    done = call(llm_pretrain.main, [*argv, "--run_name=all.of-it_1"])
+    assert done.code == 0, done.err
+    run = only_run(Path("runs"))
+    assert run.name.endswith("_all.of-it_1")
+    names = {p.name for p in run.iterdir()}
+    assert {"config.json", "metrics.jsonl", "train.log", "checkpoints", "hf", "report.html", "profile"} == names
+    records = read_metrics(run / "metrics.jsonl")
+    steps = [r for r in records if "loss" in r]
+    assert [r["step"] for r in steps] == [*range(1, 10)] and [r["tokens"] for r in steps] == [
+        128 * n for n in range(1, 10)
+    ]
+    keys = {"step", "loss", "grad_norm", "lr", "tok_s", "tokens", "sol", "mfu", "mem", "data", "data_wait", "time"}
+    assert all(r.keys() == keys for r in steps) and steps[-1]["sol"] > 0 and steps[-1]["data"] is not None
+    evaluations = [r for r in records if "eval_loss" in r]
+    assert [r["step"] for r in evaluations] == [0, 6, 9]
+    assert all(r["samples"][0][0] == "def " and isinstance(r["samples"][0][1], str) for r in evaluations)
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["00000009"]
+    log = (run / "train.log").read_text()
+    for part in ("model   tiny.json", "linears", "step 9: checkpoint", "sample: def ", "step 9/9", "trace written"):
+        assert part in log, part
+    config = json.loads((run / "config.json").read_text())
+    assert config["run_name"] == "all.of-it_1" and config["_versions"]["torch"] == torch.__version__
+    for part in (str(run), "checkpoint", "exported", "try next"):
+        assert part in done.out
+    for said, path in (("report", "report.html"), ("exported", "hf")):
+        assert any(line.startswith(said) and str(run / path) in line for line in done.out.splitlines())
+
+
+def test_the_command_tried_next_works_as_printed(here):
+    first = call(llm_pretrain.main, tiny(quantize="int8", export=True))
+    (line,) = [line for line in first.out.splitlines() if line.startswith("try next")]
+    words = line.split("llm_pretrain.py ")[1].split()
+    assert call(llm_pretrain.main, words).code == 0
+    runs = sorted((here / "runs/llm_pretrain").iterdir())
+    assert len(runs) == 2  # a new run, also where the first was a resumed one
+    assert json.loads((runs[1] / "config.json").read_text())["quantize"] == "bf16"
+
+
+def test_the_config_of_a_resumed_run_is_a_recipe_for_a_new_one(here):
+    assert call(llm_pretrain.main, tiny()).code == 0
+    run = only_run(Path("runs"))
+    assert call(llm_pretrain.main, tiny(n_steps=6, resume=run)).code == 0
+    assert call(llm_pretrain.main, ["--config", str(run / "config.json")]).code == 0
+    assert len(list((here / "runs/llm_pretrain").iterdir())) == 2
+
+
+def test_runs_of_one_second_get_folders_of_their_own_and_auto_finds_the_last(here):
+    for _ in range(3):
+        assert call(llm_pretrain.main, tiny(n_steps=1)).code == 0
+    runs = sorted((here / "runs/llm_pretrain").iterdir())
+    assert len(runs) == 3
+    done = call(llm_pretrain.main, tiny(n_steps=2, resume="auto"))
+    assert done.code == 0 and f"run folder  {runs[-1].relative_to(here)}" in done.out
+    assert [len(losses(run)) for run in runs] == [1, 1, 2]
+
+
+@pytest.mark.parametrize("impl", ["native", "hf"])
+def test_a_foreign_architecture_and_our_own_train_through_the_same_loop(here, impl):
+    write_model(Path("model.json"), **({} if impl == "native" else {"model_type": "gpt_neox"}))
+    done = call(llm_pretrain.main, tiny(model="model.json", model_impl=impl, n_steps=30, lr=0.01, quantize="int8"))
+    assert done.code == 0, done.err
+    found = [row[1] for row in losses(only_run(Path("runs")))]
+    assert found[-1] < found[0] - 0.5
+
+
+def test_an_empty_prompt_and_unusual_options_do_not_trip(here):
+    options = {"sample_prompts": [""], "sample_tokens": 2, "loss_chunks": 3, "z_loss": 1e-4, "clip_grad_norm": 0}
+    options |= {
+        "doc_mask": True,
+        "num_workers": 1,
+        "log_interval": 3,
+        "activation_checkpointing": "full",
+        "dtype": "bf16",
+    }
+    done = call(llm_pretrain.main, tiny(**options, keep_ckpts=0, quantize="int8", quantize_lm_head=True))
+    assert done.code == 0, done.err
+    run = only_run(Path("runs"))
+    assert [row[0] for row in losses(run) if row[1] is not None] == [3, 4] and not (run / "checkpoints").exists()
+
+
+# ---- why a run stops -------------------------------------------------------------------------------------------------
+
+
+def test_a_weight_that_is_not_a_number_stops_at_the_first_step(here):
+    source = read_model_source("tiny.json")
+    export_hf(build_model(source), source, Path("bad"))
+    tensors = load_file("bad/model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, "bad/model.safetensors", metadata={"format": "pt"})
+    for scheme in ("bf16", "int8"):
+        done = call(llm_pretrain.main, tiny(model="bad", pretrained=True, quantize=scheme, run_name=scheme))
+        assert done.code == 1
+        said = done.err.splitlines()
+        assert len(said) == 1 and said[0].startswith("error: step 1: the loss is nan.")
+        assert (
+            "First bad tensor: the weight of layers.1.mlp.down_proj.weight (1 NaN and 0 Inf among 2,048 values)."
+            in said[0]
+        )
+        assert "No checkpoint yet." in said[0]
+
+
+def test_a_rate_that_is_too_high_stops_with_the_last_good_checkpoint(here):
+    schedule = {"warmup": 0.5, "decay": 0}
+    options = {"n_steps": 400, "ckpt_interval": 1, "clip_grad_norm": 0, "lr_schedule_kwargs": schedule}
+    done = call(llm_pretrain.main, tiny(**options, lr=1e30))
+    assert done.code == 1 and done.err.count("\n") == 1
+    run = only_run(Path("runs"))
+    last = sorted((run / "checkpoints").iterdir())[-1]
+    step = int(last.name) + 1
+    assert done.err.startswith(f"error: step {step}: the ") and "First bad tensor: the gradient of " in done.err
+    assert f"The last good checkpoint is {last} (--resume {last})." in done.err and "--lr" in done.err
+    assert [row[0] for row in losses(run)] == [*range(1, step)]  # the bad step changed nothing
+    again = call(llm_pretrain.main, tiny(**options, lr=1e-3, resume=last))
+    assert again.code in (0, 1)
+
+
+def test_running_out_of_memory_is_answered_with_the_plan_and_the_flags_to_change(here, monkeypatch):
+    def exhausted(*_args, **_kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    monkeypatch.setattr(loop, "compute_gradients", exhausted)
+    done = call(llm_pretrain.main, tiny(batch_size=16, micro_batch_size=8))
+    assert done.code == 1 and "Traceback" not in done.err
+    first, *rest = done.err.splitlines()
+    assert (
+        first.startswith("error: step 1: out of memory. The plan was ")
+        and "weights" in first
+        and "peak so far" in first
+    )
+    advice = [line.strip() for line in rest if line.startswith("  ")]
+    assert advice[0].startswith("1. --micro_batch_size 4 --gradient_accumulation 4")
+    assert any("--activation_checkpointing" in line for line in advice)
+    given = advice[0].split(" ", 1)[1].split(" (")[0].split()
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    assert call(llm_pretrain.main, [*tiny(batch_size=16), *given]).code == 0  # the advice works as it is printed
+
+
+def test_other_errors_are_not_taken_for_running_out_of_memory(here, monkeypatch):
+    def broken(*_args, **_kwargs):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    monkeypatch.setattr(loop, "compute_gradients", broken)
+    with pytest.raises(RuntimeError, match="mat1"):
+        call(llm_pretrain.main, tiny())
+
+
+def test_data_that_turns_out_broken_in_the_middle_is_a_message(here):
+    lines = [json.dumps({"text": "word " * 8})] * 40 + ["{broken"]
+    Path("late.jsonl").write_text("\n".join(lines))
+    done = call(
+        llm_pretrain.main, tiny(train_ds={"type": "text", "paths": "late.jsonl", "tokenizer": "byte"}, n_steps=99)
+    )
+    assert done.code == 2 and done.err.count("\n") == 1 and "late.jsonl, line at byte" in done.err
