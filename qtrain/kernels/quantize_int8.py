@@ -64,6 +64,7 @@ def _scale_of(absmax_bits):
     return tl.where(scale < 1e-12, 1e-12, scale)  # a comparison, not a maximum: NaN stays
 
 
+# Launched with enable_fp_fusion=False: x * reciprocal + 1.5 * 2**23 rounded once would not be the code as defined.
 @triton.jit
 def _code_of(scaled, noise, STOCHASTIC: tl.constexpr):
     if STOCHASTIC:
@@ -157,7 +158,18 @@ def launch_quantize_int8_rowwise(x: Tensor, key: Tensor | None, role: int) -> tu
         block = max(triton.next_power_of_2(k), 16)
         warps = min(max(block // 1024, 1), 16)
         _rowwise_kernel[(m,)](
-            x, codes, scale, key, role, k, x.stride(0), len(ROLES), key is not None, block, num_warps=warps
+            x,
+            codes,
+            scale,
+            key,
+            role,
+            k,
+            x.stride(0),
+            len(ROLES),
+            key is not None,
+            block,
+            num_warps=warps,
+            enable_fp_fusion=False,
         )
     return codes, scale
 
@@ -181,7 +193,7 @@ def launch_quantize_int8_dual(
     if x.numel():
         _dual_kernel[grid](
             x, reciprocal, reciprocal[m:], codes, codes_t, key, role, role_t, m, k, x.stride(0),
-            len(ROLES), key is not None, 128, 128, num_warps=8,
+            len(ROLES), key is not None, 128, 128, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
     return codes, scale, codes_t, scale_t
 
