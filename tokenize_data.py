@@ -89,7 +89,7 @@ def main(argv: list[str]) -> None:
             print(f"{folder}: going on after {len(manifest.shards)} finished shards, {manifest.tokens:,} tokens.")
         else:
             prepare_folder(folder, manifest, tokenizer, model)
-        n_procs = settings.n_procs or len(os.sched_getaffinity(0))
+        n_procs = settings.n_procs or available_cores()
         manifest, speed = tokenize(corpora[split], tokenizer, folder, manifest, settings.shard_tokens, n_procs)
         print(
             f"{folder}: {manifest.tokens:,} tokens of {manifest.documents:,} documents in {len(manifest.shards)} "
@@ -101,6 +101,10 @@ def main(argv: list[str]) -> None:
     if "validation" in splits[1:]:
         flags += f""" --eval_ds '{{"type":"token","dataset_dir":"{folders["validation"]}"}}'"""
     print(f"Train on it: python llm_pretrain.py {flags}")
+
+
+def available_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_choices(settings: TokenizeSettings) -> None:

@@ -69,13 +69,16 @@ class Outcome:
 
 def call(main: Callable[[list[str]], None], argv: list[str]) -> Outcome:
     """Run a script's main in this process, as `python SCRIPT.py` would. An error that is no message is raised."""
-    out, err, code = io.StringIO(), io.StringIO(), 0
+    out, err, code, threads = io.StringIO(), io.StringIO(), 0, torch.get_num_threads()
+    torch.set_num_threads(1)  # the models are tiny
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.setattr(sys, "argv", ["script.py", *argv])
         try:
             run_script(main)
         except SystemExit as stop:
             code = stop.code or 0
+        finally:
+            torch.set_num_threads(threads)
     return Outcome(code, out.getvalue(), err.getvalue())
 
 

@@ -28,7 +28,7 @@ TOKENS = {"type": "token", "dataset_dir": "tokens"}
 TEXT = {"type": "text", "paths": "jsonl", "tokenizer": "byte"}
 HF = {"type": "hf_text", "dataset": "json", "data_files": "jsonl/*.jsonl", "tokenizer": "byte"}
 GOOD = {
-    "pretrain": {"model": "tiny.json", "train_ds": TOKENS, "seq_len": 32, "n_steps": 2, "eval_interval": 0},
+    "pretrain": {"model": "tiny.json", "train_ds": TOKENS, "seq_len": 32, "n_steps": 2, "device": "cpu"},
     "tokenize": {"files": ["jsonl"], "split": "all", "tokenizer": "byte", "n_procs": 1, "output_dir": "new"},
 }
 

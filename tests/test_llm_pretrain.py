@@ -36,8 +36,8 @@ def here(tmp_path, monkeypatch) -> Path:
 
 def tiny(**settings) -> list[str]:
     text = {"type": "text", "paths": "jsonl", "tokenizer": "byte"}
-    chosen = {"model": "tiny.json", "train_ds": text, "seq_len": 32, "n_steps": 4, "eval_interval": 0, "export": False}
-    return flags(**{**chosen, **settings})
+    chosen = {"model": "tiny.json", "train_ds": text, "seq_len": 32, "n_steps": 4, "export": False}
+    return flags(**{**chosen, "device": "cpu", **settings})
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------

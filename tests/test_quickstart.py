@@ -31,6 +31,7 @@ def runs(tmp_path_factory):
         done = server.run("tokenize_data", ["--config", recipe, *flags(**small)])
         assert done.code == 0 and "tokens/s" in done.out, done.err
         small = {"n_steps": STEPS, "seq_len": CONTEXT, "eval_interval": 15, "eval_sequences": 24, "sample_tokens": 6}
+        small["device"] = "cpu"
         recipe = str(ROOT / "configs/quickstart.json")
         started = {
             scheme: server.start(

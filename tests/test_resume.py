@@ -88,7 +88,7 @@ def command(**settings: Any) -> list[str]:
     """40 steps of 4 sequences of 32 tokens, evaluated every 10 steps."""
     chosen = {"model": "tiny.json", "seq_len": 32, "batch_size": 4, "n_steps": 40, "lr": 0.01, "eval_interval": 10}
     chosen |= {"eval_ds": TEXT, "eval_sequences": 6, "ckpt_interval": 13, "keep_ckpts": 9}
-    return flags(**{**chosen, **settings})
+    return flags(**{**chosen, "device": "cpu", **settings})
 
 
 def assert_same_run(one: Path, other: Path) -> None:

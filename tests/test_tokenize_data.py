@@ -148,7 +148,7 @@ def test_stopped_at_any_shard_it_goes_on_to_the_same_bytes(here, source, monkeyp
 
 
 def test_killed_processes_leave_nothing_wrong_behind(here):
-    """A real second process, killed without warning three times; the last run ends it."""
+    """A real second process, killed without warning twice; the last run ends it."""
     (here / "big.txt").write_text("".join(source_texts()) * 8)
     command = [sys.executable, str(ROOT / "tokenize_data.py"), "--files", "big.txt", "../jsonl", "../files"]
     command += ["--split", "all", "--tokenizer", "byte", "--n_procs", "2", "--shard_tokens", "12000", "--output_dir"]
@@ -156,7 +156,7 @@ def test_killed_processes_leave_nothing_wrong_behind(here):
     subprocess.run([*command, "whole"], env=environment, check=True, stdout=subprocess.DEVNULL)
     shards = len(read_manifest(here / "whole", "test").shards)
     assert shards > 60
-    for goal in (1, shards // 3, shards // 2):
+    for goal in (1, shards // 2):
         process = subprocess.Popen([*command, "killed"], env=environment, stdout=subprocess.DEVNULL)
         wait_for(lambda g=goal: len(list(here.glob("killed/tokens_*.bin"))) >= g, 60)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

@@ -44,6 +44,7 @@ class RowSource:
         import datasets
 
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its complaints become one UserError
+        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # a call home for each opening, of local files too
         self._check_files(flag)
         with self.reading(flag):
             splits = datasets.load_dataset(self.dataset, self.subset, data_files=self.data_files, streaming=True)

@@ -18,6 +18,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -55,10 +56,11 @@ class Loader:
             stream.seek(position)
         start = stream.position()
         if num_workers == 0:
-            self._producer: _Thread | _Process = _Thread(stream, micro_batch_size, prefetch)
+            self._producer: _Thread | _Process = _Thread(batches(stream, micro_batch_size), prefetch)
         else:
             opener = functools.partial(open_stream, spec, ctx, flag)
             self._producer = _Process(opener, start, micro_batch_size, num_workers, prefetch)
+        atexit.register(_close_producer, weakref.ref(self._producer))  # a forgotten one would disturb Python's exit
 
     def __iter__(self) -> "Loader":
         return self
@@ -94,16 +96,14 @@ def batches(stream: Stream, micro_batch_size: int) -> Iterator[Item]:
 
 
 class _Thread:
-    """The producer as a daemon thread with a bounded queue."""
+    """Runs an iterator ahead in a daemon thread; what it raises is raised by `get`, once."""
 
-    def __init__(self, stream: Stream, micro_batch_size: int, prefetch: int):
+    def __init__(self, items: Iterator[Item], prefetch: int):
         self._queue: queue.Queue[Item | BaseException] = queue.Queue(maxsize=prefetch)
         self._stop = threading.Event()
         self._ended = False
-        work = (batches(stream, micro_batch_size),)
-        self._thread = threading.Thread(target=self._run, args=work, name="data", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(items,), name="data", daemon=True)
         self._thread.start()
-        atexit.register(_close_producer, weakref.ref(self))  # a thread inside a library aborts the process at its end
 
     def _run(self, items: Iterator[Item]) -> None:
         try:
@@ -139,44 +139,27 @@ class _Thread:
 
 
 class _Process:
-    """The producer as a process of its own, with a bounded queue.
+    """The producer as a process of its own, and a thread here that receives.
 
     Not a torch DataLoader: that one raises in the middle of whatever the main thread is doing, a checkpoint perhaps,
     when its worker is ended by a signal that was meant for the whole process group."""
 
     def __init__(self, opener: Opener, position: Mapping[str, Any], micro_batch_size: int, threads: int, prefetch: int):
         context = multiprocessing.get_context("spawn")  # a forked process may not use the thread pools of its parent
-        self._queue = context.Queue(maxsize=prefetch)
-        work = (self._queue, opener, dict(position), micro_batch_size, threads, os.getpid())
+        receiver, sender = context.Pipe(duplex=False)
+        work = (sender, opener, dict(position), micro_batch_size, threads, prefetch)
         self._process = context.Process(target=_produce, args=work, name="data", daemon=True)
         self._process.start()
-        self._ended = False
-        atexit.register(_close_producer, weakref.ref(self))  # before multiprocessing waits for it to end by itself
+        sender.close()  # now only the process holds it: when the process dies, receiving ends
+        self._received = _Thread(_receive(receiver), prefetch=2)
 
     def get(self) -> Item:
-        if self._ended:
-            raise StopIteration
-        while True:
-            try:
-                item = self._queue.get(timeout=1)
-                break
-            except queue.Empty:
-                if not self._process.is_alive():
-                    code = self._process.exitcode
-                    item = RuntimeError(f"the data process ended with exit code {code}; was it killed for memory?")
-                    break
-        if isinstance(item, BaseException):
-            self._ended = True
-            raise item
-        input_ids, labels, position = item
-        return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels)), position
+        return self._received.get()
 
     def close(self) -> None:
-        self._ended = True
-        if self._process.is_alive():
-            self._process.kill()
+        self._process.kill()
         self._process.join()
-        self._queue.close()
+        self._received.close()
 
 
 def _close_producer(producer: weakref.ref) -> None:
@@ -184,11 +167,26 @@ def _close_producer(producer: weakref.ref) -> None:
         alive.close()
 
 
-def _produce(items: Any, opener: Opener, position: dict, micro_batch_size: int, threads: int, parent: int) -> None:
-    """What the producer process runs. The end of the stream and errors travel as items."""
+def _receive(receiver: Connection) -> Iterator[Item]:
+    while True:
+        try:
+            item = receiver.recv()
+        except (EOFError, OSError):
+            raise RuntimeError("the data process has died; was it killed for memory?") from None
+        if item is None:
+            return
+        if isinstance(item, BaseException):
+            raise item
+        input_ids, labels, position = item
+        yield Batch(torch.from_numpy(input_ids), torch.from_numpy(labels)), position
+
+
+def _produce(
+    sender: Connection, opener: Opener, position: dict, micro_batch_size: int, threads: int, prefetch: int
+) -> None:
+    """What the producer process runs. The end of the stream (None) and errors travel as items."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # a stop meant for the whole group: training still finishes its step
-    threading.Thread(target=leave_with, args=(parent,), daemon=True).start()
     os.environ.update(RAYON_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM=str(threads > 1).lower())
     with contextlib.suppress(ImportError):  # progress bars of `datasets` make a lock that would be reported as leaked
         from tqdm import tqdm
@@ -197,20 +195,16 @@ def _produce(items: Any, opener: Opener, position: dict, micro_batch_size: int, 
     try:
         stream = opener()
         stream.seek(position)
-        for batch, after in batches(stream, micro_batch_size):
-            items.put((batch.input_ids.numpy(), batch.labels.numpy(), after))
-        items.put(StopIteration())
+        ahead = _Thread(batches(stream, micro_batch_size), prefetch)
+        with contextlib.suppress(StopIteration):
+            while True:
+                batch, after = ahead.get()
+                sender.send((batch.input_ids.numpy(), batch.labels.numpy(), after))
+        sender.send(None)
+    except BrokenPipeError:
+        pass  # the receiver is gone, and its process perhaps with it
     except UserError as error:
-        items.put(error)
+        sender.send(error)
     except BaseException:
-        items.put(RuntimeError(f"in the data process:\n{traceback.format_exc()}"))
-    items.close()
-    items.join_thread()
-    os._exit(0)  # the threads of pyarrow and datasets do not outlive an orderly exit
-
-
-def leave_with(parent: int) -> None:
-    """End this process when `parent` is gone: a killed parent cannot end it, and it would wait for ever."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
+        sender.send(RuntimeError(f"in the data process:\n{traceback.format_exc()}"))
+    os._exit(0)  # the threads of pyarrow and datasets do not survive an orderly exit

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -22,7 +23,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qtrain.data.corpus import Corpus
-from qtrain.data.loader import leave_with
 from qtrain.data.manifest import Manifest, ShardEntry, publish
 from qtrain.data.progress import TokenizeProgress
 from qtrain.data.tokenizer import Tokenizer
@@ -163,7 +163,14 @@ def _prepare_process(tokenizer: Tokenizer, dtype: np.dtype, parent: int) -> None
     global _tokenizer, _dtype
     _tokenizer, _dtype = tokenizer, dtype
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to answer
-    threading.Thread(target=leave_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+
+
+def _leave_with(parent: int) -> None:
+    """End this process when `parent` is gone: a killed parent cannot end it, and it would wait for ever."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 def _encode(texts: list[str]) -> tuple[np.ndarray, int]:

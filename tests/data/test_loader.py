@@ -1,6 +1,12 @@
 """The loader hands out the stream's batches in order, with positions that resume exactly, for any number of workers."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,18 +36,21 @@ def test_batch_shifts_labels_and_masks_them():
     assert batch.to("cpu").labels.tolist() == batch.labels.tolist()
 
 
-@pytest.mark.parametrize("kind", ["token", "text", "hf_text", "mix"])
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_batches_are_the_streams_and_positions_resume(datasets, kind, num_workers):
+KINDS = ["token", "text", "hf_text", "mix"]
+
+
+@pytest.mark.parametrize(("kind", "before", "after"), [*[(k, 0, n) for k in KINDS for n in (0, 2)], ("mix", 3, 0)])
+def test_batches_are_the_streams_and_positions_resume(datasets, kind, before, after):
+    """With `before` workers up to a position, and with `after` workers from there on."""
     spec, ctx = datasets[kind][-1], StreamContext(100, seed=9, rank=1, world=2)
     stream = open_stream(spec, ctx, FLAG)
     expected = [Batch.of([stream.next_sample() for _ in range(3)]) for _ in range(24)]
-    with Loader(spec, ctx, 3, FLAG, num_workers=num_workers, prefetch=4) as loader:
+    with Loader(spec, ctx, 3, FLAG, num_workers=before, prefetch=4) as loader:
         got = [next(loader) for _ in range(14)]
     for (batch, _), wanted in zip(got, expected, strict=False):
         assert torch.equal(batch.input_ids, wanted.input_ids) and torch.equal(batch.labels, wanted.labels)
     position = json.loads(json.dumps(got[-1][1]))
-    with Loader(spec, ctx, 3, FLAG, num_workers=num_workers, position=position) as loader:
+    with Loader(spec, ctx, 3, FLAG, num_workers=after, position=position) as loader:
         for wanted in expected[14:]:
             assert torch.equal(next(loader)[0].input_ids, wanted.input_ids)
 
@@ -74,8 +83,6 @@ def test_an_ending_stream_ends_the_loader_with_full_batches_only(num_workers, tm
 
 
 def test_waiting_is_measured(datasets, monkeypatch):
-    import time
-
     from qtrain.data import token_dataset
 
     next_sample = token_dataset.TokenStream.next_sample
@@ -87,6 +94,42 @@ def test_waiting_is_measured(datasets, monkeypatch):
         loader.wait_s = 0.0
         next(loader)
         assert loader.wait_s < 0.05
+
+
+def test_a_producer_that_dies_is_noticed(datasets):
+    with Loader(datasets["token"][0], StreamContext(10), 2, FLAG, num_workers=1) as loader:
+        next(loader)
+        loader._producer._process.kill()
+        with pytest.raises(RuntimeError, match="the data process has died"):
+            for _ in range(100_000):
+                next(loader)
+
+
+FORGETFUL = """
+import os, signal, sys
+from qtrain.data import Loader, StreamContext
+if __name__ == "__main__":
+    loader = Loader({spec!r}, StreamContext(100), 2, "--train_ds", num_workers={num_workers})
+    next(loader)
+    print(loader._producer._process.pid if {num_workers} else 0, flush=True)
+    if {killed}:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(("num_workers", "killed"), [(0, False), (1, False), (1, True)])
+def test_a_loader_that_is_not_closed_does_not_disturb_the_end(datasets, num_workers, killed, tmp_path):
+    """The interpreter ends quietly with status 0; and when it is killed, its producer goes too."""
+    script = tmp_path / "forgetful.py"
+    script.write_text(FORGETFUL.format(spec=datasets["hf_text"][0], num_workers=num_workers, killed=killed))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    result = subprocess.run([sys.executable, script], env=environment, capture_output=True)
+    assert result.returncode == (-signal.SIGKILL if killed else 0)
+    assert killed or result.stderr == b""
+    deadline = time.monotonic() + 10
+    while num_workers and Path(f"/proc/{int(result.stdout)}").exists():
+        assert time.monotonic() < deadline, "the data process outlived its parent"
+        time.sleep(0.05)
 
 
 @pytest.mark.gpu

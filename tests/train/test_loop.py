@@ -1,0 +1,172 @@
+"""When the loop evaluates, logs and saves; what a signal does at every moment of it."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import llm_pretrain
+from qtrain.train.loop import Training
+from qtrain.train.metrics import read_metrics
+from tests.data.corpora import write_jsonl
+from tests.system import call, flags, losses, only_run, write_model
+
+TEXT = {"type": "text", "paths": "jsonl", "tokenizer": "byte"}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_model(Path("tiny.json"))
+    write_jsonl(Path("jsonl"))
+    return tmp_path
+
+
+def argv(**settings) -> list[str]:
+    chosen = {"model": "tiny.json", "train_ds": TEXT, "eval_ds": TEXT, "eval_sequences": 4, "seq_len": 32, "n_steps": 7}
+    return flags(**{**chosen, "eval_interval": 3, "ckpt_interval": 0, "export": False, "device": "cpu", **settings})
+
+
+def steps(runs: str = "runs") -> tuple[list[int], list[int], list[int]]:
+    """Steps that were logged, evaluated, and are saved."""
+    run = only_run(Path(runs))
+    records = read_metrics(run / "metrics.jsonl")
+    trained = [r["step"] for r in records if "loss" in r]
+    evaluated = [r["step"] for r in records if "eval_loss" in r]
+    return trained, evaluated, sorted(int(p.name) for p in (run / "checkpoints").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, ([1, 2, 3, 4, 5, 6, 7], [0, 3, 6, 7], [7])),
+        ({"eval_interval": 0, "ckpt_interval": 2, "keep_ckpts": 2}, ([1, 2, 3, 4, 5, 6, 7], [0, 7], [6, 7])),
+        ({"eval_interval": 7, "ckpt_interval": 7, "log_interval": 3}, ([3, 6, 7], [0, 7], [7])),
+        ({"eval_interval": 100, "ckpt_interval": 100, "log_interval": 100, "n_steps": 1}, ([1], [0, 1], [1])),
+        ({"keep_ckpts": 0, "ckpt_interval": 1}, ([1, 2, 3, 4, 5, 6, 7], [0, 3, 6, 7], [])),
+    ],
+)
+def test_intervals_mean_what_they_say(settings, expected):
+    done = call(llm_pretrain.main, argv(**settings))
+    assert done.code == 0, done.err
+    assert steps() == expected
+
+
+def test_the_rate_follows_the_schedule_to_its_end():
+    schedule = {"warmup": 0.4, "decay": 0.4, "final": 0.1}
+    assert call(llm_pretrain.main, argv(n_steps=10, lr=1e-3, lr_schedule_kwargs=schedule)).code == 0
+    rates = [row[3] for row in losses(only_run(Path("runs"))) if row[3] is not None]
+    assert rates[:4] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3]) and rates[4:6] == [1e-3, 1e-3]
+    assert rates[-1] == pytest.approx(1e-4) and rates == sorted(rates[:5]) + sorted(rates[5:], reverse=True)
+
+
+def test_accumulating_gives_the_losses_of_the_whole_batch():
+    """Through the loader: micro-batches of a step are the rows of the batch, in order."""
+    found = []
+    for micro in (8, 2):
+        runs = f"runs{micro}"
+        assert call(llm_pretrain.main, argv(batch_size=8, micro_batch_size=micro, runs_dir=runs, lr=0.01)).code == 0
+        found.append(losses(only_run(Path(runs))))
+    for one, other in zip(*found, strict=True):
+        assert one[0] == other[0] and one[3:6] == other[3:6]
+        assert (
+            one[1:3] == pytest.approx(other[1:3], rel=1e-4) if one[1] is not None else one[6] == pytest.approx(other[6])
+        )
+
+
+# ---- signals at every moment -----------------------------------------------------------------------------------------
+
+
+def interrupt(patch: pytest.MonkeyPatch, method: str, at_step: int, number: int = signal.SIGTERM) -> None:
+    """Have a signal come at the end of Training's `method` at a step."""
+    original = getattr(Training, method)
+
+    def interrupted(self, *args):
+        original(self, *args)
+        if self.run.state.step == at_step:
+            os.kill(os.getpid(), number)
+
+    patch.setattr(Training, method, interrupted)
+
+
+def go_on(out: str) -> list[str]:
+    """The arguments of the printed resume command."""
+    return out.split("go on with:\n")[1].split("llm_pretrain.py ")[1].splitlines()[0].split()
+
+
+@pytest.mark.parametrize(
+    ("method", "at_step", "evaluated"),
+    [
+        ("_step", 3, [0]),  # where an evaluation is due: the signal does not wait for it
+        ("_step", 4, [0, 3]),
+        ("_evaluate", 3, [0, 3]),
+        ("_evaluate", 0, [0]),  # before the first step
+        ("_save", 2, [0]),
+    ],
+)
+def test_a_stopped_run_goes_on_to_the_same_end(method, at_step, evaluated):
+    settings = {"quantize": "int8", "quantize_kwargs": {"stochastic_rounding": True}}
+    assert call(llm_pretrain.main, argv(**settings, runs_dir="whole")).code == 0
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt(patch, method, at_step)
+        done = call(llm_pretrain.main, argv(**settings, ckpt_interval=2 if method == "_save" else 0))
+    assert done.code == 0, done.err
+    assert steps() == ([*range(1, at_step + 1)], evaluated, [at_step])
+    assert f"stopped at step {at_step}; go on with:" in done.out
+    resumed = call(llm_pretrain.main, go_on(done.out))
+    assert resumed.code == 0, resumed.err
+    assert losses(only_run(Path("runs"))) == losses(only_run(Path("whole")))
+
+
+def test_a_model_with_dropout_goes_on_with_the_draws_that_it_would_have_made():
+    """And --seed decides them: a foreign model draws from the global generators."""
+    write_model(Path("gpt.json"), model_type="gpt2", n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.3)
+    foreign = {"model": "gpt.json", "model_impl": "hf", "dtype": "fp32"}
+    for runs, seed in (("whole", 42), ("again", 42), ("other", 43)):
+        assert call(llm_pretrain.main, argv(**foreign, runs_dir=runs, seed=seed)).code == 0
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt(patch, "_step", 4)
+        done = call(llm_pretrain.main, argv(**foreign))
+    assert call(llm_pretrain.main, go_on(done.out)).code == 0
+    whole, again, other, resumed = (losses(only_run(Path(p))) for p in ("whole", "again", "other", "runs"))
+    assert resumed == whole == again != other
+
+
+def test_a_signal_in_the_last_step_changes_nothing(monkeypatch):
+    interrupt(monkeypatch, "_step", 7)
+    done = call(llm_pretrain.main, argv(export=True))
+    assert done.code == 0 and "go on with" not in done.out
+    assert steps() == ([*range(1, 8)], [0, 3, 6, 7], [7]) and (only_run(Path("runs")) / "hf").exists()
+
+
+def test_without_checkpoints_a_stopped_run_says_that_nothing_is_saved(monkeypatch):
+    interrupt(monkeypatch, "_step", 2, signal.SIGUSR1)
+    done = call(llm_pretrain.main, argv(keep_ckpts=0))
+    assert done.code == 0 and "stopped at step 2; nothing is saved (--keep_ckpts 0)" in done.out
+    assert "go on with" not in done.out
+
+
+def test_a_finished_run_resumed_does_nothing_more_but_export():
+    assert call(llm_pretrain.main, argv()).code == 0
+    run = only_run(Path("runs"))
+    before = (run / "metrics.jsonl").read_text()
+    done = call(llm_pretrain.main, argv(resume="auto", export=True))
+    assert done.code == 0 and (run / "metrics.jsonl").read_text() == before and (run / "hf/config.json").exists()
+
+
+def test_more_steps_than_planned_may_be_added():
+    assert call(llm_pretrain.main, argv()).code == 0
+    assert call(llm_pretrain.main, argv(resume="auto", n_steps=9)).code == 0
+    assert steps() == ([*range(1, 10)], [0, 3, 6, 7, 9], [7, 9])
+
+
+def test_a_stop_that_is_no_signal_leaves_the_log_whole():
+    """Every line of metrics.jsonl is written before the stop, and the status line's last state too."""
+    done = call(llm_pretrain.main, argv(lr=1e30, clip_grad_norm=0, n_steps=400))
+    assert done.code == 1 and "Traceback" not in done.err
+    run = only_run(Path("runs"))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = max(line["step"] for line in lines)
+    assert f"step {last + 1}: " in done.err and f"step {last}/400" in done.out

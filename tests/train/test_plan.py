@@ -1,0 +1,108 @@
+"""The plan: the design's arithmetic, the shortest time at dense peaks, and what is printed of it."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from qtrain.hardware import DATASHEET, Hardware
+from qtrain.models import ModelConfig, list_models, read_model_source
+from qtrain.optim import OPTIMIZERS
+from qtrain.quant import SCHEMES
+from qtrain.train.plan import Plan, make_plan
+from qtrain.train.settings import BatchGeometry, LanguageSettings, batch_geometry
+
+H200 = Hardware("NVIDIA H200", DATASHEET["H200"], 141 * 10**9, measured=False)
+
+
+def plan_of(model: str = "qwen2.5-0.5b", hardware: Hardware = H200, dtype=torch.bfloat16, **changes) -> Plan:
+    settings = dataclasses.replace(
+        LanguageSettings(model=model, quantize="int8", seq_len=1024, batch_size=16, n_steps=10), **changes
+    )
+    scheme = SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")
+    optimizer = OPTIMIZERS.make(settings.optim, {}, "--optim")
+    config = read_model_source(model).model_config()
+    geometry = batch_geometry(settings)
+    return make_plan(settings, config, scheme, optimizer, geometry, hardware, dtype, data=("tokens of something",))
+
+
+def by_hand(config: ModelConfig, seq_len: int) -> dict[str, float]:
+    """FLOPs a token of the design: blocks 6LC(3I + C + QKV), head 6VC, attention 6LCS, C the width of the heads."""
+    layers, c = config.num_hidden_layers, config.hidden_size
+    return {
+        "blocks": 6 * layers * c * (3 * config.intermediate_size + c + config.qkv_size),
+        "head": 6 * config.vocab_size * c,
+        "attention": 6 * layers * c * seq_len,
+    }
+
+
+@pytest.mark.parametrize("name", [name for name, _ in list_models()])
+def test_the_work_is_the_designs_formula(name):
+    found, config = plan_of(name), read_model_source(name).model_config()
+    assert config.q_size == config.hidden_size
+    assert found.flops == by_hand(config, 1024)
+
+
+@pytest.mark.parametrize(
+    ("name", "ceiling"), [("qwen2.5-0.5b", 489e3), ("qwen2.5-1.5b", 177e3), ("qwen2.5-3b", 93e3), ("qwen2.5-7b", 42e3)]
+)
+def test_the_shortest_time_is_the_ceiling_by_datasheet(name, ceiling):
+    """Eight-bit blocks, head and attention in bf16: figures worked out elsewhere, to two or three digits."""
+    found = plan_of(name)
+    assert 1 / sum(found.seconds.values()) == pytest.approx(ceiling, rel=0.015)
+    at_ceiling = found.efficiency(1 / sum(found.seconds.values()))
+    assert at_ceiling["sol"] == pytest.approx(1) and at_ceiling["mfu"] > 1  # more than bf16 alone could do
+    assert found.efficiency(1000.0)["mfu"] == pytest.approx(1000 * sum(found.flops.values()) / 989.4e12)
+
+
+def test_each_kind_of_work_runs_at_the_rate_of_its_arithmetic():
+    flops = plan_of().flops
+    bf16, int8 = 989.4e12, 1978.9e12
+    assert plan_of().seconds == pytest.approx(
+        {"blocks": flops["blocks"] / int8, "head": flops["head"] / bf16, "attention": flops["attention"] / bf16}
+    )
+    assert plan_of(quantize_lm_head=True).seconds["head"] == pytest.approx(flops["head"] / int8)
+    assert plan_of(quantize="bf16").seconds["blocks"] == pytest.approx(flops["blocks"] / bf16)
+    two_of_three = plan_of(quantize_kwargs={"grad_weight": "bf16"}).seconds["blocks"]
+    assert two_of_three == pytest.approx(flops["blocks"] / 3 * (2 / int8 + 1 / bf16))
+    in_fp32 = plan_of(quantize="bf16", dtype=torch.float32).seconds
+    assert in_fp32["head"] == pytest.approx(flops["head"] / 66.9e12)
+    assert in_fp32["blocks"] == pytest.approx(flops["blocks"] / 66.9e12)
+
+
+def test_what_is_printed_is_what_will_be():
+    found = plan_of(micro_batch_size=4, n_steps=2000)
+    text = "\n".join(found.lines())
+    for part in (
+        "qwen2.5-0.5b, 494M parameters, linears in int8",
+        "tokens of something",
+        "16 sequences (4 x 4 accumulated x 1 device), 16,384 tokens",
+        "2,000, 32.8M tokens",
+        "NVIDIA H200, datasheet TFLOP/s: bf16 989",
+        "of 131.3 GiB: weights ",
+        "at the speed of light",
+    ):
+        assert part in text, part
+    assert "does not fit" not in text
+    assert found.settings_in_force(LanguageSettings(batch_size=16))["gradient_accumulation"] == 4
+
+
+def test_a_plan_that_does_not_fit_says_so_and_what_helps():
+    text = "\n".join(plan_of("qwen2.5-7b", batch_size=256).lines())
+    assert "this does not fit: lower --micro_batch_size" in text
+    assert sum(plan_of("qwen2.5-7b", batch_size=256).memory.values()) > 141e9
+
+
+def test_memory_shrinks_with_each_flag_that_promises_it():
+    whole = sum(plan_of().memory.values())
+    for changes in ({"micro_batch_size": 4}, {"activation_checkpointing": "full"}, {"seq_len": 512}):
+        assert sum(plan_of(**changes).memory.values()) < whole, changes
+
+
+def test_a_model_that_only_transformers_knows_has_a_plan_without_figures():
+    settings = LanguageSettings(model="gpt2", model_impl="hf")
+    scheme, optimizer = SCHEMES.make("bf16", {}, ""), OPTIMIZERS.make("adamw", {}, "")
+    found = make_plan(settings, None, scheme, optimizer, BatchGeometry(4, 1, 1), H200, torch.bfloat16, ("x",))
+    assert found.efficiency(1000.0) == {"sol": None, "mfu": None} and found.parameters is None
+    text = "\n".join(found.lines())
+    assert "gpt2, linears in bf16" in text and "memory" not in text and "speed of light" not in text
