@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import random
+import socket
 
 import numpy as np
 import pytest
@@ -310,6 +311,15 @@ def test_a_dataset_of_another_tokenizer_is_refused(tmp_path):
     for use in (lambda: dataset_tokenizer(mix, FLAG), lambda: open_stream(mix, StreamContext(16), FLAG)):
         with pytest.raises(UserError, match=r"datasets\[1\]: its tokenizer"):
             use()
+
+
+def test_local_files_are_read_without_the_network(datasets, monkeypatch):
+    asked = []
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: (asked.append(a), (_ for _ in ()).throw(OSError))[1])
+    for kind in datasets:
+        for spec in datasets[kind]:
+            take(open_stream(spec, StreamContext(64), FLAG), 3)
+    assert asked == []
 
 
 def test_without_the_hub_there_is_one_message(monkeypatch):
