@@ -18,7 +18,7 @@ from qtrain.train.evaluation import LanguageEvaluation
 from qtrain.train.hellaswag import load_questions
 from qtrain.train.language import language_forward
 from qtrain.train.listing import listing
-from qtrain.train.loop import Training
+from qtrain.train.loop import Training, answering_out_of_memory
 from qtrain.train.plan import make_plan
 from qtrain.train.report import write_report
 from qtrain.train.run import Run, find_run_folder
@@ -111,28 +111,34 @@ def main(argv: list[str]) -> None:
     if settings.dry_run:
         return
 
-    # ---- model -------------------------------------------------------------------------------------------------------
-    seed_rng(settings.seed)
-    model = build_model(
-        source, impl=settings.model_impl, device=device, dtype=dtype, pretrained=settings.pretrained, seed=settings.seed
-    )
-    model.loss_chunks, model.z_loss = settings.loss_chunks, settings.z_loss
+    with answering_out_of_memory(plan, settings, device):
+        # ---- model ---------------------------------------------------------------------------------------------------
+        seed_rng(settings.seed)
+        model = build_model(
+            source,
+            impl=settings.model_impl,
+            device=device,
+            dtype=dtype,
+            pretrained=settings.pretrained,
+            seed=settings.seed,
+        )
+        model.loss_chunks, model.z_loss = settings.loss_chunks, settings.z_loss
 
-    # ---- quantize ----------------------------------------------------------------------------------------------------
-    quantized = quantize_linears(
-        model, scheme, seed=settings.seed, head=model.lm_head, quantize_head=settings.quantize_lm_head
-    )
-    swapped = "\n".join(["linears", *describe_choices(quantized.choices)])
-    print(swapped, flush=True)
-    apply_activation_checkpointing(model, settings.activation_checkpointing)
-    if settings.compile:
-        compile_layers(model)
+        # ---- quantize ------------------------------------------------------------------------------------------------
+        quantized = quantize_linears(
+            model, scheme, seed=settings.seed, head=model.lm_head, quantize_head=settings.quantize_lm_head
+        )
+        swapped = "\n".join(["linears", *describe_choices(quantized.choices)])
+        print(swapped, flush=True)
+        apply_activation_checkpointing(model, settings.activation_checkpointing)
+        if settings.compile:
+            compile_layers(model)
 
-    # ---- optimizer ---------------------------------------------------------------------------------------------------
-    optimizer = optimizer_spec.build(parameter_groups(model, settings.weight_decay), settings.lr)
-    quantized.watch(optimizer)
-    run = Run(settings, SCRIPT, folder, device, model, quantized, optimizer, TrainState())
-    run.restore()
+        # ---- optimizer -----------------------------------------------------------------------------------------------
+        optimizer = optimizer_spec.build(parameter_groups(model, settings.weight_decay), settings.lr)
+        quantized.watch(optimizer)
+        run = Run(settings, SCRIPT, folder, device, model, quantized, optimizer, TrainState())
+        run.restore()
 
     # ---- data --------------------------------------------------------------------------------------------------------
     loader = Loader(

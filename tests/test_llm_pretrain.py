@@ -291,6 +291,16 @@ def test_running_out_of_memory_is_answered_with_the_plan_and_the_flags_to_change
     assert call(llm_pretrain.main, [*tiny(batch_size=16), *given]).code == 0  # the advice works as it is printed
 
 
+def test_a_model_that_does_not_fit_is_answered_alike_and_writes_nothing(here, monkeypatch):
+    def exhausted(*_args, **_kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    monkeypatch.setattr(llm_pretrain, "build_model", exhausted)
+    done = call(llm_pretrain.main, tiny())
+    assert done.code == 1 and done.err.startswith("error: step 0: out of memory. The plan was ")
+    assert not Path("runs").exists()
+
+
 def test_other_errors_are_not_taken_for_running_out_of_memory(here, monkeypatch):
     def broken(*_args, **_kwargs):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")

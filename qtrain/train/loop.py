@@ -1,9 +1,9 @@
 """The training loop of every script: steps, evaluations, checkpoints and signals, in order."""
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from qtrain.train.metrics import MetricsLog, Throughput, read_metrics
 from qtrain.train.plan import Plan
 from qtrain.train.profile import StepProfiler
 from qtrain.train.run import Run, resume_command
+from qtrain.train.settings import TrainSettings
 from qtrain.train.signals import StopSignals
 from qtrain.train.status import StatusLine
 from qtrain.train.step import Gradients, apply_gradients, compute_gradients
@@ -63,7 +64,10 @@ class Training:
         """Train to the last step; False if a signal ended it before. Raises TrainingStopped when it cannot go on."""
         run, settings = self.run, self.run.settings
         try:
-            with ExitStack() as stack:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(
+                    answering_out_of_memory(self.plan, settings, run.device, lambda: run.state.step + 1)
+                )
                 stop = stack.enter_context(StopSignals())
                 status = stack.enter_context(StatusLine(settings.n_steps, log))
                 profiler = stack.enter_context(StepProfiler(run.folder.path, log, enabled=settings.profile))
@@ -76,10 +80,6 @@ class Training:
                         self._between_steps()
                 if run.state.step < settings.n_steps:
                     self._save()
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise self._out_of_memory() from None
-            raise
         finally:
             self.metrics.close()
             self.trackers.close()
@@ -181,16 +181,21 @@ class Training:
         bad = first_bad_tensor(self.run.model)
         return not_finite(self.run.state.step + 1, what, value, bad, self.run.checkpoints.latest())
 
-    def _out_of_memory(self) -> TrainingStopped:
-        device = self.run.device
-        return out_of_memory(
-            self.run.state.step + 1,
-            self.plan.settings_in_force(self.run.settings),
-            self.plan.memory,
-            peak_memory(device),
-            torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
-            OPTIMIZERS.names(),
-        )
+
+@contextlib.contextmanager
+def answering_out_of_memory(
+    plan: Plan, settings: TrainSettings, device: torch.device, step: Callable[[], int] = lambda: 0
+) -> Iterator[None]:
+    """Turn memory that runs out inside into TrainingStopped with the plan, the peak, and the flags to change."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        capacity = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+        in_force = plan.settings_in_force(settings)
+        names = OPTIMIZERS.names()
+        raise out_of_memory(step(), in_force, plan.memory, peak_memory(device), capacity, names) from None
 
 
 def peak_memory(device: torch.device) -> int:
