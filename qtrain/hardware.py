@@ -1,5 +1,6 @@
 """What this device can do: its name, memory, and peak dense rates per arithmetic."""
 
+import functools
 import time
 from dataclasses import dataclass
 
@@ -12,13 +13,19 @@ DATASHEET: dict[str, dict[str, float]] = {
     "H100": {"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "fp32": 66.9, "bandwidth": 3.35},
     "H200": {"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "fp32": 66.9, "bandwidth": 4.8},
     "H800": {"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "fp32": 66.9, "bandwidth": 3.35},
-    "B200": {"bf16": 2250.0, "fp8": 4500.0, "int8": 4500.0, "fp32": 75.0, "bandwidth": 8.0},
+    "B200": {"bf16": 2250.0, "fp8": 4500.0, "mxfp8": 4500.0, "int8": 4500.0, "fp32": 75.0, "bandwidth": 8.0},
     "A100": {"bf16": 311.9, "int8": 623.7, "fp32": 19.5, "bandwidth": 2.04},
     "L40S": {"bf16": 362.1, "fp8": 733.0, "int8": 733.0, "fp32": 91.6, "bandwidth": 0.864},
     "RTX 4090": {"bf16": 165.2, "fp8": 330.3, "int8": 660.6, "fp32": 82.6, "bandwidth": 1.008},
-    "RTX 5090": {"bf16": 209.5, "fp8": 419.0, "int8": 838.0, "fp32": 104.8, "bandwidth": 1.792},
+    "RTX 5090": {"bf16": 209.5, "fp8": 419.0, "mxfp8": 419.0, "int8": 838.0, "fp32": 104.8, "bandwidth": 1.792},
     "RTX 3090": {"bf16": 71.0, "int8": 284.0, "fp32": 35.6, "bandwidth": 0.936},
 }
+
+RUNS_AS = {"int4": "int8"}
+"""Arithmetic that this package runs on the tensor cores of another: packed INT4 codes are unpacked to INT8."""
+
+FP8_CAPABILITY, MX_CAPABILITY = (8, 9), (10, 0)
+"""The first GPUs whose tensor cores multiply FP8 (Ada) and FP8 with a scale for each 32 elements (Blackwell)."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,11 @@ class Hardware:
 
     def peak(self, arithmetic: str) -> float:
         """TFLOP/s of an arithmetic; one that the device lacks runs, emulated, at the bf16 or fp32 rate."""
-        return self.peaks.get(arithmetic) or self.peaks.get("bf16") or self.peaks["fp32"]
+        return self.peaks.get(RUNS_AS.get(arithmetic, arithmetic)) or self.peaks.get("bf16") or self.peaks["fp32"]
+
+    def emulates(self, arithmetic: str) -> bool:
+        """Whether the device has no such arithmetic."""
+        return RUNS_AS.get(arithmetic, arithmetic) not in self.peaks
 
 
 def describe_hardware(device: torch.device) -> Hardware:
@@ -54,6 +65,13 @@ def _measured_peaks(device: torch.device) -> dict[str, float]:
         a = torch.randn(size, size, device=device).mul_(30).clamp_(-127, 127).to(dtype)
         multiply = torch._int_mm if dtype is torch.int8 else torch.mm
         peaks[name] = max(_rate(multiply, a, size) for _ in range(4)) / 1e12
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if capability >= FP8_CAPABILITY:
+        a, one = torch.randn(size, size, device=device).to(torch.float8_e4m3fn), torch.ones((), device=device)
+        multiply = functools.partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        peaks["fp8"] = max(_rate(multiply, a, size) for _ in range(4)) / 1e12
+    if capability >= MX_CAPABILITY:
+        peaks["mxfp8"] = peaks["fp8"]
     return peaks
 
 

@@ -36,6 +36,10 @@ class Registry(Generic[T]):
     def names(self) -> list[str]:
         return sorted(self._entries)
 
+    def name_of(self, entry: T) -> str:
+        """The name that an entry's type is registered under."""
+        return next(name for name, cls in self._entries.items() if cls is type(entry))
+
     def get(self, name: str, flag: str) -> type[T]:
         """The dataclass type called `name`; UserError naming `flag` and the nearest match when there is none."""
         if name not in self._entries:

@@ -1,24 +1,42 @@
 """Philox gives the published words, and uniforms that depend on every part of their key."""
 
+import pytest
 import torch
 
 from qtrain.kernels.philox import philox_ref, uniform_ref
 
 
-def test_known_answers():
-    """The known-answer vectors of Random123 for philox4x32-10."""
-    vectors = [
-        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+@pytest.mark.parametrize(
+    "rounds,words",
+    [
         (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            (0xA4093822, 0x299F31D0),
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+            7,
+            [
+                (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48),
+                (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662),
+                (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
+            ],
         ),
+        (
+            10,
+            [
+                (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
+                (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+                (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+            ],
+        ),
+    ],
+)
+def test_known_answers(rounds, words):
+    """The known-answer vectors of Random123 for philox4x32."""
+    inputs = [
+        ((0, 0, 0, 0), (0, 0)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2),
+        ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)),
     ]
-    for counter, key, words in vectors:
+    for (counter, key), expected in zip(inputs, words, strict=True):
         as_tensors = [tuple(torch.tensor([w]) for w in part) for part in (counter, key)]
-        assert tuple(int(w) for w in philox_ref(*as_tensors)) == words
+        assert tuple(int(w) for w in philox_ref(*as_tensors, rounds)) == expected
 
 
 def uniform(shape=(64, 33), seed=5, step=7, linear=2, role=1):

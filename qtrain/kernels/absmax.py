@@ -1,0 +1,93 @@
+"""The largest absolute value of a matrix, of its rows and of its columns, from one read.
+
+A program walks down a stripe of columns with the columns' maxima in registers, so that they cost one atomic each at the
+end; its rows' maxima are one atomic a row and stripe. Maxima are taken over bit patterns of |x|, which order as the
+numbers do, with Inf above all numbers and NaN above Inf: bad values are found, not lost.
+"""
+
+import torch
+from torch import Tensor
+
+from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.rounding import magnitude_bits
+
+
+def absmax_ref(x: Tensor) -> Tensor:
+    """x -> fp32 [1], its largest absolute value; 0 of an empty one. NaN comes through."""
+    if not x.numel():
+        return x.new_zeros(1, dtype=torch.float32)
+    return torch.linalg.vector_norm(x, ord=torch.inf).float().view(1)  # one read, no copy of |x|
+
+
+@triton.jit(do_not_specialize=["steps"])
+def _absmax_kernel(
+    x_ptr, tensor_ptr, row_ptr, column_ptr, m, k, steps,
+    TENSOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    stripes = tl.cdiv(k, BLOCK_K)
+    columns = tl.program_id(0) % stripes * BLOCK_K + tl.arange(0, BLOCK_K)
+    first = tl.program_id(0) // stripes * steps * BLOCK_M
+    most = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
+    for step in range(steps):
+        rows = first + step * BLOCK_M + tl.arange(0, BLOCK_M)
+        inside = (rows < m)[:, None] & (columns < k)[None, :]
+        bits = magnitude_bits(tl.load(x_ptr + rows.to(tl.int64)[:, None] * k + columns[None, :], inside, 0.0))
+        most = tl.maximum(most, bits)
+        if ROWS:
+            tl.atomic_max(row_ptr + rows, tl.max(bits, 1), rows < m, sem="relaxed")
+    if COLUMNS:
+        tl.atomic_max(column_ptr + columns, tl.max(most, 0), columns < k, sem="relaxed")
+    if TENSOR:
+        tl.atomic_max(tensor_ptr, tl.max(tl.max(most, 0), 0), sem="relaxed")
+
+
+def launch_absmax(
+    x: Tensor,
+    tensor: bool = False,
+    rows: bool = False,
+    columns: bool = False,
+    *,
+    block: tuple[int, int] | None = None,
+    steps: int = 16,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [M, K] contiguous -> bits of the absmax of all of it [1], of its rows [M] and of its columns [K], int32.
+
+    What was not asked for is zeros.
+    """
+    m, k = x.shape
+    # The fastest on an H200: rows want short tiles with few atomics, the rest long lines.
+    block_m, block_k = block or ((32, 128) if rows else (8, 512) if columns else (8, 1024))
+    found = torch.zeros(1 + rows * m + columns * k, dtype=torch.int32, device=x.device)
+    of_tensor, of_rows, of_columns = found[:1], found[1 : 1 + rows * m], found[1 + rows * m :]
+    if x.numel():
+        grid = (triton.cdiv(k, block_k) * triton.cdiv(m, block_m * steps),)
+        _absmax_kernel[grid](
+            x,
+            of_tensor,
+            of_rows,
+            of_columns,
+            m,
+            k,
+            steps,
+            tensor,
+            rows,
+            columns,
+            block_m,
+            block_k,
+            num_warps=4 if rows or columns else 8,
+        )
+    return of_tensor, of_rows, of_columns
+
+
+@torch.library.custom_op("qtrain::absmax", mutates_args=())
+def absmax(x: Tensor) -> Tensor:
+    """x -> fp32 [1], its largest absolute value; 0 of an empty one. NaN comes through."""
+    if x.is_cuda:
+        x = x.contiguous()
+        return launch_absmax(x.view(-1, x.shape[-1]), tensor=True)[0].view(torch.float32)
+    return absmax_ref(x)
+
+
+@absmax.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(1, dtype=torch.float32)

@@ -1,0 +1,216 @@
+"""Matrix product of 8-bit codes, scales in the epilogue: out = (A · Bᵀ) * scale_a * scale_b (+ bias).
+
+A [M, K] and B [N, K] are INT8 or FP8 codes; a scale is one for all (tensorwise, [1]) or one a row of its operand
+(rowwise, [M] or [N]), so it leaves the sum and is applied once, in fp32. INT8 sums are exact in int32. FP8 sums run, by
+default, in the tensor cores' own accumulator, which keeps fewer bits than fp32 (fast accumulation, as cuBLAS calls it);
+without, each BLOCK_K products are added to an fp32 total.
+
+8-bit tensor cores read both operands along K. An operand that is stored the other way (its strides tell) is transposed
+by a kernel first: A·B and Aᵀ·B cost one and two passes over 8-bit operands more than A·Bᵀ.
+"""
+
+import torch
+from torch import Tensor
+
+from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.int8_mm import LONGEST_EXACT_K, int8_mm_ref
+from qtrain.kernels.tiles import Tiling, multiprocessors, store_columns, tile_of
+from qtrain.kernels.transpose import k_major
+from qtrain.kernels.tuning import choose, forced
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+# ---- definition ------------------------------------------------------------------------------------------------------
+
+
+def scaled_mm_ref(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """A [M, K], B [N, K], both int8 or both fp8; scale_a fp32 [M] or [1], scale_b fp32 [N] or [1]; bias [N]."""
+    k = a.shape[1]
+    if a.dtype != torch.int8:
+        total = a.float() @ b.float().t()
+    elif k <= LONGEST_EXACT_K:
+        total = int8_mm_ref(a, b).float()
+    else:
+        spans = range(0, k, LONGEST_EXACT_K)
+        total = sum(int8_mm_ref(a[:, i : i + LONGEST_EXACT_K], b[:, i : i + LONGEST_EXACT_K]).float() for i in spans)
+    total = total * scale_a[:, None] * scale_b[None, :]
+    return (total if bias is None else total + bias.float()).to(out_dtype)
+
+
+# ---- kernel ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["m", "n", "k"])  # one binary for all shapes: descriptors do the addressing
+def _scaled_mm_kernel(
+    a_desc, b_desc, c_desc, scale_a_ptr, scale_b_ptr, bias_ptr, m, n, k,
+    PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PIECES: tl.constexpr,
+    INT8: tl.constexpr, IMPRECISE: tl.constexpr,
+    ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    ACCUMULATOR: tl.constexpr = tl.int32 if INT8 else tl.float32
+    tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
+        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
+        row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
+        total = tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATOR)
+        for start in range(0, k, BLOCK_K):
+            a = a_desc.load([row, start])
+            b = b_desc.load([column, start])
+            total = tl.dot(a, b.T, total, out_dtype=ACCUMULATOR, max_num_imprecise_acc=IMPRECISE)
+        rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+        out = total.to(tl.float32)
+        if ROWS_A:
+            out *= tl.load(scale_a_ptr + rows, rows < m, 0.0)[:, None]
+        else:
+            out *= tl.load(scale_a_ptr)
+        if ROWS_B:
+            out *= tl.load(scale_b_ptr + columns, columns < n, 0.0)[None, :]
+        else:
+            out *= tl.load(scale_b_ptr)
+        if BIAS:
+            out += tl.load(bias_ptr + columns, columns < n, 0.0).to(tl.float32)[None, :]
+        store_columns(c_desc, out, row, column, PIECES, ADD)
+
+
+def launch_scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    out: Tensor,
+    tiling: Tiling,
+    *,
+    bias: Tensor | None = None,
+    fast_accum: bool = True,
+    add: bool = False,
+) -> Tensor:
+    """The kernel for `scaled_mm_ref` into `out` [M, N]; `add`: to what is there.
+
+    K in multiples of 16, rows of `out` in multiples of 16 bytes, K at most LONGEST_EXACT_K for INT8; all contiguous.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    (m, k), n, t = a.shape, b.shape[0], tiling
+    tiles = triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n)
+    programs = min(t.per_sm * multiprocessors(a.device), tiles)
+    int8 = a.dtype == torch.int8
+    _scaled_mm_kernel[(programs,)](
+        TensorDescriptor.from_tensor(a, [t.block_m, t.block_k]),
+        TensorDescriptor.from_tensor(b, [t.block_n, t.block_k]),
+        TensorDescriptor.from_tensor(out, [t.block_m, t.block_n // t.subtiles]),
+        scale_a, scale_b, bias, m, n, k, programs, t.group_m, t.block_m, t.block_n, t.block_k, t.subtiles,
+        int8, None if int8 or fast_accum else t.block_k,
+        scale_a.numel() > 1, scale_b.numel() > 1, bias is not None, add,
+        num_warps=t.warps, num_stages=t.stages,
+    )  # fmt: skip
+    return out
+
+
+# ---- dispatch --------------------------------------------------------------------------------------------------------
+
+# INT8 wants two programs a multiprocessor: one multiplies while the other turns its int32 totals into the output. FP8,
+# whose epilogue is shorter, mostly wants the large tile. Small outputs want smaller tiles, so that all are at work.
+_TWO, _TWO_WIDE = Tiling(128, 128, 128, 4, 3, per_sm=2), Tiling(128, 128, 128, 4, 3, subtiles=4, per_sm=2)
+_LARGE = [Tiling(128, 256, 128, 8, 4), Tiling(256, 128, 128, 8, 4)]
+_SMALL = [Tiling(128, 128, 128, 8, 4, subtiles=1), Tiling(64, 128, 128, 4, 4, subtiles=1, per_sm=2)]
+TILINGS = {tiling.name: tiling for tiling in (_TWO, _TWO_WIDE, *_LARGE, *_SMALL)}
+
+
+def scaled_mm_names(a: Tensor, b: Tensor, out_dtype: torch.dtype, fast_accum: bool) -> list[str]:
+    """The implementations that can take these operands, K-major on a GPU, the best in general first."""
+    (m, k), n = a.shape, b.shape[0]
+    int8 = a.dtype == torch.int8
+    names = []
+    aligned = k % 16 == 0 and n * out_dtype.itemsize % 16 == 0  # what TMA descriptors ask of strides
+    if aligned and (not int8 or k <= LONGEST_EXACT_K):
+        wide = out_dtype.itemsize > 2
+        large = [] if wide or triton.cdiv(m, 128) * triton.cdiv(n, 256) < 96 else _LARGE
+        two = [_TWO_WIDE if wide else _TWO]
+        names += [t.name for t in ((*two, *large, *_SMALL) if int8 else (*large, *two, *_SMALL))]
+    if int8 and m > 16 and k % 8 == 0 and n % 8 == 0 and k <= LONGEST_EXACT_K:
+        names.append("cublas")
+    if not int8 and k % 16 == 0 and n % 16 == 0 and out_dtype == torch.bfloat16:
+        names.append("cublas")
+    return names
+
+
+def _scaled_mm_cublas(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, bias: Tensor | None, fast: bool
+) -> Tensor:
+    if a.dtype == torch.int8:
+        return scaled_mm_ref(a, b, scale_a, scale_b, out_dtype, bias)
+    (m, _), n = a.shape, b.shape[0]
+    if scale_a.numel() > 1 or scale_b.numel() > 1:  # both one a row, or both one for all
+        scale_a, scale_b = scale_a.expand(m).contiguous()[:, None], scale_b.expand(n).contiguous()[None, :]
+    return torch._scaled_mm(a, b.t(), scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast)
+
+
+def _run(
+    name: str,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    fast: bool,
+) -> Tensor:
+    if name == "cublas":
+        return _scaled_mm_cublas(a, b, scale_a, scale_b, out_dtype, bias, fast)
+    out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+    return launch_scaled_mm(a, b, scale_a, scale_b, out, TILINGS[name], bias=bias, fast_accum=fast)
+
+
+@torch.library.custom_op("qtrain::scaled_mm", mutates_args=())
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accum: bool = True,
+) -> Tensor:
+    """(A · Bᵀ) * scale_a * scale_b + bias: A [M, K], B [N, K] int8 or fp8, scales fp32 a row or [1] -> [M, N]."""
+    a, b = k_major(a), k_major(b)
+    m, n = a.shape[0], b.shape[0]
+    names = scaled_mm_names(a, b, out_dtype, fast_accum) if a.is_cuda and a.numel() and n else []
+    if not names or forced() == "ref":
+        return scaled_mm_ref(a, b, scale_a, scale_b, out_dtype, bias)
+    key = (m, n, a.shape[1], a.dtype, b.dtype, out_dtype, scale_a.numel() > 1, scale_b.numel() > 1, fast_accum)
+    arguments = (a, b, scale_a, scale_b, out_dtype, bias, fast_accum)
+    return _run(choose("scaled_mm", key, names, lambda name: _run(name, *arguments)), *arguments)
+
+
+@scaled_mm.register_fake
+def _(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accum: bool = True,
+) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+@torch.library.custom_op("qtrain::scaled_mm_add_", mutates_args=("out",))
+def scaled_mm_add_(
+    out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, fast_accum: bool = True
+) -> None:
+    """out += (A · Bᵀ) * scale_a * scale_b: a weight's gradient [N, K] over micro-batches, without a copy between."""
+    a, b = k_major(a), k_major(b)
+    names = scaled_mm_names(a, b, out.dtype, fast_accum) if a.is_cuda and a.numel() and b.shape[0] else []
+    names = [name for name in names if name != "cublas"]
+    if not names or forced() in ("ref", "cublas") or not out.is_contiguous():
+        out.add_(scaled_mm_ref(a, b, scale_a, scale_b, torch.float32))
+        return
+    key = (*out.shape, a.shape[1], a.dtype, b.dtype, out.dtype, scale_a.numel() > 1, scale_b.numel() > 1, fast_accum)
+    arguments = (a, b, scale_a, scale_b, out.dtype, None, fast_accum)
+    name = choose("scaled_mm_add", key, names, lambda name: _run(name, *arguments))
+    launch_scaled_mm(a, b, scale_a, scale_b, out, TILINGS[name], fast_accum=fast_accum, add=True)
