@@ -1,31 +1,39 @@
-"""Swaps a model's linears by scheme, says which it swapped and why it left the others, and keeps their codes fresh."""
+"""Swaps a model's linears by scheme, says which it swapped and why it left the others, and keeps their codes fresh.
+
+Any model is taken: linears are found as modules, so they are those that the model calls. What a model says of itself is
+only its output head and, for schemes that want every linear's input normed, a method `add_sub_norms`.
+"""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from qtrain.kernels.stored_weight import StoredWeight
+from qtrain.quant.delayed import AmaxHistory
 from qtrain.quant.linear import LowBitLinear
-from qtrain.quant.scheme import LowBitScheme, Scheme
+from qtrain.quant.scheme import SCHEMES, LowBitScheme, Scheme
 
 
 @dataclass(frozen=True)
 class LinearChoice:
-    """What became of one linear: `reason` is None where it was swapped."""
+    """What became of one linear: `reason` is None where it was swapped, then `scheme` says to which scheme."""
 
     name: str
     in_features: int
     out_features: int
     reason: str | None
+    scheme: str = ""
 
 
 @dataclass
 class QuantizedModel:
-    """A model's swapped linears and the counters that key their stochastic rounding."""
+    """A model's swapped linears, the counters that key their rounding, and what delayed scaling remembers."""
 
     choices: list[LinearChoice]
     linears: list[LowBitLinear]
     keys: Tensor  # int64 [linears, 3]: seed, step, number of each; a linear holds its row
+    amax: AmaxHistory | None = None
 
     @property
     def step(self) -> int:
@@ -36,14 +44,36 @@ class QuantizedModel:
         """Name the micro-step whose random bits are drawn next."""
         self.keys[:, 1].fill_(step)
 
-    def refresh(self) -> None:
-        """Renew every weight's codes; once after each optimizer step and after loading a checkpoint."""
+    @property
+    def changes(self) -> bool:
+        """Whether a step leaves anything to renew."""
+        return self.amax is not None or any(linear.weight.requires_grad for linear in self.linears)
+
+    def refresh(self, frozen: bool = False) -> None:
+        """Renew the codes of every weight that trains, and every scale; once after each optimizer step. After loading a
+        checkpoint, with `frozen`, those of the others too."""
+        if self.amax is not None:
+            self.amax.roll()
+        self.refresh_weights(frozen)
+
+    def refresh_weights(self, frozen: bool = False) -> None:
+        """Renew the codes alone: where weights change for a while, between two steps."""
         for linear in self.linears:
-            linear.refresh()
+            if frozen or linear.weight.requires_grad:
+                linear.refresh()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state that a checkpoint holds besides the model's: the very tensors, to be followed by `refresh`."""
+        return {} if self.amax is None else {"amax_history": self.amax.history}
+
+    def mark_fresh(self) -> None:
+        """Say that every weight's codes have just been renewed by other means than `refresh`: by its recording."""
+        for linear in self.linears:
+            linear.fresh_version = linear.weight._version
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Have each optimizer step count as a change of the weights: torch's fused optimizers do not count it."""
-        weights = [linear.weight for linear in self.linears]
+        weights = [linear.weight for linear in self.linears if linear.weight.requires_grad]
         if weights:
             optimizer.register_step_post_hook(lambda *_: torch.autograd.graph.increment_version(weights))
 
@@ -55,45 +85,95 @@ class QuantizedModel:
 
 
 def quantize_linears(
-    model: nn.Module, scheme: Scheme, *, seed: int, head: nn.Module | None = None, quantize_head: bool = False
+    model: nn.Module,
+    scheme: Scheme,
+    *,
+    seed: int,
+    head: nn.Module | None = None,
+    quantize_head: bool = False,
+    min_size: int = 0,
 ) -> QuantizedModel:
-    """Swap the linears of `model` in place. `head` is its output head, left alone unless `quantize_head`."""
+    """Swap the linears of `model` in place. `head` is its output head, left alone unless `quantize_head`.
+
+    min_size: a linear with fewer in- or out-features is left alone. A scheme that stores weights in low bits makes new
+    parameters, so an optimizer comes after. UserError where a scheme asks for norms that this model cannot have.
+    """
+    if isinstance(scheme, LowBitScheme) and scheme.sub_norm and hasattr(model, "add_sub_norms"):
+        model.add_sub_norms("--quantize")
     device = next(model.parameters()).device
-    most = sum(isinstance(module, nn.Linear) for module in model.modules())
-    keys = torch.tensor([[seed, 0, number] for number in range(most)], dtype=torch.int64, device=device)
+    linears = find_linears(model)
+    keys = torch.tensor([[seed, 0, number] for number in range(len(linears))], dtype=torch.int64, device=device)
     quantized = QuantizedModel([], [], keys.view(-1, 3))
-    for name, module in list(model.named_modules()):
-        if not isinstance(module, nn.Linear):
-            continue
-        reason = _reason_to_leave(module, scheme, module is head and not quantize_head)
-        if reason is None:
-            swapped = LowBitLinear(module, scheme, quantized.keys[len(quantized.linears)])
-            swapped.train(module.training)
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, swapped)
-            quantized.linears.append(swapped)
-        quantized.choices.append(LinearChoice(name, module.in_features, module.out_features, reason))
+    shared = _shared_weights(model)
+    nothing = not isinstance(scheme, LowBitScheme) and [part for _, part in scheme.parts()] == [scheme]
+    for linear, names in linears.items():
+        taken = ""
+        if nothing:
+            reason = "the scheme quantizes nothing"
+        elif linear is head and not quantize_head:
+            reason = "output head (--quantize_lm_head takes it too)"
+        elif type(linear) is not nn.Linear:
+            reason = f"a {type(linear).__name__}, not a plain linear"
+        elif min(linear.in_features, linear.out_features) < min_size:
+            reason = f"it has fewer than {min_size} in- or out-features (--quantize_min_size)"
+        else:
+            own = scheme.for_linear(linear.in_features, linear.out_features)
+            reason = _refusal(linear, own, id(linear.weight) in shared)
+            if reason is None:
+                taken = own.name or SCHEMES.name_of(own)
+                swapped = _swap(linear, own, quantized.keys[len(quantized.linears)])
+                for name in names:
+                    model.set_submodule(name, swapped)
+                quantized.linears.append(swapped)
+        quantized.choices.append(LinearChoice(names[0], linear.in_features, linear.out_features, reason, taken))
+    delayed = [linear for linear in quantized.linears if linear.scheme.amax_history]
+    if delayed:
+        quantized.amax = AmaxHistory(delayed)
     return quantized
 
 
-def _reason_to_leave(linear: nn.Linear, scheme: Scheme, spared_head: bool) -> str | None:
+def _swap(linear: nn.Linear, scheme: Scheme, key: Tensor) -> LowBitLinear:
+    assert isinstance(scheme, LowBitScheme)
+    if scheme.stored_format is not None:
+        stored = StoredWeight.from_value(linear.weight, scheme.stored_format)
+        linear.weight = nn.Parameter(stored, linear.weight.requires_grad)
+    return LowBitLinear(linear, scheme, key).train(linear.training)
+
+
+def _refusal(linear: nn.Linear, scheme: Scheme, shared: bool) -> str | None:
+    """Why `scheme` does not take this linear; shared: its weight is another module's too."""
     if not isinstance(scheme, LowBitScheme):
-        return "the scheme quantizes nothing"
-    if spared_head:
-        return "output head (--quantize_lm_head takes it too)"
-    if type(linear) is not nn.Linear:
-        return f"a {type(linear).__name__}, not a plain linear"
+        return "the fastest as it is"
+    if shared and (scheme.latent or scheme.stored_format is not None):
+        return "its weight is another module's too, which needs it in high precision"
     return scheme.refusal(linear.in_features, linear.out_features, linear.weight.device)
+
+
+def find_linears(model: nn.Module) -> dict[nn.Linear, list[str]]:
+    """Every linear of a model, each once, with all the names that it goes by."""
+    found: dict[nn.Linear, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Linear):
+            found.setdefault(module, []).append(name)
+    return found
+
+
+def _shared_weights(model: nn.Module) -> set[int]:
+    """ids of parameters that more than one module holds."""
+    holders: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+    return {parameter for parameter, count in holders.items() if count > 1}
 
 
 def describe_choices(choices: list[LinearChoice]) -> list[str]:
     """A line for each (shape, reason), with how many linears share it: what the plan prints."""
-    groups: dict[tuple[str, int, int, str | None], int] = {}
+    mixed = len({c.scheme for c in choices if c.reason is None}) > 1
+    groups: dict[tuple[str, int, int, str], int] = {}
     for c in choices:
         kind = ".".join(part for part in c.name.split(".") if not part.isdigit())
-        key = (kind, c.in_features, c.out_features, c.reason)
+        done = f"left, {c.reason}" if c.reason else f"quantized, {c.scheme}" if mixed else "quantized"
+        key = (kind, c.in_features, c.out_features, done)
         groups[key] = groups.get(key, 0) + 1
-    return [
-        f"{count:4d} x {kind} {k} -> {n}: " + ("quantized" if reason is None else f"left, {reason}")
-        for (kind, k, n, reason), count in groups.items()
-    ]
+    return [f"{count:4d} x {kind} {k} -> {n}: {done}" for (kind, k, n, done), count in groups.items()]

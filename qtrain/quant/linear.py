@@ -2,7 +2,8 @@
 
 The module keeps the master `weight` as its parameter: what the optimizer, checkpoints and exports know. Beside it live
 the weight's operands (codes and scales in both layouts): derived, never saved, renewed by `refresh` once per optimizer
-step and only read by forward, backward and recomputation.
+step and only read by forward, backward and recomputation. With delayed scaling the scales of x and dy lie there too,
+and what is seen of their absmax until the next step (`delayed.py`).
 """
 
 import torch
@@ -24,29 +25,34 @@ class LowBitLinearFunction(torch.autograd.Function):
         key: Tensor | None,
         w_output: Operand,
         w_grad_input: Operand,
+        amax: tuple[Operand, ...],  # of x and of dy, where the scheme keeps them
+        differentiated: bool,  # whether backward may follow: gradients are off in here anyway
     ) -> Tensor:
-        x_output, x_grad_weight = scheme.input_operands(x, key)
-        y = scheme.multiply("output", x_output, w_output or (weight,), x.dtype)
-        needs_dx, needs_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        needs_dx = differentiated and ctx.needs_input_grad[0]
+        needs_dw = differentiated and ctx.needs_input_grad[1]
+        x_output, x_grad_weight = scheme.input_operands(x, key, (True, needs_dw), *amax[:1])
+        y = scheme.multiply("output", x_output, w_output or (weight,), x.dtype, bias)
         kept_w = (w_grad_input or (weight,)) if needs_dx else ()
         kept_x = x_grad_weight if needs_dw else ()
         ctx.save_for_backward(*kept_w, *kept_x)
-        ctx.n_kept_w, ctx.scheme, ctx.key, ctx.weight_dtype = len(kept_w), scheme, key, weight.dtype
-        return y if bias is None else y.add_(bias)
+        ctx.n_kept_w, ctx.scheme, ctx.key, ctx.amax, ctx.weight_dtype = len(kept_w), scheme, key, amax, weight.dtype
+        return y
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         kept = ctx.saved_tensors  # read once: activation checkpointing allows no second time
         w_grad_input, x_grad_weight = kept[: ctx.n_kept_w], kept[ctx.n_kept_w :]
+        needs_dx, needs_dw, needs_dbias = ctx.needs_input_grad[:3]
         dx = dw = dbias = None
-        dy_grad_input, dy_grad_weight = ctx.scheme.grad_operands(dy, ctx.key)
-        if ctx.needs_input_grad[0]:
+        if needs_dx or needs_dw:
+            dy_grad_input, dy_grad_weight = ctx.scheme.grad_operands(dy, ctx.key, (needs_dx, needs_dw), *ctx.amax[1:])
+        if needs_dx:
             dx = ctx.scheme.multiply("grad_input", dy_grad_input, w_grad_input, dy.dtype)
-        if ctx.needs_input_grad[1]:
+        if needs_dw:
             dw = ctx.scheme.multiply("grad_weight", dy_grad_weight, x_grad_weight, ctx.weight_dtype)
-        if ctx.needs_input_grad[2]:
+        if needs_dbias:
             dbias = dy.sum(dim=0, dtype=torch.float32).to(ctx.weight_dtype)
-        return dx, dw, dbias, None, None, None, None
+        return dx, dw, dbias, None, None, None, None, None, None
 
 
 class LowBitLinear(nn.Module):
@@ -65,6 +71,9 @@ class LowBitLinear(nn.Module):
         self._n_output, self._n_grad_input = len(output), len(grad_input)
         for i, tensor in enumerate((*output, *grad_input)):
             self.register_buffer(f"operand_{i}", tensor, persistent=False)
+        if scheme.amax_history:
+            for name in ("x_scale", "x_amax", "dy_scale", "dy_amax"):
+                self.register_buffer(name, torch.zeros(1, device=key.device), persistent=False)
         self.fresh_version = self.weight._version
 
     @torch.no_grad()
@@ -76,7 +85,9 @@ class LowBitLinear(nn.Module):
         """Quantize the weight again; to be called after every change of it."""
         output, grad_input = self._operands()
         for i, tensor in enumerate((*output, *grad_input)):
-            getattr(self, f"operand_{i}").copy_(tensor)
+            operand = getattr(self, f"operand_{i}")
+            if operand is not tensor:  # a stored weight's codes are an operand themselves
+                operand.copy_(tensor)
         self.fresh_version = self.weight._version
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,8 +101,18 @@ class LowBitLinear(nn.Module):
             key,
             operands[: self._n_output],
             operands[self._n_output :],
+            self._amax(),
+            torch.is_grad_enabled(),
         )
         return y.view(*x.shape[:-1], self.out_features)
+
+    def _amax(self) -> tuple[Operand, ...]:
+        """What delayed scaling reads and, in training, writes: of x, then of dy; nothing where it is not used."""
+        if not self.scheme.amax_history:
+            return ()
+        if not self.training:
+            return (self.x_scale,), (self.dy_scale,)
+        return (self.x_scale, self.x_amax), (self.dy_scale, self.dy_amax)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, scheme={self.scheme}"

@@ -10,6 +10,7 @@ operands of a tensor at once, where the tensor is at hand: `input_operands` and 
 scales, or the tensor itself for a GEMM left in high precision.
 
 A further scheme is one file: a frozen dataclass registered in SCHEMES, its fields the keys of `--quantize_kwargs`.
+`dynamic.py` has the base of those that say in a table what each GEMM reads.
 """
 
 from abc import ABC, abstractmethod
@@ -18,10 +19,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from qtrain.kernels.stored_weight import BYTES as STORED_BYTES
+from qtrain.kernels.stored_weight import StoredWeight
 from qtrain.registry import Registry
 
 Gemm = Literal["output", "grad_input", "grad_weight"]
 Operand = tuple[Tensor, ...]
+Wanted = tuple[bool, bool]
+"""Which of a tensor's two operands will be read: an evaluation needs no x for grad_weight, a frozen weight neither."""
 
 
 class Scheme(ABC):
@@ -31,40 +36,90 @@ class Scheme(ABC):
     def gemm_dtypes(self) -> dict[Gemm, str]:
         """The arithmetic of each GEMM ('int8', 'fp8', 'bf16'), for the plan and the speed of light."""
 
+    def parts(self) -> list[tuple[float, "Scheme"]]:
+        """The schemes that a model's linears run in, each with its share of their weights."""
+        return [(1.0, self)]
+
+    def for_linear(self, in_features: int, out_features: int) -> "Scheme":
+        """The scheme of a linear of this shape."""
+        return self
+
 
 class LowBitScheme(Scheme):
     """A scheme that swaps linears. All tensors are 2-D. `key` is what stochastic rounding draws under
     (`kernels.philox.uniform_ref`); None where rounding is to nearest."""
 
-    stochastic_rounding: bool = False
+    stochastic_rounding: bool | tuple[Gemm, ...] = False
+    """Whether anything is rounded stochastically; a tuple names the GEMMs whose operands are."""
+
+    name: str = ""
+    """What it is called where it is no choice of `--quantize`."""
+
+    amax_history: int = 0
+    """Steps over which a linear remembers the absmax of x and dy, for delayed scaling; 0: it remembers nothing."""
+
+    amax_formats: tuple[str, str] = ("e4m3", "e4m3")
+    """The formats that x and dy are scaled for then."""
+
+    power_of_two: bool = False
+    """Whether scales are rounded up to powers of two."""
+
+    stored_format: str | None = None
+    """What the weight itself is stored in (`kernels/stored_weight.py`); None: as it comes, in high precision."""
+
+    latent: bool = False
+    """Whether even a model of high precision would compute with other values than the weight's: `exported_weight`."""
+
+    sub_norm: bool = False
+    """Whether every input of a linear is to be normed; a model that can adds the norms that it lacks."""
 
     def refusal(self, in_features: int, out_features: int, device: torch.device) -> str | None:
         """Why this scheme cannot take a linear of this shape on this device; None when it can."""
         return None
 
+    def weight_bytes(self, element: int) -> float:
+        """Bytes of the weight itself, per element, in a model whose dtype has `element`; no row's scale is counted."""
+        return element if self.stored_format is None else STORED_BYTES[self.stored_format]
+
+    def exported_weight(self, w: Tensor) -> Tensor:
+        """What an export holds for the weight w: plain, in its dtype. Where a model of high precision would not compute
+        the same with w itself, it is the values that `output` multiplies with."""
+        return w.dequantize(w.dtype) if isinstance(w, StoredWeight) else w.detach()
+
     @abstractmethod
     def code_bytes(self) -> float:
-        """Bytes kept beside the master weight for its operands, per weight element; scales are not counted."""
+        """Bytes kept beside the master weight for its operands, per weight element; a row's scale is not counted."""
 
     @abstractmethod
     def kept_input_bytes(self, element: int) -> float:
-        """Bytes kept of a linear's input for backward, per element, where the input itself has `element` bytes."""
+        """Bytes kept of a linear's input for backward, per element; `element` where it is the input itself, of that
+        many bytes."""
 
     @abstractmethod
     def weight_operands(self, w: Tensor, key: Tensor | None) -> tuple[Operand, Operand]:
         """w [N, K] -> operands for (output, grad_input). An empty one means that the GEMM reads w itself."""
 
     @abstractmethod
-    def input_operands(self, x: Tensor, key: Tensor | None) -> tuple[Operand, Operand]:
-        """x [M, K] -> operands for (output, grad_weight). The second is all that is kept for backward."""
+    def input_operands(
+        self, x: Tensor, key: Tensor | None, wanted: Wanted = (True, True), amax: Operand = ()
+    ) -> tuple[Operand, Operand]:
+        """x [M, K] -> operands for (output, grad_weight). The second is all that is kept for backward; one that is not
+        wanted may be anything. amax: see `grad_operands`."""
 
     @abstractmethod
-    def grad_operands(self, dy: Tensor, key: Tensor | None) -> tuple[Operand, Operand]:
-        """dy [M, N] -> operands for (grad_input, grad_weight)."""
+    def grad_operands(
+        self, dy: Tensor, key: Tensor | None, wanted: Wanted = (True, True), amax: Operand = ()
+    ) -> tuple[Operand, Operand]:
+        """dy [M, N] -> operands for (grad_input, grad_weight).
+
+        amax: given where the scheme has an `amax_history`: the scale in force, fp32 [1], 0 where none is known yet,
+        and in training a second fp32 [1] that this tensor's absmax is recorded in (`delayed.py`).
+        """
 
     @abstractmethod
-    def multiply(self, gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-        """The product of a GEMM in `dtype`; (a, b) is (x, w), (dy, w) or (dy, x) for the three of them."""
+    def multiply(self, gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        """The product of a GEMM in `dtype`; (a, b) is (x, w), (dy, w) or (dy, x) for the three of them. bias [N] is
+        added to `output`."""
 
 
 SCHEMES: Registry[Scheme] = Registry("scheme")

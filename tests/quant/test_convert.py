@@ -37,6 +37,14 @@ def test_head_on_request_keeps_its_tie():
     assert isinstance(model.lm_head, LowBitLinear) and model.lm_head.weight is model.embed.weight
 
 
+def test_small_linears_are_left_on_request():
+    """The size is that of the smaller side."""
+    model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 16), nn.Linear(16, 15))
+    quantized = quantize_linears(model, SCHEMES.make("int8", {}, "--quantize"), seed=0, min_size=16)
+    assert [type(m) is LowBitLinear for m in model] == [False, True, False]
+    assert "fewer than 16" in quantized.choices[0].reason and "--quantize_min_size" in quantized.choices[2].reason
+
+
 def test_bf16_swaps_nothing():
     model = Model()
     quantized = quantize_linears(model, SCHEMES.make("bf16", {}, "--quantize_kwargs"), seed=0)

@@ -1,0 +1,141 @@
+"""Every scheme once more, in fp64 and in other words: operands rounded by formulas, multiplied in double precision.
+
+`TABLE` says, apart from the schemes themselves, in which format and with which scales each GEMM reads its operands:
+what the schemes are held against.
+"""
+
+import torch
+from torch import Tensor, nn
+
+Reading = tuple[str, str]
+"""Format and granularity, as the GEMM reads the operand: along its rows."""
+
+# largest number, bits of the mantissa, smallest normal exponent
+FLOATS = {"e4m3": (448.0, 3, -6), "e5m2": (57344.0, 2, -14)}
+INTEGERS = {"int8": 127.0, "int4": 7.0}
+
+
+def rounded_float(x: Tensor, fmt: str) -> Tensor:
+    """x, fp64, rounded to the nearest number of an FP8 format, ties to even; saturating."""
+    largest, mantissa, lowest = FLOATS[fmt]
+    exponent = torch.frexp(x).exponent.sub(1).clamp(min=lowest)
+    step = torch.ldexp(torch.ones_like(x), exponent - mantissa)
+    return ((x / step).round() * step).clamp(-largest, largest)
+
+
+def fake_quantize(x: Tensor, reading: Reading, power_of_two: bool = False, scale: Tensor | None = None) -> Tensor:
+    """x [R, C] rounded, as fp64 values. scale: given for the whole of it."""
+    fmt, granularity = reading
+    x = x.double()
+    if fmt == "mx":
+        return _fake_mx(x)
+    largest = INTEGERS.get(fmt) or FLOATS[fmt][0]
+    if scale is None:
+        scale = (_absmax(x, granularity).float() * (1 / largest)).clamp(min=1e-12)  # kept in fp32
+        if power_of_two:
+            fraction, exponent = torch.frexp(scale)
+            scale = torch.ldexp(torch.ones_like(scale), exponent - (fraction == 0.5).int())
+    scaled = x / scale.double()
+    if fmt in INTEGERS:
+        return scaled.round().clamp(-largest, largest) * scale.double()
+    return rounded_float(scaled, fmt) * scale.double()
+
+
+def _absmax(x: Tensor, granularity: str) -> Tensor:
+    """|x|'s largest in each element's group, spread over the group: [R, C]."""
+    if granularity == "tensorwise":
+        return x.abs().amax().expand(x.shape)
+    if granularity == "rowwise":
+        return x.abs().amax(dim=1, keepdim=True).expand(x.shape)
+    rows, columns = (int(n) for n in granularity.split("x"))
+    whole = nn.functional.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
+    blocks = whole.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    return (
+        blocks.abs()
+        .amax(dim=(1, 3), keepdim=True)
+        .expand(blocks.shape)
+        .reshape(whole.shape)[: x.shape[0], : x.shape[1]]
+    )
+
+
+def _fake_mx(x: Tensor) -> Tensor:
+    """e4m3 elements in groups of 32, scaled by 2 ** (exponent of the absmax - 8)."""
+    absmax = _absmax(x, "1x32")
+    scale = torch.ldexp(torch.ones_like(x), torch.frexp(absmax).exponent - 1 - 8).clamp(min=2.0**-127)
+    return rounded_float(x / scale, "e4m3") * scale
+
+
+def same(a: Reading | None, b: Reading | None = None) -> dict[str, tuple[Reading, Reading] | None]:
+    """All three GEMMs read their operands alike."""
+    return {gemm: (a, b or a) if a else None for gemm in ("output", "grad_input", "grad_weight")}
+
+
+_BY_TOKEN = ("e4m3", "1x128")
+
+TABLE: dict[str, dict[str, tuple[Reading, Reading] | None]] = {
+    "int8": same(("int8", "rowwise")),
+    "switchback": same(("int8", "rowwise"), ("int8", "tensorwise")) | {"grad_weight": None},
+    "int8_blockwise": same(("int8", "32x32")),
+    "fp8_tensorwise": same(("e4m3", "tensorwise")),
+    "fp8_rowwise": same(("e4m3", "rowwise")),
+    "fp8_rowwise_gw_hp": {
+        "output": (("e4m3", "rowwise"), ("e4m3", "rowwise")),
+        "grad_input": (("e4m3", "rowwise"), ("e4m3", "tensorwise")),
+        "grad_weight": None,
+    },
+    "fp8_blockwise": same(_BY_TOKEN, ("e4m3", "128x128")) | {"grad_weight": (_BY_TOKEN, _BY_TOKEN)},
+    "int4": same(("int8", "rowwise")) | {"output": (("int4", "rowwise"), ("int4", "rowwise"))},
+    "mxfp8": same(("mx", "1x32")),
+}
+POWER_OF_TWO = {"fp8_rowwise"}
+
+
+class Emulated(torch.autograd.Function):
+    """y = x · wᵀ and its gradients, fp64, each operand rounded as `readings` says."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor, readings: dict, power_of_two: bool) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.readings, ctx.power_of_two = readings, power_of_two
+        a, b = Emulated.operands(readings["output"], x, w, power_of_two)
+        return a @ b.t()
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        x, w = ctx.saved_tensors
+        a, b = Emulated.operands(ctx.readings["grad_input"], dy, w.t(), ctx.power_of_two)
+        c, d = Emulated.operands(ctx.readings["grad_weight"], dy.t(), x.t(), ctx.power_of_two)
+        return a @ b.t(), c @ d.t(), None, None
+
+    @staticmethod
+    def operands(pair: tuple[Reading, Reading] | None, a: Tensor, b: Tensor, power_of_two: bool):
+        if pair is None:
+            return a.double(), b.double()
+        return fake_quantize(a, pair[0], power_of_two), fake_quantize(b, pair[1], power_of_two)
+
+
+class EmulatedLinear(nn.Module):
+    """An nn.Linear in fp64 whose GEMMs are those of a scheme."""
+
+    def __init__(self, linear: nn.Linear, readings: dict, power_of_two: bool):
+        super().__init__()
+        self.weight = nn.Parameter(linear.weight.detach().double())
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().double())
+        self.readings, self.power_of_two = readings, power_of_two
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = Emulated.apply(x.flatten(0, -2), self.weight, self.readings, self.power_of_two)
+        y = y.view(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias
+
+
+def emulate(model: nn.Module, readings: dict, power_of_two: bool) -> nn.Module:
+    """`model`, converted in place: double precision, every linear emulated."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear):
+            model.set_submodule(name, EmulatedLinear(module, readings, power_of_two))
+    return model.double()
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    return float(torch.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0))
