@@ -1,0 +1,270 @@
+"""The frame of optimizers whose update is elementwise: states in any format, weights in any kind, one fused launch.
+
+A subclass names a rule of `kernels.fused_update` and its states; the frame makes the states in their formats, steps all
+parameters together, and moves states between formats when a checkpoint of another member of the family is loaded.
+
+A state of a parameter is one plain tensor under its own name, where its dtype says how it is stored (fp32, bf16), or
+two, `<name>.<format>.codes` and `<name>.<format>.scale`, as in `exp_avg.int8_256.codes`: a checkpoint can be read
+without knowing what wrote it.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from qtrain.errors import UserError
+from qtrain.kernels.fused_update import SIGNED_STATES, FusedUpdate, Slot
+from qtrain.kernels.state_formats import (
+    StateFormat,
+    dequantize_state,
+    quantize_state,
+    zero_state,
+)
+from qtrain.optim.offload import OffloadedUpdate
+from qtrain.optim.states import (
+    MASTER,
+    StateOptions,
+    as_sharded,
+    first_element,
+    local,
+    plausible,
+    saved_format,
+    state_keys,
+)
+
+
+class LowBitOptimizer(torch.optim.Optimizer):
+    """An elementwise rule over all parameters.
+
+    RULE: of `kernels.fused_update`. STATES: the names of its states. grad_scale: a scalar on the device that the next
+    step multiplies the gradients with (clipping), without touching them.
+    """
+
+    RULE: ClassVar[str]
+    STATES: ClassVar[tuple[str, ...]]
+
+    def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], options: StateOptions, *, seed: int = 0):
+        self.options, self.seed = options, seed
+        self.grad_scale: Tensor | None = None
+        self._update: FusedUpdate | OffloadedUpdate | None = None
+        self.numbers: dict[Tensor, int] = {}
+        super().__init__(groups, defaults)
+
+    def hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
+        """A group's options as the rule's numbers."""
+        raise NotImplementedError
+
+    @property
+    def rule(self) -> str:
+        """The rule in force."""
+        return self.RULE
+
+    @property
+    def signed(self) -> dict[str, bool]:
+        return dict(zip(self.STATES, SIGNED_STATES[self.rule], strict=True))
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self._update = None
+        for p in self.param_groups[-1]["params"]:
+            self.numbers[p] = len(self.numbers)
+            placements = p.placements if isinstance(p, DTensor) else ()
+            if not all(isinstance(x, Replicate) or x == Shard(0) for x in placements):
+                raise UserError("--optim: a parameter is sharded along another dimension than its rows.")
+            if p.dtype not in (torch.float32, torch.bfloat16):
+                raise UserError(f"--optim: a parameter is {p.dtype}; weights are fp32 or bf16.")
+
+    # ---- stepping ----------------------------------------------------------------------------------------------------
+
+    def push_hyper(self) -> None:
+        """Bring learning rate and the other numbers to the device. `step` does it; a recorded step needs it before its
+        replay."""
+        update = self._ready()
+        for number, group in enumerate(self.param_groups):
+            update.set_hyper(number, self.hyper(group))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grads = [None if p.grad is None else local(p.grad) for p in self._parameters()]
+        if any(grad is not None for grad in grads):
+            self.push_hyper()
+            self._ready().step(grads, self.grad_scale)
+        self.grad_scale = None
+        return loss
+
+    def _ready(self) -> FusedUpdate | OffloadedUpdate:
+        """The fused update over all parameters, with their states."""
+        if self._update is None:
+            slots = [self._slot(p, number) for number, group in enumerate(self.param_groups) for p in group["params"]]
+            make = OffloadedUpdate if self.states_on_host else FusedUpdate
+            groups = len(self.param_groups)
+            self._update = make(self.rule, slots, groups=groups, seed=self.seed, sr=self.options.sr)
+            for p, slot in zip(self._parameters(), slots, strict=True):
+                self.state[p]["step"] = slot.step
+                if self.states_on_host:  # they have moved to pinned memory
+                    self._point_to(p, slot)
+        return self._update
+
+    @property
+    def states_on_host(self) -> bool:
+        first = next(self._parameters())
+        return self.options.offload and first.device.type != "cpu"
+
+    def _slot(self, p: Tensor, group: int) -> Slot:
+        state, states = self.state[p], []
+        for name, format in self.options.formats_of(p, self.signed).items():
+            keys = state_keys(name, format)
+            if not set(keys.values()) <= state.keys():
+                state.update({keys[part]: value for part, value in self._new_state(p, format).items()})
+            states.append((format, {part: local(state[key]) for part, key in keys.items()}))
+        if self._has_master(p) and MASTER not in state:
+            state[MASTER] = p.detach().float()
+        master = local(state[MASTER]) if self._has_master(p) else None
+        weight = local(p.data) if isinstance(p, DTensor) else p.detach()
+        return Slot(weight, tuple(states), state.get("step"), self.numbers[p], group, master, first_element(p))
+
+    def _point_to(self, p: Tensor, slot: Slot) -> None:
+        """Make a slot's tensors the parameter's states."""
+        for name, (format, parts) in zip(self.STATES, slot.states, strict=True):
+            shapes = format.parts(p.shape)
+            for part, key in state_keys(name, format).items():
+                self.state[p][key] = as_sharded(parts[part], p, shapes[part][0])
+        if slot.master is not None:
+            self.state[p][MASTER] = as_sharded(slot.master, p, tuple(p.shape))
+
+    def _has_master(self, p: Tensor) -> bool:
+        return self.options.master and type(p.data) in (Tensor, DTensor) and p.dtype == torch.bfloat16
+
+    def _new_state(self, p: Tensor, format: StateFormat) -> dict[str, Tensor]:
+        """A state of zeros, sharded as the parameter is."""
+        shard = local(p.data)
+        device = torch.device("cpu") if self.states_on_host else p.device
+        parts = zero_state(format, shard.shape, device)
+        return {part: as_sharded(value, p, format.parts(p.shape)[part][0]) for part, value in parts.items()}
+
+    def synchronize(self) -> None:
+        """Wait until states on the host are those after the last step."""
+        if isinstance(self._update, OffloadedUpdate):
+            self._update.synchronize()
+
+    # ---- states from elsewhere ---------------------------------------------------------------------------------------
+
+    def check_saved(self, name: str, p: Tensor, described: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        """UserError unless the states `described` (key -> shape, dtype), saved for the parameter called `name`, are
+        ones that `adopt_states` can read."""
+        found = {key.partition(".")[0] for key in described} - {"step", MASTER}
+        if found != set(self.STATES):
+            kept = ", ".join(sorted(found)) or "none"
+            raise UserError(
+                f"--resume: the checkpoint's optimizer keeps other states ({kept}) than this one "
+                f"({', '.join(self.STATES)}); give --optim as in the run that saved it, or another of its family."
+            )
+        try:
+            expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"step": ((), torch.float32)}
+            for state in self.STATES:
+                format = saved_format(described, state)
+                if format.block and format.signed != self.signed[state]:
+                    raise ValueError(f"{state} is in {format.id}")
+                parts = format.parts(p.shape)
+                expected |= {key: parts[part] for part, key in state_keys(state, format).items()}
+            if MASTER in described:
+                expected[MASTER] = (tuple(p.shape), torch.float32)
+            for key in described.keys() | expected.keys():
+                if described.get(key) != expected.get(key):
+                    raise ValueError(f"{key} has shape and dtype {described.get(key)}, not {expected.get(key)}")
+        except (ValueError, KeyError) as error:
+            raise UserError(
+                f"--resume: the optimizer state of {name} does not fit: {error}; "
+                "use the settings of the run that saved it."
+            ) from None
+
+    @torch.no_grad()
+    def adopt_states(self, names: Mapping[Tensor, str]) -> list[str]:
+        """Check the states that have been filled in from elsewhere, and bring them into this optimizer's formats.
+
+        names: of the parameters, for messages. Returns what was converted, as "exp_avg int8 -> fp32". UserError for
+        values that no training leaves behind.
+        """
+        self._update = None
+        converted: dict[str, None] = {}
+        for p in self._parameters():
+            state = self.state.get(p)
+            if not state:
+                continue
+            adopted: dict[str, Tensor] = {"step": state["step"]}
+            if not float(state["step"]) >= 0:
+                raise UserError(f"--resume: the optimizer state step of {names[p]} is {float(state['step'])}.")
+            for name, wanted in self.options.formats_of(p, self.signed).items():
+                format = saved_format({k: (v.shape, v.dtype) for k, v in state.items()}, name)
+                parts = {part: state[key] for part, key in state_keys(name, format).items()}
+                if not plausible(parts, format, self.signed[name]):
+                    raise UserError(
+                        f"--resume: the optimizer state {name} of {names[p]} holds NaN, Inf or impossible values; "
+                        "resume from an earlier checkpoint."
+                    )
+                if format.id != wanted.id:
+                    converted[f"{name} {format.name} -> {wanted.name}"] = None
+                    parts = self._convert(parts, p, format, wanted)
+                adopted |= {key: parts[part] for part, key in state_keys(name, wanted).items()}
+            if MASTER in state and self._has_master(p):
+                if not bool(local(state[MASTER]).isfinite().all()):
+                    raise UserError(f"--resume: the optimizer state {MASTER} of {names[p]} holds NaN or Inf.")
+                adopted[MASTER] = state[MASTER]
+            elif MASTER in state or self._has_master(p):  # made anew from the weight, or not needed
+                converted[f"{MASTER} {'dropped' if MASTER in state else 'made from the weights'}"] = None
+            self.state[p] = adopted
+        return list(converted)
+
+    def _convert(
+        self, parts: dict[str, Tensor], p: Tensor, format: StateFormat, wanted: StateFormat
+    ) -> dict[str, Tensor]:
+        value = dequantize_state({k: local(v) for k, v in parts.items()}, format, local(p.data).shape)
+        shapes = wanted.parts(p.shape)
+        return {part: as_sharded(v, p, shapes[part][0]) for part, v in quantize_state(value, wanted).items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        self.synchronize()
+        packed = super().state_dict()
+        if self.states_on_host:  # views of one piece of memory, of several dtypes: `torch.save` takes no such thing
+            states = packed["state"].items()
+            packed["state"] = {number: {key: t.clone() for key, t in state.items()} for number, state in states}
+        return packed
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` of this or another optimizer of the family gave, converting states. UserError, with
+        nothing changed, for a state that does not fit."""
+        groups, saved = state_dict["param_groups"], state_dict["state"]
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
+            raise UserError("--resume: the saved optimizer groups its parameters differently.")
+        order = [number for group in groups for number in group["params"]]
+        names = {p: f"parameter {number}" for number, p in zip(order, self._parameters(), strict=True)}
+        former = dict(self.state)
+        try:
+            self.state.clear()
+            for number, p in zip(order, self._parameters(), strict=True):
+                state = saved.get(number, {})
+                if not all(isinstance(value, Tensor) for value in state.values()):
+                    raise UserError(f"--resume: the optimizer state of parameter {number} is not tensors.")
+                if state:
+                    self.check_saved(names[p], p, {k: (tuple(v.shape), v.dtype) for k, v in state.items()})
+                    device = torch.device("cpu") if self.states_on_host else p.device
+                    self.state[p] = {key: value.to(device, copy=True) for key, value in state.items()}
+            self.adopt_states(names)
+        except UserError:
+            self.state.clear()
+            self.state.update(former)
+            raise
+        for group, other in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in other.items() if key != "params"})

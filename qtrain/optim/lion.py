@@ -1,0 +1,47 @@
+"""Lion (Chen et al. 2023, arXiv:2302.06675): the sign of an interpolated momentum, one state."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from qtrain.checks import Range
+from qtrain.optim.base import LowBitOptimizer
+from qtrain.optim.optimizer import OPTIMIZERS, OptimizerSpec
+from qtrain.optim.states import FormatChoice, StateOptions
+
+
+class LionOptimizer(LowBitOptimizer):
+    """Group option: betas, of the interpolation and of the momentum."""
+
+    RULE = "lion"
+    STATES = ("exp_avg",)
+
+    def hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
+        beta1, beta2 = group["betas"]
+        return {"lr": group["lr"], "weight_decay": group["weight_decay"], "beta1": beta1, "beta2": beta2}
+
+
+@OPTIMIZERS.register("lion")
+@dataclass(frozen=True)
+class Lion(OptimizerSpec):
+    """the sign of a momentum; wants a third to a tenth of AdamW's rate, and as much more decay"""
+
+    betas: Annotated[tuple[float, float], Range(0, 0.999999)] = (0.9, 0.99)
+    m: FormatChoice = "weight"
+    sr: bool = True
+    small: Annotated[int, Range(0)] = 4096
+    offload: bool = False
+
+    @property
+    def state_options(self) -> StateOptions:
+        return StateOptions({"exp_avg": self.m}, sr=self.sr, small=self.small, offload=self.offload)
+
+    def state_bytes(self, weight_bytes: int) -> float:
+        return 0.0 if self.offload else self.state_options.bytes_per_parameter(weight_bytes)
+
+    def build(self, groups: list[dict[str, Any]], lr: float, seed: int = 0) -> torch.optim.Optimizer:
+        defaults = {"lr": lr, "betas": self.betas, "weight_decay": 0.0}
+        return LionOptimizer(groups, defaults, self.state_options, seed=seed)

@@ -1,0 +1,50 @@
+"""SGD with momentum (Polyak 1964), or Nesterov's, as torch has it, with low-bit momentum and weights."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from qtrain.checks import Range
+from qtrain.optim.base import LowBitOptimizer
+from qtrain.optim.optimizer import OPTIMIZERS, OptimizerSpec
+from qtrain.optim.states import FormatChoice, StateOptions
+
+
+class SGDOptimizer(LowBitOptimizer):
+    """Group option: momentum; 0 keeps no state. Weight decay is decoupled: it does not enter the momentum."""
+
+    def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], options: StateOptions, *, seed: int = 0):
+        self.STATES = tuple(options.formats)
+        self.RULE = "apply" if not self.STATES else "sgd_nesterov" if defaults["nesterov"] else "sgd"
+        super().__init__(groups, defaults, options, seed=seed)
+
+    def hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
+        return {"lr": group["lr"], "weight_decay": group["weight_decay"], "beta1": group["momentum"]}
+
+
+@OPTIMIZERS.register("sgd")
+@dataclass(frozen=True)
+class SGD(OptimizerSpec):
+    """gradient descent with momentum, plain or Nesterov's; weight decay is decoupled"""
+
+    momentum: Annotated[float, Range(0, 0.999999)] = 0.9
+    nesterov: bool = False
+    m: FormatChoice = "weight"
+    sr: bool = True
+    small: Annotated[int, Range(0)] = 4096
+    offload: bool = False
+
+    @property
+    def state_options(self) -> StateOptions:
+        formats = {"momentum_buffer": self.m} if self.momentum else {}
+        return StateOptions(formats, sr=self.sr, small=self.small, offload=self.offload)
+
+    def state_bytes(self, weight_bytes: int) -> float:
+        return 0.0 if self.offload else self.state_options.bytes_per_parameter(weight_bytes)
+
+    def build(self, groups: list[dict[str, Any]], lr: float, seed: int = 0) -> torch.optim.Optimizer:
+        defaults = {"lr": lr, "momentum": self.momentum, "nesterov": self.nesterov, "weight_decay": 0.0}
+        return SGDOptimizer(groups, defaults, self.state_options, seed=seed)

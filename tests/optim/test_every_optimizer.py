@@ -1,0 +1,214 @@
+"""What holds for every name in the registry: it learns, resumes bit for bit, clips, keeps the bytes that it says."""
+
+import io
+import json
+
+import pytest
+import torch
+
+from qtrain.errors import UserError
+from qtrain.kernels.stored_weight import StoredWeight
+from qtrain.optim import OPTIMIZERS, ParameterShape, parameter_groups
+from qtrain.train.tensors import finish_optimizer, optimizer_tensors, prepare_optimizer
+from tests.optim.problems import Small, drive, make, train
+
+RATES = {"sgd": 0.3, "lion": 0.01, "muon": 0.05, "galore_adamw": 0.1, "q_galore_adamw": 0.1, "apollo_mini": 0.03}
+OPTIONS = {
+    "galore_adamw": {"rank": 3, "update_proj_gap": 7, "scale": 1.0},
+    "q_galore_adamw": {"rank": 3, "update_proj_gap": 3, "scale": 1.0, "queue_size": 2, "cos_threshold": 0.1},
+    "apollo_mini": {"update_proj_gap": 7},
+}
+NAMES = OPTIMIZERS.names()
+every = pytest.mark.parametrize("name", NAMES)
+
+
+def build(name: str, model: torch.nn.Module, **more):
+    return make(name, model, RATES.get(name, 0.03), 0.01, seed=5, **{**OPTIONS.get(name, {}), **more})
+
+
+def weights(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [p.dequantize() if isinstance(p, StoredWeight) else p.detach().clone() for p in model.parameters()]
+
+
+def stored(seed: int = 0) -> Small:
+    """A bf16 model whose hidden matrices are stored as INT8."""
+    model = Small(torch.bfloat16, seed)
+    for layer in model.layers:
+        for linear in (layer.fused, layer.square, layer.down):
+            linear.weight = torch.nn.Parameter(StoredWeight.from_value(linear.weight.detach(), "int8"))
+    return model
+
+
+MODELS = {"fp32": Small, "bf16": lambda: Small(torch.bfloat16), "int8": stored}
+
+
+@every
+@pytest.mark.parametrize("kind", ["fp32", "int8"])
+def test_learns(name, kind):
+    model = MODELS[kind]()
+    optimizer = build(name, model)
+    before, after = train(model, optimizer, 40)
+    if hasattr(optimizer, "eval"):
+        optimizer.eval()
+        after = min(after, train(model, torch.optim.SGD(model.parameters(), lr=0.0), 0)[1])
+    assert after < 0.75 * before, f"{before:.3f} -> {after:.3f}"
+
+
+@every
+@pytest.mark.parametrize("kind", MODELS)
+def test_resumes_bit_for_bit(name, kind):
+    """Saved and loaded as a checkpoint is: plain tensors, and JSON for the rest."""
+    whole = MODELS[kind]()
+    drive(whole, build(name, whole), range(12))
+
+    half = MODELS[kind]()
+    optimizer = build(name, half)
+    drive(half, optimizer, range(5))
+    tensors, meta = optimizer_tensors(optimizer, half)
+    meta = json.loads(json.dumps(meta))
+
+    model = MODELS[kind]()
+    for p, q in zip(model.parameters(), half.parameters(), strict=True):
+        with torch.no_grad():
+            p.copy_(q)
+    resumed = build(name, model)
+    empty = prepare_optimizer(resumed, model, meta)
+    assert {n: s.keys() for n, s in empty.items()} == {n: s.keys() for n, s in tensors.items()}
+    for parameter, states in tensors.items():
+        for key, value in states.items():
+            assert empty[parameter][key].dtype == value.dtype
+            empty[parameter][key].copy_(value)
+    assert finish_optimizer(resumed, model) == []
+    drive(model, resumed, range(5, 12))
+    assert all(torch.equal(a, b) for a, b in zip(weights(model), weights(whole), strict=True))
+
+
+@every
+def test_state_dict_is_tensors_and_loads_exactly(name):
+    whole = Small(torch.bfloat16)
+    drive(whole, build(name, whole), range(9))
+
+    half = Small(torch.bfloat16)
+    optimizer = build(name, half)
+    drive(half, optimizer, range(4))
+    file = io.BytesIO()
+    torch.save({"model": half.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    model = Small(torch.bfloat16, seed=1)
+    resumed = build(name, model)
+    model.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["optimizer"])
+    drive(model, resumed, range(4, 9))
+    assert all(torch.equal(a, b) for a, b in zip(weights(model), weights(whole), strict=True))
+
+
+@every
+def test_grad_scale_is_a_scaling_of_the_gradients(name):
+    results = []
+    for scaled in (False, True):
+        model = Small()
+        optimizer = build(name, model)
+        for step in range(4):
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+                if not scaled:
+                    p.grad *= 0.25
+            if scaled:
+                optimizer.grad_scale = torch.tensor(0.25)
+            optimizer.step()
+        results.append(weights(model))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@every
+def test_the_plans_bytes_are_those_that_are_kept(name):
+    """For matrices large enough for low-bit states. Counters and what is kept on the host do not count."""
+    model = torch.nn.Module()
+    model.embed = torch.nn.Embedding(96, 64)
+    model.fused_rows = {"fused": [64, 128]}
+    model.fused, model.down = torch.nn.Linear(64, 192, bias=False), torch.nn.Linear(256, 64, bias=False)
+    options = {**OPTIONS.get(name, {}), **({"rank": 16} if "galore" in name else {})}
+    spec = OPTIMIZERS.make(name, options, "--optim")
+    optimizer = spec.build(parameter_groups(model, 0.1), 0.01, seed=0)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    kept = sum(
+        value.numel() * value.element_size()
+        for state in optimizer.state.values()
+        for key, value in state.items()
+        if key not in ("step", "refresh", "cosines")
+    )
+    shapes = [
+        ParameterShape((96, 64)),
+        ParameterShape((192, 64), hidden=True, parts=(64, 128)),
+        ParameterShape((64, 256), hidden=True),
+    ]
+    # a row of 64 has smaller blocks than the plan's formula for large matrices knows
+    assert spec.total_state_bytes(shapes, 4) == pytest.approx(kept, rel=0.13)
+
+
+@every
+def test_seeds_matter_only_where_something_is_random(name):
+    """The same seed twice is the same run; stochastic rounding of bf16 weights differs with the seed."""
+
+    def run(seed: int) -> list[torch.Tensor]:
+        model = Small(torch.bfloat16)
+        drive(model, make(name, model, 1e-3, seed=seed, **OPTIONS.get(name, {})), range(3))
+        return weights(model)
+
+    first, again, other = run(1), run(1), run(2)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    if name != "adamw":  # bf16 to nearest
+        assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("name", ["muon", "galore_adamw", "q_galore_adamw", "apollo_mini"])
+def test_damaged_states_are_refused(name):
+    model = Small()
+    optimizer = build(name, model)
+    drive(model, optimizer, range(2))
+    weight = model.layers[0].square.weight
+    key = next(k for k, v in optimizer.state[weight].items() if v.is_floating_point() and k != "cosines")
+    saved = optimizer.state_dict()
+
+    fresh = Small()
+    good = optimizer.state[weight][key].clone()
+    optimizer.state[weight][key].fill_(float("nan"))
+    with pytest.raises(UserError, match="NaN"):
+        build(name, fresh).load_state_dict(saved)
+    for bad in (good.double(), good.flatten()[:1], good.int()):
+        optimizer.state[weight][key] = bad
+        if bad.shape == good.shape and bad.dtype == good.dtype:
+            continue
+        with pytest.raises(UserError, match=f"optimizer state {key}"):
+            build(name, fresh).load_state_dict(optimizer.state_dict())
+
+
+def test_a_model_without_hidden_matrices_is_told_so():
+    with pytest.raises(UserError, match="no trainable matrix in a hidden layer; use adamw"):
+        make("muon", torch.nn.Sequential(torch.nn.Embedding(4, 4)), 0.1)
+
+
+@pytest.mark.parametrize(
+    "name,options,message",
+    [
+        ("galore_adamw", {"rank": 0}, "at least 1"),
+        ("galore_adamw", {"update_proj_gap": 0}, "at least 1"),
+        ("galore_adamw", {"state": "int5"}, "one of"),
+        ("q_galore_adamw", {"cos_threshold": 1.5}, "from 0 to 1"),
+        ("muon", {"adjust": "spectrum"}, "one of 'none', 'spectral', 'match_rms'"),
+        ("muon", {"ns_steps": 0}, "from 1 to 20"),
+        ("muon", {"rest": "sgd"}, "one of"),
+        ("sgd", {"nesterow": True}, "Did you mean 'nesterov'?"),
+        ("lion", {"betas": [0.9, 1.0]}, "from 0 to"),
+        ("apollo_mini", {"update_proj_gap": 2.5}, "a whole number"),
+        ("adamw_schedule_free", {"betas": [0.0, 0.9]}, "out of range"),
+    ],
+)
+def test_bad_options_are_refused(name, options, message):
+    with pytest.raises(UserError, match="--optim") as error:
+        OPTIMIZERS.make(name, options, "--optim")
+    assert message in str(error.value)
