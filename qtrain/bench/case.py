@@ -1,0 +1,109 @@
+"""What is measured, that it is right before it is timed, and the reasons why some of it cannot run."""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qtrain.bench.tables import Cell
+from qtrain.bench.timing import measure
+
+Check = Callable[[object], float]
+"""Takes a call's result; returns its largest error as a share of what is allowed, or raises WrongResultError."""
+Report = Callable[[str, Cell], None]
+"""Told of each cell as it is filled: a table takes minutes."""
+
+
+class UnavailableError(Exception):
+    """This row cannot run here; the message says why."""
+
+
+class WrongResultError(Exception):
+    """A result is not what it should be: it is not timed."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call run(*inputs) whose result `check` judges. `family`: which implementations a dispatch may take
+    (QTRAIN_IMPL), None for all."""
+
+    inputs: Sequence[Tensor]
+    run: Callable[..., object]
+    check: Check
+    family: str | None = None
+
+
+def examine(
+    prepare: Callable[[], Case], device: torch.device, show: Callable[[Case, float], Cell], budget_ms: float
+) -> Cell:
+    """Prepare, check and time a case; a cell with its figure, or with the reason why there is none.
+
+    show: the case and its milliseconds -> a cell, to whose details the timing is added.
+    """
+    try:
+        case = prepare()
+        with implementation(case.family):
+            share = case.check(case.run(*case.inputs))
+            timing = measure(case.run, case.inputs, device, budget_ms)
+    except UnavailableError as error:
+        return Cell(reason=str(error))
+    except WrongResultError as error:
+        return Cell(reason=f"wrong result, not timed: {error}", details={"wrong": True})
+    except Exception as error:  # one row that fails must not end the table
+        lines = str(error).strip().splitlines() or [""]
+        return Cell(reason=f"{type(error).__name__}: {lines[0][:160]}")
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    cell = show(case, timing.ms)
+    timed = {"ms": timing.ms, "ms_quartiles": [timing.low, timing.high], "runs": timing.runs, "error_share": share}
+    return dataclasses.replace(cell, details={**timed, **cell.details})
+
+
+@contextlib.contextmanager
+def implementation(family: str | None) -> Iterator[None]:
+    """Inside, operators that choose among implementations take this family; None leaves the choice as it is."""
+    before = os.environ.get("QTRAIN_IMPL")
+    if family is not None:
+        os.environ["QTRAIN_IMPL"] = family
+    try:
+        yield
+    finally:
+        if family is not None:
+            os.environ.pop("QTRAIN_IMPL")
+            if before is not None:
+                os.environ["QTRAIN_IMPL"] = before
+
+
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-23, torch.int32: 0.0}
+"""Share of a result that is lost at most where it is rounded to its dtype; fp32 may be rounded twice."""
+
+
+def check_product(a: Callable[[], Tensor], b: Callable[[], Tensor], accumulation: float) -> Check:
+    """A check of A · Bᵀ against fp64; `a` and `b` give the values that are multiplied, fp64 [M, K] and [N, K].
+
+    An element may be off by the rounding of its dtype, and by `accumulation` times the sum of the magnitudes of its
+    products. Integers are exact.
+    """
+
+    def check(out: object) -> float:
+        assert isinstance(out, Tensor)
+        x, w = a(), b()
+        if out.shape != (x.shape[0], w.shape[0]):
+            raise WrongResultError(f"shape {tuple(out.shape)}, not {(x.shape[0], w.shape[0])}")
+        worst = 0.0
+        for start in range(0, len(x), 4096):  # pieces, so that the fp64 matrices stay small
+            rows, part = x[start : start + 4096], out[start : start + 4096]
+            truth = rows @ w.t()
+            allowed = ROUNDING[out.dtype] * truth.abs() + accumulation * (rows.abs() @ w.abs().t()) + 1e-30
+            share = ((part.double() - truth).abs() / allowed).max()
+            worst = max(worst, float(share.nan_to_num(nan=torch.inf)))
+        if worst > 1:
+            raise WrongResultError(f"an error {worst:.3g} times what is allowed")
+        return worst
+
+    return check

@@ -1,0 +1,150 @@
+"""The table of linears: forward and backward of one linear per scheme, quantization included, against bf16.
+
+A call is one optimizer step's worth of a linear with one micro-batch: the weight's codes are renewed, then come
+`output`, `grad_input` and `grad_weight`. The roofline is the time that the three products take at the dense peaks of
+the arithmetic that the scheme gives each.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from qtrain.bench.case import Case, Check, Report, UnavailableError, WrongResultError, examine
+from qtrain.bench.tables import Cell, Table
+from qtrain.hardware import Hardware
+from qtrain.models import ModelConfig
+from qtrain.quant import LowBitScheme, Scheme, quantize_linears
+
+SHAPES = {
+    "Llama-3.1-8B qkv": (6144, 4096),
+    "Llama-3.1-8B gate_up": (28672, 4096),
+    "Llama-3.1-8B down": (4096, 14336),
+    "DeepSeek-V3 q_b": (24576, 1536),
+    "DeepSeek-V3 o": (7168, 16384),
+    "DeepSeek-V3 expert gate_up": (4096, 7168),
+    "DeepSeek-V3 down": (7168, 18432),
+}
+"""Out- and in-features [N, K] of published models (arXiv:2407.21783, arXiv:2412.19437)."""
+
+LIMITS = {"int4": 0.5, "latent": 1.0}
+"""Relative error (Frobenius norm) of a result, above which it is wrong; EIGHT_BITS for all others."""
+EIGHT_BITS = 0.1
+
+
+@dataclass(frozen=True)
+class LinearProblem:
+    """x [M, K] through a weight [N, K] and dy [M, N] back: random, in bf16 on a GPU."""
+
+    m: int
+    n: int
+    k: int
+    device: torch.device
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """x, w, dy; w as small as an initialized one."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        shapes = ((self.m, self.k), (self.n, self.k), (self.m, self.n))
+        x, w, dy = (torch.randn(shape, device=self.device, generator=generator) for shape in shapes)
+        return x.to(dtype), (0.02 * w).to(dtype), dy.to(dtype)
+
+    @cached_property
+    def truth(self) -> tuple[Tensor, ...]:
+        """y, dx, dw of the linear in fp64, kept in fp32: the schemes' errors are far larger."""
+        x, w, dy = (t.double() for t in self.tensors)
+        return tuple(t.float() for t in (x @ w.t(), dy @ w, dy.t() @ x))
+
+    def roofline_ms(self, scheme: Scheme, hardware: Hardware) -> float:
+        work = 2.0 * self.m * self.n * self.k
+        return sum(work / hardware.peak(name) / 1e9 for name in scheme.gemm_dtypes().values())
+
+
+def linear_case(problem: LinearProblem, scheme: Scheme) -> Case:
+    """One linear under a scheme; UnavailableError where the scheme leaves it alone."""
+    x, w, dy = problem.tensors
+    linear = nn.Linear(problem.k, problem.n, bias=False, device=problem.device, dtype=w.dtype)
+    model = nn.Sequential(linear)
+    with torch.no_grad():
+        linear.weight.copy_(w)
+    quantized = quantize_linears(model, scheme, seed=0)
+    left = quantized.choices[0].reason
+    if isinstance(scheme, LowBitScheme) and left is not None:
+        raise UnavailableError(f"left in bf16: {left}")
+
+    def run(x: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+        x = x.detach().requires_grad_()
+        weight = model[0].weight
+        weight.grad = None
+        quantized.refresh()
+        y = model(x)
+        y.backward(dy)
+        return y.detach(), x.grad, weight.grad
+
+    return Case((x, dy), run, _check(problem, _limit(scheme)))
+
+
+def _limit(scheme: Scheme) -> float:
+    if isinstance(scheme, LowBitScheme) and scheme.latent:
+        return LIMITS["latent"]
+    stored = scheme.stored_format if isinstance(scheme, LowBitScheme) else None
+    return LIMITS["int4"] if "int4" in (stored, *scheme.gemm_dtypes().values()) else EIGHT_BITS
+
+
+def _check(problem: LinearProblem, limit: float) -> Check:
+    def check(out: object) -> float:
+        worst = 0.0
+        for name, result, truth in zip(("y", "dx", "dw"), out, problem.truth, strict=True):
+            error = float((result.float() - truth).norm() / truth.norm())
+            if not error <= limit:  # NaN is not
+                raise WrongResultError(f"{name} is off by {error:.3g} of its size, over {limit}")
+            worst = max(worst, error)
+        return worst / limit
+
+    return check
+
+
+def linear_table(
+    shapes: dict[str, tuple[int, int]],
+    tokens: int,
+    schemes: dict[str, Scheme],
+    device: torch.device,
+    budget_ms: float,
+    hardware: Hardware,
+    report: Report,
+) -> Table:
+    """Milliseconds of forward and backward of every scheme on every shape [N, K]; bf16, if it is among the schemes,
+    is what the others are compared with."""
+    columns = {name: " ".join(dict.fromkeys([name, f"{n}x{k}"])) for name, (n, k) in shapes.items()}
+    unit = "ms of forward and backward; speed over bf16; share of the roofline"
+    note = "Quantizing x, w and dy is included; the roofline is the three products at the peak of their arithmetic."
+    table = Table(f"Linears, {tokens} tokens, N x K", unit, list(columns.values()), [note])
+    for name, (n, k) in shapes.items():
+        problem, plain_ms = LinearProblem(tokens, n, k, device), None
+        for label, scheme in sorted(schemes.items(), key=lambda item: item[0] != "bf16"):
+
+            def show(_: Case, ms: float, scheme=scheme, problem=problem, plain=plain_ms) -> Cell:
+                roofline = problem.roofline_ms(scheme, hardware)
+                over = f", {plain / ms:.2f}x" if plain else ""
+                details = {"over_bf16": plain / ms if plain else None, "roofline_ms": roofline}
+                return Cell(ms, text=f"{ms:.3g}{over}, {100 * roofline / ms:.0f}%", details=details)
+
+            prepare = lambda scheme=scheme, problem=problem: linear_case(problem, scheme)  # noqa: E731
+            cell = examine(prepare, device, show, budget_ms)
+            plain_ms = cell.value if label == "bf16" else plain_ms
+            table.put(label, columns[name], cell)
+            report(f"{label}, {columns[name]}", cell)
+    return table
+
+
+def linears_of_model(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Out- and in-features of the linears in a decoder's layer, as the native decoder fuses them."""
+    width, inner = config.hidden_size, config.intermediate_size
+    return {
+        "qkv": (config.qkv_size, width),
+        "o": (width, config.q_size),
+        "gate_up": (2 * inner, width),
+        "down": (width, inner),
+    }

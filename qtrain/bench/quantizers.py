@@ -1,0 +1,153 @@
+"""The table of quantizers: TB/s over the fewest bytes that each must move, beside the device's copy bandwidth.
+
+The fewest bytes are the input read once and every output written once. A quantizer that needs the absmax of a row or of
+the tensor before it can write a code may have to read twice, which then shows.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from qtrain.bench.case import Case, Check, Report, WrongResultError, examine
+from qtrain.bench.tables import Cell, Table, digits
+from qtrain.bench.timing import copy_bandwidth
+from qtrain.hardware import Hardware
+from qtrain.kernels.formats import FORMATS
+from qtrain.kernels.quantize import dequantize, expand_scale, quantize, quantize_dual
+from qtrain.kernels.transpose import transpose_8bit
+
+Outputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """What is quantized to what. dual: transposed codes too, from the same read; given: with the scale known before."""
+
+    fmt: str
+    granularity: str
+    dual: bool = False
+    given: bool = False
+    stochastic: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = [
+            f"{self.fmt} {'scale given' if self.given else self.granularity}",
+            *(["both layouts"] if self.dual else []),
+            *(["SR"] if self.stochastic else []),
+        ]
+        return ", ".join(parts)
+
+
+_FORMS = [
+    *(("int8", granularity) for granularity in ("rowwise", "1x128", "32x32")),
+    *(("e4m3", granularity) for granularity in ("tensorwise", "rowwise", "1x128", "128x128")),
+    ("int4", "rowwise"),
+    *(("int8", granularity, True) for granularity in ("rowwise", "128x128", "32x32")),
+    *(("e4m3", granularity, True) for granularity in ("rowwise", "1x128", "128x128")),
+    ("e4m3", "tensorwise", True, True),
+]
+QUANTIZERS = [Quantizer(*form, stochastic=stochastic) for form in _FORMS for stochastic in (False, True)]
+
+
+def quantizer_case(q: Quantizer, shape: tuple[int, int], device: torch.device) -> Case:
+    """The quantizer on random bf16 numbers of this shape [M, K]."""
+    x = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(0)).bfloat16()
+    key = torch.tensor([1, 2, 3], device=device) if q.stochastic else None
+    scale = (x.abs().amax().float() / FORMATS[q.fmt].max).view(1) if q.given else None
+
+    def run(x: Tensor) -> Outputs:
+        if q.dual:
+            return quantize_dual(x, q.fmt, q.granularity, q.granularity, key, scale=scale)
+        return quantize(x, q.fmt, q.granularity, key, scale=scale)
+
+    return Case((x,), run, check_quantized(x, q))
+
+
+def check_quantized(x: Tensor, q: Quantizer) -> Check:
+    """Every value is at most half a step from its code, rounded stochastically at most one, but for saturation."""
+
+    def check(out: object) -> float:
+        codes, scale, *transposed = out
+        share = _error(x, codes, scale, q)
+        if transposed:
+            share = max(share, _error(x.t(), *transposed, q))
+        if share > 1:
+            raise WrongResultError(f"an error {share:.3g} times what rounding may do")
+        return share
+
+    return check
+
+
+def _error(x: Tensor, codes: Tensor, scale: Tensor, q: Quantizer) -> float:
+    """The largest error, as a share of what rounding may do."""
+    fmt, shape, x = FORMATS[q.fmt], (x.shape[0], x.shape[1]), x.float()
+    value = dequantize(codes, scale, q.fmt, q.granularity, shape)
+    unit = step = expand_scale(scale, q.granularity, shape)
+    if (
+        fmt.is_float
+    ):  # of a number 2**e <= |x| < 2**(e + 1) a step is 2**(e - mantissa bits); of subnormals, one for all
+        power = (x / unit).abs().log2().floor().exp2().clamp(min=2.0 ** (1 - fmt.exponent_bias))
+        step = power * 2.0**-fmt.mantissa_bits * unit
+    allowed = step * ((1.0 if q.stochastic else 0.5) * 1.01) + (x.abs() - fmt.max * unit).clamp(min=0)
+    return float(((value - x).abs() / allowed).max().nan_to_num(nan=torch.inf))
+
+
+def transpose_case(shape: tuple[int, int], device: torch.device) -> Case:
+    x = torch.randint(-127, 128, shape, dtype=torch.int8, device=device)
+
+    def check(out: object) -> float:
+        if not torch.equal(out[0], x.t()):
+            raise WrongResultError("not the transpose")
+        return 0.0
+
+    return Case((x,), lambda x: (transpose_8bit(x),), check)
+
+
+@dataclass(frozen=True)
+class QuantizerRow:
+    """A line of the table; `prepare` takes the input's shape."""
+
+    name: str
+    prepare: Callable[[tuple[int, int], torch.device], Case]
+
+
+QUANTIZER_ROWS = [
+    *(QuantizerRow(q.name, partial(quantizer_case, q)) for q in QUANTIZERS),
+    QuantizerRow("transpose of 8 bits", transpose_case),
+]
+
+
+def quantizer_table(
+    shapes: Sequence[tuple[int, int]],
+    rows: Sequence[QuantizerRow],
+    device: torch.device,
+    budget_ms: float,
+    hardware: Hardware,
+    report: Report,
+) -> Table:
+    """TB/s, and percent of the copy bandwidth, of every row on every shape [M, K]."""
+    copy, data = copy_bandwidth(device), hardware.peaks.get("bandwidth")
+    columns = [f"{m}x{k}" for m, k in shapes]
+    datasheet = f" (datasheet {digits(data)})" if data and not hardware.measured else ""
+    note = f"Copy bandwidth {digits(copy)} TB/s{datasheet}; bf16 in; bytes: the input once, codes and scales once."
+    table = Table("Quantizers, M x K", "TB/s (share of the copy bandwidth)", columns, [note])
+    for row in rows:
+        for shape, column in zip(shapes, columns, strict=True):
+            cell = examine(partial(row.prepare, shape, device), device, _show(copy), budget_ms)
+            table.put(row.name, column, cell)
+            report(f"{row.name}, {column}", cell)
+    return table
+
+
+def _show(copy: float) -> Callable[[Case, float], Cell]:
+    def show(case: Case, ms: float) -> Cell:
+        moved = sum(t.nbytes for t in (*case.inputs, *case.run(*case.inputs)))
+        rate = moved / ms / 1e9
+        details = {"bytes": moved, "share_of_copy": rate / copy}
+        return Cell(rate, text=f"{digits(rate)} ({100 * rate / copy:.0f}%)", details=details)
+
+    return show

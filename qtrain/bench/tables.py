@@ -1,0 +1,139 @@
+"""Tables of measurements: markdown for the screen, JSON for the books, bars for the eye.
+
+A cell holds a figure or the reason why there is none; reasons are footnotes.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from qtrain.errors import UserError, missing_package
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A figure in the table's unit, or why there is none. `text`: how it is shown, where digits alone are too little;
+    `details`: what else the JSON file holds of it."""
+
+    value: float | None = None
+    reason: str | None = None
+    text: str | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def shown(self) -> str:
+        if self.value is None:
+            return ""
+        return self.text or digits(self.value)
+
+
+def digits(value: float) -> str:
+    """Three significant digits, or all that stand before the point."""
+    if not math.isfinite(value) or value == 0:
+        return str(value)
+    return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
+@dataclass
+class Table:
+    """Rows by name, each with a cell a column."""
+
+    title: str
+    unit: str
+    columns: Sequence[str]
+    notes: list[str] = field(default_factory=list)
+    rows: dict[str, dict[str, Cell]] = field(default_factory=dict)
+
+    def put(self, row: str, column: str, cell: Cell) -> None:
+        assert column in self.columns, column
+        self.rows.setdefault(row, {})[column] = cell
+
+    def markdown(self) -> str:
+        """The table with its title above and its footnotes below, columns aligned for a screen."""
+        footnotes: list[str] = []
+        grid = [["", *self.columns]]
+        for name, cells in self.rows.items():
+            shown = []
+            for column in self.columns:
+                cell = cells.get(column, Cell())
+                if cell.reason is not None and cell.reason not in footnotes:
+                    footnotes.append(cell.reason)
+                shown.append(cell.shown() if cell.reason is None else f"[{footnotes.index(cell.reason) + 1}]")
+            grid.append([name, *shown])
+        widths = [max(len(row[i]) for row in grid) for i in range(len(grid[0]))]
+        lines = [_line(row, widths) for row in grid]
+        lines.insert(1, "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths)) + "|")
+        below = [*self.notes, *(f"[{number}] {reason}" for number, reason in enumerate(footnotes, 1))]
+        return "\n".join([f"### {self.title} ({self.unit})", "", *lines, *([""] if below else []), *below])
+
+    def record(self) -> dict[str, Any]:
+        """The table as a JSON-able dictionary; a cell without a figure has its reason."""
+        rows = [
+            {"name": name, "cells": {column: _cell_record(cell) for column, cell in cells.items()}}
+            for name, cells in self.rows.items()
+        ]
+        head = {"title": self.title, "unit": self.unit, "columns": list(self.columns), "notes": self.notes}
+        return {**head, "rows": rows}
+
+
+def _line(cells: list[str], widths: list[int]) -> str:
+    padded = [cells[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True))]
+    return "| " + " | ".join(padded) + " |"
+
+
+def _cell_record(cell: Cell) -> dict[str, Any]:
+    return {"reason": cell.reason} if cell.reason is not None else {"value": cell.value, **cell.details}
+
+
+def write_json(tables: Sequence[Table], path: Path, about: dict[str, Any]) -> None:
+    """Write all tables and what they were measured on; UserError where the file cannot be written."""
+    record = {**about, "tables": [table.record() for table in tables]}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--json: cannot write {path}: {error.strerror}.") from None
+
+
+def write_png(tables: Sequence[Table], path: Path) -> None:
+    """Draw each table as groups of bars, one group a column."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(
+        len(tables), 1, figsize=(12, 1 + 5 * len(tables)), squeeze=False, layout="constrained"
+    )
+    for table, axis in zip(tables, axes[:, 0], strict=True):
+        names = [name for name, cells in table.rows.items() if any(c.value is not None for c in cells.values())]
+        width = 0.9 / max(len(names), 1)
+        for number, name in enumerate(names):
+            heights = [table.rows[name].get(column, Cell()).value or 0.0 for column in table.columns]
+            places = [i + number * width for i in range(len(heights))]
+            axis.bar(places, heights, width, label=name, color=pyplot.cm.tab20(number % 20))
+        axis.set_xticks([i + 0.45 for i in range(len(table.columns))], table.columns)
+        axis.set_ylabel(table.unit)
+        axis.set_title(table.title)
+        axis.legend(fontsize=7, ncols=2, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise UserError(f"--png: cannot write {path}: {error.strerror}.") from None
+    finally:
+        pyplot.close(figure)
+
+
+def check_png() -> None:
+    """Refuse --png where nothing can draw, before an hour of measurements."""
+    _pyplot()
+
+
+def _pyplot():
+    try:
+        import matplotlib
+    except ImportError:
+        raise missing_package("matplotlib", "--png") from None
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot

@@ -1,0 +1,191 @@
+"""How long something takes on a device: inputs that never come from the L2 cache, medians, and the clocks of the time.
+
+On a GPU a batch of calls is timed by CUDA events, issued behind a kernel that only waits: so that the time to launch
+from Python is not in it, as it is not in a captured graph. On a CPU each call is timed by the clock on the wall.
+"""
+
+import contextlib
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+GPU_CYCLES_PER_S = 2e9
+"""At least what a GPU's clock makes: what a waiting kernel is told is counted in cycles."""
+COPY_ELEMENTS = {"cuda": 2**29, "cpu": 2**22}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds a call: the median over batches of calls, the quartiles, and how many calls there were."""
+
+    ms: float
+    low: float
+    high: float
+    runs: int
+
+
+def rotated(inputs: Sequence[Tensor], device: torch.device) -> list[tuple[Tensor, ...]]:
+    """Copies of `inputs`, with their strides, that together are three times the L2 cache; the inputs are the first."""
+    size = sum(x.untyped_storage().nbytes() for x in inputs)
+    cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+    copies = min(-(-3 * cache // max(size, 1)), 256)
+    return [tuple(inputs), *(tuple(x.clone() for x in inputs) for _ in range(copies - 1))]
+
+
+def measure(
+    run: Callable[..., object], inputs: Sequence[Tensor], device: torch.device, budget_ms: float = 150.0
+) -> Timing:
+    """Time run(*inputs), which is called once before; about `budget_ms` of calls, at least five batches."""
+    sets = rotated(inputs, device)
+    calls = _Calls(run, sets)
+    calls.issue(1)
+    if device.type == "cpu":
+        return _measure_cpu(calls, budget_ms)
+    return _measure_gpu(calls, budget_ms)
+
+
+@dataclass
+class _Calls:
+    """Calls over the sets of inputs in turn."""
+
+    run: Callable[..., object]
+    sets: list[tuple[Tensor, ...]]
+    issued: int = 0
+
+    def issue(self, count: int) -> None:
+        for _ in range(count):
+            self.run(*self.sets[self.issued % len(self.sets)])
+            self.issued += 1
+
+
+def _measure_cpu(calls: _Calls, budget_ms: float) -> Timing:
+    times, end = [], time.perf_counter() + budget_ms / 1000
+    while len(times) < 5 or (time.perf_counter() < end and len(times) < 1000):
+        start = time.perf_counter()
+        calls.issue(1)
+        times.append(1000 * (time.perf_counter() - start))
+    return _timing(times, 1)
+
+
+def _measure_gpu(calls: _Calls, budget_ms: float) -> Timing:
+    torch.cuda.synchronize()
+    issue_s, first = _gpu_batch(calls, 5, 0.0)
+    count = min(max(int(10 / max(first / 5, 1e-3)), 1), 100)  # about 10 ms; queues hold some 1,000 launches
+    wait_s = 3 * count * issue_s / 5  # other programs may hold the CPU up
+    _gpu_batch(calls, count, wait_s)  # warm clocks
+    repeats = max(5, min(int(budget_ms / max(count * first / 5, 1e-3)), 30))
+    return _timing([_gpu_batch(calls, count, wait_s)[1] / count for _ in range(repeats)], count)
+
+
+def _gpu_batch(calls: _Calls, count: int, wait_s: float) -> tuple[float, float]:
+    """Issue `count` calls while the GPU waits; (seconds to issue them, milliseconds that they took)."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(int(wait_s * GPU_CYCLES_PER_S))
+    start.record()
+    began = time.perf_counter()
+    calls.issue(count)
+    issue_s = time.perf_counter() - began
+    end.record()
+    end.synchronize()
+    return issue_s, start.elapsed_time(end)
+
+
+def _timing(times: list[float], runs_each: int) -> Timing:
+    low, middle, high = statistics.quantiles(times, n=4)
+    return Timing(middle, low, high, runs_each * len(times))
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """TB/s of a copy within the device's memory, bytes read and bytes written."""
+    x = torch.ones(COPY_ELEMENTS[device.type], dtype=torch.bfloat16, device=device)
+    y = torch.empty_like(x)
+    timing = measure(lambda source: y.copy_(source), (x,), device)
+    return 2 * x.numel() * x.element_size() / timing.ms / 1e9
+
+
+# ---- clocks ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Clocks:
+    """Samples of a GPU's clock and power, taken while a benchmark runs; empty on a CPU and without NVIDIA's tools."""
+
+    sm_mhz: list[float] = field(default_factory=list)
+    power_w: list[float] = field(default_factory=list)
+
+    def record(self) -> dict[str, float] | None:
+        """Median and range, for the books."""
+        if not self.sm_mhz:
+            return None
+        return {
+            "sm_mhz_median": statistics.median(self.sm_mhz),
+            "sm_mhz_min": min(self.sm_mhz),
+            "sm_mhz_max": max(self.sm_mhz),
+            "power_w_max": max(self.power_w),
+        }
+
+    def line(self) -> str:
+        found = self.record()
+        if found is None:
+            return "clocks: not known here"
+        return (
+            f"clocks: SM {found['sm_mhz_median']:.0f} MHz ({found['sm_mhz_min']:.0f} to {found['sm_mhz_max']:.0f}), "
+            f"power up to {found['power_w_max']:.0f} W"
+        )
+
+
+@contextlib.contextmanager
+def watching_clocks(device: torch.device, seconds: float = 0.5) -> Iterator[Clocks]:
+    """Sample the device's clocks from a thread while the block runs."""
+    clocks, read = Clocks(), _clock_reader(device)
+    if read is None:
+        yield clocks
+        return
+    stop = threading.Event()
+
+    def sample() -> None:
+        while not stop.wait(seconds):
+            with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+                mhz, watts = read()
+                clocks.sm_mhz.append(mhz)
+                clocks.power_w.append(watts)
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield clocks
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _clock_reader(device: torch.device) -> Callable[[], tuple[float, float]] | None:
+    """A function -> (SM clock in MHz, power in W): by pynvml where it is installed, else by nvidia-smi."""
+    if device.type != "cuda":
+        return None
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # numbers differ under CUDA_VISIBLE_DEVICES
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        return lambda: (
+            float(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)),
+            pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+        )
+    except Exception:  # not installed, or an error of its own kind
+        pass
+    query = ["nvidia-smi", "-i", uuid, "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+
+    def read() -> tuple[float, float]:
+        out = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        mhz, watts = out.split(",")[:2]
+        return float(mhz), float(watts)
+
+    return read

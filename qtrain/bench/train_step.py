@@ -1,0 +1,163 @@
+"""Training speed of models x schemes in one table: tokens a second, share of the speed of light, peak memory.
+
+python -m qtrain.bench.train_step --models qwen2.5-0.5b,qwen2.5-1.5b --schemes bf16,int8,fp8_rowwise --batch_size 32
+
+The steps are those of llm_pretrain.py, the same functions in the same order, on random tokens. Each cell runs in a
+process of its own: one that runs out of memory takes nothing with it. A model or a scheme may carry options of its own:
+any setting of llm_pretrain.py after a model, its kwargs after a scheme.
+
+    --models 'qwen2.5-0.5b,qwen2.5-7b:{"batch_size":64,"micro_batch_size":8}'
+    --schemes 'bf16,int8,int8:{"stochastic_rounding":true}'
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from qtrain.bench.tables import Cell, Table, digits, write_json
+from qtrain.bench.timing import watching_clocks
+from qtrain.bench.training import time_training
+from qtrain.bench.words import name_and_options, split_list
+from qtrain.checks import check_fields, parse_json
+from qtrain.config import JsonDict, as_dict, parse, run_script, versions
+from qtrain.errors import UserError
+from qtrain.hardware import describe_hardware
+from qtrain.models import read_model_source
+from qtrain.optim import OPTIMIZERS
+from qtrain.quant import SCHEMES
+from qtrain.train.listing import listing
+from qtrain.train.settings import Count, CountOrNever, LanguageSettings, batch_geometry, choose_device
+
+WORKER = "--cell"
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class TrainStepSettings:
+    """Time training steps of models under schemes, on random tokens."""
+
+    models: str = "qwen2.5-0.5b"
+    """Models with commas; NAME:{JSON} gives a model settings of llm_pretrain.py for itself."""
+    schemes: str = "bf16,int8"
+    """Schemes with commas; NAME:{JSON} gives a scheme its options."""
+    batch_size: Count = 32
+    """Sequences per optimizer step."""
+    micro_batch_size: CountOrNever = 0
+    """Sequences per forward pass; 0: all of them."""
+    seq_len: Count = 1024
+    """Tokens per sequence."""
+    n_steps: Count = 20
+    """Steps that are timed; the figure is their median."""
+    warmup_steps: Count = 6
+    """Steps before that, which compile, tune and record."""
+    optim: str = "adamw"
+    """Optimizer; `python llm_pretrain.py --list` shows all."""
+    optim_kwargs: JsonDict = None
+    """The optimizer's options as JSON."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What backward computes again instead of keeping."""
+    quantize_lm_head: bool = False
+    """Quantize the output head too."""
+    compile: bool = True
+    """Compile each layer and the loss."""
+    cuda_graphs: bool = True
+    """With --compile on a GPU: record a step and replay it."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Where to train; auto takes the GPU if there is one."""
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Dtype of weights and activations; auto is bf16 on a GPU, fp32 on a CPU."""
+    json: str | None = None
+    """File for the figures; none: runs/train_step/<time>.json."""
+
+
+def main(argv: list[str]) -> None:
+    if argv[:1] == [WORKER]:
+        cell = parse_json(argv[1], WORKER)
+        settings = LanguageSettings(**check_fields(LanguageSettings, cell["settings"], WORKER))
+        print(json.dumps(time_training(settings, cell["warmup_steps"])))
+        return
+    if "--list" in argv:
+        print(listing())
+        return
+    settings = parse(TrainStepSettings, argv, "-m qtrain.bench.train_step")
+    device = choose_device(settings.device)
+    cells = make_cells(settings)
+    with watching_clocks(device) as clocks:
+        results = {}
+        for name, cell in cells.items():
+            results[name] = result = run_apart(cell, settings.warmup_steps)
+            shown = result.get("reason") or f"{digits(result['tok_s'])} tok/s"
+            print(f"{' '.join(name)}: {shown}", file=sys.stderr, flush=True)
+    hardware = describe_hardware(device)
+    table = make_table(results, f"Training steps on {hardware.name}")
+    print(table.markdown(), clocks.line(), sep="\n\n")
+    about = {"command": sys.argv, "versions": versions(), "device": hardware.name, "clocks": clocks.record()}
+    path = Path(settings.json or f"runs/train_step/{time.strftime('%Y%m%d-%H%M%S')}.json")
+    write_json([table], path, {**about, "settings": as_dict(settings)})
+    print(f"figures     {path}")
+
+
+def make_cells(settings: TrainStepSettings) -> dict[tuple[str, str], LanguageSettings]:
+    """The run of each (model, scheme), in order. UserError for whatever can be refused before anything runs."""
+    own = {f.name for f in dataclasses.fields(LanguageSettings)}
+    shared = {key: value for key, value in as_dict(settings).items() if key in own}
+    cells = {}
+    for model_word in split_list(settings.models):
+        model, model_options = name_and_options(model_word, "--models")
+        read_model_source(model, "--models").model_config()
+        for scheme_word in split_list(settings.schemes):
+            scheme, kwargs = name_and_options(scheme_word, "--schemes")
+            SCHEMES.make(scheme, kwargs, "--schemes")
+            values = {**shared, "model": model, "quantize": scheme, "quantize_kwargs": kwargs, **model_options}
+            cell = LanguageSettings(**check_fields(LanguageSettings, values, f"--models ({model})"))
+            OPTIMIZERS.make(cell.optim, cell.optim_kwargs or {}, "--optim")
+            batch_geometry(cell)
+            cells[model_word, scheme_word] = cell
+    if not cells:
+        raise UserError("--models, --schemes: nothing to time; name at least one model and one scheme.")
+    return cells
+
+
+def run_apart(settings: LanguageSettings, warmup_steps: int) -> dict[str, Any]:
+    """`time_training` in a process of its own; whatever ends that process is the reason."""
+    cell = json.dumps({"settings": as_dict(settings), "warmup_steps": warmup_steps})
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-m", "qtrain.bench.train_step", WORKER, cell],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    if done.returncode == 0:
+        return json.loads(done.stdout.strip().splitlines()[-1])
+    last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    return {"reason": last[:200]}
+
+
+def make_table(results: dict[tuple[str, str], dict[str, Any]], title: str) -> Table:
+    """A row for each result; speed is also given over that of the model's first scheme."""
+    columns = ["tok/s", "over first", "sol", "mfu", "ms a step", "peak GiB", "planned GiB"]
+    table = Table(title, "median step; sol, mfu: share of the peak", columns)
+    firsts: dict[str, float] = {}
+    for (model, scheme), result in results.items():
+        row = f"{model} {scheme}"
+        if "reason" in result:
+            table.put(row, "tok/s", Cell(reason=result["reason"]))
+            continue
+        first = firsts.setdefault(model, result["tok_s"])
+        over = result["tok_s"] / first
+        table.put(row, "tok/s", Cell(result["tok_s"], text=f"{result['tok_s']:,.0f}", details={"loss": result["loss"]}))
+        table.put(row, "over first", Cell(over, text=f"{over:.2f}x"))
+        for column, key in (("sol", "sol"), ("mfu", "mfu")):
+            table.put(row, column, Cell(result[key], text=f"{100 * result[key]:.1f}%"))
+        for column, key in (("ms a step", "step_ms"), ("peak GiB", "peak_gib"), ("planned GiB", "planned_gib")):
+            table.put(row, column, Cell(result[key], text=f"{result[key]:,.2f}"))
+    return table
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,123 @@
+"""Training steps of one model under one scheme, timed: what `train_step.py` runs in a process of its own."""
+
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from qtrain.data import Batch
+from qtrain.hardware import describe_hardware
+from qtrain.models import apply_activation_checkpointing, build_model, compile_layers, empty_model, read_model_source
+from qtrain.optim import OPTIMIZERS, parameter_groups
+from qtrain.quant import SCHEMES, quantize_linears
+from qtrain.train.choice import settle_scheme
+from qtrain.train.failures import GIB, is_out_of_memory
+from qtrain.train.graphs import StepGraphs
+from qtrain.train.language import language_forward
+from qtrain.train.loop import peak_memory
+from qtrain.train.plan import make_plan
+from qtrain.train.settings import LanguageSettings, batch_geometry, choose_device, choose_dtype
+from qtrain.train.step import apply_gradients, compute_gradients
+from qtrain.train.tensors import seed_rng
+
+
+def time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, Any]:
+    """Median speed over `settings.n_steps` steps after `warmup_steps`, on random tokens; or {"reason": ...}.
+
+    Keys: tok_s, step_ms, sol, mfu, peak_gib, planned_gib, loss.
+    """
+    try:
+        return _time_training(settings, warmup_steps)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        peak = peak_memory(choose_device(settings.device)) / GIB
+        return {"reason": f"out of memory, with {peak:.1f} GiB in use"}
+
+
+def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, Any]:
+    # ---- plan --------------------------------------------------------------------------------------------------------
+    device = choose_device(settings.device)
+    dtype = choose_dtype(settings.dtype, device)
+    geometry = batch_geometry(settings)
+    scheme = SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--schemes")
+    optimizer_spec = OPTIMIZERS.make(settings.optim, settings.optim_kwargs or {}, "--optim")
+    source = read_model_source(settings.model, "--models")
+    config = source.model_config()
+    settings, scheme, _ = settle_scheme(
+        settings,
+        scheme,
+        lambda: empty_model(source),
+        tokens=geometry.micro_batch_size * settings.seq_len,
+        geometry=geometry,
+        dtype=dtype,
+        device=device,
+        resumed_from=None,
+    )
+    plan = make_plan(settings, config, scheme, optimizer_spec, geometry, describe_hardware(device), dtype, data=())
+
+    # ---- model, quantize, optimizer ----------------------------------------------------------------------------------
+    seed_rng(settings.seed)
+    model = build_model(source, device=device, dtype=dtype, seed=settings.seed)
+    model.loss_chunks, model.z_loss = settings.loss_chunks, settings.z_loss
+    quantized = quantize_linears(
+        model,
+        scheme,
+        seed=settings.seed,
+        head=model.lm_head,
+        quantize_head=settings.quantize_lm_head,
+        min_size=settings.quantize_min_size,
+    )
+    apply_activation_checkpointing(model, settings.activation_checkpointing)
+    if settings.compile:
+        compile_layers(model)
+    groups = parameter_groups(model, settings.weight_decay)
+    optimizer = optimizer_spec.build(groups, settings.lr, seed=settings.seed)
+    quantized.watch(optimizer)
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+    forward = language_forward(model, None)
+    recordable = settings.compile and settings.cuda_graphs and device.type == "cuda"
+    graphs = StepGraphs(model, forward, quantized) if recordable else None
+    generator = torch.Generator().manual_seed(settings.seed)
+    times, loss = [], float("nan")
+    for step in range(warmup_steps + settings.n_steps):
+        batches = [_random_batch(settings, config.vocab_size, geometry.micro_batch_size, generator, device)]
+        batches *= geometry.gradient_accumulation  # which tokens they are makes no difference
+        start = _now(device)
+        gradients = compute_gradients(model, forward, quantized, batches, step, graphs)
+        apply_gradients(
+            model,
+            optimizer,
+            quantized,
+            gradients,
+            lr=settings.lr,
+            clip_grad_norm=settings.clip_grad_norm,
+            graphs=graphs,
+        )
+        times.append(_now(device) - start)
+        loss = gradients.loss
+    seconds = statistics.median(times[warmup_steps:])
+    tok_s = plan.tokens_per_step / seconds
+    return {
+        "tok_s": tok_s,
+        "step_ms": 1000 * seconds,
+        **plan.efficiency(tok_s),
+        "peak_gib": peak_memory(device) / GIB,
+        "planned_gib": sum(plan.memory.values()) / GIB,
+        "loss": loss,
+    }
+
+
+def _random_batch(
+    settings: LanguageSettings, vocab_size: int, sequences: int, generator: torch.Generator, device: torch.device
+) -> Batch:
+    tokens = torch.randint(0, vocab_size, (sequences, settings.seq_len + 1), generator=generator)
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).to(device)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

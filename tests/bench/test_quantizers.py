@@ -1,0 +1,59 @@
+"""The quantizers' table: every quantizer is checked by its rounding, and counted by its fewest bytes."""
+
+import pytest
+import torch
+
+from qtrain.bench import quantizers
+from qtrain.bench.case import WrongResultError
+from qtrain.bench.quantizers import QUANTIZER_ROWS, QUANTIZERS, check_quantized, quantizer_case, quantizer_table
+from qtrain.hardware import Hardware
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def quick_copy(monkeypatch):
+    monkeypatch.setattr(quantizers, "copy_bandwidth", lambda device: 0.01)
+
+
+def filled(shape, rows, device=CPU):
+    hardware = Hardware("a device", {"bf16": 1.0, "bandwidth": 2.0}, None, measured=False)
+    return quantizer_table([shape], rows, device, 1.0, hardware, lambda what, cell: None)
+
+
+def test_every_quantizer_runs():
+    table = filled((32, 256), QUANTIZER_ROWS)
+    for name, cells in table.rows.items():
+        cell = cells["32x256"]
+        assert cell.reason is None and cell.value > 0, (name, cell.reason)
+    assert table.rows["int8 rowwise"]["32x256"].details["bytes"] == 32 * 256 * 3 + 32 * 4
+    assert table.rows["e4m3 1x128, both layouts"]["32x256"].details["bytes"] == 32 * 256 * 4 + (64 + 256) * 4
+    assert "0.0100 TB/s (datasheet 2.00)" in table.notes[0]
+
+
+@pytest.mark.parametrize("q", QUANTIZERS, ids=lambda q: q.name)
+def test_a_wrong_code_is_refused(q):
+    case = quantizer_case(q, (16, 128), CPU)
+    out = case.run(*case.inputs)
+    assert case.check(out) <= 1
+    for codes in out[::2]:
+        wrong = codes.clone()
+        bits = wrong.view(torch.uint8)
+        bits[3, 5] = (bits[3, 5].int() + 3).remainder(256)  # three codes off
+        spoilt = tuple(wrong if o is codes else o for o in out)
+        with pytest.raises(WrongResultError):
+            case.check(spoilt)
+
+
+def test_saturation_is_no_error():
+    q = next(q for q in QUANTIZERS if q.given and not q.stochastic)
+    x = torch.tensor([[1000.0, 1.0]], dtype=torch.bfloat16)
+    codes = torch.tensor([[448.0, 1.0]]).to(torch.float8_e4m3fn)
+    one = torch.ones(1)
+    assert check_quantized(x, q)((codes, one, codes.t(), one)) <= 1
+
+
+@pytest.mark.gpu
+def test_every_quantizer_on_gpu():
+    table = filled((512, 1024), QUANTIZER_ROWS, torch.device("cuda", 0))
+    assert not {name: cells["512x1024"].reason for name, cells in table.rows.items() if cells["512x1024"].reason}

@@ -1,0 +1,113 @@
+"""Training steps, model x scheme: each cell apart, one that fails is a reason, the seven rows in one command."""
+
+import json
+import subprocess
+
+import pytest
+import torch
+
+from qtrain.bench import train_step, training
+from qtrain.bench.train_step import TrainStepSettings, main, make_cells, run_apart
+from qtrain.bench.training import time_training
+from qtrain.config import parse
+from qtrain.errors import UserError
+
+SEVEN = (
+    'bf16,\nint8:{"grad_input":"bf16","grad_weight":"bf16"}, int8:{"grad_weight":"bf16"},int8,'
+    'int8:{"grad_input":"bf16","grad_weight":"bf16","stochastic_rounding":true},'
+    'int8:{"grad_weight":"bf16","stochastic_rounding":true},int8:{"stochastic_rounding":true}'
+)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("models") / "tiny.json"
+    shape = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
+    shape |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+    path.write_text(json.dumps(shape))
+    return str(path)
+
+
+def settings(*flags: str) -> TrainStepSettings:
+    return parse(TrainStepSettings, [*flags], "-m qtrain.bench.train_step")
+
+
+def cells(tiny: str, *flags: str):
+    small = ["--batch_size", "2", "--seq_len", "16", "--n_steps", "2", "--no_compile", "--device", "cpu"]
+    return make_cells(settings("--models", tiny, *small, *flags))
+
+
+def test_a_cell(tiny):
+    (cell,) = cells(tiny, "--schemes", "int8").values()
+    result = time_training(cell, 1)
+    assert result["tok_s"] == pytest.approx(2 * 16 / (result["step_ms"] / 1000))
+    assert result["sol"] > 0 and result["peak_gib"] > 0 and 3 < result["loss"] < 5.5  # about log 64
+
+
+def test_the_seven_rows(tiny):
+    found = cells(tiny, "--schemes", SEVEN)
+    assert len(found) == 7
+    kwargs = [cell.quantize_kwargs for cell in found.values()]
+    assert kwargs[1] == {"grad_input": "bf16", "grad_weight": "bf16"} and kwargs[6] == {"stochastic_rounding": True}
+
+
+def test_a_model_has_settings_of_its_own(tiny):
+    found = cells(f'{tiny},{tiny}:{{"batch_size":8,"micro_batch_size":4}}', "--schemes", "bf16")
+    assert [(c.batch_size, c.micro_batch_size) for c in found.values()] == [(2, 0), (8, 4)]
+
+
+@pytest.mark.parametrize(
+    "flags,message",
+    [
+        (("--schemes", "int9"), "unknown scheme 'int9'.*int8"),
+        (("--schemes", 'int8:{"sr":true}'), "unknown key 'sr'"),
+        (("--models", "qwen"), "--models: unknown model 'qwen'"),
+        (("--models", 'qwen2.5-7b:{"batch":1}'), "unknown key 'batch'.*batch_size"),
+        (("--models", ","), "nothing to time"),
+        (("--micro_batch_size", "5"), "--batch_size"),
+        (("--optim", "adamv"), "adamw"),
+    ],
+)
+def test_bad_input(flags, message):
+    with pytest.raises(UserError, match=message):
+        make_cells(settings(*flags))
+
+
+def test_out_of_memory_is_a_reason(tiny, monkeypatch):
+    def no_room(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(training, "build_model", no_room)
+    (cell,) = cells(tiny, "--schemes", "int8").values()
+    assert time_training(cell, 1)["reason"].startswith("out of memory")
+
+
+def test_a_table(tiny, monkeypatch, capsys, tmp_path):
+    """Speed over the first scheme of the same model; a cell without figures keeps its row and its reason."""
+    speeds = iter([100.0, 150.0, None])
+
+    def cell(settings, warmup_steps):
+        speed = next(speeds)
+        if speed is None:
+            return {"reason": "out of memory, with 139.0 GiB in use"}
+        keys = ("sol", "mfu", "step_ms", "peak_gib", "planned_gib", "loss")
+        return {"tok_s": speed, **dict.fromkeys(keys, 0.5)}
+
+    monkeypatch.setattr(train_step, "run_apart", cell)
+    path = tmp_path / "figures.json"
+    main(["--models", tiny, "--schemes", "bf16,int8,fp8_rowwise", "--device", "cpu", "--json", str(path)])
+    out = capsys.readouterr().out
+    assert "1.50x" in out and "[1] out of memory, with 139.0 GiB in use" in out
+    rows = json.loads(path.read_text())["tables"][0]["rows"]
+    assert [row["cells"]["tok/s"].get("value") for row in rows] == [100.0, 150.0, None]
+
+
+def test_a_process_apart(tiny, monkeypatch):
+    """A cell's process that dies is a reason; the others go on."""
+    (cell,) = cells(tiny, "--schemes", "bf16").values()
+    assert run_apart(cell, 1)["tok_s"] > 0
+    died = subprocess.CompletedProcess([], 1, stdout="", stderr="Traceback\n  ...\nRuntimeError: no such kernel\n")
+    monkeypatch.setattr(train_step.subprocess, "run", lambda *args, **kwargs: died)
+    assert run_apart(cell, 1) == {"reason": "RuntimeError: no such kernel"}
+    died.stderr, died.returncode = "", -9
+    assert run_apart(cell, 1) == {"reason": "exit status -9"}
