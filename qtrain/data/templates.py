@@ -1,0 +1,110 @@
+"""How the columns of a row become a prompt and an answer: templates with column names in braces, filled in as text.
+
+A template is read once. What stands in braces is a column's name and nothing else: no attributes, no indices, no
+formats, so a template can do nothing but put text into text.
+"""
+
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from qtrain.errors import UserError, unknown_name
+
+_ALPACA = (
+    "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
+)
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "alpaca": {
+        "prompt": _ALPACA.format(", paired with an input that provides further context")
+        + "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n",
+        "answer": "{output}",
+        "prompt_without": {
+            "input": _ALPACA.format("") + "### Instruction:\n{instruction}\n\n### Response:\n",
+        },
+    },
+    "gsm8k": {"prompt": "Question: {question}\nAnswer: ", "answer": "{answer}"},
+    "metamathqa": {
+        "prompt": _ALPACA.format("") + "### Instruction:\n{query}\n\n### Response:\n",
+        "answer": "{response}",
+    },
+}
+"""Named templates. `prompt_without` has the prompt of rows whose column of that name is empty."""
+
+
+class Text:
+    """A template that has been read: literal text and columns in turn."""
+
+    def __init__(self, template: Any, where: str):
+        if not isinstance(template, str):
+            raise UserError(f"{where}: {template!r} is not allowed; it must be text with {{column}} names in it.")
+        self._parts: list[tuple[str, str | None]] = []
+        try:
+            for literal, name, spec, conversion in string.Formatter().parse(template):
+                if name is not None and (spec or conversion or not name or set(name) & set(".[]{}")):
+                    raise ValueError(f"only a column's name may stand in braces, not {name!r}")
+                self._parts.append((literal, name))
+        except ValueError as error:
+            raise UserError(
+                f"{where}: the template is broken: {error}. A brace itself is written {{{{ or }}}}."
+            ) from None
+
+    @property
+    def columns(self) -> list[str]:
+        return [name for _, name in self._parts if name is not None]
+
+    def fill(self, row: Mapping[str, Any], where: str) -> str:
+        """The text for a row; an empty column (null) is no text. UserError for a column that holds no text."""
+        return "".join(literal + (_text(row, name, where) if name else "") for literal, name in self._parts)
+
+
+@dataclass(frozen=True)
+class Template:
+    """What is asked and what is to be answered."""
+
+    prompt: Text
+    answer: Text
+    prompt_without: Mapping[str, Text] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Every column that is read, each once."""
+        texts = [self.prompt, self.answer, *self.prompt_without.values()]
+        return tuple(dict.fromkeys(name for text in texts for name in text.columns))
+
+    def fill(self, row: Mapping[str, Any], where: str) -> tuple[str, str]:
+        """(prompt, answer) of a row."""
+        without = next((text for name, text in self.prompt_without.items() if not row[name]), self.prompt)
+        return without.fill(row, where), self.answer.fill(row, where)
+
+
+def make_template(spec: str | Mapping[str, Any], flag: str) -> Template:
+    """The preset called `spec`, or one's own: {"prompt": ..., "answer": ...}. Raises UserError naming `flag`."""
+    if isinstance(spec, str):
+        if spec not in PRESETS:
+            raise unknown_name(flag, "template", spec, PRESETS, 'Or write {"prompt": "...", "answer": "..."}.')
+        spec = PRESETS[spec]
+    for key in spec:
+        if key not in ("prompt", "answer", "prompt_without"):
+            raise unknown_name(flag, "key", key, ("prompt", "answer", "prompt_without"))
+    for key in ("prompt", "answer"):
+        if key not in spec:
+            raise UserError(f"{flag}: the key {key!r} is missing; it must be text with {{column}} names in it.")
+    answer = Text(spec["answer"], f"{flag}.answer")
+    if not answer.columns:
+        raise UserError(f"{flag}.answer: it names no column, so every answer would be the same; write {{column}}.")
+    others = spec.get("prompt_without", {})
+    if not isinstance(others, Mapping):
+        raise UserError(f"{flag}.prompt_without: it must be a JSON object of column names and prompts.")
+    without = {name: Text(text, f"{flag}.prompt_without.{name}") for name, text in others.items()}
+    return Template(Text(spec["prompt"], f"{flag}.prompt"), answer, without)
+
+
+def _text(row: Mapping[str, Any], name: str, where: str) -> str:
+    value = row[name]
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise UserError(f"{where}: the column {name!r} holds a {type(value).__name__}, not text.")
+    return str(value)

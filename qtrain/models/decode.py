@@ -1,0 +1,110 @@
+"""Greedy answers to many prompts at once, with keys and values of what has been read kept (a KV cache).
+
+Prompts of unlike length stand in rows that are filled up at their end. A row's next token goes to its own next place,
+over the filling, so keys lie at their positions and a query sees the places up to its own. A model of transformers
+(--model_impl hf) reads the whole text again for every token.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from qtrain.models.decoder import Decoder
+from qtrain.models.rope import rope_tables
+
+
+class KVCache:
+    """Keys and values [B, KV heads, T, D] of one layer, of at most T places a row."""
+
+    def __init__(self, batch: int, heads: int, places: int, head_dim: int, like: Tensor):
+        self.keys, self.values = like.new_zeros(2, batch, heads, places, head_dim)
+        self.at: Tensor | None = None  # int64 [B]: where each row's one new token goes; None: many, from 0 on
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep k, v [B, KV heads, S, D]; returns what is to be attended to."""
+        if self.at is None:
+            self.keys[:, :, : k.shape[2]], self.values[:, :, : v.shape[2]] = k, v
+            return k, v
+        rows = torch.arange(len(self.at), device=k.device)
+        self.keys[rows, :, self.at], self.values[rows, :, self.at] = k[:, :, 0], v[:, :, 0]
+        return self.keys, self.values
+
+
+@torch.no_grad()
+def answer(
+    model: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_id: int | None, vocab_size: int | None
+) -> list[list[int]]:
+    """The likeliest continuation of each prompt (at least one id long), up to eos_id, which is left out."""
+    device, was_training = next(model.parameters()).device, model.training
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    places = int(lengths.max()) + max_new_tokens
+    ids = torch.zeros(len(prompts), places, dtype=torch.int64, device=device)
+    for row, prompt in zip(ids, prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt, device=device)
+    read = _Cached(model, len(prompts), places) if _cacheable(model, places) else _Whole(model)
+    model.eval()
+    rows, done = torch.arange(len(prompts), device=device), torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    try:
+        with torch.compiler.set_stance("force_eager"):  # every length is a new shape
+            for number in range(max_new_tokens):
+                at = lengths + number
+                token = read(ids, at, number)[:, :vocab_size].argmax(dim=-1)
+                ids[rows, at] = token
+                done = done | (token == eos_id) if eos_id is not None else done
+                if number % 8 == 7 and bool(done.all()):
+                    break
+    finally:
+        if isinstance(read, _Cached):
+            read.close()
+        model.train(was_training)
+    written = [row[start:].tolist() for row, start in zip(ids[:, : int(at.max()) + 1], lengths.tolist(), strict=True)]
+    written = [row[: number + 1] for row in written]
+    return [row[: row.index(eos_id)] if eos_id in row else row for row in written]
+
+
+def _cacheable(model: nn.Module, places: int) -> bool:
+    """A sliding window that is shorter than the text would need a mask that the cache does not make."""
+    return isinstance(model, Decoder) and (model.config.sliding_window is None or places <= model.config.sliding_window)
+
+
+class _Whole:
+    """Logits of the last tokens [B, V] from a pass over all."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+
+    def __call__(self, ids: Tensor, at: Tensor, number: int) -> Tensor:
+        logits = self._model(ids[:, : int(at.max())])
+        return logits[torch.arange(len(ids), device=ids.device), at - 1]
+
+
+class _Cached:
+    """The same from a pass over the prompts, then over one token a row."""
+
+    def __init__(self, model: Decoder, batch: int, places: int):
+        config = model.config
+        self._model, like = model, model.norm.weight
+        self._tables = rope_tables(config.rope, config.head_dim, places, like.device)
+        for layer in model.layers:
+            layer.attn.cache = KVCache(batch, config.num_key_value_heads, places, config.head_dim, like)
+
+    def __call__(self, ids: Tensor, at: Tensor, number: int) -> Tensor:
+        model, last = self._model, at - 1  # the place of the newest token
+        cos, sin = self._tables
+        mask = None
+        if number == 0:
+            width = int(at.max())
+            x, positions = model.embed_tokens(ids[:, :width]), torch.arange(width, device=ids.device).unsqueeze(0)
+        else:
+            x, positions = model.embed_tokens(ids.gather(1, last.unsqueeze(1))), last.unsqueeze(1)
+            mask = (torch.arange(ids.shape[1], device=ids.device) <= positions)[:, None, None]  # [B, 1, 1, T]
+        for layer in model.layers:
+            layer.attn.cache.at = last if number else None
+            x = layer(x, cos[positions].unsqueeze(-2), sin[positions].unsqueeze(-2), mask)
+        x = x[torch.arange(len(ids), device=ids.device), last] if number == 0 else x[:, 0]
+        return model.lm_head(model.norm(x))
+
+    def close(self) -> None:
+        for layer in self._model.layers:
+            layer.attn.cache = None

@@ -1,0 +1,111 @@
+"""Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors, as `peft.PeftModel.from_pretrained`
+reads them, and back."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtrain.checks import check_fields, check_value, read_json
+from qtrain.errors import UserError
+from qtrain.models.lora import Lora, lora_linears
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The adapters' parameters under PEFT's names."""
+    found: dict[str, Tensor] = {}
+    for linear in lora_linears(model).values():
+        for part, a, b in zip(linear.adapted, linear.lora_a, linear.lora_b, strict=True):
+            found[f"{PREFIX}{part.hf_name}.lora_A.weight"] = a
+            found[f"{PREFIX}{part.hf_name}.lora_B.weight"] = b
+    return found
+
+
+def save_adapter(model: nn.Module, lora: Lora, base: str, folder: Path | str) -> None:
+    """Write the adapters into `folder`. `base` is the model that they are for: a hub id or a folder."""
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    words = {part.word for linear in lora_linears(model).values() for part in linear.adapted}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.r,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted(words),
+        "use_rslora": lora.rslora,
+        "use_dora": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+    tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in adapter_tensors(model).items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def with_adapter_config(lora: Lora, flag: str = "--lora") -> Lora:
+    """`lora` with r, alpha, targets and rslora of the adapter that it goes on from, if it names one."""
+    if lora.adapter is None:
+        return lora
+    where, path = f"{flag}.adapter", Path(lora.adapter).expanduser()
+    if not (path / CONFIG).is_file():
+        raise UserError(f"{where}: {lora.adapter} is no adapter: it has no {CONFIG}. Give a folder in PEFT's format.")
+    config = read_json(path / CONFIG, where)
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
+        raise UserError(f"{where}: {path / CONFIG} describes no LoRA adapter, but {kind!r}.")
+    unsupported = {"use_dora": False, "bias": "none", "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None}
+    for key, plain in unsupported.items():
+        if config.get(key) not in (plain, None):
+            raise UserError(f"{where}: its {key} is {config[key]!r}, which is not supported; only {plain!r} is.")
+    targets = config.get("target_modules")
+    if isinstance(targets, list) and all(isinstance(t, str) for t in targets):
+        targets = tuple(sorted({target.rpartition(".")[2] for target in targets}))
+    elif targets != "all-linear":
+        raise UserError(f"{where}: its target_modules are {targets!r}; only a list of projections' names is supported.")
+    fields = {f.name: f.type for f in dataclasses.fields(Lora)}
+    return dataclasses.replace(
+        lora,
+        r=check_value(f"{where}: r", config.get("r"), fields["r"]),
+        alpha=check_value(f"{where}: lora_alpha", config.get("lora_alpha"), fields["alpha"]),
+        rslora=bool(config.get("use_rslora", False)),
+        targets=targets,
+    )
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module, folder: str, flag: str = "--lora") -> None:
+    """Fill the adapters of `model` from a folder. UserError for an adapter that was made for another model."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    where, path = f"{flag}.adapter", Path(folder).expanduser() / WEIGHTS
+    try:
+        saved = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{where}: {path} cannot be read as safetensors: {error}") from None
+    wanted = adapter_tensors(model)
+    for name in [*sorted(saved.keys() - wanted.keys()), *sorted(wanted.keys() - saved.keys())]:
+        what = "has no place in this model" if name in saved else "is missing"
+        raise UserError(f"{where}: {folder} is an adapter of another model: {name} {what}.")
+    for name, target in wanted.items():
+        if saved[name].shape != target.shape:
+            shapes = f"{list(saved[name].shape)}, here it is {list(target.shape)}"
+            raise UserError(f"{where}: {folder} is an adapter of another model: {name} has the shape {shapes}.")
+        target.copy_(saved[name])
+
+
+def as_lora(values: dict[str, Any], flag: str = "--lora") -> Lora:
+    """The checked options of --lora, completed by those of the adapter that it names."""
+    return with_adapter_config(Lora(**check_fields(Lora, values, flag)), flag)

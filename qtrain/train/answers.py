@@ -1,0 +1,115 @@
+"""Questions with answers that can be checked: asked by greedy generation, right where the final answers agree."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from torch import nn
+
+from qtrain.data import ExampleDataset, StreamContext, Tokenizer, make_dataset
+from qtrain.errors import UserError
+from qtrain.models import answer
+
+_MARKED = (
+    re.compile(r"####\s*(.+)"),  # GSM8K
+    re.compile(r"[Tt]he (?:final )?answer is:?\s*(.+)"),  # MetaMathQA
+    re.compile(r"\\boxed\{(.+)\}"),
+)
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+BATCH = 64
+
+
+@dataclass(frozen=True)
+class Question:
+    """`ids` are those of `prompt`; `answer` is the whole text that the data give."""
+
+    prompt: str
+    ids: list[int]
+    answer: str
+
+
+def final_answer(text: str) -> str | None:
+    """What a worked answer ends in: behind its mark (####, "The answer is:", a box), else its last number."""
+    for pattern in _MARKED:
+        if found := pattern.findall(text):
+            return _plain(found[-1])
+    numbers = _NUMBER.findall(text)
+    return _plain(numbers[-1]) if numbers else None
+
+
+def _plain(text: str) -> str:
+    """One spelling of an answer: 1,234.00 dollars. and 1234 are the same."""
+    text = text.strip().strip("$").rstrip(".").strip()
+    if number := _NUMBER.match(text.lstrip("$")):
+        value = float(number.group().replace(",", ""))
+        return f"{value:.10g}"
+    return text
+
+
+def load_questions(spec: Mapping[str, Any], ctx: StreamContext, count: int, longest: int, flag: str) -> list[Question]:
+    """The first `count` questions of a dataset of examples whose prompts leave room in `longest` tokens.
+
+    UserError where the dataset has no prompts and answers, or none whose answer can be checked."""
+    dataset = make_dataset(spec, flag)
+    if not isinstance(dataset, ExampleDataset):
+        raise UserError(f"--accuracy: {flag} holds no prompts and answers; give one of type instruct or chat.")
+    found = (parts for parts in dataset.records(ctx, flag) if final_answer(_last_answer(parts)) is not None)
+    texts = [("".join(p.text for p in parts[: _last(parts)]), _last_answer(parts)) for parts in islice(found, count)]
+    prompts = ctx.tokenizer.encode_batch([prompt for prompt, _ in texts])
+    begin = [ctx.tokenizer.bos_id] if dataset.begin_token and ctx.tokenizer.bos_id is not None else []
+    pairs = zip(texts, prompts, strict=True)
+    questions = [Question(prompt, begin + ids, gold) for (prompt, gold), ids in pairs if 0 < len(ids) < longest]
+    if not questions:
+        raise UserError(f"--accuracy: {flag} has no question whose answer can be checked and that fits --seq_len.")
+    return questions
+
+
+def _last(parts: Sequence[Any]) -> int:
+    return max(number for number, part in enumerate(parts) if part.trained)
+
+
+def _last_answer(parts: Sequence[Any]) -> str:
+    return parts[_last(parts)].text
+
+
+def ask(model: nn.Module, tokenizer: Tokenizer, questions: Sequence[Question], max_new_tokens: int) -> list[str]:
+    """The model's answer to each question."""
+    order = sorted(range(len(questions)), key=lambda i: len(questions[i].ids))  # of like length together
+    answers: dict[int, str] = {}
+    for start in range(0, len(order), BATCH):
+        batch = order[start : start + BATCH]
+        ids = answer(model, [questions[i].ids for i in batch], max_new_tokens, tokenizer.eos_id, tokenizer.vocab_size)
+        answers |= {i: tokenizer.decode(written) for i, written in zip(batch, ids, strict=True)}
+    return [answers[i] for i in range(len(questions))]
+
+
+@dataclass
+class FinetuneEvaluation:
+    """Called by the training loop: held-out loss, and accuracy over questions where there are any."""
+
+    model: nn.Module
+    held_out_loss: Callable[[], float] | None
+    tokenizer: Tokenizer
+    questions: Sequence[Question]
+    max_new_tokens: int
+    shown: int = 3
+
+    def __call__(self) -> dict[str, Any]:
+        """`eval_loss`, `accuracy` (a share), `samples` [(prompt, answer and what was expected)]."""
+        found: dict[str, Any] = {}
+        if self.held_out_loss is not None:
+            found["eval_loss"] = self.held_out_loss()
+        if self.questions:
+            answers = ask(self.model, self.tokenizer, self.questions, self.max_new_tokens)
+            right = [
+                final_answer(given) == final_answer(q.answer) for q, given in zip(self.questions, answers, strict=True)
+            ]
+            found["accuracy"] = sum(right) / len(right)
+            found["samples"] = [
+                (q.prompt, f"{given} [expected {final_answer(q.answer)}: {'right' if ok else 'wrong'}]")
+                for q, given, ok in list(zip(self.questions, answers, right, strict=True))[: self.shown]
+            ]
+        return found

@@ -1,0 +1,152 @@
+"""Adapters: those of PEFT, number for number, from the first step to the saved folder; and frozen bases in low bits."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from qtrain.errors import UserError
+from qtrain.models import (
+    Lora,
+    ModelSource,
+    add_lora,
+    as_lora,
+    build_model,
+    export_hf,
+    load_adapter,
+    merge_lora,
+    read_model_source,
+    save_adapter,
+)
+from qtrain.models.peft_format import adapter_tensors
+from qtrain.quant import BASES, base_scheme, quantize_linears
+from tests.system import TINY
+
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model as a Hugging Face folder."""
+    path = tmp_path_factory.mktemp("lora") / "hf"
+    source = ModelSource("tiny", {**TINY, "num_key_value_heads": 1}, "--model")
+    export_hf(build_model(source, seed=1), source, path)
+    return path
+
+
+def batches() -> list[torch.Tensor]:
+    """Two batches in turn, so that there is something to learn."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, 258, (2, 24), generator=generator) for _ in range(2)] * (STEPS // 2)
+
+
+def adapted(folder, lora: Lora, impl: str = "native"):
+    model = build_model(read_model_source(str(folder)), impl=impl, pretrained=True)
+    add_lora(model, lora, seed=3)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("lora", "impl"),
+    [
+        (Lora(r=4, alpha=8), "native"),
+        (Lora(r=3, alpha=6, rslora=True, targets=("k_proj", "up_proj", "down_proj")), "native"),
+        (Lora(r=4, alpha=8, targets=("q_proj", "gate_proj")), "hf"),
+    ],
+)
+def test_twenty_steps_equal_pefts_and_the_saved_adapter_loads_there(folder, tmp_path, lora, impl):
+    peft = pytest.importorskip("peft")
+    own = adapted(folder, lora, impl)
+    save_adapter(own, lora, str(folder), tmp_path / "start")
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "start", is_trainable=True).train()
+    trained = [p for p in own.parameters() if p.requires_grad]
+    their_trained = [p for p in theirs.parameters() if p.requires_grad]
+    assert sum(p.numel() for p in trained) == sum(p.numel() for p in their_trained) > 0
+    own_optimizer, their_optimizer = (torch.optim.AdamW(ps, 1e-2) for ps in (trained, their_trained))
+    losses: list[float] = []
+    for ids in batches():
+        sums = own(ids[:, :-1], ids[:, 1:].contiguous())
+        loss, their_loss = sums.loss / ids[:, 1:].numel(), theirs(input_ids=ids, labels=ids).loss
+        losses.append(loss.item())
+        assert losses[-1] == pytest.approx(their_loss.item(), abs=1e-4)
+        for optimizer, value in ((own_optimizer, loss), (their_optimizer, their_loss)):
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses[-1] < losses[0] - 0.05, "nothing was learned"
+
+    save_adapter(own, lora, str(folder), tmp_path / "end")
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    loaded = peft.PeftModel.from_pretrained(loaded, tmp_path / "end").eval()
+    ids = batches()[0]
+    with torch.no_grad():
+        logits = own.eval()(ids)
+        assert torch.allclose(loaded(input_ids=ids).logits, logits, atol=1e-5)
+        merge_lora(own)
+        assert not adapter_tensors(own) and torch.allclose(own(ids), logits, atol=1e-5)
+        export_hf(own, read_model_source(str(folder)), tmp_path / "hf")
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+        assert torch.allclose(merged(input_ids=ids).logits, logits, atol=1e-5)
+
+
+def test_an_adapter_goes_on_from_its_folder_with_its_own_settings(folder, tmp_path):
+    lora = Lora(r=4, alpha=8, rslora=True, targets=("q_proj", "o_proj"))
+    model = adapted(folder, lora)
+    with torch.no_grad():
+        for tensor in adapter_tensors(model).values():
+            tensor.normal_()
+    save_adapter(model, lora, "x", tmp_path / "adapter")
+    again = as_lora({"adapter": str(tmp_path / "adapter"), "r": 7})
+    assert again == dataclasses.replace(lora, targets=("o_proj", "q_proj"), adapter=again.adapter)
+    other = adapted(folder, again)
+    load_adapter(other, again.adapter)
+    ids = batches()[0]
+    assert torch.equal(other(ids), model(ids))
+    wider = build_model(ModelSource("wider", {**TINY, "hidden_size": 64}, "--model"))
+    add_lora(wider, again, seed=0)
+    with pytest.raises(UserError, match=r"is an adapter of another model: .* has the shape"):
+        load_adapter(wider, again.adapter)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_frozen_base_in_low_bits_keeps_its_codes_and_trains_adapters(folder, base):
+    """Its products are those of its dequantized weights, up to the rounding of activations; merging keeps the sum."""
+    plain = build_model(read_model_source(str(folder)), pretrained=True)
+    model = build_model(read_model_source(str(folder)), pretrained=True)
+    quantized = quantize_linears(model, base_scheme(base, "bf16"), seed=0, head=model.lm_head)
+    add_lora(model, Lora(r=4), seed=0)
+    ids = batches()[0]
+    before = {name: t.clone() for name, t in model.named_buffers()}
+    error = (model(ids) - plain(ids)).norm() / plain(ids).norm()
+    assert 0 < error < {"nf4": 0.25, "int8": 0.05, "fp8": 0.1}[base]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, 1e-2)
+    quantized.watch(optimizer)
+    found = []
+    for _ in range(8):
+        quantized.assert_fresh()
+        loss = model(ids[:, :-1], ids[:, 1:].contiguous()).loss / ids[:, 1:].numel()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        quantized.refresh()
+        found.append(loss.item())
+    assert found[-1] < found[0] - 0.1
+    assert all(torch.equal(t, before[name]) for name, t in model.named_buffers())
+    with torch.no_grad():
+        logits = model.eval()(ids)
+        merge_lora(model)
+        error = (model(ids) - logits).norm() / logits.norm()
+    assert error < {"nf4": 1e-5, "int8": 0.05, "fp8": 0.1}[base]
+
+
+def test_scale_and_targets(folder):
+    assert Lora(r=16, alpha=8).scale == 0.5 and Lora(r=16, alpha=8, rslora=True).scale == 8 / math.sqrt(16)
+    model = adapted(folder, Lora(r=2, targets=("v_proj",)))
+    names = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert names == [f"layers.{i}.attn.qkv.{k}.0" for i in range(2) for k in ("lora_a", "lora_b")]
+    with pytest.raises(UserError, match=r"--lora\.targets: unknown projection 'q_prj'.* Did you mean 'q_proj'"):
+        adapted(folder, Lora(targets=("q_prj",)))
