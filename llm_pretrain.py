@@ -11,10 +11,19 @@ from qtrain.config import parse, run_script
 from qtrain.data import Loader, StreamContext, dataset_tokenizer, eval_batches, open_stream
 from qtrain.errors import UserError
 from qtrain.hardware import describe_hardware
-from qtrain.models import apply_activation_checkpointing, build_model, compile_layers, export_hf, read_model_source
+from qtrain.models import (
+    apply_activation_checkpointing,
+    build_model,
+    compile_layers,
+    empty_model,
+    export_hf,
+    read_model_source,
+)
 from qtrain.optim import OPTIMIZERS, make_schedule, parameter_groups
 from qtrain.quant import SCHEMES, describe_choices, quantize_linears
+from qtrain.train.choice import settle_scheme
 from qtrain.train.evaluation import LanguageEvaluation
+from qtrain.train.graphs import StepGraphs
 from qtrain.train.hellaswag import load_questions
 from qtrain.train.language import language_forward
 from qtrain.train.listing import listing
@@ -25,6 +34,7 @@ from qtrain.train.run import Run, find_run_folder
 from qtrain.train.settings import CountOrNever, LanguageSettings, batch_geometry, choose_device, choose_dtype
 from qtrain.train.state import TrainState
 from qtrain.train.status import FILE_ONLY, setup_log
+from qtrain.train.step import judged_weights
 from qtrain.train.tensors import seed_rng
 from qtrain.train.trackers import check_trackers
 
@@ -96,6 +106,16 @@ def main(argv: list[str]) -> None:
     if settings.hellaswag:
         flag = "--hellaswag_file" if settings.hellaswag_file else "--hellaswag"
         questions = load_questions(settings.hellaswag_file or "hub", settings.hellaswag_limit or None, flag)
+    settings, scheme, choice = settle_scheme(
+        settings,
+        scheme,
+        lambda: empty_model(source, settings.model_impl),
+        tokens=geometry.micro_batch_size * settings.seq_len,
+        geometry=geometry,
+        dtype=dtype,
+        device=device,
+        resumed_from=folder.resumed_from,
+    )
     plan = make_plan(
         settings,
         model_config,
@@ -106,7 +126,7 @@ def main(argv: list[str]) -> None:
         dtype,
         data=(str(settings.train_ds), *([str(settings.eval_ds)] if settings.eval_ds else [])),
     )
-    planned = "\n".join(plan.lines())
+    planned = "\n".join([*plan.lines(), *choice])
     print(planned, flush=True)
     if settings.dry_run:
         return
@@ -126,7 +146,12 @@ def main(argv: list[str]) -> None:
 
         # ---- quantize ------------------------------------------------------------------------------------------------
         quantized = quantize_linears(
-            model, scheme, seed=settings.seed, head=model.lm_head, quantize_head=settings.quantize_lm_head
+            model,
+            scheme,
+            seed=settings.seed,
+            head=model.lm_head,
+            quantize_head=settings.quantize_lm_head,
+            min_size=settings.quantize_min_size,
         )
         swapped = "\n".join(["linears", *describe_choices(quantized.choices)])
         print(swapped, flush=True)
@@ -135,7 +160,9 @@ def main(argv: list[str]) -> None:
             compile_layers(model)
 
         # ---- optimizer -----------------------------------------------------------------------------------------------
-        optimizer = optimizer_spec.build(parameter_groups(model, settings.weight_decay), settings.lr)
+        optimizer = optimizer_spec.build(
+            parameter_groups(model, settings.weight_decay), settings.lr, seed=settings.seed
+        )
         quantized.watch(optimizer)
         run = Run(settings, SCRIPT, folder, device, model, quantized, optimizer, TrainState())
         run.restore()
@@ -168,7 +195,9 @@ def main(argv: list[str]) -> None:
         log = setup_log(folder.path)
         log.info("%s\n%s", planned, swapped, extra=FILE_ONLY)
         log.info("run folder  %s", folder.path)
-        finished = Training(run, plan, schedule, forward, loader, evaluation).fit()
+        recordable = settings.compile and settings.cuda_graphs and device.type == "cuda" and not settings.doc_mask
+        graphs = StepGraphs(model, forward, quantized) if recordable and settings.model_impl == "native" else None
+        finished = Training(run, plan, schedule, forward, loader, evaluation, graphs).fit()
 
     # ---- export ------------------------------------------------------------------------------------------------------
     report = write_report(folder.path)
@@ -176,9 +205,11 @@ def main(argv: list[str]) -> None:
     if settings.keep_ckpts:
         log.info("checkpoint  %s", run.checkpoints.latest())
     if finished and settings.export:
-        export_hf(model, source, folder.path / "hf", tokenizer)
+        with judged_weights(optimizer, quantized):
+            export_hf(model, source, folder.path / "hf", tokenizer)
         log.info("exported    %s (AutoModelForCausalLM.from_pretrained loads it)", folder.path / "hf")
-        log.info("try next    python llm_pretrain.py --config %s/config.json --quantize bf16", folder.path)
+        plainly = "--quantize bf16 --quantize_kwargs {}" if settings.quantize_kwargs else "--quantize bf16"
+        log.info("try next    python llm_pretrain.py --config %s/config.json %s", folder.path, plainly)
 
 
 if __name__ == "__main__":

@@ -96,13 +96,13 @@ def only_run(runs: Path, script: str = "llm_pretrain") -> Path:
 
 def last_step(runs: Path) -> int:
     """The last step that the one run in `runs` has logged; 0 before it has."""
-    records = [r for run in runs.glob("llm_pretrain/*") for r in read_metrics(run / "metrics.jsonl")]
+    records = [r for run in runs.glob("*/*") for r in read_metrics(run / "metrics.jsonl")]
     return max((r["step"] for r in records if "loss" in r), default=0)
 
 
 def losses(run: Path) -> list[tuple]:
-    """(step, loss, gradient norm, rate, tokens, data position, evaluation loss) of the log, which time cannot touch."""
-    keys = ("step", "loss", "grad_norm", "lr", "tokens", "data", "eval_loss")
+    """Of the log what time cannot touch: step, loss, gradient norm, rate, tokens, data position, evaluation."""
+    keys = ("step", "loss", "grad_norm", "lr", "tokens", "images", "data", "eval_loss", "top1")
     return [tuple(place(r.get(k)) for k in keys) for r in read_metrics(run / "metrics.jsonl")]
 
 
@@ -132,14 +132,14 @@ def contents(checkpoint: Path) -> dict[str, torch.Tensor]:
 SERVER = """
 import contextlib, json, os, sys, time
 import torch
-import llm_pretrain, tokenize_data
+import llm_finetune, llm_pretrain, timm_finetune, tokenize_data
 from qtrain import hardware
 from qtrain.config import run_script
 from qtrain.train.loop import Training
 
 torch.set_num_threads(1)
 hardware._measured_peaks = lambda device: {"fp32": 0.1, "bf16": 0.1, "int8": 0.1}  # half a second in every process
-MAINS = {"llm_pretrain": llm_pretrain.main, "tokenize_data": tokenize_data.main}
+MAINS = {m.__name__: m.main for m in (llm_finetune, llm_pretrain, timm_finetune, tokenize_data)}
 
 
 def child(job):
@@ -214,14 +214,14 @@ class Process:
 
 
 class Server:
-    """Starts scripts in processes of their own, in a folder. The calls do not wait."""
+    """Starts scripts in processes of their own, in a folder. The calls do not wait. preload: what they all import."""
 
-    def __init__(self, folder: Path, **environment: str):
+    def __init__(self, folder: Path, preload: str = "", **environment: str):
         self._folder, self._jobs = folder, 0
         self.running: set[int] = set()
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", SERVER],
+            [sys.executable, "-c", f"{preload}\n{SERVER}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -257,8 +257,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, **environment: str) -> Iterator[Server]:
-    server = Server(folder, **environment)
+def serving(folder: Path, preload: str = "", **environment: str) -> Iterator[Server]:
+    server = Server(folder, preload, **environment)
     try:
         yield server
     finally:

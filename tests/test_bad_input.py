@@ -127,7 +127,11 @@ MODELS = [
 
 DATA = [
     wrong("--train_ds: no training data is given", '"type":"token"', train_ds=None),
-    wrong("--train_ds: the key 'type' is missing", "hf_text, mix, text, token", train_ds={"dataset_dir": "tokens"}),
+    wrong(
+        "--train_ds: the key 'type' is missing",
+        "chat, hf_text, instruct, mix, text, token",
+        train_ds={"dataset_dir": "tokens"},
+    ),
     wrong("--train_ds: unknown dataset type 'tokens'", "Did you mean 'token'?", train_ds={**TOKENS, "type": "tokens"}),
     wrong("--train_ds (token): unknown key 'dir'", "dataset_dir", train_ds={**TOKENS, "dir": "tokens"}),
     wrong("--train_ds (token): the key 'dataset_dir' is missing", train_ds={"type": "token"}),
@@ -211,7 +215,73 @@ CHOICES = [
     wrong(
         "--quantize (int8).output: 'fp8' is not allowed", "'int8'", quantize="int8", quantize_kwargs={"output": "fp8"}
     ),
+    wrong(
+        "--quantize (int8_blockwise).block: '64x64' is not allowed",
+        "'32x32', '128x128', '1x128'",
+        quantize="int8_blockwise",
+        quantize_kwargs={"block": "64x64"},
+    ),
+    wrong(
+        "--quantize_kwargs.history: 32 is not allowed with dynamic scaling",
+        '"scaling" to "delayed"',
+        quantize="fp8_tensorwise",
+        quantize_kwargs={"history": 32},
+    ),
+    wrong(
+        "--quantize_kwargs.scaling: 'delayed' is not allowed with rowwise scales",
+        '"granularity" to "tensorwise"',
+        quantize="int8",
+        quantize_kwargs={"scaling": "delayed"},
+    ),
+    wrong(
+        "--quantize (fp8_tensorwise).history: 0 is out of range",
+        "from 1 to 1024",
+        quantize="fp8_tensorwise",
+        quantize_kwargs={"scaling": "delayed", "history": 0},
+    ),
+    wrong(
+        "--quantize_kwargs.grad_format: 'e5m2' is not allowed",
+        "leave it out",
+        quantize="fp8_rowwise",
+        quantize_kwargs={"grad_format": "e5m2", "grad_input": "bf16", "grad_weight": "bf16"},
+    ),
+    wrong(
+        "--quantize_kwargs.stochastic_rounding: 'grad_weight' is not allowed",
+        "runs in bf16",
+        quantize="switchback",
+        quantize_kwargs={"stochastic_rounding": ["grad_weight"]},
+    ),
+    wrong(
+        "--quantize (int8).stochastic_rounding: ['dx'] is not allowed",
+        "'output', 'grad_input', 'grad_weight'",
+        quantize="int8",
+        quantize_kwargs={"stochastic_rounding": ["dx"]},
+    ),
+    wrong("--quantize: unknown scheme 'fp8'", "Did you mean", quantize="fp8"),
     wrong("--quantize (bf16): unknown key 'output'", quantize_kwargs={"output": "bf16"}),
+    wrong("--quantize_min_size: -1 is out of range", "at least 0", quantize_min_size=-1),
+    wrong(
+        "--quantize (int8_weight).activations: 'fp8' is not allowed",
+        "'none', 'int8', 'int8_sr'",
+        quantize="int8_weight",
+        quantize_kwargs={"activations": "fp8"},
+    ),
+    wrong("stochastic_rounding", '"backward":"int8"', quantize="bitnet", quantize_kwargs={"stochastic_rounding": True}),
+    wrong(
+        "--quantize (auto).candidates: 'int8' is not allowed", quantize="auto", quantize_kwargs={"candidates": "int8"}
+    ),
+    wrong(
+        "--quantize_kwargs.candidates: unknown scheme 'int9'",
+        "Did you mean 'int8'?",
+        quantize="auto",
+        quantize_kwargs={"candidates": ["bf16", "int9"]},
+    ),
+    wrong(
+        "--quantize_kwargs.candidates: 'int8_weight' cannot be chosen by speed",
+        quantize="auto",
+        quantize_kwargs={"candidates": ["int8_weight"]},
+    ),
+    wrong("--quantize_kwargs.candidates: the list is empty", quantize="auto", quantize_kwargs={"candidates": []}),
     wrong("--optim: unknown optimizer 'adam'", "Did you mean 'adamw'?", optim="adam"),
     wrong("--optim (adamw).betas: [0.9] is not allowed", "a list", optim_kwargs={"betas": [0.9]}),
     wrong("--optim (adamw).betas", "out of range", "0.999999", optim_kwargs={"betas": [1, 1]}),

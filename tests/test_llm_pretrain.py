@@ -9,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import llm_finetune
 import llm_pretrain
+import timm_finetune
 import tokenize_data
 from qtrain.config import parse
 from qtrain.data import DATASETS, TOKENIZERS
@@ -21,8 +23,18 @@ from qtrain.train.metrics import read_metrics
 from tests.data.corpora import write_jsonl
 from tests.system import ROOT, call, flags, losses, only_run, serving, tree, write_model
 
-SETTINGS = {"llm_pretrain": llm_pretrain.PretrainSettings, "tokenize_data": tokenize_data.TokenizeSettings}
-MAINS = {"llm_pretrain": llm_pretrain.main, "tokenize_data": tokenize_data.main}
+SETTINGS = {
+    "llm_pretrain": llm_pretrain.PretrainSettings,
+    "llm_finetune": llm_finetune.FinetuneSettings,
+    "timm_finetune": timm_finetune.VisionSettings,
+    "tokenize_data": tokenize_data.TokenizeSettings,
+}
+MAINS = {
+    "llm_pretrain": llm_pretrain.main,
+    "llm_finetune": llm_finetune.main,
+    "timm_finetune": timm_finetune.main,
+    "tokenize_data": tokenize_data.main,
+}
 
 
 @pytest.fixture
@@ -54,6 +66,29 @@ COMMANDS = [  # the design's, as they stand, and others that need the hub; what 
         "llm_pretrain",
         ["--train_ds", '{"type":"token","dataset_dir":"tinystories_train"}', "--seed", "2024"],
         "'tinystories_train' does not exist. Token shards are made by tokenize_data.py",
+    ),
+    (
+        "llm_finetune",
+        [
+            "--model",
+            "HuggingFaceTB/SmolLM-1.7B",
+            "--freeze_embedding_layer",
+            "--batch_size",
+            "4",
+            "--n_steps",
+            "100_000",
+            "--ckpt_interval",
+            "10_000",
+            "--seed",
+            "2024",
+            "--compile",
+        ],
+        "--model: config.json of 'HuggingFaceTB/SmolLM-1.7B'",
+    ),
+    (
+        "llm_finetune",
+        ["--model", "quickstart", "--no_pretrained", "--train_ds", '{"type":"instruct","tokenizer":"byte"}'],
+        "the dataset 'meta-math/MetaMathQA'",
     ),
     ("tokenize_data", ["--dataset", "tinystories", "--split", "train"], "the dataset 'roneneldan/TinyStories'"),
     ("llm_pretrain", ["--train_ds", HUB_TEXT.replace("TOKENIZER", "byte")], "the dataset 'allenai/c4'"),
@@ -182,7 +217,8 @@ def test_the_run_folder_holds_what_the_design_says(here):
 
 
 def test_the_command_tried_next_works_as_printed(here):
-    first = call(llm_pretrain.main, tiny(quantize="int8", export=True))
+    options = {"stochastic_rounding": True}
+    first = call(llm_pretrain.main, tiny(quantize="int8", quantize_kwargs=options, export=True))
     (line,) = [line for line in first.out.splitlines() if line.startswith("try next")]
     words = line.split("llm_pretrain.py ")[1].split()
     assert call(llm_pretrain.main, words).code == 0

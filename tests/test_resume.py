@@ -55,6 +55,11 @@ CASES = {
     "hf_text of json": {"train_ds": HF_JSON, **INT8},
     "hf_text of parquet": {"train_ds": HF_PARQUET, **INT8, "doc_mask": True},
     "mix, rounded stochastically": {"train_ds": MIX, **ROUNDED},
+    "weights stored in INT8": {
+        "train_ds": TOKEN,
+        "quantize": "int8_weight",
+        "quantize_kwargs": {"activations": "int8_sr"},
+    },
 }
 
 

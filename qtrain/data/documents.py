@@ -182,12 +182,12 @@ class DocumentOrder:
         self._epoch = epoch
 
 
-def missing_column(flag: str, where: str, column: str, columns: list[str]) -> UserError:
+def missing_column(
+    flag: str, where: str, column: str, columns: list[str], fix: str = "Set text_column to one."
+) -> UserError:
     close = nearest(column, columns)
     hint = f" Did you mean {close!r}?" if close else ""
-    return UserError(
-        f"{flag}: {where} has no column {column!r}.{hint} Its columns: {', '.join(columns)}. Set text_column to one."
-    )
+    return UserError(f"{flag}: {where} has no column {column!r}.{hint} Its columns: {', '.join(columns)}. {fix}")
 
 
 def valid_unicode(text: str) -> str:

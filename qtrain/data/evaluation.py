@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import torch
+import numpy as np
 
-from qtrain.data.stream import IGNORED, Batch, StreamContext, open_stream
+from qtrain.data.stream import Batch, StreamContext, open_stream
 from qtrain.errors import UserError
 
 EVALUATION_SEED = 0
@@ -40,9 +40,7 @@ def eval_batches(
             f"{flag}: it holds less than one window of seq_len+1 = {ctx.seq_len + 1} tokens. Give more data or a "
             "smaller --seq_len."
         )
-    windows = Batch.of(samples)
-    filling = -len(samples) % ctx.world
-    inputs = torch.cat([windows.input_ids, windows.input_ids[:1].expand(filling, -1)])[ctx.rank :: ctx.world]
-    labels = torch.cat([windows.labels, torch.full((filling, ctx.seq_len), IGNORED)])[ctx.rank :: ctx.world]
-    pairs = zip(inputs.split(micro_batch_size), labels.split(micro_batch_size), strict=True)
-    return EvalWindows([Batch(i.contiguous(), t.contiguous()) for i, t in pairs], len(samples))
+    filling = dataclasses.replace(samples[0], trained=np.zeros(len(samples[0].tokens) - 1, dtype=bool))
+    own = (samples + [filling] * (-len(samples) % ctx.world))[ctx.rank :: ctx.world]
+    starts = range(0, len(own), micro_batch_size)
+    return EvalWindows([Batch.of(own[start : start + micro_batch_size]) for start in starts], len(samples))

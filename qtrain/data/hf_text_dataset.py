@@ -34,7 +34,7 @@ class HfTextDataset(Dataset):
 
     def open(self, ctx: StreamContext, flag: str) -> Stream:
         tokenizer = run_tokenizer(self.tokenizer, ctx, flag)
-        source = RowSource(self.dataset, self.subset, self.split, self.text_column, self.data_files)
+        source = RowSource(self.dataset, self.subset, self.split, (self.text_column,), self.data_files)
         reader = RowReader(source, ctx.seed, ctx.shuffle, ctx.rank, ctx.world, flag)
         return HfTextStream(reader, self.shuffle_buffer, ctx, tokenizer, flag)
 

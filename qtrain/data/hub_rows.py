@@ -31,16 +31,19 @@ FIX = "Check the name, or use local files, which need no network (dataset type t
 @dataclass(frozen=True)
 class RowSource:
     """What to read: a hub id, a local folder, or a file format with `data_files` (paths or globs; a dictionary names
-    splits)."""
+    splits). Of its rows it is `columns`: one of text or, with `records`, all of them, of any type."""
 
     dataset: str
     subset: str | None
     split: str
-    text_column: str
+    columns: tuple[str, ...]
     data_files: str | list[str] | dict[str, Any] | None
+    records: bool = False
+    fix: str = FIX
+    """What helps where the hub does not."""
 
     def open(self, flag: str) -> "datasets.IterableDataset":
-        """The streaming dataset; files, split and text column are checked. Raises UserError naming `flag`."""
+        """The streaming dataset; files, split and columns are checked. Raises UserError naming `flag`."""
         import datasets
 
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its complaints become one UserError
@@ -54,11 +57,13 @@ class RowSource:
             first = next(iter(rows), None)
         if first is None:
             raise UserError(f"{flag}: the dataset {self.dataset!r} has no rows in the split {self.split!r}.")
-        if self.text_column not in first:
-            raise missing_column(flag, f"the dataset {self.dataset!r}", self.text_column, list(first))
-        if not isinstance(first[self.text_column], str | None):
-            raise UserError(f"{flag}: the column {self.text_column!r} of {self.dataset!r} is not text.")
-        return rows.select_columns([self.text_column])
+        for column in self.columns:
+            if column not in first:
+                fix = "Name one of these in the template." if self.records else "Set text_column to one."
+                raise missing_column(flag, f"the dataset {self.dataset!r}", column, list(first), fix)
+            if not self.records and not isinstance(first[column], str | None):
+                raise UserError(f"{flag}: the column {column!r} of {self.dataset!r} is not text.")
+        return rows.select_columns(list(self.columns))
 
     def n_rows(self, flag: str) -> int | None:
         """Rows of the split, if the dataset says."""
@@ -71,9 +76,10 @@ class RowSource:
     @contextlib.contextmanager
     def reading(self, flag: str) -> Iterator[None]:
         """Wrap any reading of this source: the hub's failures and the library's own become one UserError."""
-        what = f"the dataset {self.dataset!r}"
+        file = self.records and isinstance(self.data_files, str)
+        what = f"the dataset {self.data_files if file else self.dataset!r}"
         local = self._is_local() and not any("://" in file for file in self._files())
-        with contextlib.nullcontext() if local else reaching_hub(flag, what, FIX):
+        with contextlib.nullcontext() if local else reaching_hub(flag, what, self.fix):
             try:
                 yield
             except StopIteration:  # the library's, from a file without rows
@@ -107,8 +113,8 @@ class RowSource:
 
 
 class RowReader:
-    """Texts of one rank's rows, epoch after epoch. A cursor is {epoch, shard, row, state}: shards finished in this
-    epoch, rows read of the next one, and the library's own state there (None at its start)."""
+    """Texts (or records) of one rank's rows, epoch after epoch. A cursor is {epoch, shard, row, state}: shards finished
+    in this epoch, rows read of the next one, and the library's own state there (None at its start)."""
 
     def __init__(self, source: RowSource, seed: int, shuffle: bool, rank: int, world: int, flag: str):
         self._source, self._flag = source, flag
@@ -139,9 +145,9 @@ class RowReader:
             self._shard.load_state_dict(self._cursor["state"])
         self._rows = iter(self._shard)
 
-    def read(self, cursor: Mapping[str, Any], count: int) -> tuple[list[str], dict[str, Any]]:
-        """Up to `count` texts from `cursor` on and the cursor after them. Fewer than `count` only at an epoch's end,
-        where the cursor is the start of the next epoch."""
+    def read(self, cursor: Mapping[str, Any], count: int) -> tuple[list[Any], dict[str, Any]]:
+        """Up to `count` texts or records from `cursor` on and the cursor after them. Fewer than `count` only at an
+        epoch's end, where the cursor is the start of the next epoch."""
         with self._source.reading(self._flag):
             if cursor != self._cursor:
                 self._open(cursor)
@@ -150,7 +156,7 @@ class RowReader:
                 row = next(self._rows, None)
                 if row is not None:
                     if self._by_shard or at["row"] % self._world == self._rank:
-                        texts.append(self._text(row))
+                        texts.append(dict(row) if self._source.records else self._text(row))
                     at["row"] += 1
                 elif at["shard"] + 1 < len(self._order):
                     at |= {"shard": at["shard"] + 1, "row": 0, "state": None}
@@ -162,9 +168,10 @@ class RowReader:
         return texts, dict(at)
 
     def _text(self, row: Mapping[str, Any]) -> str:
-        text = row[self._source.text_column]
+        (column,) = self._source.columns
+        text = row[column]
         if not isinstance(text, str | None):
-            raise UserError(f"{self._flag}: the column {self._source.text_column!r} holds {text!r}, which is no text.")
+            raise UserError(f"{self._flag}: the column {column!r} holds {text!r}, which is no text.")
         return valid_unicode(text or "")
 
 

@@ -14,7 +14,6 @@ import os
 import queue
 import signal
 import threading
-import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -33,8 +32,8 @@ Opener = Callable[[], Stream]
 class Loader:
     """Iterates (Batch, position); ends only when the stream does.
 
-    `position`: continue there. `wait_s` adds up the seconds that the caller waited for data; set it to 0 at will.
-    A UserError of the producer is raised here, once. Call `close` (or use `with`) to stop the producer."""
+    `position`: continue there. A UserError of the producer is raised here, once. Call `close` (or use `with`) to stop
+    the producer."""
 
     def __init__(
         self,
@@ -48,7 +47,6 @@ class Loader:
         prefetch: int = 8,
         pin_memory: bool | None = None,
     ):
-        self.wait_s = 0.0
         self._pin = torch.cuda.is_available() if pin_memory is None else pin_memory
         # Opened here as well as in a producer process: what is wrong with the dataset is said before anything starts.
         stream = open_stream(spec, ctx, flag)
@@ -56,7 +54,7 @@ class Loader:
             stream.seek(position)
         start = stream.position()
         if num_workers == 0:
-            self._producer: _Thread | _Process = _Thread(batches(stream, micro_batch_size), prefetch)
+            self._producer: AheadThread | _Process = AheadThread(batches(stream, micro_batch_size), prefetch)
         else:
             opener = functools.partial(open_stream, spec, ctx, flag)
             self._producer = _Process(opener, start, micro_batch_size, num_workers, prefetch)
@@ -66,11 +64,7 @@ class Loader:
         return self
 
     def __next__(self) -> Item:
-        started = time.perf_counter()
-        try:
-            batch, position = self._producer.get()
-        finally:
-            self.wait_s += time.perf_counter() - started
+        batch, position = self._producer.get()
         return (batch.pin_memory() if self._pin else batch), position
 
     def close(self) -> None:
@@ -95,7 +89,7 @@ def batches(stream: Stream, micro_batch_size: int) -> Iterator[Item]:
         yield Batch.of(samples), stream.position()
 
 
-class _Thread:
+class AheadThread:
     """Runs an iterator ahead in a daemon thread; what it raises is raised by `get`, once."""
 
     def __init__(self, items: Iterator[Item], prefetch: int):
@@ -151,7 +145,7 @@ class _Process:
         self._process = context.Process(target=_produce, args=work, name="data", daemon=True)
         self._process.start()
         sender.close()  # now only the process holds it: when the process dies, receiving ends
-        self._received = _Thread(_receive(receiver), prefetch=2)
+        self._received = AheadThread(_receive(receiver), prefetch=2)
 
     def get(self) -> Item:
         return self._received.get()
@@ -177,8 +171,8 @@ def _receive(receiver: Connection) -> Iterator[Item]:
             return
         if isinstance(item, BaseException):
             raise item
-        input_ids, labels, position = item
-        yield Batch(torch.from_numpy(input_ids), torch.from_numpy(labels)), position
+        *arrays, position = item
+        yield Batch(*(None if a is None else torch.from_numpy(a) for a in arrays)), position
 
 
 def _produce(
@@ -195,11 +189,12 @@ def _produce(
     try:
         stream = opener()
         stream.seek(position)
-        ahead = _Thread(batches(stream, micro_batch_size), prefetch)
+        ahead = AheadThread(batches(stream, micro_batch_size), prefetch)
         with contextlib.suppress(StopIteration):
             while True:
                 batch, after = ahead.get()
-                sender.send((batch.input_ids.numpy(), batch.labels.numpy(), after))
+                tensors = (batch.input_ids, batch.labels, batch.doc_ids)
+                sender.send((*(None if t is None else t.numpy() for t in tensors), after))
         sender.send(None)
     except BrokenPipeError:
         pass  # the receiver is gone, and its process perhaps with it

@@ -6,9 +6,9 @@ epoch ends.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -23,33 +23,92 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Sample:
-    """`tokens` int64 [S+1]; `trained` bool [S] or None for all: whether the label of position i, token i+1, counts."""
+    """`tokens` int64 [S+1]; `trained` bool [S] or None for all: whether the label of position i, token i+1, counts.
+
+    `doc_ids` int64 [S]: the document that the token of a position belongs to, where samples know it."""
 
     tokens: np.ndarray
     trained: np.ndarray | None = None
+    doc_ids: np.ndarray | None = None
+
+
+class TensorBatch:
+    """A micro-batch: a frozen dataclass whose fields are tensors, or None."""
+
+    @property
+    def size(self) -> int:
+        """What a run counts: all tokens, trained on or not, or images."""
+        raise NotImplementedError
+
+    @property
+    def n_trained(self) -> int:
+        """How many of them the loss is summed over."""
+        raise NotImplementedError
+
+    @property
+    def recordable(self) -> bool:
+        """Whether a step over it may be recorded as a CUDA graph."""
+        return True
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that there are, in the order of the fields."""
+        return tuple(t for f in fields(self) if (t := getattr(self, f.name)) is not None)
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """A batch of `change` of every tensor."""
+        values = (getattr(self, f.name) for f in fields(self))
+        return type(self)(*(None if t is None else change(t) for t in values))
+
+    def pin_memory(self) -> Self:
+        return self.each(lambda t: t.pin_memory())
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        return self.each(lambda t: t.to(device, non_blocking=non_blocking))
 
 
 @dataclass(frozen=True)
-class Batch:
-    """`input_ids` int64 [B, S]; `labels` int64 [B, S], already shifted: label i is token i+1, or -100 (IGNORED)."""
+class Batch(TensorBatch):
+    """`input_ids` int64 [B, S]; `labels` int64 [B, S], already shifted: label i is token i+1, or -100 (IGNORED).
+
+    `doc_ids` int64 [B, S], where samples know them: attention stays within equal ids, positions restart at each."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
+    doc_ids: torch.Tensor | None = None
 
     @staticmethod
     def of(samples: list[Sample]) -> "Batch":
-        tokens = torch.from_numpy(np.stack([s.tokens for s in samples]).astype(np.int64, copy=False))
+        """Rows of `samples`; shorter ones are padded at their end, with tokens whose labels do not count."""
+        length = max(len(s.tokens) for s in samples)
+        tokens = torch.from_numpy(np.stack([_padded(s.tokens, length) for s in samples]).astype(np.int64, copy=False))
         labels = tokens[:, 1:].clone()
         for row, sample in zip(labels, samples, strict=True):
+            row[len(sample.tokens) - 1 :] = IGNORED
             if sample.trained is not None:
-                row[torch.from_numpy(~sample.trained)] = IGNORED
-        return Batch(tokens[:, :-1].contiguous(), labels)
+                row[: len(sample.trained)][torch.from_numpy(~sample.trained)] = IGNORED
+        doc_ids = None
+        if any(s.doc_ids is not None for s in samples):
+            of_each = [np.zeros(len(s.tokens) - 1, np.int64) if s.doc_ids is None else s.doc_ids for s in samples]
+            doc_ids = torch.from_numpy(np.stack([_padded(ids, length - 1) for ids in of_each]))
+        return Batch(tokens[:, :-1].contiguous(), labels, doc_ids)
 
-    def pin_memory(self) -> "Batch":
-        return Batch(self.input_ids.pin_memory(), self.labels.pin_memory())
+    @property
+    def size(self) -> int:
+        return self.input_ids.numel()
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
-        return Batch(*(t.to(device, non_blocking=non_blocking) for t in (self.input_ids, self.labels)))
+    @property
+    def n_trained(self) -> int:
+        return int((self.labels >= 0).sum())
+
+    @property
+    def recordable(self) -> bool:
+        """The mask that is made of documents is no part of a recording."""
+        return self.doc_ids is None
+
+
+def _padded(values: np.ndarray, length: int) -> np.ndarray:
+    """`values` with its last one repeated up to `length`."""
+    return values if len(values) == length else np.pad(values, (0, length - len(values)), mode="edge")
 
 
 @dataclass(frozen=True)
@@ -57,7 +116,10 @@ class StreamContext:
     """What a stream needs to know of the run. `epochs` None goes round for ever; otherwise the stream ends after it.
 
     `rank` of `world`: every rank reads its own share. `tokenizer` is the run's, if known: a dataset made with another
-    one is refused. `vocab_size` is the model's: ids beyond it are refused."""
+    one is refused. `vocab_size` is the model's: ids beyond it are refused.
+
+    Of examples with a beginning and an end (instructions, chats): `seq_len_multiple` 0 packs several into a sample; N
+    makes each a sample of its own, padded to a multiple of N tokens, `micro_batch_size` of like length in a row."""
 
     seq_len: int
     seed: int = 0
@@ -67,6 +129,8 @@ class StreamContext:
     tokenizer: Tokenizer | None = None
     epochs: int | None = None
     vocab_size: int | None = None
+    seq_len_multiple: int = 0
+    micro_batch_size: int = 1
 
 
 class Stream(ABC):

@@ -54,6 +54,8 @@ class Tokenizer(ABC):
     vocab_size: int
     bos_id: int | None
     eos_id: int | None
+    chat_template: str | None = None
+    """How it writes a conversation as text: Jinja, as transformers reads it."""
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -129,6 +131,8 @@ class FastTokenizer(Tokenizer):
         self._backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
         self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.bos_id, self.eos_id = self._special_id("bos_token"), self._special_id("eos_token")
+        in_config = config.get("chat_template")
+        self.chat_template = chat_template or (in_config if isinstance(in_config, str) else None)
 
     def _special_id(self, key: str) -> int | None:
         token = self._config.get(key)

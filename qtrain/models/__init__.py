@@ -1,27 +1,61 @@
 """Models: the native decoder, Hugging Face load and export, the cost of a shape."""
 
-from qtrain.models.build import MODEL_IMPLS, build_model
+from qtrain.models.build import MODEL_IMPLS, build_model, empty_model
 from qtrain.models.config import ModelConfig
+from qtrain.models.decode import answer
 from qtrain.models.decoder import Decoder
 from qtrain.models.execution import RECOMPUTE_MODES, apply_activation_checkpointing, compile_layers
 from qtrain.models.generate import generate
 from qtrain.models.hf import export_hf
+from qtrain.models.lora import Lora, add_lora, merge_lora
 from qtrain.models.loss import LossSums, linear_cross_entropy
+from qtrain.models.peft_format import as_lora, load_adapter, save_adapter
 from qtrain.models.source import ModelSource, list_models, read_model_source
+from qtrain.models.vision import (
+    build_vision_model,
+    check_vision_model,
+    compile_vision,
+    empty_vision_model,
+    export_timm,
+    image_config,
+    output_head,
+    recompute_blocks,
+    repeated_blocks,
+)
+from qtrain.models.vision_cost import VisionCost, vision_cost
 
 __all__ = [
     "MODEL_IMPLS",
     "RECOMPUTE_MODES",
     "Decoder",
+    "Lora",
     "LossSums",
     "ModelConfig",
     "ModelSource",
+    "VisionCost",
+    "add_lora",
+    "answer",
     "apply_activation_checkpointing",
+    "as_lora",
     "build_model",
+    "build_vision_model",
+    "check_vision_model",
     "compile_layers",
+    "compile_vision",
+    "empty_model",
+    "empty_vision_model",
     "export_hf",
+    "export_timm",
     "generate",
+    "image_config",
     "linear_cross_entropy",
     "list_models",
+    "load_adapter",
+    "merge_lora",
+    "output_head",
     "read_model_source",
+    "recompute_blocks",
+    "repeated_blocks",
+    "save_adapter",
+    "vision_cost",
 ]

@@ -6,6 +6,7 @@ forward and shared by all layers, which skips blocks that hold nothing.
 """
 
 import functools
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +70,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
+class KVCache(Protocol):
+    """What attention asks of a cache."""
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
 class Attention(nn.Module):
     """[B, S, C] -> [B, S, C]. `qkv` holds the rows of q, then k, then v."""
 
@@ -76,10 +83,13 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.split_sizes = [config.q_size, config.kv_size, config.kv_size]
+        self.fused_rows = {"qkv": self.split_sizes}  # read by optimizers that work on whole matrices
         self.qkv = nn.Linear(config.hidden_size, config.qkv_size, bias=config.qkv_bias)
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
+        self.sub_norm = nn.RMSNorm(config.q_size, eps=config.rms_norm_eps) if config.sub_norm else None
         self.o_proj = nn.Linear(config.q_size, config.hidden_size, bias=config.o_bias)
+        self.cache: KVCache | None = None  # set while answers are generated (`decode.py`)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
         heads = [part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x).split(self.split_sizes, dim=-1)]
@@ -89,5 +99,9 @@ class Attention(nn.Module):
         else:
             v = v.contiguous()  # as a view it would keep all of qkv's output for backward, where v alone is needed
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
-        return self.o_proj(y.transpose(1, 2).flatten(2))
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if self.cache is not None:
+            k, v = self.cache.extend(k, v)
+        y = attend(q, k, v, mask)
+        y = y.transpose(1, 2).flatten(2)
+        return self.o_proj(y if self.sub_norm is None else self.sub_norm(y))

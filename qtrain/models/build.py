@@ -39,16 +39,23 @@ def build_model(
         )
     if impl == "hf":
         return build_hf_model(source, device, dtype, pretrained, seed)
-    config = source.model_config()
-    with torch.device("meta"):
-        model = Decoder(config).to(dtype)
+    model = empty_model(source).to(dtype)
     model.to_empty(device=device)
     model.tie()
     if pretrained:
         load_hf_weights(model, source)
     else:
-        init_weights(model, config.initializer_range, seed)
+        init_weights(model, model.config.initializer_range, seed)
     return model
+
+
+def empty_model(source: ModelSource, impl: str = "native") -> nn.Module:
+    """The model on the meta device: its modules and shapes, no memory."""
+    if impl == "hf":
+        return build_hf_model(source, "meta", torch.float32, pretrained=False, seed=0)
+    config = source.model_config()
+    with torch.device("meta"):
+        return Decoder(config)
 
 
 @torch.no_grad()

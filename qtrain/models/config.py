@@ -1,8 +1,8 @@
 """The architecture of a native decoder, read from and written as a Hugging Face `config.json`.
 
-One frozen dataclass covers Llama 2/3.x, Mistral, SmolLM(2), Qwen2/2.5 and Qwen3: they differ in which projections have
-a bias, in QK-norm, in rotary scaling and in a sliding window. What would change the arithmetic and is not covered here
-is refused by name, never ignored.
+One frozen dataclass covers Llama 2/3.x, Mistral, SmolLM(2), Qwen2/2.5, Qwen3 and BitNet: they differ in which
+projections have a bias, in QK-norm, in norms before the output projections, in rotary scaling and in a sliding window.
+What would change the arithmetic and is not covered here is refused by name, never ignored.
 """
 
 import dataclasses
@@ -80,6 +80,8 @@ class _Family:
     max_positions: int
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     qk_norm: bool = False
+    sub_norm: bool = False
+    silent: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what a missing key means, where unusual
 
 
 _FAMILIES = {
@@ -87,6 +89,12 @@ _FAMILIES = {
     "mistral": _Family("MistralForCausalLM", 131072),
     "qwen2": _Family("Qwen2ForCausalLM", 32768),
     "qwen3": _Family("Qwen3ForCausalLM", 32768, head_dim=128, qk_norm=True),
+    "bitnet": _Family(
+        "BitNetForCausalLM",
+        2048,
+        sub_norm=True,
+        silent={"hidden_act": "relu2", "rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
+    ),
 }
 
 
@@ -111,6 +119,8 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    sub_norm: bool = False
+    """An RMSNorm in front of the attention's output projection and of the MLP's down projection (BitNet)."""
     sliding_window: int | None = None
     """Positions a query sees, itself included; None is all of them."""
     bos_token_id: int | None = None
@@ -150,6 +160,7 @@ class ModelConfig:
         if model_type not in _FAMILIES:
             raise unknown_name(where, "model_type", model_type, _FAMILIES, USE_HF)
         family = _FAMILIES[model_type]
+        values = {**family.silent, **values}
         _refuse_unsupported(values, where)
 
         hidden, heads, layers = (read(k, _Count) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
@@ -167,7 +178,7 @@ class ModelConfig:
         if head_dim % 2:
             raise UserError(f"{where}: head_dim {head_dim} is odd; rotary positions need pairs.")
 
-        attention_bias = model_type in ("llama", "qwen3") and read("attention_bias", bool, False)
+        attention_bias = model_type in ("llama", "qwen3", "bitnet") and read("attention_bias", bool, False)
         max_positions = read("max_position_embeddings", _Count, family.max_positions)
         return cls(
             model_type=model_type,
@@ -187,11 +198,34 @@ class ModelConfig:
             o_bias=attention_bias,
             mlp_bias=model_type == "llama" and read("mlp_bias", bool, False),
             qk_norm=family.qk_norm,
+            sub_norm=family.sub_norm,
             sliding_window=_read_window(values, model_type, layers, where),
             bos_token_id=read("bos_token_id", int, None),
             eos_token_id=read("eos_token_id", int | list[int], None),
             pad_token_id=read("pad_token_id", int, None),
         )
+
+    def with_sub_norms(self, flag: str) -> "ModelConfig":
+        """This architecture as BitNet has it: with a norm before each output projection.
+
+        UserError naming `flag` where it has what transformers' BitNet has no place for: it could not be exported.
+        """
+        if self.sub_norm:
+            return self
+        odd = {
+            "QK-norm": self.qk_norm,
+            "biases in its MLP": self.mlp_bias,
+            "a sliding window": self.sliding_window is not None,
+            f"heads of {self.q_size} elements together for a width of {self.hidden_size}": self.q_size
+            != self.hidden_size,
+        }
+        for what, there in odd.items():
+            if there:
+                raise UserError(
+                    f"{flag}: the norms of BitNet cannot be exported with this model, which has {what}. "
+                    "Leave them out with --quantize_kwargs '{\"sub_norm\":false}'."
+                )
+        return dataclasses.replace(self, model_type="bitnet", sub_norm=True)
 
     def to_hf(self) -> dict[str, Any]:
         """A config dict that transformers 4 and 5 both load as this architecture."""
@@ -207,8 +241,8 @@ class ModelConfig:
         }
         if self.model_type != "qwen2" or self.head_dim * self.num_attention_heads != self.hidden_size:
             config["head_dim"] = self.head_dim
-        if self.model_type in ("llama", "qwen3"):
-            config["attention_bias"] = self.o_bias
+        if self.model_type in ("llama", "qwen3", "bitnet"):
+            config["attention_bias"] = self.qkv_bias
         if self.model_type == "llama":
             config["mlp_bias"] = self.mlp_bias
         if self.model_type == "mistral":

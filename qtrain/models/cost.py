@@ -19,6 +19,8 @@ Memory that backward needs. A token's bytes in one layer, by tensor (`saved_per_
     down output                 -                -             eager: C·b       again
     norms' 1/rms                8 (***)          8 (***)       again            again
 
+BitNet's norms before the output projections add norms' 1/rms, o_proj's X, and, eager, the down norm's input.
+
 (*) (Q + KV)·b with QK-norm, where v stays a part of the kept qkv output. (**) kept as o_proj's output, from which the
 sum is made again. (***) with QK-norm 4·(H + KV heads) more. The compiled column is the choice of PyTorch's min-cut
 partitioner for this layer's graph: it computes elementwise results again, but keeps what the forward pass has to write
@@ -62,16 +64,37 @@ class ParameterCount:
         return self.linear + self.other
 
 
+def linear_shapes(config: ModelConfig) -> list[tuple[int, int]]:
+    """(in-features, out-features) of a layer's linears: qkv, o_proj, gate_up, down_proj."""
+    c, inner = config.hidden_size, config.intermediate_size
+    return [(c, config.qkv_size), (config.q_size, c), (c, 2 * inner), (inner, c)]
+
+
 def count_parameters(config: ModelConfig) -> ParameterCount:
     c, inner = config.hidden_size, config.intermediate_size
-    linear = c * config.qkv_size + config.q_size * c + 3 * c * inner
+    linear = sum(k * n for k, n in linear_shapes(config))
     other = 2 * c
     other += config.qkv_size * config.qkv_bias + c * config.o_bias
     other += (2 * inner + c) * config.mlp_bias
     other += 2 * config.head_dim * config.qk_norm
+    other += (config.q_size + inner) * config.sub_norm
     layers = config.num_hidden_layers
     matrices = 1 if config.tie_word_embeddings else 2
     return ParameterCount(matrices * config.vocab_size * c, layers * linear, layers * other + c)
+
+
+def parameter_shapes(config: ModelConfig) -> list[tuple[tuple[int, ...], int, bool, tuple[int, ...]]]:
+    """(shape, how many, whether a hidden layer's matrix, rows of the projections fused in it) of all parameters.
+
+    Biases and norms are one entry, as a vector.
+    """
+    c, inner, kv = config.hidden_size, config.intermediate_size, config.kv_size
+    fused = [(config.q_size, kv, kv), (), (inner, inner), ()]
+    shapes = zip(linear_shapes(config), fused, strict=True)
+    matrices = [((n, k), config.num_hidden_layers, True, parts) for (k, n), parts in shapes]
+    embeddings = 1 if config.tie_word_embeddings else 2
+    other = count_parameters(config).other
+    return [*matrices, ((config.vocab_size, c), embeddings, False, ()), ((other,), 1, False, ())]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +130,7 @@ def saved_per_token(
     input (1 for 8-bit codes) in place of the input itself; None for plain linears.
     """
     c, inner, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
+    sub = config.sub_norm
     kept: dict[str, float] = {"layer input": c * element}
     if checkpointing == "full":
         return kept
@@ -118,7 +142,7 @@ def saved_per_token(
         kept["qkv output"] = config.qkv_size * element
         kept["down output"] = 0 if compiled else c * element
         return kept
-    kept["norm statistics"] = 8
+    kept["norm statistics"] = 8 + 8 * sub
     if config.qk_norm:
         kept["norm statistics"] += 4 * (config.num_attention_heads + config.num_key_value_heads)
         kept["qkv output"] = config.qkv_size * element
@@ -128,7 +152,8 @@ def saved_per_token(
     x = element if linear_input is None else linear_input
     kept["attn_norm output"] = kept["mlp_norm output"] = c * x
     kept["down input"] = inner * x
-    kept["o_proj input"] = 0 if linear_input is None else q * x
+    kept["o_proj input"] = q * x if sub or linear_input is not None else 0
+    kept["down norm input"] = 0 if compiled else inner * element * sub
     return kept
 
 
@@ -188,14 +213,17 @@ def estimate_memory(
     accumulates: bool = False,
     code_bytes: float = 0.0,
     linear_input: float | None = None,
+    linear_weight: float | None = None,
 ) -> MemoryEstimate:
     """Memory of training on one GPU.
 
     element: bytes of the dtype of weights, gradients and activations. optimizer_bytes: states' bytes a parameter.
     accumulates: more than one micro-batch a step. code_bytes: low-bit codes kept beside a linear's weight, bytes a
-    weight. linear_input: see `saved_per_token`.
+    weight. linear_input: see `saved_per_token`. linear_weight: bytes of an element of the linears' weights themselves,
+    where they are stored in low bits.
     """
     parameters = count_parameters(config)
+    linear_weight = element if linear_weight is None else linear_weight
     tokens = micro_batch_size * seq_len
     c, inner, q = config.hidden_size, config.intermediate_size, config.q_size
     head = config.vocab_size * c
@@ -218,7 +246,7 @@ def estimate_memory(
     in_head = tokens * c * (2 * element + 4) + head * (4 + element)
 
     return MemoryEstimate(
-        weights=round(parameters.total * element + parameters.linear * code_bytes),
+        weights=round(parameters.total * element + parameters.linear * (linear_weight - element + code_bytes)),
         gradients=parameters.total * element,
         optimizer=round(parameters.total * optimizer_bytes),
         activations=round(config.num_hidden_layers * tokens * saved),

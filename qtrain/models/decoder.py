@@ -28,10 +28,13 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.gate_up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.fused_rows = {"gate_up": [config.intermediate_size] * 2}  # as in Attention
+        self.sub_norm = nn.RMSNorm(config.intermediate_size, eps=config.rms_norm_eps) if config.sub_norm else None
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(gated(self.gate_up(x)))
+        y = gated(self.gate_up(x))
+        return self.down_proj(y if self.sub_norm is None else self.sub_norm(y))
 
 
 def gated(x: Tensor) -> Tensor:
@@ -89,6 +92,19 @@ class Decoder(nn.Module):
         """Make the head's weight the embedding's, where the config says so. Needed again after `to_empty`."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
+
+    def add_sub_norms(self, flag: str) -> None:
+        """Put a norm, its weight 1, before each output projection, unless they are there: BitNet's architecture.
+
+        UserError naming `flag` where that could not be exported (`ModelConfig.with_sub_norms`).
+        """
+        if self.config.sub_norm:
+            return
+        self.config = self.config.with_sub_norms(flag)
+        for layer in self.layers:
+            for part, output in ((layer.attn, layer.attn.o_proj), (layer.mlp, layer.mlp.down_proj)):
+                like = {"device": output.weight.device, "dtype": output.weight.dtype}
+                part.sub_norm = nn.RMSNorm(output.in_features, eps=self.config.rms_norm_eps, **like)
 
     def set_recompute(self, mode: Recompute) -> None:
         for layer in self.layers:

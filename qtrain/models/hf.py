@@ -1,8 +1,8 @@
 """Hugging Face checkpoints: safetensors in, safetensors out, under the names that transformers uses.
 
-The native decoder fuses q, k, v and gate, up; a checkpoint has them apart. `_layout` says which rows of which parameter
+The native decoder fuses q, k, v and gate, up; a checkpoint has them apart. `layout` says which rows of which parameter
 a checkpoint's tensor is, and both directions follow it, one tensor (in) or one file (out) at a time, so host memory
-stays small.
+stays small. What is exported is plain and in the model's dtype, whatever scheme the model was trained in.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from qtrain.errors import UserError
 from qtrain.hub import reaching_hub
 from qtrain.models.config import ModelConfig
 from qtrain.models.source import FIX, ModelSource
+from qtrain.quant.export import exported_tensors
 
 MAX_SHARD_BYTES = 5_000_000_000
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -38,42 +39,50 @@ class Tokenizer(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Piece:
-    """A checkpoint's tensor `hf_name` is rows [start, stop) of the parameter `name`; stop None means all of it."""
+class Piece:
+    """A checkpoint's tensor `hf_name` is rows [start, stop) of the parameter `name`; stop None means all of it.
+
+    name None: it is zeros [stop], which the native decoder does not have.
+    """
 
     hf_name: str
-    name: str
+    name: str | None
     start: int = 0
     stop: int | None = None
 
-    def of(self, parameters: dict[str, Tensor]) -> Tensor:
-        return parameters[self.name][self.start : self.stop]
+    def of(self, parameter: Tensor) -> Tensor:
+        return parameter[self.start : self.stop]
 
 
-def _layout(config: ModelConfig) -> Iterator[_Piece]:
+def layout(config: ModelConfig) -> Iterator[Piece]:
     """Every tensor of a checkpoint. A tied head is not one of them."""
-    yield _Piece("model.embed_tokens.weight", "embed_tokens.weight")
+    yield Piece("model.embed_tokens.weight", "embed_tokens.weight")
     q, k, inner = config.q_size, config.q_size + config.kv_size, config.intermediate_size
     for i in range(config.num_hidden_layers):
         here, there = f"layers.{i}.", f"model.layers.{i}."
-        yield _Piece(there + "input_layernorm.weight", here + "attn_norm.weight")
-        yield _Piece(there + "post_attention_layernorm.weight", here + "mlp_norm.weight")
+        yield Piece(there + "input_layernorm.weight", here + "attn_norm.weight")
+        yield Piece(there + "post_attention_layernorm.weight", here + "mlp_norm.weight")
         if config.qk_norm:
-            yield _Piece(there + "self_attn.q_norm.weight", here + "attn.q_norm.weight")
-            yield _Piece(there + "self_attn.k_norm.weight", here + "attn.k_norm.weight")
+            yield Piece(there + "self_attn.q_norm.weight", here + "attn.q_norm.weight")
+            yield Piece(there + "self_attn.k_norm.weight", here + "attn.k_norm.weight")
         for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
-            yield _Piece(f"{there}self_attn.q_proj.{kind}", f"{here}attn.qkv.{kind}", 0, q)
-            yield _Piece(f"{there}self_attn.k_proj.{kind}", f"{here}attn.qkv.{kind}", q, k)
-            yield _Piece(f"{there}self_attn.v_proj.{kind}", f"{here}attn.qkv.{kind}", k, config.qkv_size)
+            yield Piece(f"{there}self_attn.q_proj.{kind}", f"{here}attn.qkv.{kind}", 0, q)
+            yield Piece(f"{there}self_attn.k_proj.{kind}", f"{here}attn.qkv.{kind}", q, k)
+            yield Piece(f"{there}self_attn.v_proj.{kind}", f"{here}attn.qkv.{kind}", k, config.qkv_size)
         for kind in ("weight", "bias") if config.o_bias else ("weight",):
-            yield _Piece(f"{there}self_attn.o_proj.{kind}", f"{here}attn.o_proj.{kind}")
+            yield Piece(f"{there}self_attn.o_proj.{kind}", f"{here}attn.o_proj.{kind}")
+        if config.sub_norm:
+            yield Piece(there + "self_attn.attn_sub_norm.weight", here + "attn.sub_norm.weight")
+            yield Piece(there + "mlp.ffn_sub_norm.weight", here + "mlp.sub_norm.weight")
+            if config.qkv_bias and not config.o_bias:  # of Qwen2's; transformers' BitNet has all biases or none
+                yield Piece(there + "self_attn.o_proj.bias", None, 0, config.hidden_size)
         for kind in ("weight", "bias") if config.mlp_bias else ("weight",):
-            yield _Piece(f"{there}mlp.gate_proj.{kind}", f"{here}mlp.gate_up.{kind}", 0, inner)
-            yield _Piece(f"{there}mlp.up_proj.{kind}", f"{here}mlp.gate_up.{kind}", inner, 2 * inner)
-            yield _Piece(f"{there}mlp.down_proj.{kind}", f"{here}mlp.down_proj.{kind}")
-    yield _Piece("model.norm.weight", "norm.weight")
+            yield Piece(f"{there}mlp.gate_proj.{kind}", f"{here}mlp.gate_up.{kind}", 0, inner)
+            yield Piece(f"{there}mlp.up_proj.{kind}", f"{here}mlp.gate_up.{kind}", inner, 2 * inner)
+            yield Piece(f"{there}mlp.down_proj.{kind}", f"{here}mlp.down_proj.{kind}")
+    yield Piece("model.norm.weight", "norm.weight")
     if not config.tie_word_embeddings:
-        yield _Piece("lm_head.weight", "lm_head.weight")
+        yield Piece("lm_head.weight", "lm_head.weight")
 
 
 @torch.no_grad()
@@ -86,25 +95,25 @@ def load_hf_weights(model: nn.Module, source: ModelSource) -> None:
     where = f"--pretrained ({source.name})"
     files = _files_of_tensors(folder, where)
     config: ModelConfig = model.config
-    pieces = {piece.hf_name: piece for piece in _layout(config)}
+    pieces = {piece.hf_name: piece for piece in layout(config)}
     extra = {name for name in files.keys() - pieces.keys() if not name.endswith("rotary_emb.inv_freq")}
     tied_head = config.tie_word_embeddings and "lm_head.weight" in extra  # some files hold the tied matrix twice
     if tied_head:
         extra.remove("lm_head.weight")
-        pieces["lm_head.weight"] = _Piece("lm_head.weight", "lm_head.weight")
+        pieces["lm_head.weight"] = Piece("lm_head.weight", "lm_head.weight")
     _refuse(where, "lacks the tensors", pieces.keys() - files.keys())
     _refuse(where, "has tensors that this architecture does not", extra)
 
     parameters = dict(model.named_parameters(remove_duplicate=False))
     device = str(parameters["embed_tokens.weight"].device)
-    by_file: dict[Path, list[_Piece]] = {}
+    by_file: dict[Path, list[Piece]] = {}
     for name, piece in pieces.items():
         by_file.setdefault(files[name], []).append(piece)
     wrong = []
     for file, members in sorted(by_file.items()):
         with _opened(file, where, device) as opened:
             for piece in members:
-                target = piece.of(parameters)
+                target = piece.of(parameters[piece.name])
                 shape = tuple(opened.get_slice(piece.hf_name).get_shape())
                 if shape != tuple(target.shape):
                     wrong.append(f"{piece.hf_name} {list(shape)} (expected {list(target.shape)})")
@@ -135,8 +144,8 @@ def weights_folder(source: ModelSource) -> Path:
 def export_hf(model: nn.Module, source: ModelSource, folder: Path | str, tokenizer: Tokenizer | None = None) -> None:
     """Write what `AutoModelForCausalLM` (and, with a tokenizer, `AutoTokenizer`) loads from `folder`.
 
-    Weights keep their dtype. Everything is written to a temporary folder beside it, which then takes its name; a folder
-    of that name is replaced.
+    Weights keep their dtype; low-bit ones are written dequantized. Everything is written to a temporary folder beside
+    it, which then takes its name; a folder of that name is replaced.
     """
     with _replacing(Path(folder)) as temporary:
         if hasattr(model, "save_pretrained"):
@@ -160,22 +169,31 @@ def _write_weights(model: nn.Module, folder: Path) -> torch.dtype:
     from huggingface_hub import split_state_dict_into_shards_factory
     from safetensors.torch import save_file
 
-    parameters = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
-    pieces = {piece.hf_name: piece for piece in _layout(model.config)}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    values, dtype = exported_tensors(model), parameters["embed_tokens.weight"].dtype
+    pieces = {piece.hf_name: piece for piece in layout(model.config)}
+
+    def on(device: str, piece: Piece) -> Tensor:
+        if piece.name is None:
+            return torch.zeros(piece.stop, dtype=dtype, device=device)
+        if device == "meta":
+            like = parameters[piece.name]
+            return piece.of(torch.empty(like.shape, dtype=like.dtype, device=device))
+        return piece.of(values[piece.name]()).to(device, copy=True).contiguous()
+
     plan = split_state_dict_into_shards_factory(
-        {name: piece.of(parameters) for name, piece in pieces.items()},
+        {name: on("meta", piece) for name, piece in pieces.items()},
         get_storage_size=lambda tensor: tensor.numel() * tensor.element_size(),
         get_storage_id=lambda tensor: None,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=MAX_SHARD_BYTES,
     )
     for file, names in plan.filename_to_tensors.items():
-        shard = {name: pieces[name].of(parameters).to("cpu", copy=True).contiguous() for name in names}
-        save_file(shard, folder / file, metadata={"format": "pt"})
+        save_file({name: on("cpu", pieces[name]) for name in names}, folder / file, metadata={"format": "pt"})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         _write_json(folder / _INDEX, index)
-    return parameters["embed_tokens.weight"].dtype
+    return dtype
 
 
 def _generation_config(source: ModelSource, config: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from qtrain.models.loss import LossSums, cross_entropy_sums, linear_cross_entrop
 from qtrain.models.recompute import selective_contexts
 from qtrain.models.rope import document_positions
 from qtrain.models.source import FIX, ModelSource
+from qtrain.quant.export import exported_tensors
 
 
 class HfModel(nn.Module):
@@ -68,7 +69,8 @@ class HfModel(nn.Module):
 
     def save_pretrained(self, folder: Path, max_shard_size: int) -> None:
         """Write safetensors, config.json and generation_config.json as transformers does."""
-        self.model.save_pretrained(folder, max_shard_size=max_shard_size)
+        values = {name: make() for name, make in exported_tensors(self.model).items()}
+        self.model.save_pretrained(folder, state_dict=values, max_shard_size=max_shard_size)
 
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, doc_ids: Tensor | None = None

@@ -1,14 +1,28 @@
 """How a batch of text goes through a language model: the loss for training and evaluation, and sampled text."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qtrain.data import Batch, Tokenizer
-from qtrain.models import LossSums, generate
+from qtrain.data import Batch, Tokenizer, dataset_tokenizer, load_tokenizer
+from qtrain.errors import UserError
+from qtrain.models import LossSums, ModelSource, generate
 
 Forward = Callable[[Batch], LossSums]
+
+
+def run_tokenizer(train_ds: Mapping[str, Any], source: ModelSource) -> Tokenizer:
+    """The tokenizer that the training data name, else the model's own. UserError where there is neither."""
+    named = dataset_tokenizer(train_ds, "--train_ds")
+    if named is not None:
+        return named
+    if source.folder is None and source.hub_id is None:
+        raise UserError(
+            f'--train_ds: {source.name} has no tokenizer of its own; add "tokenizer":"NAME" to the dataset.'
+        )
+    return load_tokenizer(str(source.folder or source.hub_id), "--model")
 
 
 def document_ids(input_ids: Tensor, eos_id: int) -> Tensor:
@@ -18,13 +32,16 @@ def document_ids(input_ids: Tensor, eos_id: int) -> Tensor:
 
 
 def language_forward(model: nn.Module, doc_mask_eos: int | None) -> Forward:
-    """The function batch -> summed losses. With `doc_mask_eos`, attention stays within documents that end by it."""
+    """The function batch -> summed losses. Attention stays within the documents that the batch names or, with
+    `doc_mask_eos`, that end by it."""
     device = next(model.parameters()).device
 
     def forward(batch: Batch) -> LossSums:
         input_ids = batch.input_ids.to(device, non_blocking=True)
         labels = batch.labels.to(device, non_blocking=True)
         doc_ids = None if doc_mask_eos is None else document_ids(input_ids, doc_mask_eos)
+        if batch.doc_ids is not None:
+            doc_ids = batch.doc_ids.to(device, non_blocking=True)
         return model(input_ids, labels, doc_ids)
 
     return forward

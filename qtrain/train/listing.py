@@ -1,6 +1,6 @@
 """What `--list` prints: every registry with one line an entry."""
 
-from qtrain.data import DATASETS, TOKENIZERS
+from qtrain.data import DATASETS, IMAGE_SETS, TOKENIZERS
 from qtrain.models import list_models
 from qtrain.optim import OPTIMIZERS
 from qtrain.quant import SCHEMES
@@ -13,6 +13,7 @@ def listing() -> str:
         _block("schemes (--quantize)", SCHEMES.describe(), SCHEMES),
         _block("optimizers (--optim)", OPTIMIZERS.describe(), OPTIMIZERS),
         _block('dataset types (--train_ds {"type": ...})', DATASETS.describe(), DATASETS),
+        _block("image dataset types (timm_finetune.py)", IMAGE_SETS.describe(), IMAGE_SETS),
         _block("tokenizers", sorted(TOKENIZERS.items())),
         _block("models (--model; also: a .json file, a folder, a hub id)", list_models()),
     ]

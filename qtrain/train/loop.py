@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from qtrain.config import as_dict
-from qtrain.data import Batch
+from qtrain.data import TensorBatch
 from qtrain.errors import TrainingStopped
 from qtrain.optim import OPTIMIZERS, LRSchedule
 from qtrain.train.failures import first_bad_tensor, is_out_of_memory, not_finite, out_of_memory
+from qtrain.train.graphs import WARM_UP, StepGraphs
 from qtrain.train.language import Forward
 from qtrain.train.metrics import MetricsLog, Throughput, read_metrics
 from qtrain.train.plan import Plan
@@ -21,7 +22,7 @@ from qtrain.train.run import Run, resume_command
 from qtrain.train.settings import TrainSettings
 from qtrain.train.signals import StopSignals
 from qtrain.train.status import StatusLine
-from qtrain.train.step import Gradients, apply_gradients, compute_gradients
+from qtrain.train.step import Gradients, apply_gradients, compute_gradients, judged_weights
 from qtrain.train.trackers import open_trackers
 
 log = logging.getLogger("qtrain")
@@ -39,9 +40,11 @@ class Training:
         plan: Plan,
         schedule: LRSchedule,
         forward: Forward,
-        batches: Iterator[tuple[Batch, dict]],
+        batches: Iterator[tuple[TensorBatch, dict]],
         evaluation: Evaluation,
+        graphs: StepGraphs | None = None,
     ):
+        self.graphs = graphs
         self.run, self.plan, self.schedule = run, plan, schedule
         self.forward, self.batches, self.evaluation = forward, batches, evaluation
         settings, state = run.settings, run.state
@@ -57,7 +60,8 @@ class Training:
             settings.run_name,
             state.step,
         )
-        self.throughput = Throughput(run.device)
+        # Steps that compile, tune and record are not what a run's speed is.
+        self.throughput = Throughput(run.device, skip_steps=2 if graphs is None else WARM_UP + 2)
         self.started = time.perf_counter()
 
     def fit(self) -> bool:
@@ -69,7 +73,7 @@ class Training:
                     answering_out_of_memory(self.plan, settings, run.device, lambda: run.state.step + 1)
                 )
                 stop = stack.enter_context(StopSignals())
-                status = stack.enter_context(StatusLine(settings.n_steps, log))
+                status = stack.enter_context(StatusLine(settings.n_steps, log, unit=self.plan.unit.per_second))
                 profiler = stack.enter_context(StepProfiler(run.folder.path, log, enabled=settings.profile))
                 if self._evaluation_due() and not self._evaluated:
                     self._evaluate()
@@ -98,16 +102,24 @@ class Training:
                 *(next(self.batches) for _ in range(self.plan.geometry.gradient_accumulation)), strict=True
             )
         lr = settings.lr * self.schedule.factor(state.step, settings.n_steps)
-        gradients = compute_gradients(run.model, self.forward, run.quantized, list(batches), state.step)
+        gradients = compute_gradients(run.model, self.forward, run.quantized, list(batches), state.step, self.graphs)
         if not gradients.finite:
             raise self._not_finite(gradients)
         apply_gradients(
-            run.model, run.optimizer, run.quantized, gradients, lr=lr, clip_grad_norm=settings.clip_grad_norm
+            run.model,
+            run.optimizer,
+            run.quantized,
+            gradients,
+            lr=lr,
+            clip_grad_norm=settings.clip_grad_norm,
+            graphs=self.graphs,
         )
         tokens = gradients.tokens * self.plan.geometry.world
         state.step += 1
         state.tokens += tokens
         state.data = positions[-1]
+        if run.ema is not None:
+            run.ema.update(state.step)
         self.throughput.step(tokens)
         if state.step % settings.log_interval == 0 or state.step == settings.n_steps:
             self._log_step(status, gradients, lr)
@@ -119,19 +131,20 @@ class Training:
             "loss": gradients.loss,
             "grad_norm": gradients.norm_value,
             "lr": lr,
-            "tokens": state.tokens,
+            self.plan.unit.many: state.tokens,
             "data": state.data,
             "mem": memory,
             "time": round(time.time(), 3),
         }
-        speed: dict[str, float | None] = {"tok_s": None, "sol": None, "mfu": None, "data_wait": None}
+        unit = self.plan.unit
+        speed: dict[str, float | None] = {unit.rate: None, "sol": None, "mfu": None, "data_wait": None}
         if rate is not None:
-            speed = {"tok_s": rate.tok_s, **self.plan.efficiency(rate.tok_s), "data_wait": rate.data_wait}
+            speed = {unit.rate: rate.tok_s, **self.plan.efficiency(rate.tok_s), "data_wait": rate.data_wait}
         self._record(record | speed)
         status.update(
             state.step,
             loss=gradients.loss,
-            tok_s=speed["tok_s"],
+            tok_s=speed[unit.rate],
             sol=speed["sol"],
             memory=memory,
             step_s=rate.step_s if rate else None,
@@ -157,14 +170,14 @@ class Training:
 
     def _evaluate(self) -> None:
         state = self.run.state
-        with self.throughput.pause():
+        with self.throughput.pause(), judged_weights(self.run.optimizer, self.run.quantized, self.run.ema):
             found = self.evaluation()
         if not found:
             return
         loss = found.get("eval_loss")
         if loss is not None and (state.best_eval_loss is None or loss < state.best_eval_loss):
             state.best_eval_loss = loss
-        self._record({"step": state.step, "tokens": state.tokens, **found})
+        self._record({"step": state.step, self.plan.unit.many: state.tokens, **found})
         shown = {key: value for key, value in found.items() if isinstance(value, float)}
         log.info("step %d: %s", state.step, ", ".join(f"{key} {value:.4f}" for key, value in shown.items()))
         for prompt, continuation in found.get("samples", ()):

@@ -109,7 +109,6 @@ class Throughput:
         self._to_skip = skip_steps
         self._since = time.perf_counter()
         self._window = _Sums()
-        self._total = _Sums()
 
     def _now(self) -> float:
         if self._device.type == "cuda":
@@ -155,10 +154,4 @@ class Throughput:
         """Speed since the last `read`; None while no step has been counted."""
         self._count_time()
         window, self._window = self._window, _Sums()
-        for field in ("tokens", "steps", "seconds", "waited"):
-            setattr(self._total, field, getattr(self._total, field) + getattr(window, field))
         return window.rate()
-
-    def overall(self) -> Rate | None:
-        """Speed over all counted steps up to the last `read`."""
-        return self._total.rate()

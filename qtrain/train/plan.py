@@ -1,5 +1,6 @@
 """What a run will be, before anything is allocated: sizes, memory by kind, and the shortest time physics allows."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,12 +8,20 @@ import torch
 
 from qtrain.config import as_dict
 from qtrain.hardware import Hardware
+from qtrain.kernels.tuning import forced
 from qtrain.models import ModelConfig
-from qtrain.models.cost import Flops, MemoryEstimate, count_parameters, estimate_memory, flops_per_token
-from qtrain.optim import OptimizerSpec
+from qtrain.models.cost import (
+    MemoryEstimate,
+    count_parameters,
+    estimate_memory,
+    flops_per_token,
+    parameter_shapes,
+)
+from qtrain.optim import OptimizerSpec, ParameterShape
 from qtrain.quant import LowBitScheme, Scheme
-from qtrain.train.settings import BatchGeometry, LanguageSettings
+from qtrain.train.settings import BatchGeometry, LanguageSettings, TrainSettings
 from qtrain.train.status import duration, short_number
+from qtrain.train.units import TOKENS, Unit
 
 GIB = 1024**3
 
@@ -23,7 +32,8 @@ class Plan:
 
     parameters: None for a model that only transformers knows (--model_impl hf); flops, seconds and memory are empty
     then. flops: per token, forward and backward, by kind of work; seconds: the shortest time per token by kind, each
-    kind at the dense peak of the arithmetic that it runs in; memory: bytes at the peak, by kind.
+    kind at the dense peak of the arithmetic that it runs in; memory: bytes at the peak, by kind; emulated: arithmetic
+    of the scheme that the device has not; unit: tokens, or what stands for them everywhere here.
     """
 
     model: str
@@ -37,6 +47,8 @@ class Plan:
     flops: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
+    emulated: tuple[str, ...] = ()
+    unit: Unit = TOKENS
 
     def efficiency(self, tok_s: float) -> dict[str, float | None]:
         """`sol`: share of the speed of light; `mfu`: share of the dense bf16 peak. None where the work is unknown."""
@@ -46,7 +58,7 @@ class Plan:
         peak = self.hardware.peak("bf16") * 1e12
         return {"sol": per_device * sum(self.seconds.values()), "mfu": per_device * sum(self.flops.values()) / peak}
 
-    def settings_in_force(self, settings: LanguageSettings) -> dict[str, Any]:
+    def settings_in_force(self, settings: TrainSettings) -> dict[str, Any]:
         """The settings with the batch geometry worked out."""
         micro, accumulation = self.geometry.micro_batch_size, self.geometry.gradient_accumulation
         return {**as_dict(settings), "micro_batch_size": micro, "gradient_accumulation": accumulation}
@@ -55,18 +67,23 @@ class Plan:
         """The plan as text."""
         g, tokens = self.geometry, self.n_steps * self.tokens_per_step
         sequences = g.micro_batch_size * g.gradient_accumulation * g.world
+        unit, total = self.unit, f", {self.tokens_per_step:,} tokens" if self.unit is TOKENS else ""
         count = f"{_billions(self.parameters)} parameters, " if self.parameters else ""
         rows = [("model", f"{self.model}, {count}linears in {self.scheme}")]
         rows += [("data", line) for line in self.data]
         rows += [
             (
                 "batch",
-                f"{sequences:,} sequences ({g.micro_batch_size} x {g.gradient_accumulation} accumulated x {g.world} "
-                f"device{'s' * (g.world > 1)}), {self.tokens_per_step:,} tokens",
+                f"{sequences:,} {unit.batch} ({g.micro_batch_size} x {g.gradient_accumulation} accumulated x {g.world} "
+                f"device{'s' * (g.world > 1)}){total}",
             ),
-            ("steps", f"{self.n_steps:,}, {short_number(tokens)} tokens"),
+            ("steps", f"{self.n_steps:,}, {short_number(tokens)} {unit.many}"),
             ("device", f"{self.hardware.name}, {self._peaks()}"),
         ]
+        if self.emulated:
+            rows.append(
+                ("", f"no {' or '.join(self.emulated)} arithmetic: emulated, for its results and not its speed")
+            )
         rows += self._memory_rows() + self._time_rows(tokens)
         return [f"{name:8}{text}" for name, text in rows]
 
@@ -90,10 +107,10 @@ class Plan:
         fastest = self.geometry.world / sum(self.seconds.values())
         shares = ", ".join(f"{kind} {100 * s / sum(self.seconds.values()):.0f}%" for kind, s in self.seconds.items())
         return [
-            ("compute", f"{short_number(sum(self.flops.values()))}FLOP a token; of the shortest time {shares}"),
+            ("compute", f"{short_number(sum(self.flops.values()))}FLOP {self.unit.one}; of the shortest time {shares}"),
             (
                 "time",
-                f"{duration(tokens / fastest)} at the speed of light ({short_number(fastest)} tok/s); "
+                f"{duration(tokens / fastest)} at the speed of light ({short_number(fastest)} {self.unit.per_second}); "
                 f"{duration(2 * tokens / fastest)} at half of it",
             ),
         ]
@@ -115,6 +132,7 @@ def make_plan(
     data: tuple[str, ...],
 ) -> Plan:
     """The plan of a language model's run; model_config is None for an architecture that has no native decoder."""
+    forced()  # a QTRAIN_IMPL that names nothing is refused before anything is written
     shared = {
         "model": settings.model,
         "scheme": settings.quantize,
@@ -123,34 +141,45 @@ def make_plan(
         "tokens_per_step": settings.batch_size * settings.seq_len,
         "hardware": hardware,
         "data": data,
+        "emulated": emulated_arithmetics(scheme, hardware),
     }
     if model_config is None:
         return Plan(**shared)
-    flops = flops_per_token(model_config, settings.seq_len)
+    if isinstance(scheme, LowBitScheme) and scheme.sub_norm:
+        model_config = model_config.with_sub_norms("--quantize")
+    found = flops_per_token(model_config, settings.seq_len)
+    flops = {"blocks": found.blocks, "head": found.head, "attention": found.attention}
     return Plan(
         **shared,
         parameters=count_parameters(model_config).total,
-        flops={"blocks": flops.blocks, "head": flops.head, "attention": flops.attention},
-        seconds=_shortest_seconds(flops, scheme, settings.quantize_lm_head, hardware, dtype),
+        flops=flops,
+        seconds=shortest_seconds(flops, scheme, settings.quantize_lm_head, hardware, dtype),
         memory=_memory(settings, model_config, scheme, optimizer, geometry, dtype).at_peak,
     )
 
 
-def _shortest_seconds(
-    flops: Flops, scheme: Scheme, quantized_head: bool, hardware: Hardware, dtype: torch.dtype
+def emulated_arithmetics(scheme: Scheme, hardware: Hardware) -> tuple[str, ...]:
+    """The arithmetics of a scheme's GEMMs that the device has not."""
+    arithmetics = {name for _, part in scheme.parts() for name in part.gemm_dtypes().values()} - {"bf16"}
+    return tuple(sorted(name for name in arithmetics if hardware.emulates(name)))
+
+
+def shortest_seconds(
+    flops: Mapping[str, float], scheme: Scheme, quantized_head: bool, hardware: Hardware, dtype: torch.dtype
 ) -> dict[str, float]:
-    """Seconds per token at dense peaks. A GEMM that a scheme leaves alone runs in the weights' dtype."""
+    """Seconds per token at dense peaks, by kind of work: `blocks` run in the scheme's arithmetic, `head` too where it
+    is quantized, and all else, like a GEMM that a scheme leaves alone, in the weights' dtype."""
     plain = "bf16" if dtype == torch.bfloat16 else "fp32"
 
     def seconds(work: float, arithmetics: list[str]) -> float:
         rates = [hardware.peak(plain if name == "bf16" else name) * 1e12 for name in arithmetics]
         return sum(work / len(rates) / rate for rate in rates)
 
-    gemms = list(scheme.gemm_dtypes().values())
+    gemms = [(share, list(part.gemm_dtypes().values())) for share, part in scheme.parts()]
+    quantized = {"blocks", "head"} if quantized_head else {"blocks"}
     return {
-        "blocks": seconds(flops.blocks, gemms),
-        "head": seconds(flops.head, gemms if quantized_head else [plain]),
-        "attention": seconds(flops.attention, [plain]),
+        kind: sum(seconds(share * work, names) for share, names in (gemms if kind in quantized else [(1.0, [plain])]))
+        for kind, work in flops.items()
     }
 
 
@@ -162,17 +191,21 @@ def _memory(
     geometry: BatchGeometry,
     dtype: torch.dtype,
 ) -> MemoryEstimate:
-    low_bit = isinstance(scheme, LowBitScheme)
+    element, low_bit = dtype.itemsize, [(s, part) for s, part in scheme.parts() if isinstance(part, LowBitScheme)]
+    kept = sum(share * part.kept_input_bytes(element) for share, part in low_bit)
+    kept += element * (1 - sum(share for share, _ in low_bit))
+    shapes = [ParameterShape(*found) for found in parameter_shapes(model_config)]
     return estimate_memory(
         model_config,
         micro_batch_size=geometry.micro_batch_size,
         seq_len=settings.seq_len,
-        element=dtype.itemsize,
-        optimizer_bytes=optimizer.state_bytes(dtype.itemsize),
+        element=element,
+        optimizer_bytes=optimizer.total_state_bytes(shapes, element) / sum(shape.elements for shape in shapes),
         checkpointing=settings.activation_checkpointing,
         compiled=settings.compile,
         loss_chunks=settings.loss_chunks,
         accumulates=geometry.gradient_accumulation > 1,
-        code_bytes=scheme.code_bytes() if low_bit else 0.0,
-        linear_input=scheme.kept_input_bytes(dtype.itemsize) if low_bit else None,
+        code_bytes=sum(share * part.code_bytes() for share, part in low_bit),
+        linear_input=None if kept == element else kept,  # the input itself is no other tensor than a plain linear keeps
+        linear_weight=element + sum(share * (part.weight_bytes(element) - element) for share, part in low_bit),
     )

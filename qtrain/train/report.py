@@ -1,8 +1,8 @@
 """report.html: a run at a glance, drawn from its metrics.jsonl and config.json alone; one file that loads nothing else.
 
-Read of a record: loss, eval_loss, lr, grad_norm, tok_s, sol (share), mem (bytes, peak), tokens (so far), hellaswag
-and hellaswag_norm (shares), samples (list of [prompt, text]). All but `step` may be missing; what no record has is not
-drawn.
+Read of a record: loss, eval_loss, lr, grad_norm, tok_s, sol (share), mem (bytes, peak), tokens (so far; of
+images: img_s, images), accuracy, top1, top5, hellaswag and hellaswag_norm (shares), samples (list of [prompt, text]).
+All but `step` may be missing; what no record has is not drawn.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from typing import Any
 
 from qtrain.train.metrics import read_metrics
 from qtrain.train.status import duration, short_number
+from qtrain.train.units import IMAGES, TOKENS, Unit
 
 Points = list[tuple[float, float]]
 
@@ -25,7 +26,9 @@ CHARTS: tuple[tuple[str, tuple[tuple[str, str], ...], float], ...] = (
     ("Learning rate", (("lr", "lr"),), 1.0),
     ("Gradient norm", (("grad_norm", "grad_norm"),), 1.0),
     ("Tokens per second", (("tok_s", "tok_s"),), 1.0),
+    ("Images per second", (("img_s", "img_s"),), 1.0),
     ("Speed of light (%)", (("sol", "sol"),), 100.0),
+    ("Accuracy (%)", (("accuracy", "exact match"), ("top1", "top-1"), ("top5", "top-5")), 100.0),
     ("HellaSwag (%)", (("hellaswag", "accuracy"), ("hellaswag_norm", "length-normalised")), 100.0),
 )
 WIDTH, HEIGHT = 560, 240
@@ -117,12 +120,12 @@ def _chart(title: str, series: Sequence[tuple[str, Points]]) -> str:
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def _training_seconds(records: Iterable[Mapping[str, Any]]) -> float:
-    """Time spent training: each record's new tokens over its speed."""
+def _training_seconds(records: Iterable[Mapping[str, Any]], unit: Unit) -> float:
+    """Time spent training: each record's new tokens (or what the run counts) over its speed."""
     seconds, tokens_before = 0.0, 0
     for record in records:
-        if _number(tokens := record.get("tokens")):
-            if _number(speed := record.get("tok_s")) and speed > 0:
+        if _number(tokens := record.get(unit.many)):
+            if _number(speed := record.get(unit.rate)) and speed > 0:
                 seconds += max(tokens - tokens_before, 0) / speed
             tokens_before = tokens
     return seconds
@@ -152,11 +155,15 @@ def _summary(records: list[dict[str, Any]], config: Mapping[str, Any]) -> list[t
     add("Best validation loss", "eval_loss", lowest, lambda value, at: f"{value:.4f} (step {at:,})")
     add("HellaSwag", "hellaswag", last, lambda value, at: f"{100 * value:.2f}% (step {at:,})")
     add("HellaSwag, length-normalised", "hellaswag_norm", last, lambda value, at: f"{100 * value:.2f}% (step {at:,})")
-    add("Tokens", "tokens", last, lambda value, _: f"{value:,}")
-    if seconds := _training_seconds(records):
+    add("Top-1 accuracy", "top1", last, lambda value, at: f"{100 * value:.2f}% (step {at:,})")
+    add("Best top-1 accuracy", "top1", highest, lambda value, at: f"{100 * value:.2f}% (step {at:,})")
+    add("Top-5 accuracy", "top5", last, lambda value, at: f"{100 * value:.2f}% (step {at:,})")
+    unit = IMAGES if any(IMAGES.many in record for record in records) else TOKENS
+    add(unit.many.capitalize(), unit.many, last, lambda value, _: f"{value:,}")
+    if seconds := _training_seconds(records, unit):
         rows.append(("Training time, without compile, evaluation and checkpoints", duration(seconds)))
-        speeds = sorted(value for _, value in _points(records, "tok_s"))
-        rows.append(("Tokens per second, median", f"{speeds[len(speeds) // 2]:,.0f}"))
+        speeds = sorted(value for _, value in _points(records, unit.rate))
+        rows.append((f"{unit.many.capitalize()} per second, median", f"{speeds[len(speeds) // 2]:,.0f}"))
     add("Peak memory", "mem", highest, lambda value, _: f"{value / 1024**3:.2f} GiB")
     return rows
 

@@ -16,9 +16,17 @@ from qtrain.config import write_config
 from qtrain.errors import UserError
 from qtrain.quant import QuantizedModel
 from qtrain.train.checkpoint import Checkpoints, read_meta, resolve_resume
+from qtrain.train.ema import Ema
 from qtrain.train.settings import TrainSettings
 from qtrain.train.state import TrainState
-from qtrain.train.tensors import model_tensors, optimizer_tensors, prepare_optimizer, rng_state, set_rng_state
+from qtrain.train.tensors import (
+    finish_optimizer,
+    model_tensors,
+    optimizer_tensors,
+    prepare_optimizer,
+    rng_state,
+    set_rng_state,
+)
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,7 @@ class Run:
     quantized: QuantizedModel
     optimizer: torch.optim.Optimizer
     state: TrainState
+    ema: Ema | None = None
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -83,12 +92,20 @@ class Run:
     def save(self) -> Path:
         """Write a checkpoint of this moment; returns its folder."""
         optim_tensors, optim_meta = optimizer_tensors(self.optimizer, self.model)
-        tensors = {"model": model_tensors(self.model), "optim": optim_tensors, "rng": rng_state()}
+        tensors = {
+            "model": model_tensors(self.model),
+            "optim": optim_tensors,
+            "quantized": self.quantized.tensors(),
+            "rng": rng_state(),
+        }
+        if self.ema is not None:
+            tensors["ema"] = self.ema.tensors()
         meta = {
             "state": self.state.as_meta(),
             "optim": optim_meta,
             "script": self.script,
             "quantized_step": self.quantized.step,
+            "quantize_kwargs": self.settings.quantize_kwargs,
         }
         return self.checkpoints.save(self.state.step, tensors, meta)
 
@@ -111,12 +128,17 @@ class Run:
         tensors = {
             "model": model_tensors(self.model),
             "optim": prepare_optimizer(self.optimizer, self.model, meta["optim"]),
+            "quantized": self.quantized.tensors(),
             "rng": rng,
         }
+        if self.ema is not None:
+            tensors["ema"] = self.ema.tensors()
         Checkpoints.load(path, tensors)
+        if converted := finish_optimizer(self.optimizer, self.model):
+            print(f"--resume: optimizer states converted: {', '.join(converted)}", flush=True)
         set_rng_state(rng)
         self.quantized.set_step(meta["quantized_step"])  # stochastically rounded codes come from the draws of then
-        self.quantized.refresh()
+        self.quantized.refresh(frozen=True)
         self.state = state
 
     def open_folder(self) -> None:

@@ -23,8 +23,6 @@ class TrainSettings:
 
     model: str = "llama2-470m"
     """Hub id, local folder, JSON file, or the name of a file in configs/models."""
-    model_impl: Literal["native", "hf"] = "native"
-    """native: this project's decoder; hf: any AutoModelForCausalLM of transformers."""
     pretrained: bool = False
     """Load the model's weights instead of drawing random ones."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -38,10 +36,14 @@ class TrainSettings:
     """The scheme's options as JSON."""
     quantize_lm_head: bool = False
     """Quantize the output head too."""
+    quantize_min_size: CountOrNever = 0
+    """Leave linears alone that have fewer in-features or fewer out-features than this; 0: none."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What backward computes again instead of keeping: nothing, cheap operations, or whole layers."""
     compile: bool = False
     """Compile each layer and the loss with torch.compile."""
+    cuda_graphs: bool = True
+    """With --compile on a GPU: record a step once its shapes are known and replay it, which costs Python no time."""
 
     train_ds: JsonDict = None
     """Training data as JSON with a "type"; --list shows all types."""
@@ -74,8 +76,6 @@ class TrainSettings:
 
     eval_interval: CountOrNever = 100
     """Steps between evaluations; 0: only before the first and after the last step."""
-    eval_sequences: Count = 128
-    """Sequences per evaluation, always the same ones."""
     ckpt_interval: CountOrNever = 1000
     """Steps between checkpoints; 0: only at the end and on a signal."""
     keep_ckpts: CountOrNever = 2
@@ -105,14 +105,60 @@ class TrainSettings:
 class LanguageSettings(TrainSettings):
     """Settings of a language model's training run."""
 
+    model_impl: Literal["native", "hf"] = "native"
+    """native: this project's decoder; hf: any AutoModelForCausalLM of transformers."""
     seq_len: Annotated[int, Range(2)] = 2048
     """Tokens per sequence."""
+    eval_sequences: Count = 128
+    """Sequences per evaluation, always the same ones."""
     doc_mask: bool = False
     """Keep attention within documents, and restart positions at each; documents end by the end token."""
     loss_chunks: CountOrNever = 0
     """Pieces that a micro-batch's tokens are cut into for the loss, so that logits never exist whole; 0: by size."""
     z_loss: NotNegative = 0.0
     """Weight of the squared log of the softmax's normalizer in the loss (1e-4 is usual); the logged loss is without."""
+
+
+@dataclass(frozen=True)
+class VisionSettings(TrainSettings):
+    """Train a vision model of timm, from published weights or from random ones (--no_pretrained)."""
+
+    model: str = "timm/vit_base_patch14_dinov2.lvd142m"
+    """Any model of timm: NAME or timm/NAME, with a tag that names its weights or without."""
+    model_kwargs: JsonDict = None
+    """Arguments of the model as JSON, such as img_size, depth or drop_path_rate."""
+    pretrained: bool = True
+    """Load the model's published weights instead of drawing random ones; the head is new."""
+    quantize_lm_head: bool = False
+    """Quantize the classifier's linear too."""
+    compile: bool = False
+    """Compile each block of the model with torch.compile, or all of it where it has no blocks."""
+    train_ds: JsonDict = None
+    """Training images as JSON with a "type"; --list shows all types; none: RESISC45 from the hub."""
+    eval_ds: JsonDict = None
+    """Held-out images as JSON, in the same form; none: no evaluation (of RESISC45 its validation split)."""
+    augment: JsonDict = None
+    """How images are varied, as JSON: auto_augment, scale, hflip, re_prob, mixup, cutmix, label_smoothing, ..."""
+    num_workers: CountOrNever = 0
+    """0: threads decode images and this process augments them; N: N processes do both."""
+    n_epochs: CountOrNever = 0
+    """Times that all images are gone through; 0: as the number of steps says, and once if that is 0 too."""
+    n_steps: CountOrNever = 0
+    """Optimizer steps; 0: as the number of epochs says."""
+    batch_size: Count = 64
+    """Images per optimizer step, over all devices."""
+    micro_batch_size: CountOrNever = 0
+    """Images per forward pass on one device; 0: batch_size / gradient_accumulation."""
+    lr: NotNegative = 1e-5
+    """Peak learning rate; random weights want about a hundred times as much as published ones."""
+    weight_decay: NotNegative = 0.05
+    """Decoupled weight decay of matrices; norms and biases are not decayed."""
+    ema_decay: Annotated[float, Range(0, 1)] = 0.0
+    """Evaluate and export a running average of the weights, of this decay a step (0.9999 is usual); 0: the weights."""
+    eval_interval: CountOrNever = 0
+    """Steps between evaluations; 0: after every epoch."""
+    eval_images: CountOrNever = 0
+    """Images per evaluation, always the same ones; 0: all."""
 
 
 @dataclass(frozen=True)

@@ -52,11 +52,11 @@ def setup_log(run_dir: Path | None, console: Console | None = None, rank: int = 
 
 def short_number(value: float, digits: int = 3) -> str:
     """1234567 as 1.23M: `digits` (3 or more) significant digits and a unit."""
-    for unit in ("", "k", "M"):
+    for unit in ("", "k", "M", "G"):
         if abs(value) < 999.5:
             return f"{value:.{digits}g}{unit}"
         value /= 1000
-    return f"{value:.{digits}g}G"
+    return f"{value:.{digits}g}T"
 
 
 def duration(seconds: float) -> str:
@@ -76,10 +76,18 @@ class StatusLine:
     `total` is the number of the last step. In a terminal the plain lines go to train.log only. Used as a context.
     """
 
-    def __init__(self, total: int, logger: logging.Logger, console: Console | None = None, interval_s: float = 10.0):
+    def __init__(
+        self,
+        total: int,
+        logger: logging.Logger,
+        console: Console | None = None,
+        interval_s: float = 10.0,
+        unit: str = "tok/s",
+    ):
         self._total = total
         self._logger = logger
         self._interval = interval_s
+        self._unit = unit
         self._written_at: float | None = None
         self._unseen = ""
         console = console or _console_of(logger)
@@ -108,10 +116,12 @@ class StatusLine:
         memory: int | None = None,
         step_s: float | None = None,
     ) -> None:
-        """Show `step`. `sol` is a share (0 to 1), `memory` bytes, `step_s` seconds a step; what is None is left out."""
+        """Show `step`. What is None is left out.
+
+        `tok_s` is in the unit of the run, `sol` a share (0 to 1), `memory` bytes, `step_s` seconds a step."""
         parts = [f"step {step:,}/{self._total:,} {100 * step / max(self._total, 1):.1f}%"]
         parts += [f"loss {loss:.4f}"] if loss is not None else []
-        parts += [f"{short_number(tok_s)} tok/s"] if tok_s is not None else []
+        parts += [f"{short_number(tok_s)} {self._unit}"] if tok_s is not None else []
         parts += [f"sol {100 * sol:.1f}%"] if sol is not None else []
         parts += [f"{memory / 1024**3:.1f} GiB"] if memory is not None else []
         parts += [f"ETA {duration((self._total - step) * step_s)}"] if step_s is not None else []

@@ -1,7 +1,8 @@
 """One optimizer step in its two halves, gradients and update; and one evaluation."""
 
+import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 
 from qtrain.data import Batch
 from qtrain.quant import QuantizedModel
+from qtrain.train.ema import Ema
+from qtrain.train.graphs import StepGraphs, backward_of
 from qtrain.train.language import Forward
 
 
@@ -31,29 +34,36 @@ class Gradients:
 
 def count_trained(batches: Iterable[Batch]) -> int:
     """How many tokens have a label that is trained on."""
-    return sum(int((batch.labels >= 0).sum()) for batch in batches)
+    return sum(batch.n_trained for batch in batches)
 
 
 def compute_gradients(
-    model: nn.Module, forward: Forward, quantized: QuantizedModel, batches: list[Batch], step: int
+    model: nn.Module,
+    forward: Forward,
+    quantized: QuantizedModel,
+    batches: list[Batch],
+    step: int,
+    graphs: StepGraphs | None = None,
 ) -> Gradients:
-    """Forward and backward over the micro-batches of one step.
+    """Forward and backward over the micro-batches of one step, launched one by one or replayed from `graphs`.
 
     The loss of every micro-batch is divided by the trained tokens of the whole step, so that the gradient is the same
     however the step is split.
     """
     quantized.assert_fresh()
-    trained = max(count_trained(batches), 1)
-    nll = torch.zeros((), device=next(model.parameters()).device)
+    device = next(model.parameters()).device
+    trained = torch.tensor(float(max(count_trained(batches), 1)), device=device)
+    nll = torch.zeros((), device=device)
     for number, batch in enumerate(batches):
         quantized.set_step(step * len(batches) + number)
-        sums = forward(batch)
-        (sums.loss / trained).backward()
-        nll += sums.nll
+        if graphs is None:
+            nll += backward_of(forward, batch, trained)
+        else:
+            nll += graphs.micro_step(batch, trained, accumulate=number > 0)
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).float()
     # The only wait for the GPU in a step: a gradient that is not finite must not touch the weights.
     loss, norm_value = torch.stack([nll / trained, norm]).tolist()
-    return Gradients(loss, norm, norm_value, sum(batch.input_ids.numel() for batch in batches))
+    return Gradients(loss, norm, norm_value, sum(batch.size for batch in batches))
 
 
 def apply_gradients(
@@ -64,15 +74,49 @@ def apply_gradients(
     *,
     lr: float,
     clip_grad_norm: float,
+    graphs: StepGraphs | None = None,
 ) -> None:
     """Clip (0: do not), update the weights at rate `lr`, free the gradients, and renew the codes of every weight."""
     if clip_grad_norm and gradients.norm_value > clip_grad_norm:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip_grad_norm, gradients.norm)
+        if hasattr(optimizer, "grad_scale"):  # it clips as it reads them, and saves a pass over the gradients
+            optimizer.grad_scale = torch.clamp(clip_grad_norm / (gradients.norm + 1e-6), max=1.0)
+        else:
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip_grad_norm, gradients.norm)
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    quantized.refresh()
+    (graphs or quantized).refresh()
+
+
+@contextlib.contextmanager
+def judged_weights(
+    optimizer: torch.optim.Optimizer, quantized: QuantizedModel, ema: Ema | None = None
+) -> Iterator[None]:
+    """Inside, the model has the weights that it is evaluated and exported with; most optimizers train those very ones.
+
+    Schedule-free ones do not, and say so by methods `eval` and `train`; with `ema` it is the average. Afterwards every
+    bit is as it was.
+    """
+    if ema is not None:
+        with ema.in_place():
+            quantized.refresh_weights()
+            yield
+        quantized.refresh_weights()
+        return
+    if not hasattr(optimizer, "eval"):
+        yield
+        return
+    optimizer.eval()
+    quantized.refresh_weights()
+    try:
+        yield
+    finally:
+        optimizer.train()
+        quantized.refresh_weights()
 
 
 @torch.no_grad()

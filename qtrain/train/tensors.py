@@ -1,5 +1,6 @@
 """The state of a run as named tensors, and what of it is not tensors as JSON: model, optimizer, random generators."""
 
+import math
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import empty as empty_dtensor
 
 from qtrain.errors import UserError
+from qtrain.kernels.stored_weight import StoredWeight
 from qtrain.train.distributed import rank
 
 
@@ -20,13 +22,19 @@ def clean_name(name: str) -> str:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, the very tensors of the model; tied ones once."""
+    """Parameters and persistent buffers by name, the very tensors of the model; tied ones once.
+
+    Of a weight stored in low bits it is the tensors that it consists of, under names of their own.
+    """
     found, seen = {}, set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         assert isinstance(tensor, Tensor), f"{name}: only tensors are saved, not {type(tensor).__name__}"
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            found[clean_name(name)] = tensor
+            if isinstance(tensor, StoredWeight):
+                found |= {f"{clean_name(name)}.{part}": inner for part, inner in tensor.inner.items()}
+            else:
+                found[clean_name(name)] = tensor
     return found
 
 
@@ -78,6 +86,8 @@ def optimizer_tensors(
     torch's own get/set_optimizer_state_dict are not exact: saving before the first step takes a step, and loading casts
     floating states to the parameter's dtype.
     """
+    if hasattr(optimizer, "synchronize"):
+        optimizer.synchronize()
     names = {id(p): clean_name(name) for name, p in model.named_parameters()}
     tensors: dict[str, dict[str, Tensor]] = {}
     states: dict[str, dict[str, Any]] = {}
@@ -101,7 +111,7 @@ def optimizer_tensors(
                     "dtype": str(value.dtype).removeprefix("torch."),
                     "on_host": value.device.type == "cpu" and parameter.device.type != "cpu",
                 }
-    return tensors, {"groups": groups, "states": states}
+    return tensors, {"class": type(optimizer).__name__, "groups": groups, "states": states}
 
 
 def prepare_optimizer(
@@ -109,8 +119,9 @@ def prepare_optimizer(
 ) -> dict[str, dict[str, Tensor]]:
     """Give a new optimizer the state that `saved` (from `optimizer_tensors`) describes; returns its tensors, unfilled.
 
-    `Checkpoints.load` fills them in place. Group options come from `saved` too, `lr` and `weight_decay` among them.
-    Raises UserError when the optimizer holds other parameters than the saved one.
+    `Checkpoints.load` fills them in place, `finish_optimizer` comes after that. Group options come from `saved` too,
+    `lr` and `weight_decay` among them; of another class, those that both have. Raises UserError when the optimizer
+    holds other parameters than the saved one, or states that cannot be made this one's.
     """
     parameters = {clean_name(name): p for name, p in model.named_parameters()}
     names = {id(p): name for name, p in parameters.items()}
@@ -126,32 +137,71 @@ def prepare_optimizer(
         tensors: dict[str, dict[str, Tensor]] = {}
         for group, saved_group in zip(optimizer.param_groups, saved["groups"], strict=True):
             for key, value in saved_group["options"].items():
-                _restore_option(group, key, value)
+                if key in group or saved.get("class", type(optimizer).__name__) == type(optimizer).__name__:
+                    _restore_option(group, key, value)
             on_device = bool(group.get("fused") or group.get("capturable"))
             for name in saved_group["params"]:
+                if saved["states"].get(name) and hasattr(optimizer, "check_saved"):
+                    optimizer.check_saved(name, parameters[name], _described(saved["states"][name]))
                 for key, described in saved["states"].get(name, {}).items():
                     if "value" in described:
                         optimizer.state[parameters[name]][key] = described["value"]
                         continue
-                    state = _empty_state(described, parameters[name], on_device)
+                    on_host = getattr(optimizer, "states_on_host", described["on_host"])
+                    state = _empty_state({**described, "on_host": on_host}, parameters[name], on_device)
                     optimizer.state[parameters[name]][key] = state
                     tensors.setdefault(name, {})[key] = state
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise UserError(f"--resume: the checkpoint's optimizer entry cannot be read ({error!r}).") from None
     return tensors
 
 
+def finish_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
+    """Check the states that have been loaded, and bring them into the optimizer's formats; returns what was converted.
+
+    UserError for states that no training leaves behind, such as NaN.
+    """
+    names = {p: clean_name(name) for name, p in model.named_parameters()}
+    if hasattr(optimizer, "adopt_states"):
+        return optimizer.adopt_states(names)
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.is_floating_point() and not _finite(value):
+                raise UserError(
+                    f"--resume: the optimizer state {key} of {names[parameter]} holds NaN or Inf; resume from an "
+                    "earlier checkpoint."
+                )
+    return []
+
+
+def _finite(tensor: Tensor) -> bool:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return bool(local.float().isfinite().all())
+
+
+def _described(states: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each of a parameter's states."""
+    return {key: (tuple(known["shape"]), getattr(torch, known["dtype"])) for key, known in states.items()}
+
+
 def _restore_option(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set a group's option to what was saved, of the type that it has."""
     current = group.get(key)
     if isinstance(current, Tensor):
         current.fill_(value)
+    elif isinstance(current, tuple):
+        group[key] = tuple(type(a)(b) for a, b in zip(current, value, strict=True))
+    elif isinstance(current, float) and not (isinstance(value, int | float) and math.isfinite(value)):
+        raise ValueError(f"{key} is {value!r}")
     else:
-        group[key] = tuple(value) if isinstance(current, tuple) else value
+        group[key] = value
 
 
 def _empty_state(described: Mapping[str, Any], parameter: Tensor, scalars_on_device: bool) -> Tensor:
     shape, dtype = torch.Size(described["shape"]), getattr(torch, described["dtype"])
     device = torch.device("cpu") if described["on_host"] else parameter.device
+    if shape.numel() > 8 * max(parameter.numel(), 1024) or not isinstance(dtype, torch.dtype):
+        raise ValueError(f"a state of {described['dtype']} with shape {list(shape)}")
     if not shape:
         return torch.empty((), dtype=dtype, device=parameter.device if scalars_on_device else device)
     if shape == parameter.shape:

@@ -96,4 +96,22 @@ def specs(root: Path) -> dict[str, list[dict[str, Any]]]:
     token = [{"type": "token", "dataset_dir": str(root / "shards")}]
     parts = [{"weight": 2, **text[1]}, {"weight": 1, **hf_text[0]}, {"weight": 0.5, **token[0]}]
     mix = [{"type": "mix", "datasets": parts}]
-    return {"token": token, "text": text, "hf_text": hf_text, "mix": mix}
+    write_questions(root / "questions.jsonl")
+    instruct = [{"type": "instruct", "dataset": f"{root}/questions.jsonl", "template": "gsm8k"}]
+    chat = [{"type": "chat", "dataset": f"{root}/questions.jsonl", "template": "chatml"}]
+    for spec in (*instruct, *chat):
+        spec |= {"tokenizer": "byte", "window": 13}
+    return {"token": token, "text": text, "hf_text": hf_text, "mix": mix, "instruct": instruct, "chat": chat}
+
+
+def write_questions(path: Path, count: int = 60) -> list[dict[str, Any]]:
+    """Sums of unlike length as question and answer, and as a conversation of four turns."""
+    rows = []
+    for i in range(count):
+        numbers = [(7 * i + 3 * k) % 10 for k in range(2 + i % 5)]
+        question, answer = f"What is {' + '.join(map(str, numbers))}?", f"It is {sum(numbers)}.\n#### {sum(numbers)}"
+        turns = [("user", question), ("assistant", answer), ("user", "Sure?"), ("assistant", f"Yes, {sum(numbers)}.")]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        rows.append({"question": question, "answer": answer, "messages": messages})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return rows

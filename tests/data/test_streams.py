@@ -27,6 +27,8 @@ def datasets(tmp_path_factory):
 
 
 CASES = [("token", 0), ("text", 0), ("text", 1), ("hf_text", 0), ("hf_text", 1), ("mix", 0)]
+CASES += [("instruct", 0), ("chat", 0)]
+LENGTHS = {"token": 17, "text": 1000, "hf_text": 200, "mix": 150, "instruct": 150, "chat": 300}
 
 
 def test_every_type_has_a_case(datasets):
@@ -60,7 +62,7 @@ def small_reads(monkeypatch):
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize(("rank", "world"), [(0, 1), (1, 2), (4, 5)])
 def test_resumes_exactly_at_ten_random_positions(datasets, small_reads, kind, number, shuffle, rank, world):
-    spec, length = datasets[kind][number], {"token": 17, "text": 1000, "hf_text": 200, "mix": 150}[kind]
+    spec, length = datasets[kind][number], LENGTHS[kind]
     ctx = StreamContext(length, seed=11, shuffle=shuffle, rank=rank, world=world)
     stream, samples, positions = open_stream(spec, ctx, FLAG), [], []
     epochs_long = 220
@@ -78,7 +80,7 @@ def test_resumes_exactly_at_ten_random_positions(datasets, small_reads, kind, nu
 
 @pytest.mark.parametrize(("kind", "number"), CASES)
 def test_positions_are_small_and_json(datasets, kind, number):
-    stream = open_stream(datasets[kind][number], StreamContext(64, seed=1), FLAG)
+    stream = open_stream(datasets[kind][number], StreamContext(LENGTHS[kind], seed=1), FLAG)
     take(stream, 50)
     assert len(json.dumps(stream.position())) < 1500
 
@@ -86,7 +88,7 @@ def test_positions_are_small_and_json(datasets, kind, number):
 @pytest.mark.parametrize(("kind", "number"), CASES)
 def test_another_seed_gives_another_order_and_the_same_seed_the_same(datasets, kind, number):
     spec = datasets[kind][number]
-    a, b, c = (take(open_stream(spec, StreamContext(64, seed=s), FLAG), 20) for s in (1, 1, 2))
+    a, b, c = (take(open_stream(spec, StreamContext(LENGTHS[kind], seed=s), FLAG), 20) for s in (1, 1, 2))
     assert same(a, b) and not same(a, c)
 
 
@@ -241,7 +243,7 @@ def bad_specs(root) -> list[tuple[dict, str]]:
     text = {"type": "text", "tokenizer": "byte"}
     hf = {"type": "hf_text", "tokenizer": "byte"}
     return [
-        ({}, "the key 'type' is missing; allowed: hf_text, mix, text, token"),
+        ({}, "the key 'type' is missing; allowed: chat, hf_text, instruct, mix, text, token"),
         ({"type": "tokens"}, "Did you mean 'token'"),
         ({"type": "token"}, "'dataset_dir' is missing"),
         ({"type": "token", "dataset_dir": 3}, "must be text or a list of text"),
@@ -318,7 +320,7 @@ def test_local_files_are_read_without_the_network(datasets, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: (asked.append(a), (_ for _ in ()).throw(OSError))[1])
     for kind in datasets:
         for spec in datasets[kind]:
-            take(open_stream(spec, StreamContext(64), FLAG), 3)
+            take(open_stream(spec, StreamContext(LENGTHS[kind]), FLAG), 3)
     assert asked == []
 
 

@@ -47,6 +47,7 @@ FAMILIES = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     },
     "qwen3": {"model_type": "qwen3", **_SHAPE, "head_dim": 16, "rms_norm_eps": 1e-5},
+    "bitnet": {"model_type": "bitnet", **_SHAPE, "hidden_act": "silu", "attention_bias": True},
 }
 
 

@@ -61,7 +61,7 @@ def kept_bytes(model: Decoder, batch: int, seq_len: int) -> float:
     return sum(t.untyped_storage().nbytes() for t in kept.values()) / (batch * seq_len)
 
 
-@pytest.mark.parametrize(("name", "mode"), [("qwen2", "none"), ("qwen3", "selective")])
+@pytest.mark.parametrize(("name", "mode"), [("qwen2", "none"), ("qwen3", "selective"), ("bitnet", "none")])
 def test_compiled_layers_keep_what_the_table_says(name, mode):
     torch._dynamo.reset()
     shape = {"hidden_size": 128, "intermediate_size": 640, "num_attention_heads": 8, "num_hidden_layers": 1}

@@ -5,14 +5,19 @@ import dataclasses
 import pytest
 import torch
 
+from qtrain.errors import UserError
 from qtrain.hardware import DATASHEET, Hardware
 from qtrain.models import ModelConfig, list_models, read_model_source
+from qtrain.models.cost import count_parameters
 from qtrain.optim import OPTIMIZERS
 from qtrain.quant import SCHEMES
 from qtrain.train.plan import Plan, make_plan
 from qtrain.train.settings import BatchGeometry, LanguageSettings, batch_geometry
 
 H200 = Hardware("NVIDIA H200", DATASHEET["H200"], 141 * 10**9, measured=False)
+
+SMALL = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def plan_of(model: str = "qwen2.5-0.5b", hardware: Hardware = H200, dtype=torch.bfloat16, **changes) -> Plan:
@@ -68,6 +73,51 @@ def test_each_kind_of_work_runs_at_the_rate_of_its_arithmetic():
     in_fp32 = plan_of(quantize="bf16", dtype=torch.float32).seconds
     assert in_fp32["head"] == pytest.approx(flops["head"] / 66.9e12)
     assert in_fp32["blocks"] == pytest.approx(flops["blocks"] / 66.9e12)
+
+
+def test_arithmetic_that_the_device_has_not_is_counted_at_what_it_runs_in_and_said():
+    """INT4 codes run on INT8 tensor cores: no emulation. MX on Hopper is bf16, and the plan says so."""
+    assert plan_of(quantize="int4").seconds == plan_of(quantize="int8").seconds
+    assert plan_of(quantize="mxfp8").seconds == pytest.approx(plan_of(quantize="bf16").seconds)
+    assert "no mxfp8 arithmetic: emulated" in "\n".join(plan_of(quantize="mxfp8").lines())
+    blackwell = Hardware("NVIDIA B200", DATASHEET["B200"], 180 * 10**9, measured=False)
+    assert plan_of(quantize="mxfp8", hardware=blackwell).seconds["blocks"] < plan_of(quantize="int8").seconds["blocks"]
+    for name, hardware in (("mxfp8", blackwell), ("int4", H200), ("fp8_rowwise", H200), ("bf16", H200)):
+        assert "emulated" not in "\n".join(plan_of(quantize=name, hardware=hardware).lines())
+
+
+def test_memory_of_activations_is_what_the_scheme_keeps():
+    """A scheme whose grad_weight is in bf16 keeps the inputs themselves, as plain linears do: no further tensor."""
+    plain = plan_of(quantize="bf16", micro_batch_size=16).memory["activations"]
+    assert plan_of(quantize="switchback", micro_batch_size=16).memory["activations"] == plain
+    assert plan_of(quantize="int8", micro_batch_size=16).memory["activations"] < plain
+    rowwise, blocks = (plan_of(quantize=f"fp8_{kind}").memory["activations"] for kind in ("rowwise", "blockwise"))
+    assert rowwise < blocks < 1.01 * rowwise
+
+
+def test_memory_of_weights_is_what_the_scheme_stores():
+    """INT8: a byte and nothing beside it, or another for the transposed codes; gradients stay in the model's dtype."""
+    parameters = count_parameters(read_model_source("qwen2.5-0.5b").model_config())
+    plain = plan_of(quantize="bf16").memory["weights"]
+
+    def weights(scheme: str, **options) -> int:
+        found = plan_of(quantize=scheme, quantize_kwargs=options).memory
+        assert found["gradients"] == plan_of(quantize="bf16").memory["gradients"]
+        return found["weights"]
+
+    assert weights("int8_weight") == plain - parameters.linear
+    assert weights("int8_weight", activations="int8") == plain
+    assert weights("int4_weight") == pytest.approx(plain - (2 - 0.53125) * parameters.linear, abs=1)
+    assert weights("int8") == plain + 2 * parameters.linear
+    assert weights("bitnet") == pytest.approx(plain + parameters.linear, rel=1e-3)  # and its norms
+
+
+def test_a_plan_for_bitnets_norms_refuses_what_could_not_be_exported():
+    with pytest.raises(UserError, match="QK-norm"):
+        config = ModelConfig.from_hf({"model_type": "qwen3", **SMALL})
+        settings = LanguageSettings(quantize="bitnet", batch_size=1)
+        scheme, optimizer = SCHEMES.make("bitnet", {}, "--quantize"), OPTIMIZERS.make("adamw", {}, "--optim")
+        make_plan(settings, config, scheme, optimizer, batch_geometry(settings), H200, torch.bfloat16, data=())
 
 
 def test_what_is_printed_is_what_will_be():

@@ -1,0 +1,183 @@
+"""Vision models by timm's names: built, run and exported in timm's own format. Needs timm only when it is called."""
+
+import contextlib
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from qtrain.errors import UserError, missing_package, nearest
+from qtrain.hub import reaching_hub
+from qtrain.models.recompute import selective_contexts
+
+RESERVED = {
+    "pretrained": "--pretrained says it",
+    "num_classes": "the training data says it",
+    "checkpoint_path": "only published weights are loaded",
+    "pretrained_cfg": "only published weights are loaded",
+    "pretrained_cfg_overlay": "only published weights are loaded",
+    "cache_dir": "the hub's own cache is used",
+}
+"""Keys of --model_kwargs that are decided elsewhere."""
+
+
+def import_timm(flag: str = "--model") -> ModuleType:
+    """timm, or a UserError that says how to install it."""
+    try:
+        import timm
+    except ImportError:
+        raise missing_package("timm", f"{flag}: a vision model") from None
+    return timm
+
+
+def check_vision_model(name: str, kwargs: Mapping[str, Any], pretrained: bool) -> str:
+    """timm's own spelling of `name` (`timm/NAME` or NAME). UserError for names, tags and keys that it does not know."""
+    timm = import_timm()
+    short = name.removeprefix("timm/").removeprefix("hf-hub:timm/")
+    base, _, tag = short.partition(".")
+    if not timm.is_model(base):
+        close = nearest(base, timm.list_models())
+        hint = f" Did you mean {close!r}?" if close else ""
+        raise UserError(
+            f"--model: timm has no model {short!r}.{hint} It has {len(timm.list_models())}; "
+            "print their names with: python -c 'import timm; print(*timm.list_models())'"
+        )
+    tags = [full.partition(".")[2] for full in timm.list_models(f"{base}.*", pretrained=True)]
+    if tag and tag not in tags:
+        allowed = f"its tags are {', '.join(tags[:8])}" if tags else "it has no published weights: leave the tag out"
+        raise UserError(f"--model: {base!r} has no weights with the tag {tag!r}; {allowed}.")
+    if pretrained and not tags:
+        raise UserError(f"--pretrained: timm has no published weights of {base!r}; add --no_pretrained.")
+    for key in kwargs:
+        if key in RESERVED:
+            raise UserError(f"--model_kwargs: the key {key!r} is not allowed; {RESERVED[key]}.")
+    return short
+
+
+def empty_vision_model(name: str, kwargs: Mapping[str, Any], classes: int) -> nn.Module:
+    """The model on the meta device: shapes without memory. UserError where it does not take `kwargs`."""
+    timm = import_timm()
+    try:
+        with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+            return timm.create_model(name, num_classes=classes, **kwargs)
+    except Exception as error:  # whatever a model's constructor raises at options that do not fit it
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"--model_kwargs: {name} cannot be built with {json.dumps(dict(kwargs))}: {reason}.") from None
+
+
+def build_vision_model(
+    name: str, kwargs: Mapping[str, Any], classes: int, *, pretrained: bool, device: torch.device, dtype: torch.dtype
+) -> nn.Module:
+    """The model on `device`, with published weights or random ones of torch's global generator; its head is new."""
+    timm = import_timm()
+    fix = "Train from random weights with --no_pretrained."
+    reach = reaching_hub("--pretrained", f"the weights of {name!r}", fix) if pretrained else contextlib.nullcontext()
+    with reach, device:
+        model = timm.create_model(name, pretrained=pretrained, num_classes=classes, **kwargs)
+    for module in model.modules():  # optimizers that work on matrices take the three projections apart
+        qkv = getattr(module, "qkv", None)
+        if isinstance(qkv, nn.Linear) and qkv.out_features == 3 * qkv.in_features:
+            module.fused_rows = {"qkv": (qkv.in_features,) * 3}
+    return model.to(device=device, dtype=dtype)
+
+
+def image_config(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What images the model wants: `input_size` (channels, height, width), mean, std, interpolation, crop_pct and
+    crop_mode."""
+    from timm.data import resolve_data_config
+
+    known = model.pretrained_cfg
+    size = kwargs.get("img_size") or tuple(known.get("input_size") or (3, 224, 224))[1:]
+    height, width = (size, size) if isinstance(size, int) else size
+    channels = kwargs.get("in_chans", 3)
+    if channels not in (1, 3):
+        raise UserError(f"--model_kwargs.in_chans: {channels} is not allowed; images have 1 channel (grey) or 3 (RGB).")
+    wanted: dict[str, Any] = {"input_size": (channels, height, width)}
+    if channels == 1:
+        wanted |= {key: (sum(known[key]) / len(known[key]),) for key in ("mean", "std") if known.get(key)}
+    config = resolve_data_config(wanted, pretrained_cfg=known)
+    if channels == 1:
+        config |= {key: config[key][:1] for key in ("mean", "std")}
+    return config
+
+
+def output_head(model: nn.Module) -> nn.Module | None:
+    """The classifier's linear, if there is one."""
+    head = model.get_classifier()
+    return head if isinstance(head, nn.Module) else None
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks that a model repeats, in their order, as timm names them; empty where it has none."""
+    return [
+        block
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == "blocks" and isinstance(module, nn.Sequential | nn.ModuleList)
+        for block in module
+    ]
+
+
+def recompute_blocks(model: nn.Module, mode: str) -> None:
+    """Set what backward computes again (`RECOMPUTE_MODES`) of each repeated block. UserError where there are none."""
+    if mode == "none":
+        return
+    blocks = repeated_blocks(model)
+    if not blocks:
+        raise UserError(f"--activation_checkpointing: {type(model).__name__} has no repeated blocks; use none.")
+    for block in blocks:
+        block.forward = _recomputed(block.forward, mode)
+
+
+def _recomputed(forward: Callable[..., Tensor], mode: str) -> Callable[..., Tensor]:
+    contexts = {"context_fn": selective_contexts} if mode == "selective" else {}
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+
+    return run
+
+
+def compile_vision(model: nn.Module) -> None:
+    """Compile each repeated block in place, which share their code, or the whole model where it has none."""
+    for module in repeated_blocks(model) or [model]:
+        module.compile()
+
+
+def export_timm(
+    model: nn.Module,
+    tensors: Mapping[str, Callable[[], Tensor]],
+    folder: Path,
+    *,
+    name: str,
+    kwargs: Mapping[str, Any],
+    classes: Sequence[str],
+    image: Mapping[str, Any],
+) -> None:
+    """Write model.safetensors and config.json in timm's format, for `timm.create_model(name, checkpoint_path=...)` and
+    `timm.create_model("local-dir:FOLDER")`. tensors: what makes each value, by its name in `state_dict`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {
+        key.replace("_orig_mod.", ""): make().detach().cpu().contiguous().clone() for key, make in tensors.items()
+    }
+    save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
+    cfg = model.pretrained_cfg
+    known = ("first_conv", "classifier", "pool_size", "fixed_input_size")
+    pretrained_cfg = {**{key: cfg[key] for key in known if key in cfg}, **image, "num_classes": len(classes)}
+    config = {
+        "architecture": name.partition(".")[0],
+        "num_classes": len(classes),
+        "num_features": model.num_features,
+        "model_args": dict(kwargs),
+        "label_names": list(classes),
+        "pretrained_cfg": pretrained_cfg,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,102 @@
+"""What training a vision model on one image costs, counted by running it once without memory, on the meta device."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+
+@dataclass(frozen=True)
+class VisionCost:
+    """Of one image, forward and backward, two operations a multiply-add; what backward computes again is not counted.
+
+    blocks, head: linears, other: convolutions and whatever else multiplies. rows: of the input of most linears, its
+    tokens. kept: bytes that backward keeps, each operation for itself; linear_inputs: those of them that the quantized
+    linears read. bypassed: linears whose weight the model reads without calling them.
+    """
+
+    blocks: float
+    head: float
+    attention: float
+    other: float
+    rows: int
+    kept: int
+    linear_inputs: int
+    bypassed: tuple[str, ...]
+
+    @property
+    def flops(self) -> dict[str, float]:
+        kinds = {"blocks": self.blocks, "head": self.head, "attention": self.attention, "other": self.other}
+        return {kind: work for kind, work in kinds.items() if work}
+
+
+def vision_cost(model: nn.Module, head: nn.Module | None, input_size: tuple[int, int, int]) -> VisionCost | None:
+    """Run `model`, which is on the meta device, on one image; None where it does not run there."""
+    model.train()
+    linears = {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    rows: dict[nn.Module, int] = {}
+    hooks = [
+        m.register_forward_hook(lambda m, args, _: rows.update({m: args[0].numel() // m.in_features})) for m in linears
+    ]
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    dtype = next(model.parameters()).dtype
+    image, attention = torch.empty(1, *input_size, device="meta", dtype=dtype), _Attention()
+    counter = FlopCounterMode(display=False)
+    try:
+        with counter, attention, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model(image).sum()
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None
+    finally:
+        for hook in hooks:
+            hook.remove()
+    weights = {p.untyped_storage()._cdata for p in (*model.parameters(), *model.buffers())}
+    work = {m: 6.0 * count * m.in_features * m.out_features for m, count in rows.items()}
+    of_head = work.pop(head, 0.0)
+    of_attention = 3.0 * attention.flops
+    total = 3.0 * counter.get_total_flops()
+    counts = sorted(count for m, count in rows.items() if m is not head)
+    return VisionCost(
+        blocks=sum(work.values()),
+        head=of_head,
+        attention=of_attention,
+        other=max(total - sum(work.values()) - of_head, 0.0),
+        rows=counts[len(counts) // 2] if counts else 1,
+        kept=sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in weights),
+        linear_inputs=sum(rows[m] * m.in_features * dtype.itemsize for m in work),
+        bypassed=tuple(name for m, name in linears.items() if m not in rows),
+    )
+
+
+class _Attention(TorchFunctionMode):
+    """Lets attention keep what the fused kernels keep (q, k, v and the output, no scores), and counts its work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0.0
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        q, k, v = args[:3]
+        self.flops += 2.0 * q.shape[:-2].numel() * q.shape[-2] * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+        return _FusedAttention.apply(q, k, v)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """The shapes of attention: q [..., S, D], k [..., T, D], v [..., T, E] -> [..., S, E]. It computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        ctx.save_for_backward(q, k, v, out)
+        return out

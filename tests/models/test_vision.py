@@ -1,0 +1,110 @@
+"""Models of timm: found by name, counted without memory, run in blocks, and exported so that timm loads them."""
+
+import pytest
+import torch
+from torch import nn
+
+from qtrain.errors import UserError
+from qtrain.models import (
+    build_vision_model,
+    check_vision_model,
+    empty_vision_model,
+    export_timm,
+    image_config,
+    output_head,
+    recompute_blocks,
+    repeated_blocks,
+    vision_cost,
+)
+from qtrain.quant import SCHEMES, exported_tensors, quantize_linears
+
+timm = pytest.importorskip("timm")
+
+NAME = "vit_tiny_patch16_224"
+SMALL = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
+CPU = torch.device("cpu")
+
+
+def build(dtype=torch.float32, **changes) -> nn.Module:
+    torch.manual_seed(0)
+    kwargs = {**SMALL, **changes}
+    model = build_vision_model(NAME, kwargs, 5, pretrained=False, device=CPU, dtype=dtype)
+    nn.init.normal_(model.head.weight)
+    return model
+
+
+def test_names_are_those_of_timm_with_and_without_a_prefix_and_a_tag():
+    for given in ("vit_giant_patch14_dinov2.lvd142m", "timm/vit_giant_patch14_dinov2.lvd142m"):
+        assert check_vision_model(given, {}, True) == "vit_giant_patch14_dinov2.lvd142m"
+    with pytest.raises(UserError, match="Did you mean 'vit_tiny_patch16_224'"):
+        check_vision_model("vit_tiny_patch16_244", {}, False)
+    with pytest.raises(UserError, match="its tags are lvd142m"):
+        check_vision_model("timm/vit_giant_patch14_dinov2.lvd142", {}, True)
+
+
+def test_the_cost_is_that_of_the_formulas():
+    """C = 32, 17 tokens, 2 layers: qkv 3C², proj C², mlp 8C² a layer; attention 2·S·C for q·kᵀ, and for p·v."""
+    model = empty_vision_model(NAME, SMALL, 5)
+    cost = vision_cost(model, output_head(model), (3, 16, 16))
+    assert cost.blocks == 6 * 17 * 2 * 12 * 32**2 and cost.head == 6 * 32 * 5 and cost.rows == 17
+    assert cost.attention == 3 * 2 * 2 * (2 * 17 * 17 * 32)
+    assert cost.other == 6 * 16 * 32 * 3 * 4 * 4  # the patches' convolution
+    assert cost.linear_inputs == 2 * 17 * (32 + 32 + 32 + 128) * 4 and not cost.bypassed
+    a_layer = 17 * 4 * (32 * 2 + 96 + 32 * 2 + 128 * 2)  # norms' inputs and outputs, qkv, attention, mlp
+    assert 2 * a_layer < cost.kept < 3 * a_layer
+
+
+def test_linears_that_a_model_does_not_call_are_told():
+    model = empty_vision_model("eva02_tiny_patch14_224", {"img_size": 28, "depth": 1}, 5)
+    cost = vision_cost(model, output_head(model), (3, 28, 28))
+    assert cost.blocks and all(isinstance(model.get_submodule(name), nn.Linear) for name in cost.bypassed)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "convnext_atto", "swin_tiny_patch4_window7_224"])
+def test_models_of_other_kinds(name):
+    model = empty_vision_model(name, {}, 5)
+    config = image_config(model, {})
+    cost = vision_cost(model, output_head(model), config["input_size"])
+    assert config["input_size"] == (3, 224, 224) or name == "convnext_atto"
+    assert sum(cost.flops.values()) > 1e9 and output_head(model).out_features == 5
+    assert bool(repeated_blocks(model)) == (name != "resnet18")
+
+
+def test_grey_images():
+    model = empty_vision_model(NAME, {**SMALL, "in_chans": 1}, 5)
+    config = image_config(model, {**SMALL, "in_chans": 1})
+    assert config["input_size"] == (1, 16, 16) and len(config["mean"]) == len(config["std"]) == 1
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("scheme", ["bf16", "int8"])
+def test_what_backward_computes_again_changes_no_gradient(mode, scheme):
+    images, gradients = torch.randn(2, 3, 16, 16), []
+    for chosen in ("none", mode):
+        model = build()
+        quantize_linears(model, SCHEMES.make(scheme, {}, "--quantize"), seed=0, head=output_head(model))
+        recompute_blocks(model, chosen)
+        model(images).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    with pytest.raises(UserError, match="no repeated blocks"):
+        recompute_blocks(nn.Linear(2, 2), mode)
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "int8", "int8_weight"])
+def test_timm_loads_the_export_by_file_and_by_folder(scheme, tmp_path):
+    model = build()
+    quantize_linears(model, SCHEMES.make(scheme, {}, "--quantize"), seed=0, head=output_head(model))
+    image = image_config(model, SMALL)
+    classes = ("a", "b", "c", "d", "e")
+    tensors = exported_tensors(model)
+    export_timm(model, tensors, tmp_path, name=NAME, kwargs=SMALL, classes=classes, image=image)
+    by_file = timm.create_model(NAME, num_classes=5, **SMALL, checkpoint_path=tmp_path / "model.safetensors")
+    by_folder = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
+    images = torch.randn(2, 3, 16, 16)
+    expected, found = model.eval()(images), by_file.eval()(images)
+    assert torch.equal(found, by_folder.eval()(images))
+    if scheme == "bf16":
+        assert torch.equal(found, expected)
+    assert float(((found - expected).norm() / expected.norm()).detach()) < 0.05
+    assert by_folder.pretrained_cfg["input_size"] == (3, 16, 16) and by_folder.pretrained_cfg["num_classes"] == 5

@@ -1,0 +1,293 @@
+"""timm_finetune.py from the command line to the exported model: what it writes, resumes, refuses."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import timm_finetune
+from qtrain.config import parse
+from qtrain.data import ImageTransform, open_images
+from qtrain.data.permutation import Permutation
+from qtrain.models import check_vision_model, empty_vision_model
+from qtrain.optim import OPTIMIZERS
+from qtrain.train.checkpoint import newest_complete
+from qtrain.train.metrics import read_metrics
+from qtrain.train.settings import VisionSettings
+from tests.data.pictures import write_folder, write_table, write_tar
+from tests.system import ROOT, call, contents, flags, last_step, losses, only_run, serving, tree
+
+timm = pytest.importorskip("timm")
+
+SHAPE = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
+FOLDER = {"type": "image_folder", "path": "images"}
+GOOD: dict[str, Any] = {
+    "model": "vit_tiny_patch16_224",
+    "model_kwargs": SHAPE,
+    "pretrained": False,
+    "train_ds": FOLDER,
+    "eval_ds": FOLDER,
+    "n_steps": 4,
+    "batch_size": 4,
+    "lr": 0.01,
+    "device": "cpu",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Good and broken images of every kind, and a finished run: the working folder of every mistake."""
+    import datasets
+
+    here = tmp_path_factory.mktemp("vision")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", here.parent / "cache")
+        patch.chdir(here)
+        write_folder(Path("images"))
+        write_folder(Path("other"), classes=("cat", "dog", "elk"))
+        write_folder(Path("two"), classes=("cat", "dog"))
+        write_folder(Path("one"), count=4, classes=("cat",))
+        write_folder(Path("broken"), count=3)
+        for path in Path("broken").rglob("*.png"):
+            path.write_bytes(path.read_bytes()[:60])
+        Path("flat").mkdir()
+        shutil.copytree("images", "hollow")
+        shutil.rmtree("hollow/dog")
+        Path("hollow/dog").mkdir()
+        Path("hollow/dog/notes.txt").write_text("no image")
+        write_table(Path("rows.parquet"))
+        Path("text.parquet").write_text("no parquet")
+        Path("no_tar.tar").write_text("no tar")
+        write_tar(Path("images.tar"), range(12))
+        Path("a_class.txt").write_text("cat\ndog\n")
+        assert call(timm_finetune.main, flags(**GOOD, ckpt_interval=2)).code == 0
+        yield here
+
+
+def run_of(runs: Path) -> Path:
+    return only_run(runs, "timm_finetune")
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quantize", ["bf16", "int8"])
+def test_digits_from_random_weights_to_a_model_that_timm_loads(quantize, tmp_path, monkeypatch):
+    """The recipe of the documentation, shortened; the exported model gives the evaluation's own results."""
+    pytest.importorskip("sklearn")
+    monkeypatch.chdir(tmp_path)
+    recipe = str(ROOT / "configs/digits_int8.json")
+    argv = flags(config=recipe, quantize=quantize, n_epochs=0, n_steps=60, eval_interval=30, eval_images=200)
+    argv += flags(lr=0.02, ema_decay=0.9)
+    done = call(timm_finetune.main, argv)
+    assert done.code == 0 and done.err == "", done.err
+    run = run_of(Path("runs"))
+    records = read_metrics(run / "metrics.jsonl")
+    assert [r["step"] for r in records if "top1" in r] == [0, 30, 60]
+    trained, measured = [r for r in records if "loss" in r], [r for r in records if "top1" in r]
+    assert trained[-1]["loss"] < 0.7 * measured[0]["eval_loss"] and measured[-1]["top1"] > 0.5
+    assert trained[-1]["images"] == 60 * trained[-1]["data"]["batch_size"]
+    assert trained[-1]["img_s"] > 0 and 0 < trained[-1]["mfu"] < 1 and "tok_s" not in trained[-1]
+    assert "img/s" in done.out and "Images per second" in (run / "report.html").read_text()
+
+    recipe = json.loads(Path(recipe).read_text())
+    name, kwargs = recipe["model"], recipe["model_kwargs"]
+    model = timm.create_model(name, num_classes=10, **kwargs, checkpoint_path=run / "timm/model.safetensors").eval()
+    by_folder = timm.create_model(f"local-dir:{run / 'timm'}", pretrained=True).eval()
+    held_out = open_images(recipe["eval_ds"], "--eval_ds")
+    transform = ImageTransform(timm.data.resolve_data_config({}, model=by_folder), None)
+    chosen = Permutation(len(held_out), 0).all()[:200]
+    images = torch.stack([transform(held_out.read(int(i))) for i in chosen])
+    with torch.no_grad():
+        logits = model(images)
+        assert torch.equal(by_folder(images), logits)
+    top1 = float((logits.argmax(1).numpy() == held_out.labels[chosen]).mean())
+    assert abs(top1 - measured[-1]["top1"]) <= (1e-6 if quantize == "bf16" else 0.03)
+
+
+def test_everything_at_once(folder, tmp_path, monkeypatch):
+    """Compiled blocks, recomputation, accumulation, mixing, an average, another optimizer, the head quantized too."""
+    monkeypatch.chdir(folder)
+    augment = {"auto_augment": "rand-m5", "mixup": 0.2, "cutmix": 0.5, "label_smoothing": 0.1, "re_prob": 0.3}
+    changes = {"quantize": "int8", "quantize_lm_head": True, "activation_checkpointing": "full", "optim": "muon"}
+    changes |= {"micro_batch_size": 2, "augment": augment, "ema_decay": 0.9, "n_steps": 0, "n_epochs": 1}
+    done = call(timm_finetune.main, flags(**{**GOOD, **changes, "runs_dir": tmp_path}))
+    assert done.code == 0, done.err
+    config = json.loads((run_of(tmp_path) / "config.json").read_text())
+    assert config["n_steps"] == config["eval_interval"] == 6
+    assert "1 x head 16 -> 3: quantized" in done.out
+    again = call(timm_finetune.main, flags(config=run_of(tmp_path) / "config.json", dry_run=True))
+    assert again.code == 0, again.err
+
+
+def test_compiled_blocks_give_the_same_losses(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile_eager(self))
+    compiled: list[torch.nn.Module] = []
+
+    def compile_eager(module: torch.nn.Module) -> None:
+        compiled.append(module)
+        module._compiled_call_impl = torch.compile(module._call_impl, backend="aot_eager", dynamic=False)
+
+    rows = []
+    for chosen in (False, True):
+        runs = tmp_path / str(chosen)
+        settings = {**GOOD, "quantize": "int8", "n_steps": 2, "compile": chosen, "runs_dir": runs}
+        assert call(timm_finetune.main, flags(**settings)).code == 0
+        rows.append([row[1] for row in losses(run_of(runs)) if row[1] is not None])
+    assert len(compiled) == 2 and rows[0] == pytest.approx(rows[1], rel=1e-4)
+
+
+# ---- kill -9 ---------------------------------------------------------------------------------------------------------
+
+
+def test_killed_and_resumed_equals_one_that_never_stopped(folder, tmp_path):
+    """Bit for bit: augmentation, mixing, drop path and dropout, stochastic rounding, the average; across an epoch."""
+    settings = {**GOOD, "model_kwargs": {**SHAPE, "drop_path_rate": 0.3, "proj_drop_rate": 0.1}, "quantize": "int8"}
+    settings |= {"quantize_kwargs": {"stochastic_rounding": True}, "micro_batch_size": 2, "ema_decay": 0.9}
+    settings |= {"augment": {"auto_augment": "rand-m9-mstd0.5", "mixup": 0.5, "cutmix": 0.5, "re_prob": 0.5}}
+    settings |= {"n_steps": 10, "ckpt_interval": 4, "keep_ckpts": 9}
+    with serving(folder, "import qtrain, timm.data, timm.models") as server:
+        whole = server.start("timm_finetune", flags(**settings, runs_dir=tmp_path / "whole"))
+        killed = server.start("timm_finetune", flags(**settings, runs_dir=tmp_path / "killed"), hang_at=5)
+        killed.until(lambda: last_step(tmp_path / "killed") == 5)
+        run = run_of(tmp_path / "killed")
+        assert killed.kill(signal.SIGKILL).code == -signal.SIGKILL
+        assert newest_complete(run / "checkpoints")[1].step == 4
+        argv = flags(**settings, runs_dir=tmp_path / "killed", resume=run)
+        assert server.run("timm_finetune", argv).code == 0
+        done = whole.wait()
+        assert done.code == 0, done.err
+    one, other = run_of(tmp_path / "whole"), run
+    assert losses(one) == losses(other) and len(losses(one)) == 13
+    a, b = (contents(r / "checkpoints" / "00000010") for r in (one, other))
+    assert a.keys() == b.keys() and any(name.startswith("ema.") for name in a)
+    assert all(torch.equal(a[name], b[name]) for name in a), [n for n in a if not torch.equal(a[n], b[n])]
+    assert (one / "timm/model.safetensors").read_bytes() == (other / "timm/model.safetensors").read_bytes()
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Mistake:
+    """A command line that would work but for `settings` (None takes one out); what its message must say."""
+
+    says: tuple[str, ...]
+    settings: dict[str, Any]
+
+    def argv(self) -> list[str]:
+        merged = {**GOOD, **self.settings}
+        return flags(**{k: v for k, v in merged.items() if v is not None})
+
+
+def wrong(*says: str, **settings: Any) -> Mistake:
+    return Mistake(says, settings)
+
+
+def images(**options: Any) -> dict[str, Any]:
+    return {"eval_ds": None, "train_ds": options}
+
+
+MISTAKES = [
+    wrong(
+        "timm has no model 'vit_tinny_patch16_224'",
+        "Did you mean 'vit_tiny_patch16_224'?",
+        model="vit_tinny_patch16_224",
+    ),
+    wrong("no weights with the tag 'in1k'", "augreg", model="timm/vit_tiny_patch16_224.in1k"),
+    wrong(
+        "--pretrained: timm has no published weights",
+        "--no_pretrained",
+        pretrained=True,
+        model="vit_base_patch16_xp_224",
+    ),
+    wrong("--model_kwargs", "cannot be built", "imgsize", model_kwargs={"imgsize": 8}),
+    wrong("--model_kwargs", "cannot be built", model_kwargs={**SHAPE, "num_heads": 3}),
+    wrong("--model_kwargs: the key 'num_classes' is not allowed", "training data", model_kwargs={"num_classes": 9}),
+    wrong("--model_kwargs.in_chans: 4 is not allowed", model_kwargs={**SHAPE, "in_chans": 4}),
+    wrong("--train_ds: the key 'type' is missing", "image_folder", train_ds={"path": "images"}),
+    wrong(
+        "--train_ds: unknown image dataset type 'imagefolder'",
+        "Did you mean 'image_folder'?",
+        **images(type="imagefolder"),
+    ),
+    wrong("--train_ds: the folder 'no' does not exist", **images(type="image_folder", path="no")),
+    wrong(
+        "--train_ds: unknown split of 'images' 'dgo'",
+        "Did you mean 'dog'?",
+        **images(type="image_folder", path="images", split="dgo"),
+    ),
+    wrong("flat holds no folders", "one folder for each class", **images(type="image_folder", path="flat")),
+    wrong("the class 'dog' has no image files", **images(type="image_folder", path="hollow")),
+    wrong("there is only one class, 'cat'", **images(type="image_folder", path="one")),
+    wrong("000.png cannot be read as an image", **images(type="image_folder", path="broken"), batch_size=2),
+    wrong("--eval_ds: it has 2 classes, the training data 3", eval_ds={**FOLDER, "path": "two"}),
+    wrong("--eval_ds: its class 2 is 'elk'", "'owl'", eval_ds={**FOLDER, "path": "other"}),
+    wrong("--train_ds: 'x/*.parquet' matches no file", **images(type="parquet", paths="x/*.parquet")),
+    wrong("cannot be read", **images(type="parquet", paths="text.parquet")),
+    wrong("has no column 'class'", "label", **images(type="parquet", paths="rows.parquet", label_column="class")),
+    wrong("no image bytes in the column 'label'", **images(type="parquet", paths="rows.parquet", image_column="label")),
+    wrong("no_tar.tar cannot be read as a tar file", **images(type="wds", paths="no_tar.tar")),
+    wrong("the label 2 is out of range", "2 classes", **images(type="wds", paths="images.tar", classes="a_class.txt")),
+    wrong("give either paths or dataset", **images(type="wds")),
+    wrong("--batch_size: 64 is more than the 24 images", batch_size=64),
+    wrong("--n_steps, --n_epochs: 2 epochs are 12 steps, not 4", n_epochs=2),
+    wrong(
+        "--augment.auto_augment: timm does not know the policy 'randm9'", "rand-m9", augment={"auto_augment": "randm9"}
+    ),
+    wrong("--augment: unknown key 'mix_up'", "Did you mean 'mixup'?", augment={"mix_up": 1}),
+    wrong("--augment.scale: [0.5, 1.5] is out of range", augment={"scale": [0.5, 1.5]}),
+    wrong("--augment: mixup and cutmix need even micro-batches, not 1", augment={"mixup": 1}, micro_batch_size=1),
+    wrong("--ema_decay: 1.5 is out of range", "from 0 to 1", ema_decay=1.5),
+    wrong(
+        "--activation_checkpointing: ResNet has no repeated blocks",
+        model="resnet10t",
+        model_kwargs=None,
+        activation_checkpointing="full",
+    ),
+    wrong("--train_ds: cannot resume", "seed", resume="RUN", n_steps=9, seed=7),
+    wrong("--train_ds: cannot resume", "batch_size", resume="RUN", n_steps=9, batch_size=2),
+    wrong("--resume", "ema", resume="RUN", ema_decay=0.9),
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: m.says[0])
+def test_a_mistake_is_one_short_line_and_changes_nothing(folder, mistake, monkeypatch):
+    monkeypatch.chdir(folder)
+    argv = [word.replace("RUN", str(run_of(Path("runs")))) for word in mistake.argv()]
+    before = tree(folder)
+    outcome = call(timm_finetune.main, argv)
+    assert outcome.code == 2, f"not refused: {outcome}"
+    message = outcome.err.removesuffix("\n")
+    assert message.startswith("error: ") and "\n" not in message and len(message) < 400, outcome.err
+    assert all(part in message for part in mistake.says), message
+    assert tree(folder) == before
+
+
+def test_without_network_the_default_data_are_one_message(tmp_path):
+    """The command of the documentation, as it stands."""
+    command = "--model timm/vit_giant_patch14_dinov2.lvd142m --n_epochs 2 --batch_size 64 --seed 2024 --compile"
+    argv = [*command.split(), "--model_kwargs", '{"img_size":224}']
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    program = [sys.executable, str(ROOT / "timm_finetune.py"), *argv]
+    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "timm/resisc45" in done.stderr and "image_folder" in done.stderr and not (tmp_path / "runs").exists()
+
+
+def test_the_recipes_parse_and_name_real_models():
+    """Those that need the hub are checked as far as their flags and models go."""
+    for name in ("digits_int8", "vit_giant_resisc45", "vit_tiny_imagenet"):
+        settings = parse(VisionSettings, ["--config", str(ROOT / f"configs/{name}.json")], "timm_finetune.py")
+        assert OPTIMIZERS.make(settings.optim, {}, "--optim")
+        short = check_vision_model(settings.model, settings.model_kwargs or {}, settings.pretrained)
+        assert empty_vision_model(short, settings.model_kwargs or {}, 10).num_classes == 10

@@ -1,0 +1,137 @@
+"""Runs whose weights live in low bits, and runs whose schemes were measured: saved, and gone on from bit for bit."""
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+
+from qtrain.errors import UserError
+from qtrain.kernels.stored_weight import StoredWeight
+from qtrain.models import ModelSource, build_model, empty_model
+from qtrain.quant import SCHEMES, auto, quantize_linears
+from qtrain.train.checkpoint import read_meta
+from qtrain.train.choice import settle_scheme
+from qtrain.train.run import Run, find_run_folder
+from qtrain.train.settings import BatchGeometry, LanguageSettings
+from qtrain.train.state import TrainState
+from qtrain.train.tensors import model_tensors
+from tests.system import TINY
+from tests.train.test_run import train
+
+SOURCE = ModelSource("tiny", TINY, "--model")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+
+
+class Momentum(torch.optim.Optimizer):
+    """The least optimizer that has a state and rounds stored weights stochastically."""
+
+    @torch.no_grad()
+    def step(self):
+        number = 0
+        for group in self.param_groups:
+            for p in group["params"]:
+                number += 1
+                state = self.state[p]
+                if not state:
+                    state["step"], state["momentum"] = torch.tensor(0), torch.zeros_like(p, dtype=torch.float32)
+                state["step"] += 1
+                state["momentum"].mul_(0.9).add_(p.grad)
+                if isinstance(p, StoredWeight):
+                    key = torch.tensor([5, int(state["step"]), number])
+                    p.store_(p.dequantize() - group["lr"] * state["momentum"], key)
+                else:
+                    p.sub_(group["lr"] * state["momentum"])
+
+
+def new_run(scheme: str, options: dict | None = None, seed: int = 0, **changes) -> Run:
+    settings = LanguageSettings(n_steps=10, run_name="small", quantize=scheme, quantize_kwargs=options, **changes)
+    model = build_model(SOURCE, seed=seed)
+    quantized = quantize_linears(model, SCHEMES.make(scheme, options or {}, "--quantize"), seed=3, head=model.lm_head)
+    optimizer = Momentum(model.parameters(), {"lr": 0.01})
+    folder = find_run_folder(settings, "script")
+    return Run(settings, "script", folder, CPU, model, quantized, optimizer, TrainState())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [("int8_weight", {}), ("int8_weight", {"activations": "int8_sr"}), ("int4_weight", {}), ("bitnet", {})],
+)
+def test_goes_on_bit_for_bit(scheme, options):
+    run = new_run(scheme, options)
+    run.open_folder()
+    train(run, 2)
+    run.save()
+    losses = train(run, 3)
+    again = new_run(scheme, options, seed=1, resume="auto")
+    again.restore()
+    assert train(again, 3) == losses
+    one, other = model_tensors(run.model), model_tensors(again.model)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_checkpoint_holds_codes_and_scales_and_nothing_else():
+    tensors = model_tensors(new_run("int8_weight").model)
+    assert tensors["layers.0.attn.qkv.weight.codes"].dtype == torch.int8
+    assert tensors["layers.0.attn.qkv.weight.scale"].shape == (64,)
+    assert "layers.0.attn.qkv.weight" not in tensors
+    assert all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors.values())
+
+
+def test_weights_of_another_format_do_not_load():
+    run = new_run("int8_weight")
+    run.open_folder()
+    run.save()
+    with pytest.raises(UserError, match="Resume with the settings of the run"):
+        new_run("int4_weight", resume="auto").restore()
+    with pytest.raises(UserError, match="lacks"):
+        new_run("int8", resume="auto").restore()
+
+
+# ---- measured --------------------------------------------------------------------------------------------------------
+
+
+def settle(settings, resumed_from=None):
+    scheme = SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")
+    return settle_scheme(
+        settings,
+        scheme,
+        lambda: empty_model(SOURCE),
+        tokens=16,
+        geometry=BatchGeometry(1, 2, 1),
+        dtype=torch.float32,
+        device=CPU,
+        resumed_from=resumed_from,
+    )
+
+
+def test_a_run_that_goes_on_takes_what_it_began_with(monkeypatch):
+    """Whatever the times are by then, and whether or not the flags carry the choice."""
+    fastest = {"int8": 1.0, "bf16": 2.0}
+    monkeypatch.setattr(auto, "time_linear", lambda scheme, *_: fastest[SCHEMES.name_of(scheme)])
+    options = {"candidates": ["bf16", "int8"]}
+    flags = LanguageSettings(n_steps=10, run_name="small", quantize="auto", quantize_kwargs=options)
+    settings, scheme, lines = settle(flags)
+    chosen = {"32 -> 64": "int8", "32 -> 32": "int8", "32 -> 128": "int8", "64 -> 32": "int8"}
+    assert settings.quantize_kwargs == {**options, "chosen": chosen} and len(lines) == 5
+
+    model = build_model(SOURCE)
+    quantized = quantize_linears(model, scheme, seed=3, head=model.lm_head)
+    assert len(quantized.linears) == 8
+    folder = find_run_folder(settings, "script")
+    optimizer = Momentum(model.parameters(), {"lr": 0.01})
+    run = Run(settings, "script", folder, CPU, model, quantized, optimizer, TrainState())
+    run.open_folder()
+    path = run.save()
+    assert read_meta(path)["quantize_kwargs"]["chosen"] == chosen
+
+    fastest["bf16"] = 0.5
+    assert settle(flags)[0].quantize_kwargs["chosen"]["32 -> 32"] == "bf16"
+    assert settle(dataclasses.replace(flags, resume="auto"), path)[0] == dataclasses.replace(settings, resume="auto")
+    assert settle(settings)[0] == settings  # config.json as a recipe
