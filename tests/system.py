@@ -96,13 +96,13 @@ def only_run(runs: Path, script: str = "llm_pretrain") -> Path:
 
 def last_step(runs: Path) -> int:
     """The last step that the one run in `runs` has logged; 0 before it has."""
-    records = [r for run in runs.glob("*/*") for r in read_metrics(run / "metrics.jsonl")]
+    records = [r for path in runs.glob("*/*/metrics.jsonl") for r in read_metrics(path)]
     return max((r["step"] for r in records if "loss" in r), default=0)
 
 
 def losses(run: Path) -> list[tuple]:
     """Of the log what time cannot touch: step, loss, gradient norm, rate, tokens, data position, evaluation."""
-    keys = ("step", "loss", "grad_norm", "lr", "tokens", "images", "data", "eval_loss", "top1")
+    keys = ("step", "loss", "grad_norm", "lr", "tokens", "data", "eval_loss", "images", "top1")
     return [tuple(place(r.get(k)) for k in keys) for r in read_metrics(run / "metrics.jsonl")]
 
 
