@@ -170,6 +170,8 @@ CASES = {
         "micro_batch_size": 1,
         "lora": {"r": 2, "base": "int8", "dropout": 0.1},
     },
+    "DoRA on NF4": {"train_ds": INSTRUCT, "lora": {"r": 2, "base": "nf4", "dora": True}},
+    "a frozen embedding": {"train_ds": INSTRUCT, "freeze_embedding_layer": True},
 }
 
 
@@ -200,6 +202,32 @@ def test_a_killed_and_resumed_run_is_the_run_that_never_stopped(server, tmp_path
     states = [read_meta(r / "checkpoints/00000020")["state"] for r in (run, other)]
     assert place(states[0]) == place({**states[1], "run_id": states[0]["run_id"]})
     assert (run / "hf/model.safetensors").read_bytes() == (other / "hf/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("frozen", "held"),
+    [({"lora": {"r": 2, "base": "nf4"}}, "lora_"), ({"freeze_embedding_layer": True}, "layers.|norm.")],
+)
+def test_a_checkpoint_holds_what_trains_and_does_not_go_on_from_another_base(here, frozen, held):
+    """Neither from other random weights nor from another folder's; from the same it does."""
+    source = read_model_source("tiny.json")
+    for name, seed in (("start", 1), ("other", 2)):
+        export_hf(build_model(source, seed=seed), source, Path(name), _tokenizer())
+    for at, (model, others) in {
+        "drawn": ({}, {"seed": 43}),
+        "loaded": ({"model": "start", "pretrained": True}, {"model": "other"}),
+    }.items():
+        settings = {**frozen, **model, "runs_dir": at}
+        assert call(llm_finetune.main, command(**settings)).code == 0
+        run = only_run(Path(at), "llm_finetune")
+        saved = [name for name in contents(run / "checkpoints/00000002") if name.startswith("model.")]
+        assert saved and all(re.search(held, name) for name in saved), saved
+        before = tree(run)
+        done = call(llm_finetune.main, command(**{**settings, **others, "n_steps": 3, "resume": run}))
+        assert done.code == 2 and done.err.count("\n") == 1 and "was saved on other frozen weights" in done.err
+        assert tree(run) == before
+        assert call(llm_finetune.main, command(**{**settings, "n_steps": 3, "resume": run})).code == 0
+        assert load_file(run / "hf/model.safetensors").keys() == load_file("start/model.safetensors").keys()
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------
@@ -252,6 +280,13 @@ MISTAKES = [
     ("is an adapter of another model", "has no place", {"lora": {"adapter": "other"}}),
     ("describes no LoRA adapter, but 'IA3'", "", {"lora": {"adapter": "ia3"}}),
     ("--activation_checkpointing", "dropout", {"lora": {"dropout": 0.1}, "activation_checkpointing": "full"}),
+    ("--lora.dropout: 0.1 does not go with DoRA", "set 0", {"lora": {"dora": True, "dropout": 0.1}}),
+    ("--quantize: 'int8' does not go with DoRA", '"base"', {"lora": {"dora": True}, "quantize": "int8"}),
+    ("--lora.dora: 'yes' is not allowed", "", {"lora": {"dora": "yes"}}),
+    ("--lora.targets: the list is empty", "", {"lora": {"targets": []}}),
+    ("has the shape [2, 64]", "adapter of another model", {"lora": {"adapter": "wider"}}),
+    ("cannot be read as safetensors", "", {"lora": {"adapter": "torn"}}),
+    ("its bias is 'all', which is not supported", "", {"lora": {"adapter": "biased"}}),
     ("is a shape without weights", "", {"pretrained": True}),
     ("--lm_eval gsm8k needs the package 'lm_eval'", "pip install lm_eval", {"lm_eval": "gsm8k"}),
 ]  # fmt: skip
@@ -266,12 +301,24 @@ def broken(tmp_path_factory) -> Path:
     (folder / "roles.jsonl").write_text(json.dumps({"messages": [{"content": "a"}]}) + "\n")
     (folder / "letters.jsonl").write_text('{"question": "a", "letter": "b"}\n')
     (folder / "text.txt").write_text("some text " * 100)
-    for name, kind in (("other", "LORA"), ("ia3", "IA3")):
+    for name, changes in (
+        ("other", {}),
+        ("ia3", {"peft_type": "IA3"}),
+        ("biased", {"bias": "all"}),
+        ("wider", {}),
+        ("torn", {}),
+    ):
         (folder / name).mkdir()
-        config = {"peft_type": kind, "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+        config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], **changes}
         (folder / name / "adapter_config.json").write_text(json.dumps(config))
         stray = "base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight"
-        save_file({stray: torch.zeros(2, 32)}, folder / name / "adapter_model.safetensors")
+        tensors = {stray: torch.zeros(2, 32)}
+        if name == "wider":
+            parts = {"lora_A": torch.zeros(2, 64), "lora_B": torch.zeros(64, 2)}
+            place = "base_model.model.model.layers.{}.self_attn.q_proj.{}.weight"
+            tensors = {place.format(layer, part): t.clone() for layer in range(2) for part, t in parts.items()}
+        save_file(tensors, folder / name / "adapter_model.safetensors")
+    (folder / "torn/adapter_model.safetensors").write_bytes(b"torn")
     return folder
 
 

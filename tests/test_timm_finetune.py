@@ -146,6 +146,21 @@ def test_compiled_blocks_give_the_same_losses(folder, tmp_path, monkeypatch):
     assert len(compiled) == 2 and rows[0] == pytest.approx(rows[1], rel=1e-4)
 
 
+def test_the_optimizer_in_the_backward_pass_trains_the_same_model(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(folder)
+    rows, saved = [], []
+    for chosen in (False, True):
+        settings = {**GOOD, "quantize": "int8", "optim": "muon", "clip_grad_norm": 0, "ema_decay": 0.9}
+        settings |= {"optimizer_in_backward": chosen, "runs_dir": tmp_path / str(chosen)}
+        done = call(timm_finetune.main, flags(**settings))
+        assert done.code == 0, done.err
+        run = run_of(tmp_path / str(chosen))
+        rows.append([row[:2] + row[3:] for row in losses(run)])  # without the norms: summed in another order
+        saved.append(contents(run / "checkpoints/00000004"))
+    assert rows[0] == rows[1] and saved[0].keys() == saved[1].keys()
+    assert all(torch.equal(value, saved[1][key]) for key, value in saved[0].items())
+
+
 # ---- kill -9 ---------------------------------------------------------------------------------------------------------
 
 

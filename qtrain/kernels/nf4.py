@@ -4,12 +4,16 @@ Sixteen values in [-1, 1] at quantiles of the normal distribution, 0 among them.
 scale, its absmax; value = table[code] * absmax. Two codes a byte, the low nibble first; a row's last block may be
 shorter. 4.5 bits an element. There is nothing to multiply in this format: it is dequantized where it is read.
 
-Plain PyTorch: inside a compiled layer it is one kernel that reads half a byte and writes two.
+The kernel is bound by memory, 2.56 bytes an element in bf16. A thread reads 4 bytes of codes and writes 8 values (16
+bytes). Values come from the table in memory, which stays in the first-level cache: one load an element, all within one
+line of it, where a tree of comparisons would be fifteen instructions.
 """
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from qtrain.kernels.compiler import tl, triton
 
 BLOCK = 64
 TABLE = (
@@ -20,6 +24,12 @@ TABLE = (
 )  # fmt: skip
 """The values of the codes 0 to 15, as bitsandbytes has them."""
 
+WARPS = 8
+GROUPS = 4 * WARPS
+"""Blocks of 64 that a program dequantizes at a time: 8 threads, of 4 bytes of codes each, to a block."""
+TILES = 4
+"""Times that it does so: what a thread works out once is for all of them."""
+
 
 def nf4_table(device: torch.device | str) -> Tensor:
     """TABLE as fp32 [16]."""
@@ -27,24 +37,79 @@ def nf4_table(device: torch.device | str) -> Tensor:
 
 
 def quantize_nf4(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [N, K] -> codes uint8 [N, ceil(K / 2)], scale fp32 [N, ceil(K / 64)]; to the nearest value."""
+    """x [N, K] -> codes uint8 [N, ceil(K / 2)], scale fp32 [N, ceil(K / 64)]; to the nearest value.
+
+    Plain PyTorch on every device: a weight is quantized once, when it is loaded.
+    """
     columns = x.shape[1]
     blocks = F.pad(x.float(), (0, -columns % BLOCK)).unflatten(1, (-1, BLOCK))
     scale = blocks.abs().amax(dim=2)
     table = nf4_table(x.device)
     unit = blocks / scale.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2)
     codes = (
-        torch.bucketize(unit.contiguous(), (table[1:] + table[:-1]) / 2)
+        torch.bucketize(unit.contiguous(), (table[1:] + table[:-1]) / 2, out_int32=True)
         .to(torch.uint8)
         .flatten(1)[:, : columns + columns % 2]
     )
     return codes[:, ::2] | codes[:, 1::2] << 4, scale
 
 
-def dequantize_nf4(codes: Tensor, scale: Tensor, table: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """The values [N, columns] in `dtype`; table * scale is computed in fp32 and rounded once."""
+def dequantize_nf4_ref(codes: Tensor, scale: Tensor, table: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """codes uint8 [N, ceil(K / 2)], scale fp32 [N, ceil(K / 64)], table fp32 [16] -> [N, K = columns] in `dtype`;
+    table * scale is computed in fp32 and rounded once."""
     pairs = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)[:, :columns]
     values = table[pairs.int()]
     if columns % BLOCK == 0:
         return (values.unflatten(1, (-1, BLOCK)) * scale.unsqueeze(2)).flatten(1).to(dtype)
     return (values * scale.repeat_interleave(BLOCK, dim=1)[:, :columns]).to(dtype)
+
+
+@triton.jit
+def _dequantize_nf4_kernel(
+    codes_ptr, scale_ptr, table_ptr, out_ptr, columns, width, groups, programs,
+    ONE_ROW: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    # width, groups, programs: bytes of codes, scales, and programs that a row has
+    program, row = tl.program_id(0), 0
+    if not ONE_ROW:
+        row, program = (program // programs).to(tl.int64), program % programs
+    for tile in tl.static_range(TILES):
+        group = (program.to(tl.int64) * TILES + tile) * GROUPS + tl.arange(0, GROUPS)
+        byte = group[:, None] * 32 + tl.arange(0, 32)[None, :]  # [groups, 32]
+        codes = tl.load(codes_ptr + row * width + byte, byte < width, 0).to(tl.int32)
+        scale = tl.load(scale_ptr + row * groups + group, group < groups, 0.0)[:, None]
+        low = tl.load(table_ptr + (codes & 15)) * scale
+        high = tl.load(table_ptr + (codes >> 4)) * scale
+        column = group[:, None] * 64 + tl.arange(0, 64)[None, :]
+        values = tl.interleave(low, high).to(out_ptr.dtype.element_ty)  # [groups, 64]
+        tl.store(out_ptr + row * columns + column, values, column < columns)
+
+
+def launch_dequantize_nf4(codes: Tensor, scale: Tensor, table: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """The kernel for `dequantize_nf4_ref`; codes and scale contiguous."""
+    rows = codes.shape[0]
+    out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
+    if columns % BLOCK == 0:  # rows follow each other without a gap: they are one long row
+        rows, columns = 1, rows * columns
+    groups = triton.cdiv(columns, BLOCK)
+    programs = triton.cdiv(groups, GROUPS * TILES)
+    if out.numel():
+        _dequantize_nf4_kernel[(rows * programs,)](
+            codes, scale, table, out, columns, triton.cdiv(columns, 2), groups, programs,
+            ONE_ROW=rows == 1, GROUPS=GROUPS, TILES=TILES, num_warps=WARPS,
+        )  # fmt: skip
+    return out
+
+
+@torch.library.custom_op("qtrain::dequantize_nf4", mutates_args=())
+def dequantize_nf4(codes: Tensor, scale: Tensor, table: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """`dequantize_nf4_ref`: codes uint8 [N, ceil(K / 2)], scale fp32 [N, ceil(K / 64)], table fp32 [16] (`nf4_table`)
+    -> the values [N, columns] in `dtype`, fp32 or bf16."""
+    if not codes.is_cuda:
+        return dequantize_nf4_ref(codes, scale, table, columns, dtype)
+    return launch_dequantize_nf4(codes.contiguous(), scale.contiguous(), table, columns, dtype)
+
+
+@dequantize_nf4.register_fake
+def _(codes: Tensor, scale: Tensor, table: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    return codes.new_empty(codes.shape[0], columns, dtype=dtype)

@@ -133,6 +133,22 @@ class StoredWeight(Tensor):
         return func(*args, **kwargs)
 
 
+@torch.library.custom_op("qtrain::read_again", mutates_args=())
+def read_again(part: Tensor, after: Tensor) -> Tensor:
+    """A copy of a weight's scale or codes, made once `after` exists: what it is dequantized from for `grad_input`,
+    after dy.
+
+    From the part itself, a compiler would see one operation in forward and backward, do it once, and keep the
+    dequantized weight of every layer from one to the other.
+    """
+    return part.clone()
+
+
+@read_again.register_fake
+def _(part: Tensor, after: Tensor) -> Tensor:
+    return torch.empty_like(part)
+
+
 def _codes(value: Tensor, format: str, key: Tensor | None = None, role: int = 0) -> tuple[Tensor, Tensor]:
     if format == "nf4":
         return quantize_nf4(value)

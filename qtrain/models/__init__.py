@@ -7,7 +7,7 @@ from qtrain.models.decoder import Decoder
 from qtrain.models.execution import RECOMPUTE_MODES, apply_activation_checkpointing, compile_layers
 from qtrain.models.generate import generate
 from qtrain.models.hf import export_hf
-from qtrain.models.lora import Lora, add_lora, merge_lora
+from qtrain.models.lora import Lora, add_lora, check_combination, merge_lora
 from qtrain.models.loss import LossSums, linear_cross_entropy
 from qtrain.models.peft_format import as_lora, load_adapter, save_adapter
 from qtrain.models.source import ModelSource, list_models, read_model_source
@@ -39,6 +39,7 @@ __all__ = [
     "as_lora",
     "build_model",
     "build_vision_model",
+    "check_combination",
     "check_vision_model",
     "compile_layers",
     "compile_vision",

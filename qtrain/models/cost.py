@@ -33,12 +33,16 @@ The largest moment is one of three (`MemoryEstimate.moments`):
   the latter and the widest temporaries of one layer: gradients of gate_up and of its activation, or attention's; after
   recomputation also that layer's own tensors) or at its end (all gradients, one layer);
 - optimizer: weights, gradients, states. A fused step adds nothing.
+
+Where the optimizer runs within the backward pass, `gradients` are those of the largest part that is updated at once: a
+layer's, or an embedding's; a tied one's is there from the head's part on, beside a layer's.
 """
 
 import dataclasses
 
 from qtrain.models.config import ModelConfig
 from qtrain.models.loss import chunk_rows
+from qtrain.models.trained_cost import TrainedPart
 
 CUDA_WORKSPACE = 96 * 2**20
 """cuBLAS keeps a workspace of 32 MiB for each thread that calls it (forward, backward), cuBLASLt one of its own."""
@@ -211,25 +215,33 @@ def estimate_memory(
     compiled: bool = True,
     loss_chunks: int = 0,
     accumulates: bool = False,
+    in_backward: bool = False,
     code_bytes: float = 0.0,
     linear_input: float | None = None,
     linear_weight: float | None = None,
+    dequantized: bool = False,
+    trained: TrainedPart | None = None,
 ) -> MemoryEstimate:
     """Memory of training on one GPU.
 
     element: bytes of the dtype of weights, gradients and activations. optimizer_bytes: states' bytes a parameter.
-    accumulates: more than one micro-batch a step. code_bytes: low-bit codes kept beside a linear's weight, bytes a
-    weight. linear_input: see `saved_per_token`. linear_weight: bytes of an element of the linears' weights themselves,
-    where they are stored in low bits.
+    accumulates: more than one micro-batch a step. in_backward: the optimizer runs within the backward pass. code_bytes:
+    low-bit codes kept beside a linear's weight, bytes a weight. linear_input: see `saved_per_token`. linear_weight:
+    bytes of an element of the linears' weights themselves, where they are stored in low bits. dequantized: one of them
+    is dequantized as a whole while it is read. trained: what trains, where not everything does (`trained_cost.py`).
     """
+    trained = trained or TrainedPart(parameter_shapes(config), element, head=True)
     parameters = count_parameters(config)
     linear_weight = element if linear_weight is None else linear_weight
     tokens = micro_batch_size * seq_len
     c, inner, q = config.hidden_size, config.intermediate_size, config.q_size
-    head = config.vocab_size * c
+    head = config.vocab_size * c if trained.head else 0  # what of it has a gradient
 
-    saved = sum(saved_per_token(config, checkpointing, compiled, element, linear_input).values())
-    again = sum(saved_per_token(config, "none", compiled, element, linear_input).values()) - saved
+    def kept(mode: str) -> float:
+        return sum(trained.kept(saved_per_token(config, mode, compiled, element, linear_input), element).values())
+
+    saved = kept(checkpointing)
+    again = kept("none") - saved
     again = again if checkpointing != "none" else 0.0
 
     logits = chunk_rows(tokens, loss_chunks, large=True) * config.vocab_size * element
@@ -239,15 +251,18 @@ def estimate_memory(
     # The gradient of the residual comes in and goes out. Between them, beyond what the layer kept: gate_up's and its
     # activation's gradients, when down's input, as large as the latter, is free; or attention's in fp32 with keys and
     # values spread to all query heads, when all that the MLP kept is free.
-    in_mlp = 2 * inner * element
+    # With adapters down's input has two gradients, and their sum.
+    in_mlp = (3 if trained.adapters else 2) * inner * element
     in_attention = q * (4 + 2 * element) + config.qkv_size * element - (3 * inner + c) * element
     widest = max(in_mlp, in_attention)
     in_layer = tokens * (2 * c * element + widest + again) + head * element
+    in_layer += max(k * n for k, n in linear_shapes(config)) * element * dequantized
     in_head = tokens * c * (2 * element + 4) + head * (4 + element)
 
     return MemoryEstimate(
-        weights=round(parameters.total * element + parameters.linear * (linear_weight - element + code_bytes)),
-        gradients=parameters.total * element,
+        weights=round(parameters.total * element + parameters.linear * (linear_weight - element + code_bytes))
+        + trained.added_bytes(config.num_hidden_layers, element),
+        gradients=min(trained.bytes, element * _largest_part(config)) if in_backward else trained.bytes,
         optimizer=round(parameters.total * optimizer_bytes),
         activations=round(config.num_hidden_layers * tokens * saved),
         loss=round(loss),
@@ -256,3 +271,10 @@ def estimate_memory(
         accumulates=accumulates,
         one_layer=round(tokens * saved),
     )
+
+
+def _largest_part(config: ModelConfig) -> int:
+    """Parameters whose gradients exist at once where each layer, and each embedding, is updated by itself."""
+    parameters, matrix = count_parameters(config), config.vocab_size * config.hidden_size
+    layer = (parameters.non_embedding - config.hidden_size) // config.num_hidden_layers
+    return layer + matrix if config.tie_word_embeddings else max(layer, matrix)

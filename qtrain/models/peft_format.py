@@ -24,6 +24,8 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
         for part, a, b in zip(linear.adapted, linear.lora_a, linear.lora_b, strict=True):
             found[f"{PREFIX}{part.hf_name}.lora_A.weight"] = a
             found[f"{PREFIX}{part.hf_name}.lora_B.weight"] = b
+        for part, magnitude in zip(linear.adapted, linear.magnitude or (), strict=linear.magnitude is not None):
+            found[f"{PREFIX}{part.hf_name}.lora_magnitude_vector"] = magnitude
     return found
 
 
@@ -43,7 +45,7 @@ def save_adapter(model: nn.Module, lora: Lora, base: str, folder: Path | str) ->
         "lora_dropout": lora.dropout,
         "target_modules": sorted(words),
         "use_rslora": lora.rslora,
-        "use_dora": False,
+        "use_dora": lora.dora,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -55,7 +57,7 @@ def save_adapter(model: nn.Module, lora: Lora, base: str, folder: Path | str) ->
 
 
 def with_adapter_config(lora: Lora, flag: str = "--lora") -> Lora:
-    """`lora` with r, alpha, targets and rslora of the adapter that it goes on from, if it names one."""
+    """`lora` with r, alpha, targets, rslora and dora of the adapter that it goes on from, if it names one."""
     if lora.adapter is None:
         return lora
     where, path = f"{flag}.adapter", Path(lora.adapter).expanduser()
@@ -65,7 +67,7 @@ def with_adapter_config(lora: Lora, flag: str = "--lora") -> Lora:
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
         raise UserError(f"{where}: {path / CONFIG} describes no LoRA adapter, but {kind!r}.")
-    unsupported = {"use_dora": False, "bias": "none", "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None}
+    unsupported = {"bias": "none", "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None}
     for key, plain in unsupported.items():
         if config.get(key) not in (plain, None):
             raise UserError(f"{where}: its {key} is {config[key]!r}, which is not supported; only {plain!r} is.")
@@ -80,6 +82,7 @@ def with_adapter_config(lora: Lora, flag: str = "--lora") -> Lora:
         r=check_value(f"{where}: r", config.get("r"), fields["r"]),
         alpha=check_value(f"{where}: lora_alpha", config.get("lora_alpha"), fields["alpha"]),
         rslora=bool(config.get("use_rslora", False)),
+        dora=bool(config.get("use_dora", False)),
         targets=targets,
     )
 

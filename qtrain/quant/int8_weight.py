@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.quantize import dequantize, quantize_dual, quantize_transposed
-from qtrain.kernels.stored_weight import GRANULARITY, StoredWeight
+from qtrain.kernels.stored_weight import GRANULARITY, StoredWeight, read_again
 from qtrain.quant.dynamic import DynamicScheme, Read, plain_product
 from qtrain.quant.scheme import SCHEMES, Gemm, Operand
 
@@ -54,6 +54,9 @@ class StoredWeightScheme(DynamicScheme):
         if self.activations != "none" or gemm == "grad_weight":
             return super().multiply(gemm, a, b, dtype, bias)
         columns = a[0].shape[1] if gemm == "output" else self._columns(b[0])
+        if gemm == "grad_input":
+            again = 0 if self.stored_format == "int4" else 1  # INT4 codes are unpacked before a scale is read
+            b = (*b[:again], read_again(b[again], a[0]), *b[again + 1 :])
         return plain_product(gemm, a[0], self._value(b, columns, dtype), bias)
 
     def _columns(self, codes: Tensor) -> int:

@@ -1,10 +1,11 @@
-"""What of a model trains, and the plan of a run in which not everything does."""
+"""What of a model trains: said to the model, to the log and to the plan."""
 
-import dataclasses
-
+import torch
 from torch import nn
 
-from qtrain.train.plan import Plan
+from qtrain.models import Lora, ModelConfig
+from qtrain.models.cost import parameter_shapes
+from qtrain.models.trained_cost import TrainedPart, all_but_embedding, only_adapters
 from qtrain.train.status import short_number
 
 
@@ -30,10 +31,12 @@ def describe_trained(model: nn.Module) -> str:
     return f"trained: {short_number(trained)} of {short_number(whole)} parameters ({100 * trained / whole:.3g}%)"
 
 
-def adapter_plan(plan: Plan) -> Plan:
-    """The plan of a run whose blocks and head are frozen: a frozen weight has two of the three products, and neither
-    gradient nor optimizer state. The adapters' own are left out: they are a hundredth."""
-    work = {kind: value * (1 if kind == "attention" else 2 / 3) for kind, value in plan.flops.items()}
-    seconds = {kind: value * (1 if kind == "attention" else 2 / 3) for kind, value in plan.seconds.items()}
-    memory = {kind: size for kind, size in plan.memory.items() if kind not in ("gradients", "optimizer")}
-    return dataclasses.replace(plan, flops=work, seconds=seconds, memory=memory)
+def trained_part(
+    config: ModelConfig | None, lora: Lora | None, freeze_embedding: bool, dtype: torch.dtype
+) -> TrainedPart | None:
+    """What trains, for the plan; None: everything, or a model that has no figures in it."""
+    if config is None or (lora is None and not freeze_embedding):
+        return None
+    if lora is not None:
+        return only_adapters(config, lora)
+    return all_but_embedding(config, parameter_shapes(config), dtype.itemsize)

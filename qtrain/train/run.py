@@ -6,6 +6,7 @@ import shlex
 import sys
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from qtrain.errors import UserError
 from qtrain.quant import QuantizedModel
 from qtrain.train.checkpoint import Checkpoints, read_meta, resolve_resume
 from qtrain.train.ema import Ema
+from qtrain.train.frozen_weights import check_frozen, fingerprint
 from qtrain.train.settings import TrainSettings
 from qtrain.train.state import TrainState
 from qtrain.train.tensors import (
@@ -89,11 +91,15 @@ class Run:
     def checkpoints(self) -> Checkpoints:
         return Checkpoints(self.folder.checkpoints, max(self.settings.keep_ckpts, 1))
 
+    @cached_property
+    def _frozen(self) -> dict[str, str]:
+        return fingerprint(self.model)
+
     def save(self) -> Path:
-        """Write a checkpoint of this moment; returns its folder."""
+        """Write a checkpoint of this moment, but for the weights that do not train; returns its folder."""
         optim_tensors, optim_meta = optimizer_tensors(self.optimizer, self.model)
         tensors = {
-            "model": model_tensors(self.model),
+            "model": model_tensors(self.model, trains=True),
             "optim": optim_tensors,
             "quantized": self.quantized.tensors(),
             "rng": rng_state(),
@@ -106,6 +112,7 @@ class Run:
             "script": self.script,
             "quantized_step": self.quantized.step,
             "quantize_kwargs": self.settings.quantize_kwargs,
+            "frozen": self._frozen,
         }
         return self.checkpoints.save(self.state.step, tensors, meta)
 
@@ -126,13 +133,14 @@ class Run:
             )
         rng = rng_state()
         tensors = {
-            "model": model_tensors(self.model),
+            "model": model_tensors(self.model, trains=True),
             "optim": prepare_optimizer(self.optimizer, self.model, meta["optim"]),
             "quantized": self.quantized.tensors(),
             "rng": rng,
         }
         if self.ema is not None:
             tensors["ema"] = self.ema.tensors()
+        check_frozen(meta.get("frozen"), self._frozen, path, self.settings.model)
         Checkpoints.load(path, tensors)
         if converted := finish_optimizer(self.optimizer, self.model):
             print(f"--resume: optimizer states converted: {', '.join(converted)}", flush=True)

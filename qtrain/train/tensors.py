@@ -21,15 +21,17 @@ def clean_name(name: str) -> str:
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+def model_tensors(model: nn.Module, trains: bool | None = None) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, the very tensors of the model; tied ones once.
 
-    Of a weight stored in low bits it is the tensors that it consists of, under names of their own.
+    Of a weight stored in low bits it is the tensors that it consists of, under names of their own. trains: only what a
+    training step may change, or only what it may not: the frozen parameters.
     """
     found, seen = {}, set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         assert isinstance(tensor, Tensor), f"{name}: only tensors are saved, not {type(tensor).__name__}"
-        if id(tensor) not in seen:
+        frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        if id(tensor) not in seen and trains in (None, not frozen):
             seen.add(id(tensor))
             if isinstance(tensor, StoredWeight):
                 found |= {f"{clean_name(name)}.{part}": inner for part, inner in tensor.inner.items()}

@@ -1,11 +1,16 @@
 """The cost model against real modules: parameters exactly, kept tensors by counting them, arithmetic by the design."""
 
+import itertools
+
 import pytest
 import torch
 
+from qtrain.kernels.stored_weight import StoredWeight
 from qtrain.models import (
     Decoder,
+    Lora,
     ModelConfig,
+    add_lora,
     apply_activation_checkpointing,
     compile_layers,
     list_models,
@@ -13,6 +18,8 @@ from qtrain.models import (
 )
 from qtrain.models.cost import count_parameters, estimate_memory, flops_per_token, saved_per_token
 from qtrain.models.rope import rope_tables
+from qtrain.models.trained_cost import only_adapters
+from qtrain.quant import base_scheme, quantize_linears
 from tests.models.families import FAMILIES, drawn, source_of
 
 CONFIGS = {name: read_model_source(name).model_config() for name, _ in list_models()}
@@ -46,12 +53,17 @@ def kept_bytes(model: Decoder, batch: int, seq_len: int) -> float:
     config = model.config
     x = torch.randn(batch, seq_len, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     cos, sin = (t.unsqueeze(-2) for t in rope_tables(config.rope, config.head_dim, seq_len, x.device))
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), x, cos, sin)}
+    parameters = [p.inner.values() if isinstance(p, StoredWeight) else [p] for p in model.parameters()]
+    known = (*itertools.chain(*parameters), *model.buffers(), x, cos, sin)
+    own = {t.untyped_storage().data_ptr() for t in known}
     kept: dict[int, torch.Tensor] = {}
 
     def pack(tensor):
-        if tensor.untyped_storage().data_ptr() not in own and tensor.dtype != torch.uint8:  # uint8: random state
-            kept[tensor.untyped_storage().data_ptr()] = tensor
+        nonlocal kept
+        # A stored weight's tensors are known; uint8: random state
+        if not isinstance(tensor, StoredWeight) and tensor.dtype != torch.uint8:
+            place = tensor.untyped_storage().data_ptr()
+            kept |= {} if place in own else {place: tensor}
         return tensor
 
     model.layers[0](x, cos, sin, None).sum().backward()  # compiles backward too, which may decide what is kept
@@ -70,6 +82,33 @@ def test_compiled_layers_keep_what_the_table_says(name, mode):
     compile_layers(model)
     expected = saved_per_token(model.config, mode, True, 2)
     assert kept_bytes(model, 2, 64) == pytest.approx(sum(expected.values()) - expected["layer input"], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("lora", "mode"),
+    [
+        (Lora(r=4, base="nf4"), "none"),
+        (Lora(r=4, base="int8"), "none"),
+        (Lora(r=4, base="nf4"), "selective"),
+        (Lora(r=4, targets=("q_proj", "v_proj")), "none"),
+        (Lora(r=4, base="nf4", dora=True), "none"),
+    ],
+)
+def test_compiled_layers_with_adapters_keep_no_weight_and_each_input_once(lora, mode):
+    """What a token takes, and beside it the adapters' copies in bf16 (and DoRA's gains: a few bytes a row)."""
+    torch._dynamo.reset()
+    shape = {"hidden_size": 128, "intermediate_size": 640, "num_attention_heads": 8, "num_hidden_layers": 1}
+    model = drawn(source_of("qwen2", **shape), dtype=torch.bfloat16)
+    if lora.base != "none":
+        quantize_linears(model, base_scheme(lora.base, "bf16"), seed=0, head=model.lm_head)
+    add_lora(model, lora, seed=0)
+    apply_activation_checkpointing(model, mode)
+    compile_layers(model)
+    part = only_adapters(model.config, lora)
+    expected = part.kept(saved_per_token(model.config, mode, True, 2), 2)
+    copies = part.added_bytes(1, 2) - part.bytes if mode == "none" else 0
+    found = kept_bytes(model, 2, 64) * 128
+    assert found == pytest.approx(128 * (sum(expected.values()) - expected["layer input"]) + copies, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])

@@ -54,6 +54,8 @@ def adapted(folder, lora: Lora, impl: str = "native"):
         (Lora(r=4, alpha=8), "native"),
         (Lora(r=3, alpha=6, rslora=True, targets=("k_proj", "up_proj", "down_proj")), "native"),
         (Lora(r=4, alpha=8, targets=("q_proj", "gate_proj")), "hf"),
+        (Lora(r=4, alpha=8, dora=True), "native"),
+        (Lora(r=3, alpha=6, dora=True, rslora=True, targets=("k_proj", "up_proj", "down_proj")), "native"),
     ],
 )
 def test_twenty_steps_equal_pefts_and_the_saved_adapter_loads_there(folder, tmp_path, lora, impl):
@@ -92,6 +94,25 @@ def test_twenty_steps_equal_pefts_and_the_saved_adapter_loads_there(folder, tmp_
         assert torch.allclose(merged(input_ids=ids).logits, logits, atol=1e-5)
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_adapter_that_peft_saved_loads_here(folder, tmp_path, dora):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["k_proj", "up_proj", "o_proj"], use_dora=dora)
+    theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), config).eval()
+    with torch.no_grad():
+        for name, p in theirs.named_parameters():
+            if "lora_" in name:
+                p.add_(torch.randn_like(p) * 0.1)
+    theirs.save_pretrained(tmp_path)
+    lora = as_lora({"adapter": str(tmp_path)})
+    assert (lora.r, lora.alpha, lora.dora) == (4, 6.0, dora)
+    own = adapted(folder, lora).eval()
+    load_adapter(own, lora.adapter)
+    ids = batches()[0]
+    with torch.no_grad():
+        assert torch.allclose(own(ids), theirs(input_ids=ids).logits, atol=1e-5)
+
+
 def test_an_adapter_goes_on_from_its_folder_with_its_own_settings(folder, tmp_path):
     lora = Lora(r=4, alpha=8, rslora=True, targets=("q_proj", "o_proj"))
     model = adapted(folder, lora)
@@ -111,13 +132,14 @@ def test_an_adapter_goes_on_from_its_folder_with_its_own_settings(folder, tmp_pa
         load_adapter(wider, again.adapter)
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("base", BASES)
-def test_a_frozen_base_in_low_bits_keeps_its_codes_and_trains_adapters(folder, base):
+def test_a_frozen_base_in_low_bits_keeps_its_codes_and_trains_adapters(folder, base, dora):
     """Its products are those of its dequantized weights, up to the rounding of activations; merging keeps the sum."""
     plain = build_model(read_model_source(str(folder)), pretrained=True)
     model = build_model(read_model_source(str(folder)), pretrained=True)
     quantized = quantize_linears(model, base_scheme(base, "bf16"), seed=0, head=model.lm_head)
-    add_lora(model, Lora(r=4), seed=0)
+    add_lora(model, Lora(r=4, dora=dora), seed=0)
     ids = batches()[0]
     before = {name: t.clone() for name, t in model.named_buffers()}
     error = (model(ids) - plain(ids)).norm() / plain(ids).norm()
@@ -141,6 +163,35 @@ def test_a_frozen_base_in_low_bits_keeps_its_codes_and_trains_adapters(folder, b
         merge_lora(model)
         error = (model(ids) - logits).norm() / logits.norm()
     assert error < {"nf4": 1e-5, "int8": 0.05, "fp8": 0.1}[base]
+
+
+def test_dora_beside_biases_and_rows_without_adapters_is_its_merged_weights():
+    """Lengths and adapters far from where they start; the bias is not scaled, nor are the rows of k and gate."""
+    source = ModelSource("biased", {**TINY, "attention_bias": True, "mlp_bias": True}, "--model")
+    model = build_model(source, seed=1)
+    add_lora(model, Lora(r=3, alpha=5, dora=True, targets=("q_proj", "v_proj", "up_proj", "down_proj")), seed=0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.requires_grad or name.endswith("bias"):
+                p.add_(torch.randn_like(p) * 0.3)
+    ids = batches()[0]
+    with torch.no_grad():
+        logits = model.eval()(ids)
+        merge_lora(model)
+        assert torch.allclose(model(ids), logits, atol=1e-5) and logits.std() > 0.01
+
+
+def test_only_adapters_have_gradients_and_no_weight_has_one(folder):
+    """A base in INT8 makes no grad_weight, whose codes of x would be kept."""
+    for base in ("none", "nf4", "int8"):
+        model = build_model(read_model_source(str(folder)), pretrained=True)
+        if base != "none":
+            quantize_linears(model, base_scheme(base, "bf16"), seed=0, head=model.lm_head)
+        add_lora(model, Lora(r=2), seed=0)
+        ids = batches()[0]
+        model(ids[:, :-1], ids[:, 1:].contiguous()).loss.backward()
+        given = {name for name, p in model.named_parameters() if p.grad is not None}
+        assert given == {name for name, _ in model.named_parameters() if "lora_" in name} and len(given) == 28
 
 
 def test_scale_and_targets(folder):

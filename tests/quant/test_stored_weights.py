@@ -101,6 +101,21 @@ def test_compiles_whole(name):
         assert torch.equal(compiled(x), model(x))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_no_dequantized_weight_is_kept_from_forward_to_backward(name):
+    """Compiled, where forward's and backward's dequantization would be one operation. What is kept is the input."""
+    torch._dynamo.reset()
+    model, _ = swapped(name, 256, 512, activations="none")
+    compiled, x = torch.compile(model, fullgraph=True), matrix(64, 256, 9).requires_grad_()
+    compiled(x).sum().backward()  # compiles backward too, which may decide what is kept
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        compiled(x)
+    plain = [t for t in kept if not isinstance(t, StoredWeight) and t.numel() >= 256 * 512 // 2]
+    assert {t.data_ptr() for t in plain} <= {t.data_ptr() for t in model.buffers()}
+    assert any(t.data_ptr() == x.data_ptr() for t in kept)
+
+
 def test_a_shared_weight_and_odd_widths_are_left():
     model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 10, bias=False), nn.Linear(10, 3), nn.Linear(3, 4))
     model[1].weight = model[0].weight

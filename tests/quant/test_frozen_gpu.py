@@ -1,0 +1,46 @@
+"""On a GPU: frozen bases in low bits against fp64, in eager, compiled, and recorded as a CUDA graph."""
+
+import pytest
+import torch
+from torch import nn
+
+from qtrain.quant import BASES, base_scheme, quantize_linears
+from tests.cases import matrix
+
+pytestmark = pytest.mark.gpu
+ERROR = {"nf4": 0.004, "int8": 0.02, "fp8": 0.05}
+"""Of bf16, and of activations in 8 bits; the weight's own rounding is in the reference too."""
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("how", ["eager", "compiled", "recorded"])
+def test_both_products_of_a_frozen_linear(base, how):
+    torch._dynamo.reset()
+    m, k, n = 272, 512, 384
+    model = nn.Sequential(nn.Linear(k, n, dtype=torch.bfloat16)).cuda().requires_grad_(False)
+    quantize_linears(model, base_scheme(base, "bf16"), seed=0)
+    weight, bias = model[0].weight.dequantize().double(), model[0].bias.double()
+    run = torch.compile(model, fullgraph=True) if how == "compiled" else model
+    x = matrix(m, k, 0, dtype=torch.bfloat16).cuda().requires_grad_()
+    dy = matrix(m, n, 1, dtype=torch.bfloat16).cuda()
+
+    def step() -> torch.Tensor:
+        x.grad = None
+        y = run(x)
+        y.backward(dy)
+        return y.detach()
+
+    y = step()
+    if how == "recorded":
+        with torch.cuda.stream(torch.cuda.Stream()):
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = step()
+        graph.replay()
+    truth = x.detach().double() @ weight.t() + bias
+    assert (y.double() - truth).norm() < ERROR[base] * truth.norm()
+    truth = dy.double() @ weight
+    assert (x.grad.double() - truth).norm() < ERROR[base] * truth.norm()
+    assert model[0].weight.grad is None
