@@ -17,6 +17,7 @@ from qtrain.models import (
     apply_activation_checkpointing,
     as_lora,
     build_model,
+    check_combination,
     compile_layers,
     empty_model,
     export_hf,
@@ -29,8 +30,9 @@ from qtrain.optim import OPTIMIZERS, make_schedule, parameter_groups
 from qtrain.quant import SCHEMES, base_scheme, describe_choices, quantize_linears
 from qtrain.train.answers import FinetuneEvaluation, load_questions
 from qtrain.train.choice import settle_scheme
-from qtrain.train.freezing import adapter_plan, describe_trained, freeze_embedding
-from qtrain.train.graphs import StepGraphs
+from qtrain.train.freezing import describe_trained, freeze_embedding, trained_part
+from qtrain.train.graphs import step_graphs
+from qtrain.train.in_backward import check_in_backward
 from qtrain.train.language import language_forward, run_tokenizer
 from qtrain.train.listing import listing
 from qtrain.train.lm_eval import check_lm_eval, run_lm_eval
@@ -76,8 +78,8 @@ class FinetuneSettings(LanguageSettings):
     freeze_embedding_layer: bool = False
     """Do not train the embedding (nor the output head where it is the same matrix)."""
     lora: JsonDict = None
-    """Train low-rank adapters on a frozen model, as JSON: r, alpha, dropout, targets, rslora, base (none, nf4, int8,
-    fp8: what the frozen weights are stored in), adapter (a folder to go on from). Give {} for the defaults."""
+    """Train low-rank adapters on a frozen model, as JSON: r, alpha, dropout, targets, rslora, dora, base (none, nf4,
+    int8, fp8: what the frozen weights are stored in), adapter (a folder to go on from). Give {} for the defaults."""
     accuracy: CountOrNever = 0
     """Questions of --eval_ds that are answered at every evaluation, right if the final answers agree; 0: none."""
     answer_tokens: Count = 256
@@ -100,12 +102,12 @@ def main(argv: list[str]) -> None:
     geometry = batch_geometry(settings)
     scheme = SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")
     lora = None if settings.lora is None else as_lora(settings.lora)
-    if lora is not None and lora.base != "none":
-        scheme = base_scheme(lora.base, settings.quantize)
-    if lora is not None and lora.dropout and settings.activation_checkpointing != "none":
-        raise UserError("--activation_checkpointing: what is computed again would drop other values; set dropout to 0.")
+    if lora is not None:
+        check_combination(lora, settings.quantize, settings.activation_checkpointing)
+        scheme = scheme if lora.base == "none" else base_scheme(lora.base, settings.quantize)
     optimizer_spec = OPTIMIZERS.make(settings.optim, settings.optim_kwargs or {}, "--optim")
     schedule = make_schedule(settings.lr_schedule_kwargs)
+    check_in_backward(settings, geometry, optimizer_spec)
     check_trackers(settings.trackers)
     check_lm_eval(settings.lm_eval)
     folder = find_run_folder(settings, SCRIPT)
@@ -145,8 +147,8 @@ def main(argv: list[str]) -> None:
     )
     data = (str(settings.train_ds), *([str(settings.eval_ds)] if settings.eval_ds else []))
     hardware = describe_hardware(device)
-    plan = make_plan(settings, model_config, scheme, optimizer_spec, geometry, hardware, dtype, data=data)
-    plan = plan if lora is None else adapter_plan(plan)
+    trained = trained_part(model_config, lora, settings.freeze_embedding_layer, dtype)
+    plan = make_plan(settings, model_config, scheme, optimizer_spec, geometry, hardware, dtype, data, trained)
     planned = "\n".join([*plan.lines(), *choice])
     print(planned, flush=True)
     if settings.dry_run:
@@ -214,9 +216,8 @@ def main(argv: list[str]) -> None:
         log.info("%s\n%s", planned, swapped, extra=FILE_ONLY)
         log.info("run folder  %s", folder.path)
         constant = settings.seq_len_multiple == settings.seq_len and not settings.doc_mask  # shapes, and no mask
-        recordable = constant and settings.compile and settings.cuda_graphs and device.type == "cuda"
-        recordable = recordable and settings.model_impl == "native" and not (lora and lora.dropout)
-        graphs = StepGraphs(model, forward, quantized) if recordable else None
+        recordable = constant and settings.model_impl == "native" and not (lora and lora.dropout)
+        graphs = step_graphs(settings, model, forward, quantized, recordable=recordable)
         finished = Training(run, plan, schedule, forward, loader, evaluation, graphs).fit()
 
     # ---- export ------------------------------------------------------------------------------------------------------

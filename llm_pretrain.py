@@ -23,8 +23,9 @@ from qtrain.optim import OPTIMIZERS, make_schedule, parameter_groups
 from qtrain.quant import SCHEMES, describe_choices, quantize_linears
 from qtrain.train.choice import settle_scheme
 from qtrain.train.evaluation import LanguageEvaluation
-from qtrain.train.graphs import StepGraphs
+from qtrain.train.graphs import step_graphs
 from qtrain.train.hellaswag import load_questions
+from qtrain.train.in_backward import check_in_backward
 from qtrain.train.language import language_forward
 from qtrain.train.listing import listing
 from qtrain.train.loop import Training, answering_out_of_memory
@@ -72,6 +73,7 @@ def main(argv: list[str]) -> None:
     scheme = SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")
     optimizer_spec = OPTIMIZERS.make(settings.optim, settings.optim_kwargs or {}, "--optim")
     schedule = make_schedule(settings.lr_schedule_kwargs)
+    check_in_backward(settings, geometry, optimizer_spec)
     check_trackers(settings.trackers)
     folder = find_run_folder(settings, SCRIPT)
     source = read_model_source(settings.model)
@@ -195,8 +197,8 @@ def main(argv: list[str]) -> None:
         log = setup_log(folder.path)
         log.info("%s\n%s", planned, swapped, extra=FILE_ONLY)
         log.info("run folder  %s", folder.path)
-        recordable = settings.compile and settings.cuda_graphs and device.type == "cuda" and not settings.doc_mask
-        graphs = StepGraphs(model, forward, quantized) if recordable and settings.model_impl == "native" else None
+        recordable = settings.model_impl == "native" and not settings.doc_mask  # no mask is made anew for each batch
+        graphs = step_graphs(settings, model, forward, quantized, recordable=recordable)
         finished = Training(run, plan, schedule, forward, loader, evaluation, graphs).fit()
 
     # ---- export ------------------------------------------------------------------------------------------------------

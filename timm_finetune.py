@@ -37,7 +37,8 @@ from qtrain.optim import OPTIMIZERS, make_schedule, parameter_groups
 from qtrain.quant import SCHEMES, describe_choices, exported_tensors, quantize_linears
 from qtrain.train.choice import settle_scheme
 from qtrain.train.ema import Ema
-from qtrain.train.graphs import StepGraphs
+from qtrain.train.graphs import step_graphs
+from qtrain.train.in_backward import check_in_backward
 from qtrain.train.listing import listing
 from qtrain.train.loop import Training, answering_out_of_memory
 from qtrain.train.report import write_report
@@ -71,6 +72,7 @@ def main(argv: list[str]) -> None:
     augmentation = make_augmentation(settings.augment)
     if augmentation.mixes and geometry.micro_batch_size % 2:
         raise UserError(f"--augment: mixup and cutmix need even micro-batches, not {geometry.micro_batch_size}.")
+    check_in_backward(settings, geometry, optimizer_spec)
     check_trackers(settings.trackers)
     folder = find_run_folder(settings, SCRIPT)
     model_kwargs = settings.model_kwargs or {}
@@ -185,8 +187,7 @@ def main(argv: list[str]) -> None:
         log = setup_log(folder.path)
         log.info("%s\n%s", planned, swapped, extra=FILE_ONLY)
         log.info("run folder  %s", folder.path)
-        recordable = settings.compile and settings.cuda_graphs and device.type == "cuda"
-        graphs = StepGraphs(model, forward, quantized) if recordable else None
+        graphs = step_graphs(settings, model, forward, quantized)
         finished = Training(run, plan, schedule, forward, loader, evaluation, graphs).fit()
 
     # ---- export ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.train.choice import settle_scheme
 from qtrain.train.failures import GIB, is_out_of_memory
-from qtrain.train.graphs import StepGraphs
+from qtrain.train.graphs import step_graphs
 from qtrain.train.language import language_forward
 from qtrain.train.loop import peak_memory
 from qtrain.train.plan import make_plan
@@ -78,8 +78,7 @@ def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, A
 
     # ---- steps -------------------------------------------------------------------------------------------------------
     forward = language_forward(model, None)
-    recordable = settings.compile and settings.cuda_graphs and device.type == "cuda"
-    graphs = StepGraphs(model, forward, quantized) if recordable else None
+    graphs = step_graphs(settings, model, forward, quantized)
     generator = torch.Generator().manual_seed(settings.seed)
     times, loss = [], float("nan")
     for step in range(warmup_steps + settings.n_steps):

@@ -11,6 +11,7 @@ from torch import Tensor
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.formats import FORMATS
 from qtrain.kernels.quantize import scale_ref
+from qtrain.kernels.rounding import magnitude_bits, scale_of
 
 BLOCK = 8192
 PROGRAMS = 528
@@ -29,21 +30,14 @@ def _absmax_unless_known_kernel(x_ptr, scale_ptr, bits_ptr, numel, STEP: tl.cons
     largest = tl.zeros([BLOCK], tl.int32)
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, numel, STEP):
         index = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + index, index < numel, 0.0).to(tl.float32)
-        # The bits of absolute values order as the numbers do, Inf above all numbers and NaN above Inf.
-        largest = tl.maximum(largest, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        largest = tl.maximum(largest, magnitude_bits(tl.load(x_ptr + index, index < numel, 0.0)))
     tl.atomic_max(bits_ptr, tl.max(largest, 0), sem="relaxed")
 
 
 @triton.jit
-def _choose_kernel(scale_ptr, bits_ptr, out_ptr, RECIPROCAL: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+def _choose_kernel(scale_ptr, bits_ptr, out_ptr, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     known = tl.load(scale_ptr)
-    scale = tl.load(bits_ptr).to(tl.float32, bitcast=True) * RECIPROCAL
-    scale = tl.where(scale < 1e-12, 1e-12, scale)  # a comparison, not a maximum: NaN stays
-    if POWER_OF_TWO:
-        raised = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-        scale = tl.where(scale < float("inf"), raised, scale)
-    tl.store(out_ptr, tl.where(known > 0.0, known, scale))
+    tl.store(out_ptr, tl.where(known > 0.0, known, scale_of(tl.load(bits_ptr), LARGEST, POWER_OF_TWO)))
 
 
 def launch_known_scale(x: Tensor, scale: Tensor, fmt: str, power_of_two: bool) -> Tensor:
@@ -52,7 +46,7 @@ def launch_known_scale(x: Tensor, scale: Tensor, fmt: str, power_of_two: bool) -
     out = torch.empty_like(scale)
     programs = max(1, min(PROGRAMS, triton.cdiv(x.numel(), BLOCK)))
     _absmax_unless_known_kernel[(programs,)](x, scale, bits, x.numel(), programs * BLOCK, BLOCK, num_warps=8)
-    _choose_kernel[(1,)](scale, bits, out, 1 / FORMATS[fmt].max, power_of_two, num_warps=1)
+    _choose_kernel[(1,)](scale, bits, out, FORMATS[fmt].max, power_of_two, num_warps=1)
     return out
 
 

@@ -40,7 +40,8 @@ class ApolloMiniOptimizer(HiddenOptimizer):
     def _factors(self, group: dict[str, Any], places: list[Place], gradients: Tensor) -> Tensor:
         """gradients [B, R, C] -> what each matrix is multiplied with, fp32 [B]."""
         oriented = gradients if gradients.shape[1] >= gradients.shape[2] else gradients.mT
-        seen = torch.bmm(oriented, self._random(group, places, oriented.shape[2])[:, :, None])[:, :, 0]  # [B, larger]
+        # Not a bmm, which sums a batch of one in another order: results must not depend on what is worked on together.
+        seen = torch.linalg.vecdot(oriented, self._random(group, places, oriented.shape[2])[:, None])  # [B, larger]
         (beta1, beta2), step = group["betas"], group["step"].double()
         first, second, norms = (
             [(self.state[p], f"{name}_{part}") for p, part in places] for name in ("exp_avg", "exp_avg_sq", "norm")

@@ -8,7 +8,8 @@ two, `<name>.<format>.codes` and `<name>.<format>.scale`, as in `exp_avg.int8_25
 without knowing what wrote it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from qtrain.kernels.state_formats import (
     zero_state,
 )
 from qtrain.optim.offload import OffloadedUpdate
+from qtrain.optim.parts import PartedOptimizer
 from qtrain.optim.states import (
     MASTER,
     StateOptions,
@@ -36,11 +38,18 @@ from qtrain.optim.states import (
 )
 
 
-class LowBitOptimizer(torch.optim.Optimizer):
-    """An elementwise rule over all parameters.
+@dataclass
+class _Part:
+    """What updates the parameters of one part; groups: those that they are of."""
 
-    RULE: of `kernels.fused_update`. STATES: the names of its states. grad_scale: a scalar on the device that the next
-    step multiplies the gradients with (clipping), without touching them.
+    update: FusedUpdate | OffloadedUpdate
+    groups: list[int]
+
+
+class LowBitOptimizer(PartedOptimizer):
+    """An elementwise rule over all parameters. Every parameter counts its own steps.
+
+    RULE: of `kernels.fused_update`. STATES: the names of its states.
     """
 
     RULE: ClassVar[str]
@@ -48,8 +57,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], options: StateOptions, *, seed: int = 0):
         self.options, self.seed = options, seed
-        self.grad_scale: Tensor | None = None
-        self._update: FusedUpdate | OffloadedUpdate | None = None
+        self._updates: dict[int, _Part] | None = None
         self.numbers: dict[Tensor, int] = {}
         super().__init__(groups, defaults)
 
@@ -66,13 +74,9 @@ class LowBitOptimizer(torch.optim.Optimizer):
     def signed(self) -> dict[str, bool]:
         return dict(zip(self.STATES, SIGNED_STATES[self.rule], strict=True))
 
-    def _parameters(self) -> Iterator[Tensor]:
-        for group in self.param_groups:
-            yield from group["params"]
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        self._update = None
+        self._updates = None
         for p in self.param_groups[-1]["params"]:
             self.numbers[p] = len(self.numbers)
             placements = p.placements if isinstance(p, DTensor) else ()
@@ -86,39 +90,45 @@ class LowBitOptimizer(torch.optim.Optimizer):
     def push_hyper(self) -> None:
         """Bring learning rate and the other numbers to the device. `step` does it; a recorded step needs it before its
         replay."""
-        update = self._ready()
-        for number, group in enumerate(self.param_groups):
-            update.set_hyper(number, self.hyper(group))
+        for part in self._ready().values():
+            self._push(part)
+
+    def _push(self, part: _Part) -> None:
+        for number in part.groups:
+            part.update.set_hyper(number, self.hyper(self.param_groups[number]))
 
     @torch.no_grad()
-    def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        grads = [None if p.grad is None else local(p.grad) for p in self._parameters()]
+    def step_part(self, number: int) -> None:
+        grads = [None if p.grad is None else local(p.grad) for p in self.parts[number]]
         if any(grad is not None for grad in grads):
-            self.push_hyper()
-            self._ready().step(grads, self.grad_scale)
-        self.grad_scale = None
-        return loss
+            part = self._ready()[number]
+            self._push(part)
+            part.update.step(grads, self.grad_scale)
 
-    def _ready(self) -> FusedUpdate | OffloadedUpdate:
-        """The fused update over all parameters, with their states."""
-        if self._update is None:
-            slots = [self._slot(p, number) for number, group in enumerate(self.param_groups) for p in group["params"]]
-            make = OffloadedUpdate if self.states_on_host else FusedUpdate
-            groups = len(self.param_groups)
-            self._update = make(self.rule, slots, groups=groups, seed=self.seed, sr=self.options.sr)
-            for p, slot in zip(self._parameters(), slots, strict=True):
-                self.state[p]["step"] = slot.step
-                if self.states_on_host:  # they have moved to pinned memory
-                    self._point_to(p, slot)
-        return self._update
+    def split(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        super().split(parts)
+        self._updates = None
+
+    def _ready(self) -> dict[int, _Part]:
+        """The fused update of every part that is not empty, with its states."""
+        if self._updates is None:
+            group_of = {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
+            self._updates = {n: self._make_part(part, group_of) for n, part in enumerate(self.parts) if part}
+        return self._updates
+
+    def _make_part(self, parameters: list[Tensor], group_of: Mapping[Tensor, int]) -> _Part:
+        slots = [self._slot(p, group_of[p]) for p in parameters]
+        make = OffloadedUpdate if self.states_on_host else FusedUpdate
+        update = make(self.rule, slots, groups=len(self.param_groups), seed=self.seed, sr=self.options.sr)
+        for p, slot in zip(parameters, slots, strict=True):
+            self.state[p]["step"] = slot.step
+            if self.states_on_host:  # they have moved to pinned memory
+                self._point_to(p, slot)
+        return _Part(update, sorted({slot.group for slot in slots}))
 
     @property
     def states_on_host(self) -> bool:
-        first = next(self._parameters())
+        first = self.param_groups[0]["params"][0]
         return self.options.offload and first.device.type != "cpu"
 
     def _slot(self, p: Tensor, group: int) -> Slot:
@@ -155,8 +165,9 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
     def synchronize(self) -> None:
         """Wait until states on the host are those after the last step."""
-        if isinstance(self._update, OffloadedUpdate):
-            self._update.synchronize()
+        for part in (self._updates or {}).values():
+            if isinstance(part.update, OffloadedUpdate):
+                part.update.synchronize()
 
     # ---- states from elsewhere ---------------------------------------------------------------------------------------
 
@@ -196,9 +207,9 @@ class LowBitOptimizer(torch.optim.Optimizer):
         names: of the parameters, for messages. Returns what was converted, as "exp_avg int8 -> fp32". UserError for
         values that no training leaves behind.
         """
-        self._update = None
+        self._updates = None
         converted: dict[str, None] = {}
-        for p in self._parameters():
+        for p in self.parameters():
             state = self.state.get(p)
             if not state:
                 continue
@@ -249,11 +260,11 @@ class LowBitOptimizer(torch.optim.Optimizer):
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
             raise UserError("--resume: the saved optimizer groups its parameters differently.")
         order = [number for group in groups for number in group["params"]]
-        names = {p: f"parameter {number}" for number, p in zip(order, self._parameters(), strict=True)}
+        names = {p: f"parameter {number}" for number, p in zip(order, self.parameters(), strict=True)}
         former = dict(self.state)
         try:
             self.state.clear()
-            for number, p in zip(order, self._parameters(), strict=True):
+            for number, p in zip(order, self.parameters(), strict=True):
                 state = saved.get(number, {})
                 if not all(isinstance(value, Tensor) for value in state.values()):
                     raise UserError(f"--resume: the optimizer state of parameter {number} is not tensors.")

@@ -44,11 +44,10 @@ class GaLoreOptimizer(HiddenOptimizer):
         self._steps: dict[torch.Size, Tensor] = {}
         self._updates: dict[tuple, tuple[FusedUpdate, list[Tensor]]] = {}
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def begin(self) -> None:
+        super().begin()
         for group in self.hidden_groups:
             group["steps_done"] += 1  # known to the host, which decides about refreshes
-        return super().step(closure)
 
     def directions(self, group: dict[str, Any], places: list[Place], gradients: Tensor) -> Tensor:
         wide = gradients.shape[1] < gradients.shape[2]
@@ -116,6 +115,9 @@ class GaLoreOptimizer(HiddenOptimizer):
     def _renew(self, group: dict[str, Any], places: list[Place], gradients: Tensor) -> None:
         """Take the subspaces of `places` from their gradients: the one thing here that waits for the device."""
         (rows, columns), step = gradients.shape[1:], group["steps_done"]
+        # A decomposition fails on values that are not finite; within a backward pass they come before the run's stop.
+        norms = torch.linalg.vector_norm(gradients, dim=(1, 2), keepdim=True, dtype=torch.float32)
+        gradients = torch.where(norms.isfinite(), gradients, 0)
         width, sketch = sketch_columns(group["rank"], rows, columns), None
         if group["subspace"] == "randomized":
             numbers = [self.numbers[id(p)] * MOST_PARTS + part for p, part in places]

@@ -22,6 +22,7 @@ from qtrain.kernels.fused_update import FusedUpdate
 from qtrain.optim.base import LowBitOptimizer
 from qtrain.optim.matrices import batches_by_shape, equal_parts
 from qtrain.optim.optimizer import OPTIMIZERS, OptimizerSpec, ParameterShape
+from qtrain.optim.parts import PartedOptimizer
 from qtrain.optim.stacked import Described
 
 Groups = list[dict[str, Any]]
@@ -92,12 +93,11 @@ class Batch:
     apply: FusedUpdate
 
 
-class HiddenOptimizer(torch.optim.Optimizer):
+class HiddenOptimizer(PartedOptimizer):
     """A method on the groups marked `hidden`; `rest` builds the optimizer of the others, which steps with this one.
 
     rest_lr_scale: the others' learning rate as a multiple of --lr. sr: round bf16 weights stochastically, with bits
-    keyed by (seed, step, number of the parameter); those stored in low bits always are. grad_scale: as in
-    `LowBitOptimizer`.
+    keyed by (seed, step, number of the parameter); those stored in low bits always are.
     """
 
     def __init__(
@@ -123,13 +123,33 @@ class HiddenOptimizer(torch.optim.Optimizer):
         for group in self.hidden_groups:
             group["step"] = torch.zeros((), dtype=torch.int64, device=device)
         self.seed, self.sr, self._rest_lr_scale = seed, sr, rest_lr_scale
-        self.grad_scale: Tensor | None = None
         self.numbers = {id(p): number for number, p in enumerate(parameters)}
-        self._batches = [self._make_batches(group["params"]) for group in self.hidden_groups]
         self._rest = rest(others) if others else None
         if self._rest is not None:  # one set of books: what is saved, restored and scheduled
             self.param_groups += self._rest.param_groups
             self._rest.state = self.state
+        self._batches = self._all_batches()
+
+    def split(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        super().split(parts)
+        self._batches = self._all_batches()
+        if self._rest is not None:
+            others = set(self._rest.parameters())
+            self._rest.split([[p for p in part if p in others] for part in parts])
+
+    def _all_batches(self) -> list[list[tuple[dict[str, Any], Batch]]]:
+        """By part: its batches, each with its group."""
+        found = []
+        for part in self.parts:
+            members = set(part)
+            found.append(
+                [
+                    (group, batch)
+                    for group in self.hidden_groups
+                    for batch in self._make_batches([p for p in group["params"] if p in members])
+                ]
+            )
+        return found
 
     def _make_batches(self, parameters: list[nn.Parameter]) -> list[Batch]:
         batches = []
@@ -143,19 +163,16 @@ class HiddenOptimizer(torch.optim.Optimizer):
     def directions(self, group: dict[str, Any], places: list[Place], gradients: Tensor) -> Tensor:
         """gradients [B, R, C] of matrices of one shape -> fp32 or bf16 [B, R, C], what the learning rate multiplies."""
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group, batches in zip(self.hidden_groups, self._batches, strict=True):
+    def begin(self) -> None:
+        for group in self.hidden_groups:
             group["step"] += 1
-            for batch in batches:
-                self._step_batch(group, batch)
-        self._step_rest()
-        self.grad_scale = None
-        return loss
+
+    @torch.no_grad()
+    def step_part(self, number: int) -> None:
+        for group, batch in self._batches[number]:
+            self._step_batch(group, batch)
+        if self._rest is not None:
+            self._step_rest(number)
 
     def _step_batch(self, group: dict[str, Any], batch: Batch) -> None:
         trained = [p for p in batch.parameters if p.grad is not None]
@@ -181,14 +198,12 @@ class HiddenOptimizer(torch.optim.Optimizer):
                 found[:, first : first + rows] = part
         return found
 
-    def _step_rest(self) -> None:
-        if self._rest is None:
-            return
+    def _step_rest(self, number: int) -> None:
         rates = [group["lr"] for group in self._rest.param_groups]
         for group, lr in zip(self._rest.param_groups, rates, strict=True):
             group["lr"] = lr * self._rest_lr_scale
         self._rest.grad_scale = self.grad_scale
-        self._rest.step()
+        self._rest.step_part(number)
         for group, lr in zip(self._rest.param_groups, rates, strict=True):
             group["lr"] = lr
 

@@ -40,6 +40,11 @@ class LibraryOptimizer(OptimizerSpec):
         except Exception as error:  # what a library finds wrong with the model's parameters
             raise UserError(f"--optim: {self.name} does not take this model's parameters: {error}.") from None
 
+    def refuses_parts(self) -> str | None:
+        return (
+            f"{self.name} is another library's and updates all parameters at once; give an --optim that --list shows."
+        )
+
     def state_bytes(self, weight_bytes: int) -> float:
         """By a step over a tiny parameter; of other libraries, which may need a GPU for it, by the name."""
         for word, size in _BY_WORD.items():

@@ -38,6 +38,12 @@ class OptimizerSpec(ABC):
         """Bytes of optimizer state of a whole model."""
         return self.state_bytes(weight_bytes) * sum(shape.elements for shape in shapes)
 
+    def refuses_parts(self) -> str | None:
+        """Why its optimizer cannot update a model part by part (`PartedOptimizer`), and the fix; None: it can."""
+        if getattr(self, "offload", False):
+            return "states on the host are moved for the whole model at once; leave offload out of --optim_kwargs."
+        return None
+
     @abstractmethod
     def build(self, groups: list[dict[str, Any]], lr: float, seed: int = 0) -> torch.optim.Optimizer:
         """The optimizer over torch parameter groups. seed: of its stochastic rounding, where it rounds so."""

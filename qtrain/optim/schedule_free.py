@@ -8,7 +8,7 @@ x = y + (1 - 1/b1)·(z - y). A checkpoint holds y, as the weights, and z.
 the copy does not raise the peak.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -32,8 +32,9 @@ _SALTS = {"z": 0x7A << 40, "exp_avg_sq": 0x76 << 40}
 
 @dataclass
 class _Chunk:
-    """Parameters of one group that are updated together. Slots are in the order of the parameters."""
+    """Parameters of one part and one group (by its number) that are updated together. Slots are in their order."""
 
+    group: int
     parameters: list[Tensor]
     y: FusedUpdate
     z: FusedUpdate
@@ -48,7 +49,7 @@ class ScheduleFreeOptimizer(LowBitOptimizer):
 
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], options: StateOptions, *, seed: int = 0):
         super().__init__(groups, defaults, options, seed=seed)
-        self._chunks: list[list[_Chunk]] | None = None
+        self._chunks: list[list[_Chunk]] | None = None  # by part
         self._kept: list[Tensor] | None = None
         for group in self.param_groups:
             for name in _BOOKS:
@@ -60,19 +61,14 @@ class ScheduleFreeOptimizer(LowBitOptimizer):
 
     # ---- stepping ----------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def begin(self) -> None:
         assert self._kept is None, "a step between eval() and train()"
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group, chunks in zip(self.param_groups, self._all_chunks(), strict=True):
-            rate, share = self._advance(group)
-            for chunk in chunks:
-                self._step_chunk(group, chunk, rate, share)
-        self.grad_scale = None
-        return loss
+        self._rates = [self._advance(group) for group in self.param_groups]
+
+    @torch.no_grad()
+    def step_part(self, number: int) -> None:
+        for chunk in self._all_chunks()[number]:
+            self._step_chunk(self.param_groups[chunk.group], chunk, *self._rates[chunk.group])
 
     @staticmethod
     def _advance(group: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -117,9 +113,9 @@ class ScheduleFreeOptimizer(LowBitOptimizer):
         if self._kept is not None or not self.state:
             return
         self._kept = []
-        for group, chunks in zip(self.param_groups, self._all_chunks(), strict=True):
-            weight = 1 - 1 / group["betas"][0]
+        for chunks in self._all_chunks():
             for chunk in chunks:
+                weight = 1 - 1 / self.param_groups[chunk.group]["betas"][0]
                 for y, z in zip(chunk.y.slots, chunk.z.slots, strict=True):
                     self._kept.append(y.weight.clone())
                     y.weight.copy_(_plain(y.weight, torch.float32).lerp(z.weight.float(), weight))
@@ -138,21 +134,26 @@ class ScheduleFreeOptimizer(LowBitOptimizer):
 
     def _all_chunks(self) -> list[list[_Chunk]]:
         if self._chunks is None:
-            self._chunks = [self._make_chunks(group["params"]) for group in self.param_groups]
+            self._chunks = [self._make_chunks(set(part)) for part in self.parts]
         return self._chunks
 
-    def _make_chunks(self, parameters: list[Tensor]) -> list[_Chunk]:
-        members: list[list[Tensor]] = []
-        size = BATCH_ELEMENTS
-        for p in parameters:
-            if size + p.numel() > BATCH_ELEMENTS:
-                members.append([])
-                size = 0
-            members[-1].append(p)
-            size += p.numel()
-        return [self._make_chunk(chunk) for chunk in members]
+    def _make_chunks(self, part: set[Tensor]) -> list[_Chunk]:
+        chunks = []
+        for number, group in enumerate(self.param_groups):
+            members: list[list[Tensor]] = []
+            size = BATCH_ELEMENTS
+            for p in group["params"]:
+                if p not in part:
+                    continue
+                if size + p.numel() > BATCH_ELEMENTS:
+                    members.append([])
+                    size = 0
+                members[-1].append(p)
+                size += p.numel()
+            chunks += [self._make_chunk(number, chunk) for chunk in members]
+        return chunks
 
-    def _make_chunk(self, parameters: list[Tensor]) -> _Chunk:
+    def _make_chunk(self, group: int, parameters: list[Tensor]) -> _Chunk:
         slots = []
         for p in parameters:
             if "z" not in self.state[p]:
@@ -169,10 +170,14 @@ class ScheduleFreeOptimizer(LowBitOptimizer):
         )
         for p, slot in zip(parameters, y.slots, strict=True):
             self.state[p]["step"] = slot.step
-        return _Chunk(parameters, y, z, v)
+        return _Chunk(group, parameters, y, z, v)
 
     def push_hyper(self) -> None:
         """Rates are brought to the device by every step."""
+
+    def split(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        super().split(parts)
+        self._chunks = None
 
     def adopt_states(self, names: Mapping[Tensor, str]) -> list[str]:
         self._chunks = None

@@ -40,13 +40,23 @@ def first_bad_tensor(model: nn.Module) -> str | None:
     return None
 
 
-def not_finite(step: int, what: str, value: float, bad: str | None, last_good: Path | None) -> TrainingStopped:
-    """The stop for `what` ("loss", "gradient norm") being NaN or Inf at `step`; `bad` is from first_bad_tensor."""
+def not_finite(
+    step: int, what: str, value: float, bad: str | None, last_good: Path | None, *, updated: bool = False
+) -> TrainingStopped:
+    """The stop for `what` ("loss", "gradient norm") being NaN or Inf at `step`; `bad` is from first_bad_tensor.
+
+    updated: the weights have been updated with it already (--optimizer_in_backward).
+    """
     where = f"First bad tensor: {bad}." if bad else "All weights and gradients are finite."
+    clip = "a smaller --clip_grad_norm"
+    if updated:
+        where = f"First bad tensor: {bad}." if bad else "All gradients are finite."
+        where += " The weights have taken this step and are not to be trusted; nothing of it is saved."
+        clip = "--clip_grad_norm 1 without --optimizer_in_backward"
     again = f"The last good checkpoint is {last_good} (--resume {last_good})." if last_good else "No checkpoint yet."
     return TrainingStopped(
         f"step {step}: the {what} is {value}. {where} {again} "
-        "Try a lower --lr, a longer warmup (--lr_schedule_kwargs) or a smaller --clip_grad_norm; "
+        f"Try a lower --lr, a longer warmup (--lr_schedule_kwargs) or {clip}; "
         "--quantize bf16 tells whether the scheme is the cause."
     )
 
@@ -69,9 +79,9 @@ def memory_advice(settings: Mapping[str, Any], optimizers: Iterable[str] = ()) -
     `settings` holds the values in force (micro_batch_size worked out, not 0); a flag that is not in it is not advised.
     `optimizers` are the names that --optim takes: those with low-bit states are advised. The global batch stays.
     """
-    advice = []
+    advice, names = [], list(optimizers)
     micro = settings.get("micro_batch_size", 1)
-    if micro > 1:
+    if micro > 1 and not settings.get("optimizer_in_backward"):  # which cannot accumulate
         smaller = _largest_divisor(micro, micro // 2)
         accumulation = settings.get("gradient_accumulation", 0) * micro // smaller
         also = f" --gradient_accumulation {accumulation}" if accumulation else ""
@@ -81,12 +91,15 @@ def memory_advice(settings: Mapping[str, Any], optimizers: Iterable[str] = ()) -
         advice.append("--activation_checkpointing selective (now none; some slower)")
     if kept in ("none", "selective"):
         advice.append(f"--activation_checkpointing full (now {kept}; about a quarter slower)")
+    own, one_pass = settings.get("optim") in names, settings.get("gradient_accumulation") == 1
+    if own and one_pass and not settings.get("optimizer_in_backward"):
+        advice.append("--optimizer_in_backward --clip_grad_norm 0 (gradients of one layer at a time; no clipping)")
     chunks = settings.get("loss_chunks")
     if chunks is not None and chunks < 64:
         advice.append(f"--loss_chunks {max(2, chunks * 4)} (now {chunks}; smaller pieces of the logits)")
     optim = settings.get("optim")
     if optim is not None and not any(bits in optim for bits in ("8bit", "4bit")):
-        lighter = sorted(name for name in optimizers if "8bit" in name)
+        lighter = sorted(name for name in names if "8bit" in name)
         advice += [f"--optim {name} (now {optim}; states of one byte a value)" for name in lighter[:1]]
     if settings.get("seq_len", 0) >= 256:
         advice.append(f"--seq_len {settings['seq_len'] // 2} (now {settings['seq_len']}; shorter context)")

@@ -18,11 +18,24 @@ from torch import Tensor, nn
 from qtrain.data import TensorBatch
 from qtrain.quant import QuantizedModel
 from qtrain.train.language import Forward
+from qtrain.train.settings import TrainSettings
 
 log = logging.getLogger("qtrain")
 
 WARM_UP = 3
 """Ordinary runs of each kind before it is recorded: compiling, tuning and lazy set-up must not be part of it."""
+
+
+def step_graphs(
+    settings: TrainSettings, model: nn.Module, forward: Forward, quantized: QuantizedModel, *, recordable: bool = True
+) -> "StepGraphs | None":
+    """Recordings for a run; None where --cuda_graphs cannot have its way.
+
+    recordable: whether micro-batches are of one shape, and the model does the same for all of them.
+    """
+    recordable = recordable and settings.compile and settings.cuda_graphs and not settings.optimizer_in_backward
+    on_gpu = next(model.parameters()).is_cuda
+    return StepGraphs(model, forward, quantized) if recordable and on_gpu else None
 
 
 def backward_of(forward: Forward, batch: TensorBatch, trained: Tensor) -> Tensor:

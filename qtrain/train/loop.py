@@ -13,7 +13,9 @@ from qtrain.data import TensorBatch
 from qtrain.errors import TrainingStopped
 from qtrain.optim import OPTIMIZERS, LRSchedule
 from qtrain.train.failures import first_bad_tensor, is_out_of_memory, not_finite, out_of_memory
+from qtrain.train.gradients import Gradients
 from qtrain.train.graphs import WARM_UP, StepGraphs
+from qtrain.train.in_backward import OptimizerInBackward
 from qtrain.train.language import Forward
 from qtrain.train.metrics import MetricsLog, Throughput, read_metrics
 from qtrain.train.plan import Plan
@@ -22,7 +24,7 @@ from qtrain.train.run import Run, resume_command
 from qtrain.train.settings import TrainSettings
 from qtrain.train.signals import StopSignals
 from qtrain.train.status import StatusLine
-from qtrain.train.step import Gradients, apply_gradients, compute_gradients, judged_weights
+from qtrain.train.step import apply_gradients, compute_gradients, judged_weights, set_rate
 from qtrain.train.trackers import open_trackers
 
 log = logging.getLogger("qtrain")
@@ -48,6 +50,10 @@ class Training:
         self.run, self.plan, self.schedule = run, plan, schedule
         self.forward, self.batches, self.evaluation = forward, batches, evaluation
         settings, state = run.settings, run.state
+        self.in_backward: OptimizerInBackward | None = None
+        if settings.optimizer_in_backward:
+            assert graphs is None, "a recorded step updates nothing in its backward pass"
+            self.in_backward = OptimizerInBackward(run.model, run.optimizer)
         resumed = run.folder.resumed_from is not None
         self.metrics = MetricsLog(run.folder.path / "metrics.jsonl", state.step if resumed else None)
         # A signal ends a run before the evaluation that may be due: it is made up for when the run goes on.
@@ -102,18 +108,25 @@ class Training:
                 *(next(self.batches) for _ in range(self.plan.geometry.gradient_accumulation)), strict=True
             )
         lr = settings.lr * self.schedule.factor(state.step, settings.n_steps)
-        gradients = compute_gradients(run.model, self.forward, run.quantized, list(batches), state.step, self.graphs)
+        if self.in_backward is not None:
+            set_rate(run.optimizer, lr)
+        gradients = compute_gradients(
+            run.model, self.forward, run.quantized, list(batches), state.step, self.graphs, self.in_backward
+        )
         if not gradients.finite:
             raise self._not_finite(gradients)
-        apply_gradients(
-            run.model,
-            run.optimizer,
-            run.quantized,
-            gradients,
-            lr=lr,
-            clip_grad_norm=settings.clip_grad_norm,
-            graphs=self.graphs,
-        )
+        if self.in_backward is None:
+            apply_gradients(
+                run.model,
+                run.optimizer,
+                run.quantized,
+                gradients,
+                lr=lr,
+                clip_grad_norm=settings.clip_grad_norm,
+                graphs=self.graphs,
+            )
+        else:
+            run.quantized.refresh()
         tokens = gradients.tokens * self.plan.geometry.world
         state.step += 1
         state.tokens += tokens
@@ -191,8 +204,10 @@ class Training:
         what, value = ("gradient norm", gradients.norm_value)
         if gradients.loss != gradients.loss or abs(gradients.loss) == float("inf"):
             what, value = "loss", gradients.loss
-        bad = first_bad_tensor(self.run.model)
-        return not_finite(self.run.state.step + 1, what, value, bad, self.run.checkpoints.latest())
+        updated = self.in_backward is not None
+        bad = self.in_backward.first_bad() if updated else first_bad_tensor(self.run.model)
+        step, last_good = self.run.state.step + 1, self.run.checkpoints.latest()
+        return not_finite(step, what, value, bad, last_good, updated=updated)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from qtrain.models.cost import (
     flops_per_token,
     parameter_shapes,
 )
+from qtrain.models.trained_cost import TrainedPart
 from qtrain.optim import OptimizerSpec, ParameterShape
 from qtrain.quant import LowBitScheme, Scheme
 from qtrain.train.settings import BatchGeometry, LanguageSettings, TrainSettings
@@ -130,12 +131,14 @@ def make_plan(
     hardware: Hardware,
     dtype: torch.dtype,
     data: tuple[str, ...],
+    trained: TrainedPart | None = None,
 ) -> Plan:
-    """The plan of a language model's run; model_config is None for an architecture that has no native decoder."""
+    """The plan of a language model's run; model_config is None for an architecture that has no native decoder.
+    trained: what trains, where not everything does."""
     forced()  # a QTRAIN_IMPL that names nothing is refused before anything is written
     shared = {
         "model": settings.model,
-        "scheme": settings.quantize,
+        "scheme": getattr(scheme, "name", "") or settings.quantize,
         "geometry": geometry,
         "n_steps": settings.n_steps,
         "tokens_per_step": settings.batch_size * settings.seq_len,
@@ -149,12 +152,14 @@ def make_plan(
         model_config = model_config.with_sub_norms("--quantize")
     found = flops_per_token(model_config, settings.seq_len)
     flops = {"blocks": found.blocks, "head": found.head, "attention": found.attention}
+    flops = flops if trained is None else trained.flops(flops, model_config.num_hidden_layers)
+    frozen = trained is not None and bool(trained.adapters)
     return Plan(
         **shared,
         parameters=count_parameters(model_config).total,
         flops=flops,
-        seconds=shortest_seconds(flops, scheme, settings.quantize_lm_head, hardware, dtype),
-        memory=_memory(settings, model_config, scheme, optimizer, geometry, dtype).at_peak,
+        seconds=shortest_seconds(flops, scheme, settings.quantize_lm_head, hardware, dtype, frozen),
+        memory=_memory(settings, model_config, scheme, optimizer, geometry, dtype, trained).at_peak,
     )
 
 
@@ -165,17 +170,26 @@ def emulated_arithmetics(scheme: Scheme, hardware: Hardware) -> tuple[str, ...]:
 
 
 def shortest_seconds(
-    flops: Mapping[str, float], scheme: Scheme, quantized_head: bool, hardware: Hardware, dtype: torch.dtype
+    flops: Mapping[str, float],
+    scheme: Scheme,
+    quantized_head: bool,
+    hardware: Hardware,
+    dtype: torch.dtype,
+    frozen: bool = False,
 ) -> dict[str, float]:
     """Seconds per token at dense peaks, by kind of work: `blocks` run in the scheme's arithmetic, `head` too where it
-    is quantized, and all else, like a GEMM that a scheme leaves alone, in the weights' dtype."""
+    is quantized, and all else, like a GEMM that a scheme leaves alone, in the weights' dtype. frozen: linears have no
+    grad_weight, nor has `flops` its work."""
     plain = "bf16" if dtype == torch.bfloat16 else "fp32"
 
     def seconds(work: float, arithmetics: list[str]) -> float:
         rates = [hardware.peak(plain if name == "bf16" else name) * 1e12 for name in arithmetics]
         return sum(work / len(rates) / rate for rate in rates)
 
-    gemms = [(share, list(part.gemm_dtypes().values())) for share, part in scheme.parts()]
+    left_out = ("grad_weight",) if frozen else ()
+    gemms = [
+        (share, [d for gemm, d in part.gemm_dtypes().items() if gemm not in left_out]) for share, part in scheme.parts()
+    ]
     quantized = {"blocks", "head"} if quantized_head else {"blocks"}
     return {
         kind: sum(seconds(share * work, names) for share, names in (gemms if kind in quantized else [(1.0, [plain])]))
@@ -190,22 +204,29 @@ def _memory(
     optimizer: OptimizerSpec,
     geometry: BatchGeometry,
     dtype: torch.dtype,
+    trained: TrainedPart | None,
 ) -> MemoryEstimate:
     element, low_bit = dtype.itemsize, [(s, part) for s, part in scheme.parts() if isinstance(part, LowBitScheme)]
     kept = sum(share * part.kept_input_bytes(element) for share, part in low_bit)
     kept += element * (1 - sum(share for share, _ in low_bit))
-    shapes = [ParameterShape(*found) for found in parameter_shapes(model_config)]
+    if trained is not None and trained.adapters:
+        kept = element  # a frozen linear keeps nothing, and its adapters the input itself
+    trained = trained or TrainedPart(parameter_shapes(model_config), element, head=True)
+    shapes = [ParameterShape(*found) for found in trained.shapes]
     return estimate_memory(
         model_config,
         micro_batch_size=geometry.micro_batch_size,
         seq_len=settings.seq_len,
         element=element,
-        optimizer_bytes=optimizer.total_state_bytes(shapes, element) / sum(shape.elements for shape in shapes),
+        optimizer_bytes=optimizer.total_state_bytes(shapes, trained.element) / count_parameters(model_config).total,
         checkpointing=settings.activation_checkpointing,
         compiled=settings.compile,
         loss_chunks=settings.loss_chunks,
         accumulates=geometry.gradient_accumulation > 1,
+        in_backward=settings.optimizer_in_backward,
         code_bytes=sum(share * part.code_bytes() for share, part in low_bit),
         linear_input=None if kept == element else kept,  # the input itself is no other tensor than a plain linear keeps
         linear_weight=element + sum(share * (part.weight_bytes(element) - element) for share, part in low_bit),
+        dequantized=any(part.stored_format and "bf16" in part.gemm_dtypes().values() for _, part in low_bit),
+        trained=trained,
     )

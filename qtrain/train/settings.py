@@ -73,6 +73,8 @@ class TrainSettings:
     """JSON: warmup and decay (shares of the run; 0.02 and 0.2), decay_type (linear, cosine, sqrt), final (share)."""
     clip_grad_norm: NotNegative = 1.0
     """Largest norm of all gradients together; 0: no clipping."""
+    optimizer_in_backward: bool = False
+    """Update each layer within the backward pass and free its gradients; wants --clip_grad_norm 0, no accumulation."""
 
     eval_interval: CountOrNever = 100
     """Steps between evaluations; 0: only before the first and after the last step."""

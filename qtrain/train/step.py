@@ -1,9 +1,7 @@
 """One optimizer step in its two halves, gradients and update; and one evaluation."""
 
 import contextlib
-import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,25 +9,10 @@ from torch import Tensor, nn
 from qtrain.data import Batch
 from qtrain.quant import QuantizedModel
 from qtrain.train.ema import Ema
+from qtrain.train.gradients import Gradients, norm_of
 from qtrain.train.graphs import StepGraphs, backward_of
+from qtrain.train.in_backward import OptimizerInBackward
 from qtrain.train.language import Forward
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """What a step's backward passes left behind, besides the gradients themselves."""
-
-    loss: float
-    """Mean over the step's trained tokens, without z-loss."""
-    norm: Tensor
-    """Norm of all gradients together, before clipping; fp32 scalar on the device."""
-    norm_value: float
-    tokens: int
-    """All tokens read, trained on or not."""
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.norm_value)
 
 
 def count_trained(batches: Iterable[Batch]) -> int:
@@ -44,24 +27,30 @@ def compute_gradients(
     batches: list[Batch],
     step: int,
     graphs: StepGraphs | None = None,
+    in_backward: OptimizerInBackward | None = None,
 ) -> Gradients:
     """Forward and backward over the micro-batches of one step, launched one by one or replayed from `graphs`.
 
     The loss of every micro-batch is divided by the trained tokens of the whole step, so that the gradient is the same
-    however the step is split.
+    however the step is split. With `in_backward` there is one micro-batch, and the weights are updated by the end.
     """
     quantized.assert_fresh()
     device = next(model.parameters()).device
-    trained = torch.tensor(float(max(count_trained(batches), 1)), device=device)
+    trained = torch.full((), float(max(count_trained(batches), 1)), device=device)
     nll = torch.zeros((), device=device)
+    if in_backward is not None:
+        in_backward.begin()
     for number, batch in enumerate(batches):
         quantized.set_step(step * len(batches) + number)
         if graphs is None:
             nll += backward_of(forward, batch, trained)
         else:
             nll += graphs.micro_step(batch, trained, accumulate=number > 0)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).float()
-    # The only wait for the GPU in a step: a gradient that is not finite must not touch the weights.
+    if in_backward is not None:
+        norm = in_backward.finish()
+    else:
+        norm = norm_of([p.grad for p in model.parameters() if p.grad is not None])
+    # The only wait for the GPU in a step: a gradient that is not finite must not touch weights that are ever saved.
     loss, norm_value = torch.stack([nll / trained, norm]).tolist()
     return Gradients(loss, norm, norm_value, sum(batch.size for batch in batches))
 
@@ -82,14 +71,19 @@ def apply_gradients(
             optimizer.grad_scale = torch.clamp(clip_grad_norm / (gradients.norm + 1e-6), max=1.0)
         else:
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip_grad_norm, gradients.norm)
+    set_rate(optimizer, lr)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    (graphs or quantized).refresh()
+
+
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Have the next step run at rate `lr`."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    (graphs or quantized).refresh()
 
 
 @contextlib.contextmanager
@@ -101,22 +95,25 @@ def judged_weights(
     Schedule-free ones do not, and say so by methods `eval` and `train`; with `ema` it is the average. Afterwards every
     bit is as it was.
     """
-    if ema is not None:
-        with ema.in_place():
-            quantized.refresh_weights()
-            yield
-        quantized.refresh_weights()
-        return
-    if not hasattr(optimizer, "eval"):
+    if ema is None and not hasattr(optimizer, "eval"):
         yield
         return
+    try:
+        with ema.in_place() if ema is not None else _averaged(optimizer):
+            quantized.refresh_weights()
+            yield
+    finally:
+        quantized.refresh_weights()
+
+
+@contextlib.contextmanager
+def _averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, a schedule-free optimizer's average is in the weights."""
     optimizer.eval()
-    quantized.refresh_weights()
     try:
         yield
     finally:
         optimizer.train()
-        quantized.refresh_weights()
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from qtrain.kernels.tuning import forced
 from qtrain.models.vision_cost import VisionCost
 from qtrain.optim import OptimizerSpec, ParameterShape, parameter_groups
 from qtrain.quant import LowBitScheme, Scheme, linear_shapes
+from qtrain.train.in_backward import model_parts
 from qtrain.train.plan import Plan, emulated_arithmetics, shortest_seconds
 from qtrain.train.settings import BatchGeometry, TrainSettings
 from qtrain.train.units import IMAGES
@@ -84,9 +85,12 @@ def _memory(
         tokens = cost.rows * max((k for k, _ in linear_shapes(model, left, 0)), default=0)
         kept = kept / blocks + blocks * tokens * element
     weights = element * parameters + sum(s * in_linears * (part.weight_bytes(element) - element) for s, part in low_bit)
+    gradients = parameters
+    if settings.optimizer_in_backward:
+        gradients = max(sum(p.numel() for p in part) for part in model_parts(model).values())
     found = {
         "weights": weights,
-        "gradients": element * parameters,
+        "gradients": element * gradients,
         "optimizer": optimizer.total_state_bytes(shapes, element),
         "activations": geometry.micro_batch_size * kept,
         "codes": sum(share * in_linears * part.code_bytes() for share, part in low_bit),

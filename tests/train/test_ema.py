@@ -59,6 +59,8 @@ def test_it_stands_in_the_weights_place_and_leaves_every_bit_as_it_was(scheme):
         assert float(((plain(images) - averaged).norm() / averaged.norm()).detach()) < (
             1e-6 if scheme == "bf16" else 0.05
         )
+    with pytest.raises(KeyboardInterrupt), judged_weights(optimizer, quantized, ema):  # left in haste
+        raise KeyboardInterrupt
     quantized.assert_fresh()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model_tensors(net).items())
     assert torch.equal(net(images), live)

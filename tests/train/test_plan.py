@@ -1,17 +1,20 @@
 """The plan: the design's arithmetic, the shortest time at dense peaks, and what is printed of it."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
 
 from qtrain.errors import UserError
 from qtrain.hardware import DATASHEET, Hardware
-from qtrain.models import ModelConfig, list_models, read_model_source
+from qtrain.kernels.stored_weight import StoredWeight
+from qtrain.models import Decoder, Lora, ModelConfig, add_lora, list_models, read_model_source
 from qtrain.models.cost import count_parameters
-from qtrain.optim import OPTIMIZERS
-from qtrain.quant import SCHEMES
-from qtrain.train.plan import Plan, make_plan
+from qtrain.optim import OPTIMIZERS, ParameterShape
+from qtrain.quant import SCHEMES, base_scheme, quantize_linears
+from qtrain.train.freezing import freeze_embedding, trained_part
+from qtrain.train.plan import Plan, _memory, make_plan
 from qtrain.train.settings import BatchGeometry, LanguageSettings, batch_geometry
 
 H200 = Hardware("NVIDIA H200", DATASHEET["H200"], 141 * 10**9, measured=False)
@@ -118,6 +121,93 @@ def test_a_plan_for_bitnets_norms_refuses_what_could_not_be_exported():
         settings = LanguageSettings(quantize="bitnet", batch_size=1)
         scheme, optimizer = SCHEMES.make("bitnet", {}, "--quantize"), OPTIMIZERS.make("adamw", {}, "--optim")
         make_plan(settings, config, scheme, optimizer, batch_geometry(settings), H200, torch.bfloat16, data=())
+
+
+def test_gradients_within_the_backward_pass_are_those_of_the_largest_part():
+    def gradients(model: str) -> int:
+        chosen = {"batch_size": 1, "clip_grad_norm": 0, "activation_checkpointing": "full"}
+        return plan_of(model, optimizer_in_backward=True, **chosen).memory["gradients"]
+
+    shape = read_model_source("qwen2.5-7b").model_config()
+    assert not shape.tie_word_embeddings and gradients("qwen2.5-7b") == 2 * shape.vocab_size * shape.hidden_size
+    tied = read_model_source("qwen2.5-0.5b").model_config()
+    counted = count_parameters(tied)
+    layer = (counted.linear + counted.other) // tied.num_hidden_layers
+    assert tied.tie_word_embeddings
+    assert gradients("qwen2.5-0.5b") == pytest.approx(2 * (counted.embedding + layer), rel=1e-4)
+
+
+def test_seven_billion_parameters_train_in_24_gb():
+    """INT8 weights, Q-GaLore, one layer's gradients at a time; with all gradients it would be more."""
+    chosen = {"quantize": "int8_weight", "optim": "q_galore_adamw", "batch_size": 1, "clip_grad_norm": 0}
+    chosen["activation_checkpointing"] = "full"
+    assert sum(plan_of("qwen2.5-7b", **chosen).memory.values()) > 24e9
+    assert sum(plan_of("qwen2.5-7b", optimizer_in_backward=True, **chosen).memory.values()) < 18e9
+
+
+# ---- what does not train ---------------------------------------------------------------------------------------------
+
+SHAPE = {**SMALL, "model_type": "qwen2", "vocab_size": 96, "intermediate_size": 128, "num_hidden_layers": 2}
+PARTS = {
+    "all but the embedding, the head apart": ({"tie_word_embeddings": False}, None),
+    "all but the embedding, the head the same": ({"tie_word_embeddings": True}, None),
+    "LoRA": ({}, Lora(r=4)),
+    "LoRA on some": ({}, Lora(r=8, targets=("q_proj", "down_proj"))),
+    "DoRA": ({}, Lora(r=4, dora=True)),
+    "QLoRA, nf4": ({}, Lora(r=4, base="nf4")),
+    "QLoRA, int8": ({}, Lora(r=4, base="int8")),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_bytes_where_not_everything_trains_are_those_of_the_model(part):
+    """Weights, gradients and states of a plan against a real model's after a step, scales of rows and counters aside;
+    the plan also counts the copies of adapters in bf16."""
+    changes, lora = PARTS[part]
+    config = ModelConfig.from_hf({**SHAPE, **changes})
+    scheme = SCHEMES.make("bf16", {}, "") if lora is None or lora.base == "none" else base_scheme(lora.base, "bf16")
+    optimizer = OPTIMIZERS.make("adamw", {}, "--optim")
+    trained = trained_part(config, lora, lora is None, torch.bfloat16)
+    settings = LanguageSettings(batch_size=1, seq_len=8)
+    geometry = batch_geometry(settings)
+    plan = make_plan(settings, config, scheme, optimizer, geometry, H200, torch.bfloat16, (), trained)
+
+    model = Decoder(config).to(torch.bfloat16)
+    quantize_linears(model, scheme, seed=0, head=model.lm_head)
+    if lora is None:
+        freeze_embedding(model)
+    else:
+        add_lora(model, lora, seed=0)
+    ids = torch.randint(0, 96, (1, 9))
+    model(ids[:, :-1], ids[:, 1:].contiguous()).loss.backward()
+    held = [t for p in model.parameters() for t in (p.inner.values() if isinstance(p, StoredWeight) else [p])]
+    held += [t for name, t in model.named_buffers() if "squares" in name or ("operand" in name and t.ndim == 2)]
+    rows = [t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, StoredWeight)]
+    scales = {id(t.scale): t.scale.nbytes for t in rows if t.scale.ndim == 1}
+    trains = [p for p in model.parameters() if p.requires_grad]
+    copies = trained.added_bytes(2, 2) - trained.added_bytes(2, 4)
+    assert plan.memory["weights"] - copies == sum({id(t): t.nbytes for t in held if id(t) not in scales}.values())
+    moments = _memory(settings, config, scheme, optimizer, geometry, torch.bfloat16, trained).moments
+    assert moments["optimizer"]["gradients"] == sum(p.grad.nbytes for p in trains)
+    states = optimizer.total_state_bytes([ParameterShape(tuple(p.shape)) for p in trains], trains[0].itemsize)
+    assert plan.memory["optimizer"] == round(states)
+    assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+
+
+def test_a_frozen_model_has_two_products_of_three_and_its_adapters_three():
+    """Of the plan's work; and where grad_weight has another arithmetic, that arithmetic has no part in it."""
+    config = read_model_source("qwen2.5-0.5b").model_config()
+    lora, whole = Lora(r=16), plan_of(quantize="switchback")
+    settings = LanguageSettings(model="qwen2.5-0.5b", quantize="switchback", seq_len=1024, batch_size=16)
+    scheme, optimizer = SCHEMES.make("switchback", {}, ""), OPTIMIZERS.make("adamw", {}, "")
+    trained = trained_part(config, lora, False, torch.bfloat16)
+    plan = make_plan(settings, config, scheme, optimizer, batch_geometry(settings), H200, torch.bfloat16, (), trained)
+    assert plan.flops["blocks"] == pytest.approx(whole.flops["blocks"] * 2 / 3)
+    assert plan.flops["attention"] == whole.flops["attention"]
+    assert plan.seconds["blocks"] == pytest.approx(plan.flops["blocks"] / 1978.9e12)
+    parameters = sum(math.prod(shape) * count for shape, count, *_ in trained.shapes)
+    assert plan.flops["adapters"] == 6 * parameters
+    assert "adapters" in "\n".join(plan.lines())
 
 
 def test_what_is_printed_is_what_will_be():
