@@ -20,6 +20,7 @@ from qtrain.kernels.absmax import absmax, absmax_ref
 from qtrain.kernels.formats import FORMATS, SCALE_EPS, Format, codes_shape, empty_scale, group_shape, scale_shape
 from qtrain.kernels.packing import pack, pack_int4, pack_ternary, unpack, unpack_int4, unpack_ternary
 from qtrain.kernels.philox import random_bits_ref
+from qtrain.kernels.quantize_blocks import launch_quantize_blocks, takes_blocks
 from qtrain.kernels.quantize_rows import launch_quantize_rows
 from qtrain.kernels.quantize_tiles import launch_quantize_tiles
 
@@ -111,12 +112,12 @@ def _groups(x: Tensor, granularity: str) -> Tensor:
 
 
 def _mean_abs(groups: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Mean |x| of each group, the zeros that fill up the last ones not counted."""
+    """Mean |x| of each group, the zeros that fill up the last ones not counted; in whatever order x lies."""
     down, group_m, across, group_k = groups.shape
     rows = (shape[0] - torch.arange(down, device=groups.device) * group_m).clamp(1, group_m)
     columns = (shape[1] - torch.arange(across, device=groups.device) * group_k).clamp(1, group_k)
-    total = torch.linalg.vector_norm(groups, ord=1, dim=(1, 3), dtype=torch.float32)
-    return total * (rows[:, None] * columns).reciprocal()
+    total = torch.linalg.vector_norm(groups, ord=1, dim=(1, 3), dtype=torch.float64)
+    return (total / (rows[:, None] * columns)).float()
 
 
 def _encode(scaled: Tensor, fmt: Format, bits: Tensor | None) -> Tensor:
@@ -265,6 +266,9 @@ def quantize_dual(
         return *row_codes, *launch_quantize_tiles(
             x, fmt_t, None, granularity_t, key, role, power_of_two, scale_t=given_t
         )
+    alike = (fmt, granularity) == (fmt_t, granularity_t)
+    if alike and key is None and given is None and takes_blocks(x, fmt, granularity):
+        return launch_quantize_blocks(x, fmt, granularity, power_of_two)
     return launch_quantize_tiles(x, fmt, granularity, granularity_t, key, role, power_of_two, given, fmt_t, given_t)
 
 

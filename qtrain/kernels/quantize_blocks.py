@@ -1,0 +1,244 @@
+"""Quantizes in both layouts under scales of blocks of 128, to nearest, from bf16: FP8's and INT8's weights and inputs.
+
+What `quantize_tiles` does for any format, written for few instructions and registers, so that programs enough share a
+multiprocessor for some to read while others reckon. Two neighbours of a row stay in the 32-bit word they were read in,
+absolute maxima are taken of both at once, and a thread holds words of four consecutive rows: four codes of a column
+are a word again, and only words go through shared memory to be turned.
+"""
+
+import torch
+from torch import Tensor
+
+from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.formats import FORMATS, empty_scale
+from qtrain.kernels.rounding import casts_to_fp8, encode, reciprocal_of, scale_of
+
+BLOCK = 128
+WARPS, REGISTERS = 4, 168
+"""Of a program, and of a thread: three programs, with 96 KiB on their way, share an H200's multiprocessor."""
+
+
+@triton.jit
+def _larger(a, b):
+    """The larger ones of two pairs of bf16 without sign; NaN is the largest. On a GPU only."""
+    return tl.inline_asm_elementwise(
+        "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _largest(pairs, axis: tl.constexpr, CAST: tl.constexpr):
+    """Pairs of bf16 without sign -> the pair of the largest along an axis."""
+    if CAST:
+        return tl.reduce(pairs, axis, _larger)
+    else:
+        return tl.max(pairs & 0xFFFF, axis) | (tl.max(pairs >> 16, axis) << 16)
+
+
+@triton.jit
+def _largest_of_four(a, b, c, d, CAST: tl.constexpr):
+    """Pairs of bf16 -> the pair of the largest absolute values."""
+    a, b, c, d = a & 0x7FFF7FFF, b & 0x7FFF7FFF, c & 0x7FFF7FFF, d & 0x7FFF7FFF
+    if CAST:
+        return _larger(_larger(a, b), _larger(c, d))
+    else:
+        first = tl.maximum(tl.maximum(a & 0xFFFF, b & 0xFFFF), tl.maximum(c & 0xFFFF, d & 0xFFFF))
+        return first | (tl.maximum(tl.maximum(a >> 16, b >> 16), tl.maximum(c >> 16, d >> 16)) << 16)
+
+
+@triton.jit
+def _first(pairs):
+    """The first number of each pair, in the lower half, as bits of fp32."""
+    return pairs << 16
+
+
+@triton.jit
+def _second(pairs):
+    return pairs & -65536
+
+
+@triton.jit
+def _cleaned(pairs, bad):
+    """Where `bad`, NaNs and Infs are 0."""
+    if bad:
+        pairs = tl.where((pairs & 0x7F80) == 0x7F80, pairs & -65536, pairs)
+        pairs = tl.where((pairs & 0x7F800000) == 0x7F800000, pairs & 0xFFFF, pairs)
+    return pairs
+
+
+@triton.jit
+def _row_scale(pairs, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, CAST: tl.constexpr):
+    """Pairs [R, C] -> the scales of their rows [R]."""
+    most = _largest(pairs & 0x7FFF7FFF, 1, CAST)
+    return scale_of(tl.maximum(_first(most), _second(most)), LARGEST, POWER_OF_TWO)
+
+
+@triton.jit
+def _reciprocal(scale, bad, CAST: tl.constexpr):
+    """`reciprocal_of` by what `rcp.rn.f32` comes to for 2**-126 to 2**126, without the branch that tells."""
+    if CAST:
+        near = tl.inline_asm_elementwise(
+            "{ .reg .f32 r, e; rcp.approx.ftz.f32 r, $1; neg.f32 e, $1; fma.rn.f32 e, e, r, 0f3F800000;"
+            " fma.rn.f32 $0, e, r, r; }",
+            "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+        if bad:
+            near = tl.where(scale < float("inf"), near, 0.0)
+        return near
+    else:
+        return reciprocal_of(scale, bad)
+
+
+@triton.jit
+def _scaled(bits, reciprocal, FMT: tl.constexpr, LARGEST: tl.constexpr, CAST: tl.constexpr):
+    """Bits of fp32 x -> what `_two_codes` and `_four_codes` take: the code in the lowest byte, or x / scale."""
+    x = bits.to(tl.float32, bitcast=True)
+    if not CAST:
+        return encode(x, reciprocal, 0, FMT, LARGEST, False, False, False).to(tl.int32) & 0xFF
+    elif FMT == "int8":
+        return (x * reciprocal + 12582912.0).to(tl.int32, bitcast=True)  # as in `encode`
+    else:
+        return x * reciprocal
+
+
+@triton.jit
+def _two_codes(a, b, FMT: tl.constexpr, CAST: tl.constexpr):
+    """The codes of a and b as int16, that of a in the lower byte."""
+    if not CAST:
+        return (a | (b << 8)).to(tl.int16)
+    elif FMT == "int8":
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 s, t; prmt.b32 s, $1, $3, 0x0040; prmt.b32 t, $2, $4, 0x0040; prmt.b32 $0, s, t, 0x5410; }",
+            "=r,r,r,r,r", [a, b], dtype=tl.int16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        CVT: tl.constexpr = "cvt.rn.satfinite." + FMT + "x2.f32"
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 s, t; " + CVT + " s, $3, $1; " + CVT + " t, $4, $2; mov.b32 $0, {s, t}; }",
+            "=r,f,f,f,f", [a, b], dtype=tl.int16, is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def _four_codes(a, b, c, d, FMT: tl.constexpr, CAST: tl.constexpr):
+    """The codes of a, b, c and d as int32, that of a in the lowest byte."""
+    if not CAST:
+        return a | (b << 8) | (c << 16) | (d << 24)
+    elif FMT == "int8":
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 s, t; prmt.b32 s, $1, $2, 0x0040; prmt.b32 t, $3, $4, 0x0040; prmt.b32 $0, s, t, 0x5410; }",
+            "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        CVT: tl.constexpr = "cvt.rn.satfinite." + FMT + "x2.f32"
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 s, t; " + CVT + " s, $2, $1; " + CVT + " t, $4, $3; mov.b32 $0, {s, t}; }",
+            "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["stride", "stride_t"])
+def _blocks_kernel(
+    x_ptr, codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr, m, k, stride, stride_t,
+    FMT: tl.constexpr, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr,
+    CAST: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """x, codes and codes_t as words of two elements, two codes and four codes; m, k: elements, multiples of 16.
+
+    stride, stride_t: of the scales, down, where a block of x has one (SQUARE). EVEN: m and k are multiples of BLOCK.
+    """
+    tile = tl.program_id(0)
+    tiles_k = tl.cdiv(k, BLOCK)
+    tile_m, tile_k = tile // tiles_k, tile % tiles_k
+    words, quads = tl.multiple_of(k // 2, 8), tl.multiple_of(m // 4, 4)  # in a row of x, in a row of codes_t
+    i, j, lane = tl.arange(0, BLOCK // 4), tl.arange(0, BLOCK // 2), tl.arange(0, BLOCK)
+    start = tile_m.to(tl.int64) * BLOCK * words + tile_k * (BLOCK // 2)
+    offset = i[:, None] * (4 * words) + j[None, :]
+    x_ptrs = x_ptr + start + offset
+    if EVEN:
+        rows, columns = tl.full((BLOCK // 4,), True, tl.int1), tl.full((BLOCK // 2,), True, tl.int1)
+        inside: tl.constexpr = None
+        x0, x1 = tl.load(x_ptrs), tl.load(x_ptrs + words)
+        x2, x3 = tl.load(x_ptrs + 2 * words), tl.load(x_ptrs + 3 * words)
+    else:
+        rows, columns = tile_m * (BLOCK // 4) + i < quads, tile_k * (BLOCK // 2) + j < words
+        inside = rows[:, None] & columns[None, :]
+        x0, x1 = tl.load(x_ptrs, inside, 0), tl.load(x_ptrs + words, inside, 0)
+        x2, x3 = tl.load(x_ptrs + 2 * words, inside, 0), tl.load(x_ptrs + 3 * words, inside, 0)
+
+    most = _largest_of_four(x0, x1, x2, x3, CAST)
+    if SQUARE:
+        most = _largest(_largest(most, 1, CAST), 0, CAST)
+        most = tl.maximum(_first(most), _second(most))
+        bad = most >= 0x7F800000
+        scale = scale_of(most, LARGEST, POWER_OF_TWO)
+        tl.store(scale_ptr + tile_m * stride + tile_k, scale)
+        tl.store(scale_t_ptr + tile_k * stride_t + tile_m, scale)
+        by0 = _reciprocal(scale, bad, CAST)
+        by1, by2, by3 = by0, by0, by0
+    else:
+        most = _largest(most, 0, CAST)
+        bad = tl.max(tl.maximum(_first(most), _second(most)), 0) >= 0x7F800000
+        scale0, scale1 = _row_scale(x0, LARGEST, POWER_OF_TWO, CAST), _row_scale(x1, LARGEST, POWER_OF_TWO, CAST)
+        scale2, scale3 = _row_scale(x2, LARGEST, POWER_OF_TWO, CAST), _row_scale(x3, LARGEST, POWER_OF_TWO, CAST)
+        scale = tl.reshape(tl.join(tl.join(scale0, scale2), tl.join(scale1, scale3)), (BLOCK,))
+        tl.store(scale_ptr + tile_k.to(tl.int64) * m + tile_m * BLOCK + lane, scale, tile_m * BLOCK + lane < m)
+        by0, by1 = _reciprocal(scale0, bad, CAST)[:, None], _reciprocal(scale1, bad, CAST)[:, None]
+        by2, by3 = _reciprocal(scale2, bad, CAST)[:, None], _reciprocal(scale3, bad, CAST)[:, None]
+
+    x0, x1, x2, x3 = _cleaned(x0, bad), _cleaned(x1, bad), _cleaned(x2, bad), _cleaned(x3, bad)
+    # Stores of 8 codes a thread, not of 16: half the registers to gather them in.
+    ptrs = codes_ptr + start + tl.max_contiguous(offset, (1, 4))
+    a0, b0 = _scaled(_first(x0), by0, FMT, LARGEST, CAST), _scaled(_second(x0), by0, FMT, LARGEST, CAST)
+    tl.store(ptrs, _two_codes(a0, b0, FMT, CAST), inside)
+    a1, b1 = _scaled(_first(x1), by1, FMT, LARGEST, CAST), _scaled(_second(x1), by1, FMT, LARGEST, CAST)
+    tl.store(ptrs + words, _two_codes(a1, b1, FMT, CAST), inside)
+    a2, b2 = _scaled(_first(x2), by2, FMT, LARGEST, CAST), _scaled(_second(x2), by2, FMT, LARGEST, CAST)
+    tl.store(ptrs + 2 * words, _two_codes(a2, b2, FMT, CAST), inside)
+    a3, b3 = _scaled(_first(x3), by3, FMT, LARGEST, CAST), _scaled(_second(x3), by3, FMT, LARGEST, CAST)
+    tl.store(ptrs + 3 * words, _two_codes(a3, b3, FMT, CAST), inside)
+
+    if not SQUARE:  # else they are the same
+        first, second = scale_of(_first(most), LARGEST, POWER_OF_TWO), scale_of(_second(most), LARGEST, POWER_OF_TWO)
+        scale_t = tl.reshape(tl.join(first, second), (BLOCK,))
+        tl.store(scale_t_ptr + tile_m.to(tl.int64) * k + tile_k * BLOCK + lane, scale_t, tile_k * BLOCK + lane < k)
+        by_first, by_second = _reciprocal(first, bad, CAST)[None, :], _reciprocal(second, bad, CAST)[None, :]
+        a0, b0 = _scaled(_first(x0), by_first, FMT, LARGEST, CAST), _scaled(_second(x0), by_second, FMT, LARGEST, CAST)
+        a1, b1 = _scaled(_first(x1), by_first, FMT, LARGEST, CAST), _scaled(_second(x1), by_second, FMT, LARGEST, CAST)
+        a2, b2 = _scaled(_first(x2), by_first, FMT, LARGEST, CAST), _scaled(_second(x2), by_second, FMT, LARGEST, CAST)
+        a3, b3 = _scaled(_first(x3), by_first, FMT, LARGEST, CAST), _scaled(_second(x3), by_second, FMT, LARGEST, CAST)
+    start_t = tile_k.to(tl.int64) * BLOCK * quads + tile_m * (BLOCK // 4)
+    ptrs_t = codes_t_ptr + start_t + j[:, None] * (2 * quads) + i[None, :]
+    inside_t = None if EVEN else columns[:, None] & rows[None, :]
+    tl.store(ptrs_t, tl.trans(_four_codes(a0, a1, a2, a3, FMT, CAST)), inside_t)
+    tl.store(ptrs_t + quads, tl.trans(_four_codes(b0, b1, b2, b3, FMT, CAST)), inside_t)
+
+
+def takes_blocks(x: Tensor, fmt: str, granularity: str) -> bool:
+    """Whether `launch_quantize_blocks` does this. It reads words, so that x must not start within one."""
+    aligned = not any(number % 16 for number in (*x.shape, x.storage_offset()))
+    return (
+        aligned
+        and x.dtype is torch.bfloat16
+        and fmt in ("int8", "e4m3", "e5m2")
+        and granularity in ("128x128", "1x128")
+    )
+
+
+def launch_quantize_blocks(
+    x: Tensor, fmt: str, granularity: str, power_of_two: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The kernel for `quantize_ref` and `quantize_transposed_ref` at once: codes, scale, codes_t, scale_t.
+
+    x contiguous, not empty, `takes_blocks`.
+    """
+    (m, k), form = x.shape, FORMATS[fmt]
+    codes, codes_t = x.new_empty(m, k, dtype=form.dtype), x.new_empty(k, m, dtype=form.dtype)
+    scale, scale_t = empty_scale(granularity, m, k, x), empty_scale(granularity, k, m, x)
+    _blocks_kernel[(triton.cdiv(m, BLOCK) * triton.cdiv(k, BLOCK),)](
+        x.view(torch.int32), codes.view(torch.int16), codes_t.view(torch.int32), scale, scale_t, m, k,
+        scale.stride(0), scale_t.stride(0), fmt, form.max, power_of_two, granularity == "128x128",
+        casts_to_fp8(x.device), m % BLOCK == k % BLOCK == 0, BLOCK,
+        num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return codes, scale, codes_t, scale_t
