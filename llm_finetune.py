@@ -215,7 +215,7 @@ def main(argv: list[str]) -> None:
         log = setup_log(folder.path)
         log.info("%s\n%s", planned, swapped, extra=FILE_ONLY)
         log.info("run folder  %s", folder.path)
-        constant = settings.seq_len_multiple == settings.seq_len and not settings.doc_mask  # shapes, and no mask
+        constant = settings.seq_len_multiple in (0, settings.seq_len)  # packed, or padded to one length
         recordable = constant and settings.model_impl == "native" and not (lora and lora.dropout)
         graphs = step_graphs(settings, model, forward, quantized, recordable=recordable)
         finished = Training(run, plan, schedule, forward, loader, evaluation, graphs).fit()

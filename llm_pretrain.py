@@ -197,8 +197,7 @@ def main(argv: list[str]) -> None:
         log = setup_log(folder.path)
         log.info("%s\n%s", planned, swapped, extra=FILE_ONLY)
         log.info("run folder  %s", folder.path)
-        recordable = settings.model_impl == "native" and not settings.doc_mask  # no mask is made anew for each batch
-        graphs = step_graphs(settings, model, forward, quantized, recordable=recordable)
+        graphs = step_graphs(settings, model, forward, quantized, recordable=settings.model_impl == "native")
         finished = Training(run, plan, schedule, forward, loader, evaluation, graphs).fit()
 
     # ---- export ------------------------------------------------------------------------------------------------------

@@ -45,11 +45,6 @@ class TensorBatch:
         """How many of them the loss is summed over."""
         raise NotImplementedError
 
-    @property
-    def recordable(self) -> bool:
-        """Whether a step over it may be recorded as a CUDA graph."""
-        return True
-
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors that there are, in the order of the fields."""
         return tuple(t for f in fields(self) if (t := getattr(self, f.name)) is not None)
@@ -99,11 +94,6 @@ class Batch(TensorBatch):
     @property
     def n_trained(self) -> int:
         return int((self.labels >= 0).sum())
-
-    @property
-    def recordable(self) -> bool:
-        """The mask that is made of documents is no part of a recording."""
-        return self.doc_ids is None
 
 
 def _padded(values: np.ndarray, length: int) -> np.ndarray:

@@ -4,7 +4,8 @@ A step of a 0.5B model is some thousands of kernels, and with quantization aroun
 launch them as the GPU to run them. Shapes, addresses and order are the same at every step, so after a few ordinary
 steps (which compile and tune) the work is recorded once: forward and backward of a step's first micro-batch, which
 makes the gradients; those of a further one, which adds to them; and the renewal of all weights' codes. What changes
-from step to step is read from tensors: tokens, labels, the count of trained tokens, the keys of stochastic rounding.
+from step to step is read from tensors: tokens, labels, documents (the mask is made of them within the recording), the
+count of trained tokens, the keys of stochastic rounding.
 
 A recording gives the same bits as the ordinary step. Its memory is laid out as the ordinary step's and stays reserved.
 """
@@ -86,8 +87,6 @@ class StepGraphs:
 
     def _fits(self, batch: TensorBatch, accumulate: bool) -> bool:
         """Whether this micro-batch goes through a recording; the first ones, and odd shapes, do not."""
-        if not batch.recordable:
-            return False
         if self._batch is None:
             self._batch = batch.each(lambda t: torch.empty_like(t, device=self._device))
         shapes = [t.shape for t in batch.tensors()]

@@ -24,14 +24,17 @@ def nothing_compiled():
 WIDE = {**TINY, "hidden_size": 256, "intermediate_size": 512}
 
 
-def batches(step: int, count: int, rows: int = 4) -> list[Batch]:
+def batches(step: int, count: int, rows: int = 4, length: int = 64, documents: bool = False) -> list[Batch]:
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, WIDE["vocab_size"], (count, rows, 65), generator=generator)
+    tokens = torch.randint(0, WIDE["vocab_size"], (count, rows, length + 1), generator=generator)
     tokens[:, 0, 5:20] = -100  # a count of trained tokens that differs from that of all
-    return [Batch(t[:, :-1].clamp(min=0), t[:, 1:]) for t in tokens]
+    ids = (torch.rand(count, rows, length, generator=generator) < 0.03).cumsum(2) if documents else [None] * count
+    return [Batch(t[:, :-1].clamp(min=0), t[:, 1:], i) for t, i in zip(tokens, ids, strict=True)]
 
 
-def train(scheme: str, options: dict, accumulation: int, graphed: bool, odd_step: int | None = None, compiled=True):
+def train(
+    scheme: str, options: dict, accumulation: int, graphed: bool, odd_step: int | None = None, compiled=True, **kind
+):
     """(losses, norms, weights) of a few steps."""
     device = torch.device("cuda")
     model = build_model(ModelSource("tiny", WIDE, "--model"), seed=1, device=device, dtype=torch.bfloat16)
@@ -45,7 +48,7 @@ def train(scheme: str, options: dict, accumulation: int, graphed: bool, odd_step
     seen = []
     for step in range(STEPS):
         rows = 2 if step == odd_step else 4
-        found = compute_gradients(model, forward, quantized, batches(step, accumulation, rows), step, graphs)
+        found = compute_gradients(model, forward, quantized, batches(step, accumulation, rows, **kind), step, graphs)
         seen.append((found.loss, found.norm_value))
         apply_gradients(model, optimizer, quantized, found, lr=1e-3, clip_grad_norm=1.0, graphs=graphs)
     return seen, [p.detach().clone() for p in model.parameters()], graphs
@@ -74,6 +77,18 @@ def test_same_bits_as_the_ordinary_step(scheme, options, accumulation):
     assert replayed == ordinary
     assert all(torch.equal(a, b) for a, b in zip(weights, weights_replayed, strict=True))
     assert len(graphs._micro_steps) == min(accumulation, 2), "nothing was recorded: this compares a step with itself"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["bf16", "fp8_tensorwise"])
+def test_the_mask_of_packed_documents_is_part_of_a_recording(scheme):
+    packed = {"length": 256, "documents": True}
+    ordinary, weights, _ = train(scheme, {}, 1, graphed=False, **packed)
+    replayed, weights_replayed, graphs = train(scheme, {}, 1, graphed=True, **packed)
+    assert replayed == ordinary and len(graphs._micro_steps) == 1
+    assert all(torch.equal(a, b) for a, b in zip(weights, weights_replayed, strict=True))
+    without, _, _ = train(scheme, {}, 1, graphed=False, length=256)
+    assert without != ordinary, "the documents made no difference: this test shows nothing"
 
 
 @pytest.mark.gpu
