@@ -236,8 +236,8 @@ CHOICES = [
         quantize_kwargs={"history": 32},
     ),
     wrong(
-        "--quantize_kwargs.scaling: 'delayed' is not allowed with rowwise scales",
-        '"granularity" to "tensorwise"',
+        "--quantize (int8): unknown key 'scaling'",
+        "granularity",
         quantize="int8",
         quantize_kwargs={"scaling": "delayed"},
     ),

@@ -48,6 +48,7 @@ class Fp8(DynamicScheme):
 @dataclass(frozen=True)
 class Fp8Epilogue(Fp8):
     """Those whose scales leave the sum, so that the tensor cores add up all of it. `fast_accum`: in their own
-    accumulators, which hold fewer bits than fp32; else parts of 128 are added in fp32."""
+    accumulators, which hold fewer bits than fp32; else parts of 128 are added in fp32. A weight's gradient, a sum over
+    all tokens, is the longest and loses the most."""
 
-    fast_accum: bool | tuple[Gemm, ...] = True
+    fast_accum: bool | tuple[Gemm, ...] = ("output", "grad_input")

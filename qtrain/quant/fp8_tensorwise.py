@@ -1,19 +1,50 @@
 """torchao's recipe "tensorwise": one scale a tensor, which cuBLAS and our kernels multiply fastest.
 
 y = (qx · qwᵀ) * sx * sw, with q = e4m3(t / s) and s = absmax of the whole tensor / 448
+
+Both layouts of a tensor have the same codes and scale. With dynamic scaling the scale is that of the tensor's own
+absmax, which takes a pass over it before it is quantized. With delayed it comes from the last `history` steps
+(`delayed.py`), the tensor is read once, and what has grown beyond it saturates. That is FP8's alone: its codes reach
+far below the scale, where INT8's are all zero once gradients have shrunk; INT8 did not learn so.
 """
 
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from qtrain.quant.fp8 import Fp8
-from qtrain.quant.scheme import SCHEMES, Gemm
-from qtrain.quant.tensorwise import TensorwiseScheme
+import torch
+from torch import Tensor
+
+from qtrain.checks import Range
+from qtrain.errors import UserError
+from qtrain.kernels.known_scale import known_scale
+from qtrain.kernels.philox import ROLES
+from qtrain.kernels.quantize import absmax, quantize, quantize_dual_given, quantize_transposed
+from qtrain.quant.fp8 import Fp8Epilogue
+from qtrain.quant.scheme import SCHEMES, Gemm, Operand, Wanted
+
+HISTORY = 16
 
 
 @SCHEMES.register("fp8_tensorwise")
 @dataclass(frozen=True)
-class Fp8Tensorwise(TensorwiseScheme, Fp8):
+class Fp8Tensorwise(Fp8Epilogue):
     """FP8 with one scale a tensor, dynamic or delayed; each of the three GEMMs fp8 or bf16"""
+
+    scaling: Literal["dynamic", "delayed"] = "dynamic"
+    history: Annotated[int, Range(1, 1024)] = HISTORY
+
+    def __post_init__(self) -> None:
+        """UserError for a history that nothing reads."""
+        super().__post_init__()
+        if self.scaling == "dynamic" and self.history != HISTORY:
+            raise UserError(
+                f"--quantize_kwargs.history: {self.history} is not allowed with dynamic scaling, which remembers "
+                'nothing; leave it out, or set "scaling" to "delayed".'
+            )
+
+    @property
+    def amax_history(self) -> int:
+        return self.history if self.scaling == "delayed" else 0
 
     @property
     def amax_formats(self) -> tuple[str, str]:
@@ -21,3 +52,29 @@ class Fp8Tensorwise(TensorwiseScheme, Fp8):
 
     def granularities(self, gemm: Gemm) -> tuple[str, str]:
         return "tensorwise", "tensorwise"
+
+    def _operands(
+        self, t: Tensor, name: str, key: Tensor | None, wanted: Wanted, plain: Operand, amax: Operand = ()
+    ) -> tuple[Operand, Operand]:
+        rows, columns = self._reads_of(name, wanted)
+        if not amax or not (rows or columns):
+            return super()._operands(t, name, key, wanted, plain)
+        fmt, role = (rows or columns).fmt, ROLES.index(name)
+        row_key, column_key = self._keys_of(name, key)
+        scale = known_scale(t, amax[0], fmt, self.power_of_two)
+        row_codes = column_codes = seen = None
+        if rows and columns and (row_key is None) == (column_key is None):
+            row_codes, column_codes, seen = quantize_dual_given(t, fmt, scale, row_key, role)
+        else:
+            if rows:
+                row_codes, _ = quantize(t, fmt, "tensorwise", row_key, role, scale=scale)
+            if columns:
+                column_codes, _ = quantize_transposed(t, fmt, "tensorwise", column_key, role, scale=scale)
+        if len(amax) == 2:
+            seen = absmax(t) if seen is None else seen
+            amax[1].copy_(torch.maximum(amax[1], seen))
+            scale = scale + 0 * seen  # a NaN or an Inf in t is not saturated away
+        return (
+            plain if row_codes is None else (row_codes, scale),
+            plain if column_codes is None else (column_codes, scale),
+        )

@@ -3,23 +3,21 @@
 With rowwise scales every operand gets one a row as its GEMM reads it: a token's scale for x and dy in `output` and
 `grad_input`, a channel's for both operands of `grad_weight`. So scales always leave the sum and are applied once to the
 int32 total. Each GEMM can be left in the weights' dtype, as AQT allows (github.com/google/aqt). Tensorwise scales are
-coarser and cost less to find, delayed ones nearly nothing.
+coarser and cost less to find.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-from qtrain.errors import UserError
-from qtrain.quant.dynamic import Read
+from qtrain.quant.dynamic import DynamicScheme, Read
 from qtrain.quant.scheme import SCHEMES, Gemm
-from qtrain.quant.tensorwise import TensorwiseScheme
 
 Arithmetic = Literal["int8", "bf16"]
 
 
 @SCHEMES.register("int8")
 @dataclass(frozen=True)
-class Int8(TensorwiseScheme):
+class Int8(DynamicScheme):
     """dynamic rowwise INT8 mixed precision; each of the three GEMMs int8 or bf16, nearest or stochastic rounding"""
 
     output: Arithmetic = "int8"
@@ -27,19 +25,6 @@ class Int8(TensorwiseScheme):
     grad_weight: Arithmetic = "int8"
     granularity: Literal["rowwise", "tensorwise"] = "rowwise"
     stochastic_rounding: bool | tuple[Gemm, ...] = False
-
-    def __post_init__(self) -> None:
-        """UserError for delayed scaling of rows, which have no identity from step to step."""
-        super().__post_init__()
-        if self.scaling == "delayed" and self.granularity != "tensorwise":
-            raise UserError(
-                f"--quantize_kwargs.scaling: 'delayed' is not allowed with {self.granularity} scales, for a row is "
-                'another token in the next step; set "granularity" to "tensorwise".'
-            )
-
-    @property
-    def amax_formats(self) -> tuple[str, str]:
-        return "int8", "int8"
 
     def reads(self, gemm: Gemm) -> tuple[Read, Read] | None:
         if getattr(self, gemm) == "bf16":

@@ -32,7 +32,6 @@ INT4_GRADIENTS = same(("int4", "rowwise")) | {"grad_weight": None}
 CASES = [
     *((name, {}, {}, name in POWER_OF_TWO) for name in TABLE),
     ("int8", {"granularity": "tensorwise"}, same(("int8", "tensorwise")), False),
-    ("int8", {"granularity": "tensorwise", "scaling": "delayed"}, same(("int8", "tensorwise")), False),
     ("switchback", {"weight_granularity": "rowwise"}, same(("int8", "rowwise")) | {"grad_weight": None}, False),
     ("switchback", {"grad_weight": "int8"}, {"grad_weight": (("int8", "rowwise"), ("int8", "rowwise"))}, False),
     ("int8_blockwise", {"block": "128x128"}, same(("int8", "128x128")), False),
@@ -315,7 +314,6 @@ def test_a_small_model_learns(name):
         ("int8_blockwise", {"block": "64x64"}, "one of '32x32', '128x128', '1x128'"),
         ("fp8_tensorwise", {"scaling": "static"}, "one of 'dynamic', 'delayed'"),
         ("fp8_tensorwise", {"history": 32}, '"scaling" to "delayed"'),
-        ("int8", {"scaling": "delayed"}, 'set "granularity" to "tensorwise"'),
         ("fp8_tensorwise", {"scaling": "delayed", "history": 0}, "from 1 to 1024"),
         ("fp8_rowwise", {"grad_input": "bf16", "grad_weight": "bf16", "grad_format": "e5m2"}, "leave it out"),
         ("fp8_rowwise_gw_hp", {"stochastic_rounding": ["grad_weight"]}, "rounds nothing"),

@@ -61,7 +61,7 @@ def train(
         ("bf16", {}),
         ("int8", {}),
         ("int8", {"stochastic_rounding": True}),
-        ("int8", {"granularity": "tensorwise", "scaling": "delayed"}),
+        ("int8", {"granularity": "tensorwise"}),
         ("fp8_tensorwise", {}),
         ("fp8_tensorwise", {"scaling": "delayed"}),
         ("fp8_rowwise", {}),
