@@ -37,7 +37,7 @@ class AdamWOptimizer(LowBitOptimizer):
 @OPTIMIZERS.register("adamw")
 @dataclass(frozen=True)
 class AdamW(OptimizerSpec):
-    """AdamW as torch's, states in the weights' dtype"""
+    """AdamW as torch's, states in the weights' dtype; bf16 weights and states are rounded stochastically"""
 
     betas: Annotated[tuple[float, float], Range(0, 0.999999)] = (0.9, 0.95)
     eps: Annotated[float, Range(0)] = 1e-8
@@ -45,7 +45,7 @@ class AdamW(OptimizerSpec):
     v: FormatChoice = "weight"
     block: Literal[0, 64, 128, 256, 512, 1024] = 0
     master: Literal["none", "fp32"] = "none"
-    sr: bool = False
+    sr: bool = True
     small: Annotated[int, Range(0)] = 4096
     offload: bool = False
 
@@ -71,11 +71,10 @@ class AdamW(OptimizerSpec):
 @OPTIMIZERS.register("adamw_bf16_sr")
 @dataclass(frozen=True)
 class AdamWBf16SR(AdamW):
-    """AdamW with bf16 states, and bf16 weights without a master copy, all rounded stochastically"""
+    """AdamW with bf16 states, bf16 weights without a master copy, all rounded stochastically"""
 
     m: FormatChoice = "bf16"
     v: FormatChoice = "bf16"
-    sr: bool = True
 
 
 @OPTIMIZERS.register("adamw_8bit")
@@ -85,7 +84,6 @@ class AdamW8bit(AdamW):
 
     m: FormatChoice = "int8"
     v: FormatChoice = "int8"
-    sr: bool = True
 
 
 @OPTIMIZERS.register("adamw_fp8")
@@ -95,7 +93,6 @@ class AdamWFp8(AdamW):
 
     m: FormatChoice = "fp8"
     v: FormatChoice = "fp8"
-    sr: bool = True
 
 
 @OPTIMIZERS.register("adamw_4bit")
@@ -105,4 +102,3 @@ class AdamW4bit(AdamW):
 
     m: FormatChoice = "int4"
     v: FormatChoice = "int4"
-    sr: bool = True
