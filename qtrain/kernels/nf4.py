@@ -24,7 +24,7 @@ TABLE = (
 )  # fmt: skip
 """The values of the codes 0 to 15, as bitsandbytes has them."""
 
-WARPS = 8
+WARPS = 4
 GROUPS = 4 * WARPS
 """Blocks of 64 that a program dequantizes at a time: 8 threads, of 4 bytes of codes each, to a block."""
 TILES = 4

@@ -17,7 +17,8 @@ from qtrain.kernels.normal import normal
 from qtrain.kernels.state_formats import state_format
 from qtrain.optim.hidden import MOST_PARTS, HiddenOptimizer, HiddenSpec, Place
 from qtrain.optim.optimizer import OPTIMIZERS
-from qtrain.optim.stacked import Described, describe_state, read_states, write_states
+from qtrain.optim.saved import Described
+from qtrain.optim.stacked import describe_state, read_states, write_states
 
 GROWTH, TINY = 1.01, 1e-8
 FP32 = state_format("fp32", signed=True)

@@ -26,6 +26,7 @@ from qtrain.kernels.state_formats import (
 )
 from qtrain.optim.offload import OffloadedUpdate
 from qtrain.optim.parts import PartedOptimizer
+from qtrain.optim.saved import Described
 from qtrain.optim.states import (
     MASTER,
     StateOptions,
@@ -171,9 +172,10 @@ class LowBitOptimizer(PartedOptimizer):
 
     # ---- states from elsewhere ---------------------------------------------------------------------------------------
 
-    def check_saved(self, name: str, p: Tensor, described: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-        """UserError unless the states `described` (key -> shape, dtype), saved for the parameter called `name`, are
-        ones that `adopt_states` can read."""
+    def home(self, key: str, parameter: Tensor) -> torch.device:
+        return torch.device("cpu") if self.states_on_host else parameter.device
+
+    def check_saved(self, name: str, p: Tensor, described: Described) -> None:
         found = {key.partition(".")[0] for key in described} - {"step", MASTER}
         if found != set(self.STATES):
             kept = ", ".join(sorted(found)) or "none"
@@ -182,7 +184,7 @@ class LowBitOptimizer(PartedOptimizer):
                 f"({', '.join(self.STATES)}); give --optim as in the run that saved it, or another of its family."
             )
         try:
-            expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"step": ((), torch.float32)}
+            expected: Described = {"step": ((), torch.float32)}
             for state in self.STATES:
                 format = saved_format(described, state)
                 if format.block and format.signed != self.signed[state]:
@@ -202,11 +204,6 @@ class LowBitOptimizer(PartedOptimizer):
 
     @torch.no_grad()
     def adopt_states(self, names: Mapping[Tensor, str]) -> list[str]:
-        """Check the states that have been filled in from elsewhere, and bring them into this optimizer's formats.
-
-        names: of the parameters, for messages. Returns what was converted, as "exp_avg int8 -> fp32". UserError for
-        values that no training leaves behind.
-        """
         self._updates = None
         converted: dict[str, None] = {}
         for p in self.parameters():
@@ -251,31 +248,3 @@ class LowBitOptimizer(PartedOptimizer):
             states = packed["state"].items()
             packed["state"] = {number: {key: t.clone() for key, t in state.items()} for number, state in states}
         return packed
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` of this or another optimizer of the family gave, converting states. UserError, with
-        nothing changed, for a state that does not fit."""
-        groups, saved = state_dict["param_groups"], state_dict["state"]
-        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
-            raise UserError("--resume: the saved optimizer groups its parameters differently.")
-        order = [number for group in groups for number in group["params"]]
-        names = {p: f"parameter {number}" for number, p in zip(order, self.parameters(), strict=True)}
-        former = dict(self.state)
-        try:
-            self.state.clear()
-            for number, p in zip(order, self.parameters(), strict=True):
-                state = saved.get(number, {})
-                if not all(isinstance(value, Tensor) for value in state.values()):
-                    raise UserError(f"--resume: the optimizer state of parameter {number} is not tensors.")
-                if state:
-                    self.check_saved(names[p], p, {k: (tuple(v.shape), v.dtype) for k, v in state.items()})
-                    device = torch.device("cpu") if self.states_on_host else p.device
-                    self.state[p] = {key: value.to(device, copy=True) for key, value in state.items()}
-            self.adopt_states(names)
-        except UserError:
-            self.state.clear()
-            self.state.update(former)
-            raise
-        for group, other in zip(self.param_groups, groups, strict=True):
-            group.update({key: value for key, value in other.items() if key != "params"})

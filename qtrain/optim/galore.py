@@ -19,7 +19,8 @@ from qtrain.kernels.quantize import dequantize, quantize
 from qtrain.kernels.state_formats import state_format
 from qtrain.optim.hidden import MOST_PARTS, HiddenOptimizer, HiddenSpec, Place, Rest
 from qtrain.optim.optimizer import OPTIMIZERS
-from qtrain.optim.stacked import Described, describe_state, make_states, state_size
+from qtrain.optim.saved import Described
+from qtrain.optim.stacked import describe_state, make_states, state_size
 from qtrain.optim.subspace import Method, leading_subspace, sketch_columns
 
 NO_COSINE = -1.0

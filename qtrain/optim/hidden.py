@@ -23,7 +23,7 @@ from qtrain.optim.base import LowBitOptimizer
 from qtrain.optim.matrices import batches_by_shape, equal_parts
 from qtrain.optim.optimizer import OPTIMIZERS, OptimizerSpec, ParameterShape
 from qtrain.optim.parts import PartedOptimizer
-from qtrain.optim.stacked import Described
+from qtrain.optim.saved import Described
 
 Groups = list[dict[str, Any]]
 
@@ -218,7 +218,7 @@ class HiddenOptimizer(PartedOptimizer):
         """What a parameter of a hidden group keeps."""
 
     def check_saved(self, name: str, p: Tensor, described: Described) -> None:
-        """As `LowBitOptimizer.check_saved`; states of hidden matrices must be in this optimizer's own form."""
+        """States of hidden matrices must be in this optimizer's own form."""
         if id(p) not in self.numbers:
             self._rest.check_saved(name, p, described)
             return
@@ -233,7 +233,6 @@ class HiddenOptimizer(PartedOptimizer):
             )
 
     def adopt_states(self, names: Mapping[Tensor, str]) -> list[str]:
-        """As `LowBitOptimizer.adopt_states`."""
         for group in self.hidden_groups:
             for p in group["params"]:
                 for key, value in self.state.get(p, {}).items():
@@ -245,27 +244,3 @@ class HiddenOptimizer(PartedOptimizer):
         """As `LowBitOptimizer.synchronize`."""
         if self._rest is not None:
             self._rest.synchronize()
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, each state in its own dtype; torch's loading would cast it to the weight's."""
-        groups, saved = state_dict["param_groups"], state_dict["state"]
-        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
-            raise UserError("--resume: the saved optimizer groups its parameters differently.")
-        names = {}
-        for group, other in zip(self.param_groups, groups, strict=True):
-            for key, value in other.items():
-                if isinstance(group.get(key), Tensor):
-                    group[key].copy_(value)
-                elif key != "params":
-                    group[key] = value
-            for p, number in zip(group["params"], other["params"], strict=True):
-                names[p], state = f"parameter {number}", saved.get(number, {})
-                if state:
-                    self.check_saved(names[p], p, {k: (tuple(v.shape), v.dtype) for k, v in state.items()})
-                    self.state[p] = {k: v.to(self.home(k, p), copy=True) for k, v in state.items()}
-        self.adopt_states(names)
-
-    def home(self, key: str, parameter: Tensor) -> torch.device:
-        """Where a state lives."""
-        return parameter.device

@@ -11,7 +11,8 @@ from qtrain.kernels.state_formats import state_format
 from qtrain.optim.hidden import HiddenOptimizer, HiddenSpec, Place
 from qtrain.optim.newton_schulz import newton_schulz
 from qtrain.optim.optimizer import OPTIMIZERS
-from qtrain.optim.stacked import Described, describe_state, read_states, state_size, write_states
+from qtrain.optim.saved import Described
+from qtrain.optim.stacked import describe_state, read_states, state_size, write_states
 
 Adjust = Literal["none", "spectral", "match_rms"]
 

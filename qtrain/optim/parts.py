@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtrain.optim.saved import ResumableOptimizer
 
-class PartedOptimizer(torch.optim.Optimizer):
+
+class PartedOptimizer(ResumableOptimizer):
     """A step is `begin`, then `step_part` of every part, in any order; `step` does it all. Without `split` everything
     is one part.
 

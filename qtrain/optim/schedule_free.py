@@ -183,13 +183,6 @@ class ScheduleFreeOptimizer(LowBitOptimizer):
         self._chunks = None
         return super().adopt_states(names)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        books = [{name: group[name] for name in _BOOKS} for group in self.param_groups]
-        super().load_state_dict(state_dict)
-        for group, own in zip(self.param_groups, books, strict=True):
-            for name, value in own.items():
-                group[name] = value.copy_(group[name])  # not the other optimizer's own
-
 
 def _apply(update: FusedUpdate, indices: list[int], values: list[Tensor], *, lr: float | Tensor, weight_decay: float):
     """w <- w * (1 - lr * weight_decay) - lr * value for those of the update's tensors, rounded as they are kept."""

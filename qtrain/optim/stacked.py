@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.state_formats import StateFormat, dequantize_state, quantize_state, zero_state
+from qtrain.optim.saved import Described
 from qtrain.optim.states import state_keys
 
 Slot = tuple[dict[str, Any], str]
 """One state of one parameter: the parameter's states, and the state's name among them."""
 
 Parts = dict[str, Tensor]
-Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype of each of a parameter's states by its key."""
 
 
 def describe_state(name: str, format: StateFormat, shape: tuple[int, ...]) -> Described:

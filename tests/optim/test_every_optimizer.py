@@ -1,5 +1,6 @@
 """What holds for every name in the registry: it learns, resumes bit for bit, clips, keeps the bytes that it says."""
 
+import copy
 import io
 import json
 
@@ -212,3 +213,24 @@ def test_bad_options_are_refused(name, options, message):
     with pytest.raises(UserError, match="--optim") as error:
         OPTIMIZERS.make(name, options, "--optim")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "muon", "adamw_schedule_free"])
+def test_a_refused_state_leaves_everything_as_it_was(name):
+    model = Small()
+    optimizer = build(name, model)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    broken = copy.deepcopy(before)
+    last = broken["state"][max(broken["state"])]
+    key = next(k for k, v in last.items() if v.is_floating_point() and v.dim())
+    last[key] = torch.full_like(last[key], float("nan"))
+    broken["param_groups"][0]["lr"] = 7.0
+    with pytest.raises(UserError, match="--resume"):
+        optimizer.load_state_dict(broken)
+    after = optimizer.state_dict()
+    assert after["param_groups"][0]["lr"] == before["param_groups"][0]["lr"]
+    for number, state in before["state"].items():
+        assert all(torch.equal(v, after["state"][number][k]) for k, v in state.items())
