@@ -2,7 +2,7 @@
 
 from qtrain.models.build import MODEL_IMPLS, build_model, empty_model
 from qtrain.models.config import ModelConfig
-from qtrain.models.decode import answer
+from qtrain.models.decode import answer, rows_at_once
 from qtrain.models.decoder import Decoder
 from qtrain.models.execution import RECOMPUTE_MODES, apply_activation_checkpointing, compile_layers
 from qtrain.models.generate import generate
@@ -57,6 +57,7 @@ __all__ = [
     "read_model_source",
     "recompute_blocks",
     "repeated_blocks",
+    "rows_at_once",
     "save_adapter",
     "vision_cost",
 ]

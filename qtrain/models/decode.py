@@ -13,6 +13,20 @@ from torch import Tensor, nn
 from qtrain.models.decoder import Decoder
 from qtrain.models.rope import rope_tables
 
+CACHE_BYTES = 4 * 2**30
+"""What all layers' caches of prompts that are answered together may take."""
+MOST_ROWS, ROWS_WITHOUT_CACHE = 256, 64
+
+
+def rows_at_once(model: nn.Module, places: int) -> int:
+    """How many prompts to answer together, of at most `places` tokens with their answers: a step costs Python the same
+    for one as for many."""
+    if not _cacheable(model, places):
+        return ROWS_WITHOUT_CACHE
+    config, element = model.config, model.norm.weight.element_size()
+    row = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * places * element
+    return min(max(CACHE_BYTES // row, 1), MOST_ROWS)
+
 
 class KVCache:
     """Keys and values [B, KV heads, T, D] of one layer, of at most T places a row."""

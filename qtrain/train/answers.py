@@ -10,7 +10,7 @@ from torch import nn
 
 from qtrain.data import ExampleDataset, StreamContext, Tokenizer, make_dataset
 from qtrain.errors import UserError
-from qtrain.models import answer
+from qtrain.models import answer, rows_at_once
 
 _MARKED = (
     re.compile(r"####\s*(.+)"),  # GSM8K
@@ -18,8 +18,6 @@ _MARKED = (
     re.compile(r"\\boxed\{(.+)\}"),
 )
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-
-BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -79,8 +77,9 @@ def ask(model: nn.Module, tokenizer: Tokenizer, questions: Sequence[Question], m
     """The model's answer to each question."""
     order = sorted(range(len(questions)), key=lambda i: len(questions[i].ids))  # of like length together
     answers: dict[int, str] = {}
-    for start in range(0, len(order), BATCH):
-        batch = order[start : start + BATCH]
+    rows = rows_at_once(model, max(len(q.ids) for q in questions) + max_new_tokens)
+    for start in range(0, len(order), rows):
+        batch = order[start : start + rows]
         ids = answer(model, [questions[i].ids for i in batch], max_new_tokens, tokenizer.eos_id, tokenizer.vocab_size)
         answers |= {i: tokenizer.decode(written) for i, written in zip(batch, ids, strict=True)}
     return [answers[i] for i in range(len(questions))]

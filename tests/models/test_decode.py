@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtrain.models import ModelSource, answer, build_model, generate
+from qtrain.models import ModelSource, answer, build_model, generate, rows_at_once
 from tests.system import TINY
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [11], [3, 2, 1]]
@@ -22,3 +22,11 @@ def test_batched_answers_equal_those_of_each_prompt_alone(changes):
     end = found[0][5]
     stopped = answer(model, PROMPTS, 12, end, 200)
     assert stopped == [ids[: ids.index(end)] if end in ids else ids for ids in found]
+
+
+def test_prompts_are_answered_in_batches_whose_cache_fits(monkeypatch):
+    """2 layers of keys and values, a head of 16, fp32: 256 bytes a place and row."""
+    model = build_model(ModelSource("tiny", TINY, "--model"), seed=1)
+    assert rows_at_once(model, 100) == 256
+    monkeypatch.setattr("qtrain.models.decode.CACHE_BYTES", 100 * 256 * 7 + 1)
+    assert rows_at_once(model, 100) == 7 and rows_at_once(model, 10_000) == 1
