@@ -95,6 +95,22 @@ def test_a_master_copy_makes_bf16_weights_the_rounded_fp32_ones():
         assert torch.equal(q.detach(), b.state[q]["master"].bfloat16())
 
 
+def test_small_steps_of_bf16_weights_are_not_lost_by_default():
+    """A rate of a hundredth of the weights' last bit: to nearest nothing moves, stochastically it does on average."""
+    moved = {}
+    for sr in (True, False):
+        weight = torch.nn.Parameter(torch.ones(64, 256, dtype=torch.bfloat16))
+        options = {} if sr else {"sr": False}
+        spec = OPTIMIZERS.make("adamw", options, "--optim")
+        optimizer = spec.build([{"params": [weight], "weight_decay": 0.0}], 2**-15, seed=1)
+        for _ in range(40):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        moved[sr] = 1 - weight.detach().double().mean().item()
+    assert moved[False] == 0
+    assert moved[True] == pytest.approx(40 * 2**-15, rel=0.05)
+
+
 def test_small_tensors_and_vectors_keep_fp32_states():
     params = parameters()
     optimizer = build("adamw_8bit", params, small=6500)
