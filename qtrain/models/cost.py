@@ -204,6 +204,11 @@ class MemoryEstimate:
         return sum(self.at_peak.values())
 
 
+def all_of(config: ModelConfig, element: int) -> TrainedPart:
+    """A model in which everything trains."""
+    return TrainedPart(parameter_shapes(config), element, head=True)
+
+
 def estimate_memory(
     config: ModelConfig,
     *,
@@ -230,7 +235,7 @@ def estimate_memory(
     bytes of an element of the linears' weights themselves, where they are stored in low bits. dequantized: one of them
     is dequantized as a whole while it is read. trained: what trains, where not everything does (`trained_cost.py`).
     """
-    trained = trained or TrainedPart(parameter_shapes(config), element, head=True)
+    trained = trained or all_of(config, element)
     parameters = count_parameters(config)
     linear_weight = element if linear_weight is None else linear_weight
     tokens = micro_batch_size * seq_len

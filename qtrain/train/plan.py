@@ -12,10 +12,10 @@ from qtrain.kernels.tuning import forced
 from qtrain.models import ModelConfig
 from qtrain.models.cost import (
     MemoryEstimate,
+    all_of,
     count_parameters,
     estimate_memory,
     flops_per_token,
-    parameter_shapes,
 )
 from qtrain.models.trained_cost import TrainedPart
 from qtrain.optim import OptimizerSpec, ParameterShape
@@ -211,7 +211,7 @@ def _memory(
     kept += element * (1 - sum(share for share, _ in low_bit))
     if trained is not None and trained.adapters:
         kept = element  # a frozen linear keeps nothing, and its adapters the input itself
-    trained = trained or TrainedPart(parameter_shapes(model_config), element, head=True)
+    trained = trained or all_of(model_config, element)
     shapes = [ParameterShape(*found) for found in trained.shapes]
     return estimate_memory(
         model_config,
