@@ -267,8 +267,8 @@ def quantize_dual(
             x, fmt_t, None, granularity_t, key, role, power_of_two, scale_t=given_t
         )
     alike = (fmt, granularity) == (fmt_t, granularity_t)
-    if alike and key is None and given is None and takes_blocks(x, fmt, granularity):
-        return launch_quantize_blocks(x, fmt, granularity, power_of_two)
+    if alike and key is None and takes_blocks(x, fmt, granularity, given is not None):
+        return launch_quantize_blocks(x, fmt, granularity, power_of_two, given)
     return launch_quantize_tiles(x, fmt, granularity, granularity_t, key, role, power_of_two, given, fmt_t, given_t)
 
 
@@ -288,10 +288,13 @@ def quantize_dual_given(
         codes, _ = quantize_ref(x, fmt, "tensorwise", bits, scale=scale)
         codes_t, _ = quantize_transposed_ref(x, fmt_t, "tensorwise", bits, scale=scale)
         return codes, codes_t, absmax_ref(x)
-    most = torch.zeros(1, dtype=torch.int32, device=x.device)
-    codes, _, codes_t, _ = launch_quantize_tiles(
-        x.contiguous(), fmt, "tensorwise", "tensorwise", key, role, False, scale, fmt_t, scale, most
-    )
+    x, most = x.contiguous(), torch.zeros(1, dtype=torch.int32, device=x.device)
+    if fmt == fmt_t and key is None and takes_blocks(x, fmt, "tensorwise", True):
+        codes, _, codes_t, _ = launch_quantize_blocks(x, fmt, "tensorwise", False, scale, most)
+    else:
+        codes, _, codes_t, _ = launch_quantize_tiles(
+            x, fmt, "tensorwise", "tensorwise", key, role, False, scale, fmt_t, scale, most
+        )
     return codes, codes_t, most.view(torch.float32)
 
 

@@ -1,16 +1,21 @@
-"""Quantizes in both layouts under scales of blocks of 128, to nearest, from bf16: FP8's and INT8's weights and inputs.
+"""Quantizes bf16 in both layouts to 8 bits, to nearest: FP8's and INT8's weights and inputs.
 
 What `quantize_tiles` does for any format, written for few instructions and registers, so that programs enough share a
 multiprocessor for some to read while others reckon. Two neighbours of a row stay in the 32-bit word they were read in,
 absolute maxima are taken of both at once, and a thread holds words of four consecutive rows: four codes of a column
 are a word again, and only words go through shared memory to be turned.
+
+Scales are those of a program's block of 128 (1x128, 128x128), of whole rows and columns, whose absmax a pass before
+leaves, or one is given for the tensor.
 """
 
 import torch
 from torch import Tensor
 
+from qtrain.kernels.absmax import launch_absmax
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.formats import FORMATS, empty_scale
+from qtrain.kernels.pairs import larger, larger_half, largest, lower, magnitudes, upper
 from qtrain.kernels.rounding import casts_to_fp8, encode, reciprocal_of, scale_of
 
 BLOCK = 128
@@ -19,42 +24,16 @@ WARPS, REGISTERS = 4, 168
 
 
 @triton.jit
-def _larger(a, b):
-    """The larger ones of two pairs of bf16 without sign; NaN is the largest. On a GPU only."""
-    return tl.inline_asm_elementwise(
-        "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def _largest(pairs, axis: tl.constexpr, CAST: tl.constexpr):
-    """Pairs of bf16 without sign -> the pair of the largest along an axis."""
-    if CAST:
-        return tl.reduce(pairs, axis, _larger)
-    else:
-        return tl.max(pairs & 0xFFFF, axis) | (tl.max(pairs >> 16, axis) << 16)
-
-
-@triton.jit
 def _largest_of_four(a, b, c, d, CAST: tl.constexpr):
-    """Pairs of bf16 -> the pair of the largest absolute values."""
-    a, b, c, d = a & 0x7FFF7FFF, b & 0x7FFF7FFF, c & 0x7FFF7FFF, d & 0x7FFF7FFF
-    if CAST:
-        return _larger(_larger(a, b), _larger(c, d))
-    else:
-        first = tl.maximum(tl.maximum(a & 0xFFFF, b & 0xFFFF), tl.maximum(c & 0xFFFF, d & 0xFFFF))
-        return first | (tl.maximum(tl.maximum(a >> 16, b >> 16), tl.maximum(c >> 16, d >> 16)) << 16)
+    """Pairs -> the pair of the largest absolute values."""
+    a, b, c, d = magnitudes(a), magnitudes(b), magnitudes(c), magnitudes(d)
+    return larger(larger(a, b, CAST), larger(c, d, CAST), CAST)
 
 
 @triton.jit
-def _first(pairs):
-    """The first number of each pair, in the lower half, as bits of fp32."""
-    return pairs << 16
-
-
-@triton.jit
-def _second(pairs):
-    return pairs & -65536
+def _largest_of_all(pairs, CAST: tl.constexpr):
+    """Pairs without sign [R, C] -> the largest number, as bits of fp32."""
+    return larger_half(largest(largest(pairs, 1, CAST), 0, CAST))
 
 
 @triton.jit
@@ -69,8 +48,8 @@ def _cleaned(pairs, bad):
 @triton.jit
 def _row_scale(pairs, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, CAST: tl.constexpr):
     """Pairs [R, C] -> the scales of their rows [R]."""
-    most = _largest(pairs & 0x7FFF7FFF, 1, CAST)
-    return scale_of(tl.maximum(_first(most), _second(most)), LARGEST, POWER_OF_TWO)
+    most = largest(magnitudes(pairs), 1, CAST)
+    return scale_of(larger_half(most), LARGEST, POWER_OF_TWO)
 
 
 @triton.jit
@@ -94,7 +73,8 @@ def _scaled(bits, reciprocal, FMT: tl.constexpr, LARGEST: tl.constexpr, CAST: tl
     """Bits of fp32 x -> what `_two_codes` and `_four_codes` take: the code in the lowest byte, or x / scale."""
     x = bits.to(tl.float32, bitcast=True)
     if not CAST:
-        return encode(x, reciprocal, 0, FMT, LARGEST, False, False, False).to(tl.int32) & 0xFF
+        KEEPS_NAN: tl.constexpr = FMT != "int8"  # under a scale that is given, as the conversions below
+        return encode(x, reciprocal, 0, FMT, LARGEST, False, KEEPS_NAN, False).to(tl.int32) & 0xFF
     elif FMT == "int8":
         return (x * reciprocal + 12582912.0).to(tl.int32, bitcast=True)  # as in `encode`
     else:
@@ -139,15 +119,19 @@ def _four_codes(a, b, c, d, FMT: tl.constexpr, CAST: tl.constexpr):
 
 @triton.jit(do_not_specialize=["stride", "stride_t"])
 def _blocks_kernel(
-    x_ptr, codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr, m, k, stride, stride_t,
-    FMT: tl.constexpr, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr,
+    x_ptr, codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr, source_ptr, source_t_ptr, absmax_ptr, m, k, stride, stride_t,
+    FMT: tl.constexpr, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, SCALES: tl.constexpr,
     CAST: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x, codes and codes_t as words of two elements, two codes and four codes; m, k: elements, multiples of 16.
 
-    stride, stride_t: of the scales, down, where a block of x has one (SQUARE). EVEN: m and k are multiples of BLOCK.
+    SCALES: the granularity. Bits of absmax come from `source_ptr` and `source_t_ptr` if it is rowwise, the scale from
+    `source_ptr` if it is tensorwise, and that of x goes to `absmax_ptr`, if any. stride, stride_t: of the scales, down,
+    where a block of x has one (128x128). EVEN: m and k are multiples of BLOCK.
     """
     tile = tl.program_id(0)
+    if SCALES == "rowwise":  # first what the pass before read last
+        tile = tl.num_programs(0) - 1 - tile
     tiles_k = tl.cdiv(k, BLOCK)
     tile_m, tile_k = tile // tiles_k, tile % tiles_k
     words, quads = tl.multiple_of(k // 2, 8), tl.multiple_of(m // 4, 4)  # in a row of x, in a row of codes_t
@@ -155,6 +139,11 @@ def _blocks_kernel(
     start = tile_m.to(tl.int64) * BLOCK * words + tile_k * (BLOCK // 2)
     offset = i[:, None] * (4 * words) + j[None, :]
     x_ptrs = x_ptr + start + offset
+    down, across = tile_m * BLOCK + lane, tile_k * BLOCK + lane
+    if SCALES == "tensorwise":
+        scale, known = tl.load(source_ptr), 0
+        if absmax_ptr is not None:
+            known = tl.load(absmax_ptr)  # an old value is as good, and hardly any program has more to say
     if EVEN:
         rows, columns = tl.full((BLOCK // 4,), True, tl.int1), tl.full((BLOCK // 2,), True, tl.int1)
         inside: tl.constexpr = None
@@ -166,10 +155,31 @@ def _blocks_kernel(
         x0, x1 = tl.load(x_ptrs, inside, 0), tl.load(x_ptrs + words, inside, 0)
         x2, x3 = tl.load(x_ptrs + 2 * words, inside, 0), tl.load(x_ptrs + 3 * words, inside, 0)
 
-    most = _largest_of_four(x0, x1, x2, x3, CAST)
-    if SQUARE:
-        most = _largest(_largest(most, 1, CAST), 0, CAST)
-        most = tl.maximum(_first(most), _second(most))
+    if SCALES == "rowwise":
+        tl.debug_barrier()  # or the compiler asks for x only once these have come
+        bits, bits_t = tl.load(source_ptr + down, down < m, 0), tl.load(source_t_ptr + across, across < k, 0)
+        bad = tl.max(tl.maximum(bits, bits_t), 0) >= 0x7F800000
+        scale, scale_t = scale_of(bits, LARGEST, POWER_OF_TWO), scale_of(bits_t, LARGEST, POWER_OF_TWO)
+        tl.store(scale_ptr + down, scale, (down < m) & (tile_k == 0))
+        tl.store(scale_t_ptr + across, scale_t, (across < k) & (tile_m == 0))
+        even, odd = tl.split(tl.reshape(_reciprocal(scale, True, CAST), (BLOCK // 4, 2, 2)))
+        by0, by2 = tl.split(even)
+        by1, by3 = tl.split(odd)
+        by0, by1, by2, by3 = by0[:, None], by1[:, None], by2[:, None], by3[:, None]
+        by_first, by_second = tl.split(tl.reshape(_reciprocal(scale_t, True, CAST), (BLOCK // 2, 2)))
+        by_first, by_second = by_first[None, :], by_second[None, :]
+    elif SCALES == "tensorwise":
+        bad: tl.constexpr = False  # NaN becomes FP8's and the rest saturates
+        tl.store(scale_ptr, scale, tile == 0)
+        tl.store(scale_t_ptr, scale, tile == 0)
+        by0 = reciprocal_of(scale, False)
+        by1, by2, by3 = by0, by0, by0
+        if absmax_ptr is not None:
+            most = _largest_of_all(_largest_of_four(x0, x1, x2, x3, CAST), CAST)
+            if most > known:
+                tl.atomic_max(absmax_ptr, most, sem="relaxed")
+    elif SCALES == "128x128":
+        most = _largest_of_all(_largest_of_four(x0, x1, x2, x3, CAST), CAST)
         bad = most >= 0x7F800000
         scale = scale_of(most, LARGEST, POWER_OF_TWO)
         tl.store(scale_ptr + tile_m * stride + tile_k, scale)
@@ -177,36 +187,37 @@ def _blocks_kernel(
         by0 = _reciprocal(scale, bad, CAST)
         by1, by2, by3 = by0, by0, by0
     else:
-        most = _largest(most, 0, CAST)
-        bad = tl.max(tl.maximum(_first(most), _second(most)), 0) >= 0x7F800000
+        most = largest(_largest_of_four(x0, x1, x2, x3, CAST), 0, CAST)
+        bad = tl.max(larger_half(most), 0) >= 0x7F800000
         scale0, scale1 = _row_scale(x0, LARGEST, POWER_OF_TWO, CAST), _row_scale(x1, LARGEST, POWER_OF_TWO, CAST)
         scale2, scale3 = _row_scale(x2, LARGEST, POWER_OF_TWO, CAST), _row_scale(x3, LARGEST, POWER_OF_TWO, CAST)
         scale = tl.reshape(tl.join(tl.join(scale0, scale2), tl.join(scale1, scale3)), (BLOCK,))
-        tl.store(scale_ptr + tile_k.to(tl.int64) * m + tile_m * BLOCK + lane, scale, tile_m * BLOCK + lane < m)
+        tl.store(scale_ptr + tile_k.to(tl.int64) * m + down, scale, down < m)
         by0, by1 = _reciprocal(scale0, bad, CAST)[:, None], _reciprocal(scale1, bad, CAST)[:, None]
         by2, by3 = _reciprocal(scale2, bad, CAST)[:, None], _reciprocal(scale3, bad, CAST)[:, None]
 
     x0, x1, x2, x3 = _cleaned(x0, bad), _cleaned(x1, bad), _cleaned(x2, bad), _cleaned(x3, bad)
     # Stores of 8 codes a thread, not of 16: half the registers to gather them in.
     ptrs = codes_ptr + start + tl.max_contiguous(offset, (1, 4))
-    a0, b0 = _scaled(_first(x0), by0, FMT, LARGEST, CAST), _scaled(_second(x0), by0, FMT, LARGEST, CAST)
+    a0, b0 = _scaled(lower(x0), by0, FMT, LARGEST, CAST), _scaled(upper(x0), by0, FMT, LARGEST, CAST)
     tl.store(ptrs, _two_codes(a0, b0, FMT, CAST), inside)
-    a1, b1 = _scaled(_first(x1), by1, FMT, LARGEST, CAST), _scaled(_second(x1), by1, FMT, LARGEST, CAST)
+    a1, b1 = _scaled(lower(x1), by1, FMT, LARGEST, CAST), _scaled(upper(x1), by1, FMT, LARGEST, CAST)
     tl.store(ptrs + words, _two_codes(a1, b1, FMT, CAST), inside)
-    a2, b2 = _scaled(_first(x2), by2, FMT, LARGEST, CAST), _scaled(_second(x2), by2, FMT, LARGEST, CAST)
+    a2, b2 = _scaled(lower(x2), by2, FMT, LARGEST, CAST), _scaled(upper(x2), by2, FMT, LARGEST, CAST)
     tl.store(ptrs + 2 * words, _two_codes(a2, b2, FMT, CAST), inside)
-    a3, b3 = _scaled(_first(x3), by3, FMT, LARGEST, CAST), _scaled(_second(x3), by3, FMT, LARGEST, CAST)
+    a3, b3 = _scaled(lower(x3), by3, FMT, LARGEST, CAST), _scaled(upper(x3), by3, FMT, LARGEST, CAST)
     tl.store(ptrs + 3 * words, _two_codes(a3, b3, FMT, CAST), inside)
 
-    if not SQUARE:  # else they are the same
-        first, second = scale_of(_first(most), LARGEST, POWER_OF_TWO), scale_of(_second(most), LARGEST, POWER_OF_TWO)
+    if SCALES == "1x128":
+        first, second = scale_of(lower(most), LARGEST, POWER_OF_TWO), scale_of(upper(most), LARGEST, POWER_OF_TWO)
         scale_t = tl.reshape(tl.join(first, second), (BLOCK,))
-        tl.store(scale_t_ptr + tile_m.to(tl.int64) * k + tile_k * BLOCK + lane, scale_t, tile_k * BLOCK + lane < k)
+        tl.store(scale_t_ptr + tile_m.to(tl.int64) * k + across, scale_t, across < k)
         by_first, by_second = _reciprocal(first, bad, CAST)[None, :], _reciprocal(second, bad, CAST)[None, :]
-        a0, b0 = _scaled(_first(x0), by_first, FMT, LARGEST, CAST), _scaled(_second(x0), by_second, FMT, LARGEST, CAST)
-        a1, b1 = _scaled(_first(x1), by_first, FMT, LARGEST, CAST), _scaled(_second(x1), by_second, FMT, LARGEST, CAST)
-        a2, b2 = _scaled(_first(x2), by_first, FMT, LARGEST, CAST), _scaled(_second(x2), by_second, FMT, LARGEST, CAST)
-        a3, b3 = _scaled(_first(x3), by_first, FMT, LARGEST, CAST), _scaled(_second(x3), by_second, FMT, LARGEST, CAST)
+    if SCALES == "1x128" or SCALES == "rowwise":  # else they are the same
+        a0, b0 = _scaled(lower(x0), by_first, FMT, LARGEST, CAST), _scaled(upper(x0), by_second, FMT, LARGEST, CAST)
+        a1, b1 = _scaled(lower(x1), by_first, FMT, LARGEST, CAST), _scaled(upper(x1), by_second, FMT, LARGEST, CAST)
+        a2, b2 = _scaled(lower(x2), by_first, FMT, LARGEST, CAST), _scaled(upper(x2), by_second, FMT, LARGEST, CAST)
+        a3, b3 = _scaled(lower(x3), by_first, FMT, LARGEST, CAST), _scaled(upper(x3), by_second, FMT, LARGEST, CAST)
     start_t = tile_k.to(tl.int64) * BLOCK * quads + tile_m * (BLOCK // 4)
     ptrs_t = codes_t_ptr + start_t + j[:, None] * (2 * quads) + i[None, :]
     inside_t = None if EVEN else columns[:, None] & rows[None, :]
@@ -214,31 +225,41 @@ def _blocks_kernel(
     tl.store(ptrs_t + quads, tl.trans(_four_codes(b0, b1, b2, b3, FMT, CAST)), inside_t)
 
 
-def takes_blocks(x: Tensor, fmt: str, granularity: str) -> bool:
-    """Whether `launch_quantize_blocks` does this. It reads words, so that x must not start within one."""
-    aligned = not any(number % 16 for number in (*x.shape, x.storage_offset()))
-    return (
-        aligned
-        and x.dtype is torch.bfloat16
-        and fmt in ("int8", "e4m3", "e5m2")
-        and granularity in ("128x128", "1x128")
-    )
+def takes_blocks(x: Tensor, fmt: str, granularity: str, given: bool = False) -> bool:
+    """Whether `launch_quantize_blocks` does this. It reads words, so that x must not start within one.
+
+    given: the scale is, which FP8's conversions saturate for.
+    """
+    if x.dtype is not torch.bfloat16 or any(number % 16 for number in (*x.shape, x.storage_offset())):
+        return False
+    if given:
+        return fmt in ("e4m3", "e5m2") and granularity == "tensorwise"
+    return fmt in ("int8", "e4m3", "e5m2") and granularity in ("128x128", "1x128", "rowwise")
 
 
 def launch_quantize_blocks(
-    x: Tensor, fmt: str, granularity: str, power_of_two: bool = False
+    x: Tensor,
+    fmt: str,
+    granularity: str,
+    power_of_two: bool = False,
+    given: Tensor | None = None,
+    absmax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The kernel for `quantize_ref` and `quantize_transposed_ref` at once: codes, scale, codes_t, scale_t.
 
-    x contiguous, not empty, `takes_blocks`.
+    x contiguous, not empty, `takes_blocks`. given: the scale. absmax: int32 [1] of zeros, to receive the bits of x's
+    under a scale that is given.
     """
     (m, k), form = x.shape, FORMATS[fmt]
+    source, source_t = given, None
+    if granularity == "rowwise":
+        _, source, source_t = launch_absmax(x, rows=True, columns=True)
     codes, codes_t = x.new_empty(m, k, dtype=form.dtype), x.new_empty(k, m, dtype=form.dtype)
     scale, scale_t = empty_scale(granularity, m, k, x), empty_scale(granularity, k, m, x)
     _blocks_kernel[(triton.cdiv(m, BLOCK) * triton.cdiv(k, BLOCK),)](
-        x.view(torch.int32), codes.view(torch.int16), codes_t.view(torch.int32), scale, scale_t, m, k,
-        scale.stride(0), scale_t.stride(0), fmt, form.max, power_of_two, granularity == "128x128",
-        casts_to_fp8(x.device), m % BLOCK == k % BLOCK == 0, BLOCK,
+        x.view(torch.int32), codes.view(torch.int16), codes_t.view(torch.int32), scale, scale_t,
+        source, source_t, absmax, m, k, scale.stride(0), scale_t.stride(0),
+        fmt, form.max, power_of_two, granularity, casts_to_fp8(x.device), m % BLOCK == k % BLOCK == 0, BLOCK,
         num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scale, codes_t, scale_t

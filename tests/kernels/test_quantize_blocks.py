@@ -1,14 +1,15 @@
-"""The quantizer of both layouts under blocks' scales: bitwise equal to the definition."""
+"""The quantizer of both layouts from bf16 to nearest: bitwise equal to the definition."""
 
 import pytest
 import torch
 
-from qtrain.kernels.quantize import quantize_dual, quantize_ref, quantize_transposed_ref
+from qtrain.kernels.absmax import absmax_ref
+from qtrain.kernels.quantize import quantize_dual, quantize_dual_given, quantize_ref, quantize_transposed_ref
 from qtrain.kernels.quantize_blocks import launch_quantize_blocks, takes_blocks
 from tests.cases import KINDS
 from tests.kernels.test_quantize_kernels import hostile, same
 
-CASES = [(fmt, granularity) for fmt in ("int8", "e4m3", "e5m2") for granularity in ("128x128", "1x128")]
+CASES = [(fmt, granularity) for fmt in ("int8", "e4m3", "e5m2") for granularity in ("128x128", "1x128", "rowwise")]
 
 
 def check(x, fmt, granularity, power_of_two=False):
@@ -19,6 +20,25 @@ def check(x, fmt, granularity, power_of_two=False):
     same(found, expected, (tuple(x.shape), fmt, granularity, power_of_two))
 
 
+def check_given(x, fmt, scale):
+    """Under a scale that x may exceed; a NaN keeps its code."""
+    assert takes_blocks(x, fmt, "tensorwise", True)
+    scale, most = torch.tensor([scale], device=x.device), torch.zeros(1, dtype=torch.int32, device=x.device)
+    expected = quantize_ref(x, fmt, "tensorwise", scale=scale)
+    expected += quantize_transposed_ref(x, fmt, "tensorwise", scale=scale)
+    same(launch_quantize_blocks(x, fmt, "tensorwise", False, scale), expected, (tuple(x.shape), fmt))
+    same(launch_quantize_blocks(x, fmt, "tensorwise", False, scale, most), expected, (tuple(x.shape), fmt))
+    same([most.view(torch.float32)], [absmax_ref(x)], tuple(x.shape))
+
+
+def random_shapes(seed, count):
+    """Whole blocks and parts of some."""
+    generator = torch.Generator().manual_seed(seed)
+    for number in range(count):
+        m, k = (16 * torch.randint(1, 40, (2,), generator=generator)).tolist()
+        yield number, (-(-m // 128) * 128, -(-k // 128) * 128) if number % 3 == 0 else (m, k)
+
+
 @pytest.mark.interpreter
 @pytest.mark.parametrize("fmt,granularity", CASES)
 def test_blocks_in_the_interpreter(fmt, granularity):
@@ -27,24 +47,44 @@ def test_blocks_in_the_interpreter(fmt, granularity):
     check(hostile(128, 256, 3, "zero_row", torch.bfloat16, "cpu"), fmt, granularity)
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_a_given_scale_in_the_interpreter(fmt):
+    check_given(hostile(144, 272, 2, "bad", torch.bfloat16, "cpu"), fmt, 1e-4)
+    check_given(hostile(128, 256, 3, "zero_row", torch.bfloat16, "cpu"), fmt, 0.3)
+
+
 def test_other_inputs_are_not_taken():
     x = torch.zeros(32, 48, dtype=torch.bfloat16)
     assert takes_blocks(x, "e4m3", "1x128")
     assert not takes_blocks(x.float(), "e4m3", "1x128") and not takes_blocks(x[:, :40], "e4m3", "1x128")
     assert not takes_blocks(x.view(-1)[1 : 1 + 16 * 48].view(16, 48), "e4m3", "1x128")  # starts within a word
     assert not takes_blocks(x, "int4", "1x128") and not takes_blocks(x, "e4m3", "32x32")
+    assert not takes_blocks(x, "e4m3", "tensorwise") and not takes_blocks(x, "int8", "tensorwise", True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fmt,granularity", CASES)
 def test_blocks_on_gpu(fmt, granularity):
-    generator = torch.Generator().manual_seed(7)
-    for number in range(120):
-        m, k = (16 * torch.randint(1, 40, (2,), generator=generator)).tolist()
-        if number % 3 == 0:
-            m, k = -(-m // 128) * 128, -(-k // 128) * 128
+    for number, (m, k) in random_shapes(7, 120):
         x = hostile(m, k, number, [*KINDS, "bad"][number % 6], torch.bfloat16, "cuda").contiguous()
         check(x, fmt, granularity, number % 4 == 1)
         same(quantize_dual(x, fmt, granularity, granularity), launch_quantize_blocks(x, fmt, granularity), (m, k))
     for shape in [(16, 16), (4096, 14336), (16384, 4096)]:
         check(hostile(*shape, 0, "outlier", torch.bfloat16, "cuda"), fmt, granularity)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_a_given_scale_on_gpu(fmt):
+    for number, (m, k) in random_shapes(8, 120):
+        x = hostile(m, k, number, [*KINDS, "bad"][number % 6], torch.bfloat16, "cuda").contiguous()
+        value = (1e-4, 0.3, 1.0, 300.0)[number % 4]
+        check_given(x, fmt, value)
+        scale, most = torch.tensor([value], device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
+        codes, scale_out, codes_t, _ = launch_quantize_blocks(x, fmt, "tensorwise", False, scale, most)
+        same(quantize_dual_given(x, fmt, scale), [codes, codes_t, most.view(torch.float32)], (m, k))
+        dual = quantize_dual(x, fmt, "tensorwise", "tensorwise", None, 0, False, scale)
+        same(dual, [codes, scale_out, codes_t, scale_out], (m, k))
+    for shape in [(16, 16), (4096, 14336), (16384, 4096)]:
+        check_given(hostile(*shape, 0, "outlier", torch.bfloat16, "cuda"), fmt, 0.01)
