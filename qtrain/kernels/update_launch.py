@@ -44,7 +44,7 @@ class _Launch:
 
 
 ELEMENTS_A_THREAD = 8
-TILE, LOOPS = 2048, 4
+TILE, LOOPS = 512, 8
 """Elements of a tile, and tiles a program."""
 
 
