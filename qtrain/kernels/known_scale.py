@@ -10,8 +10,11 @@ from torch import Tensor
 
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.formats import FORMATS
+from qtrain.kernels.pairs import bf16_bits
 from qtrain.kernels.quantize import scale_ref
+from qtrain.kernels.quantize_gated import activation
 from qtrain.kernels.rounding import magnitude_bits, scale_of
+from qtrain.kernels.silu_mul import silu_gradient, silu_product
 
 BLOCK = 8192
 PROGRAMS = 528
@@ -24,13 +27,29 @@ def known_scale_ref(x: Tensor, scale: Tensor, fmt: str, power_of_two: bool = Fal
 
 
 @triton.jit
-def _absmax_unless_known_kernel(x_ptr, scale_ptr, bits_ptr, numel, STEP: tl.constexpr, BLOCK: tl.constexpr):
+def _absmax_unless_known_kernel(
+    x_ptr, dy_ptr, scale_ptr, bits_ptr, numel, width, STEP: tl.constexpr, GATE: tl.constexpr, NATIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """GATE: of what a gated MLP makes of x [M, 2 * width] (`absmax._absmax_pairs_kernel`), numel = M * width."""
     if tl.load(scale_ptr) > 0.0:
         return
     largest = tl.zeros([BLOCK], tl.int32)
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, numel, STEP):
         index = start + tl.arange(0, BLOCK)
-        largest = tl.maximum(largest, magnitude_bits(tl.load(x_ptr + index, index < numel, 0.0)))
+        inside = index < numel
+        if GATE == "":
+            bits = magnitude_bits(tl.load(x_ptr + index, inside, 0.0))
+        else:
+            at = index // width * (2 * width) + index % width
+            gate, up = tl.load(x_ptr + at, inside, 0.0).to(tl.float32), tl.load(x_ptr + at + width, inside, 0.0)
+            if GATE == "forward":
+                bits = bf16_bits(silu_product(gate, up.to(tl.float32), NATIVE)) & 0x7FFF0000
+            else:
+                dy = tl.load(dy_ptr + index, inside, 0.0).to(tl.float32)
+                bits = bf16_bits(silu_gradient(dy, gate, up.to(tl.float32), NATIVE)) & 0x7FFF0000
+                bits = tl.maximum(bits, bf16_bits(silu_product(gate, dy, NATIVE)) & 0x7FFF0000)
+        largest = tl.maximum(largest, bits)
     tl.atomic_max(bits_ptr, tl.max(largest, 0), sem="relaxed")
 
 
@@ -40,12 +59,18 @@ def _choose_kernel(scale_ptr, bits_ptr, out_ptr, LARGEST: tl.constexpr, POWER_OF
     tl.store(out_ptr, tl.where(known > 0.0, known, scale_of(tl.load(bits_ptr), LARGEST, POWER_OF_TWO)))
 
 
-def launch_known_scale(x: Tensor, scale: Tensor, fmt: str, power_of_two: bool) -> Tensor:
-    """The kernels for `known_scale_ref`; x contiguous."""
+def launch_known_scale(
+    x: Tensor, scale: Tensor, fmt: str, power_of_two: bool, gate: str = "", dy: Tensor | None = None
+) -> Tensor:
+    """The kernels for `known_scale_ref`; x contiguous. gate, dy: as for `launch_quantize_blocks`."""
     bits = torch.zeros(1, dtype=torch.int32, device=x.device)
     out = torch.empty_like(scale)
-    programs = max(1, min(PROGRAMS, triton.cdiv(x.numel(), BLOCK)))
-    _absmax_unless_known_kernel[(programs,)](x, scale, bits, x.numel(), programs * BLOCK, BLOCK, num_warps=8)
+    numel = x.numel() // 2 if gate else x.numel()
+    programs = max(1, min(PROGRAMS, triton.cdiv(numel, BLOCK)))
+    _absmax_unless_known_kernel[(programs,)](
+        x, dy, scale, bits, numel, x.shape[1] // 2, programs * BLOCK, gate, x.is_cuda, BLOCK,
+        num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
     _choose_kernel[(1,)](scale, bits, out, FORMATS[fmt].max, power_of_two, num_warps=1)
     return out
 
@@ -60,4 +85,18 @@ def known_scale(x: Tensor, scale: Tensor, fmt: str, power_of_two: bool = False) 
 
 @known_scale.register_fake
 def _(x: Tensor, scale: Tensor, fmt: str, power_of_two: bool = False) -> Tensor:
+    return torch.empty_like(scale)
+
+
+@torch.library.custom_op("qtrain::known_scale_gated", mutates_args=())
+def known_scale_gated(x: Tensor, dy: Tensor | None, scale: Tensor, fmt: str, power_of_two: bool = False) -> Tensor:
+    """`known_scale` of what `quantize_gated` quantizes."""
+    if x.is_cuda and x.dtype is torch.bfloat16:
+        gate, dy = ("forward", None) if dy is None else ("backward", dy.contiguous())
+        return launch_known_scale(x.contiguous(), scale, fmt, power_of_two, gate, dy)
+    return known_scale(activation(x, dy), scale, fmt, power_of_two)
+
+
+@known_scale_gated.register_fake
+def _(x: Tensor, dy: Tensor | None, scale: Tensor, fmt: str, power_of_two: bool = False) -> Tensor:
     return torch.empty_like(scale)

@@ -1,9 +1,10 @@
-"""Pairs of bf16 in the 32-bit words they lie in: absolute maxima of both at once.
+"""Pairs of bf16 in the 32-bit words they lie in: absolute maxima of both at once, and the gated activation of both.
 
 Bits of numbers without sign order as the numbers do, Inf above all numbers and NaN above Inf.
 """
 
 from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.silu_mul import silu_gradient, silu_product
 
 
 @triton.jit
@@ -53,3 +54,51 @@ def largest(pairs, axis: tl.constexpr, NATIVE: tl.constexpr):
 def larger_half(pairs):
     """Pairs without sign -> the larger number of each, as bits of fp32."""
     return tl.maximum(lower(pairs), upper(pairs))
+
+
+@triton.jit
+def bf16_bits(x):
+    """fp32 -> its bits rounded to bf16, to nearest even, in the upper half."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FFF0000)
+
+
+@triton.jit
+def paired(first, second, NATIVE: tl.constexpr):
+    """Two fp32 -> a pair of bf16, to nearest even."""
+    if NATIVE:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return ((bf16_bits(first) >> 16) & 0xFFFF) | (bf16_bits(second) & -65536)
+
+
+@triton.jit
+def _halves(pairs):
+    return lower(pairs).to(tl.float32, bitcast=True), upper(pairs).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def gated(gate, up, NATIVE: tl.constexpr):
+    """Pairs of gate and of up -> pairs of silu(gate) * up."""
+    gate0, gate1 = _halves(gate)
+    up0, up1 = _halves(up)
+    return paired(silu_product(gate0, up0, NATIVE), silu_product(gate1, up1, NATIVE), NATIVE)
+
+
+@triton.jit
+def gate_gradient(dy, gate, up, NATIVE: tl.constexpr):
+    """Pairs of the gradient of silu(gate) * up -> those of gate's."""
+    dy0, dy1 = _halves(dy)
+    gate0, gate1 = _halves(gate)
+    up0, up1 = _halves(up)
+    return paired(silu_gradient(dy0, gate0, up0, NATIVE), silu_gradient(dy1, gate1, up1, NATIVE), NATIVE)
+
+
+@triton.jit
+def up_gradient(dy, gate, NATIVE: tl.constexpr):
+    """Pairs of the gradient of silu(gate) * up -> those of up's."""
+    dy0, dy1 = _halves(dy)
+    gate0, gate1 = _halves(gate)
+    return paired(silu_product(gate0, dy0, NATIVE), silu_product(gate1, dy1, NATIVE), NATIVE)

@@ -12,10 +12,20 @@ leaves, or one is given for the tensor.
 import torch
 from torch import Tensor
 
-from qtrain.kernels.absmax import launch_absmax
+from qtrain.kernels.absmax import launch_absmax, launch_absmax_gated
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.formats import FORMATS, empty_scale
-from qtrain.kernels.pairs import larger, larger_half, largest, lower, magnitudes, upper
+from qtrain.kernels.pairs import (
+    gate_gradient,
+    gated,
+    larger,
+    larger_half,
+    largest,
+    lower,
+    magnitudes,
+    up_gradient,
+    upper,
+)
 from qtrain.kernels.rounding import casts_to_fp8, encode, reciprocal_of, scale_of
 
 BLOCK = 128
@@ -117,28 +127,41 @@ def _four_codes(a, b, c, d, FMT: tl.constexpr, CAST: tl.constexpr):
         )  # fmt: skip
 
 
+@triton.jit
+def _four_rows(ptrs, stride, inside):
+    """Words at `ptrs` and at the same places of the three rows below; 0 outside."""
+    if inside is None:
+        return tl.load(ptrs), tl.load(ptrs + stride), tl.load(ptrs + 2 * stride), tl.load(ptrs + 3 * stride)
+    else:
+        first, second = tl.load(ptrs, inside, 0), tl.load(ptrs + stride, inside, 0)
+        return first, second, tl.load(ptrs + 2 * stride, inside, 0), tl.load(ptrs + 3 * stride, inside, 0)
+
+
 @triton.jit(do_not_specialize=["stride", "stride_t"])
 def _blocks_kernel(
-    x_ptr, codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr, source_ptr, source_t_ptr, absmax_ptr, m, k, stride, stride_t,
-    FMT: tl.constexpr, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, SCALES: tl.constexpr,
+    x_ptr, dy_ptr, codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr, source_ptr, source_t_ptr, absmax_ptr,
+    m, k, stride, stride_t,
+    GATE: tl.constexpr, FMT: tl.constexpr, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, SCALES: tl.constexpr,
     CAST: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x, codes and codes_t as words of two elements, two codes and four codes; m, k: elements, multiples of 16.
 
     SCALES: the granularity. Bits of absmax come from `source_ptr` and `source_t_ptr` if it is rowwise, the scale from
     `source_ptr` if it is tensorwise, and that of x goes to `absmax_ptr`, if any. stride, stride_t: of the scales, down,
-    where a block of x has one (128x128). EVEN: m and k are multiples of BLOCK.
+    where a block of x has one (128x128). EVEN: m and k are multiples of BLOCK. GATE: what is quantized is made of x
+    and dy, as in `_absmax_pairs_kernel`; k is its width.
     """
     tile = tl.program_id(0)
     if SCALES == "rowwise":  # first what the pass before read last
         tile = tl.num_programs(0) - 1 - tile
     tiles_k = tl.cdiv(k, BLOCK)
     tile_m, tile_k = tile // tiles_k, tile % tiles_k
+    if GATE == "backward":  # tiles of gate and of up, which read the same, side by side
+        tile_k = tile_k % 2 * (tiles_k // 2) + tile_k // 2
     words, quads = tl.multiple_of(k // 2, 8), tl.multiple_of(m // 4, 4)  # in a row of x, in a row of codes_t
     i, j, lane = tl.arange(0, BLOCK // 4), tl.arange(0, BLOCK // 2), tl.arange(0, BLOCK)
     start = tile_m.to(tl.int64) * BLOCK * words + tile_k * (BLOCK // 2)
     offset = i[:, None] * (4 * words) + j[None, :]
-    x_ptrs = x_ptr + start + offset
     down, across = tile_m * BLOCK + lane, tile_k * BLOCK + lane
     if SCALES == "tensorwise":
         scale, known = tl.load(source_ptr), 0
@@ -147,13 +170,31 @@ def _blocks_kernel(
     if EVEN:
         rows, columns = tl.full((BLOCK // 4,), True, tl.int1), tl.full((BLOCK // 2,), True, tl.int1)
         inside: tl.constexpr = None
-        x0, x1 = tl.load(x_ptrs), tl.load(x_ptrs + words)
-        x2, x3 = tl.load(x_ptrs + 2 * words), tl.load(x_ptrs + 3 * words)
     else:
         rows, columns = tile_m * (BLOCK // 4) + i < quads, tile_k * (BLOCK // 2) + j < words
         inside = rows[:, None] & columns[None, :]
-        x0, x1 = tl.load(x_ptrs, inside, 0), tl.load(x_ptrs + words, inside, 0)
-        x2, x3 = tl.load(x_ptrs + 2 * words, inside, 0), tl.load(x_ptrs + 3 * words, inside, 0)
+    if GATE == "forward":
+        gate_ptrs = x_ptr + start + offset + (tile_m.to(tl.int64) * BLOCK + 4 * i)[:, None] * words
+        x0, x1, x2, x3 = _four_rows(gate_ptrs, 2 * words, inside)
+        up0, up1, up2, up3 = _four_rows(gate_ptrs + words, 2 * words, inside)
+        x0, x1, x2, x3 = gated(x0, up0, CAST), gated(x1, up1, CAST), gated(x2, up2, CAST), gated(x3, up3, CAST)
+    elif GATE == "backward":
+        half = tl.multiple_of(words // 2, BLOCK // 2)
+        left = tl.multiple_of(tile_k * (BLOCK // 2) % half, BLOCK // 2)
+        gate_ptrs = x_ptr + (start - tile_k * (BLOCK // 2) + left) + offset
+        dy_ptrs = dy_ptr + tile_m.to(tl.int64) * BLOCK * half + left + i[:, None] * (4 * half) + j[None, :]
+        x0, x1, x2, x3 = _four_rows(gate_ptrs, words, inside)
+        dy0, dy1, dy2, dy3 = _four_rows(dy_ptrs, half, inside)
+        up = tile_k * (BLOCK // 2) >= half
+        if up:
+            x0, x1 = up_gradient(dy0, x0, CAST), up_gradient(dy1, x1, CAST)
+            x2, x3 = up_gradient(dy2, x2, CAST), up_gradient(dy3, x3, CAST)
+        else:
+            up0, up1, up2, up3 = _four_rows(gate_ptrs + half, words, inside)
+            x0, x1 = gate_gradient(dy0, x0, up0, CAST), gate_gradient(dy1, x1, up1, CAST)
+            x2, x3 = gate_gradient(dy2, x2, up2, CAST), gate_gradient(dy3, x3, up3, CAST)
+    else:
+        x0, x1, x2, x3 = _four_rows(x_ptr + start + offset, words, inside)
 
     if SCALES == "rowwise":
         tl.debug_barrier()  # or the compiler asks for x only once these have come
@@ -244,22 +285,28 @@ def launch_quantize_blocks(
     power_of_two: bool = False,
     given: Tensor | None = None,
     absmax: Tensor | None = None,
+    gate: str = "",
+    dy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The kernel for `quantize_ref` and `quantize_transposed_ref` at once: codes, scale, codes_t, scale_t.
 
     x contiguous, not empty, `takes_blocks`. given: the scale. absmax: int32 [1] of zeros, to receive the bits of x's
-    under a scale that is given.
+    under a scale that is given. gate: "forward" quantizes silu_mul(x), "backward" the gradient of x where dy is that of
+    silu_mul(x); x [M, 2I], I a multiple of BLOCK.
     """
-    (m, k), form = x.shape, FORMATS[fmt]
+    m, k, form = x.shape[0], x.shape[1] // 2 if gate == "forward" else x.shape[1], FORMATS[fmt]
     source, source_t = given, None
-    if granularity == "rowwise":
+    if granularity == "rowwise" and gate:
+        source, source_t = launch_absmax_gated(x, dy)
+    elif granularity == "rowwise":
         _, source, source_t = launch_absmax(x, rows=True, columns=True)
     codes, codes_t = x.new_empty(m, k, dtype=form.dtype), x.new_empty(k, m, dtype=form.dtype)
     scale, scale_t = empty_scale(granularity, m, k, x), empty_scale(granularity, k, m, x)
     _blocks_kernel[(triton.cdiv(m, BLOCK) * triton.cdiv(k, BLOCK),)](
-        x.view(torch.int32), codes.view(torch.int16), codes_t.view(torch.int32), scale, scale_t,
+        x.view(torch.int32), None if dy is None else dy.view(torch.int32),
+        codes.view(torch.int16), codes_t.view(torch.int32), scale, scale_t,
         source, source_t, absmax, m, k, scale.stride(0), scale_t.stride(0),
-        fmt, form.max, power_of_two, granularity, casts_to_fp8(x.device), m % BLOCK == k % BLOCK == 0, BLOCK,
+        gate, fmt, form.max, power_of_two, granularity, casts_to_fp8(x.device), m % BLOCK == k % BLOCK == 0, BLOCK,
         num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scale, codes_t, scale_t

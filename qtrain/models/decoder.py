@@ -18,6 +18,7 @@ from qtrain.models.config import ModelConfig
 from qtrain.models.loss import LossSums, linear_cross_entropy
 from qtrain.models.recompute import selective_contexts
 from qtrain.models.rope import document_positions, rope_tables
+from qtrain.quant import gated_mlp, takes_gated_mlp
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -33,6 +34,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda and self.sub_norm is None and takes_gated_mlp(self.gate_up, self.down_proj):
+            return gated_mlp(self.gate_up, self.down_proj, x)
         y = gated(self.gate_up(x))
         return self.down_proj(y if self.sub_norm is None else self.sub_norm(y))
 

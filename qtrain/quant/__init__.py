@@ -19,6 +19,7 @@ from qtrain.quant.auto import Auto, PerShape, choose_per_shape, linear_shapes
 from qtrain.quant.convert import QuantizedModel, describe_choices, quantize_linears
 from qtrain.quant.export import exported_tensors
 from qtrain.quant.frozen import BASES, base_scheme
+from qtrain.quant.gated import gated_mlp, takes_gated_mlp
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.scheme import SCHEMES, LowBitScheme, Scheme
 
@@ -35,6 +36,8 @@ __all__ = [
     "choose_per_shape",
     "describe_choices",
     "exported_tensors",
+    "gated_mlp",
     "linear_shapes",
     "quantize_linears",
+    "takes_gated_mlp",
 ]

@@ -20,6 +20,7 @@ from qtrain.kernels.formats import FORMATS, GRANULARITIES
 from qtrain.kernels.int4_mm import scaled_int4_mm
 from qtrain.kernels.philox import ROLES
 from qtrain.kernels.quantize import quantize, quantize_dual, quantize_transposed
+from qtrain.kernels.quantize_gated import quantize_gated, takes_gated
 from qtrain.kernels.scaled_mm import scaled_mm
 from qtrain.quant.scheme import Gemm, LowBitScheme, Operand, Wanted
 
@@ -98,6 +99,15 @@ class DynamicScheme(LowBitScheme):
     ) -> tuple[Operand, Operand]:
         return self._operands(dy, "dy", key, wanted, (dy,), amax)
 
+    def gated_operands(
+        self, name: str, x: Tensor, dy: Tensor | None, key: Tensor | None, wanted: Wanted, amax: Operand = ()
+    ) -> tuple[Operand, Operand]:
+        read = self._read_alike(name, key, wanted)
+        if read is None or not takes_gated(read.fmt, read.granularity):
+            return super().gated_operands(name, x, dy, key, wanted, amax)
+        codes, scale, codes_t, scale_t = quantize_gated(x, dy, read.fmt, read.granularity, self.power_of_two)
+        return (codes, scale), (codes_t, scale_t)
+
     def multiply(self, gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         reads = self.reads(gemm)
         if reads is None:
@@ -123,6 +133,11 @@ class DynamicScheme(LowBitScheme):
         (row_gemm, _), (column_gemm, _) = _READERS[name]
         rows, columns = applies(self.stochastic_rounding, row_gemm), applies(self.stochastic_rounding, column_gemm)
         return (key if rows else None), (key if columns else None)
+
+    def _read_alike(self, name: str, key: Tensor | None, wanted: Wanted) -> Read | None:
+        """How the tensor `name` is read along rows and columns, if that is the same and to nearest."""
+        rows, columns = self._reads_of(name, wanted)
+        return rows if rows == columns and self._keys_of(name, key) == (None, None) else None
 
     def _operands(
         self, t: Tensor, name: str, key: Tensor | None, wanted: Wanted, plain: Operand, amax: Operand = ()

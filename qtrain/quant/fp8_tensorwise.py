@@ -16,9 +16,10 @@ from torch import Tensor
 
 from qtrain.checks import Range
 from qtrain.errors import UserError
-from qtrain.kernels.known_scale import known_scale
+from qtrain.kernels.known_scale import known_scale, known_scale_gated
 from qtrain.kernels.philox import ROLES
 from qtrain.kernels.quantize import absmax, quantize, quantize_dual_given, quantize_transposed
+from qtrain.kernels.quantize_gated import quantize_gated_given
 from qtrain.quant.fp8 import Fp8Epilogue
 from qtrain.quant.scheme import SCHEMES, Gemm, Operand, Wanted
 
@@ -71,10 +72,26 @@ class Fp8Tensorwise(Fp8Epilogue):
             if columns:
                 column_codes, _ = quantize_transposed(t, fmt, "tensorwise", column_key, role, scale=scale)
         if len(amax) == 2:
-            seen = absmax(t) if seen is None else seen
-            amax[1].copy_(torch.maximum(amax[1], seen))
-            scale = scale + 0 * seen  # a NaN or an Inf in t is not saturated away
+            scale = _recorded(scale, absmax(t) if seen is None else seen, amax[1])
         return (
             plain if row_codes is None else (row_codes, scale),
             plain if column_codes is None else (column_codes, scale),
         )
+
+    def gated_operands(
+        self, name: str, x: Tensor, dy: Tensor | None, key: Tensor | None, wanted: Wanted, amax: Operand = ()
+    ) -> tuple[Operand, Operand]:
+        read = self._read_alike(name, key, wanted)
+        if read is None or not amax:
+            return super().gated_operands(name, x, dy, key, wanted, amax)
+        scale = known_scale_gated(x, dy, amax[0], read.fmt, self.power_of_two)
+        codes, codes_t, seen = quantize_gated_given(x, dy, read.fmt, scale)
+        if len(amax) == 2:
+            scale = _recorded(scale, seen, amax[1])
+        return (codes, scale), (codes_t, scale)
+
+
+def _recorded(scale: Tensor, seen: Tensor, amax: Tensor) -> Tensor:
+    """`scale`, with a tensor's absmax remembered in `amax`; a NaN or an Inf there is not saturated away."""
+    amax.copy_(torch.maximum(amax, seen))
+    return scale + 0 * seen

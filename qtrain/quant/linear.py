@@ -91,20 +91,16 @@ class LowBitLinear(nn.Module):
         self.fresh_version = self.weight._version
 
     def forward(self, x: Tensor) -> Tensor:
-        operands = tuple(getattr(self, f"operand_{i}") for i in range(self._n_output + self._n_grad_input))
-        key = self.key if self.scheme.stochastic_rounding and self.training else None
         y = LowBitLinearFunction.apply(
-            x.reshape(-1, self.in_features),
-            self.weight,
-            self.bias,
-            self.scheme,
-            key,
-            operands[: self._n_output],
-            operands[self._n_output :],
-            self._amax(),
-            torch.is_grad_enabled(),
+            x.reshape(-1, self.in_features), self.weight, self.bias, *self.arguments(), torch.is_grad_enabled()
         )
         return y.view(*x.shape[:-1], self.out_features)
+
+    def arguments(self) -> tuple[LowBitScheme, Tensor | None, Operand, Operand, tuple[Operand, ...]]:
+        """What an autograd function wants besides x, weight and bias: scheme, key, the weight's operands, amax."""
+        operands = tuple(getattr(self, f"operand_{i}") for i in range(self._n_output + self._n_grad_input))
+        key = self.key if self.scheme.stochastic_rounding and self.training else None
+        return self.scheme, key, operands[: self._n_output], operands[self._n_output :], self._amax()
 
     def _amax(self) -> tuple[Operand, ...]:
         """What delayed scaling reads and, in training, writes: of x, then of dy; nothing where it is not used."""

@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from qtrain.kernels.quantize_gated import activation
 from qtrain.kernels.stored_weight import BYTES as STORED_BYTES
 from qtrain.kernels.stored_weight import StoredWeight
 from qtrain.registry import Registry
@@ -115,6 +116,14 @@ class LowBitScheme(Scheme):
         amax: given where the scheme has an `amax_history`: the scale in force, fp32 [1], 0 where none is known yet,
         and in training a second fp32 [1] that this tensor's absmax is recorded in (`delayed.py`).
         """
+
+    def gated_operands(
+        self, name: str, x: Tensor, dy: Tensor | None, key: Tensor | None, wanted: Wanted, amax: Operand = ()
+    ) -> tuple[Operand, Operand]:
+        """The operands of what a gated MLP makes of x [M, 2I] (`kernels/quantize_gated.py`), which no one else reads:
+        `input_operands` of the activation (name "x") or, with its gradient dy, `grad_operands` of that of x ("dy")."""
+        operands = self.input_operands if name == "x" else self.grad_operands
+        return operands(activation(x, dy), key, wanted, amax)
 
     @abstractmethod
     def multiply(self, gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from qtrain.kernels.known_scale import known_scale, launch_known_scale
+from qtrain.kernels.known_scale import known_scale, known_scale_gated, launch_known_scale
 from qtrain.kernels.quantize import scale_ref
+from qtrain.kernels.quantize_gated import activation
 from tests.cases import matrix
+from tests.kernels.test_quantize_gated import gate_and_gradient, made
 
 
 def check(function, device: str) -> None:
@@ -39,3 +41,33 @@ def test_kernel():
     x = matrix(4096, 4096, 0).cuda().bfloat16()
     zero = torch.zeros(1, device="cuda")
     assert torch.equal(known_scale(x, zero, "e4m3"), scale_ref(x, "e4m3", "tensorwise"))
+
+
+def check_gated(device: str) -> None:
+    """Of what a gated MLP makes: of any shape, and with a NaN."""
+    known = torch.tensor([0.37], device=device)
+    for m, width, kind in ((16, 128, "outlier"), (3, 50, "normal"), (16, 128, "bad")):
+        x, dy = gate_and_gradient(m, width, 0, kind, device)
+        for d, gate in ((None, "forward"), (dy, "backward")):
+            own = launch_known_scale(x, torch.zeros_like(known), "e4m3", False, gate, d)
+            expected = scale_ref(made(x, d), "e4m3", "tensorwise")
+            assert torch.equal(own.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0)), (m, kind, gate)
+            assert torch.equal(launch_known_scale(x, known, "e4m3", False, gate, d), known)
+
+
+@pytest.mark.interpreter
+def test_gated_in_the_interpreter():
+    check_gated("cpu")
+
+
+@pytest.mark.gpu
+def test_gated_on_gpu():
+    check_gated("cuda")
+
+
+def test_gated_operator():
+    x, dy = gate_and_gradient(3, 50, 0, "normal", "cpu")
+    for d in (None, dy):
+        zero = torch.zeros(1)
+        assert torch.equal(known_scale_gated(x, d, zero, "e4m3"), known_scale(activation(x, d), zero, "e4m3"))
+        torch.library.opcheck(torch.ops.qtrain.known_scale_gated.default, (x, d, zero, "e4m3"))
