@@ -5,8 +5,8 @@ multiprocessor for some to read while others reckon. Two neighbours of a row sta
 absolute maxima are taken of both at once, and a thread holds words of four consecutive rows: four codes of a column
 are a word again, and only words go through shared memory to be turned.
 
-Scales are those of a program's block of 128 (1x128, 128x128), of whole rows and columns, whose absmax a pass before
-leaves, or one is given for the tensor.
+Scales are those of a program's block of 128 (1x128, 128x128), of whole rows and columns or of the tensor, whose absmax
+a pass before leaves, or one is given for the tensor.
 """
 
 import torch
@@ -146,13 +146,13 @@ def _blocks_kernel(
 ):  # fmt: skip
     """x, codes and codes_t as words of two elements, two codes and four codes; m, k: elements, multiples of 16.
 
-    SCALES: the granularity. Bits of absmax come from `source_ptr` and `source_t_ptr` if it is rowwise, the scale from
-    `source_ptr` if it is tensorwise, and that of x goes to `absmax_ptr`, if any. stride, stride_t: of the scales, down,
-    where a block of x has one (128x128). EVEN: m and k are multiples of BLOCK. GATE: what is quantized is made of x
-    and dy, as in `_absmax_pairs_kernel`; k is its width.
+    SCALES: the granularity, or "given" for one scale, at `source_ptr`; the bits of the absmax of x then go to
+    `absmax_ptr`, if any. Else those come from `source_ptr` (tensorwise), and `source_t_ptr` (rowwise). stride,
+    stride_t: of the scales, down, where a block of x has one (128x128). EVEN: m and k are multiples of BLOCK. GATE:
+    what is quantized is made of x and dy, as in `_absmax_pairs_kernel`; k is its width.
     """
     tile = tl.program_id(0)
-    if SCALES == "rowwise":  # first what the pass before read last
+    if SCALES == "rowwise" or SCALES == "tensorwise":  # first what the pass before read last
         tile = tl.num_programs(0) - 1 - tile
     tiles_k = tl.cdiv(k, BLOCK)
     tile_m, tile_k = tile // tiles_k, tile % tiles_k
@@ -163,7 +163,7 @@ def _blocks_kernel(
     start = tile_m.to(tl.int64) * BLOCK * words + tile_k * (BLOCK // 2)
     offset = i[:, None] * (4 * words) + j[None, :]
     down, across = tile_m * BLOCK + lane, tile_k * BLOCK + lane
-    if SCALES == "tensorwise":
+    if SCALES == "given":
         scale, known = tl.load(source_ptr), 0
         if absmax_ptr is not None:
             known = tl.load(absmax_ptr)  # an old value is as good, and hardly any program has more to say
@@ -210,6 +210,14 @@ def _blocks_kernel(
         by_first, by_second = tl.split(tl.reshape(_reciprocal(scale_t, True, CAST), (BLOCK // 2, 2)))
         by_first, by_second = by_first[None, :], by_second[None, :]
     elif SCALES == "tensorwise":
+        bits = tl.load(source_ptr)
+        bad = bits >= 0x7F800000
+        scale = scale_of(bits, LARGEST, POWER_OF_TWO)
+        tl.store(scale_ptr, scale, tile == 0)
+        tl.store(scale_t_ptr, scale, tile == 0)
+        by0 = _reciprocal(scale, bad, CAST)
+        by1, by2, by3 = by0, by0, by0
+    elif SCALES == "given":
         bad: tl.constexpr = False  # NaN becomes FP8's and the rest saturates
         tl.store(scale_ptr, scale, tile == 0)
         tl.store(scale_t_ptr, scale, tile == 0)
@@ -275,7 +283,7 @@ def takes_blocks(x: Tensor, fmt: str, granularity: str, given: bool = False) -> 
         return False
     if given:
         return fmt in ("e4m3", "e5m2") and granularity == "tensorwise"
-    return fmt in ("int8", "e4m3", "e5m2") and granularity in ("128x128", "1x128", "rowwise")
+    return fmt in ("int8", "e4m3", "e5m2") and granularity in ("128x128", "1x128", "rowwise", "tensorwise")
 
 
 def launch_quantize_blocks(
@@ -300,13 +308,16 @@ def launch_quantize_blocks(
         source, source_t = launch_absmax_gated(x, dy)
     elif granularity == "rowwise":
         _, source, source_t = launch_absmax(x, rows=True, columns=True)
+    elif granularity == "tensorwise" and given is None:
+        source, _, _ = launch_absmax(x, tensor=True)
     codes, codes_t = x.new_empty(m, k, dtype=form.dtype), x.new_empty(k, m, dtype=form.dtype)
     scale, scale_t = empty_scale(granularity, m, k, x), empty_scale(granularity, k, m, x)
     _blocks_kernel[(triton.cdiv(m, BLOCK) * triton.cdiv(k, BLOCK),)](
         x.view(torch.int32), None if dy is None else dy.view(torch.int32),
         codes.view(torch.int16), codes_t.view(torch.int32), scale, scale_t,
         source, source_t, absmax, m, k, scale.stride(0), scale_t.stride(0),
-        gate, fmt, form.max, power_of_two, granularity, casts_to_fp8(x.device), m % BLOCK == k % BLOCK == 0, BLOCK,
+        gate, fmt, form.max, power_of_two, granularity if given is None else "given", casts_to_fp8(x.device),
+        m % BLOCK == k % BLOCK == 0, BLOCK,
         num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scale, codes_t, scale_t

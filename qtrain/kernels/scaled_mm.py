@@ -5,16 +5,23 @@ A [M, K] and B [N, K] are INT8 or FP8 codes; a scale is one for all (tensorwise,
 default, in the tensor cores' own accumulator, which keeps fewer bits than fp32 (fast accumulation, as cuBLAS calls it);
 without, each BLOCK_K products are added to an fp32 total.
 
+A weight's gradient is a long sum into a small output, whose last wave of tiles may be nearly empty: `split_k.py`.
+
 8-bit tensor cores read both operands along K. An operand that is stored the other way (its strides tell) is transposed
 by a kernel first: A·B and Aᵀ·B cost one and two passes over 8-bit operands more than A·Bᵀ.
 """
+
+import functools
+import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.int8_mm import LONGEST_EXACT_K, int8_mm_ref
-from qtrain.kernels.tiles import Tiling, multiprocessors, store_columns, tile_of
+from qtrain.kernels.split_k import launch_rest, split_of
+from qtrain.kernels.tiles import Tiling, multiprocessors, scale_tile, store_columns, tile_of
 from qtrain.kernels.transpose import k_major
 from qtrain.kernels.tuning import choose, forced
 
@@ -43,9 +50,9 @@ def scaled_mm_ref(
 # ---- kernel ----------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["m", "n", "k"])  # one binary for all shapes: descriptors do the addressing
+@triton.jit(do_not_specialize=["m", "n", "k", "tiles"])  # one binary for all shapes: descriptors do the addressing
 def _scaled_mm_kernel(
-    a_desc, b_desc, c_desc, scale_a_ptr, scale_b_ptr, bias_ptr, m, n, k,
+    a_desc, b_desc, c_desc, scale_a_ptr, scale_b_ptr, bias_ptr, m, n, k, tiles,
     PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PIECES: tl.constexpr,
     INT8: tl.constexpr, IMPRECISE: tl.constexpr,
@@ -53,7 +60,7 @@ def _scaled_mm_kernel(
 ):  # fmt: skip
     ACCUMULATOR: tl.constexpr = tl.int32 if INT8 else tl.float32
     tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         total = tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATOR)
@@ -61,18 +68,7 @@ def _scaled_mm_kernel(
             a = a_desc.load([row, start])
             b = b_desc.load([column, start])
             total = tl.dot(a, b.T, total, out_dtype=ACCUMULATOR, max_num_imprecise_acc=IMPRECISE)
-        rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-        out = total.to(tl.float32)
-        if ROWS_A:
-            out *= tl.load(scale_a_ptr + rows, rows < m, 0.0)[:, None]
-        else:
-            out *= tl.load(scale_a_ptr)
-        if ROWS_B:
-            out *= tl.load(scale_b_ptr + columns, columns < n, 0.0)[None, :]
-        else:
-            out *= tl.load(scale_b_ptr)
-        if BIAS:
-            out += tl.load(bias_ptr + columns, columns < n, 0.0).to(tl.float32)[None, :]
+        out = scale_tile(total, row, column, scale_a_ptr, scale_b_ptr, bias_ptr, m, n, ROWS_A, ROWS_B, BIAS)
         store_columns(c_desc, out, row, column, PIECES, ADD)
 
 
@@ -95,18 +91,24 @@ def launch_scaled_mm(
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     (m, k), n, t = a.shape, b.shape[0], tiling
-    tiles = triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n)
-    programs = min(t.per_sm * multiprocessors(a.device), tiles)
+    slots = t.per_sm * multiprocessors(a.device)
+    split = split_of(t, m, n, k, slots) if t.split else None
+    tiles = split.whole if split else triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n)
     int8 = a.dtype == torch.int8
-    _scaled_mm_kernel[(programs,)](
-        TensorDescriptor.from_tensor(a, [t.block_m, t.block_k]),
-        TensorDescriptor.from_tensor(b, [t.block_n, t.block_k]),
-        TensorDescriptor.from_tensor(out, [t.block_m, t.block_n // t.subtiles]),
-        scale_a, scale_b, bias, m, n, k, programs, t.group_m, t.block_m, t.block_n, t.block_k, t.subtiles,
-        int8, None if int8 or fast_accum else t.block_k,
-        scale_a.numel() > 1, scale_b.numel() > 1, bias is not None, add,
-        num_warps=t.warps, num_stages=t.stages,
-    )  # fmt: skip
+    if tiles:
+        programs = min(slots, tiles)
+        _scaled_mm_kernel[(programs,)](
+            TensorDescriptor.from_tensor(a, [t.block_m, t.block_k]),
+            TensorDescriptor.from_tensor(b, [t.block_n, t.block_k]),
+            TensorDescriptor.from_tensor(out, [t.block_m, t.block_n // t.subtiles]),
+            scale_a, scale_b, bias, m, n, k, tiles,
+            programs, t.group_m, t.block_m, t.block_n, t.block_k, t.subtiles,
+            int8, None if int8 or fast_accum else t.block_k,
+            scale_a.numel() > 1, scale_b.numel() > 1, bias is not None, add,
+            num_warps=t.warps, num_stages=t.stages,
+        )  # fmt: skip
+    if split:
+        launch_rest(a, b, scale_a, scale_b, out, t, split, bias=bias, fast_accum=fast_accum, add=add)
     return out
 
 
@@ -117,25 +119,41 @@ def launch_scaled_mm(
 _TWO, _TWO_WIDE = Tiling(128, 128, 128, 4, 3, per_sm=2), Tiling(128, 128, 128, 4, 3, subtiles=4, per_sm=2)
 _LARGE = [Tiling(128, 256, 128, 8, 4), Tiling(256, 128, 128, 8, 4)]
 _SMALL = [Tiling(128, 128, 128, 8, 4, subtiles=1), Tiling(64, 128, 128, 4, 4, subtiles=1, per_sm=2)]
-TILINGS = {tiling.name: tiling for tiling in (_TWO, _TWO_WIDE, *_LARGE, *_SMALL)}
+_SPLIT = {tiling: replace(tiling, split=True) for tiling in (_TWO, _TWO_WIDE, *_LARGE)}
+TILINGS = {tiling.name: tiling for tiling in (_TWO, _TWO_WIDE, *_LARGE, *_SMALL, *_SPLIT.values())}
+IDLE = 0.3
+"""Share of all waves' programs without a tile from which on a split last wave is the better guess."""
 
 
-def scaled_mm_names(a: Tensor, b: Tensor, out_dtype: torch.dtype, fast_accum: bool) -> list[str]:
+def scaled_mm_names(a: Tensor, b: Tensor, out_dtype: torch.dtype, fast_accum: bool, add: bool = False) -> list[str]:
     """The implementations that can take these operands, K-major on a GPU, the best in general first."""
     (m, k), n = a.shape, b.shape[0]
     int8 = a.dtype == torch.int8
     names = []
     aligned = k % 16 == 0 and n * out_dtype.itemsize % 16 == 0  # what TMA descriptors ask of strides
     if aligned and (not int8 or k <= LONGEST_EXACT_K):
-        wide = out_dtype.itemsize > 2
-        large = [] if wide or triton.cdiv(m, 128) * triton.cdiv(n, 256) < 96 else _LARGE
-        two = [_TWO_WIDE if wide else _TWO]
-        names += [t.name for t in ((*two, *large, *_SMALL) if int8 else (*large, *two, *_SMALL))]
+        # fp32 tiles, and those that are read as well, leave no room for large ones in shared memory
+        names += _tiling_names(m, n, k, multiprocessors(a.device), int8, out_dtype.itemsize > 2 or add)
+    if add:
+        return names
     if int8 and m > 16 and k % 8 == 0 and n % 8 == 0 and k <= LONGEST_EXACT_K:
         names.append("cublas")
     if not int8 and k % 16 == 0 and n % 16 == 0 and out_dtype == torch.bfloat16:
         names.append("cublas")
     return names
+
+
+@functools.cache  # asked at each call
+def _tiling_names(m: int, n: int, k: int, processors: int, int8: bool, wide: bool) -> tuple[str, ...]:
+    two, large = (_TWO_WIDE, []) if wide else (_TWO, _LARGE)
+    small = triton.cdiv(m, 128) * triton.cdiv(n, 256) < 96
+    order = [two, *large] if int8 or small else [*large, two]
+    plain = [*([two] if small else order), *_SMALL]
+    split = [_SPLIT[t] for t in order if split_of(t, m, n, k, t.per_sm * processors)]
+    first = plain[0]
+    waves = triton.cdiv(m, first.block_m) * triton.cdiv(n, first.block_n) / (first.per_sm * processors)
+    ahead = _SPLIT[first] in split and waves < (1 - IDLE) * math.ceil(waves)
+    return tuple(t.name for t in ([*split, *plain] if ahead else [first, *split, *plain[1:]]))
 
 
 def _scaled_mm_cublas(
@@ -205,12 +223,13 @@ def scaled_mm_add_(
 ) -> None:
     """out += (A · Bᵀ) * scale_a * scale_b: a weight's gradient [N, K] over micro-batches, without a copy between."""
     a, b = k_major(a), k_major(b)
-    names = scaled_mm_names(a, b, out.dtype, fast_accum) if a.is_cuda and a.numel() and b.shape[0] else []
-    names = [name for name in names if name != "cublas"]
+    names = scaled_mm_names(a, b, out.dtype, fast_accum, add=True) if a.is_cuda and a.numel() and b.shape[0] else []
     if not names or forced() in ("ref", "cublas") or not out.is_contiguous():
         out.add_(scaled_mm_ref(a, b, scale_a, scale_b, torch.float32))
         return
     key = (*out.shape, a.shape[1], a.dtype, b.dtype, out.dtype, scale_a.numel() > 1, scale_b.numel() > 1, fast_accum)
-    arguments = (a, b, scale_a, scale_b, out.dtype, None, fast_accum)
-    name = choose("scaled_mm_add", key, names, lambda name: _run(name, *arguments))
-    launch_scaled_mm(a, b, scale_a, scale_b, out, TILINGS[name], fast_accum=fast_accum, add=True)
+
+    def run(name: str, to: Tensor) -> Tensor:
+        return launch_scaled_mm(a, b, scale_a, scale_b, to, TILINGS[name], fast_accum=fast_accum, add=True)
+
+    run(choose("scaled_mm_add", key, names, lambda name: run(name, torch.empty_like(out))), out)

@@ -26,12 +26,15 @@ class Tiling:
     """Pieces that a tile is stored in: the whole of it in shared memory would cost a stage of the pipeline."""
     per_sm: int = 1
     """Programs a multiprocessor: with two, one multiplies while the other stores, which short sums want."""
+    split: bool = False
+    """Whether the tiles of a last wave that is not full are cut along K (`split_k.py`)."""
 
     @property
     def name(self) -> str:
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
         two = f" x{self.per_sm}" if self.per_sm > 1 else ""
-        return f"triton {tile} w{self.warps} s{self.stages} g{self.group_m} e{self.subtiles}{two}"
+        split = " split" if self.split else ""
+        return f"triton {tile} w{self.warps} s{self.stages} g{self.group_m} e{self.subtiles}{two}{split}"
 
 
 @triton.jit
@@ -41,6 +44,27 @@ def tile_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     first_m = tile // group_size * GROUP_M
     rows = min(tiles_m - first_m, GROUP_M)
     return first_m + tile % group_size % rows, tile % group_size // rows
+
+
+@triton.jit
+def scale_tile(
+    total, row, column, scale_a_ptr, scale_b_ptr, bias_ptr, m, n,
+    ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Sums of products of codes, a tile at (row, column) -> fp32: times the scales, one a row or one for all."""
+    rows, columns = row + tl.arange(0, total.shape[0]), column + tl.arange(0, total.shape[1])
+    out = total.to(tl.float32)
+    if ROWS_A:
+        out *= tl.load(scale_a_ptr + rows, rows < m, 0.0)[:, None]
+    else:
+        out *= tl.load(scale_a_ptr)
+    if ROWS_B:
+        out *= tl.load(scale_b_ptr + columns, columns < n, 0.0)[None, :]
+    else:
+        out *= tl.load(scale_b_ptr)
+    if BIAS:
+        out += tl.load(bias_ptr + columns, columns < n, 0.0).to(tl.float32)[None, :]
+    return out
 
 
 @triton.jit

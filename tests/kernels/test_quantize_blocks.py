@@ -9,7 +9,11 @@ from qtrain.kernels.quantize_blocks import launch_quantize_blocks, takes_blocks
 from tests.cases import KINDS
 from tests.kernels.test_quantize_kernels import hostile, same
 
-CASES = [(fmt, granularity) for fmt in ("int8", "e4m3", "e5m2") for granularity in ("128x128", "1x128", "rowwise")]
+CASES = [
+    (fmt, granularity)
+    for fmt in ("int8", "e4m3", "e5m2")
+    for granularity in ("128x128", "1x128", "rowwise", "tensorwise")
+]
 
 
 def check(x, fmt, granularity, power_of_two=False):
@@ -60,7 +64,7 @@ def test_other_inputs_are_not_taken():
     assert not takes_blocks(x.float(), "e4m3", "1x128") and not takes_blocks(x[:, :40], "e4m3", "1x128")
     assert not takes_blocks(x.view(-1)[1 : 1 + 16 * 48].view(16, 48), "e4m3", "1x128")  # starts within a word
     assert not takes_blocks(x, "int4", "1x128") and not takes_blocks(x, "e4m3", "32x32")
-    assert not takes_blocks(x, "e4m3", "tensorwise") and not takes_blocks(x, "int8", "tensorwise", True)
+    assert not takes_blocks(x, "int8", "tensorwise", True)
 
 
 @pytest.mark.gpu
