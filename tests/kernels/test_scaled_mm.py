@@ -19,18 +19,20 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = [(torch.int8, torch.int8), (E4M3, E4M3), (E5M2, E4M3)]
 
 
-def codes(rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
+def codes(rows: int, columns: int, dtype: torch.dtype, seed: int, device: str = "cpu") -> Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
     if dtype == torch.int8:
-        return torch.randint(-127, 128, (rows, columns), dtype=torch.int8, generator=generator)
-    return torch.randn(rows, columns, generator=generator).mul(30).to(dtype)
+        return torch.randint(-127, 128, (rows, columns), dtype=torch.int8, generator=generator, device=device)
+    return torch.randn(rows, columns, generator=generator, device=device).mul(30).to(dtype)
 
 
-def operands(m: int, n: int, k: int, dtypes, seed: int = 0, tensorwise: bool = False) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    a, b = codes(m, k, dtypes[0], seed), codes(n, k, dtypes[1], seed + 1)
+def operands(
+    m: int, n: int, k: int, dtypes, seed: int = 0, tensorwise: bool = False, device: str = "cpu"
+) -> tuple[Tensor, ...]:
+    generator = torch.Generator(device).manual_seed(seed)
+    a, b = codes(m, k, dtypes[0], seed, device), codes(n, k, dtypes[1], seed + 1, device)
     sizes = (1, 1) if tensorwise else (m, n)
-    return a, b, *(torch.rand(size, generator=generator) * 1e-2 + 1e-3 for size in sizes)
+    return a, b, *(torch.rand(size, generator=generator, device=device) * 1e-2 + 1e-3 for size in sizes)
 
 
 def truth(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,7 +128,7 @@ def check_int8(device: str, out_dtype: torch.dtype, tilings: list[Tiling], shape
     """Bitwise equal to the definition: the sum is exact, and both round the same fp32 product."""
     for number, shape in enumerate(shapes):
         for tensorwise in (False, True):
-            a, b, *scales = (t.to(device) for t in operands(*shape, DTYPES[0], number, tensorwise))
+            a, b, *scales = operands(*shape, DTYPES[0], number, tensorwise, device)
             expected = scaled_mm_ref(a, b, *scales, out_dtype)
             for tiling in tilings:
                 out = torch.empty(shape[:2], dtype=out_dtype, device=device)
@@ -173,7 +175,7 @@ def test_fp8_kernel(dtypes, fast_accum, tilings):
     accumulation that of all K, which adds up over K / 32 roundings, else that of a block of K."""
     bits = 9 if fast_accum else 12
     for number, shape in enumerate([(1, 16, 16), (130, 272, 144), (512, 512, 8192), *random_shapes(200)]):
-        a, b, *scales = (t.cuda() for t in operands(*shape, dtypes, number, tensorwise=number % 2 == 1))
+        a, b, *scales = operands(*shape, dtypes, number, number % 2 == 1, "cuda")
         expected, size = truth(a, b, *scales)
         for tiling in list(TILINGS.values())[:tilings]:
             out = torch.empty(shape[:2], dtype=torch.bfloat16, device="cuda")

@@ -99,7 +99,7 @@ def check_equal(device: str, out_dtype: torch.dtype, tilings: list[Tiling], shap
     """INT8, bit for bit as the plain tiling, with everything that an epilogue may do. Returns how many were cut."""
     cut = 0
     for number, (m, n, k) in enumerate(shapes):
-        a, b, *rowwise = (t.to(device) for t in operands(m, n, k, DTYPES[0], number))
+        a, b, *rowwise = operands(m, n, k, DTYPES[0], number, device=device)
         for tensorwise, biased, add in ((False, False, False), (True, True, False), (False, True, True)):
             scales = [scale[:1] for scale in rowwise] if tensorwise else rowwise
             bias = torch.randn(n, device=device).to(out_dtype) if biased else None
@@ -123,7 +123,7 @@ def check_near(
     cut = 0
     rounding = 2**-23 if out_dtype == torch.float32 else 2**-8
     for number, (m, n, k) in enumerate(shapes):
-        a, b, *scales = (t.to(device) for t in operands(m, n, k, dtypes, number, number % 2 == 1))
+        a, b, *scales = operands(m, n, k, dtypes, number, number % 2 == 1, device)
         expected, size = truth(a, b, *scales)
         for tiling in tilings:
             cut += split_of(tiling, m, n, k, slots_of(tiling, device)) is not None
@@ -135,7 +135,7 @@ def check_near(
 
 
 def check_bad_scale(device: str, tiling: Tiling, m: int, n: int, k: int) -> None:
-    a, b, scale_a, scale_b = (t.to(device) for t in operands(m, n, k, DTYPES[0]))
+    a, b, scale_a, scale_b = operands(m, n, k, DTYPES[0], device=device)
     scale_a[m - 1], scale_b[n - 1] = float("nan"), float("inf")
     assert split_of(tiling, m, n, k, slots_of(tiling, device)) is not None
     out = torch.zeros(m, n, device=device)
@@ -185,7 +185,7 @@ def test_int8_kernel(out_dtype):
 @pytest.mark.gpu
 def test_int8_kernel_of_every_tiling():
     for number, (m, n, k) in enumerate([*REAL, *random_shapes(100)]):
-        a, b, *scales = (t.cuda() for t in operands(m, n, k, DTYPES[0], number, number % 2 == 1))
+        a, b, *scales = operands(m, n, k, DTYPES[0], number, number % 2 == 1, "cuda")
         expected = scaled_mm_ref(a, b, *scales, BF16)
         for tiling in SPLIT:
             out = launch_scaled_mm(a, b, *scales, torch.empty_like(expected), tiling)
@@ -215,12 +215,12 @@ def test_in_a_graph(tiling):
         return launch_scaled_mm(a, b, one, one, torch.empty(m, n, dtype=BF16, device="cuda"), tiling)
 
     one = torch.ones(1, device="cuda")
-    a, b = codes(m, k, E4M3, 0).cuda(), codes(n, k, E4M3, 1).cuda()
+    a, b = codes(m, k, E4M3, 0, "cuda"), codes(n, k, E4M3, 1, "cuda")
     product(a, b)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = product(a, b)
     for seed in (2, 3):
-        a.copy_(codes(m, k, E4M3, seed))
+        a.copy_(codes(m, k, E4M3, seed, "cuda"))
         graph.replay()
         assert torch.equal(out, product(a, b))
