@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from qtrain.checks import Range
-from qtrain.optim.base import LowBitOptimizer
-from qtrain.optim.optimizer import OPTIMIZERS, OptimizerSpec
+from qtrain.optim.base import LowBitOptimizer, LowBitSpec
+from qtrain.optim.optimizer import OPTIMIZERS
 from qtrain.optim.states import FormatChoice, StateOptions
 
 
@@ -36,7 +36,7 @@ class AdamWOptimizer(LowBitOptimizer):
 
 @OPTIMIZERS.register("adamw")
 @dataclass(frozen=True)
-class AdamW(OptimizerSpec):
+class AdamW(LowBitSpec):
     """AdamW as torch's, states in the weights' dtype; bf16 weights and states are rounded stochastically"""
 
     betas: Annotated[tuple[float, float], Range(0, 0.999999)] = (0.9, 0.95)
@@ -59,9 +59,6 @@ class AdamW(OptimizerSpec):
             small=self.small,
             offload=self.offload,
         )
-
-    def state_bytes(self, weight_bytes: int) -> float:
-        return 0.0 if self.offload else self.state_options.bytes_per_parameter(weight_bytes)
 
     def build(self, groups: list[dict[str, Any]], lr: float, seed: int = 0) -> torch.optim.Optimizer:
         defaults = {"lr": lr, "betas": self.betas, "eps": self.eps, "weight_decay": 0.0}

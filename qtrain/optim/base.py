@@ -8,6 +8,7 @@ two, `<name>.<format>.codes` and `<name>.<format>.scale`, as in `exp_avg.int8_25
 without knowing what wrote it.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,7 +25,8 @@ from qtrain.kernels.state_formats import (
     quantize_state,
     zero_state,
 )
-from qtrain.optim.offload import OffloadedUpdate
+from qtrain.optim.offload import OffloadedUpdate, host_sizes, staging_bytes
+from qtrain.optim.optimizer import OptimizerSpec, ParameterShape
 from qtrain.optim.parts import PartedOptimizer
 from qtrain.optim.saved import Described
 from qtrain.optim.states import (
@@ -37,6 +39,32 @@ from qtrain.optim.states import (
     saved_format,
     state_keys,
 )
+
+
+class LowBitSpec(OptimizerSpec):
+    """What the specs of such optimizers share: bytes by the formats of their states."""
+
+    @property
+    @abstractmethod
+    def state_options(self) -> StateOptions:
+        """How states are kept."""
+
+    def state_bytes(self, weight_bytes: int) -> float:
+        return 0.0 if self.state_options.offload else self.state_options.bytes_per_parameter(weight_bytes)
+
+    def total_state_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int) -> float:
+        """As for any optimizer; of states on the host, the staging buffers, which stay on the device."""
+        options = self.state_options
+        if not options.offload:
+            return super().total_state_bytes(shapes, weight_bytes)
+        dtype = torch.bfloat16 if weight_bytes == 2 else torch.float32
+        tensors = []
+        for shape in shapes:
+            weight = torch.empty(shape.shape, dtype=dtype, device="meta")
+            formats = options.formats_of(weight, dict.fromkeys(options.formats, True)).values()
+            master = options.master and dtype == torch.bfloat16
+            tensors += [host_sizes(weight.shape, formats, master=master)] * shape.count
+        return staging_bytes(tensors)
 
 
 @dataclass
@@ -140,7 +168,9 @@ class LowBitOptimizer(PartedOptimizer):
                 state.update({keys[part]: value for part, value in self._new_state(p, format).items()})
             states.append((format, {part: local(state[key]) for part, key in keys.items()}))
         if self._has_master(p) and MASTER not in state:
-            state[MASTER] = p.detach().float()
+            # made where it lives: all masters at once would not fit on a device that offload is chosen for
+            value = local(p.detach()).to(self.home(MASTER, p)).float()
+            state[MASTER] = as_sharded(value, p, tuple(p.shape))
         master = local(state[MASTER]) if self._has_master(p) else None
         weight = local(p.data) if isinstance(p, DTensor) else p.detach()
         return Slot(weight, tuple(states), state.get("step"), self.numbers[p], group, master, first_element(p))

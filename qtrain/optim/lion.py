@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from qtrain.checks import Range
-from qtrain.optim.base import LowBitOptimizer
-from qtrain.optim.optimizer import OPTIMIZERS, OptimizerSpec
+from qtrain.optim.base import LowBitOptimizer, LowBitSpec
+from qtrain.optim.optimizer import OPTIMIZERS
 from qtrain.optim.states import FormatChoice, StateOptions
 
 
@@ -26,7 +26,7 @@ class LionOptimizer(LowBitOptimizer):
 
 @OPTIMIZERS.register("lion")
 @dataclass(frozen=True)
-class Lion(OptimizerSpec):
+class Lion(LowBitSpec):
     """the sign of a momentum; wants a third to a tenth of AdamW's rate, and as much more decay"""
 
     betas: Annotated[tuple[float, float], Range(0, 0.999999)] = (0.9, 0.99)
@@ -38,9 +38,6 @@ class Lion(OptimizerSpec):
     @property
     def state_options(self) -> StateOptions:
         return StateOptions({"exp_avg": self.m}, sr=self.sr, small=self.small, offload=self.offload)
-
-    def state_bytes(self, weight_bytes: int) -> float:
-        return 0.0 if self.offload else self.state_options.bytes_per_parameter(weight_bytes)
 
     def build(self, groups: list[dict[str, Any]], lr: float, seed: int = 0) -> torch.optim.Optimizer:
         defaults = {"lr": lr, "betas": self.betas, "weight_decay": 0.0}

@@ -35,7 +35,7 @@ class OptimizerSpec(ABC):
         """Bytes of optimizer state per parameter, for weights of `weight_bytes` each."""
 
     def total_state_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int) -> float:
-        """Bytes of optimizer state of a whole model."""
+        """Bytes on the device that the optimizer's states of a whole model take."""
         return self.state_bytes(weight_bytes) * sum(shape.elements for shape in shapes)
 
     def refuses_parts(self) -> str | None:

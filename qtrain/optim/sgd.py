@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from qtrain.checks import Range
-from qtrain.optim.base import LowBitOptimizer
-from qtrain.optim.optimizer import OPTIMIZERS, OptimizerSpec
+from qtrain.optim.base import LowBitOptimizer, LowBitSpec
+from qtrain.optim.optimizer import OPTIMIZERS
 from qtrain.optim.states import FormatChoice, StateOptions
 
 
@@ -27,7 +27,7 @@ class SGDOptimizer(LowBitOptimizer):
 
 @OPTIMIZERS.register("sgd")
 @dataclass(frozen=True)
-class SGD(OptimizerSpec):
+class SGD(LowBitSpec):
     """gradient descent with momentum, plain or Nesterov's; weight decay is decoupled"""
 
     momentum: Annotated[float, Range(0, 0.999999)] = 0.9
@@ -41,9 +41,6 @@ class SGD(OptimizerSpec):
     def state_options(self) -> StateOptions:
         formats = {"momentum_buffer": self.m} if self.momentum else {}
         return StateOptions(formats, sr=self.sr, small=self.small, offload=self.offload)
-
-    def state_bytes(self, weight_bytes: int) -> float:
-        return 0.0 if self.offload else self.state_options.bytes_per_parameter(weight_bytes)
 
     def build(self, groups: list[dict[str, Any]], lr: float, seed: int = 0) -> torch.optim.Optimizer:
         defaults = {"lr": lr, "momentum": self.momentum, "nesterov": self.nesterov, "weight_decay": 0.0}

@@ -194,6 +194,15 @@ def test_bytes_where_not_everything_trains_are_those_of_the_model(part):
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
 
 
+def test_states_on_the_host_count_with_their_stages():
+    """Three of at most 256 MiB, for states of 28 GiB of which the embedding's alone are 2."""
+    config = read_model_source("qwen2.5-7b").model_config()
+    settings = LanguageSettings(model="qwen2.5-7b", seq_len=1024, batch_size=16)
+    scheme, optimizer = SCHEMES.make("bf16", {}, ""), OPTIMIZERS.make("adamw", {"offload": True}, "")
+    plan = make_plan(settings, config, scheme, optimizer, batch_geometry(settings), H200, torch.bfloat16, ())
+    assert 0.9 * 3 * 2**28 < plan.memory["optimizer"] <= 3 * 2**28
+
+
 def test_a_frozen_model_has_two_products_of_three_and_its_adapters_three():
     """Of the plan's work; and where grad_weight has another arithmetic, that arithmetic has no part in it."""
     config = read_model_source("qwen2.5-0.5b").model_config()
