@@ -190,10 +190,10 @@ def _update_ref(
         u = states[0] if rule == "sgd" else states[0] * beta1 + g
     p = p * (1 - lr * weight_decay) - u * lr
 
-    bits = _bits(slot, key) if _needs_bits(slot, sr) else None
+    bits = _bits(slot, key) if _needs_bits(slot, sr) else None  # by the multiplier of the draws
     for (format, parts), value, mix in zip(slot.states, states, (MIX_M, MIX_V), strict=False):
         stochastic = bits is not None and is_stochastic(format, sr)
-        for name, part in quantize_state(value, format, (bits * mix) & 0xFFFF if stochastic else None).items():
+        for name, part in quantize_state(value, format, bits[mix] if stochastic else None).items():
             parts[name].copy_(part)
     if stored:
         weight.store_(p, key, UPDATE_ROLE)
@@ -201,15 +201,23 @@ def _update_ref(
     if slot.master is not None:
         slot.master.copy_(p)
     if weight.dtype == torch.bfloat16:
-        p = round_to_bf16(p, bits if sr and slot.master is None else None)
+        p = round_to_bf16(p, bits[1] if bits is not None and sr and slot.master is None else None)
     weight.detach().copy_(p)
 
 
-def _bits(slot: Slot, key: Tensor) -> Tensor:
-    """16 random bits an element of the tensor; of a shard, those of its place in the whole."""
+def _bits(slot: Slot, key: Tensor) -> dict[int, Tensor]:
+    """16 random bits an element of the tensor, for the weight (1) and for each state by its multiplier; of a shard,
+    those of its place in the whole."""
     size = slot.weight.shape.numel()
-    bits = random_bits_ref((slot.first_element + size,), key, UPDATE_ROLE)
-    return bits[slot.first_element :].view(slot.weight.shape)
+    end = slot.first_element + size
+    words = random_bits_ref((-(-end // 8), 4, 2), key, UPDATE_ROLE).long()
+    words = words[..., 0] | words[..., 1] << 16
+    found = {}
+    for mix in (1, MIX_M, MIX_V):
+        mixed = words * mix
+        halves = torch.stack([mixed & 0xFFFF, mixed >> 16 & 0xFFFF], dim=-1)
+        found[mix] = halves.flatten()[slot.first_element : end].int().view(slot.weight.shape)
+    return found
 
 
 def _needs_bits(slot: Slot, sr: bool) -> bool:

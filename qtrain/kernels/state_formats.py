@@ -185,7 +185,11 @@ def _encode(x: Tensor, scale: Tensor, format: StateFormat, random_bits: Tensor |
     power = 2 if format.signed or format.name == "int4" else 4
     most = _LEVELS[format.name][0 if format.signed else 1]
     if format.signed:
-        y = torch.sqrt(x.abs() * _ratio(most**2, scale))
+        y = x.abs() * _ratio(most**2, scale)
+        if random_bits is not None:
+            u = _uniform(random_bits)
+            y = (y - u * (1 - u)).clamp(min=0)
+        y = y.sqrt()
     elif power == 2:
         y = x.sqrt() * _ratio(most, scale.sqrt(), scale)
     else:
@@ -193,9 +197,11 @@ def _encode(x: Tensor, scale: Tensor, format: StateFormat, random_bits: Tensor |
     y = y.nan_to_num(nan=0.0).clamp(max=most)  # NaN: a bad block, whose scale says so
     if random_bits is None:
         y = y.round()
-    elif format.signed:  # right on average as a value: a few wide codes would drift outwards by their curvature
-        low = y.floor()
-        y = low + (_uniform(random_bits) * (2 * low + 1) < y * y - low * low)
+    elif format.signed:
+        # Right on average as a value, for a few wide codes would drift outwards by their curvature: with z from n² to
+        # (n + 1)², sqrt(z - u(1 - u)) + u reaches n + 1 for the share (z - n²) / (2n + 1) of all u from 0 to 1.
+        y = (y.copysign(x) + u).floor()
+        return y.clamp(-most, most).to(torch.int8)
     else:  # right on average as a root
         y = (y + _uniform(random_bits)).floor()
     return y.copysign(x).to(torch.int8) if format.signed else (y.clamp(min=1) - 1).to(torch.uint8)
@@ -206,8 +212,8 @@ def _encode_fp8(x: Tensor, scale: Tensor, signed: bool, random_bits: Tensor | No
     if signed:
         return (y * FP8_MAX).to(torch.float8_e4m3fn)
     y = (torch.where(scale < 0, y * y, y) * FP8_MAX).nan_to_num(nan=0.0).clamp(FP8_TINY, FP8_MAX)
-    if random_bits is not None:  # below the three bits of mantissa that stay
-        y = ((y.view(torch.int32) + (random_bits << 4)) & ~0xFFFFF).view(torch.float32).clamp(max=FP8_MAX)
+    if random_bits is not None:  # below the three bits of mantissa that stay, to whose last half it is rounded
+        y = (y.view(torch.int32) + (random_bits << 4) - (1 << 19)).view(torch.float32).clamp(max=FP8_MAX)
     return y.to(torch.float8_e4m3fn)
 
 

@@ -1,171 +1,233 @@
 """Parts of kernels that read and write optimizer states a tile at a time; `state_formats` defines what they do.
 
-A tile is [R, BLOCK] elements, a row of it a block of the format.
+A tile is [R, C, 8] elements as `words` has them: a row is a block of the format, and a thread holds eight of its
+elements and its scale.
 """
 
 from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.words import (
+    bf16_to_float,
+    bytes_to_float,
+    fp8_to_float,
+    halves_to_float,
+    load_words,
+    nibbles_to_float,
+    one_a_thread,
+    pack_bytes,
+    pack_fp8,
+    pack_halves,
+    pack_nibbles,
+    store_words,
+    to_unit,
+)
 
 
 @triton.jit
-def pointer_to(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    pointer = address.to(tl.pointer_type(dtype))
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
+def _scale_pointers(address, group, block):
+    """Pointers [R, C] to the scales of blocks int32 [R, 1], a number for each thread of a row."""
+    return one_a_thread(address.to(tl.pointer_type(tl.float32)) + (block + tl.zeros_like(group)))
 
 
 @triton.jit
-def unpack_nibbles(packed):
-    """bytes int32 [R, C] -> nibbles [R, 2 * C], the low one first."""
-    return tl.reshape(tl.join(packed & 15, packed >> 4), (packed.shape[0], packed.shape[1] * 2))
+def load_state(address, scale_address, group, block, limit, last_block, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
+    """A tile of a state as it is stored: words, and scales fp32 [R, C] (0 without), for `decode_state`."""
+    words = 0
+    scale = 0.0
+    if FORMAT != 0:
+        WORDS: tl.constexpr = (0, 8, 4, 2, 2, 1)[FORMAT]
+        words = load_words(address, group, limit, WORDS, ALIGNED)
+    if FORMAT >= 3:
+        scale = tl.load(_scale_pointers(scale_address, group, tl.minimum(block, last_block)))
+    return words, scale
 
 
 @triton.jit
-def pack_nibbles(nibbles):
-    """nibbles int32 [R, 2 * C] -> bytes [R, C]."""
-    halves = tl.split(tl.reshape(nibbles, (nibbles.shape[0], nibbles.shape[1] // 2, 2)))
-    return (halves[0] | (halves[1] << 4)).to(tl.uint8)
-
-
-@triton.jit
-def bits_to_float(number):
-    """2**23 + an integer from 0 to 2**16 - 1 (int32), as fp32, by its bits: conversions take four times as long."""
-    return (number | 0x4B000000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def load_state(
-    address, scale_address, base, byte_base, local, byte_local, mask, byte_mask, blocks, block_mask, factor,
-    FORMAT: tl.constexpr, SIGNED: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """A tile of a state -> its values fp32 [R, BLOCK] times a factor. The definition is `dequantize_state`."""
+def decode_state(words, scale, factor, FORMAT: tl.constexpr, SIGNED: tl.constexpr, PTX: tl.constexpr):
+    """What `load_state` read -> values fp32 [R, C, 8] times a factor. The definition is `dequantize_state`."""
     if FORMAT == 1:
-        return tl.load(pointer_to(address, tl.float32, ALIGNED) + base + local, mask, 0.0) * factor
+        return words.to(tl.float32, bitcast=True) * factor
     elif FORMAT == 2:
-        return tl.load(pointer_to(address, tl.bfloat16, ALIGNED) + base + local, mask, 0.0).to(tl.float32) * factor
+        return bf16_to_float(words) * factor
+    elif FORMAT == 3:
+        c = fp8_to_float(words, PTX)
+        scale = (scale * factor)[:, :, None]
+        if SIGNED:
+            return c * (scale * (1.0 / 448.0))
+        else:
+            c = c * (1.0 / 448.0)
+            return tl.where(scale < 0.0, tl.sqrt(c), c) * tl.abs(scale)
+    elif SIGNED:  # flipping the sign bit makes two's complement a number above 0
+        if FORMAT == 4:
+            c = bytes_to_float(words ^ -2139062144, 128.0, PTX)
+            return c * tl.abs(c) * (scale * factor * (1.0 / 16129.0))[:, :, None]
+        else:
+            c = nibbles_to_float(words ^ -2004318072, 8.0, PTX)
+            return c * tl.abs(c) * (scale * factor * (1.0 / 49.0))[:, :, None]
+    elif FORMAT == 4:
+        c = bytes_to_float(words, -1.0, PTX)
+        square = c * c
+        return square * square * (scale * factor * (1.0 / 4294967296.0))[:, :, None]
     else:
-        scale = tl.load(scale_address.to(tl.pointer_type(tl.float32)) + blocks, block_mask, 0.0) * factor
-        if FORMAT == 5:
-            packed = tl.load(pointer_to(address, tl.uint8, ALIGNED) + byte_base + byte_local, byte_mask, 0)
-            byte = unpack_nibbles(packed.to(tl.int32))
-        else:
-            byte = tl.load(pointer_to(address, tl.uint8, ALIGNED) + base + local, mask, 0)
-        if FORMAT == 3:
-            c = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-            if SIGNED:
-                return c * (scale * (1.0 / 448.0))[:, None]
-            else:
-                c = c * (1.0 / 448.0)
-                return tl.where(scale[:, None] < 0.0, tl.sqrt(c), c) * tl.abs(scale)[:, None]
-        elif SIGNED:  # flipping the sign bit makes two's complement a number above 0
-            half: tl.constexpr = 128 if FORMAT == 4 else 8
-            most: tl.constexpr = 127 if FORMAT == 4 else 7
-            c = bits_to_float(byte.to(tl.int32) ^ half) - (8388608.0 + half)
-            return c * tl.abs(c) * (scale * (1.0 / (most * most)))[:, None]
-        else:
-            c = bits_to_float(byte.to(tl.int32)) - 8388607.0
-            square = c * c
-            if FORMAT == 4:
-                return square * square * (scale * (1.0 / 4294967296.0))[:, None]
-            else:
-                return square * (scale * (1.0 / 256.0))[:, None]
+        c = nibbles_to_float(words, -1.0, PTX)
+        return c * c * (scale * factor * (1.0 / 256.0))[:, :, None]
 
 
 @triton.jit
-def to_bf16(x, bits, STOCHASTIC: tl.constexpr):
-    """fp32 -> bf16; bits int32: 16 random ones each."""
+def to_bf16_bits(x, bits):
+    """fp32 -> int32 whose upper half is x rounded to bf16 with 16 random bits (int32) each. NaN is what a GPU makes of
+    it, 0x7FFFFFFF, and must not overflow."""
+    return tl.minimum(x.to(tl.int32, bitcast=True), 0x7FFF0000) + bits
+
+
+@triton.jit
+def store_bf16(address, group, limit, x, bits, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, PTX: tl.constexpr):
+    """A tile, fp32, is stored in bf16."""
     if STOCHASTIC:
-        raw = x.to(tl.int32, bitcast=True) + tl.where(x == x, bits, 0)
-        return (raw >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        store_words(address, group, limit, pack_halves(to_bf16_bits(x, bits), PTX), 4, ALIGNED)
     else:
-        return x.to(tl.bfloat16)
+        element = group[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+        pointer = address.to(tl.pointer_type(tl.bfloat16))
+        if ALIGNED:
+            pointer = tl.multiple_of(pointer, 16)
+            element = tl.minimum(group, limit // 8 - 1)[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+            tl.store(pointer + element, x.to(tl.bfloat16), (group < limit // 8)[:, :, None])
+        else:
+            tl.store(pointer + element, x.to(tl.bfloat16), element < limit)
 
 
 @triton.jit
-def _inverse_root(absmax):
-    """1 / sqrt(absmax), and 0 for a block that counts as zero."""
-    return tl.where(absmax > 1e-30, tl.rsqrt(tl.maximum(absmax, 1e-30)), 0.0)
+def _over_block(x):
+    """The largest of each block's numbers, none of which is negative: fp32 [R, C, 8] -> [R]."""
+    of_thread = tl.max(x, 2).to(tl.int32, bitcast=True)
+    return tl.max(of_thread, 1).to(tl.float32, bitcast=True)  # the GPU has one instruction for it in integers
 
 
 @triton.jit
 def store_state(
-    x, root, bits, address, scale_address, base, byte_base, local, byte_local, mask, byte_mask, blocks, block_mask,
-    FORMAT: tl.constexpr, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
+    x, root, bits, address, scale_address, group, block, limit, last_block,
+    FORMAT: tl.constexpr, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a state, fp32, is encoded and stored; `root` is the square root of an unsigned one. The definition is
-    `quantize_state`. What lies outside of the mask is zero, or so small that no absmax notices, and its code is 0.
+    """A tile of a state, fp32 [R, C, 8], is encoded and stored; `root` is the square root of an unsigned one; bits:
+    16 random ones each, int32, for a signed FORMAT 5 as `half_of_each` gives them in FLOAT. The definition is
+    `quantize_state`.
 
-    Adding 1.5 * 2**23 rounds to the nearest integer, which is then the low bits of the sum.
+    A float of a known exponent is a fixed-point number: adding 128 to one below 128 leaves 16 binary places at the low
+    end of its bits, to which 16 random bits are added as an integer; what is above them is the code.
     """
     if FORMAT == 1:
-        tl.store(pointer_to(address, tl.float32, ALIGNED) + base + local, x, mask)
+        store_words(address, group, limit, x.to(tl.int32, bitcast=True), 8, ALIGNED)
     elif FORMAT == 2:
-        tl.store(pointer_to(address, tl.bfloat16, ALIGNED) + base + local, to_bf16(x, bits, STOCHASTIC), mask)
+        store_bf16(address, group, limit, x, bits, STOCHASTIC, ALIGNED, PTX)
     else:
-        absmax = tl.max(tl.abs(x), 1)
-        inverse = _inverse_root(absmax)
+        absmax = _over_block(tl.abs(x))[:, None]
+        inverse = tl.where(absmax > 1e-30, tl.rsqrt(tl.maximum(absmax, 1e-30)), 0.0)
         scale = absmax
         if FORMAT == 3:
-            y = x * (inverse * inverse)[:, None]
             if SIGNED:
-                y = y * 448.0
+                y = x * (inverse * inverse * 448.0)[:, :, None]
             else:
-                squared = tl.min(x, 1) > absmax * (1.0 / 256.0)
+                full = (block + 1) * (x.shape[1] * 8) <= limit  # a shorter block counts as having zeros
+                low = tl.min(tl.min(x, 2).to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
+                squared = (low[:, None] > absmax * (1.0 / 256.0)) & full
                 scale = tl.where(squared, -absmax, absmax)
-                y = tl.maximum(tl.where(squared[:, None], y * y, y) * 448.0, 0.001953125)
-                if STOCHASTIC:  # below the three bits of mantissa that stay
-                    raw = (y.to(tl.int32, bitcast=True) + (bits << 4)) & -1048576
-                    y = tl.minimum(raw.to(tl.float32, bitcast=True), 448.0)
-            tl.store(
-                pointer_to(address, tl.uint8, ALIGNED) + base + local,
-                y.to(tl.float8e4nv).to(tl.uint8, bitcast=True),
-                mask,
-            )
-        else:
-            if STOCHASTIC:
-                uniform = bits_to_float(bits) * (1.0 / 65536.0)  # 128 and a number in [0, 1)
+                y = x * (inverse * inverse * tl.where(squared, 21.166010488516726, 448.0))[:, :, None]
+                y = tl.maximum(tl.where(squared[:, :, None], y * y, y), 0.001953125)
+                if STOCHASTIC:  # below the three bits of mantissa that stay, to whose last half it is rounded
+                    raw = y.to(tl.int32, bitcast=True) + (bits << 4) - 524288
+                    y = raw.to(tl.float32, bitcast=True)
+            store_words(address, group, limit, pack_fp8(y, PTX), 2, ALIGNED)
+        elif FORMAT == 4:
             if SIGNED:
-                most: tl.constexpr = 127.0 if FORMAT == 4 else 7.0
-                y = tl.sqrt(tl.abs(x) * (most * most * inverse * inverse)[:, None])
-                if STOCHASTIC:  # right on average as a value: between the squares of two codes
-                    y = tl.minimum(y, most)
-                    low = ((y - 0.5) + 12582912.0) - 12582912.0
-                    up = (uniform - 127.99999) * (2.0 * low + 1.0) < y * y - low * low
-                    y = tl.where(up, low + 1.0, low)
-                sign = x.to(tl.int32, bitcast=True) & -2147483648
-                number = (y.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-                code = (number + 12582912.0).to(tl.int32, bitcast=True)
+                y = tl.sqrt(tl.abs(x) * (16129.0 * inverse * inverse)[:, :, None])
+                code = (_with_sign(y, x) + 12582912.0).to(tl.int32, bitcast=True)  # rounded; the low bits
+                store_words(address, group, limit, pack_bytes(code, 0, PTX), 2, ALIGNED)
             else:
-                most: tl.constexpr = 256.0 if FORMAT == 4 else 16.0
-                if FORMAT == 4:
-                    y = tl.sqrt(root * (most * most * inverse)[:, None])
+                y = tl.sqrt(to_unit(root * inverse[:, :, None], PTX)) * 256.0 + 255.0  # 256 + code: 15 places
+                y = tl.maximum(y, 256.0)
+                if STOCHASTIC:
+                    code = (y.to(tl.int32, bitcast=True) << 1) + bits
+                    store_words(address, group, limit, pack_bytes(code, 16, PTX), 2, ALIGNED)
                 else:
-                    y = root * (most * inverse)[:, None]
-                if STOCHASTIC:  # right on average as a root
-                    y = uniform + (y - 128.49999)
-                number = tl.minimum(tl.maximum(y, 1.0), most)
-                code = (number + 12582911.0).to(tl.int32, bitcast=True)
-            if FORMAT == 4:
-                tl.store(pointer_to(address, tl.uint8, ALIGNED) + base + local, code.to(tl.uint8), mask)
+                    code = (y + 12582912.0).to(tl.int32, bitcast=True)
+                    store_words(address, group, limit, pack_bytes(code, 0, PTX), 2, ALIGNED)
+        else:
+            if SIGNED:
+                y = tl.abs(x * (inverse * inverse)[:, :, None])
+                half = bits * (1.0 / 458752.0) - 18.357142857142858  # a random number less one half, over 7
+                y = to_unit(y + (half * half - 0.25 / 49.0), PTX)
+                y = _with_sign(tl.sqrt(y), x) * 7.0 + 144.0
+                bits = bits.to(tl.int32, bitcast=True)  # the same below bit 24
             else:
-                packed = pack_nibbles(code & 15)
-                tl.store(pointer_to(address, tl.uint8, ALIGNED) + byte_base + byte_local, packed, byte_mask)
-        tl.store(scale_address.to(tl.pointer_type(tl.float32)) + blocks, scale, block_mask)
+                y = tl.maximum(root * (16.0 * inverse)[:, :, None] + 127.0, 128.0)
+            code = y.to(tl.int32, bitcast=True) + bits
+            store_words(address, group, limit, pack_nibbles(code, PTX), 1, ALIGNED)
+        first = tl.arange(0, x.shape[1])[None, :] == 0
+        pointer = _scale_pointers(scale_address, group, tl.minimum(block, last_block))
+        scale = tl.broadcast_to(scale, (x.shape[0], x.shape[1]))
+        tl.store(pointer, scale, first & (block <= last_block))
 
 
 @triton.jit
-def element_bits(element, key_ptr, role, N_ROLES: tl.constexpr):
-    """element int64 [R, C] -> 16 random bits, as `random_bits_ref`'s, where a draw's elements are not side by side."""
-    tensor = (tl.load(key_ptr + 2) * N_ROLES + role).to(tl.uint32)
-    block = element >> 3
-    w0, w1, w2, w3 = tl.philox(
-        tl.load(key_ptr),
-        block.to(tl.uint32),
-        (block >> 32).to(tl.uint32),
-        tensor,
-        tl.load(key_ptr + 1).to(tl.uint32),
-        7,
-    )
-    place = (element & 7).to(tl.int32)
-    word = tl.where(place < 4, tl.where(place < 2, w0, w1), tl.where(place < 6, w2, w3))
-    return tl.where((place & 1) == 1, word >> 16, word & 0xFFFF)
+def _with_sign(magnitude, x):
+    """A number that is not negative, with x's sign."""
+    sign = x.to(tl.int32, bitcast=True) & -2147483648
+    return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _product(a, FACTOR: tl.constexpr, PTX: tl.constexpr):
+    """uint32 -> the low and the high word of a * FACTOR, in one instruction."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b64 both; mul.wide.u32 both, $2, $3; mov.b64 {$0, $1}, both; }",
+            "=r,=r,r,r", [a, FACTOR], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        product = a.to(tl.uint64) * FACTOR
+        return product.to(tl.uint32), (product >> 32).to(tl.uint32)
+
+
+@triton.jit
+def _philox(group, seed, step, tensor, PTX: tl.constexpr):
+    """group int64: numbers of eight elements -> four words uint32, as `philox_ref`'s."""
+    c0, c1 = group.to(tl.uint32), (group >> 32).to(tl.uint32)
+    c2, c3 = tl.zeros_like(c0) + tensor, tl.zeros_like(c0) + step
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(7):
+        low0, high0 = _product(c0, 0xD2511F53, PTX)
+        low1, high1 = _product(c2, 0xCD9E8D57, PTX)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def draw(group, seed, step, tensor, PTX: tl.constexpr):
+    """group int64 [R, C]: numbers of eight elements -> uint32 [R, C, 4], whose halves are `random_bits_ref`'s."""
+    w0, w1, w2, w3 = _philox(group, seed, step, tensor, PTX)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    return tl.reshape(words, (group.shape[0], group.shape[1], 4))
+
+
+@triton.jit
+def draw_each(element, seed, step, tensor, PTX: tl.constexpr):
+    """element int64 [R, C, 8]: where the eight do not share a draw -> the word of each, uint32."""
+    w0, w1, w2, w3 = _philox(element >> 3, seed, step, tensor, PTX)
+    pair = (element >> 1) & 3
+    return tl.where(pair < 2, tl.where(pair == 0, w0, w1), tl.where(pair == 2, w2, w3))
+
+
+@triton.jit
+def half_of_each(words, element, MIX: tl.constexpr, SHARED: tl.constexpr, FLOAT: tl.constexpr, PTX: tl.constexpr):
+    """The words of `draw` (SHARED) or `draw_each`, multiplied -> 16 random bits an element, int32 [R, C, 8], or
+    FLOAT: 2**23 more than they, as fp32."""
+    mixed = words if MIX == 1 else words * MIX
+    if SHARED and FLOAT:
+        return halves_to_float(mixed, PTX)
+    elif SHARED:
+        pairs = tl.join(mixed & 0xFFFF, mixed >> 16)
+        return tl.reshape(pairs, (words.shape[0], words.shape[1], 8)).to(tl.int32)
+    else:
+        bits = tl.where((element & 1) == 1, mixed >> 16, mixed & 0xFFFF).to(tl.int32)
+        return (bits | 0x4B000000).to(tl.float32, bitcast=True) if FLOAT else bits

@@ -1,16 +1,25 @@
 """The kernels of `fused_update`: one works out every tensor's factors, the other updates elements."""
 
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.philox import philox_bits
 from qtrain.kernels.state_kernels import (
-    bits_to_float,
-    element_bits,
+    decode_state,
+    draw,
+    draw_each,
+    half_of_each,
     load_state,
-    pack_nibbles,
-    pointer_to,
+    store_bf16,
     store_state,
-    to_bf16,
-    unpack_nibbles,
+)
+from qtrain.kernels.words import (
+    bf16_to_float,
+    bytes_to_float,
+    load_words,
+    nibbles_to_float,
+    one_a_thread,
+    pack_bytes,
+    pack_nibbles,
+    reciprocal,
+    store_words,
 )
 
 
@@ -77,9 +86,13 @@ def update_kernel(
     RULE: tl.constexpr, WEIGHT: tl.constexpr, GRAD: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
     SR_WEIGHT: tl.constexpr, SR_M: tl.constexpr, SR_V: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, LOOPS: tl.constexpr, COLUMNS: tl.constexpr, N_ROLES: tl.constexpr,
-    MIX_M: tl.constexpr, MIX_V: tl.constexpr,
+    MIX_M: tl.constexpr, MIX_V: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """A program updates up to LOOPS tiles of [TILE // BLOCK, BLOCK] elements, all of one row of one tensor."""
+    """A program updates up to LOOPS tiles of [TILE // BLOCK, BLOCK // 8, 8] elements, all of one row of one tensor.
+
+    With a thread for every eight elements, a block of 256 lies in one warp, and the only step that leaves a thread is
+    the maximum over a block. Nothing is read ahead: other programs work while one waits.
+    """
     pid = tl.program_id(0)
     owner = tl.load(owner_ptr + pid).to(tl.int64)
     row_ptr = table_ptr + owner * COLUMNS
@@ -112,68 +125,74 @@ def update_kernel(
     limit = tl.minimum(row_length - start, TILE * LOOPS).to(tl.int32)
     base = row * row_length + start
     byte_base = row * ((row_length + 1) // 2) + start // 2
-    block_base = row * ((row_length + BLOCK - 1) // BLOCK) + start // BLOCK
-    group_base = row * ((row_length + 127) // 128) + start // 128
-    byte_limit = (limit + 1) // 2
-    if ALIGNED:
-        limit = tl.multiple_of(limit, 16)
-        byte_limit = tl.multiple_of(byte_limit, 8)
-        base = tl.multiple_of(base, 16)
-        byte_base = tl.multiple_of(byte_base, 8)
+    block_base = (row * ((row_length + BLOCK - 1) // BLOCK) + start // BLOCK) * 4
+    last_block = (limit - 1) // BLOCK
+    G_WORDS: tl.constexpr = 8 if GRAD == 1 else 4
+    grad_address += base * (G_WORDS // 2)
+    m_address += byte_base if M == 5 else base * (0, 4, 2, 1, 1, 0)[M]
+    v_address += byte_base if V == 5 else base * (0, 4, 2, 1, 1, 0)[V]
+    m_scale_address += block_base
+    v_scale_address += block_base
+    P_WORDS: tl.constexpr = (8, 4, 8, 2, 1)[WEIGHT]
+    p_address = extra_address if WEIGHT == 2 else weight_address
+    p_address += byte_base if WEIGHT == 4 else base * (P_WORDS // 2)
+    if WEIGHT == 2:
+        weight_address += base * 2
+    scales = extra_address.to(tl.pointer_type(tl.float32))  # of a stored weight
+    if WEIGHT == 3:
+        scales += row
+    if WEIGHT == 4:
+        scales += row * ((row_length + 127) // 128) + start // 128
+    seed = tl.load(keys_ptr + owner * 3)
+    step = tl.load(keys_ptr + owner * 3 + 1).to(tl.uint32)
+    tensor = (tl.load(keys_ptr + owner * 3 + 2) * N_ROLES + role).to(tl.uint32)
+
     ROWS: tl.constexpr = TILE // BLOCK
     for i in range(0, (limit + TILE - 1) // TILE):
-        block = i * ROWS + tl.arange(0, ROWS)
-        local = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        byte_local = block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
-        mask = local < limit
-        byte_mask = byte_local < byte_limit
-        blocks = block_base + block
-        block_mask = block * BLOCK < limit
+        block = i * ROWS + tl.arange(0, ROWS)[:, None]
+        group = block * (BLOCK // 8) + tl.arange(0, BLOCK // 8)[None, :]
+        g_words = load_words(grad_address, group, limit, G_WORDS, ALIGNED)
+        p_words = load_words(p_address, group, limit, P_WORDS, ALIGNED)
+        m_words, m_scale = load_state(m_address, m_scale_address, group, block, limit, last_block, M, ALIGNED)
+        v_words, v_scale = load_state(v_address, v_scale_address, group, block, limit, last_block, V, ALIGNED)
 
-        g = tl.load(pointer_to(grad_address, GRAD, ALIGNED) + base + local, mask, 0.0).to(tl.float32)
-        if WEIGHT == 0:
-            p = tl.load(pointer_to(weight_address, tl.float32, ALIGNED) + base + local, mask, 0.0)
+        element = group[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+        number = first_element + base + element
+        g = g_words.to(tl.float32, bitcast=True) if GRAD == 1 else bf16_to_float(g_words)
+        if WEIGHT == 0 or WEIGHT == 2:
+            p = p_words.to(tl.float32, bitcast=True)
         elif WEIGHT == 1:
-            p = tl.load(pointer_to(weight_address, tl.bfloat16, ALIGNED) + base + local, mask, 0.0).to(tl.float32)
-        elif WEIGHT == 2:
-            p = tl.load(pointer_to(extra_address, tl.float32, ALIGNED) + base + local, mask, 0.0)
+            p = bf16_to_float(p_words)
         elif WEIGHT == 3:
-            code = tl.load(pointer_to(weight_address, tl.int8, ALIGNED) + base + local, mask, 0)
-            p = code.to(tl.float32) * tl.load(extra_address.to(tl.pointer_type(tl.float32)) + row)
+            p = bytes_to_float(p_words ^ -2139062144, 128.0, PTX) * tl.load(scales)
         else:
-            packed = tl.load(pointer_to(weight_address, tl.uint8, ALIGNED) + byte_base + byte_local, byte_mask, 0)
-            group = tl.load(extra_address.to(tl.pointer_type(tl.float32)) + group_base + local // 128, mask, 0.0)
-            p = (bits_to_float(unpack_nibbles(packed.to(tl.int32)) ^ 8) - 8388616.0) * group
+            p = nibbles_to_float(p_words ^ -2004318072, 8.0, PTX)
+            p *= tl.load(one_a_thread(scales + tl.minimum(group, (limit - 1) // 8) // 16))[:, :, None]
 
-        bits = 0
+        if M != 0:  # lion needs it with two factors
+            m = decode_state(m_words, m_scale, 1.0 if RULE == 1 else beta1, M, True, PTX)
+        if V != 0:
+            v = decode_state(v_words, v_scale, beta2, V, False, PTX)
+
+        random = 0
         if SR_WEIGHT or SR_M or SR_V or WEIGHT >= 3:
             if ALIGNED:
-                draws = tl.arange(0, BLOCK // 8)[None, :] + block[:, None] * (BLOCK // 8)
-                bits = philox_bits((first_element + base) // 8 + draws, keys_ptr + owner * 3, role, N_ROLES)
+                random = draw((first_element + base) // 8 + group, seed, step, tensor, PTX)
             else:
-                bits = element_bits(first_element + base + local, keys_ptr + owner * 3, role, N_ROLES)
-            bits = bits.to(tl.int32)
+                random = draw_each(number, seed, step, tensor, PTX)
 
         root = 0.0
-        if M != 0:
-            m = load_state(  # lion needs it with two factors
-                m_address, m_scale_address, base, byte_base, local, byte_local, mask, byte_mask, blocks, block_mask,
-                1.0 if RULE == 1 else beta1, M, True, ALIGNED,
-            )  # fmt: skip
+        bits = 0
         if RULE == 0:
-            v = load_state(
-                v_address, v_scale_address, base, byte_base, local, byte_local, mask, byte_mask, blocks, block_mask,
-                beta2, V, False, ALIGNED,
-            )  # fmt: skip
             m = m + g * own1
             v = v + g * g * own2
             root = tl.sqrt(v)
-            inverse = tl.rsqrt(root * correction + eps)  # its square is the reciprocal, at a third of a division's cost
-            u = m * inverse * inverse
+            u = m * reciprocal(root * correction + eps, PTX)
+            if SR_V:
+                bits = half_of_each(random, number, MIX_V, ALIGNED, False, PTX)
             store_state(
-                v, root, (bits * MIX_V) & 0xFFFF, v_address, v_scale_address, base, byte_base, local, byte_local,
-                mask, byte_mask, blocks, block_mask, V, False, SR_V, ALIGNED,
-            )  # fmt: skip
+                v, root, bits, v_address, v_scale_address, group, block, limit, last_block, V, False, SR_V, ALIGNED, PTX
+            )
         elif RULE == 1:
             c = m * beta1 + g * own1
             u = tl.where(c > 0.0, 1.0, tl.where(c < 0.0, -1.0, c))
@@ -186,39 +205,35 @@ def update_kernel(
             if RULE == 3:
                 u = m * beta1 + g * own1
         if M != 0:
+            if SR_M:
+                bits = half_of_each(random, number, MIX_M, ALIGNED, M == 5, PTX)
             store_state(
-                m, root, (bits * MIX_M) & 0xFFFF, m_address, m_scale_address, base, byte_base, local, byte_local,
-                mask, byte_mask, blocks, block_mask, M, True, SR_M, ALIGNED,
-            )  # fmt: skip
+                m, root, bits, m_address, m_scale_address, group, block, limit, last_block, M, True, SR_M, ALIGNED, PTX
+            )
 
         p = p * decay - u * size
-        if WEIGHT == 0:
-            tl.store(pointer_to(weight_address, tl.float32, ALIGNED) + base + local, p, mask)
-        elif WEIGHT <= 2:
-            if WEIGHT == 2:
-                tl.store(pointer_to(extra_address, tl.float32, ALIGNED) + base + local, p, mask)
-            tl.store(pointer_to(weight_address, tl.bfloat16, ALIGNED) + base + local, to_bf16(p, bits, SR_WEIGHT), mask)
-        else:
-            p = tl.where(mask, p, 0.0)
+        if SR_WEIGHT or WEIGHT >= 3:
+            bits = half_of_each(random, number, 1, ALIGNED, False, PTX)
+        if WEIGHT == 0 or WEIGHT == 2:
+            store_words(p_address, group, limit, p.to(tl.int32, bitcast=True), 8, ALIGNED)
+        if WEIGHT == 1 or WEIGHT == 2:
+            store_bf16(weight_address if WEIGHT == 2 else p_address, group, limit, p, bits, SR_WEIGHT, ALIGNED, PTX)
+        if WEIGHT >= 3:
             noise = (bits.to(tl.float32) + 0.5) * (1.0 / 65536.0)
             if WEIGHT == 3:  # the tile is the whole row
-                absmax = tl.max(tl.max(tl.abs(p), 1), 0)
-                scale = tl.maximum(absmax * (1.0 / 127.0), 1e-12)
+                scale = tl.maximum(tl.max(tl.max(tl.max(tl.abs(p), 2), 1), 0) * (1.0 / 127.0), 1e-12)
                 code = tl.minimum(tl.maximum(tl.floor(p * tl.div_rn(1.0, scale) + noise), -127.0), 127.0)
-                tl.store(pointer_to(weight_address, tl.int8, ALIGNED) + base + local, code.to(tl.int8), mask)
-                tl.store(extra_address.to(tl.pointer_type(tl.float32)) + row, scale)
+                code = (code + 12582912.0).to(tl.int32, bitcast=True)
+                store_words(p_address, group, limit, pack_bytes(code, 0, PTX), 2, ALIGNED)
+                tl.store(scales, scale)
             else:  # groups of 128 elements
-                groups = tl.reshape(p, (TILE // 128, 128))
-                scale = tl.maximum(tl.max(tl.abs(groups), 1) * (1.0 / 7.0), 1e-12)
-                scaled = tl.reshape(groups * tl.div_rn(1.0, scale)[:, None], (ROWS, BLOCK))
+                groups = tl.reshape(p, (TILE // 128, 16, 8))
+                scale = tl.maximum(tl.max(tl.max(tl.abs(groups), 2), 1) * (1.0 / 7.0), 1e-12)[:, None]
+                scaled = tl.reshape(groups * tl.div_rn(1.0, scale)[:, :, None], (ROWS, BLOCK // 8, 8))
                 code = tl.minimum(tl.maximum(tl.floor(scaled + noise), -7.0), 7.0)
-                nibble = (code + 12582912.0).to(tl.int32, bitcast=True) & 15
-                tl.store(
-                    pointer_to(weight_address, tl.uint8, ALIGNED) + byte_base + byte_local,
-                    pack_nibbles(tl.where(mask, nibble, 0)),
-                    byte_mask,
-                )
-                number = i * (TILE // 128) + tl.arange(0, TILE // 128)
-                tl.store(
-                    extra_address.to(tl.pointer_type(tl.float32)) + group_base + number, scale, number * 128 < limit
-                )
+                nibbles = pack_nibbles((code + 12582912.0).to(tl.int32, bitcast=True) << 16, PTX)
+                store_words(p_address, group, limit, nibbles, 1, ALIGNED)
+                lane = tl.arange(0, 16)[None, :]
+                place = i * (TILE // 128) + tl.arange(0, TILE // 128)[:, None] + lane * 0
+                scale = tl.broadcast_to(scale, (TILE // 128, 16))
+                tl.store(one_a_thread(scales + place), scale, (lane == 0) & (place * 128 < limit))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.compiler import triton
 from qtrain.kernels.philox import ROLES
 from qtrain.kernels.state_formats import StateFormat, row_shape
 from qtrain.kernels.stored_weight import StoredWeight
@@ -40,12 +40,15 @@ class _Launch:
     kind: _Kind
     owner: Tensor  # int32 [programs]: which tensor each works on
     warps: int
+    registers: int | None  # of a thread, at most
     constants: dict[str, object]
 
 
 ELEMENTS_A_THREAD = 8
-TILE, LOOPS = 512, 8
+TILE, LOOPS = 256, 16
 """Elements of a tile, and tiles a program."""
+REGISTERS = 64
+"""Of a thread, so that 32 warps share a multiprocessor: what waits for memory wants others to work meanwhile."""
 
 
 class Launches:
@@ -87,7 +90,7 @@ class Launches:
         for launch in self.launches:
             update_kernel[(len(launch.owner),)](
                 launch.owner, self.table, self.grads, self.factors, self.keys, UPDATE_ROLE,
-                num_warps=launch.warps, **launch.constants,
+                num_warps=launch.warps, maxnreg=launch.registers, **launch.constants,
             )  # fmt: skip
 
     def _upload(self, addresses: list[int]) -> None:
@@ -117,7 +120,9 @@ class Launches:
             rows[indices, _COLUMNS.index("first_tile")] = counts.cumsum(0) - counts
             owner = torch.repeat_interleave(torch.tensor(indices, dtype=torch.int32), counts)
             warps = min(max(kind.tile // (32 * ELEMENTS_A_THREAD), 1), 32)
-            self.launches.append(_Launch(kind, owner.to(self.table.device), warps, self._constants(kind)))
+            registers = REGISTERS if kind.aligned and kind.tile == TILE else None  # the others need more
+            owner = owner.to(self.table.device)
+            self.launches.append(_Launch(kind, owner, warps, registers, self._constants(kind)))
         self.table.copy_(rows)
 
     def _describe(self, slot: Slot, grad_dtype: torch.dtype | None) -> tuple[_Kind, list[int], int]:
@@ -134,7 +139,7 @@ class Launches:
         kind = weight.format if stored else ("fp32" if weight.dtype == torch.float32 else "bf16")
         if slot.master is not None:
             kind = "bf16 and master"
-        tile, loops = TILE, LOOPS
+        tile, loops = max(TILE, block), LOOPS
         if kind == "int8":  # a scale a row: the tile is the row
             tile, loops = max(triton.next_power_of_2(length), block), 1
         inner = weight.inner if stored else {"codes": weight.detach()}
@@ -160,7 +165,7 @@ class Launches:
         return {
             "RULE": RULES[self.rule],
             "WEIGHT": _WEIGHTS[kind.weight],
-            "GRAD": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}[kind.grad],
+            "GRAD": {torch.float32: 1, torch.bfloat16: 2}[kind.grad],
             "M": codes[0],
             "V": codes[1],
             "SR_WEIGHT": sr and kind.weight == "bf16",
@@ -174,6 +179,7 @@ class Launches:
             "N_ROLES": len(ROLES),
             "MIX_M": MIX_M,
             "MIX_V": MIX_V,
+            "PTX": self.table.is_cuda,
         }
 
 

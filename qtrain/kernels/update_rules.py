@@ -14,9 +14,9 @@ HYPER = ("lr", "weight_decay", "beta1", "beta2", "eps")
 """The numbers of a parameter group. sgd's momentum is beta1."""
 UPDATE_ROLE = ROLES.index("update")
 
-# One random number an element serves the weight and both states: odd multipliers permute the 16-bit numbers, so that
-# each is uniform, and that their errors are nearly uncorrelated.
-MIX_M, MIX_V = 0x9E37, 0x79B1
+# One random word for two elements serves the weights and both states: odd multipliers permute the 32-bit words, so that
+# both halves are uniform, and that their errors are nearly uncorrelated.
+MIX_M, MIX_V = 0x9E3779B1, 0x85EBCA77
 
 
 @dataclass

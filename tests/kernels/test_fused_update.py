@@ -216,6 +216,23 @@ def test_launches_do_not_grow_with_the_number_of_tensors():
     assert counts[0] == counts[1] <= 3
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize("formats", [("int8", "int8"), ("int4", "int4"), ("bf16", "bf16")], ids=str)
+def test_a_bad_gradient_shows_in_its_weight_and_spoils_no_other_block(formats):
+    spoil("cpu", formats)
+
+
+def spoil(device: str, formats: tuple[str, str]) -> None:
+    found = slots([(4, 256)], formats, dtype=torch.bfloat16, device=device)
+    update, grads = FusedUpdate("adamw", found, kernel=True), gradients([(4, 256)], torch.bfloat16, device)
+    update.set_hyper(0, HYPER)
+    grads[0][1, 3] = torch.nan
+    for _ in range(2):
+        update.step(grads)
+    weight = found[0].weight
+    assert weight[1, 3].isnan() and weight[[0, 2, 3]].isfinite().all()
+
+
 GPU_SHAPES = [(64, 4096), (129, 896), (33, 1000), (5, 33), (4096,), (7,), (2, 3, 5)]
 FP8 = [{"formats": ("fp8", "fp8")}, {"formats": ("fp8", "fp8"), "dtype": torch.bfloat16}]
 STORED = [{"formats": ("int8", "int8"), "stored": name, "dtype": torch.bfloat16} for name in ("int8", "int4")]
@@ -238,6 +255,12 @@ def test_on_the_gpu_for_every_rule(rule, format):
 @pytest.mark.parametrize("kind", STORED, ids=str)
 def test_on_the_gpu_for_stored_weights(kind):
     compare("adamw", "cuda", True, 3, [(64, 4096), (129, 896), (33, 1000), (16, 18944)], **kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("formats", [("int8", "int8"), ("int4", "int4"), ("fp8", "fp8"), ("bf16", "bf16")], ids=str)
+def test_on_the_gpu_a_bad_gradient_shows_in_its_weight_and_spoils_no_other_block(formats):
+    spoil("cuda", formats)
 
 
 @pytest.mark.gpu
