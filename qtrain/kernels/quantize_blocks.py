@@ -31,6 +31,8 @@ from qtrain.kernels.rounding import casts_to_fp8, encode, reciprocal_of, scale_o
 BLOCK = 128
 WARPS, REGISTERS = 4, 168
 """Of a program, and of a thread: three programs, with 96 KiB on their way, share an H200's multiprocessor."""
+WARPS_OF_GRADIENT, REGISTERS_OF_GRADIENT = 8, 128
+"""The same for a gate's gradient, which is made of three tensors: more warps, each with less to keep."""
 
 
 @triton.jit
@@ -312,12 +314,14 @@ def launch_quantize_blocks(
         source, _, _ = launch_absmax(x, tensor=True)
     codes, codes_t = x.new_empty(m, k, dtype=form.dtype), x.new_empty(k, m, dtype=form.dtype)
     scale, scale_t = empty_scale(granularity, m, k, x), empty_scale(granularity, k, m, x)
+    backward = gate == "backward"
     _blocks_kernel[(triton.cdiv(m, BLOCK) * triton.cdiv(k, BLOCK),)](
         x.view(torch.int32), None if dy is None else dy.view(torch.int32),
         codes.view(torch.int16), codes_t.view(torch.int32), scale, scale_t,
         source, source_t, absmax, m, k, scale.stride(0), scale_t.stride(0),
         gate, fmt, form.max, power_of_two, granularity if given is None else "given", casts_to_fp8(x.device),
         m % BLOCK == k % BLOCK == 0, BLOCK,
-        num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False,
+        num_warps=WARPS_OF_GRADIENT if backward else WARPS, maxnreg=REGISTERS_OF_GRADIENT if backward else REGISTERS,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scale, codes_t, scale_t
