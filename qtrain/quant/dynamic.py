@@ -137,7 +137,8 @@ class DynamicScheme(LowBitScheme):
     def _read_alike(self, name: str, key: Tensor | None, wanted: Wanted) -> Read | None:
         """How the tensor `name` is read along rows and columns, if that is the same and to nearest."""
         rows, columns = self._reads_of(name, wanted)
-        return rows if rows == columns and self._keys_of(name, key) == (None, None) else None
+        row_key, column_key = self._keys_of(name, key)
+        return rows if rows == columns and row_key is None and column_key is None else None
 
     def _operands(
         self, t: Tensor, name: str, key: Tensor | None, wanted: Wanted, plain: Operand, amax: Operand = ()

@@ -106,8 +106,9 @@ def test_an_input_without_gradient():
     assert equal([p.grad for p in fused.parameters()], [p.grad for p in plain.parameters()])
 
 
-@pytest.mark.parametrize("name,kwargs", [("int8", {}), ("fp8_tensorwise", {"scaling": "delayed"})])
+@pytest.mark.parametrize("name,kwargs", KWARGS)
 def test_compiled_whole(name, kwargs):
+    torch._dynamo.reset()
     (_, fused), _ = pair(name, kwargs, "cpu", torch.float32)
     compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
     eager = copy.deepcopy(fused)
