@@ -91,7 +91,8 @@ def update_kernel(
     """A program updates up to LOOPS tiles of [TILE // BLOCK, BLOCK // 8, 8] elements, all of one row of one tensor.
 
     With a thread for every eight elements, a block of 256 lies in one warp, and the only step that leaves a thread is
-    the maximum over a block. Nothing is read ahead: other programs work while one waits.
+    the maximum over a block. Nothing is read ahead: other programs work while one waits. Which product a sum is rounded
+    with is said here (fma), not left to the compiler: a tensor has the same result however it is cut and aligned.
     """
     pid = tl.program_id(0)
     owner = tl.load(owner_ptr + pid).to(tl.int64)
@@ -184,26 +185,26 @@ def update_kernel(
         root = 0.0
         bits = 0
         if RULE == 0:
-            m = m + g * own1
-            v = v + g * g * own2
+            m = tl.fma(g, own1, m)
+            v = tl.fma(g * g, own2, v)
             root = tl.sqrt(v)
-            u = m * reciprocal(root * correction + eps, PTX)
+            u = m * reciprocal(tl.fma(root, correction, eps), PTX)
             if SR_V:
                 bits = half_of_each(random, number, MIX_V, ALIGNED, False, PTX)
             store_state(
                 v, root, bits, v_address, v_scale_address, group, block, limit, last_block, V, False, SR_V, ALIGNED, PTX
             )
         elif RULE == 1:
-            c = m * beta1 + g * own1
+            c = tl.fma(g, own1, m * beta1)
             u = tl.where(c > 0.0, 1.0, tl.where(c < 0.0, -1.0, c))
-            m = m * beta2 + g * own2
+            m = tl.fma(g, own2, m * beta2)
         elif RULE == 4:
             u = g * own1
         else:
-            m = m + g * own1
+            m = tl.fma(g, own1, m)
             u = m
             if RULE == 3:
-                u = m * beta1 + g * own1
+                u = tl.fma(m, beta1, g * own1)
         if M != 0:
             if SR_M:
                 bits = half_of_each(random, number, MIX_M, ALIGNED, M == 5, PTX)
@@ -211,7 +212,7 @@ def update_kernel(
                 m, root, bits, m_address, m_scale_address, group, block, limit, last_block, M, True, SR_M, ALIGNED, PTX
             )
 
-        p = p * decay - u * size
+        p = tl.fma(p, decay, -(u * size))
         if SR_WEIGHT or WEIGHT >= 3:
             bits = half_of_each(random, number, 1, ALIGNED, False, PTX)
         if WEIGHT == 0 or WEIGHT == 2:
