@@ -19,7 +19,7 @@ from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.int8_mm import int8_mm, int8_mm_ref
 from qtrain.kernels.packing import unpack_int4
 from qtrain.kernels.scaled_mm import scaled_mm, scaled_mm_ref
-from qtrain.kernels.tiles import Tiling, multiprocessors, store_columns, tile_of
+from qtrain.kernels.tiles import Tiling, multiprocessors, scale_tile, store_columns, tile_of
 from qtrain.kernels.tuning import choose, forced
 
 LONGEST_FUSED_K = (2**31 - 1) // (256 * 64)
@@ -101,16 +101,7 @@ def _int4_mm_kernel(
             total = tl.dot(a_high, b_high.T, total, out_dtype=tl.int32)
         total = total >> 8
         if SCALED:
-            rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-            out = total.to(tl.float32)
-            if ROWS_A:
-                out *= tl.load(scale_a_ptr + rows, rows < m, 0.0)[:, None]
-            else:
-                out *= tl.load(scale_a_ptr)
-            if ROWS_B:
-                out *= tl.load(scale_b_ptr + columns, columns < n, 0.0)[None, :]
-            else:
-                out *= tl.load(scale_b_ptr)
+            out = scale_tile(total, row, column, scale_a_ptr, scale_b_ptr, None, m, n, ROWS_A, ROWS_B, False)
             store_columns(c_desc, out, row, column, PIECES, False)
         else:
             store_columns(c_desc, total, row, column, PIECES, False)
