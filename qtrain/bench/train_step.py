@@ -31,6 +31,7 @@ from qtrain.hardware import describe_hardware
 from qtrain.models import read_model_source
 from qtrain.optim import OPTIMIZERS
 from qtrain.quant import SCHEMES
+from qtrain.train.in_backward import check_in_backward
 from qtrain.train.listing import listing
 from qtrain.train.settings import Count, CountOrNever, LanguageSettings, batch_geometry, choose_device
 
@@ -116,8 +117,8 @@ def make_cells(settings: TrainStepSettings) -> dict[tuple[str, str], LanguageSet
             SCHEMES.make(scheme, kwargs, "--schemes")
             values = {**shared, "model": model, "quantize": scheme, "quantize_kwargs": kwargs, **model_options}
             cell = LanguageSettings(**check_fields(LanguageSettings, values, f"--models ({model})"))
-            OPTIMIZERS.make(cell.optim, cell.optim_kwargs or {}, "--optim")
-            batch_geometry(cell)
+            optimizer = OPTIMIZERS.make(cell.optim, cell.optim_kwargs or {}, "--optim")
+            check_in_backward(cell, batch_geometry(cell), optimizer)
             cells[model_word, scheme_word] = cell
     if not cells:
         raise UserError("--models, --schemes: nothing to time; name at least one model and one scheme.")

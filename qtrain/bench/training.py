@@ -14,11 +14,12 @@ from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.train.choice import settle_scheme
 from qtrain.train.failures import GIB, is_out_of_memory
 from qtrain.train.graphs import step_graphs
+from qtrain.train.in_backward import OptimizerInBackward
 from qtrain.train.language import language_forward
 from qtrain.train.loop import peak_memory
 from qtrain.train.plan import make_plan
 from qtrain.train.settings import LanguageSettings, batch_geometry, choose_device, choose_dtype
-from qtrain.train.step import apply_gradients, compute_gradients
+from qtrain.train.step import apply_gradients, compute_gradients, set_rate
 from qtrain.train.tensors import seed_rng
 
 
@@ -79,22 +80,27 @@ def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, A
     # ---- steps -------------------------------------------------------------------------------------------------------
     forward = language_forward(model, None)
     graphs = step_graphs(settings, model, forward, quantized)
+    in_backward = OptimizerInBackward(model, optimizer) if settings.optimizer_in_backward else None
+    set_rate(optimizer, settings.lr)
     generator = torch.Generator().manual_seed(settings.seed)
     times, loss = [], float("nan")
     for step in range(warmup_steps + settings.n_steps):
         batches = [_random_batch(settings, config.vocab_size, geometry.micro_batch_size, generator, device)]
         batches *= geometry.gradient_accumulation  # which tokens they are makes no difference
         start = _now(device)
-        gradients = compute_gradients(model, forward, quantized, batches, step, graphs)
-        apply_gradients(
-            model,
-            optimizer,
-            quantized,
-            gradients,
-            lr=settings.lr,
-            clip_grad_norm=settings.clip_grad_norm,
-            graphs=graphs,
-        )
+        gradients = compute_gradients(model, forward, quantized, batches, step, graphs, in_backward)
+        if in_backward is None:
+            apply_gradients(
+                model,
+                optimizer,
+                quantized,
+                gradients,
+                lr=settings.lr,
+                clip_grad_norm=settings.clip_grad_norm,
+                graphs=graphs,
+            )
+        else:
+            quantized.refresh()
         times.append(_now(device) - start)
         loss = gradients.loss
     seconds = statistics.median(times[warmup_steps:])

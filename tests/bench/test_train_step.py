@@ -11,6 +11,7 @@ from qtrain.bench.train_step import TrainStepSettings, main, make_cells, run_apa
 from qtrain.bench.training import time_training
 from qtrain.config import parse
 from qtrain.errors import UserError
+from qtrain.train.in_backward import OptimizerInBackward
 
 SEVEN = (
     'bf16,\nint8:{"grad_input":"bf16","grad_weight":"bf16"}, int8:{"grad_weight":"bf16"},int8,'
@@ -44,6 +45,22 @@ def test_a_cell(tiny):
     assert result["sol"] > 0 and result["peak_gib"] > 0 and 3 < result["loss"] < 5.5  # about log 64
 
 
+def test_the_optimizer_within_the_backward_pass(tiny, monkeypatch):
+    """It takes the steps, and the losses are those of ordinary ones."""
+    finished = []
+
+    class Watched(OptimizerInBackward):
+        def finish(self):
+            finished.append(self)
+            return super().finish()
+
+    monkeypatch.setattr(training, "OptimizerInBackward", Watched)
+    options = [{"clip_grad_norm": 0}, {"clip_grad_norm": 0, "optimizer_in_backward": True}]
+    models = ",".join(f"{tiny}:{json.dumps(o)}" for o in options)
+    ordinary, within = (time_training(c, 3) for c in cells(models, "--schemes", "bf16", "--optim", "adamw").values())
+    assert ordinary["loss"] == within["loss"] and len(finished) == 3 + 2
+
+
 def test_the_seven_rows(tiny):
     found = cells(tiny, "--schemes", SEVEN)
     assert len(found) == 7
@@ -66,6 +83,7 @@ def test_a_model_has_settings_of_its_own(tiny):
         (("--models", ","), "nothing to time"),
         (("--micro_batch_size", "5"), "--batch_size"),
         (("--optim", "adamv"), "adamw"),
+        (("--models", 'qwen2.5-7b:{"optimizer_in_backward":true}'), "--clip_grad_norm 0"),
     ],
 )
 def test_bad_input(flags, message):
