@@ -209,7 +209,7 @@ def test_the_run_folder_holds_what_the_design_says(here):
     for part in ("model   tiny.json", "linears", "step 9: checkpoint", "sample: def ", "step 9/9", "trace written"):
         assert part in log, part
     config = json.loads((run / "config.json").read_text())
-    assert config["run_name"] == "all.of-it_1" and config["_versions"]["torch"] == torch.__version__
+    assert config["run_name"] == "all.of-it_1" and torch.__version__.startswith(config["_versions"]["torch"])
     for part in (str(run), "checkpoint", "exported", "try next"):
         assert part in done.out
     for said, path in (("report", "report.html"), ("exported", "hf")):
