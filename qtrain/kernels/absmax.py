@@ -139,6 +139,11 @@ def launch_absmax(
     return of_tensor, of_rows, of_columns
 
 
+def gate_of(gated: bool, dy: Tensor | None) -> str:
+    """GATE of the kernels that have one."""
+    return "" if not gated else "forward" if dy is None else "backward"
+
+
 def launch_absmax_gated(x: Tensor, dy: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Bits of the absmax of rows and columns, int32, of silu_mul(x) [M, K] or, with its gradient dy [M, K], of that of
     x [M, 2K]; contiguous, not empty, `holds_pairs`."""
@@ -147,7 +152,7 @@ def launch_absmax_gated(x: Tensor, dy: Tensor | None = None) -> tuple[Tensor, Te
     block_m, block_k, steps = (32, 256, 8) if dy is None else (16, 256, 16)
     _absmax_pairs_kernel[(triton.cdiv(k, block_k) * triton.cdiv(m, block_m * steps),)](
         x.view(torch.int32), None if dy is None else dy.view(torch.int32), found[:m], found[m:], m, k, steps,
-        "forward" if dy is None else "backward", casts_to_fp8(x.device), block_m, block_k,
+        gate_of(True, dy), casts_to_fp8(x.device), block_m, block_k,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return found[:m], found[m:]

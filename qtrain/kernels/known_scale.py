@@ -8,6 +8,7 @@ capture the step twice; here a kernel looks at the scale, and every program of i
 import torch
 from torch import Tensor
 
+from qtrain.kernels.absmax import gate_of
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.formats import FORMATS
 from qtrain.kernels.pairs import bf16_bits
@@ -60,15 +61,15 @@ def _choose_kernel(scale_ptr, bits_ptr, out_ptr, LARGEST: tl.constexpr, POWER_OF
 
 
 def launch_known_scale(
-    x: Tensor, scale: Tensor, fmt: str, power_of_two: bool, gate: str = "", dy: Tensor | None = None
+    x: Tensor, scale: Tensor, fmt: str, power_of_two: bool, of_gate: bool = False, dy: Tensor | None = None
 ) -> Tensor:
-    """The kernels for `known_scale_ref`; x contiguous. gate, dy: as for `launch_quantize_blocks`."""
+    """The kernels for `known_scale_ref`; x contiguous. of_gate, dy: as for `launch_quantize_blocks`."""
     bits = torch.zeros(1, dtype=torch.int32, device=x.device)
     out = torch.empty_like(scale)
-    numel = x.numel() // 2 if gate else x.numel()
+    numel = x.numel() // 2 if of_gate else x.numel()
     programs = max(1, min(PROGRAMS, triton.cdiv(numel, BLOCK)))
     _absmax_unless_known_kernel[(programs,)](
-        x, dy, scale, bits, numel, x.shape[1] // 2, programs * BLOCK, gate, x.is_cuda, BLOCK,
+        x, dy, scale, bits, numel, x.shape[1] // 2, programs * BLOCK, gate_of(of_gate, dy), x.is_cuda, BLOCK,
         num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     _choose_kernel[(1,)](scale, bits, out, FORMATS[fmt].max, power_of_two, num_warps=1)
@@ -92,8 +93,8 @@ def _(x: Tensor, scale: Tensor, fmt: str, power_of_two: bool = False) -> Tensor:
 def known_scale_gated(x: Tensor, dy: Tensor | None, scale: Tensor, fmt: str, power_of_two: bool = False) -> Tensor:
     """`known_scale` of what `quantize_gated` quantizes."""
     if x.is_cuda and x.dtype is torch.bfloat16:
-        gate, dy = ("forward", None) if dy is None else ("backward", dy.contiguous())
-        return launch_known_scale(x.contiguous(), scale, fmt, power_of_two, gate, dy)
+        dy = None if dy is None else dy.contiguous()
+        return launch_known_scale(x.contiguous(), scale, fmt, power_of_two, True, dy)
     return known_scale(activation(x, dy), scale, fmt, power_of_two)
 
 

@@ -178,7 +178,7 @@ def _given(
     return scale_ref(x.t() if transposed and granularity != "tensorwise" else x, fmt, granularity, power_of_two)
 
 
-def _empty(x: Tensor, fmt: str, granularity: str, transposed: bool = False) -> tuple[Tensor, Tensor]:
+def empty_codes(x: Tensor, fmt: str, granularity: str, transposed: bool = False) -> tuple[Tensor, Tensor]:
     """Uninitialized codes and scale of x [M, K], or of its transpose."""
     shape = (x.shape[1], x.shape[0]) if transposed else (x.shape[0], x.shape[1])
     codes = x.new_empty(codes_shape(fmt, *shape), dtype=FORMATS[fmt].dtype)
@@ -211,7 +211,7 @@ def quantize(
 
 @quantize.register_fake
 def _(x, fmt, granularity, key=None, role=0, power_of_two=False, scale=None):
-    return _empty(x, fmt, granularity)
+    return empty_codes(x, fmt, granularity)
 
 
 @torch.library.custom_op("qtrain::quantize_transposed", mutates_args=())
@@ -237,7 +237,7 @@ def quantize_transposed(
 
 @quantize_transposed.register_fake
 def _(x, fmt, granularity, key=None, role=0, power_of_two=False, scale=None):
-    return _empty(x, fmt, granularity, transposed=True)
+    return empty_codes(x, fmt, granularity, transposed=True)
 
 
 @torch.library.custom_op("qtrain::quantize_dual", mutates_args=())
@@ -274,7 +274,7 @@ def quantize_dual(
 
 @quantize_dual.register_fake
 def _(x, fmt, granularity, granularity_t, key=None, role=0, power_of_two=False, scale=None, fmt_t=None):
-    return *_empty(x, fmt, granularity), *_empty(x, fmt_t or fmt, granularity_t, transposed=True)
+    return *empty_codes(x, fmt, granularity), *empty_codes(x, fmt_t or fmt, granularity_t, transposed=True)
 
 
 @torch.library.custom_op("qtrain::quantize_dual_given", mutates_args=())
@@ -300,5 +300,5 @@ def quantize_dual_given(
 
 @quantize_dual_given.register_fake
 def _(x, fmt, scale, key=None, role=0, fmt_t=None):
-    codes_t = _empty(x, fmt_t or fmt, "tensorwise", transposed=True)[0]
-    return _empty(x, fmt, "tensorwise")[0], codes_t, x.new_empty(1, dtype=torch.float32)
+    codes_t = empty_codes(x, fmt_t or fmt, "tensorwise", transposed=True)[0]
+    return empty_codes(x, fmt, "tensorwise")[0], codes_t, x.new_empty(1, dtype=torch.float32)

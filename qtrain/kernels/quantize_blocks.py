@@ -12,7 +12,7 @@ a pass before leaves, or one is given for the tensor.
 import torch
 from torch import Tensor
 
-from qtrain.kernels.absmax import launch_absmax, launch_absmax_gated
+from qtrain.kernels.absmax import gate_of, launch_absmax, launch_absmax_gated
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.formats import FORMATS, empty_scale
 from qtrain.kernels.pairs import (
@@ -295,18 +295,19 @@ def launch_quantize_blocks(
     power_of_two: bool = False,
     given: Tensor | None = None,
     absmax: Tensor | None = None,
-    gate: str = "",
+    of_gate: bool = False,
     dy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The kernel for `quantize_ref` and `quantize_transposed_ref` at once: codes, scale, codes_t, scale_t.
 
     x contiguous, not empty, `takes_blocks`. given: the scale. absmax: int32 [1] of zeros, to receive the bits of x's
-    under a scale that is given. gate: "forward" quantizes silu_mul(x), "backward" the gradient of x where dy is that of
-    silu_mul(x); x [M, 2I], I a multiple of BLOCK.
+    under a scale that is given. of_gate: what is quantized is silu_mul(x) or, where dy is its gradient, the gradient of
+    x; x [M, 2I], I a multiple of BLOCK.
     """
-    m, k, form = x.shape[0], x.shape[1] // 2 if gate == "forward" else x.shape[1], FORMATS[fmt]
+    m, k, form = x.shape[0], x.shape[1] // 2 if of_gate and dy is None else x.shape[1], FORMATS[fmt]
     source, source_t = given, None
-    if granularity == "rowwise" and gate:
+    assert not of_gate or given is not None or granularity != "tensorwise", "no pass makes that scale"
+    if granularity == "rowwise" and of_gate:
         source, source_t = launch_absmax_gated(x, dy)
     elif granularity == "rowwise":
         _, source, source_t = launch_absmax(x, rows=True, columns=True)
@@ -314,14 +315,14 @@ def launch_quantize_blocks(
         source, _, _ = launch_absmax(x, tensor=True)
     codes, codes_t = x.new_empty(m, k, dtype=form.dtype), x.new_empty(k, m, dtype=form.dtype)
     scale, scale_t = empty_scale(granularity, m, k, x), empty_scale(granularity, k, m, x)
-    backward = gate == "backward"
     _blocks_kernel[(triton.cdiv(m, BLOCK) * triton.cdiv(k, BLOCK),)](
         x.view(torch.int32), None if dy is None else dy.view(torch.int32),
         codes.view(torch.int16), codes_t.view(torch.int32), scale, scale_t,
         source, source_t, absmax, m, k, scale.stride(0), scale_t.stride(0),
-        gate, fmt, form.max, power_of_two, granularity if given is None else "given", casts_to_fp8(x.device),
-        m % BLOCK == k % BLOCK == 0, BLOCK,
-        num_warps=WARPS_OF_GRADIENT if backward else WARPS, maxnreg=REGISTERS_OF_GRADIENT if backward else REGISTERS,
+        gate_of(of_gate, dy), fmt, form.max, power_of_two, granularity if given is None else "given",
+        casts_to_fp8(x.device), m % BLOCK == k % BLOCK == 0, BLOCK,
+        num_warps=WARPS if dy is None else WARPS_OF_GRADIENT,
+        maxnreg=REGISTERS if dy is None else REGISTERS_OF_GRADIENT,
         enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scale, codes_t, scale_t

@@ -12,8 +12,7 @@ that the codes are those of `silu_mul` and `quantize_dual` one after the other.
 import torch
 from torch import Tensor
 
-from qtrain.kernels.formats import FORMATS, codes_shape, empty_scale
-from qtrain.kernels.quantize import quantize_dual, quantize_dual_given
+from qtrain.kernels.quantize import empty_codes, quantize_dual, quantize_dual_given
 from qtrain.kernels.quantize_blocks import BLOCK, launch_quantize_blocks, takes_blocks
 from qtrain.kernels.silu_mul import silu_mul, silu_mul_backward
 
@@ -23,8 +22,13 @@ def activation(x: Tensor, dy: Tensor | None) -> Tensor:
     return silu_mul(x) if dy is None else silu_mul_backward(dy, x)
 
 
+def _empty_like(x: Tensor, dy: Tensor | None) -> Tensor:
+    """What `activation` makes, uninitialized."""
+    return x.new_empty(x.shape[0], x.shape[1] // 2 if dy is None else x.shape[1])
+
+
 def takes_gated(fmt: str, granularity: str) -> bool:
-    """Whether there is more to gain than from `activation` and its quantizer, one after the other."""
+    """Whether there is a kernel; else it is `activation` and its quantizer, one after the other."""
     return fmt in ("int8", "e4m3", "e5m2") and granularity in ("rowwise", "1x128", "128x128")
 
 
@@ -32,7 +36,8 @@ def _direct(x: Tensor, dy: Tensor | None, fmt: str, granularity: str, given: boo
     """Whether the kernel does this; x and dy are contiguous."""
     tensors = [x] if dy is None else [x, dy]
     return (
-        x.is_cuda
+        (given or takes_gated(fmt, granularity))
+        and x.is_cuda
         and x.numel() > 0
         and x.shape[1] % (2 * BLOCK) == 0
         and all(takes_blocks(t, fmt, granularity, given) for t in tensors)
@@ -47,16 +52,13 @@ def quantize_gated(
     x, dy = x.contiguous(), None if dy is None else dy.contiguous()
     if not _direct(x, dy, fmt, granularity, False):
         return quantize_dual(activation(x, dy), fmt, granularity, granularity, None, 0, power_of_two)
-    return launch_quantize_blocks(
-        x, fmt, granularity, power_of_two, gate="forward" if dy is None else "backward", dy=dy
-    )
+    return launch_quantize_blocks(x, fmt, granularity, power_of_two, of_gate=True, dy=dy)
 
 
 @quantize_gated.register_fake
 def _(x, dy, fmt, granularity, power_of_two=False):
-    m, k = x.shape[0], x.shape[1] // 2 if dy is None else x.shape[1]
-    codes, codes_t = (x.new_empty(codes_shape(fmt, *s), dtype=FORMATS[fmt].dtype) for s in ((m, k), (k, m)))
-    return codes, empty_scale(granularity, m, k, x), codes_t, empty_scale(granularity, k, m, x)
+    made = _empty_like(x, dy)
+    return *empty_codes(made, fmt, granularity), *empty_codes(made, fmt, granularity, transposed=True)
 
 
 @torch.library.custom_op("qtrain::quantize_gated_given", mutates_args=())
@@ -66,14 +68,12 @@ def quantize_gated_given(x: Tensor, dy: Tensor | None, fmt: str, scale: Tensor) 
     if not _direct(x, dy, fmt, "tensorwise", True):
         return quantize_dual_given(activation(x, dy), fmt, scale)
     most = torch.zeros(1, dtype=torch.int32, device=x.device)
-    codes, _, codes_t, _ = launch_quantize_blocks(
-        x, fmt, "tensorwise", False, scale, most, "forward" if dy is None else "backward", dy
-    )
+    codes, _, codes_t, _ = launch_quantize_blocks(x, fmt, "tensorwise", False, scale, most, True, dy)
     return codes, codes_t, most.view(torch.float32)
 
 
 @quantize_gated_given.register_fake
 def _(x, dy, fmt, scale):
-    m, k = x.shape[0], x.shape[1] // 2 if dy is None else x.shape[1]
-    codes, codes_t = (x.new_empty(codes_shape(fmt, *s), dtype=FORMATS[fmt].dtype) for s in ((m, k), (k, m)))
+    made = _empty_like(x, dy)
+    codes, codes_t = empty_codes(made, fmt, "tensorwise")[0], empty_codes(made, fmt, "tensorwise", transposed=True)[0]
     return codes, codes_t, x.new_empty(1, dtype=torch.float32)

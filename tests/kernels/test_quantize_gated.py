@@ -11,7 +11,7 @@ from qtrain.kernels.quantize import (
     quantize_transposed_ref,
 )
 from qtrain.kernels.quantize_blocks import launch_quantize_blocks
-from qtrain.kernels.quantize_gated import activation, quantize_gated, quantize_gated_given
+from qtrain.kernels.quantize_gated import activation, quantize_gated, quantize_gated_given, takes_gated
 from qtrain.kernels.silu_mul import launch_silu_mul, launch_silu_mul_backward
 from tests.cases import KINDS, matrix
 from tests.kernels.test_quantize_kernels import hostile, same
@@ -36,17 +36,14 @@ def check(x, dy, fmt, granularity, power_of_two=False):
     y = made(x, dy)
     expected = quantize_ref(y, fmt, granularity, None, power_of_two)
     expected += quantize_transposed_ref(y, fmt, granularity, None, power_of_two)
-    found = launch_quantize_blocks(
-        x, fmt, granularity, power_of_two, gate="backward" if dy is not None else "forward", dy=dy
-    )
+    found = launch_quantize_blocks(x, fmt, granularity, power_of_two, of_gate=True, dy=dy)
     same(found, expected, (tuple(x.shape), fmt, granularity, dy is None))
 
 
 def check_given(x, dy, fmt, value):
     y, scale = made(x, dy), torch.tensor([value], device=x.device)
     most = torch.zeros(1, dtype=torch.int32, device=x.device)
-    gate = "backward" if dy is not None else "forward"
-    found = launch_quantize_blocks(x, fmt, "tensorwise", False, scale, most, gate, dy)
+    found = launch_quantize_blocks(x, fmt, "tensorwise", False, scale, most, True, dy)
     expected = quantize_ref(y, fmt, "tensorwise", scale=scale) + quantize_transposed_ref(
         y, fmt, "tensorwise", scale=scale
     )
@@ -92,7 +89,12 @@ def check_operators(device):
                 matrix(m, width, 9, "normal", dtype).to(device),
             )
             for d in (None, dy):
-                for fmt, granularity in (("int8", "rowwise"), ("e4m3", "1x128"), ("int4", "rowwise")):
+                for fmt, granularity in (
+                    ("int8", "rowwise"),
+                    ("e4m3", "1x128"),
+                    ("int4", "rowwise"),
+                    ("e4m3", "tensorwise"),
+                ):
                     expected = quantize_dual(activation(x, d), fmt, granularity, granularity)
                     same(quantize_gated(x, d, fmt, granularity), expected, (m, width, fmt))
                 scale = torch.tensor([0.1], device=device)
@@ -110,6 +112,15 @@ def check_operators(device):
 
 def test_operators():
     check_operators("cpu")
+
+
+def test_a_scale_of_the_tensor_has_no_kernel():
+    """Its pass would be over x, not over what is made of it: the operator takes the two operations."""
+    x, dy = gate_and_gradient(16, 128, 0, "normal", "cpu")
+    for fmt in ("int8", "e4m3"):
+        assert not takes_gated(fmt, "tensorwise")
+        with pytest.raises(AssertionError, match="no pass"):
+            launch_quantize_blocks(x, fmt, "tensorwise", of_gate=True, dy=dy)
 
 
 @pytest.mark.gpu
