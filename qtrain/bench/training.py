@@ -19,7 +19,7 @@ from qtrain.train.language import language_forward
 from qtrain.train.loop import peak_memory
 from qtrain.train.plan import make_plan
 from qtrain.train.settings import LanguageSettings, batch_geometry, choose_device, choose_dtype
-from qtrain.train.step import apply_gradients, compute_gradients, set_rate
+from qtrain.train.step import apply_gradients, compute_gradients
 from qtrain.train.tensors import seed_rng
 
 
@@ -81,7 +81,6 @@ def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, A
     forward = language_forward(model, None)
     graphs = step_graphs(settings, model, forward, quantized)
     in_backward = OptimizerInBackward(model, optimizer) if settings.optimizer_in_backward else None
-    set_rate(optimizer, settings.lr)
     generator = torch.Generator().manual_seed(settings.seed)
     times, loss = [], float("nan")
     for step in range(warmup_steps + settings.n_steps):
