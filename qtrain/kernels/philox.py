@@ -71,6 +71,36 @@ def uniform_ref(shape: torch.Size | tuple[int, ...], key: Tensor, role: int) -> 
 
 
 @triton.jit
+def _products(a, b):
+    """High and low words of a * b, uint32 each: as one product of 64 bits, for which there is one instruction."""
+    product = a.to(tl.uint64) * b
+    return (product >> 32).to(tl.uint32), product.to(tl.uint32)
+
+
+@triton.jit
+def philox_words(block, key):
+    """block int64 [R, C]: numbers of 8 elements each -> random words uint32 [R, 4 * C], one for two neighbours.
+
+    A row's blocks are consecutive, so its words come out in their order. key: seed, tensor and step as `philox_ref`'s,
+    and 1 as a number that the compiler does not know: it makes these draws a loop, which others are not mixed into, so
+    that their words need not all be kept.
+    """
+    seed, tensor, step, once = key
+    c0, c1 = block.to(tl.uint32), (block >> 32).to(tl.uint32)
+    c2, c3 = tl.zeros_like(c0) + tensor.to(tl.uint32), tl.zeros_like(c0) + step.to(tl.uint32)
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    for _ in range(once):
+        for _ in tl.static_range(7):
+            high0, low0 = _products(c0, 0xD2511F53)
+            high1, low1 = _products(c2, 0xCD9E8D57)
+            c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+            k0 += 0x9E3779B9
+            k1 += 0xBB67AE85
+    # join makes a new last axis: [R, C, 2, 2] in the order of the words.
+    return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), (block.shape[0], block.shape[1] * 4))
+
+
+@triton.jit
 def philox_bits(block, key_ptr, role, N_ROLES: tl.constexpr):
     """block int64 [R, C]: numbers of 8 elements each -> 16 random bits uint32 [R, 8 * C], as `random_bits_ref`'s.
 

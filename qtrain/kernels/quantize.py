@@ -169,6 +169,11 @@ def _bits(x: Tensor, key: Tensor | None, role: int) -> Tensor | None:
     return None if key is None else random_bits_ref(x.shape, key, role)
 
 
+def _of_layouts(drawn: Tensor | None, stochastic: str) -> tuple[Tensor | None, Tensor | None]:
+    """The key, or random bits, of rows and of columns; None for what is rounded to nearest."""
+    return (None if stochastic == "columns" else drawn), (None if stochastic == "rows" else drawn)
+
+
 def _given(
     x: Tensor, fmt: str, granularity: str, scale: Tensor | None, power_of_two: bool, transposed: bool = False
 ) -> Tensor | None:
@@ -183,6 +188,15 @@ def empty_codes(x: Tensor, fmt: str, granularity: str, transposed: bool = False)
     shape = (x.shape[1], x.shape[0]) if transposed else (x.shape[0], x.shape[1])
     codes = x.new_empty(codes_shape(fmt, *shape), dtype=FORMATS[fmt].dtype)
     return codes, empty_scale(granularity, *shape, x)
+
+
+def _launch(
+    x: Tensor, fmt: str, granularity: str, key: Tensor | None, role: int, power_of_two: bool, given: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The kernel for `quantize`."""
+    if given is None and granularity in ("rowwise", "1x128", "1x32"):
+        return launch_quantize_rows(x, fmt, granularity, key, role, power_of_two)
+    return launch_quantize_tiles(x, fmt, granularity, None, key, role, power_of_two, given)
 
 
 @torch.library.custom_op("qtrain::quantize", mutates_args=())
@@ -203,10 +217,8 @@ def quantize(
     if not _kernel_takes(x, key):
         codes, used = quantize_ref(x, fmt, granularity, _bits(x, key, role), power_of_two, scale)
         return codes, used if scale is None else used.clone()
-    x, given = x.contiguous(), _given(x, fmt, granularity, scale, power_of_two)
-    if given is None and granularity in ("rowwise", "1x128", "1x32"):
-        return launch_quantize_rows(x, fmt, granularity, key, role, power_of_two)
-    return launch_quantize_tiles(x, fmt, granularity, None, key, role, power_of_two, given)
+    x = x.contiguous()
+    return _launch(x, fmt, granularity, key, role, power_of_two, _given(x, fmt, granularity, scale, power_of_two))
 
 
 @quantize.register_fake
@@ -251,46 +263,69 @@ def quantize_dual(
     power_of_two: bool = False,
     scale: Tensor | None = None,
     fmt_t: str | None = None,
+    stochastic: str = "both",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize` and `quantize_transposed` of x in one: codes, scale, codes_t, scale_t. fmt_t: format of the latter."""
+    """`quantize` and `quantize_transposed` of x in one: codes, scale, codes_t, scale_t. fmt_t: format of the latter.
+
+    stochastic: "rows", "columns" or "both", which codes are rounded stochastically where there is a key.
+    """
     fmt_t = fmt_t or fmt
     if not _kernel_takes(x, key):
-        bits = _bits(x, key, role)
-        codes, used = quantize_ref(x, fmt, granularity, bits, power_of_two, scale)
-        codes_t, used_t = quantize_transposed_ref(x, fmt_t, granularity_t, bits, power_of_two, scale)
+        row_bits, column_bits = _of_layouts(_bits(x, key, role), stochastic)
+        codes, used = quantize_ref(x, fmt, granularity, row_bits, power_of_two, scale)
+        codes_t, used_t = quantize_transposed_ref(x, fmt_t, granularity_t, column_bits, power_of_two, scale)
         return (codes, used, codes_t, used_t) if scale is None else (codes, used.clone(), codes_t, used_t.clone())
     x, given = x.contiguous(), _given(x, fmt, granularity, scale, power_of_two)
     given_t = _given(x, fmt_t, granularity_t, scale, power_of_two, transposed=True)
-    if (given is None) != (given_t is None):  # a mean on one side only
-        row_codes = launch_quantize_tiles(x, fmt, granularity, None, key, role, power_of_two, given)
-        return *row_codes, *launch_quantize_tiles(
-            x, fmt_t, None, granularity_t, key, role, power_of_two, scale_t=given_t
+    if (fmt, granularity) == (fmt_t, granularity_t) and takes_blocks(x, fmt, granularity, given is not None):
+        return launch_quantize_blocks(
+            x, fmt, granularity, power_of_two, given, key=key, role=role, stochastic=stochastic
         )
-    alike = (fmt, granularity) == (fmt_t, granularity_t)
-    if alike and key is None and takes_blocks(x, fmt, granularity, given is not None):
-        return launch_quantize_blocks(x, fmt, granularity, power_of_two, given)
+    row_key, column_key = _of_layouts(key, stochastic)
+    if (given is None) != (given_t is None) or (row_key is None) != (column_key is None):
+        row_codes = _launch(x, fmt, granularity, row_key, role, power_of_two, given)
+        return *row_codes, *launch_quantize_tiles(
+            x, fmt_t, None, granularity_t, column_key, role, power_of_two, scale_t=given_t
+        )
     return launch_quantize_tiles(x, fmt, granularity, granularity_t, key, role, power_of_two, given, fmt_t, given_t)
 
 
 @quantize_dual.register_fake
-def _(x, fmt, granularity, granularity_t, key=None, role=0, power_of_two=False, scale=None, fmt_t=None):
+def _(
+    x, fmt, granularity, granularity_t, key=None, role=0, power_of_two=False, scale=None, fmt_t=None, stochastic="both"
+):
     return *empty_codes(x, fmt, granularity), *empty_codes(x, fmt_t or fmt, granularity_t, transposed=True)
 
 
 @torch.library.custom_op("qtrain::quantize_dual_given", mutates_args=())
 def quantize_dual_given(
-    x: Tensor, fmt: str, scale: Tensor, key: Tensor | None = None, role: int = 0, fmt_t: str | None = None
+    x: Tensor,
+    fmt: str,
+    scale: Tensor,
+    key: Tensor | None = None,
+    role: int = 0,
+    fmt_t: str | None = None,
+    stochastic: str = "both",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [M, K] with its scale fp32 [1] given -> codes [M, K], codes_t [K, M], absmax fp32 [1] of x, from one read."""
+    """x [M, K] with its scale fp32 [1] given -> codes [M, K], codes_t [K, M], absmax fp32 [1] of x, from one read.
+
+    stochastic: as in `quantize_dual`.
+    """
     fmt_t = fmt_t or fmt
     if not _kernel_takes(x, key):
-        bits = _bits(x, key, role)
-        codes, _ = quantize_ref(x, fmt, "tensorwise", bits, scale=scale)
-        codes_t, _ = quantize_transposed_ref(x, fmt_t, "tensorwise", bits, scale=scale)
+        row_bits, column_bits = _of_layouts(_bits(x, key, role), stochastic)
+        codes, _ = quantize_ref(x, fmt, "tensorwise", row_bits, scale=scale)
+        codes_t, _ = quantize_transposed_ref(x, fmt_t, "tensorwise", column_bits, scale=scale)
         return codes, codes_t, absmax_ref(x)
     x, most = x.contiguous(), torch.zeros(1, dtype=torch.int32, device=x.device)
-    if fmt == fmt_t and key is None and takes_blocks(x, fmt, "tensorwise", True):
-        codes, _, codes_t, _ = launch_quantize_blocks(x, fmt, "tensorwise", False, scale, most)
+    row_key, column_key = _of_layouts(key, stochastic)
+    if fmt == fmt_t and takes_blocks(x, fmt, "tensorwise", True):
+        codes, _, codes_t, _ = launch_quantize_blocks(
+            x, fmt, "tensorwise", False, scale, most, key=key, role=role, stochastic=stochastic
+        )
+    elif (row_key is None) != (column_key is None):
+        codes, _ = launch_quantize_tiles(x, fmt, "tensorwise", None, row_key, role, False, scale, absmax=most)
+        codes_t, _ = launch_quantize_tiles(x, fmt_t, None, "tensorwise", column_key, role, scale_t=scale)
     else:
         codes, _, codes_t, _ = launch_quantize_tiles(
             x, fmt, "tensorwise", "tensorwise", key, role, False, scale, fmt_t, scale, most
@@ -299,6 +334,6 @@ def quantize_dual_given(
 
 
 @quantize_dual_given.register_fake
-def _(x, fmt, scale, key=None, role=0, fmt_t=None):
+def _(x, fmt, scale, key=None, role=0, fmt_t=None, stochastic="both"):
     codes_t = empty_codes(x, fmt_t or fmt, "tensorwise", transposed=True)[0]
     return empty_codes(x, fmt, "tensorwise")[0], codes_t, x.new_empty(1, dtype=torch.float32)

@@ -1,9 +1,10 @@
-"""Quantizes bf16 in both layouts to 8 bits, to nearest: FP8's and INT8's weights and inputs.
+"""Quantizes bf16 in both layouts to 8 bits, FP8's and INT8's: weights, inputs and gradients.
 
 What `quantize_tiles` does for any format, written for few instructions and registers, so that programs enough share a
 multiprocessor for some to read while others reckon. Two neighbours of a row stay in the 32-bit word they were read in,
 absolute maxima are taken of both at once, and a thread holds words of four consecutive rows: four codes of a column
-are a word again, and only words go through shared memory to be turned.
+are a word again, and only words go through shared memory to be turned. Either layout may be rounded stochastically:
+the four words of a random draw belong to four words of x side by side, which a thread holds.
 
 Scales are those of a program's block of 128 (1x128, 128x128), of whole rows and columns or of the tensor, whose absmax
 a pass before leaves, or one is given for the tensor.
@@ -15,6 +16,7 @@ from torch import Tensor
 from qtrain.kernels.absmax import gate_of, launch_absmax, launch_absmax_gated
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.formats import FORMATS, empty_scale
+from qtrain.kernels.pair_codes import four_codes, scaled_pairs, two_codes, two_halves, two_rows
 from qtrain.kernels.pairs import (
     gate_gradient,
     gated,
@@ -26,7 +28,8 @@ from qtrain.kernels.pairs import (
     up_gradient,
     upper,
 )
-from qtrain.kernels.rounding import casts_to_fp8, encode, reciprocal_of, scale_of
+from qtrain.kernels.philox import ROLES, philox_words
+from qtrain.kernels.rounding import casts_to_fp8, reciprocal_of, scale_of
 
 BLOCK = 128
 WARPS, REGISTERS = 4, 168
@@ -81,55 +84,6 @@ def _reciprocal(scale, bad, CAST: tl.constexpr):
 
 
 @triton.jit
-def _scaled(bits, reciprocal, FMT: tl.constexpr, LARGEST: tl.constexpr, CAST: tl.constexpr):
-    """Bits of fp32 x -> what `_two_codes` and `_four_codes` take: the code in the lowest byte, or x / scale."""
-    x = bits.to(tl.float32, bitcast=True)
-    if not CAST:
-        KEEPS_NAN: tl.constexpr = FMT != "int8"  # under a scale that is given, as the conversions below
-        return encode(x, reciprocal, 0, FMT, LARGEST, False, KEEPS_NAN, False).to(tl.int32) & 0xFF
-    elif FMT == "int8":
-        return (x * reciprocal + 12582912.0).to(tl.int32, bitcast=True)  # as in `encode`
-    else:
-        return x * reciprocal
-
-
-@triton.jit
-def _two_codes(a, b, FMT: tl.constexpr, CAST: tl.constexpr):
-    """The codes of a and b as int16, that of a in the lower byte."""
-    if not CAST:
-        return (a | (b << 8)).to(tl.int16)
-    elif FMT == "int8":
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 s, t; prmt.b32 s, $1, $3, 0x0040; prmt.b32 t, $2, $4, 0x0040; prmt.b32 $0, s, t, 0x5410; }",
-            "=r,r,r,r,r", [a, b], dtype=tl.int16, is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        CVT: tl.constexpr = "cvt.rn.satfinite." + FMT + "x2.f32"
-        return tl.inline_asm_elementwise(
-            "{ .reg .b16 s, t; " + CVT + " s, $3, $1; " + CVT + " t, $4, $2; mov.b32 $0, {s, t}; }",
-            "=r,f,f,f,f", [a, b], dtype=tl.int16, is_pure=True, pack=2,
-        )  # fmt: skip
-
-
-@triton.jit
-def _four_codes(a, b, c, d, FMT: tl.constexpr, CAST: tl.constexpr):
-    """The codes of a, b, c and d as int32, that of a in the lowest byte."""
-    if not CAST:
-        return a | (b << 8) | (c << 16) | (d << 24)
-    elif FMT == "int8":
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 s, t; prmt.b32 s, $1, $2, 0x0040; prmt.b32 t, $3, $4, 0x0040; prmt.b32 $0, s, t, 0x5410; }",
-            "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        CVT: tl.constexpr = "cvt.rn.satfinite." + FMT + "x2.f32"
-        return tl.inline_asm_elementwise(
-            "{ .reg .b16 s, t; " + CVT + " s, $2, $1; " + CVT + " t, $4, $3; mov.b32 $0, {s, t}; }",
-            "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
 def _four_rows(ptrs, stride, inside):
     """Words at `ptrs` and at the same places of the three rows below; 0 outside."""
     if inside is None:
@@ -139,11 +93,29 @@ def _four_rows(ptrs, stride, inside):
         return first, second, tl.load(ptrs + 2 * stride, inside, 0), tl.load(ptrs + 3 * stride, inside, 0)
 
 
-@triton.jit(do_not_specialize=["stride", "stride_t"])
+@triton.jit
+def _coded_row(
+    ptrs, inside, pairs, by, by_first, by_second, beyond, block, key, STOCHASTIC: tl.constexpr,
+    STOCHASTIC_T: tl.constexpr, SAME: tl.constexpr, FMT: tl.constexpr, LARGEST: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    """Stores the codes of rows and gives what those of columns are packed from, if STOCHASTIC_T says so or both are the
+    SAME. block, key: as `philox_words` takes them."""
+    words, half = None, 0
+    if STOCHASTIC or STOCHASTIC_T:
+        words, half = philox_words(block, key), key[3] * 0x80
+    a, b = scaled_pairs(pairs, by, by, words, half, beyond, STOCHASTIC, FMT, LARGEST, CAST)
+    tl.store(ptrs, two_codes(a, b, STOCHASTIC, FMT, CAST), inside)
+    if STOCHASTIC_T and not SAME:
+        a, b = scaled_pairs(pairs, by_first, by_second, words, half, beyond, True, FMT, LARGEST, CAST)
+    return a, b
+
+
+@triton.jit(do_not_specialize=["role", "stride", "stride_t"])
 def _blocks_kernel(
     x_ptr, dy_ptr, codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr, source_ptr, source_t_ptr, absmax_ptr,
-    m, k, stride, stride_t,
-    GATE: tl.constexpr, FMT: tl.constexpr, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, SCALES: tl.constexpr,
+    key_ptr, role, m, k, stride, stride_t,
+    GATE: tl.constexpr, STOCHASTIC: tl.constexpr, STOCHASTIC_T: tl.constexpr, N_ROLES: tl.constexpr,
+    FMT: tl.constexpr, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, SCALES: tl.constexpr,
     CAST: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x, codes and codes_t as words of two elements, two codes and four codes; m, k: elements, multiples of 16.
@@ -151,7 +123,8 @@ def _blocks_kernel(
     SCALES: the granularity, or "given" for one scale, at `source_ptr`; the bits of the absmax of x then go to
     `absmax_ptr`, if any. Else those come from `source_ptr` (tensorwise), and `source_t_ptr` (rowwise). stride,
     stride_t: of the scales, down, where a block of x has one (128x128). EVEN: m and k are multiples of BLOCK. GATE:
-    what is quantized is made of x and dy, as in `_absmax_pairs_kernel`; k is its width.
+    what is quantized is made of x and dy, as in `_absmax_pairs_kernel`; k is its width. STOCHASTIC, STOCHASTIC_T: how
+    codes and codes_t are rounded.
     """
     tile = tl.program_id(0)
     if SCALES == "rowwise" or SCALES == "tensorwise":  # first what the pass before read last
@@ -198,6 +171,7 @@ def _blocks_kernel(
     else:
         x0, x1, x2, x3 = _four_rows(x_ptr + start + offset, words, inside)
 
+    beyond = False
     if SCALES == "rowwise":
         tl.debug_barrier()  # or the compiler asks for x only once these have come
         bits, bits_t = tl.load(source_ptr + down, down < m, 0), tl.load(source_t_ptr + across, across < k, 0)
@@ -225,9 +199,10 @@ def _blocks_kernel(
         tl.store(scale_t_ptr, scale, tile == 0)
         by0 = reciprocal_of(scale, False)
         by1, by2, by3 = by0, by0, by0
-        if absmax_ptr is not None:
+        if absmax_ptr is not None or STOCHASTIC or STOCHASTIC_T:
             most = _largest_of_all(_largest_of_four(x0, x1, x2, x3, CAST), CAST)
-            if most > known:
+            beyond = (most.to(tl.float32, bitcast=True) * by0 <= LARGEST) == 0  # a NaN is
+            if absmax_ptr is not None and most > known:
                 tl.atomic_max(absmax_ptr, most, sem="relaxed")
     elif SCALES == "128x128":
         most = _largest_of_all(_largest_of_four(x0, x1, x2, x3, CAST), CAST)
@@ -248,32 +223,54 @@ def _blocks_kernel(
         by2, by3 = _reciprocal(scale2, bad, CAST)[:, None], _reciprocal(scale3, bad, CAST)[:, None]
 
     x0, x1, x2, x3 = _cleaned(x0, bad), _cleaned(x1, bad), _cleaned(x2, bad), _cleaned(x3, bad)
-    # Stores of 8 codes a thread, not of 16: half the registers to gather them in.
-    ptrs = codes_ptr + start + tl.max_contiguous(offset, (1, 4))
-    a0, b0 = _scaled(lower(x0), by0, FMT, LARGEST, CAST), _scaled(upper(x0), by0, FMT, LARGEST, CAST)
-    tl.store(ptrs, _two_codes(a0, b0, FMT, CAST), inside)
-    a1, b1 = _scaled(lower(x1), by1, FMT, LARGEST, CAST), _scaled(upper(x1), by1, FMT, LARGEST, CAST)
-    tl.store(ptrs + words, _two_codes(a1, b1, FMT, CAST), inside)
-    a2, b2 = _scaled(lower(x2), by2, FMT, LARGEST, CAST), _scaled(upper(x2), by2, FMT, LARGEST, CAST)
-    tl.store(ptrs + 2 * words, _two_codes(a2, b2, FMT, CAST), inside)
-    a3, b3 = _scaled(lower(x3), by3, FMT, LARGEST, CAST), _scaled(upper(x3), by3, FMT, LARGEST, CAST)
-    tl.store(ptrs + 3 * words, _two_codes(a3, b3, FMT, CAST), inside)
-
     if SCALES == "1x128":
         first, second = scale_of(lower(most), LARGEST, POWER_OF_TWO), scale_of(upper(most), LARGEST, POWER_OF_TWO)
         scale_t = tl.reshape(tl.join(first, second), (BLOCK,))
         tl.store(scale_t_ptr + tile_m.to(tl.int64) * k + across, scale_t, across < k)
         by_first, by_second = _reciprocal(first, bad, CAST)[None, :], _reciprocal(second, bad, CAST)[None, :]
-    if SCALES == "1x128" or SCALES == "rowwise":  # else they are the same
-        a0, b0 = _scaled(lower(x0), by_first, FMT, LARGEST, CAST), _scaled(upper(x0), by_second, FMT, LARGEST, CAST)
-        a1, b1 = _scaled(lower(x1), by_first, FMT, LARGEST, CAST), _scaled(upper(x1), by_second, FMT, LARGEST, CAST)
-        a2, b2 = _scaled(lower(x2), by_first, FMT, LARGEST, CAST), _scaled(upper(x2), by_second, FMT, LARGEST, CAST)
-        a3, b3 = _scaled(lower(x3), by_first, FMT, LARGEST, CAST), _scaled(upper(x3), by_second, FMT, LARGEST, CAST)
+    elif SCALES != "rowwise":
+        by_first, by_second = by0, by0
+    # Stores of 8 codes a thread, not of 16: half the registers to gather them in.
+    ptrs = codes_ptr + start + tl.max_contiguous(offset, (1, 4))
+    SAME: tl.constexpr = STOCHASTIC == STOCHASTIC_T and SCALES != "1x128" and SCALES != "rowwise"
+    block, draws, key = 0, words // 4, None  # draws: in a row of x
+    if STOCHASTIC or STOCHASTIC_T:
+        key = tl.load(key_ptr), tl.load(key_ptr + 2) * N_ROLES + role, tl.load(key_ptr + 1), tl.minimum(m, 1)
+        first_of_row = (tile_m.to(tl.int64) * BLOCK + 4 * i) * draws + tile_k * (BLOCK // 8)
+        block = first_of_row[:, None] + tl.arange(0, BLOCK // 8)[None, :]
+    a0, b0 = _coded_row(
+        ptrs, inside, x0, by0, by_first, by_second, beyond, block, key,
+        STOCHASTIC, STOCHASTIC_T, SAME, FMT, LARGEST, CAST,
+    )  # fmt: skip
+    a1, b1 = _coded_row(
+        ptrs + words, inside, x1, by1, by_first, by_second, beyond, block + draws, key,
+        STOCHASTIC, STOCHASTIC_T, SAME, FMT, LARGEST, CAST,
+    )  # fmt: skip
+    if STOCHASTIC_T:
+        a0, b0 = two_rows(a0, a1, FMT, CAST), two_rows(b0, b1, FMT, CAST)
+    a2, b2 = _coded_row(
+        ptrs + 2 * words, inside, x2, by2, by_first, by_second, beyond, block + 2 * draws, key,
+        STOCHASTIC, STOCHASTIC_T, SAME, FMT, LARGEST, CAST,
+    )  # fmt: skip
+    a3, b3 = _coded_row(
+        ptrs + 3 * words, inside, x3, by3, by_first, by_second, beyond, block + 3 * draws, key,
+        STOCHASTIC, STOCHASTIC_T, SAME, FMT, LARGEST, CAST,
+    )  # fmt: skip
+    if STOCHASTIC_T:
+        a0 = two_halves(a0, two_rows(a2, a3, FMT, CAST), CAST)
+        b0 = two_halves(b0, two_rows(b2, b3, FMT, CAST), CAST)
+    else:
+        if not SAME:
+            a0, b0 = scaled_pairs(x0, by_first, by_second, None, 0, False, False, FMT, LARGEST, CAST)
+            a1, b1 = scaled_pairs(x1, by_first, by_second, None, 0, False, False, FMT, LARGEST, CAST)
+            a2, b2 = scaled_pairs(x2, by_first, by_second, None, 0, False, False, FMT, LARGEST, CAST)
+            a3, b3 = scaled_pairs(x3, by_first, by_second, None, 0, False, False, FMT, LARGEST, CAST)
+        a0, b0 = four_codes(a0, a1, a2, a3, FMT, CAST), four_codes(b0, b1, b2, b3, FMT, CAST)
     start_t = tile_k.to(tl.int64) * BLOCK * quads + tile_m * (BLOCK // 4)
     ptrs_t = codes_t_ptr + start_t + j[:, None] * (2 * quads) + i[None, :]
     inside_t = None if EVEN else columns[:, None] & rows[None, :]
-    tl.store(ptrs_t, tl.trans(_four_codes(a0, a1, a2, a3, FMT, CAST)), inside_t)
-    tl.store(ptrs_t + quads, tl.trans(_four_codes(b0, b1, b2, b3, FMT, CAST)), inside_t)
+    tl.store(ptrs_t, tl.trans(a0), inside_t)
+    tl.store(ptrs_t + quads, tl.trans(b0), inside_t)
 
 
 def takes_blocks(x: Tensor, fmt: str, granularity: str, given: bool = False) -> bool:
@@ -297,12 +294,15 @@ def launch_quantize_blocks(
     absmax: Tensor | None = None,
     of_gate: bool = False,
     dy: Tensor | None = None,
+    key: Tensor | None = None,
+    role: int = 0,
+    stochastic: str = "both",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The kernel for `quantize_ref` and `quantize_transposed_ref` at once: codes, scale, codes_t, scale_t.
 
     x contiguous, not empty, `takes_blocks`. given: the scale. absmax: int32 [1] of zeros, to receive the bits of x's
     under a scale that is given. of_gate: what is quantized is silu_mul(x) or, where dy is its gradient, the gradient of
-    x; x [M, 2I], I a multiple of BLOCK.
+    x; x [M, 2I], I a multiple of BLOCK. key, role, stochastic: as for `quantize_dual`.
     """
     m, k, form = x.shape[0], x.shape[1] // 2 if of_gate and dy is None else x.shape[1], FORMATS[fmt]
     source, source_t = given, None
@@ -318,8 +318,9 @@ def launch_quantize_blocks(
     _blocks_kernel[(triton.cdiv(m, BLOCK) * triton.cdiv(k, BLOCK),)](
         x.view(torch.int32), None if dy is None else dy.view(torch.int32),
         codes.view(torch.int16), codes_t.view(torch.int32), scale, scale_t,
-        source, source_t, absmax, m, k, scale.stride(0), scale_t.stride(0),
-        gate_of(of_gate, dy), fmt, form.max, power_of_two, granularity if given is None else "given",
+        source, source_t, absmax, key, role, m, k, scale.stride(0), scale_t.stride(0),
+        gate_of(of_gate, dy), key is not None and stochastic != "columns", key is not None and stochastic != "rows",
+        len(ROLES), fmt, form.max, power_of_two, granularity if given is None else "given",
         casts_to_fp8(x.device), m % BLOCK == k % BLOCK == 0, BLOCK,
         num_warps=WARPS if dy is None else WARPS_OF_GRADIENT,
         maxnreg=REGISTERS if dy is None else REGISTERS_OF_GRADIENT,

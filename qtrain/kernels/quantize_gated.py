@@ -46,34 +46,54 @@ def _direct(x: Tensor, dy: Tensor | None, fmt: str, granularity: str, given: boo
 
 @torch.library.custom_op("qtrain::quantize_gated", mutates_args=())
 def quantize_gated(
-    x: Tensor, dy: Tensor | None, fmt: str, granularity: str, power_of_two: bool = False
+    x: Tensor,
+    dy: Tensor | None,
+    fmt: str,
+    granularity: str,
+    power_of_two: bool = False,
+    key: Tensor | None = None,
+    role: int = 0,
+    stochastic: str = "both",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize_dual` of y, or of dx: codes, scale, codes_t, scale_t, to nearest; both layouts alike."""
+    """`quantize_dual` of y, or of dx: codes, scale, codes_t, scale_t; both layouts in the same format."""
     x, dy = x.contiguous(), None if dy is None else dy.contiguous()
     if not _direct(x, dy, fmt, granularity, False):
-        return quantize_dual(activation(x, dy), fmt, granularity, granularity, None, 0, power_of_two)
-    return launch_quantize_blocks(x, fmt, granularity, power_of_two, of_gate=True, dy=dy)
+        y = activation(x, dy)
+        return quantize_dual(y, fmt, granularity, granularity, key, role, power_of_two, stochastic=stochastic)
+    return launch_quantize_blocks(
+        x, fmt, granularity, power_of_two, of_gate=True, dy=dy, key=key, role=role, stochastic=stochastic
+    )
 
 
 @quantize_gated.register_fake
-def _(x, dy, fmt, granularity, power_of_two=False):
+def _(x, dy, fmt, granularity, power_of_two=False, key=None, role=0, stochastic="both"):
     made = _empty_like(x, dy)
     return *empty_codes(made, fmt, granularity), *empty_codes(made, fmt, granularity, transposed=True)
 
 
 @torch.library.custom_op("qtrain::quantize_gated_given", mutates_args=())
-def quantize_gated_given(x: Tensor, dy: Tensor | None, fmt: str, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_gated_given(
+    x: Tensor,
+    dy: Tensor | None,
+    fmt: str,
+    scale: Tensor,
+    key: Tensor | None = None,
+    role: int = 0,
+    stochastic: str = "both",
+) -> tuple[Tensor, Tensor, Tensor]:
     """`quantize_dual_given` of y, or of dx: codes, codes_t, absmax fp32 [1]. scale: fp32 [1]."""
     x, dy = x.contiguous(), None if dy is None else dy.contiguous()
     if not _direct(x, dy, fmt, "tensorwise", True):
-        return quantize_dual_given(activation(x, dy), fmt, scale)
+        return quantize_dual_given(activation(x, dy), fmt, scale, key, role, stochastic=stochastic)
     most = torch.zeros(1, dtype=torch.int32, device=x.device)
-    codes, _, codes_t, _ = launch_quantize_blocks(x, fmt, "tensorwise", False, scale, most, True, dy)
+    codes, _, codes_t, _ = launch_quantize_blocks(
+        x, fmt, "tensorwise", False, scale, most, True, dy, key, role, stochastic
+    )
     return codes, codes_t, most.view(torch.float32)
 
 
 @quantize_gated_given.register_fake
-def _(x, dy, fmt, scale):
+def _(x, dy, fmt, scale, key=None, role=0, stochastic="both"):
     made = _empty_like(x, dy)
     codes, codes_t = empty_codes(made, fmt, "tensorwise")[0], empty_codes(made, fmt, "tensorwise", transposed=True)[0]
     return codes, codes_t, x.new_empty(1, dtype=torch.float32)

@@ -102,10 +102,13 @@ class DynamicScheme(LowBitScheme):
     def gated_operands(
         self, name: str, x: Tensor, dy: Tensor | None, key: Tensor | None, wanted: Wanted, amax: Operand = ()
     ) -> tuple[Operand, Operand]:
-        read = self._read_alike(name, key, wanted)
+        read = self._read_alike(name, wanted)
         if read is None or not takes_gated(read.fmt, read.granularity):
             return super().gated_operands(name, x, dy, key, wanted, amax)
-        codes, scale, codes_t, scale_t = quantize_gated(x, dy, read.fmt, read.granularity, self.power_of_two)
+        key, stochastic = drawn(*self._keys_of(name, key))
+        codes, scale, codes_t, scale_t = quantize_gated(
+            x, dy, read.fmt, read.granularity, self.power_of_two, key, ROLES.index(name), stochastic
+        )
         return (codes, scale), (codes_t, scale_t)
 
     def multiply(self, gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
@@ -134,11 +137,10 @@ class DynamicScheme(LowBitScheme):
         rows, columns = applies(self.stochastic_rounding, row_gemm), applies(self.stochastic_rounding, column_gemm)
         return (key if rows else None), (key if columns else None)
 
-    def _read_alike(self, name: str, key: Tensor | None, wanted: Wanted) -> Read | None:
-        """How the tensor `name` is read along rows and columns, if that is the same and to nearest."""
+    def _read_alike(self, name: str, wanted: Wanted) -> Read | None:
+        """How the tensor `name` is read along rows and columns, if that is the same but for the rounding."""
         rows, columns = self._reads_of(name, wanted)
-        row_key, column_key = self._keys_of(name, key)
-        return rows if rows == columns and row_key is None and column_key is None else None
+        return rows if rows == columns else None
 
     def _operands(
         self, t: Tensor, name: str, key: Tensor | None, wanted: Wanted, plain: Operand, amax: Operand = ()
@@ -147,8 +149,8 @@ class DynamicScheme(LowBitScheme):
         rows, columns = self._reads_of(name, wanted)
         row_key, column_key = self._keys_of(name, key)
         role = ROLES.index(name)
-        if rows and columns and (row_key is None) == (column_key is None):
-            return self._quantize_dual(t, rows, columns, row_key, role)
+        if rows and columns:
+            return self._quantize_dual(t, rows, columns, row_key, column_key, role)
         return (
             self._quantize(t, rows, row_key, role) if rows else plain,
             self._quantize_transposed(t, columns, column_key, role) if columns else plain,
@@ -161,17 +163,26 @@ class DynamicScheme(LowBitScheme):
         return quantize_transposed(t, read.fmt, read.granularity, key, role, self.power_of_two)
 
     def _quantize_dual(
-        self, t: Tensor, rows: Read, columns: Read, key: Tensor | None, role: int
+        self, t: Tensor, rows: Read, columns: Read, row_key: Tensor | None, column_key: Tensor | None, role: int
     ) -> tuple[Operand, Operand]:
+        key, stochastic = drawn(row_key, column_key)
         codes, scale, codes_t, scale_t = quantize_dual(
-            t, rows.fmt, rows.granularity, columns.granularity, key, role, self.power_of_two, fmt_t=columns.fmt
-        )
+            t, rows.fmt, rows.granularity, columns.granularity, key, role, self.power_of_two,
+            fmt_t=columns.fmt, stochastic=stochastic,
+        )  # fmt: skip
         return (codes, scale), (codes_t, scale_t)
 
 
 def applies(option: bool | tuple[Gemm, ...], gemm: Gemm) -> bool:
     """Whether an option that is true, false or a list of GEMMs holds for this one."""
     return option if isinstance(option, bool) else gemm in option
+
+
+def drawn(row_key: Tensor | None, column_key: Tensor | None) -> tuple[Tensor | None, str]:
+    """The one key of a tensor, and which layouts draw under it, as `quantize_dual` takes them."""
+    if row_key is None:
+        return column_key, "columns"
+    return row_key, "rows" if column_key is None else "both"
 
 
 def fp8_refusal(device: torch.device) -> str | None:

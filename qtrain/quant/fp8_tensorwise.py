@@ -20,6 +20,7 @@ from qtrain.kernels.known_scale import known_scale, known_scale_gated
 from qtrain.kernels.philox import ROLES
 from qtrain.kernels.quantize import absmax, quantize, quantize_dual_given, quantize_transposed
 from qtrain.kernels.quantize_gated import quantize_gated_given
+from qtrain.quant.dynamic import drawn
 from qtrain.quant.fp8 import Fp8Epilogue
 from qtrain.quant.scheme import SCHEMES, Gemm, Operand, Wanted
 
@@ -64,13 +65,13 @@ class Fp8Tensorwise(Fp8Epilogue):
         row_key, column_key = self._keys_of(name, key)
         scale = known_scale(t, amax[0], fmt, self.power_of_two)
         row_codes = column_codes = seen = None
-        if rows and columns and (row_key is None) == (column_key is None):
-            row_codes, column_codes, seen = quantize_dual_given(t, fmt, scale, row_key, role)
+        if rows and columns:
+            key, stochastic = drawn(row_key, column_key)
+            row_codes, column_codes, seen = quantize_dual_given(t, fmt, scale, key, role, stochastic=stochastic)
+        elif rows:
+            row_codes, _ = quantize(t, fmt, "tensorwise", row_key, role, scale=scale)
         else:
-            if rows:
-                row_codes, _ = quantize(t, fmt, "tensorwise", row_key, role, scale=scale)
-            if columns:
-                column_codes, _ = quantize_transposed(t, fmt, "tensorwise", column_key, role, scale=scale)
+            column_codes, _ = quantize_transposed(t, fmt, "tensorwise", column_key, role, scale=scale)
         if len(amax) == 2:
             scale = _recorded(scale, absmax(t) if seen is None else seen, amax[1])
         return (
@@ -81,11 +82,12 @@ class Fp8Tensorwise(Fp8Epilogue):
     def gated_operands(
         self, name: str, x: Tensor, dy: Tensor | None, key: Tensor | None, wanted: Wanted, amax: Operand = ()
     ) -> tuple[Operand, Operand]:
-        read = self._read_alike(name, key, wanted)
+        read = self._read_alike(name, wanted)
         if read is None or not amax:
             return super().gated_operands(name, x, dy, key, wanted, amax)
         scale = known_scale_gated(x, dy, amax[0], read.fmt, self.power_of_two)
-        codes, codes_t, seen = quantize_gated_given(x, dy, read.fmt, scale)
+        key, stochastic = drawn(*self._keys_of(name, key))
+        codes, codes_t, seen = quantize_gated_given(x, dy, read.fmt, scale, key, ROLES.index(name), stochastic)
         if len(amax) == 2:
             scale = _recorded(scale, seen, amax[1])
         return (codes, scale), (codes_t, scale)

@@ -54,6 +54,6 @@ class MxFp8(DynamicScheme):
         return quantize_mx(t.t().contiguous(), read.fmt)
 
     def _quantize_dual(
-        self, t: Tensor, rows: Read, columns: Read, key: Tensor | None, role: int
+        self, t: Tensor, rows: Read, columns: Read, row_key: Tensor | None, column_key: Tensor | None, role: int
     ) -> tuple[Operand, Operand]:
-        return self._quantize(t, rows, key, role), self._quantize_transposed(t, columns, key, role)
+        return self._quantize(t, rows, row_key, role), self._quantize_transposed(t, columns, column_key, role)

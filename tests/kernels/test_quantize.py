@@ -17,6 +17,7 @@ from qtrain.kernels.quantize import (
     quantize_transposed_ref,
 )
 from tests.cases import KINDS, SHAPES, matrix
+from tests.kernels.test_quantize_kernels import same
 
 KEY = torch.tensor([2**40 + 77, 9, 5])
 EVERY = [(fmt, granularity) for fmt in FORMATS for granularity in GRANULARITIES]
@@ -133,15 +134,29 @@ def test_forms_agree(fmt, granularity):
             assert torch.equal(of_transpose[0].view(torch.uint8), transposed[0].view(torch.uint8))
         for key in (None, KEY):
             separate = [*quantize(x, fmt, granularity, key, 1), *quantize_transposed(x, fmt, granularity, key, 1)]
-            for a, b in zip(quantize_dual(x, fmt, granularity, granularity, key, 1), separate, strict=True):
-                assert (
-                    torch.equal(a, b)
-                    if a.dtype == torch.float32
-                    else torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-                )
+            same(quantize_dual(x, fmt, granularity, granularity, key, 1), separate, (fmt, granularity, shape))
         codes, scale = quantize(x, fmt, "tensorwise", KEY)
         codes_t, _ = quantize_transposed(x, fmt, "tensorwise", KEY, scale=scale)
         assert torch.equal(unpack(codes, fmt, shape[1]).float(), unpack(codes_t, fmt, shape[0]).float().t())
+
+
+@pytest.mark.parametrize("stochastic", ["rows", "columns", "both"])
+def test_each_layout_is_rounded_in_its_own_way(stochastic):
+    """`stochastic` names what draws under the key; the rest is rounded to nearest."""
+    x, scale = matrix(34, 40, 0), torch.tensor([0.01])
+    row_key, column_key = (KEY if stochastic in (layout, "both") else None for layout in ("rows", "columns"))
+    for fmt, granularity in EVERY:
+        expected = [
+            *quantize(x, fmt, granularity, row_key, 1),
+            *quantize_transposed(x, fmt, granularity, column_key, 1),
+        ]
+        found = quantize_dual(x, fmt, granularity, granularity, KEY, 1, stochastic=stochastic)
+        same(found, expected, (fmt, granularity))
+    for fmt in ("int8", "e5m2"):
+        codes, codes_t, _ = quantize_dual_given(x, fmt, scale, KEY, 1, stochastic=stochastic)
+        expected = quantize(x, fmt, "tensorwise", row_key, 1, scale=scale)[0]
+        expected_t = quantize_transposed(x, fmt, "tensorwise", column_key, 1, scale=scale)[0]
+        same([codes, codes_t], [expected, expected_t], fmt)
 
 
 def test_two_formats_and_given():
@@ -183,3 +198,5 @@ def test_operators(key):
     torch.library.opcheck(quantize, (x, "int8", "tensorwise", key, 0, False, scale))
     torch.library.opcheck(quantize_dual, (x, "e5m2", "tensorwise", "tensorwise", key, 0, False, scale, "e4m3"))
     torch.library.opcheck(quantize_dual_given, (x, "e4m3", scale, key, 1))
+    torch.library.opcheck(quantize_dual_given, (x, "e4m3", scale, key, 1, None, "rows"))
+    torch.library.opcheck(quantize_dual, (x, "int8", "rowwise", "rowwise", key, 1), {"stochastic": "columns"})

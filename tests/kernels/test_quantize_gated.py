@@ -14,6 +14,7 @@ from qtrain.kernels.quantize_blocks import launch_quantize_blocks
 from qtrain.kernels.quantize_gated import activation, quantize_gated, quantize_gated_given, takes_gated
 from qtrain.kernels.silu_mul import launch_silu_mul, launch_silu_mul_backward
 from tests.cases import KINDS, matrix
+from tests.kernels.test_quantize_blocks import STOCHASTIC, drawing
 from tests.kernels.test_quantize_kernels import hostile, same
 
 CASES = [(fmt, granularity) for fmt in ("int8", "e4m3", "e5m2") for granularity in ("128x128", "1x128", "rowwise")]
@@ -32,22 +33,24 @@ def made(x, dy):
     return y.bfloat16()
 
 
-def check(x, dy, fmt, granularity, power_of_two=False):
-    y = made(x, dy)
-    expected = quantize_ref(y, fmt, granularity, None, power_of_two)
-    expected += quantize_transposed_ref(y, fmt, granularity, None, power_of_two)
-    found = launch_quantize_blocks(x, fmt, granularity, power_of_two, of_gate=True, dy=dy)
-    same(found, expected, (tuple(x.shape), fmt, granularity, dy is None))
+def check(x, dy, fmt, granularity, power_of_two=False, stochastic=""):
+    y, (options, bits) = made(x, dy), drawing(x.device, stochastic)
+    row_bits, column_bits = bits(y.shape)
+    expected = quantize_ref(y, fmt, granularity, row_bits, power_of_two)
+    expected += quantize_transposed_ref(y, fmt, granularity, column_bits, power_of_two)
+    found = launch_quantize_blocks(x, fmt, granularity, power_of_two, of_gate=True, dy=dy, **options)
+    same(found, expected, (tuple(x.shape), fmt, granularity, dy is None, stochastic))
 
 
-def check_given(x, dy, fmt, value):
+def check_given(x, dy, fmt, value, stochastic=""):
     y, scale = made(x, dy), torch.tensor([value], device=x.device)
     most = torch.zeros(1, dtype=torch.int32, device=x.device)
-    found = launch_quantize_blocks(x, fmt, "tensorwise", False, scale, most, True, dy)
-    expected = quantize_ref(y, fmt, "tensorwise", scale=scale) + quantize_transposed_ref(
-        y, fmt, "tensorwise", scale=scale
-    )
-    same([*found, most.view(torch.float32)], [*expected, absmax_ref(y)], (tuple(x.shape), fmt, dy is None))
+    options, bits = drawing(x.device, stochastic)
+    row_bits, column_bits = bits(y.shape)
+    found = launch_quantize_blocks(x, fmt, "tensorwise", False, scale, most, True, dy, **options)
+    expected = quantize_ref(y, fmt, "tensorwise", row_bits, scale=scale)
+    expected += quantize_transposed_ref(y, fmt, "tensorwise", column_bits, scale=scale)
+    same([*found, most.view(torch.float32)], [*expected, absmax_ref(y)], (tuple(x.shape), fmt, dy is None, stochastic))
 
 
 @pytest.mark.interpreter
@@ -66,6 +69,18 @@ def test_a_given_scale_in_the_interpreter(fmt):
     for value in (1e-3, 0.3):
         check_given(x, None, fmt, value)
         check_given(x, dy, fmt, value)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("fmt,granularity", CASES)
+def test_stochastic_rounding_in_the_interpreter(fmt, granularity):
+    for seed, (m, width, stochastic) in enumerate([(144, 128, "columns"), (16, 256, "both")]):
+        x, dy = gate_and_gradient(m, width, seed, "bad", "cpu")
+        check(x, None, fmt, granularity, False, stochastic)
+        check(x, dy, fmt, granularity, False, stochastic)
+    if granularity == "128x128" and fmt != "int8":
+        check_given(x, None, fmt, 1e-3, "columns")
+        check_given(x, dy, fmt, 1e-3, "both")
 
 
 @pytest.mark.interpreter
@@ -99,15 +114,23 @@ def check_operators(device):
                     same(quantize_gated(x, d, fmt, granularity), expected, (m, width, fmt))
                 scale = torch.tensor([0.1], device=device)
                 same(quantize_gated_given(x, d, "e4m3", scale), quantize_dual_given(activation(x, d), "e4m3", scale), m)
+                for stochastic in STOCHASTIC[1:]:
+                    options, _ = drawing(device, stochastic)
+                    expected = quantize_dual(activation(x, d), "int8", "rowwise", "rowwise", **options)
+                    same(quantize_gated(x, d, "int8", "rowwise", **options), expected, (m, width, stochastic))
+                    expected = quantize_dual_given(activation(x, d), "e4m3", scale, **options)
+                    same(quantize_gated_given(x, d, "e4m3", scale, **options), expected, (m, width, stochastic))
     x, dy = (
         matrix(32, 256, 0, "normal", torch.bfloat16).to(device),
         matrix(32, 128, 1, "normal", torch.bfloat16).to(device),
     )
+    options, _ = drawing(device, "columns")
     for d in (None, dy):
-        torch.library.opcheck(torch.ops.qtrain.quantize_gated.default, (x, d, "int8", "rowwise"))
-        torch.library.opcheck(
-            torch.ops.qtrain.quantize_gated_given.default, (x, d, "e4m3", torch.ones(1, device=device))
-        )
+        for drawn in ({}, options):
+            torch.library.opcheck(torch.ops.qtrain.quantize_gated.default, (x, d, "int8", "rowwise"), drawn)
+            torch.library.opcheck(
+                torch.ops.qtrain.quantize_gated_given.default, (x, d, "e4m3", torch.ones(1, device=device)), drawn
+            )
 
 
 def test_operators():
@@ -155,3 +178,20 @@ def test_a_given_scale_on_gpu(fmt):
         for value in (1e-4, 0.3, 300.0):
             check_given(x, None, fmt, value)
             check_given(x, dy, fmt, value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stochastic", STOCHASTIC[1:])
+@pytest.mark.parametrize("fmt,granularity", CASES)
+def test_stochastic_rounding_on_gpu(fmt, granularity, stochastic):
+    for number in range(20):
+        x, dy = gate_and_gradient(
+            16 * (3 * number + 1), 128 * (number % 5 + 1), number, [*KINDS, "bad"][number % 6], "cuda"
+        )
+        for d in (None, dy):
+            check(x, d, fmt, granularity, False, stochastic)
+            if granularity == "128x128" and fmt != "int8":
+                check_given(x, d, fmt, (1e-4, 0.3, 300.0)[number % 3], stochastic)
+    x, dy = gate_and_gradient(4096, 4864, 0, "outlier", "cuda")
+    check(x, None, fmt, granularity, False, stochastic)
+    check(x, dy, fmt, granularity, False, stochastic)

@@ -208,6 +208,9 @@ def test_operators_on_gpu(fmt):
                     rows, columns = (op(x, fmt, granularity, key, ROLE) for op in (quantize, quantize_transposed))
                     same(rows, quantize_ref(x, fmt, granularity, noise(x, key)), what)
                     same(quantize_dual(x, fmt, granularity, granularity, key, ROLE), [*rows, *columns], what)
+                    nearest = quantize_ref(x, fmt, granularity)
+                    one = quantize_dual(x, fmt, granularity, granularity, key, ROLE, stochastic="columns")
+                    same(one, [*nearest, *columns], what)
 
 
 @pytest.mark.gpu
@@ -218,3 +221,6 @@ def test_dual_with_the_scale_given_on_gpu():
         codes, codes_t, most = quantize_dual_given(x, "e4m3", one)
         same([codes, most], [quantize_ref(x, "e4m3", "tensorwise", scale=one)[0], absmax_ref(x)], shape)
         assert torch.equal(codes.float().t(), codes_t.float())
+        codes, codes_t, most = quantize_dual_given(x, "e4m3", one, KEY.cuda(), ROLE, stochastic="columns")
+        drawn = quantize_transposed_ref(x, "e4m3", "tensorwise", noise(x, KEY.cuda()), scale=one)[0]
+        same([codes, codes_t, most], [quantize_ref(x, "e4m3", "tensorwise", scale=one)[0], drawn, absmax_ref(x)], shape)

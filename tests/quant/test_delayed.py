@@ -118,7 +118,7 @@ def test_a_bad_value_neither_hides_nor_stays():
 
 
 def test_each_gemm_in_bf16_and_each_rounding_of_its_own():
-    """What only one GEMM reads, and what is rounded for one of two readers, goes through single quantizers."""
+    """What one GEMM reads goes through a single quantizer; what is rounded for one of two, through one for both."""
     for options in ({"grad_weight": "bf16"}, {"output": "bf16"}, {"stochastic_rounding": ["grad_weight"]}):
         model, quantized = swapped(scaling="delayed", **options)
         dynamic, _ = swapped(**options)

@@ -13,6 +13,7 @@ from tests.cases import matrix
 KWARGS = [
     ("int8", {}),
     ("int8", {"stochastic_rounding": True}),
+    ("int8", {"stochastic_rounding": ["grad_weight"]}),
     ("int8", {"grad_weight": "bf16"}),
     ("int8", {"granularity": "tensorwise"}),
     ("switchback", {}),
@@ -20,7 +21,9 @@ KWARGS = [
     ("fp8_tensorwise", {}),
     ("fp8_tensorwise", {"scaling": "delayed"}),
     ("fp8_tensorwise", {"scaling": "delayed", "grad_format": "e5m2"}),
+    ("fp8_tensorwise", {"scaling": "delayed", "stochastic_rounding": ["grad_input", "grad_weight"]}),
     ("fp8_rowwise", {}),
+    ("fp8_rowwise", {"stochastic_rounding": True}),
     ("fp8_rowwise_gw_hp", {}),
     ("fp8_blockwise", {}),
     ("mxfp8", {}),

@@ -189,6 +189,22 @@ def test_stochastic_rounding_of_single_gemms():
         assert kept == [gemm not in chosen for gemm in ("output", "grad_input", "grad_weight")], chosen
 
 
+def test_stochastic_rounding_for_one_reader_takes_no_second_pass():
+    """A tensor that one GEMM reads rounded to nearest and the other stochastically is quantized for both at once."""
+    model, ops = nn.Sequential(nn.Linear(64, 64, bias=False)), []
+    swap(model, "int8", stochastic_rounding=["grad_weight"])
+
+    class Record(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            ops.append(str(op))
+            return op(*args, **(kwargs or {}))
+
+    x, dy = matrix(32, 64, 0).requires_grad_(), matrix(32, 64, 1)
+    with Record():
+        model(x).backward(dy)
+    assert [op for op in ops if "quantize" in op] == ["qtrain.quantize_dual.default"] * 2
+
+
 @pytest.mark.parametrize("name", TABLE)
 def test_nothing_is_quantized_twice_or_for_nobody(name):
     """Codes that are made: of x and dy once a micro-batch and reader, of w once a step; in evaluation of x for one."""
