@@ -78,14 +78,12 @@ def _products(a, b):
 
 
 @triton.jit
-def philox_words(block, key):
-    """block int64 [R, C]: numbers of 8 elements each -> random words uint32 [R, 4 * C], one for two neighbours.
+def philox(block, seed, step, tensor, once=1):
+    """block int64: numbers of 8 elements each -> four random words uint32, as `philox_ref`'s; seed, step, tensor int64.
 
-    A row's blocks are consecutive, so its words come out in their order. key: seed, tensor and step as `philox_ref`'s,
-    and 1 as a number that the compiler does not know: it makes these draws a loop, which others are not mixed into, so
-    that their words need not all be kept.
+    once: 1. As a number that the compiler does not know it makes these draws a loop, which others are not mixed into,
+    so that their words need not all be kept.
     """
-    seed, tensor, step, once = key
     c0, c1 = block.to(tl.uint32), (block >> 32).to(tl.uint32)
     c2, c3 = tl.zeros_like(c0) + tensor.to(tl.uint32), tl.zeros_like(c0) + step.to(tl.uint32)
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
@@ -96,8 +94,21 @@ def philox_words(block, key):
             c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
             k0 += 0x9E3779B9
             k1 += 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def philox_words(block, seed, step, tensor, once=1):
+    """block int64 [R, C]: as for `philox` -> its words uint32 [R, C, 4], each for two neighbours, the first's below."""
+    w0, w1, w2, w3 = philox(block, seed, step, tensor, once)
     # join makes a new last axis: [R, C, 2, 2] in the order of the words.
-    return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), (block.shape[0], block.shape[1] * 4))
+    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (block.shape[0], block.shape[1], 4))
+
+
+@triton.jit
+def philox_key(key_ptr, role, N_ROLES: tl.constexpr):
+    """seed, step and tensor, as `philox` takes them, of a key and a role as `random_bits_ref`'s."""
+    return tl.load(key_ptr), tl.load(key_ptr + 1), tl.load(key_ptr + 2) * N_ROLES + role
 
 
 @triton.jit
@@ -106,13 +117,9 @@ def philox_bits(block, key_ptr, role, N_ROLES: tl.constexpr):
 
     A row's blocks are consecutive, so its elements come out in their order.
     """
-    seed, step, linear = tl.load(key_ptr), tl.load(key_ptr + 1), tl.load(key_ptr + 2)
-    tensor = (linear * N_ROLES + role).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, block.to(tl.uint32), (block >> 32).to(tl.uint32), tensor, step.to(tl.uint32), 7)
-    # join makes a new last axis: the words, then the halves, in the order of elements.
-    pairs = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [R, C, 2, 2]
-    bits = tl.join(pairs & 0xFFFF, pairs >> 16)  # [R, C, 2, 2, 2]
-    return tl.reshape(bits, (block.shape[0], block.shape[1] * 8))
+    seed, step, tensor = philox_key(key_ptr, role, N_ROLES)
+    words = philox_words(block, seed, step, tensor)
+    return tl.reshape(tl.join(words & 0xFFFF, words >> 16), (block.shape[0], block.shape[1] * 8))
 
 
 @triton.jit

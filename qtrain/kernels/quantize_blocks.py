@@ -28,7 +28,7 @@ from qtrain.kernels.pairs import (
     up_gradient,
     upper,
 )
-from qtrain.kernels.philox import ROLES, philox_words
+from qtrain.kernels.philox import ROLES, philox_key, philox_words
 from qtrain.kernels.rounding import casts_to_fp8, reciprocal_of, scale_of
 
 BLOCK = 128
@@ -99,10 +99,12 @@ def _coded_row(
     STOCHASTIC_T: tl.constexpr, SAME: tl.constexpr, FMT: tl.constexpr, LARGEST: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
     """Stores the codes of rows and gives what those of columns are packed from, if STOCHASTIC_T says so or both are the
-    SAME. block, key: as `philox_words` takes them."""
+    SAME. block: as `philox` takes it; key: its other arguments, the last one not known to the compiler."""
     words, half = None, 0
     if STOCHASTIC or STOCHASTIC_T:
-        words, half = philox_words(block, key), key[3] * 0x80
+        seed, step, tensor, once = key
+        words = philox_words(block, seed, step, tensor, once)
+        words, half = tl.reshape(words, (block.shape[0], block.shape[1] * 4)), once * 0x80
     a, b = scaled_pairs(pairs, by, by, words, half, beyond, STOCHASTIC, FMT, LARGEST, CAST)
     tl.store(ptrs, two_codes(a, b, STOCHASTIC, FMT, CAST), inside)
     if STOCHASTIC_T and not SAME:
@@ -235,7 +237,8 @@ def _blocks_kernel(
     SAME: tl.constexpr = STOCHASTIC == STOCHASTIC_T and SCALES != "1x128" and SCALES != "rowwise"
     block, draws, key = 0, words // 4, None  # draws: in a row of x
     if STOCHASTIC or STOCHASTIC_T:
-        key = tl.load(key_ptr), tl.load(key_ptr + 2) * N_ROLES + role, tl.load(key_ptr + 1), tl.minimum(m, 1)
+        seed, step, tensor = philox_key(key_ptr, role, N_ROLES)
+        key = seed, step, tensor, tl.minimum(m, 1)
         first_of_row = (tile_m.to(tl.int64) * BLOCK + 4 * i) * draws + tile_k * (BLOCK // 8)
         block = first_of_row[:, None] + tl.arange(0, BLOCK // 8)[None, :]
     a0, b0 = _coded_row(

@@ -5,6 +5,7 @@ elements and its scale.
 """
 
 from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.philox import philox
 from qtrain.kernels.words import (
     bf16_to_float,
     bytes_to_float,
@@ -175,52 +176,16 @@ def _with_sign(magnitude, x):
 
 
 @triton.jit
-def _product(a, FACTOR: tl.constexpr, PTX: tl.constexpr):
-    """uint32 -> the low and the high word of a * FACTOR, in one instruction."""
-    if PTX:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b64 both; mul.wide.u32 both, $2, $3; mov.b64 {$0, $1}, both; }",
-            "=r,=r,r,r", [a, FACTOR], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        product = a.to(tl.uint64) * FACTOR
-        return product.to(tl.uint32), (product >> 32).to(tl.uint32)
-
-
-@triton.jit
-def _philox(group, seed, step, tensor, PTX: tl.constexpr):
-    """group int64: numbers of eight elements -> four words uint32, as `philox_ref`'s."""
-    c0, c1 = group.to(tl.uint32), (group >> 32).to(tl.uint32)
-    c2, c3 = tl.zeros_like(c0) + tensor, tl.zeros_like(c0) + step
-    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    for _ in tl.static_range(7):
-        low0, high0 = _product(c0, 0xD2511F53, PTX)
-        low1, high1 = _product(c2, 0xCD9E8D57, PTX)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0 += 0x9E3779B9
-        k1 += 0xBB67AE85
-    return c0, c1, c2, c3
-
-
-@triton.jit
-def draw(group, seed, step, tensor, PTX: tl.constexpr):
-    """group int64 [R, C]: numbers of eight elements -> uint32 [R, C, 4], whose halves are `random_bits_ref`'s."""
-    w0, w1, w2, w3 = _philox(group, seed, step, tensor, PTX)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    return tl.reshape(words, (group.shape[0], group.shape[1], 4))
-
-
-@triton.jit
-def draw_each(element, seed, step, tensor, PTX: tl.constexpr):
+def draw_each(element, seed, step, tensor):
     """element int64 [R, C, 8]: where the eight do not share a draw -> the word of each, uint32."""
-    w0, w1, w2, w3 = _philox(element >> 3, seed, step, tensor, PTX)
+    w0, w1, w2, w3 = philox(element >> 3, seed, step, tensor)
     pair = (element >> 1) & 3
     return tl.where(pair < 2, tl.where(pair == 0, w0, w1), tl.where(pair == 2, w2, w3))
 
 
 @triton.jit
 def half_of_each(words, element, MIX: tl.constexpr, SHARED: tl.constexpr, FLOAT: tl.constexpr, PTX: tl.constexpr):
-    """The words of `draw` (SHARED) or `draw_each`, multiplied -> 16 random bits an element, int32 [R, C, 8], or
+    """The words of `philox_words` (SHARED) or `draw_each`, multiplied -> 16 random bits an element, int32 [R, C, 8], or
     FLOAT: 2**23 more than they, as fp32."""
     mixed = words if MIX == 1 else words * MIX
     if SHARED and FLOAT:

@@ -1,9 +1,9 @@
 """The kernels of `fused_update`: one works out every tensor's factors, the other updates elements."""
 
 from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.philox import philox_key, philox_words
 from qtrain.kernels.state_kernels import (
     decode_state,
-    draw,
     draw_each,
     half_of_each,
     load_state,
@@ -144,9 +144,7 @@ def update_kernel(
         scales += row
     if WEIGHT == 4:
         scales += row * ((row_length + 127) // 128) + start // 128
-    seed = tl.load(keys_ptr + owner * 3)
-    step = tl.load(keys_ptr + owner * 3 + 1).to(tl.uint32)
-    tensor = (tl.load(keys_ptr + owner * 3 + 2) * N_ROLES + role).to(tl.uint32)
+    seed, step, tensor = philox_key(keys_ptr + owner * 3, role, N_ROLES)
 
     ROWS: tl.constexpr = TILE // BLOCK
     for i in range(0, (limit + TILE - 1) // TILE):
@@ -178,9 +176,9 @@ def update_kernel(
         random = 0
         if SR_WEIGHT or SR_M or SR_V or WEIGHT >= 3:
             if ALIGNED:
-                random = draw((first_element + base) // 8 + group, seed, step, tensor, PTX)
+                random = philox_words((first_element + base) // 8 + group, seed, step, tensor)
             else:
-                random = draw_each(number, seed, step, tensor, PTX)
+                random = draw_each(number, seed, step, tensor)
 
         root = 0.0
         bits = 0
