@@ -127,6 +127,9 @@ class StepGraphs:
             raise
         except RuntimeError as error:
             self._refused = True
+            # The generator still believes that it is being recorded, and would draw nothing outside of it.
+            generator = torch.cuda.default_generators[self._device.index]
+            generator.graphsafe_set_state(generator.clone_state())
             reason = str(error).strip().splitlines()[0]
             log.warning("the step is not recorded as a CUDA graph and goes on as before (%s)", reason)
             return None
