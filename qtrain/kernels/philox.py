@@ -62,35 +62,33 @@ def random_bits_ref(shape: torch.Size | tuple[int, ...], key: Tensor, role: int)
     return torch.stack(halves, dim=1).flatten()[:elements].int().view(shape)
 
 
-def uniform_ref(shape: torch.Size | tuple[int, ...], key: Tensor, role: int) -> Tensor:
-    """Uniform fp32 numbers in (0, 1) from `random_bits_ref`, one per element.
-
-    Each is the centre of its interval: no number is 0 or 1, and their mean is exactly one half.
-    """
-    return (random_bits_ref(shape, key, role).float() + 0.5) * 2.0**-16
+@triton.jit
+def _products(a, FACTOR: tl.constexpr, PTX: tl.constexpr):
+    """Low and high words of a * FACTOR, uint32 each: one product of 64 bits, for which there is one instruction."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b64 both; mul.wide.u32 both, $2, $3; mov.b64 {$0, $1}, both; }",
+            "=r,=r,r,r", [a, FACTOR], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        product = a.to(tl.uint64) * FACTOR
+        return product.to(tl.uint32), (product >> 32).to(tl.uint32)
 
 
 @triton.jit
-def _products(a, b):
-    """High and low words of a * b, uint32 each: as one product of 64 bits, for which there is one instruction."""
-    product = a.to(tl.uint64) * b
-    return (product >> 32).to(tl.uint32), product.to(tl.uint32)
-
-
-@triton.jit
-def philox(block, seed, step, tensor, once=1):
+def philox(block, seed, step, tensor, PTX: tl.constexpr, once=1):
     """block int64: numbers of 8 elements each -> four random words uint32, as `philox_ref`'s; seed, step, tensor int64.
 
-    once: 1. As a number that the compiler does not know it makes these draws a loop, which others are not mixed into,
-    so that their words need not all be kept.
+    PTX: in an instruction of the GPU that the compiler misses. once: 1. As a number that the compiler does not know it
+    makes these draws a loop, which others are not mixed into, so that their words need not all be kept.
     """
     c0, c1 = block.to(tl.uint32), (block >> 32).to(tl.uint32)
     c2, c3 = tl.zeros_like(c0) + tensor.to(tl.uint32), tl.zeros_like(c0) + step.to(tl.uint32)
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     for _ in range(once):
         for _ in tl.static_range(7):
-            high0, low0 = _products(c0, 0xD2511F53)
-            high1, low1 = _products(c2, 0xCD9E8D57)
+            low0, high0 = _products(c0, 0xD2511F53, PTX)
+            low1, high1 = _products(c2, 0xCD9E8D57, PTX)
             c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
             k0 += 0x9E3779B9
             k1 += 0xBB67AE85
@@ -98,9 +96,9 @@ def philox(block, seed, step, tensor, once=1):
 
 
 @triton.jit
-def philox_words(block, seed, step, tensor, once=1):
+def philox_words(block, seed, step, tensor, PTX: tl.constexpr, once=1):
     """block int64 [R, C]: as for `philox` -> its words uint32 [R, C, 4], each for two neighbours, the first's below."""
-    w0, w1, w2, w3 = philox(block, seed, step, tensor, once)
+    w0, w1, w2, w3 = philox(block, seed, step, tensor, PTX, once)
     # join makes a new last axis: [R, C, 2, 2] in the order of the words.
     return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (block.shape[0], block.shape[1], 4))
 
@@ -112,17 +110,11 @@ def philox_key(key_ptr, role, N_ROLES: tl.constexpr):
 
 
 @triton.jit
-def philox_bits(block, key_ptr, role, N_ROLES: tl.constexpr):
+def philox_bits(block, key_ptr, role, N_ROLES: tl.constexpr, PTX: tl.constexpr):
     """block int64 [R, C]: numbers of 8 elements each -> 16 random bits uint32 [R, 8 * C], as `random_bits_ref`'s.
 
     A row's blocks are consecutive, so its elements come out in their order.
     """
     seed, step, tensor = philox_key(key_ptr, role, N_ROLES)
-    words = philox_words(block, seed, step, tensor)
+    words = philox_words(block, seed, step, tensor, PTX)
     return tl.reshape(tl.join(words & 0xFFFF, words >> 16), (block.shape[0], block.shape[1] * 8))
-
-
-@triton.jit
-def philox_uniform(block, key_ptr, role, N_ROLES: tl.constexpr):
-    """As `philox_bits`, but uniform fp32 [R, 8 * C], the same as `uniform_ref`'s."""
-    return (philox_bits(block, key_ptr, role, N_ROLES).to(tl.float32) + 0.5) * (1.0 / 65536.0)

@@ -103,7 +103,7 @@ def _coded_row(
     words, half = None, 0
     if STOCHASTIC or STOCHASTIC_T:
         seed, step, tensor, once = key
-        words = philox_words(block, seed, step, tensor, once)
+        words = philox_words(block, seed, step, tensor, CAST, once)
         words, half = tl.reshape(words, (block.shape[0], block.shape[1] * 4)), once * 0x80
     a, b = scaled_pairs(pairs, by, by, words, half, beyond, STOCHASTIC, FMT, LARGEST, CAST)
     tl.store(ptrs, two_codes(a, b, STOCHASTIC, FMT, CAST), inside)

@@ -35,7 +35,8 @@ def _groups_kernel(
     tl.store(scale_ptr + group // per_row * row_stride + group % per_row * group_stride, scale, group < groups)
     noise = 0
     if STOCHASTIC:  # k is a multiple of 8 here, so that the eight elements of a draw share a row
-        noise = philox_bits(row * (k // 8) + start // 8 + tl.arange(0, BLOCK // 8)[None, :], key_ptr, role, N_ROLES)
+        block = row * (k // 8) + start // 8 + tl.arange(0, BLOCK // 8)[None, :]
+        noise = philox_bits(block, key_ptr, role, N_ROLES, CAST)
     codes = encode(cleaned(x, bad), reciprocal_of(scale, bad)[:, None], noise, FMT, LARGEST, STOCHASTIC, False, CAST)
     byte = tl.arange(0, BLOCK // PACKING)[None, :]
     stored = inside & (byte * PACKING < width) & (start + byte * PACKING < k)
@@ -63,7 +64,7 @@ def _long_rows_kernel(
         noise = 0
         if STOCHASTIC:
             block = row * (k // 8) + start // 8 + tl.arange(0, BLOCK // 8)[None, :]
-            noise = philox_bits(block, key_ptr, role, N_ROLES)
+            noise = philox_bits(block, key_ptr, role, N_ROLES, CAST)
         codes = encode(cleaned(x, bad), reciprocal, noise, FMT, LARGEST, STOCHASTIC, False, CAST)
         byte = start // PACKING + tl.arange(0, BLOCK // PACKING)[None, :]
         tl.store(codes_ptr + row * tl.cdiv(k, PACKING) + byte, packed(codes, PACKING), byte * PACKING < k)

@@ -118,7 +118,8 @@ def _tiles_kernel(
     noise = 0
     if STOCHASTIC:  # k is a multiple of 8 here, so that the eight elements of a draw share a row
         first = tile_k * (BLOCK_K // 8) + tl.arange(0, BLOCK_K // 8)
-        noise = philox_bits(rows.to(tl.int64)[:, None] * (k // 8) + first[None, :], key_ptr, role, N_ROLES)
+        # The GPU's own product would take a program's last registers here, and one fewer would share a multiprocessor.
+        noise = philox_bits(rows.to(tl.int64)[:, None] * (k // 8) + first[None, :], key_ptr, role, N_ROLES, False)
     if RELOAD:
         x = tl.load(x_ptrs, inside, 0.0)
     x = cleaned(x, bad)

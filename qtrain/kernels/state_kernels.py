@@ -176,9 +176,9 @@ def _with_sign(magnitude, x):
 
 
 @triton.jit
-def draw_each(element, seed, step, tensor):
+def draw_each(element, seed, step, tensor, PTX: tl.constexpr):
     """element int64 [R, C, 8]: where the eight do not share a draw -> the word of each, uint32."""
-    w0, w1, w2, w3 = philox(element >> 3, seed, step, tensor)
+    w0, w1, w2, w3 = philox(element >> 3, seed, step, tensor, PTX)
     pair = (element >> 1) & 3
     return tl.where(pair < 2, tl.where(pair == 0, w0, w1), tl.where(pair == 2, w2, w3))
 

@@ -176,9 +176,9 @@ def update_kernel(
         random = 0
         if SR_WEIGHT or SR_M or SR_V or WEIGHT >= 3:
             if ALIGNED:
-                random = philox_words((first_element + base) // 8 + group, seed, step, tensor)
+                random = philox_words((first_element + base) // 8 + group, seed, step, tensor, PTX)
             else:
-                random = draw_each(number, seed, step, tensor)
+                random = draw_each(number, seed, step, tensor, PTX)
 
         root = 0.0
         bits = 0

@@ -48,7 +48,7 @@ class Scheme(ABC):
 
 class LowBitScheme(Scheme):
     """A scheme that swaps linears. All tensors are 2-D. `key` is what stochastic rounding draws under
-    (`kernels.philox.uniform_ref`); None where rounding is to nearest."""
+    (`kernels.philox.random_bits_ref`); None where rounding is to nearest."""
 
     stochastic_rounding: bool | tuple[Gemm, ...] = False
     """Whether anything is rounded stochastically; a tuple names the GEMMs whose operands are."""

@@ -1,9 +1,9 @@
-"""Philox gives the published words, and uniforms that depend on every part of their key."""
+"""Philox gives the published words, and bits that are uniform and depend on every part of their key."""
 
 import pytest
 import torch
 
-from qtrain.kernels.philox import philox_ref, uniform_ref
+from qtrain.kernels.philox import philox_ref, random_bits_ref
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,8 @@ def test_known_answers(rounds, words):
 
 
 def uniform(shape=(64, 33), seed=5, step=7, linear=2, role=1):
-    return uniform_ref(shape, torch.tensor([seed, step, linear]), role)
+    """Each draw as the centre of its interval in (0, 1)."""
+    return (random_bits_ref(shape, torch.tensor([seed, step, linear]), role).float() + 0.5) * 2.0**-16
 
 
 def test_uniform_is_a_function_of_its_key():

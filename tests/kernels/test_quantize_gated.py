@@ -181,8 +181,8 @@ def test_a_given_scale_on_gpu(fmt):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("stochastic", STOCHASTIC[1:])
-@pytest.mark.parametrize("fmt,granularity", CASES)
+@pytest.mark.parametrize("stochastic", ["columns", "both"])
+@pytest.mark.parametrize("fmt,granularity", [case for case in CASES if case[0] != "e5m2"])
 def test_stochastic_rounding_on_gpu(fmt, granularity, stochastic):
     for number in range(20):
         x, dy = gate_and_gradient(
