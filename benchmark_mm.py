@@ -41,6 +41,8 @@ SIZES = {
     "cpu": {"shapes": "256x256x256,512x512x512", "quantizer_shapes": "256x1024", "tokens": 256},
 }
 """What is measured where nothing is said: on a CPU enough to see that all of it works."""
+INT8_ROUNDINGS = ('int8:{"stochastic_rounding":false}', 'int8:{"stochastic_rounding":true}')
+"""Beside `int8` as it comes, which rounds one of its three products stochastically: none, and all."""
 Job = Callable[..., Table]
 """Measures a table, given `hardware` and `report`."""
 R = TypeVar("R")
@@ -71,7 +73,8 @@ class BenchmarkSettings:
     linear_shapes: str = ""
     """Sizes NxK of the linears, with commas; empty: those of --model, of Llama and DeepSeek-V3, on a CPU 512x256."""
     schemes: str = ""
-    """Schemes of the table of linears, with commas; NAME:{JSON} gives one its options. Empty: all, int8 with SR too."""
+    """Schemes of the table of linears, with commas; NAME:{JSON} gives one its options. Empty: all, int8 also with
+    stochastic rounding nowhere and everywhere."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where; auto takes the GPU if there is one."""
     budget_ms: Annotated[float, Range(1, 10_000)] = 150.0
@@ -155,7 +158,7 @@ def linears(settings: BenchmarkSettings, device: torch.device) -> Job:
         shapes = SHAPES if device.type == "cuda" else {"512x256": (512, 256)}
     names = [name for name in SCHEMES.names() if SCHEMES.get(name, "") is not Auto]
     schemes: dict[str, Scheme] = {}
-    for word in split_list(settings.schemes) or [*names, 'int8:{"stochastic_rounding":true}']:
+    for word in split_list(settings.schemes) or [*names, *INT8_ROUNDINGS]:
         name, kwargs = name_and_options(word, "--schemes")
         schemes[word] = SCHEMES.make(name, kwargs, "--schemes")
         if isinstance(schemes[word], Auto):

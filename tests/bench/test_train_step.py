@@ -14,7 +14,8 @@ from qtrain.errors import UserError
 from qtrain.train.in_backward import OptimizerInBackward
 
 SEVEN = (
-    'bf16,\nint8:{"grad_input":"bf16","grad_weight":"bf16"}, int8:{"grad_weight":"bf16"},int8,'
+    'bf16,\nint8:{"grad_input":"bf16","grad_weight":"bf16"}, int8:{"grad_weight":"bf16"},'
+    'int8:{"stochastic_rounding":false},'
     'int8:{"grad_input":"bf16","grad_weight":"bf16","stochastic_rounding":true},'
     'int8:{"grad_weight":"bf16","stochastic_rounding":true},int8:{"stochastic_rounding":true}'
 )

@@ -54,6 +54,11 @@ def swap(model: nn.Module, name: str, **options):
     return quantize_linears(model, scheme(name, **options), seed=3)
 
 
+def swap_to_nearest(model: nn.Module, name: str, **options):
+    """As the emulation rounds."""
+    return swap(model, name, **({"stochastic_rounding": False} if name == "int8" else {}), **options)
+
+
 def run(model: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
     """y and every gradient of one pass."""
     leaf = x.clone().requires_grad_()
@@ -75,7 +80,7 @@ def test_a_linear_is_its_emulation(name, options, changes, power_of_two, kind):
         with torch.no_grad():
             linear.weight.copy_(matrix(n, k, seed + 50, "normal"))
         low, high = nn.Sequential(linear), nn.Sequential(copy.deepcopy(linear))
-        swap(low, name, **options)
+        swap_to_nearest(low, name, **options)
         emulate(high, TABLE[name] | changes, power_of_two)
         assert isinstance(low[0], LowBitLinear) and isinstance(high[0], EmulatedLinear)
         x, dy = matrix(m, k, seed, kind), matrix(m, n, seed + 100, kind)
@@ -102,7 +107,7 @@ def test_a_decoder_layer_is_its_emulation(name):
     torch.manual_seed(0)
     layer = Decoder(ModelConfig.from_hf(CONFIG)).layers[0]
     high = emulate(copy.deepcopy(layer), TABLE[name], name in POWER_OF_TWO)
-    swap(layer, name)
+    swap_to_nearest(layer, name)
     x, dy = matrix(48, 128, 0).view(2, 24, 128), matrix(48, 128, 1).view(2, 24, 128)
     cos, sin = (table.unsqueeze(-2) for table in rope_tables(ModelConfig.from_hf(CONFIG).rope, 32, 24, x.device))
     found = run(_with(layer, cos, sin, None), x, dy)
@@ -189,10 +194,16 @@ def test_stochastic_rounding_of_single_gemms():
         assert kept == [gemm not in chosen for gemm in ("output", "grad_input", "grad_weight")], chosen
 
 
+def test_int8_rounds_a_weights_gradient_stochastically_unless_told_otherwise():
+    assert scheme("int8").stochastic_rounding == ("grad_weight",)
+    assert scheme("int8", stochastic_rounding=False).stochastic_rounding is False
+    assert scheme("int8", grad_weight="bf16").stochastic_rounding is False, "nothing of it is rounded"
+
+
 def test_stochastic_rounding_for_one_reader_takes_no_second_pass():
     """A tensor that one GEMM reads rounded to nearest and the other stochastically is quantized for both at once."""
     model, ops = nn.Sequential(nn.Linear(64, 64, bias=False)), []
-    swap(model, "int8", stochastic_rounding=["grad_weight"])
+    swap(model, "int8")
 
     class Record(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
@@ -371,7 +382,7 @@ def test_a_linear_is_its_emulation_on_the_gpu(name, options, changes, power_of_t
     for seed, (m, k, n) in enumerate([(16, 64, 48), (272, 1040, 656), (2048, 1024, 4096)]):
         linear = nn.Linear(k, n, dtype=torch.bfloat16, device="cuda")
         low, high = nn.Sequential(linear), nn.Sequential(copy.deepcopy(linear))
-        swap(low, name, **options)
+        swap_to_nearest(low, name, **options)
         emulate(high, TABLE[name] | changes, power_of_two)
         x = matrix(m, k, seed, "outlier", torch.bfloat16).cuda()
         dy = matrix(m, n, seed + 100, "outlier", torch.bfloat16).cuda()
@@ -392,7 +403,7 @@ def test_a_decoder_layer_is_its_emulation_on_the_gpu(name):
     for low_module, high_module in zip(layer.modules(), high.modules(), strict=True):  # the same, rounded, weights
         if isinstance(high_module, EmulatedLinear):
             high_module.weight.data = low_module.weight.data.double()
-    swap(layer, name)
+    swap_to_nearest(layer, name)
     x, dy = (matrix(1024, 512, seed, "normal", torch.bfloat16).view(4, 256, 512).cuda() for seed in (0, 1))
     cos, sin = (table.unsqueeze(-2) for table in rope_tables(config.rope, 128, 256, x.device))
     found = run(_with(layer, cos, sin, None), x, dy)
