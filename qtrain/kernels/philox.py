@@ -20,24 +20,27 @@ WORD = 0xFFFFFFFF
 ROUNDS = 7
 
 
-def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """High and low 32-bit words of a * b. The int64 product may wrap its sign, which leaves all 64 bits right."""
-    product = a * b
-    return (product >> 32) & WORD, product & WORD
-
-
 def philox_ref(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor], rounds: int = ROUNDS
 ) -> list[Tensor]:
     """Four 32-bit random words per counter. All tensors are int64 that hold unsigned 32-bit values, broadcastable."""
-    c0, c1, c2, c3 = counter
+    c0, c1, c2, c3 = (word.clone() for word in torch.broadcast_tensors(*counter, *key)[:4])
     k0, k1 = key
-    for _ in range(rounds):
-        high0, low0 = _multiply(c0, MULTIPLIER_0)
-        high1, low1 = _multiply(c2, MULTIPLIER_1)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+    high = torch.empty_like(c0)
+    for _ in range(rounds):  # in place: on a CPU new memory would take longer than the arithmetic
+        c0 *= MULTIPLIER_0  # may wrap its sign, which leaves all 64 bits right
+        c2 *= MULTIPLIER_1
+        c1 ^= torch.bitwise_right_shift(c2, 32, out=high)
+        c1 ^= k0
+        c3 ^= torch.bitwise_right_shift(c0, 32, out=high)
+        c3 ^= k1
+        c1 &= WORD
+        c3 &= WORD
+        c0, c1, c2, c3 = c1, c2, c3, c0  # of the products the low words, whose upper bits go where they meet others
         k0, k1 = (k0 + WEYL_0) & WORD, (k1 + WEYL_1) & WORD
-    return list(torch.broadcast_tensors(c0, c1, c2, c3))
+    c1 &= WORD
+    c3 &= WORD
+    return [c0, c1, c2, c3]
 
 
 ROLES = ("x", "dy", "w", "update")
@@ -57,9 +60,9 @@ def random_bits_ref(shape: torch.Size | tuple[int, ...], key: Tensor, role: int)
     seed, step, linear = key[0:1], key[1:2], key[2:3]
     block = torch.arange((elements + 7) // 8, device=key.device)
     tensor = (linear * len(ROLES) + role) & WORD
-    words = philox_ref((block & WORD, block >> 32, tensor, step & WORD), (seed & WORD, (seed >> 32) & WORD))
-    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
-    return torch.stack(halves, dim=1).flatten()[:elements].int().view(shape)
+    w0, w1, w2, w3 = philox_ref((block & WORD, block >> 32, tensor, step & WORD), (seed & WORD, (seed >> 32) & WORD))
+    halves = torch.stack([w0 | (w1 << 32), w2 | (w3 << 32)], dim=1).view(torch.int16).flatten()
+    return halves[:elements].int().bitwise_and_(0xFFFF).view(shape)
 
 
 @triton.jit

@@ -47,7 +47,7 @@ def scale_ref(x: Tensor, fmt: str, granularity: str, power_of_two: bool = False)
     if fmt == "ternary":
         scale = _mean_abs(groups, x.shape)
     else:  # times the reciprocal: CUDA does not divide by a number anyway
-        scale = torch.linalg.vector_norm(groups, ord=torch.inf, dim=(1, 3)).float() * (1 / FORMATS[fmt].max)
+        scale = groups.abs().amax(dim=(1, 3)).float() * (1 / FORMATS[fmt].max)
     scale = scale.clamp(min=SCALE_EPS)
     if power_of_two:
         bits = scale.view(torch.int32)
@@ -68,13 +68,14 @@ def quantize_ref(
 
     bits: 16 random bits for each element, int32 [M, K], for stochastic rounding. scale: fp32 [1], given (tensorwise).
     """
-    x = x.float().contiguous()
+    x = x.float()
     if scale is None:
         scale = scale_ref(x, fmt, granularity, power_of_two)
         x = x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # the scale is bad already
     reciprocal = scale.reciprocal().nan_to_num(nan=0.0)
     scaled = x * expand_scale(reciprocal, granularity, x.shape)
-    return pack(_encode(scaled, FORMATS[fmt], bits), fmt), scale
+    codes = _encode(scaled, FORMATS[fmt], bits).contiguous()  # of a transpose only now, of a byte each
+    return pack(codes, fmt), scale
 
 
 def quantize_transposed_ref(
@@ -88,7 +89,7 @@ def quantize_transposed_ref(
     """`quantize_ref` of the transpose of x; `bits` is [M, K], as x."""
     if fmt == "ternary" and granularity == "tensorwise" and scale is None:
         scale = scale_ref(x, fmt, granularity, power_of_two)  # a sum in the order of x: the same as in `quantize_ref`
-    return quantize_ref(x.t().contiguous(), fmt, granularity, None if bits is None else bits.t(), power_of_two, scale)
+    return quantize_ref(x.t(), fmt, granularity, None if bits is None else bits.t(), power_of_two, scale)
 
 
 def expand_scale(scale: Tensor, granularity: str, shape: tuple[int, int]) -> Tensor:
@@ -124,13 +125,13 @@ def _encode(scaled: Tensor, fmt: Format, bits: Tensor | None) -> Tensor:
     """x / scale, fp32, to codes one an element: int8 or fp8."""
     clamped = scaled.clamp(-fmt.max, fmt.max)
     if not fmt.is_float:
-        clamped = clamped.nan_to_num(nan=0.0)
+        clamped.nan_to_num_(nan=0.0)
         if bits is None:
-            return clamped.round().to(torch.int8)
+            return clamped.round_().to(torch.int8)
         # Fixed point with 15 bits after the point, the noise added below the point: exact in fp32, and on the GPU
         # one addition to the bit pattern.
-        fixed = (clamped * 2.0**15).round()
-        return ((fixed + (bits >> 1)) * 2.0**-15).floor().to(torch.int8)
+        fixed = clamped.mul_(2.0**15).round_()
+        return fixed.add_(bits >> 1).mul_(2.0**-15).floor_().to(torch.int8)
     nan = scaled.isnan()
     if bits is None:
         codes = clamped.to(fmt.dtype).view(torch.uint8)

@@ -11,6 +11,7 @@ import torch
 from qtrain.config import as_dict
 from qtrain.data import TensorBatch
 from qtrain.errors import TrainingStopped
+from qtrain.hardware import keep_freed_memory
 from qtrain.optim import OPTIMIZERS, LRSchedule
 from qtrain.train.failures import first_bad_tensor, is_out_of_memory, not_finite, out_of_memory
 from qtrain.train.gradients import Gradients
@@ -50,6 +51,8 @@ class Training:
         self.run, self.plan, self.schedule = run, plan, schedule
         self.forward, self.batches, self.evaluation = forward, batches, evaluation
         settings, state = run.settings, run.state
+        if run.device.type == "cpu":
+            keep_freed_memory()
         self.in_backward: OptimizerInBackward | None = None
         if settings.optimizer_in_backward:
             assert graphs is None, "a recorded step updates nothing in its backward pass"
