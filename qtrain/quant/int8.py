@@ -21,7 +21,7 @@ Arithmetic = Literal["int8", "bf16"]
 @SCHEMES.register("int8")
 @dataclass(frozen=True)
 class Int8(DynamicScheme):
-    """dynamic rowwise INT8 mixed precision; each of the three GEMMs int8 or bf16, nearest or stochastic rounding"""
+    """dynamic rowwise INT8 mixed precision; each GEMM int8 or bf16, nearest or stochastic (as it comes grad_weight)"""
 
     output: Arithmetic = "int8"
     grad_input: Arithmetic = "int8"
