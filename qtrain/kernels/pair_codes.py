@@ -10,6 +10,7 @@ CAST, as in `rounding.py`; where it is not, in the interpreter, every code is in
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.pairs import lower, upper
 from qtrain.kernels.rounding import encode
+from qtrain.kernels.words import bytes_of_both
 
 
 @triton.jit
@@ -34,9 +35,7 @@ def _noise(words, half, UPPER: tl.constexpr, FMT: tl.constexpr, CAST: tl.constex
             BYTES: tl.constexpr = "0x5432" if UPPER else "0x5410"
         else:
             BYTES: tl.constexpr = "0x5324" if UPPER else "0x5104"
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, " + BYTES + ";", "=r,r,r", [words, half], dtype=tl.int32, is_pure=True, pack=1
-        )
+        return bytes_of_both(words, half, BYTES)
     else:
         bits = (words >> 16 if UPPER else words & 0xFFFF).to(tl.int32)
         return bits | (half << 16) if FMT == "int8" else (bits << 8) | half
@@ -129,10 +128,8 @@ def four_codes(a, b, c, d, FMT: tl.constexpr, CAST: tl.constexpr):
 def two_rows(a, b, FMT: tl.constexpr, CAST: tl.constexpr):
     """The codes of a and b, rounded stochastically, in the lower half of int32, that of a in the lowest byte."""
     if CAST:
-        BYTE: tl.constexpr = "0x0062" if FMT == "int8" else "0x0073"
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, " + BYTE + ";", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-        )
+        BYTES: tl.constexpr = "0x0062" if FMT == "int8" else "0x0073"
+        return bytes_of_both(a, b, BYTES)
     else:
         return a | (b << 8)
 
@@ -141,8 +138,6 @@ def two_rows(a, b, FMT: tl.constexpr, CAST: tl.constexpr):
 def two_halves(a, b, CAST: tl.constexpr):
     """The lower halves of a and b as int32, that of a below."""
     if CAST:
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-        )
+        return bytes_of_both(a, b, "0x5410")
     else:
         return a | (b << 16)

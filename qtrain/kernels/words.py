@@ -151,8 +151,8 @@ def halves_to_float(words, PTX: tl.constexpr):
     """uint32 [R, C, 4] -> 2**23 + each half as an integer, fp32 [R, C, 8]."""
     if PTX:
         words = words.to(tl.int32, bitcast=True)
-        low = _bytes_of_both(words, 0x4B000000, "0x7610").to(tl.float32, bitcast=True)
-        high = _bytes_of_both(words, 0x4B000000, "0x7632").to(tl.float32, bitcast=True)
+        low = bytes_of_both(words, 0x4B000000, "0x7610").to(tl.float32, bitcast=True)
+        high = bytes_of_both(words, 0x4B000000, "0x7632").to(tl.float32, bitcast=True)
     else:
         low = ((words & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True)
         high = ((words >> 16) | 0x4B000000).to(tl.float32, bitcast=True)
@@ -219,7 +219,7 @@ def nibbles_to_float(words, OFFSET: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def _bytes_of_both(a, b, BYTES: tl.constexpr):
+def bytes_of_both(a, b, BYTES: tl.constexpr):
     """Four bytes of two words int32, each a digit of BYTES from the lowest: 0 to 3 of a, 4 to 7 of b; in PTX."""
     asm: tl.constexpr = "prmt.b32 $0, $1, $2, " + BYTES + ";"
     return tl.inline_asm_elementwise(asm, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
@@ -230,7 +230,7 @@ def pack_halves(x, PTX: tl.constexpr):
     """The upper 16 bits of int32 [R, C, 8] -> int32 [R, C, 4]."""
     even, odd = _pairs(x)
     if PTX:
-        return _bytes_of_both(even, odd, "0x7632")
+        return bytes_of_both(even, odd, "0x7632")
     return ((even >> 16) & 0xFFFF) | (odd & -65536)
 
 
@@ -239,8 +239,8 @@ def pack_bytes(x, SHIFT: tl.constexpr, PTX: tl.constexpr):
     """The bytes at bit SHIFT (0 or 16) of int32 [R, C, 4n] -> int32 [R, C, n]."""
     even, odd = _pairs(x)
     if PTX:
-        first, third = _pairs(_bytes_of_both(even, odd, "0x0040" if SHIFT == 0 else "0x0062"))
-        return _bytes_of_both(first, third, "0x5410")
+        first, third = _pairs(bytes_of_both(even, odd, "0x0040" if SHIFT == 0 else "0x0062"))
+        return bytes_of_both(first, third, "0x5410")
     first, third = _pairs((even >> SHIFT) & 255)
     second, fourth = _pairs((odd >> SHIFT) & 255)
     return (first | (second << 8)) | ((third << 16) | (fourth << 24))
