@@ -88,18 +88,16 @@ def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, A
         batches *= geometry.gradient_accumulation  # which tokens they are makes no difference
         start = _now(device)
         gradients = compute_gradients(model, forward, quantized, batches, step, graphs, in_backward)
-        if in_backward is None:
-            apply_gradients(
-                model,
-                optimizer,
-                quantized,
-                gradients,
-                lr=settings.lr,
-                clip_grad_norm=settings.clip_grad_norm,
-                graphs=graphs,
-            )
-        else:
-            quantized.refresh()
+        apply_gradients(
+            model,
+            optimizer,
+            quantized,
+            gradients,
+            lr=settings.lr,
+            clip_grad_norm=settings.clip_grad_norm,
+            graphs=graphs,
+            in_backward=in_backward,
+        )
         times.append(_now(device) - start)
         loss = gradients.loss
     seconds = statistics.median(times[warmup_steps:])

@@ -118,18 +118,16 @@ class Training:
         )
         if not gradients.finite:
             raise self._not_finite(gradients)
-        if self.in_backward is None:
-            apply_gradients(
-                run.model,
-                run.optimizer,
-                run.quantized,
-                gradients,
-                lr=lr,
-                clip_grad_norm=settings.clip_grad_norm,
-                graphs=self.graphs,
-            )
-        else:
-            run.quantized.refresh()
+        apply_gradients(
+            run.model,
+            run.optimizer,
+            run.quantized,
+            gradients,
+            lr=lr,
+            clip_grad_norm=settings.clip_grad_norm,
+            graphs=self.graphs,
+            in_backward=self.in_backward,
+        )
         tokens = gradients.tokens * self.plan.geometry.world
         state.step += 1
         state.tokens += tokens

@@ -64,8 +64,20 @@ def apply_gradients(
     lr: float,
     clip_grad_norm: float,
     graphs: StepGraphs | None = None,
+    in_backward: OptimizerInBackward | None = None,
 ) -> None:
-    """Clip (0: do not), update the weights at rate `lr`, free the gradients, and renew the codes of every weight."""
+    """Clip (0: do not), update the weights at rate `lr`, free the gradients, and renew the codes of every weight.
+
+    With `in_backward` all but the last is done already.
+    """
+    if in_backward is None:
+        _update_weights(model, optimizer, gradients, lr, clip_grad_norm)
+    (graphs or quantized).refresh()
+
+
+def _update_weights(
+    model: nn.Module, optimizer: torch.optim.Optimizer, gradients: Gradients, lr: float, clip_grad_norm: float
+) -> None:
     if clip_grad_norm and gradients.norm_value > clip_grad_norm:
         if hasattr(optimizer, "grad_scale"):  # it clips as it reads them, and saves a pass over the gradients
             optimizer.grad_scale = torch.clamp(clip_grad_norm / (gradients.norm + 1e-6), max=1.0)
@@ -74,7 +86,6 @@ def apply_gradients(
     set_rate(optimizer, lr)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    (graphs or quantized).refresh()
 
 
 def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
