@@ -15,7 +15,7 @@ from qtrain.kernels.quantize import (
 )
 from qtrain.kernels.quantize_blocks import launch_quantize_blocks, takes_blocks
 from tests.cases import KINDS
-from tests.kernels.test_quantize_kernels import ROLE, hostile, same
+from tests.kernels.test_quantize_kernels import KEY, ROLE, hostile, same
 
 CASES = [
     (fmt, granularity)
@@ -23,8 +23,6 @@ CASES = [
     for granularity in ("128x128", "1x128", "rowwise", "tensorwise")
 ]
 
-
-KEY = torch.tensor([2**40 + 77, 9, 5])
 STOCHASTIC = ("", "rows", "columns", "both")  # "": to nearest
 
 

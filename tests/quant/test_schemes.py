@@ -107,7 +107,7 @@ def test_a_decoder_layer_is_its_emulation(name):
     torch.manual_seed(0)
     layer = Decoder(ModelConfig.from_hf(CONFIG)).layers[0]
     high = emulate(copy.deepcopy(layer), TABLE[name], name in POWER_OF_TWO)
-    swap_to_nearest(layer, name)
+    swap(layer, name)
     x, dy = matrix(48, 128, 0).view(2, 24, 128), matrix(48, 128, 1).view(2, 24, 128)
     cos, sin = (table.unsqueeze(-2) for table in rope_tables(ModelConfig.from_hf(CONFIG).rope, 32, 24, x.device))
     found = run(_with(layer, cos, sin, None), x, dy)
@@ -403,7 +403,7 @@ def test_a_decoder_layer_is_its_emulation_on_the_gpu(name):
     for low_module, high_module in zip(layer.modules(), high.modules(), strict=True):  # the same, rounded, weights
         if isinstance(high_module, EmulatedLinear):
             high_module.weight.data = low_module.weight.data.double()
-    swap_to_nearest(layer, name)
+    swap(layer, name)
     x, dy = (matrix(1024, 512, seed, "normal", torch.bfloat16).view(4, 256, 512).cuda() for seed in (0, 1))
     cos, sin = (table.unsqueeze(-2) for table in rope_tables(config.rope, 128, 256, x.device))
     found = run(_with(layer, cos, sin, None), x, dy)
