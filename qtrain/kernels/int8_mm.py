@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.tiles import Tiling, multiprocessors, store_columns, tile_of
+from qtrain.kernels.compiler import triton
+from qtrain.kernels.product import launch_product
+from qtrain.kernels.tiles import Tiling
 from qtrain.kernels.tuning import choose, forced
 
 # 127 * 127 * K must stay below 2**31: longer sums do not fit int32.
@@ -31,39 +32,9 @@ def int8_mm_ref(a: Tensor, b: Tensor) -> Tensor:
     return torch._int_mm(a, b.t())
 
 
-@triton.jit(do_not_specialize=["m", "n", "k"])  # one binary for all shapes: descriptors do the addressing
-def _int8_mm_kernel(
-    a_desc, b_desc, c_desc, m, n, k,
-    PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PIECES: tl.constexpr,
-):  # fmt: skip
-    tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
-        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
-        row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
-        for start in range(0, k, BLOCK_K):
-            a = a_desc.load([row, start])
-            b = b_desc.load([column, start])
-            total = tl.dot(a, b.T, total, out_dtype=tl.int32)
-        store_columns(c_desc, total, row, column, PIECES, False)
-
-
 def launch_int8_mm(a: Tensor, b: Tensor, tiling: Tiling) -> Tensor:
     """The kernel for `int8_mm_ref`: K in multiples of 16, N in multiples of 4, both operands contiguous."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    (m, k), n, t = a.shape, b.shape[0], tiling
-    out = torch.empty(m, n, dtype=torch.int32, device=a.device)
-    programs = min(t.per_sm * multiprocessors(a.device), triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n))
-    _int8_mm_kernel[(programs,)](
-        TensorDescriptor.from_tensor(a, [t.block_m, t.block_k]),
-        TensorDescriptor.from_tensor(b, [t.block_n, t.block_k]),
-        TensorDescriptor.from_tensor(out, [t.block_m, t.block_n // t.subtiles]),
-        m, n, k, programs, t.group_m, t.block_m, t.block_n, t.block_k, t.subtiles,
-        num_warps=t.warps, num_stages=t.stages,
-    )  # fmt: skip
-    return out
+    return launch_product(a, b, a.new_empty(a.shape[0], b.shape[0], dtype=torch.int32), tiling)
 
 
 # Output tiles are 4 bytes an element: stored in quarters, they leave room for two programs or one more stage.

@@ -18,10 +18,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.compiler import triton
 from qtrain.kernels.int8_mm import LONGEST_EXACT_K, int8_mm_ref
+from qtrain.kernels.product import launch_product
 from qtrain.kernels.split_k import launch_rest, split_of
-from qtrain.kernels.tiles import Tiling, multiprocessors, scale_tile, store_columns, tile_of
+from qtrain.kernels.tiles import Tiling, multiprocessors
 from qtrain.kernels.transpose import k_major
 from qtrain.kernels.tuning import choose, forced
 
@@ -47,29 +48,7 @@ def scaled_mm_ref(
     return (total if bias is None else total + bias.float()).to(out_dtype)
 
 
-# ---- kernel ----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=["m", "n", "k", "tiles"])  # one binary for all shapes: descriptors do the addressing
-def _scaled_mm_kernel(
-    a_desc, b_desc, c_desc, scale_a_ptr, scale_b_ptr, bias_ptr, m, n, k, tiles,
-    PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PIECES: tl.constexpr,
-    INT8: tl.constexpr, IMPRECISE: tl.constexpr,
-    ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-):  # fmt: skip
-    ACCUMULATOR: tl.constexpr = tl.int32 if INT8 else tl.float32
-    tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
-        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
-        row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
-        total = tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATOR)
-        for start in range(0, k, BLOCK_K):
-            a = a_desc.load([row, start])
-            b = b_desc.load([column, start])
-            total = tl.dot(a, b.T, total, out_dtype=ACCUMULATOR, max_num_imprecise_acc=IMPRECISE)
-        out = scale_tile(total, row, column, scale_a_ptr, scale_b_ptr, bias_ptr, m, n, ROWS_A, ROWS_B, BIAS)
-        store_columns(c_desc, out, row, column, PIECES, ADD)
+# ---- launch ----------------------------------------------------------------------------------------------------------
 
 
 def launch_scaled_mm(
@@ -88,25 +67,11 @@ def launch_scaled_mm(
 
     K in multiples of 16, rows of `out` in multiples of 16 bytes, K at most LONGEST_EXACT_K for INT8; all contiguous.
     """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     (m, k), n, t = a.shape, b.shape[0], tiling
-    slots = t.per_sm * multiprocessors(a.device)
-    split = split_of(t, m, n, k, slots) if t.split else None
-    tiles = split.whole if split else triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n)
-    int8 = a.dtype == torch.int8
-    if tiles:
-        programs = min(slots, tiles)
-        _scaled_mm_kernel[(programs,)](
-            TensorDescriptor.from_tensor(a, [t.block_m, t.block_k]),
-            TensorDescriptor.from_tensor(b, [t.block_n, t.block_k]),
-            TensorDescriptor.from_tensor(out, [t.block_m, t.block_n // t.subtiles]),
-            scale_a, scale_b, bias, m, n, k, tiles,
-            programs, t.group_m, t.block_m, t.block_n, t.block_k, t.subtiles,
-            int8, None if int8 or fast_accum else t.block_k,
-            scale_a.numel() > 1, scale_b.numel() > 1, bias is not None, add,
-            num_warps=t.warps, num_stages=t.stages,
-        )  # fmt: skip
+    split = split_of(t, m, n, k, t.per_sm * multiprocessors(a.device)) if t.split else None
+    if split is None or split.whole:
+        tiles = split.whole if split else None
+        launch_product(a, b, out, t, (scale_a, scale_b), bias=bias, fast_accum=fast_accum, add=add, tiles=tiles)
     if split:
         launch_rest(a, b, scale_a, scale_b, out, t, split, bias=bias, fast_accum=fast_accum, add=add)
     return out
