@@ -14,6 +14,16 @@ from qtrain.quant.delayed import AmaxHistory
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.scheme import SCHEMES, LowBitScheme, Scheme
 
+SIBLINGS = (
+    {"q_proj", "k_proj", "v_proj"},
+    {"gate_proj", "up_proj"},
+    {"query", "key", "value"},
+    {"q", "k", "v"},
+    {"w1", "w3"},
+)
+"""Names of a module's linears that read the same input. They draw the same random bits for it, so that a compiled model
+finds that it is quantized alike for each and does it once; in no product do the two meet."""
+
 
 @dataclass(frozen=True)
 class LinearChoice:
@@ -32,7 +42,7 @@ class QuantizedModel:
 
     choices: list[LinearChoice]
     linears: list[LowBitLinear]
-    keys: Tensor  # int64 [linears, 3]: seed, step, number of each; a linear holds its row
+    keys: Tensor  # int64 [linears, 3]: seed, step, number of each; a linear holds its row, or its first sibling's
     amax: AmaxHistory | None = None
 
     @property
@@ -104,7 +114,7 @@ def quantize_linears(
     linears = find_linears(model)
     keys = torch.tensor([[seed, 0, number] for number in range(len(linears))], dtype=torch.int64, device=device)
     quantized = QuantizedModel([], [], keys.view(-1, 3))
-    shared = _shared_weights(model)
+    shared, rows = _shared_weights(model), {}
     nothing = not isinstance(scheme, LowBitScheme) and [part for _, part in scheme.parts()] == [scheme]
     for linear, names in linears.items():
         taken = ""
@@ -121,7 +131,8 @@ def quantize_linears(
             reason = _refusal(linear, own, id(linear.weight) in shared)
             if reason is None:
                 taken = own.name or SCHEMES.name_of(own)
-                swapped = _swap(linear, own, quantized.keys[len(quantized.linears)])
+                key = rows.setdefault(_drawing_group(names[0]), quantized.keys[len(quantized.linears)])
+                swapped = _swap(linear, own, key)
                 for name in names:
                     model.set_submodule(name, swapped)
                 quantized.linears.append(swapped)
@@ -130,6 +141,12 @@ def quantize_linears(
     if delayed:
         quantized.amax = AmaxHistory(delayed)
     return quantized
+
+
+def _drawing_group(name: str) -> tuple[str, int | str]:
+    """The same of linears that draw alike: the module and the group of SIBLINGS; of others themselves."""
+    module, _, own = name.rpartition(".")
+    return module, next((i for i, names in enumerate(SIBLINGS) if own in names), own)
 
 
 def _swap(linear: nn.Linear, scheme: Scheme, key: Tensor) -> LowBitLinear:

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP
 
 from qtrain.models import ModelSource, build_model
 from qtrain.quant import SCHEMES, LowBitLinear, quantize_linears
@@ -67,3 +70,38 @@ def test_a_linear_of_two_names_is_swapped_under_both():
     model = nn.ModuleDict({"a": linear, "b": nn.Sequential(linear)})
     quantized = quantize_linears(model, SCHEMES.make("int8", {}, "--quantize"), seed=0)
     assert model["a"] is model["b"][0] is quantized.linears[0] and len(quantized.choices) == 1
+
+
+@pytest.mark.parametrize("rounding", [None, True, False])
+def test_linears_that_read_one_input_share_its_quantization(rounding):
+    """Compiled, gate and up of a transformers MLP: x is quantized once, stochastic or not, and the results stay."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = LlamaMLP(LlamaConfig(hidden_size=64, intermediate_size=96))
+    quantized = quantize_linears(
+        model, SCHEMES.make("int8", {"stochastic_rounding": rounding}, "--quantize_kwargs"), seed=5
+    )
+    assert model.gate_proj.key is model.up_proj.key and model.down_proj.key is not model.up_proj.key
+    quantized.set_step(3)
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(
+        fw_compiler=keep,
+        bw_compiler=keep,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    x, dy = torch.randn(2, 16, 64), torch.randn(2, 16, 64)
+    results = []
+    for run in (model, torch.compile(model, backend=backend, fullgraph=True)):
+        leaf = x.clone().requires_grad_()
+        model.zero_grad()
+        y = run(leaf)
+        y.backward(dy)
+        results.append([y.detach(), leaf.grad, *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *results))
+    quantizers = [n for n in graphs[0].graph.nodes if n.target == torch.ops.qtrain.quantize_dual.default]
+    assert len(quantizers) == 2  # of gate's and up's input, and of down's
