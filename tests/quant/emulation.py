@@ -7,6 +7,10 @@ what the schemes are held against.
 import torch
 from torch import Tensor, nn
 
+from qtrain.kernels.philox import ROLES, random_bits_ref
+from qtrain.quant import LowBitLinear
+from qtrain.quant.dynamic import applies
+
 Reading = tuple[str, str]
 """Format and granularity, as the GEMM reads the operand: along its rows."""
 
@@ -15,16 +19,29 @@ FLOATS = {"e4m3": (448.0, 3, -6), "e5m2": (57344.0, 2, -14)}
 INTEGERS = {"int8": 127.0, "int4": 7.0}
 
 
-def rounded_float(x: Tensor, fmt: str) -> Tensor:
-    """x, fp64, rounded to the nearest number of an FP8 format, ties to even; saturating."""
+def rounded_float(x: Tensor, fmt: str, bits: Tensor | None = None) -> Tensor:
+    """x, fp64, rounded to the nearest number of an FP8 format, ties to even, or away from zero where the 16 random bits
+    of an element say so; saturating."""
     largest, mantissa, lowest = FLOATS[fmt]
     exponent = torch.frexp(x).exponent.sub(1).clamp(min=lowest)
-    step = torch.ldexp(torch.ones_like(x), exponent - mantissa)
-    return ((x / step).round() * step).clamp(-largest, largest)
+    steps = x / torch.ldexp(torch.ones_like(x), exponent - mantissa)
+    steps = steps.round() if bits is None else (steps.abs() + (bits + 0.5) / 2**16).floor() * steps.sign()
+    return torch.ldexp(steps, exponent - mantissa).clamp(-largest, largest)
 
 
-def fake_quantize(x: Tensor, reading: Reading, power_of_two: bool = False, scale: Tensor | None = None) -> Tensor:
-    """x [R, C] rounded, as fp64 values. scale: given for the whole of it."""
+def rounded_integer(x: Tensor, bits: Tensor | None = None) -> Tensor:
+    """x, fp64, rounded to the nearest integer, ties to even, or up where the random bits of an element say so."""
+    return x.round() if bits is None else (((x * 2**15).round() + bits // 2) / 2**15).floor()
+
+
+def fake_quantize(
+    x: Tensor,
+    reading: Reading,
+    power_of_two: bool = False,
+    scale: Tensor | None = None,
+    bits: Tensor | None = None,
+) -> Tensor:
+    """x [R, C] rounded, as fp64 values. scale: given for the whole of it; bits: [R, C], to round stochastically."""
     fmt, granularity = reading
     x = x.double()
     if fmt == "mx":
@@ -37,8 +54,8 @@ def fake_quantize(x: Tensor, reading: Reading, power_of_two: bool = False, scale
             scale = torch.ldexp(torch.ones_like(scale), exponent - (fraction == 0.5).int())
     scaled = x / scale.double()
     if fmt in INTEGERS:
-        return scaled.round().clamp(-largest, largest) * scale.double()
-    return rounded_float(scaled, fmt) * scale.double()
+        return rounded_integer(scaled, bits).clamp(-largest, largest) * scale.double()
+    return rounded_float(scaled, fmt, bits) * scale.double()
 
 
 def _absmax(x: Tensor, granularity: str) -> Tensor:
@@ -91,31 +108,31 @@ POWER_OF_TWO = {"fp8_rowwise"}
 
 
 class Emulated(torch.autograd.Function):
-    """y = x · wᵀ and its gradients, fp64, each operand rounded as `readings` says."""
+    """y = x · wᵀ and its gradients, fp64, each operand rounded as the linear's readings and draws say."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor, readings: dict, power_of_two: bool) -> Tensor:
+    def forward(ctx, x: Tensor, w: Tensor, linear: "EmulatedLinear"):
         ctx.save_for_backward(x, w)
-        ctx.readings, ctx.power_of_two = readings, power_of_two
-        a, b = Emulated.operands(readings["output"], x, w, power_of_two)
+        ctx.linear = linear
+        a, b = linear.operands("output", x=x, w=w)
         return a @ b.t()
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         x, w = ctx.saved_tensors
-        a, b = Emulated.operands(ctx.readings["grad_input"], dy, w.t(), ctx.power_of_two)
-        c, d = Emulated.operands(ctx.readings["grad_weight"], dy.t(), x.t(), ctx.power_of_two)
-        return a @ b.t(), c @ d.t(), None, None
-
-    @staticmethod
-    def operands(pair: tuple[Reading, Reading] | None, a: Tensor, b: Tensor, power_of_two: bool):
-        if pair is None:
-            return a.double(), b.double()
-        return fake_quantize(a, pair[0], power_of_two), fake_quantize(b, pair[1], power_of_two)
+        a, b = ctx.linear.operands("grad_input", dy=dy, w=w.t())
+        c, d = ctx.linear.operands("grad_weight", dy=dy.t(), x=x.t())
+        return a @ b.t(), c @ d.t(), None
 
 
 class EmulatedLinear(nn.Module):
-    """An nn.Linear in fp64 whose GEMMs are those of a scheme."""
+    """An nn.Linear in fp64 whose GEMMs are those of a scheme.
+
+    key: what the GEMMs that `stochastic` says draw under, as a LowBitLinear's.
+    """
+
+    key: Tensor | None = None
+    stochastic: bool | tuple[str, ...] = False
 
     def __init__(self, linear: nn.Linear, readings: dict, power_of_two: bool):
         super().__init__()
@@ -124,9 +141,24 @@ class EmulatedLinear(nn.Module):
         self.readings, self.power_of_two = readings, power_of_two
 
     def forward(self, x: Tensor) -> Tensor:
-        y = Emulated.apply(x.flatten(0, -2), self.weight, self.readings, self.power_of_two)
+        y = Emulated.apply(x.flatten(0, -2), self.weight, self)
         y = y.view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias
+
+    def operands(self, gemm: str, **tensors: Tensor) -> list[Tensor]:
+        """Both operands of a GEMM, by the names that they draw under, rounded as it reads them: along their rows."""
+        pair = self.readings[gemm]
+        if pair is None:
+            return [t.double() for t in tensors.values()]
+        found = []
+        for reading, (name, t) in zip(pair, tensors.items(), strict=True):
+            bits = None
+            if self.key is not None and applies(self.stochastic, gemm):
+                turned = (gemm, name) in (("grad_input", "w"), ("grad_weight", "dy"), ("grad_weight", "x"))
+                bits = random_bits_ref(t.t().shape if turned else t.shape, self.key, ROLES.index(name))
+                bits = bits.t() if turned else bits
+            found.append(fake_quantize(t, reading, self.power_of_two, bits=bits))
+        return found
 
 
 def emulate(model: nn.Module, readings: dict, power_of_two: bool) -> nn.Module:
@@ -135,6 +167,13 @@ def emulate(model: nn.Module, readings: dict, power_of_two: bool) -> nn.Module:
         if isinstance(module, nn.Linear):
             model.set_submodule(name, EmulatedLinear(module, readings, power_of_two))
     return model.double()
+
+
+def draw_alike(high: nn.Module, low: nn.Module) -> None:
+    """Every emulated linear of `high` rounds stochastically where the one of `low` does, with the same bits."""
+    for emulated, linear in zip(high.modules(), low.modules(), strict=True):
+        if isinstance(emulated, EmulatedLinear) and isinstance(linear, LowBitLinear):
+            emulated.key, emulated.stochastic = linear.key, linear.scheme.stochastic_rounding
 
 
 def cosine(a: Tensor, b: Tensor) -> float:

@@ -14,7 +14,7 @@ from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, LowBitLinear, LowBitScheme, quantize_linears
 from tests.cases import matrix
 from tests.models.families import drawn, source_of
-from tests.quant.emulation import POWER_OF_TWO, TABLE, EmulatedLinear, cosine, emulate, same
+from tests.quant.emulation import POWER_OF_TWO, TABLE, EmulatedLinear, cosine, draw_alike, emulate, same
 
 ELSEWHERE = {"bf16", "auto", "bitnet", "int8_weight", "int4_weight"}
 """Schemes that multiply nothing of their own, or whose weights are something else; they have their own test files."""
@@ -31,12 +31,15 @@ INT4_GRADIENTS = same(("int4", "rowwise")) | {"grad_weight": None}
 # Scheme, its options, what they change in the table, whether scales are powers of two.
 CASES = [
     *((name, {}, {}, name in POWER_OF_TWO) for name in TABLE),
+    ("int8", {"stochastic_rounding": False}, {}, False),
+    ("int8", {"stochastic_rounding": True}, {}, False),
     ("int8", {"granularity": "tensorwise"}, same(("int8", "tensorwise")), False),
     ("switchback", {"weight_granularity": "rowwise"}, same(("int8", "rowwise")) | {"grad_weight": None}, False),
     ("switchback", {"grad_weight": "int8"}, {"grad_weight": (("int8", "rowwise"), ("int8", "rowwise"))}, False),
     ("int8_blockwise", {"block": "128x128"}, same(("int8", "128x128")), False),
     ("int8_blockwise", {"block": "1x128"}, BLOCKS_1X128, False),
     ("fp8_rowwise", {"power_of_two": False, "grad_format": "e5m2"}, E5M2_GRADIENTS, False),
+    ("fp8_rowwise", {"stochastic_rounding": True, "power_of_two": False}, {}, False),
     ("fp8_blockwise", {"power_of_two": True}, {}, True),
     ("fp8_tensorwise", {"scaling": "delayed"}, {}, False),
     ("fp8_tensorwise", {"output": "bf16", "power_of_two": True}, {"output": None}, True),
@@ -52,11 +55,6 @@ def scheme(name: str, **options):
 
 def swap(model: nn.Module, name: str, **options):
     return quantize_linears(model, scheme(name, **options), seed=3)
-
-
-def swap_to_nearest(model: nn.Module, name: str, **options):
-    """As the emulation rounds."""
-    return swap(model, name, **({"stochastic_rounding": False} if name == "int8" else {}), **options)
 
 
 def run(model: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
@@ -80,8 +78,8 @@ def test_a_linear_is_its_emulation(name, options, changes, power_of_two, kind):
         with torch.no_grad():
             linear.weight.copy_(matrix(n, k, seed + 50, "normal"))
         low, high = nn.Sequential(linear), nn.Sequential(copy.deepcopy(linear))
-        swap_to_nearest(low, name, **options)
-        emulate(high, TABLE[name] | changes, power_of_two)
+        swap(low, name, **options)
+        draw_alike(emulate(high, TABLE[name] | changes, power_of_two), low)
         assert isinstance(low[0], LowBitLinear) and isinstance(high[0], EmulatedLinear)
         x, dy = matrix(m, k, seed, kind), matrix(m, n, seed + 100, kind)
         found, true = run(low, x, dy), run(high, x.double(), dy.double())
@@ -108,6 +106,7 @@ def test_a_decoder_layer_is_its_emulation(name):
     layer = Decoder(ModelConfig.from_hf(CONFIG)).layers[0]
     high = emulate(copy.deepcopy(layer), TABLE[name], name in POWER_OF_TWO)
     swap(layer, name)
+    draw_alike(high, layer)
     x, dy = matrix(48, 128, 0).view(2, 24, 128), matrix(48, 128, 1).view(2, 24, 128)
     cos, sin = (table.unsqueeze(-2) for table in rope_tables(ModelConfig.from_hf(CONFIG).rope, 32, 24, x.device))
     found = run(_with(layer, cos, sin, None), x, dy)
@@ -382,8 +381,8 @@ def test_a_linear_is_its_emulation_on_the_gpu(name, options, changes, power_of_t
     for seed, (m, k, n) in enumerate([(16, 64, 48), (272, 1040, 656), (2048, 1024, 4096)]):
         linear = nn.Linear(k, n, dtype=torch.bfloat16, device="cuda")
         low, high = nn.Sequential(linear), nn.Sequential(copy.deepcopy(linear))
-        swap_to_nearest(low, name, **options)
-        emulate(high, TABLE[name] | changes, power_of_two)
+        swap(low, name, **options)
+        draw_alike(emulate(high, TABLE[name] | changes, power_of_two), low)
         x = matrix(m, k, seed, "outlier", torch.bfloat16).cuda()
         dy = matrix(m, n, seed + 100, "outlier", torch.bfloat16).cuda()
         found, true = run(low, x, dy), run(high, x.double(), dy.double())
@@ -404,6 +403,7 @@ def test_a_decoder_layer_is_its_emulation_on_the_gpu(name):
         if isinstance(high_module, EmulatedLinear):
             high_module.weight.data = low_module.weight.data.double()
     swap(layer, name)
+    draw_alike(high, layer)
     x, dy = (matrix(1024, 512, seed, "normal", torch.bfloat16).view(4, 256, 512).cuda() for seed in (0, 1))
     cos, sin = (table.unsqueeze(-2) for table in rope_tables(config.rope, 128, 256, x.device))
     found = run(_with(layer, cos, sin, None), x, dy)
