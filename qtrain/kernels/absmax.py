@@ -10,17 +10,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.pairs import (
-    gate_gradient,
-    gated,
-    larger,
-    larger_half,
-    largest,
-    lower,
-    magnitudes,
-    up_gradient,
-    upper,
-)
+from qtrain.kernels.pairs import larger, largest, largest_of_rows, lower, magnitudes, upper
 from qtrain.kernels.rounding import casts_to_fp8, magnitude_bits
 
 
@@ -29,6 +19,12 @@ def absmax_ref(x: Tensor) -> Tensor:
     if not x.numel():
         return x.new_zeros(1, dtype=torch.float32)
     return torch.linalg.vector_norm(x, ord=torch.inf).float().view(1)  # one read, no copy of |x|
+
+
+def absmax_of_columns_ref(x: Tensor) -> Tensor:
+    """x [M, K] -> bits of the largest absolute value of each column as fp32, int32 [K]; 0 where M is 0."""
+    most = x.abs().amax(dim=0) if x.shape[0] else x.new_zeros(x.shape[1])
+    return most.float().view(torch.int32) & 0x7FFFFFFF  # a NaN may come with a sign
 
 
 @triton.jit(do_not_specialize=["steps"])
@@ -53,51 +49,31 @@ def _absmax_kernel(
         tl.atomic_max(tensor_ptr, tl.max(tl.max(most, 0), 0), sem="relaxed")
 
 
+@triton.jit
+def record_pairs(ptr, words, n, pairs):
+    """Pairs without sign to the maxima of two columns each, those of `words` that are below n."""
+    tl.atomic_max(ptr + 2 * words, lower(pairs), words < n, sem="relaxed")
+    tl.atomic_max(ptr + 2 * words + 1, upper(pairs), words < n, sem="relaxed")
+
+
 @triton.jit(do_not_specialize=["steps"])
 def _absmax_pairs_kernel(
-    x_ptr, dy_ptr, row_ptr, column_ptr, m, k, steps,
-    GATE: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, row_ptr, column_ptr, m, k, steps,
+    NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Of rows and columns, x as words of two elements. m, k: elements, k a multiple of 8.
-
-    GATE: not of x [M, K] but of what a gated MLP makes of x [M, 2K], gate and up: "forward" the activation [M, K],
-    "backward" the gradient of x itself, from that of the activation at `dy_ptr`.
-    """
+    """Of rows and columns, x as words of two elements. m, k: elements, k a multiple of 8."""
     WIDTH: tl.constexpr = BLOCK_K // 2
     stripes, words = tl.cdiv(k, BLOCK_K), tl.multiple_of(k // 2, 4)
-    stride = words if GATE == "" else words * 2
     columns = tl.program_id(0) % stripes * WIDTH + tl.arange(0, WIDTH)
     first = tl.program_id(0) // stripes * steps * BLOCK_M
     most = tl.zeros((BLOCK_M, WIDTH), tl.int32)
-    most_up = most
     for step in range(steps):
         rows = first + step * BLOCK_M + tl.arange(0, BLOCK_M)
         inside = (rows < m)[:, None] & (columns < words)[None, :]
-        x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * stride + columns[None, :]
-        pairs = tl.load(x_ptrs, inside, 0)
-        if GATE == "forward":
-            pairs = gated(pairs, tl.load(x_ptrs + words, inside, 0), NATIVE)
-        elif GATE == "backward":
-            dy = tl.load(dy_ptr + rows.to(tl.int64)[:, None] * words + columns[None, :], inside, 0)
-            up = magnitudes(up_gradient(dy, pairs, NATIVE))
-            pairs = gate_gradient(dy, pairs, tl.load(x_ptrs + words, inside, 0), NATIVE)
-        pairs = magnitudes(pairs)
+        pairs = magnitudes(tl.load(x_ptr + rows.to(tl.int64)[:, None] * words + columns[None, :], inside, 0))
         most = larger(most, pairs, NATIVE)
-        if GATE == "backward":
-            most_up = larger(most_up, up, NATIVE)
-            pairs = larger(pairs, up, NATIVE)
-        # Pairs within a thread's reach, then whole numbers across threads, for which there is one instruction.
-        pairs = largest(tl.reshape(pairs, (BLOCK_M, WIDTH // 4, 4)), 2, NATIVE)
-        tl.atomic_max(row_ptr + rows, tl.max(larger_half(pairs), 1), rows < m, sem="relaxed")
-    _record(column_ptr, columns, words, largest(most, 0, NATIVE))
-    if GATE == "backward":
-        _record(column_ptr + k, columns, words, largest(most_up, 0, NATIVE))
-
-
-@triton.jit
-def _record(ptr, words, n, pairs):
-    tl.atomic_max(ptr + 2 * words, lower(pairs), words < n, sem="relaxed")
-    tl.atomic_max(ptr + 2 * words + 1, upper(pairs), words < n, sem="relaxed")
+        tl.atomic_max(row_ptr + rows, largest_of_rows(pairs, NATIVE), rows < m, sem="relaxed")
+    record_pairs(column_ptr, columns, words, largest(most, 0, NATIVE))
 
 
 def holds_pairs(x: Tensor) -> bool:
@@ -129,7 +105,7 @@ def launch_absmax(
     grid = (triton.cdiv(k, block_k) * triton.cdiv(m, block_m * steps),)
     if x.numel() and pairs:
         _absmax_pairs_kernel[grid](
-            x.view(torch.int32), None, of_rows, of_columns, m, k, steps, "", casts_to_fp8(x.device), block_m, block_k,
+            x.view(-1).view(torch.int32), of_rows, of_columns, m, k, steps, casts_to_fp8(x.device), block_m, block_k,
             num_warps=warps,
         )  # fmt: skip
     elif x.numel():
@@ -137,25 +113,6 @@ def launch_absmax(
             x, of_tensor, of_rows, of_columns, m, k, steps, tensor, rows, columns, block_m, block_k, num_warps=warps
         )
     return of_tensor, of_rows, of_columns
-
-
-def gate_of(gated: bool, dy: Tensor | None) -> str:
-    """GATE of the kernels that have one."""
-    return "" if not gated else "forward" if dy is None else "backward"
-
-
-def launch_absmax_gated(x: Tensor, dy: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Bits of the absmax of rows and columns, int32, of silu_mul(x) [M, K] or, with its gradient dy [M, K], of that of
-    x [M, 2K]; contiguous, not empty, `holds_pairs`."""
-    (m, width), k = x.shape, x.shape[1] // 2
-    found = torch.zeros(m + (k if dy is None else width), dtype=torch.int32, device=x.device)
-    block_m, block_k, steps = (32, 256, 8) if dy is None else (16, 256, 16)
-    _absmax_pairs_kernel[(triton.cdiv(k, block_k) * triton.cdiv(m, block_m * steps),)](
-        x.view(torch.int32), None if dy is None else dy.view(torch.int32), found[:m], found[m:], m, k, steps,
-        gate_of(True, dy), casts_to_fp8(x.device), block_m, block_k,
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
-    return found[:m], found[m:]
 
 
 @torch.library.custom_op("qtrain::absmax", mutates_args=())

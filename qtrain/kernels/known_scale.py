@@ -8,11 +8,11 @@ capture the step twice; here a kernel looks at the scale, and every program of i
 import torch
 from torch import Tensor
 
-from qtrain.kernels.absmax import gate_of
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.formats import FORMATS
 from qtrain.kernels.pairs import bf16_bits
 from qtrain.kernels.quantize import scale_ref
+from qtrain.kernels.quantize_blocks import gate_of
 from qtrain.kernels.quantize_gated import activation
 from qtrain.kernels.rounding import magnitude_bits, scale_of
 from qtrain.kernels.silu_mul import silu_gradient, silu_product

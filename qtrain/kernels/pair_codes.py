@@ -9,8 +9,24 @@ CAST, as in `rounding.py`; where it is not, in the interpreter, every code is in
 
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.pairs import lower, upper
-from qtrain.kernels.rounding import encode
+from qtrain.kernels.rounding import encode, reciprocal_of
 from qtrain.kernels.words import bytes_of_both
+
+
+@triton.jit
+def quick_reciprocal(scale, bad, CAST: tl.constexpr):
+    """`reciprocal_of` by what `rcp.rn.f32` comes to for 2**-126 to 2**126, without the branch that tells."""
+    if CAST:
+        near = tl.inline_asm_elementwise(
+            "{ .reg .f32 r, e; rcp.approx.ftz.f32 r, $1; neg.f32 e, $1; fma.rn.f32 e, e, r, 0f3F800000;"
+            " fma.rn.f32 $0, e, r, r; }",
+            "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+        if bad:
+            near = tl.where(scale < float("inf"), near, 0.0)
+        return near
+    else:
+        return reciprocal_of(scale, bad)
 
 
 @triton.jit

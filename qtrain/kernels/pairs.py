@@ -57,6 +57,23 @@ def larger_half(pairs):
 
 
 @triton.jit
+def largest_of_rows(pairs, NATIVE: tl.constexpr):
+    """Pairs without sign [R, C] -> the largest number of each row, as bits of fp32."""
+    # Pairs within a thread's reach, then whole numbers across threads, for which there is one instruction.
+    pairs = largest(tl.reshape(pairs, (pairs.shape[0], pairs.shape[1] // 4, 4)), 2, NATIVE)
+    return tl.max(larger_half(pairs), 1)
+
+
+@triton.jit
+def without_bad(pairs, bad):
+    """Where `bad`, NaNs and Infs are 0."""
+    if bad:
+        pairs = tl.where((pairs & 0x7F80) == 0x7F80, pairs & -65536, pairs)
+        pairs = tl.where((pairs & 0x7F800000) == 0x7F800000, pairs & 0xFFFF, pairs)
+    return pairs
+
+
+@triton.jit
 def bf16_bits(x):
     """fp32 -> its bits rounded to bf16, to nearest even, in the upper half."""
     bits = x.to(tl.int32, bitcast=True)

@@ -13,10 +13,10 @@ a pass before leaves, or one is given for the tensor.
 import torch
 from torch import Tensor
 
-from qtrain.kernels.absmax import gate_of, launch_absmax, launch_absmax_gated
+from qtrain.kernels.absmax import launch_absmax
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.formats import FORMATS, empty_scale
-from qtrain.kernels.pair_codes import four_codes, scaled_pairs, two_codes, two_halves, two_rows
+from qtrain.kernels.pair_codes import four_codes, quick_reciprocal, scaled_pairs, two_codes, two_halves, two_rows
 from qtrain.kernels.pairs import (
     gate_gradient,
     gated,
@@ -27,6 +27,7 @@ from qtrain.kernels.pairs import (
     magnitudes,
     up_gradient,
     upper,
+    without_bad,
 )
 from qtrain.kernels.philox import ROLES, philox_key, philox_words
 from qtrain.kernels.rounding import casts_to_fp8, reciprocal_of, scale_of
@@ -52,35 +53,10 @@ def _largest_of_all(pairs, CAST: tl.constexpr):
 
 
 @triton.jit
-def _cleaned(pairs, bad):
-    """Where `bad`, NaNs and Infs are 0."""
-    if bad:
-        pairs = tl.where((pairs & 0x7F80) == 0x7F80, pairs & -65536, pairs)
-        pairs = tl.where((pairs & 0x7F800000) == 0x7F800000, pairs & 0xFFFF, pairs)
-    return pairs
-
-
-@triton.jit
 def _row_scale(pairs, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, CAST: tl.constexpr):
     """Pairs [R, C] -> the scales of their rows [R]."""
     most = largest(magnitudes(pairs), 1, CAST)
     return scale_of(larger_half(most), LARGEST, POWER_OF_TWO)
-
-
-@triton.jit
-def _reciprocal(scale, bad, CAST: tl.constexpr):
-    """`reciprocal_of` by what `rcp.rn.f32` comes to for 2**-126 to 2**126, without the branch that tells."""
-    if CAST:
-        near = tl.inline_asm_elementwise(
-            "{ .reg .f32 r, e; rcp.approx.ftz.f32 r, $1; neg.f32 e, $1; fma.rn.f32 e, e, r, 0f3F800000;"
-            " fma.rn.f32 $0, e, r, r; }",
-            "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-        if bad:
-            near = tl.where(scale < float("inf"), near, 0.0)
-        return near
-    else:
-        return reciprocal_of(scale, bad)
 
 
 @triton.jit
@@ -124,9 +100,11 @@ def _blocks_kernel(
 
     SCALES: the granularity, or "given" for one scale, at `source_ptr`; the bits of the absmax of x then go to
     `absmax_ptr`, if any. Else those come from `source_ptr` (tensorwise), and `source_t_ptr` (rowwise). stride,
-    stride_t: of the scales, down, where a block of x has one (128x128). EVEN: m and k are multiples of BLOCK. GATE:
-    what is quantized is made of x and dy, as in `_absmax_pairs_kernel`; k is its width. STOCHASTIC, STOCHASTIC_T: how
-    codes and codes_t are rounded.
+    stride_t: of the scales, down, where a block of x has one (128x128). EVEN: m and k are multiples of BLOCK.
+    STOCHASTIC, STOCHASTIC_T: how codes and codes_t are rounded.
+
+    GATE: what is quantized is not x but what a gated MLP makes of it, gate and up, k wide: "forward" the activation, of
+    x [m, 2 * k], "backward" the gradient of x [m, k] itself, from that of the activation at `dy_ptr`.
     """
     tile = tl.program_id(0)
     if SCALES == "rowwise" or SCALES == "tensorwise":  # first what the pass before read last
@@ -181,11 +159,11 @@ def _blocks_kernel(
         scale, scale_t = scale_of(bits, LARGEST, POWER_OF_TWO), scale_of(bits_t, LARGEST, POWER_OF_TWO)
         tl.store(scale_ptr + down, scale, (down < m) & (tile_k == 0))
         tl.store(scale_t_ptr + across, scale_t, (across < k) & (tile_m == 0))
-        even, odd = tl.split(tl.reshape(_reciprocal(scale, True, CAST), (BLOCK // 4, 2, 2)))
+        even, odd = tl.split(tl.reshape(quick_reciprocal(scale, True, CAST), (BLOCK // 4, 2, 2)))
         by0, by2 = tl.split(even)
         by1, by3 = tl.split(odd)
         by0, by1, by2, by3 = by0[:, None], by1[:, None], by2[:, None], by3[:, None]
-        by_first, by_second = tl.split(tl.reshape(_reciprocal(scale_t, True, CAST), (BLOCK // 2, 2)))
+        by_first, by_second = tl.split(tl.reshape(quick_reciprocal(scale_t, True, CAST), (BLOCK // 2, 2)))
         by_first, by_second = by_first[None, :], by_second[None, :]
     elif SCALES == "tensorwise":
         bits = tl.load(source_ptr)
@@ -193,7 +171,7 @@ def _blocks_kernel(
         scale = scale_of(bits, LARGEST, POWER_OF_TWO)
         tl.store(scale_ptr, scale, tile == 0)
         tl.store(scale_t_ptr, scale, tile == 0)
-        by0 = _reciprocal(scale, bad, CAST)
+        by0 = quick_reciprocal(scale, bad, CAST)
         by1, by2, by3 = by0, by0, by0
     elif SCALES == "given":
         bad: tl.constexpr = False  # NaN becomes FP8's and the rest saturates
@@ -212,7 +190,7 @@ def _blocks_kernel(
         scale = scale_of(most, LARGEST, POWER_OF_TWO)
         tl.store(scale_ptr + tile_m * stride + tile_k, scale)
         tl.store(scale_t_ptr + tile_k * stride_t + tile_m, scale)
-        by0 = _reciprocal(scale, bad, CAST)
+        by0 = quick_reciprocal(scale, bad, CAST)
         by1, by2, by3 = by0, by0, by0
     else:
         most = largest(_largest_of_four(x0, x1, x2, x3, CAST), 0, CAST)
@@ -221,15 +199,15 @@ def _blocks_kernel(
         scale2, scale3 = _row_scale(x2, LARGEST, POWER_OF_TWO, CAST), _row_scale(x3, LARGEST, POWER_OF_TWO, CAST)
         scale = tl.reshape(tl.join(tl.join(scale0, scale2), tl.join(scale1, scale3)), (BLOCK,))
         tl.store(scale_ptr + tile_k.to(tl.int64) * m + down, scale, down < m)
-        by0, by1 = _reciprocal(scale0, bad, CAST)[:, None], _reciprocal(scale1, bad, CAST)[:, None]
-        by2, by3 = _reciprocal(scale2, bad, CAST)[:, None], _reciprocal(scale3, bad, CAST)[:, None]
+        by0, by1 = quick_reciprocal(scale0, bad, CAST)[:, None], quick_reciprocal(scale1, bad, CAST)[:, None]
+        by2, by3 = quick_reciprocal(scale2, bad, CAST)[:, None], quick_reciprocal(scale3, bad, CAST)[:, None]
 
-    x0, x1, x2, x3 = _cleaned(x0, bad), _cleaned(x1, bad), _cleaned(x2, bad), _cleaned(x3, bad)
+    x0, x1, x2, x3 = without_bad(x0, bad), without_bad(x1, bad), without_bad(x2, bad), without_bad(x3, bad)
     if SCALES == "1x128":
         first, second = scale_of(lower(most), LARGEST, POWER_OF_TWO), scale_of(upper(most), LARGEST, POWER_OF_TWO)
         scale_t = tl.reshape(tl.join(first, second), (BLOCK,))
         tl.store(scale_t_ptr + tile_m.to(tl.int64) * k + across, scale_t, across < k)
-        by_first, by_second = _reciprocal(first, bad, CAST)[None, :], _reciprocal(second, bad, CAST)[None, :]
+        by_first, by_second = quick_reciprocal(first, bad, CAST)[None, :], quick_reciprocal(second, bad, CAST)[None, :]
     elif SCALES != "rowwise":
         by_first, by_second = by0, by0
     # Stores of 8 codes a thread, not of 16: half the registers to gather them in.
@@ -276,6 +254,11 @@ def _blocks_kernel(
     tl.store(ptrs_t + quads, tl.trans(b0), inside_t)
 
 
+def gate_of(gated: bool, dy: Tensor | None) -> str:
+    """GATE of the kernels that have one."""
+    return "" if not gated else "forward" if dy is None else "backward"
+
+
 def takes_blocks(x: Tensor, fmt: str, granularity: str, given: bool = False) -> bool:
     """Whether `launch_quantize_blocks` does this. It reads words, so that x must not start within one.
 
@@ -300,20 +283,20 @@ def launch_quantize_blocks(
     key: Tensor | None = None,
     role: int = 0,
     stochastic: str = "both",
+    maxima: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The kernel for `quantize_ref` and `quantize_transposed_ref` at once: codes, scale, codes_t, scale_t.
 
     x contiguous, not empty, `takes_blocks`. given: the scale. absmax: int32 [1] of zeros, to receive the bits of x's
     under a scale that is given. of_gate: what is quantized is silu_mul(x) or, where dy is its gradient, the gradient of
-    x; x [M, 2I], I a multiple of BLOCK. key, role, stochastic: as for `quantize_dual`.
+    x; x [M, 2I], I a multiple of BLOCK. key, role, stochastic: as for `quantize_dual`. maxima: the bits of the absmax
+    of rows and of columns, int32, where they are known (rowwise).
     """
     m, k, form = x.shape[0], x.shape[1] // 2 if of_gate and dy is None else x.shape[1], FORMATS[fmt]
     source, source_t = given, None
-    assert not of_gate or given is not None or granularity != "tensorwise", "no pass makes that scale"
-    if granularity == "rowwise" and of_gate:
-        source, source_t = launch_absmax_gated(x, dy)
-    elif granularity == "rowwise":
-        _, source, source_t = launch_absmax(x, rows=True, columns=True)
+    assert not of_gate or given is not None or granularity in ("1x128", "128x128"), "no pass makes that scale"
+    if granularity == "rowwise":
+        source, source_t = maxima or launch_absmax(x, rows=True, columns=True)[1:]
     elif granularity == "tensorwise" and given is None:
         source, _, _ = launch_absmax(x, tensor=True)
     codes, codes_t = x.new_empty(m, k, dtype=form.dtype), x.new_empty(k, m, dtype=form.dtype)

@@ -19,6 +19,8 @@ Memory that backward needs. A token's bytes in one layer, by tensor (`saved_per_
     down output                 -                -             eager: C·b       again
     norms' 1/rms                8 (***)          8 (***)       again            again
 
+Low-bit linears keep codes in place of their X, and none of down's where backward makes it again (`remade`).
+
 BitNet's norms before the output projections add norms' 1/rms, o_proj's X, and, eager, the down norm's input.
 
 (*) (Q + KV)·b with QK-norm, where v stays a part of the kept qkv output. (**) kept as o_proj's output, from which the
@@ -126,12 +128,18 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> Flops:
 
 
 def saved_per_token(
-    config: ModelConfig, checkpointing: str, compiled: bool, element: int, linear_input: float | None = None
+    config: ModelConfig,
+    checkpointing: str,
+    compiled: bool,
+    element: int,
+    linear_input: float | None = None,
+    remade: float = 0.0,
 ) -> dict[str, float]:
     """Bytes that one layer keeps for backward, a token, by tensor: the table above.
 
     element: bytes of the model's dtype. linear_input: bytes an element of the copy that a low-bit linear keeps of its
-    input (1 for 8-bit codes) in place of the input itself; None for plain linears.
+    input (1 for 8-bit codes) in place of the input itself; None for plain linears. remade: the share of the layers
+    whose backward makes down's input again, from gate_up's output.
     """
     c, inner, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
     sub = config.sub_norm
@@ -155,7 +163,7 @@ def saved_per_token(
         kept["q, k rotated, and v"] = config.qkv_size * element
     x = element if linear_input is None else linear_input
     kept["attn_norm output"] = kept["mlp_norm output"] = c * x
-    kept["down input"] = inner * x
+    kept["down input"] = inner * x * (1 - remade)
     kept["o_proj input"] = q * x if sub or linear_input is not None else 0
     kept["down norm input"] = 0 if compiled else inner * element * sub
     return kept
@@ -225,15 +233,17 @@ def estimate_memory(
     linear_input: float | None = None,
     linear_weight: float | None = None,
     dequantized: bool = False,
+    remade: float = 0.0,
     trained: TrainedPart | None = None,
 ) -> MemoryEstimate:
     """Memory of training on one GPU.
 
     element: bytes of the dtype of weights, gradients and activations. optimizer_bytes: states' bytes a parameter.
     accumulates: more than one micro-batch a step. in_backward: the optimizer runs within the backward pass. code_bytes:
-    low-bit codes kept beside a linear's weight, bytes a weight. linear_input: see `saved_per_token`. linear_weight:
-    bytes of an element of the linears' weights themselves, where they are stored in low bits. dequantized: one of them
-    is dequantized as a whole while it is read. trained: what trains, where not everything does (`trained_cost.py`).
+    low-bit codes kept beside a linear's weight, bytes a weight. linear_input, remade: see `saved_per_token`.
+    linear_weight: bytes of an element of the linears' weights themselves, where they are stored in low bits.
+    dequantized: one of them is dequantized as a whole while it is read. trained: what trains, where not everything does
+    (`trained_cost.py`).
     """
     trained = trained or all_of(config, element)
     parameters = count_parameters(config)
@@ -243,7 +253,9 @@ def estimate_memory(
     head = config.vocab_size * c if trained.head else 0  # what of it has a gradient
 
     def kept(mode: str) -> float:
-        return sum(trained.kept(saved_per_token(config, mode, compiled, element, linear_input), element).values())
+        return sum(
+            trained.kept(saved_per_token(config, mode, compiled, element, linear_input, remade), element).values()
+        )
 
     saved = kept(checkpointing)
     again = kept("none") - saved
@@ -256,8 +268,11 @@ def estimate_memory(
     # The gradient of the residual comes in and goes out. Between them, beyond what the layer kept: gate_up's and its
     # activation's gradients, when down's input, as large as the latter, is free; or attention's in fp32 with keys and
     # values spread to all query heads, when all that the MLP kept is free.
-    # With adapters down's input has two gradients, and their sum.
+    # With adapters down's input has two gradients, and their sum. Where down's input is made again, there are its
+    # codes, both gradients whole, and the codes of gate_up's in both layouts.
     in_mlp = (3 if trained.adapters else 2) * inner * element
+    if remade:
+        in_mlp = inner * (1 + 3 * element + 4)
     in_attention = q * (4 + 2 * element) + config.qkv_size * element - (3 * inner + c) * element
     widest = max(in_mlp, in_attention)
     in_layer = tokens * (2 * c * element + widest + again) + head * element

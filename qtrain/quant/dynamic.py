@@ -20,9 +20,9 @@ from qtrain.kernels.formats import FORMATS, GRANULARITIES
 from qtrain.kernels.int4_mm import scaled_int4_mm
 from qtrain.kernels.philox import ROLES
 from qtrain.kernels.quantize import quantize, quantize_dual, quantize_transposed
-from qtrain.kernels.quantize_gated import quantize_gated, takes_gated
+from qtrain.kernels.quantize_gated import quantize_gated, takes_gated, takes_gated_rows
 from qtrain.kernels.scaled_mm import scaled_mm
-from qtrain.quant.scheme import Gemm, LowBitScheme, Operand, Wanted
+from qtrain.quant.scheme import Gemm, LowBitScheme, Operand, Wanted, WholeRows
 
 
 class Read(NamedTuple):
@@ -110,6 +110,12 @@ class DynamicScheme(LowBitScheme):
             x, dy, read.fmt, read.granularity, self.power_of_two, key, ROLES.index(name), stochastic
         )
         return (codes, scale), (codes_t, scale_t)
+
+    def whole_rows(self, name: str, key: Tensor | None = None, wanted: Wanted = (True, True)) -> WholeRows | None:
+        read = self._read_alike(name, wanted)
+        if read is None or not takes_gated_rows(read.fmt, read.granularity):
+            return None
+        return WholeRows(read.fmt, self.power_of_two, *self._keys_of(name, key))
 
     def multiply(self, gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         reads = self.reads(gemm)

@@ -14,7 +14,7 @@ A further scheme is one file: a frozen dataclass registered in SCHEMES, its fiel
 """
 
 from abc import ABC, abstractmethod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,16 @@ Gemm = Literal["output", "grad_input", "grad_weight"]
 Operand = tuple[Tensor, ...]
 Wanted = tuple[bool, bool]
 """Which of a tensor's two operands will be read: an evaluation needs no x for grad_weight, a frozen weight neither."""
+
+
+class WholeRows(NamedTuple):
+    """How a tensor is quantized both of whose operands have scales of whole rows and columns, in one 8-bit format."""
+
+    fmt: str
+    power_of_two: bool
+    row_key: Tensor | None
+    """What its rows draw under (`kernels.philox.random_bits_ref`); None where they are rounded to nearest."""
+    column_key: Tensor | None
 
 
 class Scheme(ABC):
@@ -124,6 +134,11 @@ class LowBitScheme(Scheme):
         `input_operands` of the activation (name "x") or, with its gradient dy, `grad_operands` of that of x ("dy")."""
         operands = self.input_operands if name == "x" else self.grad_operands
         return operands(activation(x, dy), key, wanted, amax)
+
+    def whole_rows(self, name: str, key: Tensor | None = None, wanted: Wanted = (True, True)) -> WholeRows | None:
+        """How the tensor `name` of a gated MLP, as in `gated_operands`, is quantized, if that is by whole rows; such a
+        pair of tensors is made in another order (`gated.py`). key, wanted: as for `input_operands`."""
+        return None
 
     @abstractmethod
     def multiply(self, gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

@@ -209,8 +209,11 @@ def _memory(
     element, low_bit = dtype.itemsize, [(s, part) for s, part in scheme.parts() if isinstance(part, LowBitScheme)]
     kept = sum(share * part.kept_input_bytes(element) for share, part in low_bit)
     kept += element * (1 - sum(share for share, _ in low_bit))
+    remade = sum(share for share, part in low_bit if part.whole_rows("x") and part.whole_rows("dy"))
+    if model_config.mlp_bias or model_config.sub_norm:  # no gated MLP in one function
+        remade = 0.0
     if trained is not None and trained.adapters:
-        kept = element  # a frozen linear keeps nothing, and its adapters the input itself
+        kept, remade = element, 0.0  # a frozen linear keeps nothing, and its adapters the input itself
     trained = trained or all_of(model_config, element)
     shapes = [ParameterShape(*found) for found in trained.shapes]
     return estimate_memory(
@@ -227,6 +230,7 @@ def _memory(
         code_bytes=sum(share * part.code_bytes() for share, part in low_bit),
         linear_input=None if kept == element else kept,  # the input itself is no other tensor than a plain linear keeps
         linear_weight=element + sum(share * (part.weight_bytes(element) - element) for share, part in low_bit),
+        remade=remade,
         dequantized=any(part.stored_format and "bf16" in part.gemm_dtypes().values() for _, part in low_bit),
         trained=trained,
     )

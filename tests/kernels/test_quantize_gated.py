@@ -3,21 +3,35 @@
 import pytest
 import torch
 
-from qtrain.kernels.absmax import absmax_ref, launch_absmax_gated
+from qtrain.kernels.absmax import absmax_of_columns_ref, absmax_ref
+from qtrain.kernels.gated_gradient import launch_gated_gradient
+from qtrain.kernels.gated_rows import launch_gated_rows, pieces
+from qtrain.kernels.philox import ROLES, random_bits_ref
 from qtrain.kernels.quantize import (
+    quantize,
     quantize_dual,
     quantize_dual_given,
     quantize_ref,
+    quantize_transposed,
     quantize_transposed_ref,
 )
 from qtrain.kernels.quantize_blocks import launch_quantize_blocks
-from qtrain.kernels.quantize_gated import activation, quantize_gated, quantize_gated_given, takes_gated
-from qtrain.kernels.silu_mul import launch_silu_mul, launch_silu_mul_backward
+from qtrain.kernels.quantize_gated import (
+    activation,
+    quantize_gated,
+    quantize_gated_backward,
+    quantize_gated_given,
+    quantize_gated_rows,
+    takes_gated,
+    takes_gated_rows,
+)
+from qtrain.kernels.silu_mul import launch_silu_mul, launch_silu_mul_backward, silu_mul
 from tests.cases import KINDS, matrix
 from tests.kernels.test_quantize_blocks import STOCHASTIC, drawing
-from tests.kernels.test_quantize_kernels import hostile, same
+from tests.kernels.test_quantize_kernels import KEY, hostile, same
 
-CASES = [(fmt, granularity) for fmt in ("int8", "e4m3", "e5m2") for granularity in ("128x128", "1x128", "rowwise")]
+FORMATS = ("int8", "e4m3", "e5m2")
+CASES = [(fmt, granularity) for fmt in FORMATS for granularity in ("128x128", "1x128")]
 
 
 def gate_and_gradient(m, width, seed, kind, device):
@@ -83,16 +97,64 @@ def test_stochastic_rounding_in_the_interpreter(fmt, granularity):
         check_given(x, dy, fmt, 1e-3, "both")
 
 
+def bits_of(t):
+    """int32 bits of fp32, NaN all alike."""
+    return t.view(torch.float32).nan_to_num(nan=-1.0)
+
+
+def check_rows(x, fmt, power_of_two=False, stochastic=False):
+    """Codes along rows, and what is found of columns on the way."""
+    y, key = made(x, None), KEY.to(x.device) if stochastic else None
+    drawn = random_bits_ref(y.shape, key, 2) if stochastic else None
+    *found, columns = launch_gated_rows(x, fmt, power_of_two, key, 2)
+    note = (tuple(x.shape), fmt, stochastic)
+    same(found, quantize_ref(y, fmt, "rowwise", drawn, power_of_two), note)
+    assert torch.equal(bits_of(columns), bits_of(absmax_of_columns_ref(y))), note
+
+
+def check_gradient(x, dy, fmt, power_of_two=False, stochastic=False):
+    """Codes of y along columns, and dx with the maxima of its rows and columns."""
+    y, dx, key = made(x, None), made(x, dy), KEY.to(x.device) if stochastic else None
+    drawn = random_bits_ref(y.shape, key, 2) if stochastic else None
+    codes_t, scale_t, found, (rows, columns) = launch_gated_gradient(
+        x, dy, absmax_of_columns_ref(y), fmt, power_of_two, key, 2
+    )
+    note = (tuple(x.shape), fmt, stochastic)
+    same((codes_t, scale_t), quantize_transposed_ref(y, fmt, "rowwise", drawn, power_of_two), note)
+    assert torch.equal(found.nan_to_num(nan=-1.0), dx.nan_to_num(nan=-1.0)), note
+    assert torch.equal(bits_of(columns), bits_of(absmax_of_columns_ref(dx))), note
+    assert torch.equal(bits_of(rows), bits_of(absmax_of_columns_ref(dx.t()))), note
+
+
 @pytest.mark.interpreter
-def test_absmax_in_the_interpreter():
-    x, dy = gate_and_gradient(48, 128, 5, "bad", "cpu")
-    for d in (None, dy):
-        y = made(x, d)
-        rows, columns = launch_absmax_gated(x, d)
-        expected = [absmax_ref(row).nan_to_num(nan=-1.0) for row in y]
-        assert torch.equal(rows.view(torch.float32).nan_to_num(nan=-1.0), torch.cat(expected))
-        expected = [absmax_ref(column).nan_to_num(nan=-1.0) for column in y.t().contiguous()]
-        assert torch.equal(columns.view(torch.float32).nan_to_num(nan=-1.0), torch.cat(expected))
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_rows_and_then_columns_in_the_interpreter(fmt):
+    """A row in one piece and in two, parts of a tile, and whole ones."""
+    for seed, (m, width, kind) in enumerate([(16, 144, "outlier"), (144, 80, "bad"), (16, 336, "zero_row")]):
+        x, dy = gate_and_gradient(m, width, seed, kind, "cpu")
+        check_rows(x[:32], fmt, kind == "outlier", kind != "outlier")
+        check_gradient(x, dy, fmt, kind == "outlier", kind != "outlier")
+
+
+def test_pieces_of_a_row():
+    for words in range(8, 20_000, 8):
+        block, rest = pieces(words)
+        assert words <= block + rest <= max(words + 128, words * 4 // 3), (words, block, rest)
+        assert all(piece & (piece - 1) == 0 for piece in (block, rest))
+
+
+def check_rows_operators(x, dy, fmt, fmt_y, stochastic):
+    """Forward's operator and then backward's, which may differ in format and rounding."""
+    key, stochastic = KEY.to(x.device) if stochastic else None, stochastic or "both"
+    row_key = key if stochastic == "both" else None
+    *rows, columns = quantize_gated_rows(x, fmt_y, True, row_key)
+    same(rows, quantize(silu_mul(x), fmt_y, "rowwise", row_key, ROLES.index("x"), True), (fmt_y, stochastic))
+    found = quantize_gated_backward(x, dy, columns, fmt, False, key, fmt_y, True, key, stochastic)
+    expected = quantize_dual(
+        activation(x, dy), fmt, "rowwise", "rowwise", key, ROLES.index("dy"), stochastic=stochastic
+    )
+    expected += quantize_transposed(silu_mul(x), fmt_y, "rowwise", key, ROLES.index("x"), True)
+    same(found, expected, (tuple(x.shape), fmt, fmt_y, stochastic))
 
 
 def check_operators(device):
@@ -120,6 +182,9 @@ def check_operators(device):
                     same(quantize_gated(x, d, "int8", "rowwise", **options), expected, (m, width, stochastic))
                     expected = quantize_dual_given(activation(x, d), "e4m3", scale, **options)
                     same(quantize_gated_given(x, d, "e4m3", scale, **options), expected, (m, width, stochastic))
+            rows = (("int8", "int8", ""), ("e4m3", "int8", "columns"), ("int8", "e5m2", "both"))
+            for fmt, fmt_y, stochastic in rows if dtype == torch.bfloat16 or m == 3 else ():
+                check_rows_operators(x, dy, fmt, fmt_y, stochastic)
     x, dy = (
         matrix(32, 256, 0, "normal", torch.bfloat16).to(device),
         matrix(32, 128, 1, "normal", torch.bfloat16).to(device),
@@ -127,23 +192,28 @@ def check_operators(device):
     options, _ = drawing(device, "columns")
     for d in (None, dy):
         for drawn in ({}, options):
-            torch.library.opcheck(torch.ops.qtrain.quantize_gated.default, (x, d, "int8", "rowwise"), drawn)
+            torch.library.opcheck(torch.ops.qtrain.quantize_gated.default, (x, d, "int8", "1x128"), drawn)
             torch.library.opcheck(
                 torch.ops.qtrain.quantize_gated_given.default, (x, d, "e4m3", torch.ones(1, device=device)), drawn
             )
+    key, columns = options["key"], absmax_of_columns_ref(silu_mul(x))
+    torch.library.opcheck(torch.ops.qtrain.quantize_gated_rows.default, (x, "int8", False, key))
+    arguments = x, dy, columns, "int8", False, key, "e4m3", False, None, "columns"
+    torch.library.opcheck(torch.ops.qtrain.quantize_gated_backward.default, arguments)
 
 
 def test_operators():
     check_operators("cpu")
 
 
-def test_a_scale_of_the_tensor_has_no_kernel():
+def test_a_scale_of_more_than_a_block_has_no_kernel():
     """Its pass would be over x, not over what is made of it: the operator takes the two operations."""
     x, dy = gate_and_gradient(16, 128, 0, "normal", "cpu")
-    for fmt in ("int8", "e4m3"):
-        assert not takes_gated(fmt, "tensorwise")
+    for fmt, granularity in (("int8", "tensorwise"), ("e4m3", "tensorwise"), ("int8", "rowwise")):
+        assert not takes_gated(fmt, granularity)
+        assert takes_gated_rows(fmt, granularity) == (granularity == "rowwise")
         with pytest.raises(AssertionError, match="no pass"):
-            launch_quantize_blocks(x, fmt, "tensorwise", of_gate=True, dy=dy)
+            launch_quantize_blocks(x, fmt, granularity, of_gate=True, dy=dy)
 
 
 @pytest.mark.gpu
@@ -166,6 +236,22 @@ def test_codes_on_gpu(fmt, granularity):
     x, dy = gate_and_gradient(4096, 4864, 0, "outlier", "cuda")
     check(x, None, fmt, granularity)
     check(x, dy, fmt, granularity)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_rows_and_then_columns_on_gpu(fmt, stochastic):
+    generator = torch.Generator().manual_seed(12)
+    for number in range(30):  # few widths, for each has a kernel
+        m, width = 16 * int(torch.randint(1, 60, (), generator=generator)), (48, 144, 336, 608, 1024)[number % 5]
+        x, dy = gate_and_gradient(m, width, number, [*KINDS, "bad"][number % 6], "cuda")
+        check_rows(x, fmt, number % 4 == 1, stochastic)
+        check_gradient(x, dy, fmt, number % 4 == 1, stochastic)
+    for width in (4864, 8960, 14336, 18944):
+        x, dy = gate_and_gradient(2064, width, 0, "outlier", "cuda")
+        check_rows(x, fmt, False, stochastic)
+        check_gradient(x, dy, fmt, False, stochastic)
 
 
 @pytest.mark.gpu

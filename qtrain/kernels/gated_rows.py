@@ -1,0 +1,121 @@
+"""Codes along rows of what a gated MLP makes for its second product, y = silu(gate) * up, from one read of x.
+
+A row's scale is known once the whole of it has been read: a program keeps that in registers, and over all the rows that
+it takes the largest values of every column too. They are the scales of y's columns, whose codes only backward reads,
+and makes from x itself (`gated_gradient.py`): y is never read twice, and nothing of it but its codes is written.
+"""
+
+import torch
+from torch import Tensor
+
+from qtrain.kernels.absmax import record_pairs
+from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.formats import FORMATS, empty_scale
+from qtrain.kernels.pair_codes import quick_reciprocal, scaled_pairs, two_codes
+from qtrain.kernels.pairs import gated, larger, larger_half, largest, magnitudes, without_bad
+from qtrain.kernels.philox import ROLES, philox_key, philox_words
+from qtrain.kernels.rounding import casts_to_fp8, scale_of
+
+WORDS_A_THREAD = 24
+"""Of a row, and of its columns' maxima as many; more only where a program has all the warps that it can have."""
+WARPS_AT_ONCE = 24
+"""Of a multiprocessor, whose registers they share: some programs read while others reckon."""
+STAGES = 2
+"""Rows of a program on their way: the next one is read while one is reckoned with."""
+
+
+@triton.jit
+def _made(gate_ptr, words, first, CAST: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK words of y from word `first` of a row whose gate is at gate_ptr, its up right behind; 0 beyond its end."""
+    j = first + tl.arange(0, BLOCK)
+    return gated(tl.load(gate_ptr + j, j < words, 0), tl.load(gate_ptr + words + j, j < words, 0), CAST)
+
+
+@triton.jit
+def _store_codes(
+    codes_ptr, pairs, words, first, by, bad, draw, key,
+    STOCHASTIC: tl.constexpr, FMT: tl.constexpr, LARGEST: tl.constexpr, CAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of a piece of a row, as `_made` gave it. draw: the row's first, as `philox` takes it; key: what else it takes."""
+    random, half = None, 0
+    if STOCHASTIC:
+        seed, step, tensor = key
+        block = draw + first // 4 + tl.arange(0, BLOCK // 4)
+        random, half = tl.reshape(philox_words(block[None, :], seed, step, tensor, CAST), (BLOCK,)), 0x80
+    a, b = scaled_pairs(without_bad(pairs, bad), by, by, random, half, False, STOCHASTIC, FMT, LARGEST, CAST)
+    j = first + tl.arange(0, BLOCK)
+    tl.store(codes_ptr + j, two_codes(a, b, STOCHASTIC, FMT, CAST), j < words)
+
+
+@triton.jit(do_not_specialize=["role", "m"])
+def _gated_rows_kernel(
+    x_ptr, codes_ptr, scale_ptr, column_ptr, key_ptr, role, m, words,
+    STOCHASTIC: tl.constexpr, N_ROLES: tl.constexpr, FMT: tl.constexpr, LARGEST: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, CAST: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """x [m, 2 * words] and codes [m, words] as words of two elements and of two codes; column_ptr: int32, zeros, for
+    the bits of the columns' absmax. A row is BLOCK words and REST, if any."""
+    words = tl.multiple_of(words, 8)
+    key = None
+    if STOCHASTIC:
+        key = philox_key(key_ptr, role, N_ROLES)
+    most = tl.zeros((BLOCK,), tl.int32)
+    if REST:
+        most_rest = tl.zeros((REST,), tl.int32)
+    for i in tl.range(tl.program_id(0), m, tl.num_programs(0), num_stages=STAGES):
+        row = tl.cast(i, tl.int64)
+        y = _made(x_ptr + row * 2 * words, words, 0, CAST, BLOCK)
+        most = larger(most, magnitudes(y), CAST)
+        bits = larger_half(largest(magnitudes(y), 0, CAST))
+        if REST:
+            y_rest = _made(x_ptr + row * 2 * words, words, BLOCK, CAST, REST)
+            most_rest = larger(most_rest, magnitudes(y_rest), CAST)
+            bits = tl.maximum(bits, larger_half(largest(magnitudes(y_rest), 0, CAST)))
+        bad = bits >= 0x7F800000
+        scale = scale_of(bits, LARGEST, POWER_OF_TWO)
+        tl.store(scale_ptr + row, scale)
+        by, draw = quick_reciprocal(scale, bad, CAST), row * (words // 4)
+        _store_codes(
+            codes_ptr + row * words, y, words, 0, by, bad, draw, key, STOCHASTIC, FMT, LARGEST, CAST, BLOCK
+        )  # fmt: skip
+        if REST:
+            _store_codes(
+                codes_ptr + row * words, y_rest, words, BLOCK, by, bad, draw, key, STOCHASTIC, FMT, LARGEST, CAST, REST
+            )  # fmt: skip
+    record_pairs(column_ptr, tl.arange(0, BLOCK), words, most)
+    if REST:
+        record_pairs(column_ptr, BLOCK + tl.arange(0, REST), words, most_rest)
+
+
+def pieces(words: int) -> tuple[int, int]:
+    """Of a row, each a power of two, with few words to spare: one, or two."""
+    block = triton.next_power_of_2(words)
+    if 4 * words > 3 * block or words <= 128:
+        return block, 0
+    return block // 2, max(triton.next_power_of_2(words - block // 2), 128)
+
+
+def launch_gated_rows(
+    x: Tensor,
+    fmt: str,
+    power_of_two: bool = False,
+    key: Tensor | None = None,
+    role: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [M, 2I] bf16, contiguous, not empty, M and I multiples of 16 -> of y = silu_mul(x) the codes [M, I] and the
+    scale fp32 [M] that `quantize_ref` gives rowwise, and the bits of its columns' absmax, int32 [I].
+    """
+    (m, width), form = x.shape, FORMATS[fmt]
+    words = width // 4
+    codes, scale = x.new_empty(m, width // 2, dtype=form.dtype), empty_scale("rowwise", m, width // 2, x)
+    columns = torch.zeros(width // 2, dtype=torch.int32, device=x.device)
+    block, rest = pieces(words)
+    warps = min(triton.next_power_of_2(triton.cdiv(block + rest, 32 * WORDS_A_THREAD)), 16)
+    together = 1 if block + rest > 32 * warps * WORDS_A_THREAD else max(WARPS_AT_ONCE // warps, 2)
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+    _gated_rows_kernel[(min(processors * together, m),)](
+        x.view(torch.int32), codes.view(torch.int16), scale, columns, key, role, m, words,
+        key is not None, len(ROLES), fmt, form.max, power_of_two, casts_to_fp8(x.device), block, rest, STAGES,
+        num_warps=warps, maxnreg=65536 // (32 * warps * together) // 8 * 8, enable_fp_fusion=False,
+    )  # fmt: skip
+    return codes, scale, columns
