@@ -1,4 +1,4 @@
-"""Quantizes in both layouts what a gated MLP makes between its products, without writing it in high precision.
+"""Quantizes in both layouts what a gated MLP makes between its products, as it is made.
 
     y  [M, I]  = silu(gate) * up       of x [M, 2I], gate, then up: the input of the second product
     dx [M, 2I] = its gradient          from dy [M, I] and x: what the first product's backward reads
