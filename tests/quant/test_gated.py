@@ -89,6 +89,19 @@ def test_every_scheme_on_gpu(name, kwargs):
     check(name, kwargs, "cuda", torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    "name,kwargs,keeps", [("int8", {}, False), ("fp8_rowwise", {}, False), ("fp8_tensorwise", {}, True)]
+)
+def test_what_is_kept_of_the_activation(name, kwargs, keeps):
+    """Its codes; where scales are those of rows, the maxima of its columns only."""
+    (_, model), _ = pair(name, kwargs, "cpu", torch.float32, width=128, inner=256)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        gated_mlp(model.gate_up, model.down, matrix(40, 128, 0, "normal").requires_grad_())
+    assert ((256, 40) in [tuple(t.shape) for t in kept]) == keeps
+    assert any(t.shape == (256,) and t.dtype == torch.int32 for t in kept) == (not keeps)
+
+
 @pytest.mark.parametrize("frozen", [("gate_up",), ("down",), ("gate_up", "down")])
 def test_frozen_weights(frozen):
     (plain, fused), _ = pair("int8", {}, "cpu", torch.float32)
