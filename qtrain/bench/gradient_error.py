@@ -1,0 +1,173 @@
+"""How far the gradient under a scheme is from the one without it: of one step, by chance, and on average.
+
+python -m qtrain.bench.gradient_error --model runs/llm_pretrain/.../hf --data '{"type":"token","dataset_dir":"DIR"}'
+
+One batch and the same weights for all; g0 is the gradient of the layers' matrices in fp32, g that under a scheme. The
+figures are shares of |g0|:
+
+    error   |g - g0| of one step
+    noise   how far the draws of stochastic rounding spread around their mean
+    bias    |mean of g over the draws - g0|, less what is left of the noise in a mean of so many
+
+Where a scheme's three GEMMs can be chosen, one alone shows its part: int8:{"output":"bf16","grad_input":"bf16"}. A
+batch's bias is not a training's: rounding to nearest errs otherwise in every batch.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from qtrain.bench.tables import Cell, Table
+from qtrain.bench.words import name_and_options, split_list
+from qtrain.config import JsonDict, parse, run_script
+from qtrain.data import Batch, StreamContext, eval_batches
+from qtrain.errors import UserError
+from qtrain.hardware import describe_hardware
+from qtrain.models import ModelSource, build_model, read_model_source
+from qtrain.quant import SCHEMES, Auto, Scheme, quantize_linears
+from qtrain.quant.convert import find_linears
+from qtrain.train.language import language_forward
+from qtrain.train.listing import listing
+from qtrain.train.settings import Count, choose_device, choose_dtype
+from qtrain.train.step import compute_gradients
+
+
+@dataclass(frozen=True)
+class GradientErrorSettings:
+    """Compare the gradients of schemes with the one of high precision, on one batch."""
+
+    model: str = "llama-100m"
+    """Folder or hub id of a trained model; or a shape, whose weights are drawn at random and tell less."""
+    data: JsonDict = None
+    """Data as --eval_ds of llm_pretrain.py takes it; none: random tokens."""
+    schemes: str = (
+        'bf16,int8,int8:{"stochastic_rounding":false},int8:{"stochastic_rounding":true},fp8_rowwise,fp8_tensorwise'
+    )
+    """Schemes with commas; NAME:{JSON} gives a scheme its options."""
+    sequences: Count = 16
+    """Sequences in the batch."""
+    seq_len: Count = 256
+    """Tokens per sequence."""
+    draws: Count = 8
+    """Steps whose random bits are drawn, of schemes that round stochastically."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Where; auto takes the GPU if there is one."""
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Dtype of weights and activations under the schemes; auto is bf16 on a GPU, fp32 on a CPU."""
+    seed: int = 0
+    """Of random weights and tokens, and of stochastic rounding."""
+
+
+@dataclass(frozen=True)
+class GradientError:
+    """Shares of |g0|, as above."""
+
+    error: float
+    noise: float
+    bias: float
+
+
+def gradient_error(gradients: Iterator[list[Tensor]], true: list[Tensor]) -> GradientError:
+    """Of gradients under several draws, or one, each a list of tensors as `true`, fp64."""
+    size = _norm(true)
+    first, mean, squares, draws = 0.0, [torch.zeros_like(t) for t in true], 0.0, 0
+    for found in gradients:
+        draws += 1
+        squares += _norm(found) ** 2
+        for m, g in zip(mean, found, strict=True):
+            m += (g - m) / draws
+        if draws == 1:
+            first = _distance(found, true)
+    noise = math.sqrt(max(squares - draws * _norm(mean) ** 2, 0.0) / max(draws - 1, 1))
+    bias = math.sqrt(max(_distance(mean, true) ** 2 - noise**2 / draws, 0.0))
+    return GradientError(first / size, noise / size, bias / size)
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return math.sqrt(sum(float(t.square().sum()) for t in tensors))
+
+
+def _distance(a: list[Tensor], b: list[Tensor]) -> float:
+    return _norm([x - y for x, y in zip(a, b, strict=True)])
+
+
+def gradients_of(
+    source: ModelSource,
+    scheme: Scheme,
+    batch: Batch,
+    dtype: torch.dtype,
+    device: torch.device,
+    settings: GradientErrorSettings,
+) -> Iterator[list[Tensor]]:
+    """Gradients of the layers' matrices, fp64, one a step; a single one where nothing is drawn."""
+    model = build_model(source, device=device, dtype=dtype, pretrained=is_trained(source), seed=settings.seed)
+    model.loss_chunks, model.z_loss = 0, 0.0
+    names = [f"{names[0]}.weight" for linear, names in find_linears(model).items() if linear is not model.lm_head]
+    quantized = quantize_linears(model, scheme, seed=settings.seed, head=model.lm_head)
+    forward, parameters = language_forward(model, None), dict(model.named_parameters())
+    drawn = any(linear.scheme.stochastic_rounding for linear in quantized.linears)
+    for step in range(settings.draws if drawn else 1):
+        model.zero_grad()
+        compute_gradients(model, forward, quantized, [batch.to(device)], step)
+        yield [parameters[name].grad.double() for name in names]
+
+
+def is_trained(source: ModelSource) -> bool:
+    """Whether there are weights to read."""
+    return bool(source.folder or source.hub_id)
+
+
+def main(argv: list[str]) -> None:
+    if "--list" in argv:
+        print(listing())
+        return
+    settings = parse(GradientErrorSettings, argv, "-m qtrain.bench.gradient_error")
+    device = choose_device(settings.device)
+    schemes = {}
+    for word in split_list(settings.schemes):
+        name, options = name_and_options(word, "--schemes")
+        schemes[word] = SCHEMES.make(name, options, "--schemes")
+        if isinstance(schemes[word], Auto):
+            raise UserError("--schemes: 'auto' chooses among schemes by their speed; name the ones to compare.")
+    if not schemes:
+        raise UserError("--schemes: nothing to compare; name at least one scheme.")
+    source = read_model_source(settings.model)
+    batch = read_batch(settings, source.model_config().vocab_size)
+    (true,) = gradients_of(source, SCHEMES.make("bf16", {}, "--schemes"), batch, torch.float32, device, settings)
+    columns = ["error", "noise", "bias"]
+    what = f"{source.name}{'' if is_trained(source) else ', weights at random'}"
+    title = (
+        f"Gradients of {what}, {settings.sequences} x {settings.seq_len} tokens, on {describe_hardware(device).name}"
+    )
+    table = Table(title, "% of the gradient without quantization, in fp32", columns)
+    for word, scheme in schemes.items():
+        dtype = choose_dtype(settings.dtype, device)
+        found = gradient_error(gradients_of(source, scheme, batch, dtype, device, settings), true)
+        for column in columns:
+            table.put(word, column, Cell(100 * getattr(found, column)))
+    print(table.markdown())
+
+
+def read_batch(settings: GradientErrorSettings, vocab_size: int) -> Batch:
+    """The batch that all gradients are of, on the CPU. UserError for data that does not hold it."""
+    rows, length = settings.sequences, settings.seq_len
+    if settings.data is None:
+        generator = torch.Generator().manual_seed(settings.seed)
+        tokens = torch.randint(0, vocab_size, (rows, length + 1), generator=generator)
+        return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    context = StreamContext(length, settings.seed, vocab_size=vocab_size)
+    windows = eval_batches(settings.data, context, rows, rows, "--data")
+    if windows.n_sequences < rows:
+        raise UserError(
+            f"--data: it holds {windows.n_sequences} windows of {length + 1} tokens, not {rows}; give more data, or "
+            f"--sequences {windows.n_sequences}."
+        )
+    return windows.batches[0]
+
+
+if __name__ == "__main__":
+    run_script(main)
