@@ -20,8 +20,9 @@ WORDS_A_THREAD = 24
 """Of a row, and of its columns' maxima as many; more only where a program has all the warps that it can have."""
 WARPS_AT_ONCE = 24
 """Of a multiprocessor, whose registers they share: some programs read while others reckon."""
-STAGES = 2
-"""Rows of a program on their way: the next one is read while one is reckoned with."""
+STAGES, SHARED = 2, 90 * 1024
+"""Rows of a program on their way: the next one is read while one is reckoned with, where its bytes fit into the shared
+memory that an Ada has; a Hopper has more."""
 
 
 @triton.jit
@@ -112,10 +113,11 @@ def launch_gated_rows(
     block, rest = pieces(words)
     warps = min(triton.next_power_of_2(triton.cdiv(block + rest, 32 * WORDS_A_THREAD)), 16)
     together = 1 if block + rest > 32 * warps * WORDS_A_THREAD else max(WARPS_AT_ONCE // warps, 2)
+    stages = STAGES if 8 * (block + rest) <= SHARED else 1
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
     _gated_rows_kernel[(min(processors * together, m),)](
         x.view(torch.int32), codes.view(torch.int16), scale, columns, key, role, m, words,
-        key is not None, len(ROLES), fmt, form.max, power_of_two, casts_to_fp8(x.device), block, rest, STAGES,
+        key is not None, len(ROLES), fmt, form.max, power_of_two, casts_to_fp8(x.device), block, rest, stages,
         num_warps=warps, maxnreg=65536 // (32 * warps * together) // 8 * 8, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scale, columns

@@ -248,7 +248,7 @@ def test_rows_and_then_columns_on_gpu(fmt, stochastic):
         x, dy = gate_and_gradient(m, width, number, [*KINDS, "bad"][number % 6], "cuda")
         check_rows(x, fmt, number % 4 == 1, stochastic)
         check_gradient(x, dy, fmt, number % 4 == 1, stochastic)
-    for width in (4864, 8960, 14336, 18944):
+    for width in (4864, 8960, 14336, 18944, 28672):
         x, dy = gate_and_gradient(2064, width, 0, "outlier", "cuda")
         check_rows(x, fmt, False, stochastic)
         check_gradient(x, dy, fmt, False, stochastic)
