@@ -14,7 +14,7 @@ from torch import Tensor
 from qtrain.kernels.absmax import record_pairs
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.formats import FORMATS, empty_scale
-from qtrain.kernels.pair_codes import four_codes, quick_reciprocal, scaled_pairs, two_halves, two_rows
+from qtrain.kernels.pair_codes import draws_of_pairs, four_codes, quick_reciprocal, scaled_pairs, two_halves, two_rows
 from qtrain.kernels.pairs import (
     gate_gradient,
     gated,
@@ -25,7 +25,7 @@ from qtrain.kernels.pairs import (
     up_gradient,
     without_bad,
 )
-from qtrain.kernels.philox import ROLES, philox_key, philox_words
+from qtrain.kernels.philox import ROLES, philox_key
 from qtrain.kernels.rounding import casts_to_fp8, scale_of
 
 BLOCK_M, BLOCK_K = 32, 128
@@ -61,9 +61,7 @@ def _column_codes(
     """Rows [R, C] of words of y -> what the words of columns are packed from. block, key: as `philox` takes them."""
     random, half = None, 0
     if STOCHASTIC:
-        seed, step, tensor, once = key
-        random = tl.reshape(philox_words(block, seed, step, tensor, CAST, once), (y.shape[0], y.shape[1]))
-        half = once * 0x80
+        random, half = draws_of_pairs(block, key, CAST)
     y = without_bad(y, bad)
     return scaled_pairs(y, by_first, by_second, random, half, False, STOCHASTIC, FMT, LARGEST, CAST)
 

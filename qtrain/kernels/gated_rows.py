@@ -11,9 +11,9 @@ from torch import Tensor
 from qtrain.kernels.absmax import record_pairs
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.formats import FORMATS, empty_scale
-from qtrain.kernels.pair_codes import quick_reciprocal, scaled_pairs, two_codes
+from qtrain.kernels.pair_codes import draws_of_pairs, quick_reciprocal, scaled_pairs, two_codes
 from qtrain.kernels.pairs import gated, larger, larger_half, largest, magnitudes, without_bad
-from qtrain.kernels.philox import ROLES, philox_key, philox_words
+from qtrain.kernels.philox import ROLES, philox_key
 from qtrain.kernels.rounding import casts_to_fp8, scale_of
 
 WORDS_A_THREAD = 24
@@ -40,9 +40,8 @@ def _store_codes(
     """Of a piece of a row, as `_made` gave it. draw: the row's first, as `philox` takes it; key: what else it takes."""
     random, half = None, 0
     if STOCHASTIC:
-        seed, step, tensor = key
-        block = draw + first // 4 + tl.arange(0, BLOCK // 4)
-        random, half = tl.reshape(philox_words(block[None, :], seed, step, tensor, CAST), (BLOCK,)), 0x80
+        random, half = draws_of_pairs((draw + first // 4 + tl.arange(0, BLOCK // 4))[None, :], key, CAST)
+        random = tl.reshape(random, (BLOCK,))
     a, b = scaled_pairs(without_bad(pairs, bad), by, by, random, half, False, STOCHASTIC, FMT, LARGEST, CAST)
     j = first + tl.arange(0, BLOCK)
     tl.store(codes_ptr + j, two_codes(a, b, STOCHASTIC, FMT, CAST), j < words)
@@ -59,7 +58,8 @@ def _gated_rows_kernel(
     words = tl.multiple_of(words, 8)
     key = None
     if STOCHASTIC:
-        key = philox_key(key_ptr, role, N_ROLES)
+        seed, step, tensor = philox_key(key_ptr, role, N_ROLES)
+        key = seed, step, tensor, 1  # a loop within the one over rows would keep the next row from being read ahead
     most = tl.zeros((BLOCK,), tl.int32)
     if REST:
         most_rest = tl.zeros((REST,), tl.int32)

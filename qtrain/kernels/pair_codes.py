@@ -9,6 +9,7 @@ CAST, as in `rounding.py`; where it is not, in the interpreter, every code is in
 
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.pairs import lower, upper
+from qtrain.kernels.philox import philox_words
 from qtrain.kernels.rounding import encode, reciprocal_of
 from qtrain.kernels.words import bytes_of_both
 
@@ -76,6 +77,14 @@ def _stochastically(scaled, noise, FMT: tl.constexpr, CAST: tl.constexpr):
         code = (scaled * DOWN).to(tl.int32, bitcast=True) * ROOM + noise
         code = code | (scaled.to(tl.int32, bitcast=True) & -0x80000000)
         return code if CAST else (code >> 24) & 0xFF
+
+
+@triton.jit
+def draws_of_pairs(block, key, CAST: tl.constexpr):
+    """block int64 [R, C] and key, as `philox` takes them -> words [R, 4 * C] and half, as `scaled_pairs` takes them."""
+    seed, step, tensor, once = key
+    words = philox_words(block, seed, step, tensor, CAST, once)
+    return tl.reshape(words, (block.shape[0], block.shape[1] * 4)), once * 0x80
 
 
 @triton.jit

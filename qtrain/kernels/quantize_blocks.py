@@ -16,7 +16,15 @@ from torch import Tensor
 from qtrain.kernels.absmax import launch_absmax
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.formats import FORMATS, empty_scale
-from qtrain.kernels.pair_codes import four_codes, quick_reciprocal, scaled_pairs, two_codes, two_halves, two_rows
+from qtrain.kernels.pair_codes import (
+    draws_of_pairs,
+    four_codes,
+    quick_reciprocal,
+    scaled_pairs,
+    two_codes,
+    two_halves,
+    two_rows,
+)
 from qtrain.kernels.pairs import (
     gate_gradient,
     gated,
@@ -29,7 +37,7 @@ from qtrain.kernels.pairs import (
     upper,
     without_bad,
 )
-from qtrain.kernels.philox import ROLES, philox_key, philox_words
+from qtrain.kernels.philox import ROLES, philox_key
 from qtrain.kernels.rounding import casts_to_fp8, reciprocal_of, scale_of
 
 BLOCK = 128
@@ -78,9 +86,7 @@ def _coded_row(
     SAME. block: as `philox` takes it; key: its other arguments, the last one not known to the compiler."""
     words, half = None, 0
     if STOCHASTIC or STOCHASTIC_T:
-        seed, step, tensor, once = key
-        words = philox_words(block, seed, step, tensor, CAST, once)
-        words, half = tl.reshape(words, (block.shape[0], block.shape[1] * 4)), once * 0x80
+        words, half = draws_of_pairs(block, key, CAST)
     a, b = scaled_pairs(pairs, by, by, words, half, beyond, STOCHASTIC, FMT, LARGEST, CAST)
     tl.store(ptrs, two_codes(a, b, STOCHASTIC, FMT, CAST), inside)
     if STOCHASTIC_T and not SAME:

@@ -45,22 +45,11 @@ def takes_gated_rows(fmt: str, granularity: str) -> bool:
     return fmt in ("int8", "e4m3", "e5m2") and granularity == "rowwise"
 
 
-def _in_words(x: Tensor, dy: Tensor | None = None) -> bool:
-    """Whether the kernels for rows take these, contiguous."""
-    takes = all(takes_blocks(t, "int8", "rowwise") for t in (x, dy) if t is not None)
-    return takes and x.is_cuda and x.numel() > 0 and x.shape[1] % 32 == 0
-
-
-def _direct(x: Tensor, dy: Tensor | None, fmt: str, granularity: str, given: bool) -> bool:
-    """Whether the kernel does this; x and dy are contiguous."""
-    tensors = [x] if dy is None else [x, dy]
-    return (
-        (given or takes_gated(fmt, granularity))
-        and x.is_cuda
-        and x.numel() > 0
-        and x.shape[1] % (2 * BLOCK) == 0
-        and all(takes_blocks(t, fmt, granularity, given) for t in tensors)
-    )
+def _direct(x: Tensor, dy: Tensor | None, fmt: str, granularity: str, given: bool = False) -> bool:
+    """Whether a kernel takes x and dy, contiguous. A tile of `quantize_blocks` must not lie in gate and up both."""
+    width = 16 if granularity == "rowwise" else BLOCK
+    takes = all(takes_blocks(t, fmt, granularity, given) for t in (x, dy) if t is not None)
+    return takes and x.is_cuda and x.numel() > 0 and x.shape[1] % (2 * width) == 0
 
 
 @torch.library.custom_op("qtrain::quantize_gated", mutates_args=())
@@ -76,7 +65,7 @@ def quantize_gated(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`quantize_dual` of y, or of dx: codes, scale, codes_t, scale_t; both layouts in the same format."""
     x, dy = x.contiguous(), None if dy is None else dy.contiguous()
-    if not _direct(x, dy, fmt, granularity, False):
+    if not (takes_gated(fmt, granularity) and _direct(x, dy, fmt, granularity)):
         y = activation(x, dy)
         return quantize_dual(y, fmt, granularity, granularity, key, role, power_of_two, stochastic=stochastic)
     return launch_quantize_blocks(
@@ -127,7 +116,7 @@ def quantize_gated_rows(
     key: rounds stochastically, as the x of its linear.
     """
     x, role = x.contiguous(), ROLES.index("x")
-    if _in_words(x):
+    if _direct(x, None, fmt, "rowwise"):
         return launch_gated_rows(x, fmt, power_of_two, key, role)
     y = silu_mul(x)
     return *quantize(y, fmt, "rowwise", key, role, power_of_two), absmax_of_columns_ref(y)
@@ -157,7 +146,7 @@ def quantize_gated_backward(
     columns: as `quantize_gated_rows` gave it. key, stochastic: dx's, drawn as the dy of its linear; key_y: y's.
     """
     x, dy, role, role_y = x.contiguous(), dy.contiguous(), ROLES.index("dy"), ROLES.index("x")
-    if not _in_words(x, dy):
+    if not (_direct(x, dy, fmt, "rowwise") and takes_gated_rows(fmt_y, "rowwise")):
         dual = quantize_dual(
             silu_mul_backward(dy, x), fmt, "rowwise", "rowwise", key, role, power_of_two, stochastic=stochastic
         )
