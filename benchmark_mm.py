@@ -22,13 +22,13 @@ from qtrain.bench.matmuls import Problem, matmul_table
 from qtrain.bench.quantizers import QUANTIZER_ROWS, quantizer_table
 from qtrain.bench.tables import Cell, Table, check_png, write_json, write_png
 from qtrain.bench.timing import watching_clocks
-from qtrain.bench.words import name_and_options, parse_sizes, split_list, wanted_names
+from qtrain.bench.words import compared_schemes, parse_sizes, split_list, wanted_names
 from qtrain.checks import Range
 from qtrain.config import as_dict, parse, run_script, versions
 from qtrain.errors import UserError, unknown_name
 from qtrain.hardware import describe_hardware
 from qtrain.models import read_model_source
-from qtrain.quant import SCHEMES, Auto, Scheme
+from qtrain.quant import SCHEMES, Auto
 from qtrain.train.listing import listing
 from qtrain.train.settings import CountOrNever, choose_device
 
@@ -157,12 +157,7 @@ def linears(settings: BenchmarkSettings, device: torch.device) -> Job:
     else:
         shapes = SHAPES if device.type == "cuda" else {"512x256": (512, 256)}
     names = [name for name in SCHEMES.names() if SCHEMES.get(name, "") is not Auto]
-    schemes: dict[str, Scheme] = {}
-    for word in split_list(settings.schemes) or [*names, *INT8_ROUNDINGS]:
-        name, kwargs = name_and_options(word, "--schemes")
-        schemes[word] = SCHEMES.make(name, kwargs, "--schemes")
-        if isinstance(schemes[word], Auto):
-            raise UserError("--schemes: auto times schemes itself; name those that are to be compared.")
+    schemes = compared_schemes(split_list(settings.schemes) or [*names, *INT8_ROUNDINGS])
     return partial(linear_table, shapes, settings.tokens, schemes, device, settings.budget_ms)
 
 

@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 
 from qtrain.bench.tables import Cell, Table
-from qtrain.bench.words import name_and_options, split_list
+from qtrain.bench.training import random_batch
+from qtrain.bench.words import compared_schemes, split_list
 from qtrain.config import JsonDict, parse, run_script
 from qtrain.data import Batch, StreamContext, eval_batches
 from qtrain.errors import UserError
 from qtrain.hardware import describe_hardware
 from qtrain.models import ModelSource, build_model, read_model_source
-from qtrain.quant import SCHEMES, Auto, Scheme, quantize_linears
+from qtrain.quant import SCHEMES, Scheme, quantize_linears
 from qtrain.quant.convert import find_linears
 from qtrain.train.language import language_forward
 from qtrain.train.listing import listing
@@ -104,7 +105,7 @@ def gradients_of(
     settings: GradientErrorSettings,
 ) -> Iterator[list[Tensor]]:
     """Gradients of the layers' matrices, fp64, one a step; a single one where nothing is drawn."""
-    model = build_model(source, device=device, dtype=dtype, pretrained=is_trained(source), seed=settings.seed)
+    model = build_model(source, device=device, dtype=dtype, pretrained=source.has_weights, seed=settings.seed)
     model.loss_chunks, model.z_loss = 0, 0.0
     names = [f"{names[0]}.weight" for linear, names in find_linears(model).items() if linear is not model.lm_head]
     quantized = quantize_linears(model, scheme, seed=settings.seed, head=model.lm_head)
@@ -116,30 +117,20 @@ def gradients_of(
         yield [parameters[name].grad.double() for name in names]
 
 
-def is_trained(source: ModelSource) -> bool:
-    """Whether there are weights to read."""
-    return bool(source.folder or source.hub_id)
-
-
 def main(argv: list[str]) -> None:
     if "--list" in argv:
         print(listing())
         return
     settings = parse(GradientErrorSettings, argv, "-m qtrain.bench.gradient_error")
     device = choose_device(settings.device)
-    schemes = {}
-    for word in split_list(settings.schemes):
-        name, options = name_and_options(word, "--schemes")
-        schemes[word] = SCHEMES.make(name, options, "--schemes")
-        if isinstance(schemes[word], Auto):
-            raise UserError("--schemes: 'auto' chooses among schemes by their speed; name the ones to compare.")
+    schemes = compared_schemes(split_list(settings.schemes))
     if not schemes:
         raise UserError("--schemes: nothing to compare; name at least one scheme.")
     source = read_model_source(settings.model)
     batch = read_batch(settings, source.model_config().vocab_size)
     (true,) = gradients_of(source, SCHEMES.make("bf16", {}, "--schemes"), batch, torch.float32, device, settings)
     columns = ["error", "noise", "bias"]
-    what = f"{source.name}{'' if is_trained(source) else ', weights at random'}"
+    what = f"{source.name}{'' if source.has_weights else ', weights at random'}"
     title = (
         f"Gradients of {what}, {settings.sequences} x {settings.seq_len} tokens, on {describe_hardware(device).name}"
     )
@@ -156,9 +147,7 @@ def read_batch(settings: GradientErrorSettings, vocab_size: int) -> Batch:
     """The batch that all gradients are of, on the CPU. UserError for data that does not hold it."""
     rows, length = settings.sequences, settings.seq_len
     if settings.data is None:
-        generator = torch.Generator().manual_seed(settings.seed)
-        tokens = torch.randint(0, vocab_size, (rows, length + 1), generator=generator)
-        return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        return random_batch(vocab_size, rows, length, torch.Generator().manual_seed(settings.seed))
     context = StreamContext(length, settings.seed, vocab_size=vocab_size)
     windows = eval_batches(settings.data, context, rows, rows, "--data")
     if windows.n_sequences < rows:

@@ -84,7 +84,7 @@ def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, A
     generator = torch.Generator().manual_seed(settings.seed)
     times, loss = [], float("nan")
     for step in range(warmup_steps + settings.n_steps):
-        batches = [_random_batch(settings, config.vocab_size, geometry.micro_batch_size, generator, device)]
+        batches = [random_batch(config.vocab_size, geometry.micro_batch_size, settings.seq_len, generator).to(device)]
         batches *= geometry.gradient_accumulation  # which tokens they are makes no difference
         start = _now(device)
         gradients = compute_gradients(model, forward, quantized, batches, step, graphs, in_backward)
@@ -112,11 +112,10 @@ def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, A
     }
 
 
-def _random_batch(
-    settings: LanguageSettings, vocab_size: int, sequences: int, generator: torch.Generator, device: torch.device
-) -> Batch:
-    tokens = torch.randint(0, vocab_size, (sequences, settings.seq_len + 1), generator=generator)
-    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).to(device)
+def random_batch(vocab_size: int, sequences: int, seq_len: int, generator: torch.Generator) -> Batch:
+    """Random tokens, each but the first of a sequence to be predicted, where the generator is."""
+    tokens = torch.randint(0, vocab_size, (sequences, seq_len + 1), generator=generator)
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
 def _now(device: torch.device) -> float:

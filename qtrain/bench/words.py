@@ -1,9 +1,11 @@
 """Lists on a command line: NAME,NAME:{"key": value},... where commas inside braces separate nothing."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from qtrain.checks import parse_json
 from qtrain.errors import UserError
+from qtrain.quant import SCHEMES, Auto, Scheme
 
 
 def split_list(text: str) -> list[str]:
@@ -25,6 +27,17 @@ def name_and_options(word: str, flag: str) -> tuple[str, dict[str, Any]]:
     if not isinstance(options, dict):
         raise UserError(f"{flag} ({name}): the options after the colon must be a JSON object, not {text!r}.")
     return name, options
+
+
+def compared_schemes(words: Iterable[str]) -> dict[str, Scheme]:
+    """Schemes as NAME or NAME:{JSON object} -> each by its word. UserError naming --schemes."""
+    schemes: dict[str, Scheme] = {}
+    for word in words:
+        name, kwargs = name_and_options(word, "--schemes")
+        schemes[word] = SCHEMES.make(name, kwargs, "--schemes")
+        if isinstance(schemes[word], Auto):
+            raise UserError("--schemes: auto times schemes itself; name the ones to compare.")
+    return schemes
 
 
 def parse_sizes(text: str, count: int, flag: str) -> tuple[int, ...]:

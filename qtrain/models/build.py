@@ -32,7 +32,7 @@ def build_model(
     """
     if impl not in MODEL_IMPLS:
         raise unknown_name("--model_impl", "implementation", impl, MODEL_IMPLS)
-    if pretrained and not (source.folder or source.hub_id):
+    if pretrained and not source.has_weights:
         raise UserError(
             f"--pretrained: {source.name} is a shape without weights. Give --model a hub id or a folder, "
             "or train from scratch with --no_pretrained."

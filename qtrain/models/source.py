@@ -26,6 +26,11 @@ class ModelSource:
     folder: Path | None = None
     hub_id: str | None = None
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether there is a place to read weights, and a tokenizer, from."""
+        return self.folder is not None or self.hub_id is not None
+
     def model_config(self) -> ModelConfig:
         """The native architecture; UserError where it is not covered."""
         return ModelConfig.from_hf(self.config, self.where)

@@ -18,7 +18,7 @@ def run_tokenizer(train_ds: Mapping[str, Any], source: ModelSource) -> Tokenizer
     named = dataset_tokenizer(train_ds, "--train_ds")
     if named is not None:
         return named
-    if source.folder is None and source.hub_id is None:
+    if not source.has_weights:
         raise UserError(
             f'--train_ds: {source.name} has no tokenizer of its own; add "tokenizer":"NAME" to the dataset.'
         )
