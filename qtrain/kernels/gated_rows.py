@@ -11,9 +11,10 @@ from torch import Tensor
 from qtrain.kernels.absmax import record_pairs
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.formats import FORMATS, empty_scale
-from qtrain.kernels.pair_codes import draws_of_pairs, quick_reciprocal, scaled_pairs, two_codes
-from qtrain.kernels.pairs import gated, larger, larger_half, largest, magnitudes, without_bad
+from qtrain.kernels.pair_codes import quick_reciprocal, store_codes
+from qtrain.kernels.pairs import gated, larger, larger_half, largest, magnitudes
 from qtrain.kernels.philox import ROLES, philox_key
+from qtrain.kernels.quantize_row_words import pieces
 from qtrain.kernels.rounding import casts_to_fp8, scale_of
 
 WORDS_A_THREAD = 24
@@ -30,21 +31,6 @@ def _made(gate_ptr, words, first, CAST: tl.constexpr, BLOCK: tl.constexpr):
     """BLOCK words of y from word `first` of a row whose gate is at gate_ptr, its up right behind; 0 beyond its end."""
     j = first + tl.arange(0, BLOCK)
     return gated(tl.load(gate_ptr + j, j < words, 0), tl.load(gate_ptr + words + j, j < words, 0), CAST)
-
-
-@triton.jit
-def _store_codes(
-    codes_ptr, pairs, words, first, by, bad, draw, key,
-    STOCHASTIC: tl.constexpr, FMT: tl.constexpr, LARGEST: tl.constexpr, CAST: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Of a piece of a row, as `_made` gave it. draw: the row's first, as `philox` takes it; key: what else it takes."""
-    random, half = None, 0
-    if STOCHASTIC:
-        random, half = draws_of_pairs((draw + first // 4 + tl.arange(0, BLOCK // 4))[None, :], key, CAST)
-        random = tl.reshape(random, (BLOCK,))
-    a, b = scaled_pairs(without_bad(pairs, bad), by, by, random, half, False, STOCHASTIC, FMT, LARGEST, CAST)
-    j = first + tl.arange(0, BLOCK)
-    tl.store(codes_ptr + j, two_codes(a, b, STOCHASTIC, FMT, CAST), j < words)
 
 
 @triton.jit(do_not_specialize=["role", "m"])
@@ -76,24 +62,16 @@ def _gated_rows_kernel(
         scale = scale_of(bits, LARGEST, POWER_OF_TWO)
         tl.store(scale_ptr + row, scale)
         by, draw = quick_reciprocal(scale, bad, CAST), row * (words // 4)
-        _store_codes(
-            codes_ptr + row * words, y, words, 0, by, bad, draw, key, STOCHASTIC, FMT, LARGEST, CAST, BLOCK
-        )  # fmt: skip
+        j, draws = tl.arange(0, BLOCK), (draw + tl.arange(0, BLOCK // 4))[None, :]
+        store_codes(codes_ptr + row * words + j, j < words, y, by, bad, draws, key, STOCHASTIC, FMT, LARGEST, CAST)
         if REST:
-            _store_codes(
-                codes_ptr + row * words, y_rest, words, BLOCK, by, bad, draw, key, STOCHASTIC, FMT, LARGEST, CAST, REST
+            j, draws = BLOCK + tl.arange(0, REST), (draw + BLOCK // 4 + tl.arange(0, REST // 4))[None, :]
+            store_codes(
+                codes_ptr + row * words + j, j < words, y_rest, by, bad, draws, key, STOCHASTIC, FMT, LARGEST, CAST
             )  # fmt: skip
     record_pairs(column_ptr, tl.arange(0, BLOCK), words, most)
     if REST:
         record_pairs(column_ptr, BLOCK + tl.arange(0, REST), words, most_rest)
-
-
-def pieces(words: int) -> tuple[int, int]:
-    """Of a row, each a power of two, with few words to spare: one, or two."""
-    block = triton.next_power_of_2(words)
-    if 4 * words > 3 * block or words <= 128:
-        return block, 0
-    return block // 2, max(triton.next_power_of_2(words - block // 2), 128)
 
 
 def launch_gated_rows(

@@ -8,7 +8,7 @@ CAST, as in `rounding.py`; where it is not, in the interpreter, every code is in
 """
 
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.pairs import lower, upper
+from qtrain.kernels.pairs import lower, upper, without_bad
 from qtrain.kernels.philox import philox_words
 from qtrain.kernels.rounding import encode, reciprocal_of
 from qtrain.kernels.words import bytes_of_both
@@ -129,6 +129,21 @@ def two_codes(a, b, STOCHASTIC: tl.constexpr, FMT: tl.constexpr, CAST: tl.conste
             "{ .reg .b16 s, t; " + CVT + " s, $3, $1; " + CVT + " t, $4, $2; mov.b32 $0, {s, t}; }",
             "=r,f,f,f,f", [a, b], dtype=tl.int16, is_pure=True, pack=2,
         )  # fmt: skip
+
+
+@triton.jit
+def store_codes(
+    ptrs, inside, pairs, by, bad, draws, key,
+    STOCHASTIC: tl.constexpr, FMT: tl.constexpr, LARGEST: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    """The codes of pairs under the reciprocal scale(s) `by`, as int16 to ptrs. bad: whether some of x is NaN or Inf.
+    draws: numbers [R, C / 4] of what `philox` draws for pairs [R, C] or [C]; key: what else it takes."""
+    words, half = None, 0
+    if STOCHASTIC:
+        words, half = draws_of_pairs(draws, key, CAST)
+        words = tl.reshape(words, pairs.shape)
+    a, b = scaled_pairs(without_bad(pairs, bad), by, by, words, half, False, STOCHASTIC, FMT, LARGEST, CAST)
+    tl.store(ptrs, two_codes(a, b, STOCHASTIC, FMT, CAST), inside)
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from qtrain.kernels.formats import FORMATS, SCALE_EPS, Format, codes_shape, empt
 from qtrain.kernels.packing import pack, pack_int4, pack_ternary, unpack, unpack_int4, unpack_ternary
 from qtrain.kernels.philox import random_bits_ref
 from qtrain.kernels.quantize_blocks import launch_quantize_blocks, takes_blocks
+from qtrain.kernels.quantize_row_words import launch_quantize_row_words, takes_row_words
 from qtrain.kernels.quantize_rows import launch_quantize_rows
 from qtrain.kernels.quantize_tiles import launch_quantize_tiles
 
@@ -195,6 +196,8 @@ def _launch(
     x: Tensor, fmt: str, granularity: str, key: Tensor | None, role: int, power_of_two: bool, given: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The kernel for `quantize`."""
+    if given is None and takes_row_words(x, fmt, granularity, key is not None):
+        return launch_quantize_row_words(x, fmt, granularity, key, role, power_of_two)
     if given is None and granularity in ("rowwise", "1x128", "1x32"):
         return launch_quantize_rows(x, fmt, granularity, key, role, power_of_two)
     return launch_quantize_tiles(x, fmt, granularity, None, key, role, power_of_two, given)

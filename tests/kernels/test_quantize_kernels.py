@@ -15,6 +15,7 @@ from qtrain.kernels.quantize import (
     quantize_transposed_ref,
     scale_ref,
 )
+from qtrain.kernels.quantize_row_words import launch_quantize_row_words, takes_row_words
 from qtrain.kernels.quantize_rows import launch_quantize_rows
 from qtrain.kernels.quantize_tiles import Tile, launch_quantize_tiles
 from tests.cases import KINDS, SHAPES, matrix
@@ -60,6 +61,8 @@ def check_rows(x, fmt, granularity, key, power_of_two=False, **options):
     found = launch_quantize_rows(x, fmt, granularity, key, ROLE, power_of_two, **options)
     note = (tuple(x.shape), fmt, granularity, key is not None, options)
     same(found, quantize_ref(x, fmt, granularity, noise(x, key), power_of_two), note)
+    if takes_row_words(x, fmt, granularity, key is not None):
+        check_words(x, fmt, granularity, key, power_of_two)
 
 
 def check_tiles(x, fmt, granularity, granularity_t, key, power_of_two=False, **options):
@@ -111,6 +114,40 @@ def test_kernels_in_the_interpreter(fmt, key):
     check_rows(x, fmt, "rowwise", key, elements=64)
     check_rows(x, fmt, "rowwise", key, longest=8, piece=16)
     check_tiles(x, fmt, "tensorwise", "rowwise", key, **SMALL)
+
+
+def check_words(x, fmt, granularity, key, power_of_two=False):
+    assert takes_row_words(x, fmt, granularity, key is not None)
+    found = launch_quantize_row_words(x, fmt, granularity, key, ROLE, power_of_two)
+    expected = quantize_ref(x, fmt, granularity, noise(x, key), power_of_two)
+    same(found, expected, (tuple(x.shape), fmt, granularity, key is not None))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("key", [None, KEY], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("fmt", ["int8", "e4m3", "e5m2"])
+def test_words_of_rows_in_the_interpreter(fmt, key):
+    cases = [("outlier", 33, 320), ("bad", 9, 264), ("zero_row", 3, 40), ("normal", 1, 8)]
+    for number, (kind, m, k) in enumerate(cases):
+        x = hostile(m, k, number, kind, torch.bfloat16, "cpu")
+        check_words(x, fmt, "rowwise", key, number == 0)  # 320: two pieces
+        check_words(x, fmt, "1x128", key, number == 1)  # 264 and 40: a group that ends early
+
+
+@pytest.mark.parametrize("stochastic,longest", [(False, 24576), (True, 16384)])
+def test_which_rows_are_read_in_words(stochastic, longest):
+    x = torch.zeros(4, 24, dtype=torch.bfloat16)
+
+    def takes(x, fmt, granularity):
+        return takes_row_words(x, fmt, granularity, stochastic)
+
+    assert takes(x, "int8", "1x128") and takes(x, "e5m2", "rowwise")
+    assert not takes(x.float(), "int8", "1x128") and not takes(x[:, :20], "int8", "1x128")
+    assert not takes(x.view(-1)[1:73].view(3, 24), "int8", "1x128")  # starts within a word
+    assert not takes(x, "int4", "1x128") and not takes(x, "e4m3", "1x32")
+    rows = torch.zeros(1, longest + 8, dtype=torch.bfloat16)
+    assert takes(rows[:, :longest], "int8", "rowwise") and not takes(rows, "int8", "rowwise")
+    assert takes(rows, "int8", "1x128")
 
 
 @pytest.mark.interpreter
