@@ -1,9 +1,10 @@
 """Local text as numbered documents: any of them can be read at any time, so an order needs no storage.
 
 A .txt or .py file is one document, a .jsonl file has one a line and a .parquet file one a row. Opening a .jsonl file
-indexes the starts of its lines (8 bytes a line); a .parquet file is read by row group, and the groups in use are kept
-decoded. `DocumentOrder` shuffles with that in mind: it permutes blocks (files, row groups), takes as many at a time as
-fit the cache, and permutes the documents among them. Without .parquet files that is one permutation of everything.
+indexes the starts of its lines (8 bytes a line); a .txt or .py file is read, so that what is no text is refused then,
+not in the middle of a run; a .parquet file is read by row group, and the groups in use are kept decoded.
+`DocumentOrder` shuffles with that in mind: it permutes blocks (files, row groups), takes as many at a time as fit the
+cache, and permutes the documents among them. Without .parquet files that is one permutation of everything.
 """
 
 import json
@@ -63,7 +64,7 @@ class Documents:
                 if block.count:
                     self._read_line(block, 0)  # a wrong column is refused now, not in the middle of a run
                 return [block]
-            return [Block(file, int(file.path.stat().st_size > 0))]
+            return [Block(file, int(len(self._text(file.path)) > 0))]
         except OSError as error:
             raise UserError(f"{self._flag}: cannot read {file.path}: {error.strerror or error}") from None
 
@@ -100,11 +101,18 @@ class Documents:
                 return self._rows(number)[row].as_py() or ""
             if block.starts is not None:
                 return self._read_line(block, row)
-            return block.file.path.read_bytes().decode()
-        except UnicodeDecodeError as error:
-            raise UserError(f"{self._flag}: {block.file.path} is not UTF-8 text (byte {error.start}).") from None
+            return self._text(block.file.path)
         except OSError as error:
             raise UserError(f"{self._flag}: cannot read {block.file.path}: {error.strerror or error}") from None
+
+    def _text(self, path: Path) -> str:
+        """The whole of a .txt or .py file."""
+        try:
+            return path.read_bytes().decode()
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{self._flag}: {path} is not UTF-8 text (byte {error.start}). Convert it, or give paths without it."
+            ) from None
 
     def _read_line(self, block: Block, row: int) -> str:
         with block.file.path.open("rb") as stream:

@@ -108,6 +108,13 @@ def test_columns_of_parquet_are_checked(tmp_path):
         open_folder(tmp_path, "n")
 
 
+def test_a_file_that_is_no_text_is_refused_before_anything_is_read(tmp_path):
+    (tmp_path / "a.txt").write_text("good")
+    (tmp_path / "b.py").write_bytes(b"# caf\xe9")
+    with pytest.raises(UserError, match=r"b\.py is not UTF-8 text \(byte 5\). Convert it, or give paths without it"):
+        open_folder(tmp_path)
+
+
 def test_damage_in_the_middle_names_file_and_place(tmp_path):
     good = json.dumps({"text": "x"}).encode() + b"\n"
     (tmp_path / "x.jsonl").write_bytes(good * 2 + b"{broken\n" + good)
