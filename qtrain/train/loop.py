@@ -57,6 +57,7 @@ class Training:
         if settings.optimizer_in_backward:
             assert graphs is None, "a recorded step updates nothing in its backward pass"
             self.in_backward = OptimizerInBackward(run.model, run.optimizer)
+        self.first_step = state.step
         resumed = run.folder.resumed_from is not None
         self.metrics = MetricsLog(run.folder.path / "metrics.jsonl", state.step if resumed else None)
         # A signal ends a run before the evaluation that may be due: it is made up for when the run goes on.
@@ -106,10 +107,7 @@ class Training:
 
     def _step(self, status: StatusLine) -> None:
         run, settings, state = self.run, self.run.settings, self.run.state
-        with self.throughput.waiting():
-            batches, positions = zip(
-                *(next(self.batches) for _ in range(self.plan.geometry.gradient_accumulation)), strict=True
-            )
+        batches, positions = zip(*self._next_batches(), strict=True)
         lr = settings.lr * self.schedule.factor(state.step, settings.n_steps)
         if self.in_backward is not None:
             set_rate(run.optimizer, lr)
@@ -137,6 +135,17 @@ class Training:
         self.throughput.step(tokens)
         if state.step % settings.log_interval == 0 or state.step == settings.n_steps:
             self._log_step(status, gradients, lr)
+
+    def _next_batches(self) -> list[tuple[TensorBatch, dict]]:
+        try:
+            with self.throughput.waiting():
+                return [next(self.batches) for _ in range(self.plan.geometry.gradient_accumulation)]
+        except Exception:
+            # A file that cannot be read must not cost the steps since the last checkpoint. Other processes may have
+            # read theirs, and would not come to save.
+            if self.run.state.step > self.first_step and self.plan.geometry.world == 1:
+                self._save()
+            raise
 
     def _log_step(self, status: StatusLine, gradients: Gradients, lr: float) -> None:
         state, rate, memory = self.run.state, self.throughput.read(), peak_memory(self.run.device)

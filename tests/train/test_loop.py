@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 import llm_pretrain
+from qtrain.data.documents import DocumentOrder, Documents
+from qtrain.data.files import text_files
 from qtrain.train.loop import Training
 from qtrain.train.metrics import read_metrics
-from tests.data.corpora import write_jsonl
+from tests.data.corpora import functions, write_jsonl
 from tests.system import call, flags, losses, only_run, write_model
 
 TEXT = {"type": "text", "paths": "jsonl", "tokenizer": "byte"}
@@ -116,6 +118,26 @@ def test_a_stopped_run_goes_on_to_the_same_end(method, at_step, evaluated):
     assert steps() == ([*range(1, at_step + 1)], evaluated, [at_step])
     assert f"stopped at step {at_step}; go on with:" in done.out
     resumed = call(llm_pretrain.main, go_on(done.out))
+    assert resumed.code == 0, resumed.err
+    assert losses(only_run(Path("runs"))) == losses(only_run(Path("whole")))
+
+
+def test_data_that_cannot_be_read_costs_no_step():
+    """What was trained before a broken line is saved; with that mended the run goes on as if nothing had been."""
+    file = Path("train.jsonl")
+    good = [json.dumps({"text": text}).encode() + b"\n" for text in functions()]
+    file.write_bytes(b"".join(good))
+    settings = {"train_ds": {**TEXT, "paths": "train.jsonl"}, "seq_len": 256, "batch_size": 8, "n_steps": 12}
+    assert call(llm_pretrain.main, argv(**settings, runs_dir="whole")).code == 0
+    documents = Documents(text_files(str(file), "all", 0.05, "--train_ds"), "text", "--train_ds")
+    late = DocumentOrder(documents, seed=42, shuffle=True)(0, 80)
+    file.write_bytes(b"".join(b"!" + line[1:] if i == late else line for i, line in enumerate(good)))
+    stopped = call(llm_pretrain.main, argv(**settings))
+    assert stopped.code == 2 and "train.jsonl, line at byte" in stopped.err and "not valid JSON" in stopped.err
+    trained, _, saved = steps()
+    assert 0 < trained[-1] < 12 and saved == trained[-1:]
+    file.write_bytes(b"".join(good))
+    resumed = call(llm_pretrain.main, argv(**settings, resume="auto"))
     assert resumed.code == 0, resumed.err
     assert losses(only_run(Path("runs"))) == losses(only_run(Path("whole")))
 
