@@ -65,6 +65,13 @@ def check_rows(x, fmt, granularity, key, power_of_two=False, **options):
         check_words(x, fmt, granularity, key, power_of_two)
 
 
+def check_words(x, fmt, granularity, key, power_of_two=False):
+    assert takes_row_words(x, fmt, granularity, key is not None)
+    found = launch_quantize_row_words(x, fmt, granularity, key, ROLE, power_of_two)
+    expected = quantize_ref(x, fmt, granularity, noise(x, key), power_of_two)
+    same(found, expected, (tuple(x.shape), fmt, granularity, key is not None))
+
+
 def check_tiles(x, fmt, granularity, granularity_t, key, power_of_two=False, **options):
     bits, expected = noise(x, key), []
     if granularity:
@@ -114,13 +121,6 @@ def test_kernels_in_the_interpreter(fmt, key):
     check_rows(x, fmt, "rowwise", key, elements=64)
     check_rows(x, fmt, "rowwise", key, longest=8, piece=16)
     check_tiles(x, fmt, "tensorwise", "rowwise", key, **SMALL)
-
-
-def check_words(x, fmt, granularity, key, power_of_two=False):
-    assert takes_row_words(x, fmt, granularity, key is not None)
-    found = launch_quantize_row_words(x, fmt, granularity, key, ROLE, power_of_two)
-    expected = quantize_ref(x, fmt, granularity, noise(x, key), power_of_two)
-    same(found, expected, (tuple(x.shape), fmt, granularity, key is not None))
 
 
 @pytest.mark.interpreter
