@@ -41,6 +41,9 @@ FORMATS = {
     )
 }
 
+EIGHT_BITS = tuple(fmt.name for fmt in FORMATS.values() if fmt.packing == 1)
+"""Formats of one code a byte."""
+
 GRANULARITIES: dict[str, tuple[int | None, int | None]] = {
     "tensorwise": (None, None),
     "rowwise": (1, None),

@@ -14,7 +14,7 @@ from torch import Tensor
 from qtrain.kernels.absmax import record_pairs
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.formats import FORMATS, empty_scale
-from qtrain.kernels.pair_codes import draws_of_pairs, four_codes, quick_reciprocal, scaled_pairs, two_halves, two_rows
+from qtrain.kernels.pair_codes import codes_of_pairs, four_codes, quick_reciprocal, two_halves, two_rows
 from qtrain.kernels.pairs import (
     gate_gradient,
     gated,
@@ -23,7 +23,6 @@ from qtrain.kernels.pairs import (
     largest_of_rows,
     magnitudes,
     up_gradient,
-    without_bad,
 )
 from qtrain.kernels.philox import ROLES, philox_key
 from qtrain.kernels.rounding import casts_to_fp8, scale_of
@@ -51,19 +50,6 @@ def _row(x_ptrs, dy_ptrs, dx_ptrs, row_ptrs, words, inside, rows, CAST: tl.const
     dgate, dup = magnitudes(dgate), magnitudes(dup)
     tl.atomic_max(row_ptrs, largest_of_rows(larger(dgate, dup, CAST), CAST), rows, sem="relaxed")
     return gated(gate, up, CAST), dgate, dup
-
-
-@triton.jit
-def _column_codes(
-    y, by_first, by_second, bad, block, key,
-    STOCHASTIC: tl.constexpr, FMT: tl.constexpr, LARGEST: tl.constexpr, CAST: tl.constexpr,
-):  # fmt: skip
-    """Rows [R, C] of words of y -> what the words of columns are packed from. block, key: as `philox` takes them."""
-    random, half = None, 0
-    if STOCHASTIC:
-        random, half = draws_of_pairs(block, key, CAST)
-    y = without_bad(y, bad)
-    return scaled_pairs(y, by_first, by_second, random, half, False, STOCHASTIC, FMT, LARGEST, CAST)
 
 
 @triton.jit(do_not_specialize=["role"])
@@ -113,12 +99,12 @@ def _gradient_kernel(
         seed, step, tensor = philox_key(key_ptr, role, N_ROLES)
         key = seed, step, tensor, tl.minimum(m, 1)
         block = (4 * i).to(tl.int64)[:, None] * draws + (tile_k * (BLOCK_K // 8) + tl.arange(0, BLOCK_K // 8))[None, :]
-    a0, b0 = _column_codes(y0, by_first, by_second, bad, block, key, STOCHASTIC, FMT, LARGEST, CAST)
-    a1, b1 = _column_codes(y1, by_first, by_second, bad, block + draws, key, STOCHASTIC, FMT, LARGEST, CAST)
+    a0, b0 = codes_of_pairs(y0, by_first, by_second, bad, block, key, STOCHASTIC, FMT, LARGEST, CAST)
+    a1, b1 = codes_of_pairs(y1, by_first, by_second, bad, block + draws, key, STOCHASTIC, FMT, LARGEST, CAST)
     if STOCHASTIC:
         a0, b0 = two_rows(a0, a1, FMT, CAST), two_rows(b0, b1, FMT, CAST)
-    a2, b2 = _column_codes(y2, by_first, by_second, bad, block + 2 * draws, key, STOCHASTIC, FMT, LARGEST, CAST)
-    a3, b3 = _column_codes(y3, by_first, by_second, bad, block + 3 * draws, key, STOCHASTIC, FMT, LARGEST, CAST)
+    a2, b2 = codes_of_pairs(y2, by_first, by_second, bad, block + 2 * draws, key, STOCHASTIC, FMT, LARGEST, CAST)
+    a3, b3 = codes_of_pairs(y3, by_first, by_second, bad, block + 3 * draws, key, STOCHASTIC, FMT, LARGEST, CAST)
     if STOCHASTIC:
         a0 = two_halves(a0, two_rows(a2, a3, FMT, CAST), CAST)
         b0 = two_halves(b0, two_rows(b2, b3, FMT, CAST), CAST)

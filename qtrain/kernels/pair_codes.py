@@ -132,17 +132,27 @@ def two_codes(a, b, STOCHASTIC: tl.constexpr, FMT: tl.constexpr, CAST: tl.conste
 
 
 @triton.jit
-def store_codes(
-    ptrs, inside, pairs, by, bad, draws, key,
+def codes_of_pairs(
+    pairs, by_first, by_second, bad, draws, key,
     STOCHASTIC: tl.constexpr, FMT: tl.constexpr, LARGEST: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
-    """The codes of pairs under the reciprocal scale(s) `by`, as int16 to ptrs. bad: whether some of x is NaN or Inf.
-    draws: numbers [R, C / 4] of what `philox` draws for pairs [R, C] or [C]; key: what else it takes."""
+    """Pairs [R, C] or [C] -> `scaled_pairs` of them, NaNs and Infs left out where `bad` says that there are some.
+    draws: numbers [R, C / 4] of what `philox` draws for them; key: what else it takes."""
     words, half = None, 0
     if STOCHASTIC:
         words, half = draws_of_pairs(draws, key, CAST)
         words = tl.reshape(words, pairs.shape)
-    a, b = scaled_pairs(without_bad(pairs, bad), by, by, words, half, False, STOCHASTIC, FMT, LARGEST, CAST)
+    pairs = without_bad(pairs, bad)
+    return scaled_pairs(pairs, by_first, by_second, words, half, False, STOCHASTIC, FMT, LARGEST, CAST)
+
+
+@triton.jit
+def store_codes(
+    ptrs, inside, pairs, by, bad, draws, key,
+    STOCHASTIC: tl.constexpr, FMT: tl.constexpr, LARGEST: tl.constexpr, CAST: tl.constexpr,
+):  # fmt: skip
+    """The codes of pairs under the reciprocal scale(s) `by`, as int16 to ptrs; the rest as for `codes_of_pairs`."""
+    a, b = codes_of_pairs(pairs, by, by, bad, draws, key, STOCHASTIC, FMT, LARGEST, CAST)
     tl.store(ptrs, two_codes(a, b, STOCHASTIC, FMT, CAST), inside)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qtrain.kernels.absmax import launch_absmax
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.formats import FORMATS, empty_scale
+from qtrain.kernels.formats import EIGHT_BITS, FORMATS, empty_scale
 from qtrain.kernels.pair_codes import (
     draws_of_pairs,
     four_codes,
@@ -274,7 +274,7 @@ def takes_blocks(x: Tensor, fmt: str, granularity: str, given: bool = False) -> 
         return False
     if given:
         return fmt in ("e4m3", "e5m2") and granularity == "tensorwise"
-    return fmt in ("int8", "e4m3", "e5m2") and granularity in ("128x128", "1x128", "rowwise", "tensorwise")
+    return fmt in EIGHT_BITS and granularity in ("128x128", "1x128", "rowwise", "tensorwise")
 
 
 def launch_quantize_blocks(

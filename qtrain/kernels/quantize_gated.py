@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.absmax import absmax_of_columns_ref
+from qtrain.kernels.formats import EIGHT_BITS
 from qtrain.kernels.gated_gradient import launch_gated_gradient
 from qtrain.kernels.gated_rows import launch_gated_rows
 from qtrain.kernels.philox import ROLES
@@ -37,12 +38,12 @@ def _empty_like(x: Tensor, dy: Tensor | None) -> Tensor:
 
 def takes_gated(fmt: str, granularity: str) -> bool:
     """Whether `quantize_gated` has a kernel; else it is `activation` and its quantizer, one after the other."""
-    return fmt in ("int8", "e4m3", "e5m2") and granularity in ("1x128", "128x128")
+    return fmt in EIGHT_BITS and granularity in ("1x128", "128x128")
 
 
 def takes_gated_rows(fmt: str, granularity: str) -> bool:
     """Whether `quantize_gated_rows` and `quantize_gated_backward` are for this."""
-    return fmt in ("int8", "e4m3", "e5m2") and granularity == "rowwise"
+    return fmt in EIGHT_BITS and granularity == "rowwise"
 
 
 def _direct(x: Tensor, dy: Tensor | None, fmt: str, granularity: str, given: bool = False) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.formats import FORMATS, empty_scale, group_shape
+from qtrain.kernels.formats import EIGHT_BITS, FORMATS, empty_scale, group_shape
 from qtrain.kernels.pair_codes import quick_reciprocal, store_codes
 from qtrain.kernels.pairs import largest_of_rows, magnitudes
 from qtrain.kernels.philox import ROLES, philox_key
@@ -76,7 +76,7 @@ def pieces(words: int) -> tuple[int, int]:
 def takes_row_words(x: Tensor, fmt: str, granularity: str, stochastic: bool) -> bool:
     """Whether `launch_quantize_row_words` is for this. It reads words, four at a time, so that x must not start within
     one."""
-    if x.dtype is not torch.bfloat16 or x.shape[1] % 8 or x.storage_offset() % 2 or fmt not in ("int8", "e4m3", "e5m2"):
+    if x.dtype is not torch.bfloat16 or x.shape[1] % 8 or x.storage_offset() % 2 or fmt not in EIGHT_BITS:
         return False
     longest = LONGEST_STOCHASTIC if stochastic else LONGEST
     return granularity == "1x128" or (granularity == "rowwise" and sum(pieces(x.shape[1] // 2)) <= longest)
