@@ -16,13 +16,13 @@ from typing import Annotated, Literal, TypeVar
 
 import torch
 
+from qtrain.bench.arguments import compared_schemes, parse_sizes, split_list, wanted_names
 from qtrain.bench.linears import SHAPES, linear_table, linears_of_model
 from qtrain.bench.matmul_rows import ROWS
 from qtrain.bench.matmuls import Problem, matmul_table
 from qtrain.bench.quantizers import QUANTIZER_ROWS, quantizer_table
 from qtrain.bench.tables import Cell, Table, check_png, write_json, write_png
 from qtrain.bench.timing import watching_clocks
-from qtrain.bench.words import compared_schemes, parse_sizes, split_list, wanted_names
 from qtrain.checks import Range
 from qtrain.config import as_dict, parse, run_script, versions
 from qtrain.errors import UserError, unknown_name

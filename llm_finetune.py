@@ -28,18 +28,19 @@ from qtrain.models import (
 )
 from qtrain.optim import OPTIMIZERS, make_schedule, parameter_groups
 from qtrain.quant import SCHEMES, base_scheme, describe_choices, quantize_linears
-from qtrain.train.answers import FinetuneEvaluation, load_questions
-from qtrain.train.choice import settle_scheme
+from qtrain.train.cuda_graphs import step_graphs
+from qtrain.train.eval.exact_match import FinetuneEvaluation, load_questions
+from qtrain.train.eval.lm_eval import check_lm_eval, run_lm_eval
 from qtrain.train.freezing import describe_trained, freeze_embedding, trained_part
-from qtrain.train.graphs import step_graphs
 from qtrain.train.in_backward import check_in_backward
 from qtrain.train.language import language_forward, run_tokenizer
 from qtrain.train.listing import listing
-from qtrain.train.lm_eval import check_lm_eval, run_lm_eval
+from qtrain.train.log.report import write_report
+from qtrain.train.log.status import FILE_ONLY, setup_log
+from qtrain.train.log.trackers import check_trackers
 from qtrain.train.loop import Training, answering_out_of_memory
-from qtrain.train.plan import make_plan
-from qtrain.train.report import write_report
-from qtrain.train.run import Run, find_run_folder
+from qtrain.train.plan.auto_scheme import settle_scheme
+from qtrain.train.plan.plan import make_plan
 from qtrain.train.settings import (
     Count,
     CountOrNever,
@@ -49,11 +50,10 @@ from qtrain.train.settings import (
     choose_device,
     choose_dtype,
 )
-from qtrain.train.state import TrainState
-from qtrain.train.status import FILE_ONLY, setup_log
+from qtrain.train.state.run import Run, find_run_folder
+from qtrain.train.state.state_dict import seed_rng
+from qtrain.train.state.train_state import TrainState
 from qtrain.train.step import evaluate, judged_weights
-from qtrain.train.tensors import seed_rng
-from qtrain.train.trackers import check_trackers
 
 SCRIPT = Path(__file__).stem
 

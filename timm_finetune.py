@@ -35,22 +35,22 @@ from qtrain.models import (
 )
 from qtrain.optim import OPTIMIZERS, make_schedule, parameter_groups
 from qtrain.quant import SCHEMES, describe_choices, exported_tensors, quantize_linears
-from qtrain.train.choice import settle_scheme
-from qtrain.train.ema import Ema
-from qtrain.train.graphs import step_graphs
+from qtrain.train.cuda_graphs import step_graphs
+from qtrain.train.eval.vision import VisionEvaluation, vision_forward
 from qtrain.train.in_backward import check_in_backward
 from qtrain.train.listing import listing
+from qtrain.train.log.report import write_report
+from qtrain.train.log.status import FILE_ONLY, setup_log
+from qtrain.train.log.trackers import check_trackers
 from qtrain.train.loop import Training, answering_out_of_memory
-from qtrain.train.report import write_report
-from qtrain.train.run import Run, find_run_folder
+from qtrain.train.plan.auto_scheme import settle_scheme
+from qtrain.train.plan.vision_plan import make_vision_plan
 from qtrain.train.settings import VisionSettings, batch_geometry, choose_device, choose_dtype
-from qtrain.train.state import TrainState
-from qtrain.train.status import FILE_ONLY, setup_log
+from qtrain.train.state.ema import Ema
+from qtrain.train.state.run import Run, find_run_folder
+from qtrain.train.state.state_dict import seed_rng
+from qtrain.train.state.train_state import TrainState
 from qtrain.train.step import judged_weights
-from qtrain.train.tensors import seed_rng
-from qtrain.train.trackers import check_trackers
-from qtrain.train.vision import VisionEvaluation, vision_forward
-from qtrain.train.vision_plan import make_vision_plan
 
 SCRIPT = Path(__file__).stem
 RESISC45 = {"type": "hf_image", "dataset": "timm/resisc45"}

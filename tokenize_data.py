@@ -14,12 +14,12 @@ from typing import Annotated, Any
 
 from qtrain.checks import Range
 from qtrain.config import parse, run_script
-from qtrain.data.corpus import Corpus, HubCorpus, LocalCorpus
 from qtrain.data.files import SPLITS, STDLIB
-from qtrain.data.manifest import FILE_NAME, Manifest, read_manifest, write_atomic
-from qtrain.data.sentencepiece_model import convert_sentencepiece, train_tokenizer
-from qtrain.data.tokenize import check_finished_shards, dtype_for, tokenize
-from qtrain.data.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
+from qtrain.data.text.corpus import Corpus, HubCorpus, LocalCorpus
+from qtrain.data.text.manifest import FILE_NAME, Manifest, read_manifest, write_atomic
+from qtrain.data.text.tokenize import check_finished_shards, dtype_for, tokenize
+from qtrain.data.tokenizers.sentencepiece_model import convert_sentencepiece, train_tokenizer
+from qtrain.data.tokenizers.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
 from qtrain.errors import UserError, unknown_name
 
 TRAINED = "tokenizer.model"

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from qtrain.config import run_script
-from qtrain.train.metrics import read_metrics
+from qtrain.train.log.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent
 PYTHON_FIRST = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 import llm_finetune
 from qtrain.data import IGNORED, Batch, StreamContext, open_stream
 from qtrain.models import build_model, export_hf, read_model_source
-from qtrain.train.answers import Question, ask, final_answer
-from qtrain.train.checkpoint import read_meta
+from qtrain.train.eval.exact_match import Question, ask, final_answer
 from qtrain.train.language import language_forward
-from qtrain.train.metrics import read_metrics
+from qtrain.train.log.metrics import read_metrics
+from qtrain.train.state.checkpoint import read_meta
 from tests.data.corpora import write_questions
 from tests.system import call, contents, flags, last_step, losses, only_run, place, serving, tree, write_model
 

@@ -19,7 +19,7 @@ from qtrain.models import build_model, export_hf, list_models, read_model_source
 from qtrain.optim import OPTIMIZERS
 from qtrain.quant import SCHEMES
 from qtrain.train import loop
-from qtrain.train.metrics import read_metrics
+from qtrain.train.log.metrics import read_metrics
 from tests.data.corpora import write_jsonl
 from tests.system import ROOT, call, flags, losses, only_run, serving, tree, write_model
 

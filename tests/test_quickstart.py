@@ -11,7 +11,7 @@ from qtrain.data import dataset_tokenizer, eval_batches
 from qtrain.data.stream import StreamContext
 from qtrain.models import build_model, read_model_source
 from qtrain.train.language import language_forward
-from qtrain.train.metrics import read_metrics
+from qtrain.train.log.metrics import read_metrics
 from qtrain.train.step import evaluate
 from tests.system import ROOT, contents, flags, only_run, serving
 

@@ -18,7 +18,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from qtrain.train.checkpoint import newest_complete, read_meta
+from qtrain.train.state.checkpoint import newest_complete, read_meta
 from tests.data.corpora import functions, write_raw
 from tests.system import (
     PYTHON_FIRST,

@@ -19,10 +19,10 @@ from qtrain.data import ImageTransform, open_images
 from qtrain.data.permutation import Permutation
 from qtrain.models import check_vision_model, empty_vision_model
 from qtrain.optim import OPTIMIZERS
-from qtrain.train.checkpoint import newest_complete
-from qtrain.train.metrics import read_metrics
+from qtrain.train.log.metrics import read_metrics
 from qtrain.train.settings import VisionSettings
-from tests.data.pictures import write_folder, write_table, write_tar
+from qtrain.train.state.checkpoint import newest_complete
+from tests.data.images.pictures import write_folder, write_table, write_tar
 from tests.system import ROOT, call, contents, flags, last_step, losses, only_run, serving, tree
 
 timm = pytest.importorskip("timm")

@@ -16,11 +16,11 @@ from tokenizers import models, pre_tokenizers
 
 import tokenize_data
 from qtrain.data import StreamContext, dataset_tokenizer, load_tokenizer, open_stream
-from qtrain.data import corpus as corpus_module
-from qtrain.data import progress as progress_module
-from qtrain.data import tokenize as tokenize_module
-from qtrain.data.manifest import read_manifest
-from qtrain.data.tokenize import dtype_for
+from qtrain.data.text import corpus as corpus_module
+from qtrain.data.text import progress as progress_module
+from qtrain.data.text import tokenize as tokenize_module
+from qtrain.data.text.manifest import read_manifest
+from qtrain.data.text.tokenize import dtype_for
 from qtrain.errors import UserError
 from tests.data.corpora import functions, source_texts, write_files, write_jsonl, write_parquet
 

@@ -21,9 +21,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from qtrain.bench.arguments import compared_schemes, split_list
 from qtrain.bench.tables import Cell, Table
 from qtrain.bench.training import random_batch
-from qtrain.bench.words import compared_schemes, split_list
 from qtrain.config import JsonDict, parse, run_script
 from qtrain.data import Batch, StreamContext, eval_batches
 from qtrain.errors import UserError

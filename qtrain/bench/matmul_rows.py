@@ -9,14 +9,14 @@ from torch import Tensor
 from qtrain.bench.case import Case, UnavailableError, check_product
 from qtrain.bench.matmuls import BF16, ROWS, Problem, row
 from qtrain.hardware import FP8_CAPABILITY, MX_CAPABILITY
-from qtrain.kernels.blockwise_mm import blockwise_mm, blockwise_mm_names
-from qtrain.kernels.fp16_mm import STEP_K, fp16_mm
-from qtrain.kernels.int4_mm import int4_mm, scaled_int4_mm
-from qtrain.kernels.int8_mm import LONGEST_EXACT_K, int8_mm
-from qtrain.kernels.mx import dequantize_mx, quantize_mx
-from qtrain.kernels.mx_mm import mx_mm, tiled_scale
-from qtrain.kernels.quantize import dequantize, quantize
-from qtrain.kernels.scaled_mm import scaled_mm, scaled_mm_names
+from qtrain.kernels.gemm.blockwise_mm import blockwise_mm, blockwise_mm_names
+from qtrain.kernels.gemm.fp16_mm import STEP_K, fp16_mm
+from qtrain.kernels.gemm.int4_mm import int4_mm, scaled_int4_mm
+from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K, int8_mm
+from qtrain.kernels.gemm.mx_mm import mx_mm, tiled_scale
+from qtrain.kernels.gemm.scaled_mm import scaled_mm, scaled_mm_names
+from qtrain.kernels.quantize.mx import dequantize_mx, quantize_mx
+from qtrain.kernels.quantize.operators import dequantize, quantize
 
 FAMILIES = {"cuBLAS": "cublas", "Triton": "triton", "qtrain": None}
 """Who multiplies: one family of implementations, or the dispatch, which takes the fastest."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from qtrain.bench.timing import copy_bandwidth, measure, watching_clocks
 from qtrain.checks import Range
 from qtrain.errors import UserError
-from qtrain.kernels import update_launch
+from qtrain.kernels.optim import update_launch
 from qtrain.models import empty_model, read_model_source
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.train.settings import choose_device

@@ -15,9 +15,9 @@ from qtrain.bench.case import Case, Check, Report, WrongResultError, examine
 from qtrain.bench.tables import Cell, Table, digits
 from qtrain.bench.timing import copy_bandwidth
 from qtrain.hardware import Hardware
-from qtrain.kernels.formats import FORMATS
-from qtrain.kernels.quantize import dequantize, expand_scale, quantize, quantize_dual
-from qtrain.kernels.transpose import transpose_8bit
+from qtrain.kernels.gemm.transpose import transpose_8bit
+from qtrain.kernels.numerics.formats import FORMATS
+from qtrain.kernels.quantize.operators import dequantize, expand_scale, quantize, quantize_dual
 
 Outputs = tuple[Tensor, ...]
 

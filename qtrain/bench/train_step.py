@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from qtrain.bench.arguments import name_and_options, split_list
 from qtrain.bench.tables import Cell, Table, digits, write_json
 from qtrain.bench.timing import watching_clocks
 from qtrain.bench.training import time_training
-from qtrain.bench.words import name_and_options, split_list
 from qtrain.checks import check_fields, parse_json
 from qtrain.config import JsonDict, as_dict, parse, run_script, versions
 from qtrain.errors import UserError

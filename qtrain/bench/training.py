@@ -11,16 +11,16 @@ from qtrain.hardware import describe_hardware
 from qtrain.models import apply_activation_checkpointing, build_model, compile_layers, empty_model, read_model_source
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, quantize_linears
-from qtrain.train.choice import settle_scheme
-from qtrain.train.failures import GIB, is_out_of_memory
-from qtrain.train.graphs import step_graphs
+from qtrain.train.cuda_graphs import step_graphs
 from qtrain.train.in_backward import OptimizerInBackward
 from qtrain.train.language import language_forward
+from qtrain.train.log.failures import GIB, is_out_of_memory
 from qtrain.train.loop import peak_memory
-from qtrain.train.plan import make_plan
+from qtrain.train.plan.auto_scheme import settle_scheme
+from qtrain.train.plan.plan import make_plan
 from qtrain.train.settings import LanguageSettings, batch_geometry, choose_device, choose_dtype
+from qtrain.train.state.state_dict import seed_rng
 from qtrain.train.step import apply_gradients, compute_gradients
-from qtrain.train.tensors import seed_rng
 
 
 def time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, Any]:

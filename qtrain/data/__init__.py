@@ -1,23 +1,12 @@
-"""Data: token shards, text, mixtures and tokenizers; streams of samples that resume exactly; the loader."""
+"""Data: token shards, text, mixtures, images and tokenizers; streams of samples that resume exactly; the loader."""
 
-# Each of these modules registers a dataset type, of text or of images: a further type is one file and one line here.
-from qtrain.data import (  # noqa: F401
-    chat_dataset,
-    hf_text_dataset,
-    image_folder,
-    image_rows,
-    image_wds,
-    instruct_dataset,
-    mix_dataset,
-    sklearn_digits,
-    text_dataset,
-    token_dataset,
-)
-from qtrain.data.augment import Augmentation, ImageTransform, Mixer, make_augmentation
-from qtrain.data.evaluation import EvalWindows, eval_batches
-from qtrain.data.examples import ExampleDataset
-from qtrain.data.image_loader import BatchMaker, ImageBatch, ImageLoader
-from qtrain.data.images import IMAGE_SETS, Images, check_same_classes, open_images
+# Modules imported for no name register a dataset type: a further type is one file and one line here.
+from qtrain.data.examples import chat_dataset, instruct_dataset  # noqa: F401
+from qtrain.data.examples.examples import ExampleDataset
+from qtrain.data.images import image_folder, image_rows, image_wds, sklearn_digits  # noqa: F401
+from qtrain.data.images.augment import Augmentation, ImageTransform, Mixer, make_augmentation
+from qtrain.data.images.image_loader import BatchMaker, ImageBatch, ImageLoader
+from qtrain.data.images.images import IMAGE_SETS, Images, check_same_classes, open_images
 from qtrain.data.loader import Loader
 from qtrain.data.stream import (
     DATASETS,
@@ -31,7 +20,9 @@ from qtrain.data.stream import (
     make_dataset,
     open_stream,
 )
-from qtrain.data.tokenizer import TOKENIZERS, Tokenizer, load_tokenizer
+from qtrain.data.text import hf_text_dataset, mix_dataset, text_dataset, token_dataset  # noqa: F401
+from qtrain.data.text.eval_windows import EvalWindows, eval_batches
+from qtrain.data.tokenizers.tokenizer import TOKENIZERS, Tokenizer, load_tokenizer
 
 __all__ = [
     "DATASETS",

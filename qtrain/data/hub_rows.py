@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qtrain.data.documents import missing_column, valid_unicode
 from qtrain.data.files import as_list
 from qtrain.data.permutation import Permutation
+from qtrain.data.text.documents import missing_column, valid_unicode
 from qtrain.errors import UserError, unknown_name
 from qtrain.hub import reaching_hub
 

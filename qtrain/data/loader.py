@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from qtrain.data.ahead import AheadLoader, AheadProcess, AheadThread
+from qtrain.data.prefetch import AheadLoader, AheadProcess, AheadThread
 from qtrain.data.stream import Batch, Sample, Stream, StreamContext, open_stream
 
 Item = tuple[Batch, dict[str, Any]]

@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from qtrain.data.tokenizer import Tokenizer, load_tokenizer
+from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from qtrain.errors import UserError
 from qtrain.registry import Registry
 

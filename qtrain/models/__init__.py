@@ -2,10 +2,10 @@
 
 from qtrain.models.build import MODEL_IMPLS, build_model, empty_model
 from qtrain.models.config import ModelConfig
-from qtrain.models.decode import answer, rows_at_once
 from qtrain.models.decoder import Decoder
 from qtrain.models.execution import RECOMPUTE_MODES, apply_activation_checkpointing, compile_layers
 from qtrain.models.generate import generate
+from qtrain.models.greedy_decode import answer, rows_at_once
 from qtrain.models.hf import export_hf
 from qtrain.models.lora import Lora, add_lora, check_combination, merge_lora
 from qtrain.models.loss import LossSums, linear_cross_entropy

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from qtrain.kernels.silu_mul import silu_mul
+from qtrain.kernels.swiglu.swiglu import silu_mul
 from qtrain.models.attention import Attention, Mask, attention_mask
 from qtrain.models.config import ModelConfig
 from qtrain.models.loss import LossSums, linear_cross_entropy
-from qtrain.models.recompute import selective_contexts
 from qtrain.models.rope import document_positions, rope_tables
+from qtrain.models.selective_recompute import selective_contexts
 from qtrain.quant import gated_mlp, takes_gated_mlp
 
 Recompute = Literal["none", "selective", "full"]

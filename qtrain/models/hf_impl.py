@@ -16,8 +16,8 @@ from qtrain.errors import UserError, unknown_name
 from qtrain.hub import reaching_hub
 from qtrain.models.decoder import Recompute
 from qtrain.models.loss import LossSums, cross_entropy_sums, linear_cross_entropy
-from qtrain.models.recompute import selective_contexts
 from qtrain.models.rope import document_positions
+from qtrain.models.selective_recompute import selective_contexts
 from qtrain.models.source import FIX, ModelSource
 from qtrain.quant.export import exported_tensors
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qtrain.errors import UserError, missing_package, nearest
 from qtrain.hub import reaching_hub
-from qtrain.models.recompute import selective_contexts
+from qtrain.models.selective_recompute import selective_contexts
 
 RESERVED = {
     "pretrained": "--pretrained says it",

@@ -2,7 +2,7 @@
 
 from qtrain.optim import adamw, apollo, galore, lion, muon, schedule_free, sgd  # noqa: F401  (they register themselves)
 from qtrain.optim.optimizer import OPTIMIZERS, OptimizerSpec, ParameterShape, parameter_groups
-from qtrain.optim.parts import PartedOptimizer
+from qtrain.optim.partitioned_optimizer import PartedOptimizer
 from qtrain.optim.schedule import LRSchedule, make_schedule
 
 __all__ = [

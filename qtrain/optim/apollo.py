@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from qtrain.checks import Range
-from qtrain.kernels.normal import normal
-from qtrain.kernels.state_formats import state_format
-from qtrain.optim.hidden import MOST_PARTS, HiddenOptimizer, HiddenSpec, Place
+from qtrain.kernels.numerics.normal import normal
+from qtrain.kernels.optim.state_formats import state_format
+from qtrain.optim.batched_states import describe_state, read_states, write_states
+from qtrain.optim.matrix_optimizer import MOST_PARTS, HiddenOptimizer, HiddenSpec, Place
 from qtrain.optim.optimizer import OPTIMIZERS
-from qtrain.optim.saved import Described
-from qtrain.optim.stacked import describe_state, read_states, write_states
+from qtrain.optim.resumable import Described
 
 GROWTH, TINY = 1.01, 1e-8
 FP32 = state_format("fp32", signed=True)

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from qtrain.errors import UserError
-from qtrain.kernels.fused_update import SIGNED_STATES, FusedUpdate, Slot
-from qtrain.kernels.state_formats import (
+from qtrain.kernels.optim.fused_update import SIGNED_STATES, FusedUpdate, Slot
+from qtrain.kernels.optim.state_formats import (
     StateFormat,
     dequantize_state,
     quantize_state,
@@ -27,9 +27,9 @@ from qtrain.kernels.state_formats import (
 )
 from qtrain.optim.offload import OffloadedUpdate, host_sizes, staging_bytes
 from qtrain.optim.optimizer import OptimizerSpec, ParameterShape
-from qtrain.optim.parts import PartedOptimizer
-from qtrain.optim.saved import Described
-from qtrain.optim.states import (
+from qtrain.optim.partitioned_optimizer import PartedOptimizer
+from qtrain.optim.resumable import Described
+from qtrain.optim.state_layout import (
     MASTER,
     StateOptions,
     as_sharded,

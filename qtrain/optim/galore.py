@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.checks import Range
-from qtrain.kernels.fused_update import FusedUpdate, Slot
-from qtrain.kernels.normal import normal
-from qtrain.kernels.quantize import dequantize, quantize
-from qtrain.kernels.state_formats import state_format
-from qtrain.optim.hidden import MOST_PARTS, HiddenOptimizer, HiddenSpec, Place, Rest
+from qtrain.kernels.numerics.normal import normal
+from qtrain.kernels.optim.fused_update import FusedUpdate, Slot
+from qtrain.kernels.optim.state_formats import state_format
+from qtrain.kernels.quantize.operators import dequantize, quantize
+from qtrain.optim.batched_states import describe_state, make_states, state_size
+from qtrain.optim.matrix_optimizer import MOST_PARTS, HiddenOptimizer, HiddenSpec, Place, Rest
 from qtrain.optim.optimizer import OPTIMIZERS
-from qtrain.optim.saved import Described
-from qtrain.optim.stacked import describe_state, make_states, state_size
+from qtrain.optim.resumable import Described
 from qtrain.optim.subspace import Method, leading_subspace, sketch_columns
 
 NO_COSINE = -1.0

@@ -10,7 +10,7 @@ from torch import Tensor
 from qtrain.checks import Range
 from qtrain.optim.base import LowBitOptimizer, LowBitSpec
 from qtrain.optim.optimizer import OPTIMIZERS
-from qtrain.optim.states import FormatChoice, StateOptions
+from qtrain.optim.state_layout import FormatChoice, StateOptions
 
 
 class LionOptimizer(LowBitOptimizer):

@@ -7,12 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from torch import Tensor
 
 from qtrain.checks import Range
-from qtrain.kernels.state_formats import state_format
-from qtrain.optim.hidden import HiddenOptimizer, HiddenSpec, Place
+from qtrain.kernels.optim.state_formats import state_format
+from qtrain.optim.batched_states import describe_state, read_states, state_size, write_states
+from qtrain.optim.matrix_optimizer import HiddenOptimizer, HiddenSpec, Place
 from qtrain.optim.newton_schulz import newton_schulz
 from qtrain.optim.optimizer import OPTIMIZERS
-from qtrain.optim.saved import Described
-from qtrain.optim.stacked import describe_state, read_states, state_size, write_states
+from qtrain.optim.resumable import Described
 
 Adjust = Literal["none", "spectral", "match_rms"]
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from qtrain.kernels.fused_update import FusedUpdate, Slot
-from qtrain.kernels.state_formats import StateFormat
-from qtrain.kernels.stored_weight import StoredWeight
+from qtrain.kernels.optim.fused_update import FusedUpdate, Slot
+from qtrain.kernels.optim.state_formats import StateFormat
+from qtrain.tensors.stored_weight import StoredWeight
 
 BUCKET_BYTES = 256 * 2**20
 """States that are moved at once, at most; only what cannot be cut may be more."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qtrain.optim.matrices import hidden_matrices
+from qtrain.optim.hidden_matrices import hidden_matrices
 from qtrain.registry import Registry
 
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from qtrain.checks import Range
-from qtrain.kernels.fused_update import FusedUpdate, Slot
-from qtrain.kernels.stored_weight import StoredWeight
+from qtrain.kernels.optim.fused_update import FusedUpdate, Slot
 from qtrain.optim.base import LowBitOptimizer
-from qtrain.optim.matrices import BATCH_ELEMENTS
+from qtrain.optim.hidden_matrices import BATCH_ELEMENTS
 from qtrain.optim.optimizer import OPTIMIZERS, OptimizerSpec
-from qtrain.optim.states import StateOptions, local
+from qtrain.optim.state_layout import StateOptions, local
+from qtrain.tensors.stored_weight import StoredWeight
 
 PlainFormat = Literal["weight", "fp32", "bf16"]
 

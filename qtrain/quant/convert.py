@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qtrain.kernels.stored_weight import StoredWeight
-from qtrain.quant.delayed import AmaxHistory
+from qtrain.quant.delayed_scaling import AmaxHistory
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.scheme import SCHEMES, LowBitScheme, Scheme
+from qtrain.tensors.stored_weight import StoredWeight
 
 SIBLINGS = (
     {"q_proj", "k_proj", "v_proj"},

@@ -15,13 +15,13 @@ from torch.nn import functional as F
 
 from qtrain.errors import UserError
 from qtrain.hardware import FP8_CAPABILITY
-from qtrain.kernels.blockwise_mm import BLOCKS, blockwise_mm
-from qtrain.kernels.formats import FORMATS, GRANULARITIES
-from qtrain.kernels.int4_mm import scaled_int4_mm
-from qtrain.kernels.philox import ROLES
-from qtrain.kernels.quantize import quantize, quantize_dual, quantize_transposed
-from qtrain.kernels.quantize_gated import quantize_gated, takes_gated, takes_gated_rows
-from qtrain.kernels.scaled_mm import scaled_mm
+from qtrain.kernels.gemm.blockwise_mm import BLOCKS, blockwise_mm
+from qtrain.kernels.gemm.int4_mm import scaled_int4_mm
+from qtrain.kernels.gemm.scaled_mm import scaled_mm
+from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES
+from qtrain.kernels.numerics.philox import ROLES
+from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_transposed
+from qtrain.kernels.swiglu.quantize import quantize_gated, takes_gated, takes_gated_rows
 from qtrain.quant.scheme import Gemm, LowBitScheme, Operand, Wanted, WholeRows
 
 

@@ -19,10 +19,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from qtrain.kernels.quantize_gated import activation
-from qtrain.kernels.stored_weight import BYTES as STORED_BYTES
-from qtrain.kernels.stored_weight import StoredWeight
+from qtrain.kernels.swiglu.quantize import activation
 from qtrain.registry import Registry
+from qtrain.tensors.stored_weight import BYTES as STORED_BYTES
+from qtrain.tensors.stored_weight import StoredWeight
 
 Gemm = Literal["output", "grad_input", "grad_weight"]
 Operand = tuple[Tensor, ...]
@@ -76,7 +76,7 @@ class LowBitScheme(Scheme):
     """Whether scales are rounded up to powers of two."""
 
     stored_format: str | None = None
-    """What the weight itself is stored in (`kernels/stored_weight.py`); None: as it comes, in high precision."""
+    """What the weight itself is stored in (`tensors/stored_weight.py`); None: as it comes, in high precision."""
 
     latent: bool = False
     """Whether even a model of high precision would compute with other values than the weight's: `exported_weight`."""
@@ -130,7 +130,7 @@ class LowBitScheme(Scheme):
     def gated_operands(
         self, name: str, x: Tensor, dy: Tensor | None, key: Tensor | None, wanted: Wanted, amax: Operand = ()
     ) -> tuple[Operand, Operand]:
-        """The operands of what a gated MLP makes of x [M, 2I] (`kernels/quantize_gated.py`), which no one else reads:
+        """The operands of what a gated MLP makes of x [M, 2I] (`kernels/swiglu/quantize.py`), which no one else reads:
         `input_operands` of the activation (name "x") or, with its gradient dy, `grad_operands` of that of x ("dy")."""
         operands = self.input_operands if name == "x" else self.grad_operands
         return operands(activation(x, dy), key, wanted, amax)

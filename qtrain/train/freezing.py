@@ -6,7 +6,7 @@ from torch import nn
 from qtrain.models import Lora, ModelConfig
 from qtrain.models.cost import parameter_shapes
 from qtrain.models.trained_cost import TrainedPart, all_but_embedding, only_adapters
-from qtrain.train.status import short_number
+from qtrain.train.log.status import short_number
 
 
 def freeze_embedding(model: nn.Module) -> list[str]:

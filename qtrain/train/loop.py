@@ -13,20 +13,20 @@ from qtrain.data import TensorBatch
 from qtrain.errors import TrainingStopped
 from qtrain.hardware import keep_freed_memory
 from qtrain.optim import OPTIMIZERS, LRSchedule
-from qtrain.train.failures import first_bad_tensor, is_out_of_memory, not_finite, out_of_memory
+from qtrain.train.cuda_graphs import WARM_UP, StepGraphs
 from qtrain.train.gradients import Gradients
-from qtrain.train.graphs import WARM_UP, StepGraphs
 from qtrain.train.in_backward import OptimizerInBackward
 from qtrain.train.language import Forward
-from qtrain.train.metrics import MetricsLog, Throughput, read_metrics
-from qtrain.train.plan import Plan
-from qtrain.train.profile import StepProfiler
-from qtrain.train.run import Run, resume_command
+from qtrain.train.log.failures import first_bad_tensor, is_out_of_memory, not_finite, out_of_memory
+from qtrain.train.log.metrics import MetricsLog, Throughput, read_metrics
+from qtrain.train.log.profile import StepProfiler
+from qtrain.train.log.status import StatusLine
+from qtrain.train.log.trackers import open_trackers
+from qtrain.train.plan.plan import Plan
 from qtrain.train.settings import TrainSettings
 from qtrain.train.signals import StopSignals
-from qtrain.train.status import StatusLine
+from qtrain.train.state.run import Run, resume_command
 from qtrain.train.step import apply_gradients, compute_gradients, judged_weights, set_rate
-from qtrain.train.trackers import open_trackers
 
 log = logging.getLogger("qtrain")
 

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from qtrain.data import Batch
 from qtrain.quant import QuantizedModel
-from qtrain.train.ema import Ema
+from qtrain.train.cuda_graphs import StepGraphs, backward_of
 from qtrain.train.gradients import Gradients, norm_of
-from qtrain.train.graphs import StepGraphs, backward_of
 from qtrain.train.in_backward import OptimizerInBackward
 from qtrain.train.language import Forward
+from qtrain.train.state.ema import Ema
 
 
 def count_trained(batches: Iterable[Batch]) -> int:

@@ -9,7 +9,7 @@ from qtrain.bench.matmul_rows import ROWS
 from qtrain.bench.matmuls import Problem, matmul_table
 from qtrain.bench.tables import Cell
 from qtrain.hardware import Hardware
-from qtrain.kernels.tuning import forced
+from qtrain.kernels.autotune import forced
 
 CPU = torch.device("cpu")
 NOT_ON_A_CPU = ("Inductor", "torchao", "FP8 cuBLAS, 1x128", "MXFP8", "NVFP4")

@@ -82,7 +82,7 @@ def test_an_ending_stream_ends_the_loader_with_full_batches_only(num_workers, tm
 
 
 def test_the_next_batch_is_prepared_while_this_one_is_used(datasets, monkeypatch):
-    from qtrain.data import token_dataset
+    from qtrain.data.text import token_dataset
 
     next_sample = token_dataset.TokenStream.next_sample
     monkeypatch.setattr(token_dataset.TokenStream, "next_sample", lambda s: (time.sleep(0.05), next_sample(s))[1])

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from qtrain.data import DATASETS, Sample, StreamContext, dataset_tokenizer, open_stream
-from qtrain.data import documents as documents_module
-from qtrain.data import packing as packing_module
+from qtrain.data.text import documents as documents_module
+from qtrain.data.text import packing as packing_module
 from qtrain.errors import UserError
 from tests.data.corpora import functions, source_texts, specs, write_llmq, write_parquet, write_raw
 
@@ -300,7 +300,7 @@ def test_ids_beyond_the_vocabulary_name_the_file(tmp_path):
 
 
 def test_a_dataset_of_another_tokenizer_is_refused(tmp_path):
-    from qtrain.data.sentencepiece_model import train_tokenizer
+    from qtrain.data.tokenizers.sentencepiece_model import train_tokenizer
 
     (tmp_path / "x.model").write_bytes(train_tokenizer(source_texts(), 500, "--train_tokenizer"))
     byte = {"type": "text", "paths": "python:stdlib", "tokenizer": "byte"}

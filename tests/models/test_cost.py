@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 
-from qtrain.kernels.stored_weight import StoredWeight
 from qtrain.models import (
     Decoder,
     Lora,
@@ -20,6 +19,7 @@ from qtrain.models.cost import count_parameters, estimate_memory, flops_per_toke
 from qtrain.models.rope import rope_tables
 from qtrain.models.trained_cost import only_adapters
 from qtrain.quant import base_scheme, quantize_linears
+from qtrain.tensors.stored_weight import StoredWeight
 from tests.models.families import FAMILIES, drawn, source_of
 
 CONFIGS = {name: read_model_source(name).model_config() for name, _ in list_models()}

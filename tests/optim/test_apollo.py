@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from qtrain.kernels.normal import normal
-from qtrain.optim.hidden import MOST_PARTS
+from qtrain.kernels.numerics.normal import normal
+from qtrain.optim.matrix_optimizer import MOST_PARTS
 from tests.optim.problems import Small, adamw, assert_weights, drive, follow, make
 
 LR, DECAY, SEED = 0.01, 0.1, 3

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from qtrain.errors import UserError
-from qtrain.kernels.stored_weight import StoredWeight
 from qtrain.optim import OPTIMIZERS, ParameterShape, parameter_groups
-from qtrain.train.tensors import finish_optimizer, optimizer_tensors, prepare_optimizer
+from qtrain.tensors.stored_weight import StoredWeight
+from qtrain.train.state.state_dict import finish_optimizer, optimizer_tensors, prepare_optimizer
 from tests.optim.problems import Small, drive, make, train
 
 RATES = {"sgd": 0.3, "lion": 0.01, "muon": 0.05, "galore_adamw": 0.1, "q_galore_adamw": 0.1, "apollo_mini": 0.03}

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from qtrain.kernels.fused_update import SIGNED_STATES, FusedUpdate, Slot
-from qtrain.kernels.state_formats import state_format, zero_state
-from qtrain.kernels.stored_weight import StoredWeight
+from qtrain.kernels.optim.fused_update import SIGNED_STATES, FusedUpdate, Slot
+from qtrain.kernels.optim.state_formats import state_format, zero_state
 from qtrain.optim import OPTIMIZERS, ParameterShape, offload, parameter_groups
 from qtrain.optim.base import LowBitOptimizer
 from qtrain.optim.offload import OffloadedUpdate
+from qtrain.tensors.stored_weight import StoredWeight
 
 FAMILY = ["adamw", "adamw_bf16_sr", "adamw_8bit", "adamw_fp8", "adamw_4bit"]
 ANYWHERE = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

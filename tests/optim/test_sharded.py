@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from qtrain.optim import OPTIMIZERS
-from qtrain.train.checkpoint import Checkpoints, read_meta
-from qtrain.train.tensors import finish_optimizer, model_tensors, optimizer_tensors, prepare_optimizer
+from qtrain.train.state.checkpoint import Checkpoints, read_meta
+from qtrain.train.state.state_dict import finish_optimizer, model_tensors, optimizer_tensors, prepare_optimizer
 
 folder, rank, world, port = Path(sys.argv[1]), *map(int, sys.argv[2:5])
 torch.set_num_threads(1)

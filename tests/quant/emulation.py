@@ -7,7 +7,7 @@ what the schemes are held against.
 import torch
 from torch import Tensor, nn
 
-from qtrain.kernels.philox import ROLES, random_bits_ref
+from qtrain.kernels.numerics.philox import ROLES, random_bits_ref
 from qtrain.quant import LowBitLinear
 from qtrain.quant.dynamic import applies
 

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from qtrain.kernels.stored_weight import StoredWeight
 from qtrain.models import Decoder, ModelSource, build_model, export_hf, read_model_source
 from qtrain.quant import SCHEMES, quantize_linears
+from qtrain.tensors.stored_weight import StoredWeight
 
 SHAPE = {
     "vocab_size": 97,

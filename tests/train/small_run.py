@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from qtrain.train.checkpoint import Checkpoints, read_meta
-from qtrain.train.tensors import model_tensors, optimizer_tensors, prepare_optimizer, rng_state, set_rng_state
+from qtrain.train.state.checkpoint import Checkpoints, read_meta
+from qtrain.train.state.state_dict import model_tensors, optimizer_tensors, prepare_optimizer, rng_state, set_rng_state
 
 
 class Net(nn.Module):

@@ -10,15 +10,15 @@ import torch
 import llm_pretrain
 from qtrain.data import Batch
 from qtrain.errors import UserError
-from qtrain.kernels.stored_weight import StoredWeight
 from qtrain.models import ModelSource, apply_activation_checkpointing, build_model, compile_layers
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, QuantizedModel, quantize_linears
+from qtrain.tensors.stored_weight import StoredWeight
 from qtrain.train.in_backward import OptimizerInBackward, check_in_backward, model_parts
 from qtrain.train.language import language_forward
 from qtrain.train.settings import LanguageSettings, batch_geometry
+from qtrain.train.state.state_dict import optimizer_tensors
 from qtrain.train.step import apply_gradients, compute_gradients, set_rate
-from qtrain.train.tensors import optimizer_tensors
 from tests.data.corpora import write_jsonl
 from tests.system import TINY, call, contents, flags, losses, only_run, write_model
 from tests.train.test_loop import go_on, interrupt

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import llm_pretrain
-from qtrain.data.documents import DocumentOrder, Documents
 from qtrain.data.files import text_files
+from qtrain.data.text.documents import DocumentOrder, Documents
+from qtrain.train.log.metrics import read_metrics
 from qtrain.train.loop import Training
-from qtrain.train.metrics import read_metrics
 from tests.data.corpora import functions, write_jsonl
 from tests.system import call, flags, losses, only_run, write_model
 

@@ -7,17 +7,18 @@ import pytest
 import torch
 
 from qtrain.errors import UserError
-from qtrain.kernels.stored_weight import StoredWeight
 from qtrain.models import ModelSource, build_model, empty_model
-from qtrain.quant import SCHEMES, auto, quantize_linears
-from qtrain.train.checkpoint import read_meta
-from qtrain.train.choice import settle_scheme
-from qtrain.train.run import Run, find_run_folder
+from qtrain.quant import SCHEMES, quantize_linears
+from qtrain.quant.schemes import auto
+from qtrain.tensors.stored_weight import StoredWeight
+from qtrain.train.plan.auto_scheme import settle_scheme
 from qtrain.train.settings import BatchGeometry, LanguageSettings
-from qtrain.train.state import TrainState
-from qtrain.train.tensors import model_tensors
+from qtrain.train.state.checkpoint import read_meta
+from qtrain.train.state.run import Run, find_run_folder
+from qtrain.train.state.state_dict import model_tensors
+from qtrain.train.state.train_state import TrainState
 from tests.system import TINY
-from tests.train.test_run import train
+from tests.train.state.test_run import train
 
 SOURCE = ModelSource("tiny", TINY, "--model")
 CPU = torch.device("cpu")

@@ -1,0 +1,108 @@
+"""Dataset type `chat`: conversations, written as text by the tokenizer's chat template or by a named one.
+
+Which text is the assistant's is worked out from the template itself: a conversation is rendered up to each of its
+turns, with the opening of an answer (`add_generation_prompt`) and with the answer, and the difference is what the
+assistant is to write. That holds for every template that only ever appends; one that rewrites earlier turns is refused.
+Templates run in transformers' sandbox.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qtrain.checks import shown
+from qtrain.data.examples.examples import ExampleDataset, Part, Renderer
+from qtrain.data.stream import DATASETS
+from qtrain.data.tokenizers.tokenizer import Tokenizer
+from qtrain.errors import UserError, unknown_name
+
+CHAT_TEMPLATES = {
+    "chatml": (
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+}
+"""Named templates, for tokenizers that have none."""
+
+ROLES = {"human": "user", "gpt": "assistant"}
+"""Other words for roles (ShareGPT's)."""
+
+
+@DATASETS.register("chat")
+@dataclass(frozen=True)
+class ChatDataset(ExampleDataset):
+    """Conversations through the tokenizer's chat template or a named one; only the assistant's turns are learned
+
+    `messages` names the column: a list of {"role", "content"} or of {"from", "value"}."""
+
+    template: str | None = None
+    messages: str = "messages"
+
+    def renderer(self, tokenizer: Tokenizer, flag: str) -> Renderer:
+        if self.template is not None and self.template not in CHAT_TEMPLATES:
+            raise unknown_name(f"{flag}.template", "chat template", self.template, CHAT_TEMPLATES)
+        template = tokenizer.chat_template if self.template is None else CHAT_TEMPLATES[self.template]
+        if template is None:
+            raise UserError(
+                f"{flag}: the tokenizer {tokenizer.name!r} has no chat template; name one with "
+                f'"template": {", ".join(CHAT_TEMPLATES)}.'
+            )
+        return ChatRenderer(template, self.messages, tokenizer, flag)
+
+
+class ChatRenderer(Renderer):
+    """Parts in turn: what the assistant reads, what it writes."""
+
+    def __init__(self, template: str, column: str, tokenizer: Tokenizer, flag: str):
+        self._template, self._column, self._flag = template, column, flag
+        self.columns = (column,)
+        ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+        self._tokens = {name: "" if i is None else tokenizer.decode([i]) for name, i in ids.items()}
+
+    def parts(self, row: Mapping[str, Any]) -> list[Part]:
+        messages = self._messages(row[self._column])
+        whole, parts, at = self._render(messages, False), [], 0
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            start = self._render(messages[:number], True)
+            end = self._render(messages[: number + 1], False)
+            if not (whole.startswith(end) and end.startswith(start) and len(start) >= at):
+                raise UserError(
+                    f"{self._flag}: this chat template rewrites earlier turns, so the assistant's text cannot be told "
+                    'apart. Use another, such as "template":"chatml".'
+                )
+            parts += [Part(whole[at : len(start)], False), Part(end[len(start) :], bool(message["content"].strip()))]
+            at = len(end)
+        return [*parts, Part(whole[at:], False)] if at < len(whole) or not parts else parts
+
+    def ends(self, parts: Sequence[Part]) -> bool:
+        """A template may write the end token itself."""
+        eos = self._tokens["eos_token"]
+        return parts[-1].trained and not (eos and eos in parts[-1].text)
+
+    def _messages(self, value: Any) -> list[dict[str, str]]:
+        if not isinstance(value, list) or not value or not all(isinstance(m, Mapping) for m in value):
+            raise UserError(f"{self._flag}: the column {self._column!r} holds no list of messages: {shown(value)}.")
+        found = []
+        for message in value:
+            role, content = message.get("role") or message.get("from"), message.get("content") or message.get("value")
+            if not isinstance(role, str) or not isinstance(content, str | None):
+                raise UserError(f"{self._flag}: a message has no role or no text as content: {shown(dict(message))}.")
+            found.append({"role": ROLES.get(role, role), "content": content or ""})
+        return found
+
+    def _render(self, messages: Sequence[Mapping[str, str]], opens_answer: bool) -> str:
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        if not messages and not opens_answer:
+            return ""
+        try:
+            rendered, _ = render_jinja_template(
+                [list(messages)], chat_template=self._template, add_generation_prompt=opens_answer, **self._tokens
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise UserError(f"{self._flag}: the chat template refuses a conversation: {reason}.") from None
+        return rendered[0]

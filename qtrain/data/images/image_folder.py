@@ -1,0 +1,66 @@
+"""Images as files: a folder for each class."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from qtrain.data.images.images import IMAGE_SETS, Images, ImageSet, decode
+from qtrain.errors import UserError, unknown_name
+
+ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".jp2")
+
+
+class _Folder(Images):
+    def __init__(self, root: Path, classes: list[str], files: list[str], labels: list[int], flag: str):
+        self.classes, self.labels = tuple(classes), np.array(labels, np.int64)
+        self._root, self._files, self._flag = root, files, flag
+
+    def read(self, number: int) -> Image.Image:
+        path = self._root / self._files[number]
+        return decode(path, str(path), self._flag)
+
+
+@IMAGE_SETS.register("image_folder")
+@dataclass(frozen=True)
+class ImageFolder(ImageSet):
+    """Image files in a folder for each class, at any depth below it: path/[split/]class/**/file."""
+
+    path: str
+    split: str | None = None
+    """A folder between `path` and the classes, such as train or validation."""
+
+    def open(self, flag: str) -> Images:
+        root = Path(self.path).expanduser()
+        if not root.is_dir():
+            raise UserError(f"{flag}: the folder {self.path!r} does not exist.")
+        if self.split is not None:
+            splits = [p.name for p in root.iterdir() if p.is_dir()]
+            if self.split not in splits:
+                raise unknown_name(flag, f"split of {self.path!r}", self.split, splits)
+            root /= self.split
+        classes = sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
+        if not classes:
+            raise UserError(f"{flag}: {root} holds no folders; images lie in one folder for each class.")
+        files: list[str] = []
+        labels: list[int] = []
+        for label, name in enumerate(classes):
+            found = _image_files(root / name)
+            if not found:
+                raise UserError(
+                    f"{flag}: the class {name!r} has no image files ({', '.join(ENDINGS[:4])}, ...) in {root}."
+                )
+            files += [os.path.relpath(path, root) for path in found]
+            labels += [label] * len(found)
+        return _Folder(root, classes, files, labels, flag)
+
+
+def _image_files(folder: Path) -> list[str]:
+    """Paths of the image files below a folder, in an order that is the same on every machine."""
+    found = []
+    for where, folders, names in os.walk(folder):
+        folders.sort()
+        found += [os.path.join(where, name) for name in sorted(names) if name.lower().endswith(ENDINGS)]
+    return found

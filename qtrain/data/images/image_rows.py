@@ -1,0 +1,108 @@
+"""Images as rows of a table, through the `datasets` library: a set of the hub, or local parquet files.
+
+The library keeps the rows as memory-mapped Arrow files in its cache, so that any row is at hand without reading others.
+"""
+
+import glob
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+
+from qtrain.data.hub_rows import RowSource
+from qtrain.data.images.images import IMAGE_SETS, Images, ImageSet, class_names, decode
+from qtrain.data.text.documents import missing_column
+from qtrain.errors import UserError, unknown_name
+
+if TYPE_CHECKING:
+    import datasets
+
+FIX = "Check the name, or use images on this machine: the dataset types image_folder, parquet, wds and sklearn:digits."
+
+
+class _Rows(Images):
+    def __init__(self, rows: "datasets.Dataset", image_column: str, label_column: str, what: str, flag: str):
+        import datasets
+
+        feature = rows.features[label_column]
+        if rows.features[image_column] == datasets.Image():
+            rows = rows.cast_column(image_column, datasets.Image(decode=False))
+        self._rows = rows.select_columns([image_column])
+        self._column, self._what, self._flag = image_column, what, flag
+        values = rows.with_format("arrow").select_columns([label_column])[:][label_column]
+        if values.null_count:
+            raise UserError(f"{flag}: the column {label_column!r} of {what} has rows without a label.")
+        values = values.to_numpy()
+        if np.issubdtype(values.dtype, np.integer):
+            self.labels = values.astype(np.int64)
+            self.classes = class_names(self.labels, getattr(feature, "names", None))
+        elif all(isinstance(value, str) for value in values):
+            self.classes = tuple(sorted(set(values)))
+            self.labels = np.searchsorted(np.array(self.classes), values.astype(str)).astype(np.int64)
+        else:
+            raise UserError(f"{flag}: the column {label_column!r} of {what} holds neither whole numbers nor names.")
+
+    def read(self, number: int) -> Image.Image:
+        value, name = self._rows[number][self._column], f"row {number} of {self._what}"
+        data = value.get("bytes") if isinstance(value, dict) else value
+        if not isinstance(data, bytes):
+            raise UserError(f"{self._flag}: {name} has no image bytes in the column {self._column!r}.")
+        return decode(data, name, self._flag)
+
+
+def _open(source: RowSource, what: str, image_column: str, label_column: str, flag: str) -> Images:
+    import datasets
+
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its complaints become one UserError
+    datasets.disable_progress_bars()
+    with source.reading(flag):
+        try:
+            splits: Any = datasets.load_dataset(source.dataset, source.subset, data_files=source.data_files)
+        except datasets.exceptions.DatasetGenerationError as error:
+            raise ValueError(str(error.__cause__ or error)) from None
+    if source.split not in splits:
+        raise unknown_name(flag, f"split of {what}", source.split, map(str, splits))
+    rows = splits[source.split]
+    for key, column in (("image_column", image_column), ("label_column", label_column)):
+        if column not in rows.column_names:
+            raise missing_column(flag, what, column, rows.column_names, f"Set {key} to one.")
+    return _Rows(rows, image_column, label_column, what, flag)
+
+
+@IMAGE_SETS.register("hf_image")
+@dataclass(frozen=True)
+class HubImages(ImageSet):
+    """A set of images on the Hugging Face hub that fits on the disk, by its id; RESISC45 if none is named."""
+
+    dataset: str = "timm/resisc45"
+    subset: str | None = None
+    split: str = "train"
+    image_column: str = "image"
+    label_column: str = "label"
+
+    def open(self, flag: str) -> Images:
+        source = RowSource(self.dataset, self.subset, self.split, (), None, records=True, fix=FIX)
+        return _open(source, f"the dataset {self.dataset!r}", self.image_column, self.label_column, flag)
+
+
+@IMAGE_SETS.register("parquet")
+@dataclass(frozen=True)
+class ParquetImages(ImageSet):
+    """Local parquet files with a column of image bytes (or {bytes, path}) and one of labels (numbers or names)."""
+
+    paths: str | list[str]
+    image_column: str = "image"
+    label_column: str = "label"
+
+    def open(self, flag: str) -> Images:
+        patterns = [self.paths] if isinstance(self.paths, str) else self.paths
+        files: list[str] = []
+        for pattern in patterns:
+            found = sorted(glob.glob(pattern, recursive=True))
+            if not found:
+                raise UserError(f"{flag}: {pattern!r} matches no file.")
+            files += found
+        source = RowSource("parquet", None, "train", (), files, records=True)
+        what = f"{patterns[0]!r}" if len(patterns) == 1 else f"{len(files)} parquet files"
+        return _open(source, what, self.image_column, self.label_column, flag)

@@ -1,0 +1,126 @@
+"""Web datasets: images in tar files, each beside a file of the same stem that holds its label.
+
+A tar file is read through an index of where its members lie, made once when the set is opened. So its images can be
+shuffled over the whole set, and a run resumes at any of them, which a stream through the tar files cannot offer.
+"""
+
+import glob
+import json
+import tarfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from qtrain.data.images.image_folder import ENDINGS
+from qtrain.data.images.images import IMAGE_SETS, Images, ImageSet, class_names, decode
+from qtrain.errors import UserError, unknown_name
+from qtrain.hub import hub_file, reaching_hub
+
+FIX = "Check the name, or give local tar files in paths."
+
+
+class _Tars(Images):
+    """places: int64 [images, 3]: tar file, offset, bytes."""
+
+    def __init__(self, files: list[Path], places: np.ndarray, labels: np.ndarray, names: list[str] | None, flag: str):
+        self.classes, self.labels = class_names(labels, names), labels
+        self._files, self._places, self._flag = files, places, flag
+
+    def read(self, number: int) -> Image.Image:
+        file, offset, size = self._places[number].tolist()
+        with self._files[file].open("rb") as tar:
+            tar.seek(offset)
+            data = tar.read(size)
+        return decode(data, f"the image at byte {offset} of {self._files[file]}", self._flag)
+
+
+@IMAGE_SETS.register("wds")
+@dataclass(frozen=True)
+class WebDataset(ImageSet):
+    """Web dataset: tar files of images, each with a .cls (or .json with "label") beside it; local, or a hub id."""
+
+    paths: str | list[str] = ()
+    """Local tar files or globs."""
+    dataset: str | None = None
+    """A hub id such as timm/imagenet-1k-wds; its tar files are downloaded into the hub's cache."""
+    split: str = "train"
+    """Of a hub id: the word in its tar files' names."""
+    classes: str | None = None
+    """A text file with the name of a class a line."""
+
+    def open(self, flag: str) -> Images:
+        if (self.dataset is None) == (not self.paths):
+            raise UserError(f"{flag}: give either paths or dataset.")
+        files = self._local_files(flag) if self.dataset is None else self._hub_files(flag)
+        names = None
+        if self.classes is not None:
+            try:
+                names = Path(self.classes).read_text(encoding="utf-8").split("\n")
+            except (OSError, UnicodeDecodeError):
+                raise UserError(f"{flag}: cannot read the classes in {self.classes!r}.") from None
+            names = [name.strip() for name in names if name.strip()]
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(lambda file: list(_members(file, flag)), files))
+        rows = [(file, *row) for file, members in enumerate(found) for row in members]
+        if not rows:
+            raise UserError(f"{flag}: the tar files hold no image with a label.")
+        table = np.array(rows, np.int64)
+        return _Tars(files, table[:, :3].copy(), table[:, 3].copy(), names, flag)
+
+    def _local_files(self, flag: str) -> list[Path]:
+        files: list[str] = []
+        for pattern in [self.paths] if isinstance(self.paths, str) else self.paths:
+            found = sorted(glob.glob(pattern, recursive=True))
+            if not found:
+                raise UserError(f"{flag}: {pattern!r} matches no file.")
+            files += found
+        return [Path(file) for file in files]
+
+    def _hub_files(self, flag: str) -> list[Path]:
+        from huggingface_hub import HfApi
+
+        with reaching_hub(flag, f"the dataset {self.dataset!r}", FIX):
+            every = [
+                name for name in HfApi().list_repo_files(self.dataset, repo_type="dataset") if name.endswith(".tar")
+            ]
+        chosen = sorted(name for name in every if self.split in name)
+        if not chosen:
+            words = {part for name in every for part in Path(name).stem.split("-") if not part.isdigit()}
+            raise unknown_name(flag, f"split of {self.dataset!r}", self.split, words)
+        return [hub_file(self.dataset, name, flag, FIX, repo_type="dataset") for name in chosen]
+
+
+def _members(path: Path, flag: str) -> Iterator[tuple[int, int, int]]:
+    """(offset, bytes, label) of every image of a tar file, in its order."""
+    images: dict[str, tuple[int, int]] = {}
+    labels: dict[str, int] = {}
+    try:
+        with tarfile.open(path, "r:") as tar:  # no compression: members must be found by their offsets
+            for member in tar:
+                stem, dot, ending = member.name.rpartition(".")
+                if not member.isfile():
+                    continue
+                if dot + ending.lower() in ENDINGS:
+                    images[stem] = (member.offset_data, member.size)
+                elif ending == "cls" or (ending == "json" and stem not in labels):
+                    label = _label(tar.extractfile(member).read(), ending)
+                    if label is not None:
+                        labels[stem] = label
+    except (tarfile.TarError, OSError) as error:
+        raise UserError(f"{flag}: {path} cannot be read as a tar file ({error}).") from None
+    for stem, place in images.items():
+        if stem not in labels:
+            raise UserError(f'{flag}: {path}: the image {stem} has no label; it needs a .cls or a .json with "label".')
+        yield (*place, labels[stem])
+
+
+def _label(data: bytes, ending: str) -> int | None:
+    try:
+        value = int(data) if ending == "cls" else json.loads(data).get("label")
+    except (ValueError, AttributeError):
+        return None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

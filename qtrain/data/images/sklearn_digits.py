@@ -1,0 +1,42 @@
+"""Handwritten digits that the scikit-learn wheel carries: real images without any download."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from PIL import Image
+
+from qtrain.data.images.images import IMAGE_SETS, Images, ImageSet
+from qtrain.data.permutation import Permutation
+from qtrain.errors import missing_package
+
+HELD_OUT = 360
+"""Images of the validation split, of 1,797; which ones is fixed."""
+
+
+class _Digits(Images):
+    def __init__(self, pixels: np.ndarray, labels: np.ndarray):
+        self.classes = tuple(str(digit) for digit in range(10))
+        self.labels, self._pixels = labels.astype(np.int64), pixels  # uint8 [images, 8, 8]
+
+    def read(self, number: int) -> Image.Image:
+        return Image.fromarray(self._pixels[number])
+
+
+@IMAGE_SETS.register("sklearn:digits")
+@dataclass(frozen=True)
+class Digits(ImageSet):
+    """1,797 handwritten digits of 8 x 8 pixels, from the scikit-learn package (UCI, Alpaydin and Kaynak 1998)."""
+
+    split: Literal["train", "validation"] = "train"
+
+    def open(self, flag: str) -> Images:
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError:
+            raise missing_package("sklearn", f"{flag} sklearn:digits", "scikit-learn") from None
+        digits = load_digits()
+        order = Permutation(len(digits.target), 0).all()
+        chosen = order[:HELD_OUT] if self.split == "validation" else order[HELD_OUT:]
+        pixels = np.round(digits.images[chosen] * (255 / 16)).astype(np.uint8)  # 17 shades of grey
+        return _Digits(pixels, digits.target[chosen])

@@ -1,0 +1,87 @@
+"""What tokenize_data.py reads: documents in a fixed order, in chunks, each with a state to go on from."""
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from qtrain.data.files import text_files
+from qtrain.data.hub_rows import RowReader, RowSource
+from qtrain.data.text.documents import DocumentOrder, Documents
+from qtrain.errors import UserError, nearest
+
+CHUNK_CHARACTERS = 1 << 18
+CHUNK_DOCUMENTS = 256
+
+NAMED_SETS = {
+    "tinystories": ("roneneldan/TinyStories", None),
+    "c4_realnewslike": ("allenai/c4", "realnewslike"),
+    "fineweb_edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
+}
+"""Short names of datasets: hub id and subset."""
+
+
+class Corpus(Protocol):
+    """`n_documents` is None when the source does not say. `fingerprint` tells a changed source from the same one."""
+
+    n_documents: int | None
+    fingerprint: str
+
+    def chunks(self, state: dict[str, Any] | None) -> Iterator[tuple[dict[str, Any], list[str]]]:
+        """(state, texts) of each chunk from `state` on (None: from the start). Reading again from a chunk's state
+        gives that chunk and the ones after it."""
+
+    def sample(self) -> Iterator[str]:
+        """All texts, in an order fit for training a tokenizer on the first of them."""
+
+
+class LocalCorpus:
+    """Local files, in the order of their paths."""
+
+    def __init__(self, paths: list[str], split: str, validation_fraction: float, text_column: str, flag: str):
+        files = text_files(paths, split, validation_fraction, flag)
+        self._documents = Documents(files, text_column, flag)
+        self.n_documents = len(self._documents)
+        sizes = "".join(f"{file.relative}\0{file.path.stat().st_size}\n" for file in files)
+        self.fingerprint = hashlib.sha256(sizes.encode()).hexdigest()[:16]
+
+    def chunks(self, state: dict[str, Any] | None) -> Iterator[tuple[dict[str, Any], list[str]]]:
+        at = state["document"] if state else 0
+        while at < self.n_documents:
+            start, texts, characters = at, [], 0
+            while at < self.n_documents and characters < CHUNK_CHARACTERS and len(texts) < CHUNK_DOCUMENTS:
+                texts.append(self._documents.read(at))
+                characters += len(texts[-1])
+                at += 1
+            yield {"document": start}, texts
+
+    def sample(self) -> Iterator[str]:
+        order = DocumentOrder(self._documents, seed=0, shuffle=True)
+        return (self._documents.read(order(0, place)) for place in range(self.n_documents))
+
+
+class HubCorpus:
+    """A dataset of the Hugging Face hub, streamed in its own order."""
+
+    def __init__(self, dataset: str, subset: str | None, split: str, text_column: str, flag: str):
+        close = nearest(dataset, NAMED_SETS) if "/" not in dataset and dataset not in NAMED_SETS else None
+        if close:
+            raise UserError(
+                f"{flag}: unknown dataset {dataset!r}. Did you mean {close!r}? "
+                f"Allowed: {', '.join(NAMED_SETS)}, or a hub id such as ORG/NAME."
+            )
+        name, own_subset = NAMED_SETS.get(dataset, (dataset, None))
+        source = RowSource(name, subset or own_subset, split, (text_column,), data_files=None)
+        self._reader = RowReader(source, seed=0, shuffle=False, rank=0, world=1, flag=flag)
+        self.n_documents = source.n_rows(flag)
+        self.fingerprint = f"{self._reader.shards} files"
+
+    def chunks(self, state: dict[str, Any] | None) -> Iterator[tuple[dict[str, Any], list[str]]]:
+        state = state or self._reader.first_cursor()
+        while state["epoch"] == 0:
+            texts, after = self._reader.read(state, CHUNK_DOCUMENTS)
+            if texts:
+                yield state, texts
+            state = after
+
+    def sample(self) -> Iterator[str]:
+        return (text for _, texts in self.chunks(None) for text in texts)

@@ -1,0 +1,166 @@
+"""Token shards (.bin), read through memory maps: four formats, recognised by the file.
+
+- ours: no header, uint16 or uint32 tokens as the manifest.json beside the file says;
+- raw: no header, uint16 tokens;
+- llm.q: 1024 bytes of header: "BIN.TOK\\n", then as int32 [2] version (1 or 2), [3] bytes a token, [4] token count,
+  [5] vocabulary, [6] mask flag; then the tokens, then, where flagged, one bit a token;
+- llm.c: 1024 bytes of header: int32 [0] magic, [1] version, [2] token count; then uint16 or uint32 tokens.
+
+All are little-endian. llm.q's mask bit of position i is 0 where that position's target, token i+1, is not trained on.
+A file whose size contradicts its header or manifest is refused.
+"""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from qtrain.data.files import as_list, match_files
+from qtrain.data.text.manifest import DTYPES, FILE_NAME, Manifest, read_manifest
+from qtrain.errors import UserError
+
+HEADER_BYTES = 1024
+LLMQ_MAGIC = b"BIN.TOK\n"
+LLMC_MAGICS = (20240520, 20240801)  # GPT-2's tokens, Llama 3's tokens
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of `tokens` token ids of type `dtype` from byte `offset` on; `masked` when mask bits follow them."""
+
+    path: Path
+    tokens: int
+    dtype: str
+    offset: int = 0
+    masked: bool = False
+
+    @property
+    def mask_offset(self) -> int:
+        return self.offset + self.tokens * np.dtype(self.dtype).itemsize
+
+
+def find_shards(dataset_dir: str | list[str], flag: str) -> tuple[list[Shard], list[tuple[Path, Manifest]]]:
+    """The shards of folders, .bin files and globs of them, in order, and the manifests met on the way."""
+    shards: list[Shard] = []
+    manifests: dict[Path, Manifest] = {}
+    for entry in as_list(dataset_dir):
+        folder = Path(entry).expanduser()
+        if folder.is_dir() and (folder / FILE_NAME).is_file():
+            paths = [folder / shard.file for shard in _manifest(folder, manifests, flag).shards]
+        else:
+            paths = [
+                file.path for file in match_files(entry, [".bin"], flag, " Token shards are made by tokenize_data.py.")
+            ]
+        for path in paths:
+            has_manifest = (path.parent / FILE_NAME).is_file()
+            manifest = _manifest(path.parent, manifests, flag) if has_manifest else None
+            shards.append(open_shard(path, manifest, flag))
+    if not shards:
+        raise UserError(f"{flag}: {', '.join(as_list(dataset_dir)) or 'an empty list'} holds no token shards.")
+    return shards, list(manifests.items())
+
+
+def _manifest(folder: Path, known: dict[Path, Manifest], flag: str) -> Manifest:
+    if folder not in known:
+        known[folder] = read_manifest(folder, flag)
+        if not known[folder].complete:
+            raise UserError(f"{flag}: {folder} is not finished; run its tokenize_data.py command again to complete it.")
+    return known[folder]
+
+
+def open_shard(path: Path, manifest: Manifest | None, flag: str) -> Shard:
+    """Recognise a .bin file and check its size. Raises UserError naming the file."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as stream:
+            header = stream.read(HEADER_BYTES)
+    except OSError as error:
+        raise UserError(f"{flag}: cannot read {path}: {error.strerror or error}") from None
+    if manifest is not None:
+        shard = _listed(path, manifest, flag)
+    elif len(header) == HEADER_BYTES and header.startswith(LLMQ_MAGIC):
+        shard = _llmq(path, header, flag)
+    elif len(header) == HEADER_BYTES and int.from_bytes(header[:4], "little") in LLMC_MAGICS:
+        shard = _llmc(path, header, size, flag)
+    else:
+        if size % 2 or not size:
+            raise UserError(f"{flag}: {path} is not a file of uint16 tokens: it has {size} bytes. Is it truncated?")
+        shard = Shard(path, size // 2, "uint16")
+    expected = shard.mask_offset + ((shard.tokens + 7) // 8 if shard.masked else 0)
+    if size != expected:
+        said = "the manifest" if manifest is not None else "its header"
+        raise UserError(
+            f"{flag}: {path} has {size} bytes, but {said} says {shard.tokens} tokens, {expected} bytes. "
+            "It is truncated or damaged: make or copy it again."
+        )
+    return shard
+
+
+def _listed(path: Path, manifest: Manifest, flag: str) -> Shard:
+    entry = next((shard for shard in manifest.shards if shard.file == path.name), None)
+    if entry is None:
+        raise UserError(f"{flag}: {path} is not in the {FILE_NAME} beside it; give the folder, or move the file.")
+    return Shard(path, entry.tokens, manifest.dtype)
+
+
+def _llmq(path: Path, header: bytes, flag: str) -> Shard:
+    version, token_bytes, tokens, _, masked = np.frombuffer(header, "<i4")[2:7].tolist()
+    if version not in (1, 2) or token_bytes not in DTYPES.values() or tokens < 0:
+        raise UserError(
+            f"{flag}: {path}: an llm.q header with version {version}, {token_bytes} bytes a token and {tokens} tokens; "
+            "known are versions 1 and 2 with 2 or 4 bytes."
+        )
+    return Shard(path, tokens, "uint16" if token_bytes == 2 else "uint32", HEADER_BYTES, version == 2 and masked == 1)
+
+
+def _llmc(path: Path, header: bytes, size: int, flag: str) -> Shard:
+    tokens = int(np.frombuffer(header, "<i4")[2])
+    if tokens < 0:
+        raise UserError(f"{flag}: {path}: an llm.c header with {tokens} tokens; the file is damaged.")
+    return Shard(path, tokens, "uint32" if size - HEADER_BYTES == 4 * tokens else "uint16", HEADER_BYTES)
+
+
+class TokenArray:
+    """The tokens of many shards as one long array, read in pieces; a piece may span shards."""
+
+    def __init__(self, shards: list[Shard]):
+        self.shards = shards
+        self._ends = np.cumsum([shard.tokens for shard in shards], dtype=np.int64)
+        self.masked = any(shard.masked for shard in shards)
+        # A memory map holds a file descriptor: keep the recently used ones only.
+        self._tokens = functools.lru_cache(maxsize=64)(self._map_tokens)
+        self._mask = functools.lru_cache(maxsize=64)(self._map_mask)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def _map_tokens(self, number: int) -> np.ndarray:
+        shard = self.shards[number]
+        dtype = np.dtype(shard.dtype).newbyteorder("<")
+        return np.memmap(shard.path, dtype, mode="r", offset=shard.offset, shape=(shard.tokens,))
+
+    def _map_mask(self, number: int) -> np.ndarray:
+        shard = self.shards[number]
+        return np.memmap(shard.path, np.uint8, mode="r", offset=shard.mask_offset, shape=((shard.tokens + 7) // 8,))
+
+    def shard_at(self, index: int) -> tuple[int, int]:
+        """(number of the shard that holds token `index`, place of the token in it)."""
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        return number, index - (int(self._ends[number]) - self.shards[number].tokens)
+
+    def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Tokens `start` to `start + count`, int64 [count], and whether each position's target is trained on."""
+        tokens = np.empty(count, np.int64)
+        trained = np.ones(count, bool) if self.masked else None
+        done = 0
+        while done < count:
+            number, at = self.shard_at(start + done)
+            n = min(count - done, self.shards[number].tokens - at)
+            tokens[done : done + n] = self._tokens(number)[at : at + n]
+            if trained is not None and self.shards[number].masked:
+                first = at // 8
+                bits = np.unpackbits(self._mask(number)[first : (at + n + 7) // 8], bitorder="little")
+                trained[done : done + n] = bits[at - 8 * first : at - 8 * first + n]
+            done += n
+        return tokens, trained

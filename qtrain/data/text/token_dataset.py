@@ -1,0 +1,107 @@
+"""Dataset type `token`: shards of token ids, made by tokenize_data.py or by another tool."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from qtrain.data.permutation import Permutation
+from qtrain.data.stream import (
+    DATASETS,
+    Dataset,
+    Sample,
+    Stream,
+    StreamContext,
+    check_position,
+    check_same_tokenizer,
+)
+from qtrain.data.text.shards import TokenArray, find_shards
+from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from qtrain.errors import UserError
+
+
+@DATASETS.register("token")
+@dataclass(frozen=True)
+class TokenDataset(Dataset):
+    """Shards of token ids: ours, raw uint16, llm.q's (with masks) and llm.c's
+
+    `dataset_dir`: folders, .bin files or globs. `tokenizer` says where the ids come from when no manifest does."""
+
+    dataset_dir: str | list[str]
+    tokenizer: str | None = None
+
+    def load_tokenizer(self, flag: str) -> Tokenizer | None:
+        _, manifests = find_shards(self.dataset_dir, flag)
+        for folder, manifest in manifests:
+            byte = manifest.tokenizer["name"] == "byte"
+            tokenizer = load_tokenizer("byte" if byte else str(folder), flag)
+            if tokenizer.fingerprint() != manifest.tokenizer["fingerprint"]:
+                raise UserError(f"{flag}: the tokenizer in {folder} is not the one that its shards were made with.")
+            return tokenizer
+        return load_tokenizer(self.tokenizer, flag) if self.tokenizer else None
+
+    def open(self, ctx: StreamContext, flag: str) -> Stream:
+        shards, manifests = find_shards(self.dataset_dir, flag)
+        for folder, manifest in manifests:
+            made_with = manifest.tokenizer
+            if made_with["fingerprint"] != manifests[0][1].tokenizer["fingerprint"]:
+                raise UserError(f"{flag}: {manifests[0][0]} and {folder} were made with different tokenizers.")
+            check_same_tokenizer(ctx, made_with["name"], made_with["fingerprint"], flag)
+            if ctx.vocab_size is not None and manifest.max_token_id >= ctx.vocab_size:
+                raise _beyond_vocabulary(flag, str(folder), manifest.max_token_id, ctx.vocab_size)
+        tokens = TokenArray(shards)
+        if len(tokens) <= ctx.seq_len:
+            raise UserError(
+                f"{flag}: {shards[0].path}{' and the others' if len(shards) > 1 else ''}: {len(tokens)} tokens are too "
+                f"few for one window of seq_len+1 = {ctx.seq_len + 1}. Give more data or a smaller --seq_len."
+            )
+        return TokenStream(tokens, ctx, flag)
+
+
+class TokenStream(Stream):
+    """Windows of seq_len+1 tokens every seq_len tokens of all shards in a row: a window may span two files, and less
+    than one window at the very end is left over. Each epoch takes the windows in a new computed order.
+
+    Sample i of rank r is number i * world + r of the order, so the global order is the same for any number of ranks,
+    and so is the position: `sample`, how many samples all ranks have taken together."""
+
+    def __init__(self, tokens: TokenArray, ctx: StreamContext, flag: str):
+        self._tokens, self._ctx, self._flag = tokens, ctx, flag
+        self._windows = (len(tokens) - 1) // ctx.seq_len
+        self._taken = 0
+        self._epoch, self._order = -1, Permutation(1)
+
+    def next_sample(self) -> Sample:
+        epoch, place = divmod(self._taken + self._ctx.rank, self._windows)
+        if self._ctx.epochs is not None and epoch >= self._ctx.epochs:
+            raise StopIteration
+        if self._ctx.shuffle and epoch != self._epoch:
+            self._epoch, self._order = epoch, Permutation(self._windows, self._ctx.seed, epoch)
+        window = self._order(place) if self._ctx.shuffle else place
+        start = window * self._ctx.seq_len
+        tokens, trained = self._tokens.read(start, self._ctx.seq_len + 1)
+        if self._ctx.vocab_size is not None and tokens.max() >= self._ctx.vocab_size:
+            raise self._beyond(start, tokens)
+        self._taken += self._ctx.world
+        return Sample(tokens, None if trained is None else trained[:-1])
+
+    def _beyond(self, start: int, tokens: np.ndarray) -> UserError:
+        where = int(tokens.argmax())
+        shard, place = self._tokens.shard_at(start + where)
+        file = f"{self._tokens.shards[shard].path}, token {place}"
+        return _beyond_vocabulary(self._flag, file, int(tokens[where]), self._ctx.vocab_size)
+
+    def position(self) -> dict[str, Any]:
+        return {"sample": self._taken, "windows": self._windows, "seed": self._ctx.seed}
+
+    def seek(self, position: Mapping[str, Any]) -> None:
+        check_position(position, {"windows": self._windows, "seed": self._ctx.seed}, self._flag)
+        self._taken = position["sample"]
+
+
+def _beyond_vocabulary(flag: str, where: str, token_id: int, vocab_size: int | None) -> UserError:
+    return UserError(
+        f"{flag}: {where}: the token id {token_id} is beyond the model's vocabulary of {vocab_size}. The data was made "
+        "with another tokenizer than the model's, or the file is not what it seems."
+    )

@@ -1,0 +1,180 @@
+"""Documents to token shards: encoded by several processes, written in order, resumable at every finished shard.
+
+The main process reads chunks of documents and writes; the others encode. Results are taken in the order of the chunks,
+and shards are cut at exactly `shard_tokens`, so the files depend neither on the number of processes nor on where an
+earlier run was stopped. A shard gets its name only when it is whole and on disk; then the manifest is replaced by one
+that lists it and says where in the corpus the next begins. What a stopped run had not finished is made again.
+"""
+
+import hashlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qtrain.data.text.corpus import Corpus
+from qtrain.data.text.manifest import Manifest, ShardEntry, publish
+from qtrain.data.text.progress import TokenizeProgress
+from qtrain.data.tokenizers.tokenizer import Tokenizer
+from qtrain.errors import UserError
+
+
+class Encoded(NamedTuple):
+    """A chunk's ids [n], the documents in it that are not empty, and the corpus state that the chunk starts from."""
+
+    state: dict[str, Any]
+    ids: np.ndarray
+    documents: int
+
+
+def dtype_for(vocab_size: int) -> str:
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def tokenize(
+    corpus: Corpus, tokenizer: Tokenizer, folder: Path, manifest: Manifest, shard_tokens: int, n_procs: int
+) -> tuple[Manifest, float]:
+    """Write the shards that `manifest` (new, or of an interrupted run) still lacks into `folder`.
+
+    Returns the finished manifest and the tokens a second. UserError when the disk is full or there is no text."""
+    cursor = manifest.cursor or {"source": None, "documents": 0, "tokens": 0}
+    writer = ShardWriter(folder, manifest, shard_tokens)
+    chunks = encode_chunks(corpus, tokenizer, cursor["source"], np.dtype(manifest.dtype), n_procs)
+    documents, skip = cursor["documents"], cursor["tokens"]
+    try:
+        with TokenizeProgress(f"tokenizing {folder}", corpus.n_documents, documents) as progress:
+            for chunk in chunks:
+                writer.write(chunk, documents, skip)
+                documents += chunk.documents
+                progress.advance(chunk.documents, len(chunk.ids) - skip)
+                skip = 0
+            manifest.documents = documents
+            writer.finish()
+    except OSError as error:
+        raise UserError(f"--output_dir: cannot write to {folder}: {error.strerror or error}") from None
+    finally:
+        chunks.close()
+    return manifest, progress.speed
+
+
+class ShardWriter:
+    """Cuts a run of ids into files of `shard_tokens` and keeps the manifest up with them."""
+
+    def __init__(self, folder: Path, manifest: Manifest, shard_tokens: int):
+        self._folder, self._manifest, self._shard_tokens = folder, manifest, shard_tokens
+        self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
+        self._stream: Any = None
+
+    def write(self, chunk: Encoded, documents_before: int, skip: int) -> None:
+        """Append the chunk's ids from place `skip` on; `documents_before` were in the chunks before it."""
+        while skip < len(chunk.ids):
+            if self._stream is None:
+                self._begin()
+            part = chunk.ids[skip : skip + self._shard_tokens - self._tokens]
+            data = part.astype(self._dtype).tobytes()
+            self._stream.write(data)
+            self._sha256.update(data)
+            self._tokens += len(part)
+            self._max = max(self._max, int(part.max()))
+            skip += len(part)
+            if self._tokens == self._shard_tokens:
+                self._end()
+                self._manifest.cursor = {"source": chunk.state, "documents": documents_before, "tokens": skip}
+                self._manifest.write(self._folder)
+
+    def finish(self) -> None:
+        """Close the last shard and mark the folder complete."""
+        if self._stream is not None:
+            self._end()
+        if not self._manifest.shards:
+            raise UserError("the corpus holds no text: every document is empty.")
+        self._manifest.cursor, self._manifest.complete = None, True
+        self._manifest.write(self._folder)
+
+    def _begin(self) -> None:
+        self._name = f"tokens_{len(self._manifest.shards):05d}.bin"
+        self._stream = (self._folder / f"{self._name}.tmp").open("wb")
+        self._sha256, self._tokens, self._max = hashlib.sha256(), 0, 0
+
+    def _end(self) -> None:
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+        self._stream = None
+        publish(self._folder / f"{self._name}.tmp", self._folder / self._name)
+        self._manifest.shards.append(ShardEntry(self._name, self._tokens, self._sha256.hexdigest()))
+        self._manifest.tokens += self._tokens
+        self._manifest.max_token_id = max(self._manifest.max_token_id, self._max)
+
+
+def check_finished_shards(folder: Path, manifest: Manifest) -> None:
+    """Refuse to go on from shards that are not what the manifest says (their sha256)."""
+    for shard in manifest.shards:
+        try:
+            with (folder / shard.file).open("rb") as stream:
+                same = hashlib.file_digest(stream, "sha256").hexdigest() == shard.sha256
+        except OSError:
+            same = False
+        if not same:
+            raise UserError(f"--output_dir: {folder / shard.file} is missing or damaged. Delete {folder}, begin again.")
+
+
+def encode_chunks(
+    corpus: Corpus, tokenizer: Tokenizer, state: dict[str, Any] | None, dtype: np.dtype, n_procs: int
+) -> Iterator[Encoded]:
+    """The corpus from `state` on, encoded by `n_procs` processes, in the order of the corpus."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread a process
+    # Forked where that is safe: a fresh interpreter would take seconds to import what this one has.
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    prepare = (tokenizer, dtype, os.getpid())
+    waiting: deque[tuple[dict[str, Any], Future]] = deque()
+
+    def take() -> Encoded:
+        chunk_state, future = waiting.popleft()
+        return Encoded(chunk_state, *future.result())
+
+    pool = ProcessPoolExecutor(n_procs, context, _prepare_process, prepare)
+    try:
+        for chunk_state, texts in corpus.chunks(state):
+            waiting.append((chunk_state, pool.submit(_encode, texts)))
+            if len(waiting) > 4 * n_procs:
+                yield take()
+        while waiting:
+            yield take()
+    except BrokenProcessPool:
+        raise UserError(
+            "--n_procs: an encoding process was killed, perhaps for memory. Give fewer processes."
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _prepare_process(tokenizer: Tokenizer, dtype: np.dtype, parent: int) -> None:
+    global _tokenizer, _dtype
+    _tokenizer, _dtype = tokenizer, dtype
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to answer
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+
+
+def _leave_with(parent: int) -> None:
+    """End this process when `parent` is gone: a killed parent cannot end it, and it would wait for ever."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _encode(texts: list[str]) -> tuple[np.ndarray, int]:
+    texts = [text for text in texts if text]
+    ends = [_tokenizer.eos_id]
+    ids = [np.array(ids + ends, dtype=_dtype) for ids in _tokenizer.encode_batch(texts)]
+    return np.concatenate(ids) if ids else np.empty(0, _dtype), len(texts)

@@ -1,0 +1,238 @@
+"""Text to token ids and back: one small interface over bytes, sentencepiece files, tokenizer.json and the hub.
+
+Everything but `byte` runs on the Rust library `tokenizers`, sentencepiece files included (they are converted when
+read, see `sentencepiece_model.py`). So the ids a model is trained on come from the same code that
+`AutoTokenizer.from_pretrained` later runs on the files that `save_hf` wrote.
+"""
+
+import hashlib
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from qtrain.checks import read_json
+from qtrain.data.tokenizers.sentencepiece_model import convert_sentencepiece
+from qtrain.errors import UserError, nearest
+from qtrain.hub import hub_reachable, reaching_hub
+
+ALIASES = {
+    "llama2": ("NousResearch/Llama-2-7b-hf", "Llama 2's 32,000 pieces, from an ungated mirror"),
+    "llama3": ("NousResearch/Meta-Llama-3-8B", "Llama 3's 128,256 pieces, from an ungated mirror"),
+    "mistral": (
+        "mistral-community/Mistral-7B-v0.2",
+        "Mistral 7B's 32,000 pieces, from an ungated mirror",
+    ),
+    "qwen2.5": ("Qwen/Qwen2.5-0.5B", "Qwen2.5's 151,665 pieces"),
+}
+
+TOKENIZERS: dict[str, str] = {
+    "byte": "256 bytes, bos and eos: needs no file",
+    **{name: f"{line} ({repo})" for name, (repo, line) in ALIASES.items()},
+}
+"""Names that `load_tokenizer` knows, with their lines in listings."""
+
+OTHER_FORMS = "a sentencepiece .model file, a tokenizer.json, a folder with one of them, or a hub id"
+
+HUB_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
+USUAL_EOS = ["</s>", "<|endoftext|>", "<|end_of_text|>", "<|eos|>", "<eos>"]
+USUAL_BOS = ["<s>", "<|begin_of_text|>", "<|bos|>", "<bos>"]
+
+PROBE = (
+    "The quick brown fox jumps over 13 lazy dogs; it's 3.14159, isn't it?\n\n\tdef f(x: int = 0) -> str:\r\n"
+    "        return {'key': [x ** 2, ...]}  # ünïcödé — “quotes” № ½ ≤ ∑ → ▁ \u200b\u00a0\n"
+    "Привет, мир! 你好,世界。 こんにちは 안녕하세요 नमस्ते مرحبا שלום ไทย 😀👩‍💻 <s> </s> <|endoftext|> 1234567890   \n"
+)
+
+
+class Tokenizer(ABC):
+    """Text to ids without any special token added. `vocab_size` is the largest id plus one."""
+
+    name: str
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int | None
+    chat_template: str | None = None
+    """How it writes a conversation as text: Jinja, as transformers reads it."""
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens written out; bytes that are no UTF-8 become U+FFFD."""
+
+    @abstractmethod
+    def save_hf(self, folder: str | Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json: `AutoTokenizer.from_pretrained(folder)` gives these ids."""
+
+    @abstractmethod
+    def pieces(self) -> list[tuple[str, int]]:
+        """(piece, id) of the whole vocabulary, as tokenizer.json spells the pieces, in the order of ids."""
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    def fingerprint(self) -> str:
+        """16 hex digits, equal for tokenizers with the same pieces that cut a text of many scripts the same way.
+
+        It does not depend on the file format, so a dataset's own copy of a tokenizer matches its origin."""
+        seen = [self.vocab_size, self.bos_id, self.eos_id, self.pieces(), self.encode(PROBE)]
+        return hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:16]
+
+
+class ByteTokenizer(Tokenizer):
+    """Ids 0-255 are the bytes of the text's UTF-8, 256 is bos, 257 is eos."""
+
+    name = "byte"
+    bos_id, eos_id, vocab_size = 256, 257, 258
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        special = {256: b"<|bos|>", 257: b"<|eos|>"}
+        return b"".join(special.get(i) or bytes([i]) for i in ids).decode(errors="replace")
+
+    def pieces(self) -> list[tuple[str, int]]:
+        # Byte-level tokenizer.json files spell a byte as a printable character: itself, or one above U+0100.
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = [b for b in range(256) if b not in printable]
+        spelled = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+        return [(spelled[b], b) for b in range(256)] + [("<|bos|>", 256), ("<|eos|>", 257)]
+
+    def save_hf(self, folder: str | Path) -> None:
+        from tokenizers import Tokenizer as Backend
+        from tokenizers import decoders, models, pre_tokenizers
+
+        backend = Backend(models.BPE(vocab=dict(self.pieces()), merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_special_tokens(["<|bos|>", "<|eos|>"])
+        config = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "split_special_tokens": True}
+        write_hf_files(Path(folder), backend.to_str(pretty=True), config)
+
+
+class FastTokenizer(Tokenizer):
+    """A tokenizer.json run by the `tokenizers` library. `config` is what tokenizer_config.json says.
+
+    With `split_special_tokens` in the config, "</s>" inside a text is four characters and never the eos id."""
+
+    def __init__(self, name: str, tokenizer_json: str, config: dict[str, Any], chat_template: str | None = None):
+        from tokenizers import Tokenizer as Backend
+
+        self.name, self._json, self._config, self._chat_template = name, tokenizer_json, config, chat_template
+        self._backend = Backend.from_str(tokenizer_json)
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
+        self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.bos_id, self.eos_id = self._special_id("bos_token"), self._special_id("eos_token")
+        in_config = config.get("chat_template")
+        self.chat_template = chat_template or (in_config if isinstance(in_config, str) else None)
+
+    def _special_id(self, key: str) -> int | None:
+        token = self._config.get(key)
+        return self._backend.token_to_id(token) if isinstance(token, str) else None
+
+    def __reduce__(self) -> tuple:  # the backend's own pickling forgets encode_special_tokens
+        return FastTokenizer, (self.name, self._json, self._config, self._chat_template)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def pieces(self) -> list[tuple[str, int]]:
+        return sorted(self._backend.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
+
+    def save_hf(self, folder: str | Path) -> None:
+        write_hf_files(Path(folder), self._backend.to_str(pretty=True), self._config, self._chat_template)
+
+
+def write_hf_files(folder: Path, tokenizer_json: str, config: dict[str, Any], chat_template: str | None = None) -> None:
+    """Write a tokenizer's Hugging Face files. The class named is the one that runs tokenizer.json as it is: a model's
+    own class (LlamaTokenizer, ...) rebuilds the pipeline from the vocabulary and may cut the text differently."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {k: v for k, v in config.items() if k not in ("auto_map", "name_or_path", "tokenizer_file", "backend")}
+    kept |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    if chat_template is not None:
+        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+
+
+def load_tokenizer(name: str, flag: str) -> Tokenizer:
+    """The tokenizer `name`: a key of TOKENIZERS, or one of OTHER_FORMS. Raises UserError that names `flag`."""
+    if name == "byte":
+        return ByteTokenizer()
+    if name in ALIASES:
+        return _from_hub(name, ALIASES[name][0], flag)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _from_folder(name, path, flag)
+    if path.is_file():
+        return _from_file(name, path, flag)
+    if path.suffix in (".json", ".model") or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        close = nearest(name, [str(p) for p in path.parent.glob("*")]) if path.parent.is_dir() else None
+        raise UserError(f"{flag}: the tokenizer {name!r} does not exist.{f' Did you mean {close!r}?' if close else ''}")
+    close = nearest(name, ["byte", *ALIASES]) if "/" not in name else None
+    if close or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        hint = f" Did you mean {close!r}?" if close else ""
+        raise UserError(f"{flag}: unknown tokenizer {name!r}.{hint} Allowed: {', '.join(TOKENIZERS)}, {OTHER_FORMS}.")
+    return _from_hub(name, name, flag)
+
+
+def _from_hub(name: str, repo: str, flag: str) -> Tokenizer:
+    from huggingface_hub import snapshot_download
+
+    fix = "Check the name, or give a local tokenizer.json, a sentencepiece .model file, or 'byte'."
+    with reaching_hub(flag, f"the tokenizer {name!r}" + (f" ({repo})" if repo != name else ""), fix):
+        folder = Path(snapshot_download(repo, allow_patterns=[*HUB_FILES, "tokenizer.model"]))
+        if not hub_reachable() and not any((folder / f).exists() for f in ("tokenizer.json", "tokenizer.model")):
+            raise ConnectionError  # the cache holds other files of this repository, not its tokenizer
+    return _from_folder(name, folder, flag)
+
+
+def _from_folder(name: str, folder: Path, flag: str) -> Tokenizer:
+    for file in ("tokenizer.json", "tokenizer.model"):
+        if (folder / file).is_file():
+            return _from_file(name, folder / file, flag)
+    raise UserError(f"{flag}: {name!r} holds neither tokenizer.json nor tokenizer.model; give one of the two.")
+
+
+def _plain_token(value: Any) -> Any:
+    """The text of a serialized AddedToken, also in lists of them; its other properties are in tokenizer.json."""
+    if isinstance(value, list):
+        return [_plain_token(v) for v in value]
+    return value["content"] if isinstance(value, dict) and {"content", "lstrip"} <= value.keys() else value
+
+
+def _from_file(name: str, path: Path, flag: str) -> Tokenizer:
+    """Read a .model file, or a tokenizer.json with the tokenizer_config.json beside it."""
+    if path.suffix == ".model":
+        try:
+            return FastTokenizer(name, *convert_sentencepiece(path.read_bytes(), path, flag))
+        except OSError as error:
+            raise UserError(f"{flag}: cannot read {path}: {error.strerror or error}") from None
+    config: dict[str, Any] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (path.parent / file).is_file():
+            read = read_json(path.parent / file, flag)
+            if isinstance(read, dict):
+                config |= {k: _plain_token(v) for k, v in read.items() if v is not None}
+    template = path.parent / "chat_template.jinja"
+    chat_template = template.read_text(encoding="utf-8") if template.is_file() else None
+    try:
+        text = path.read_text(encoding="utf-8")
+        known = {token["content"] for token in json.loads(text).get("added_tokens", [])}
+        if not config:  # a tokenizer.json alone does not say which of its tokens end a document
+            for key, usual in (("bos_token", USUAL_BOS), ("eos_token", USUAL_EOS)):
+                config[key] = next((token for token in usual if token in known), None)
+        return FastTokenizer(name, text, config, chat_template)
+    except Exception as error:  # the Rust library raises bare Exception
+        raise UserError(f"{flag}: {path} is not a tokenizer.json: {str(error).splitlines()[0]}") from None

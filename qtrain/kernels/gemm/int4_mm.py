@@ -1,0 +1,218 @@
+"""Packed INT4 matrix products through the INT8 tensor cores: out = A · Bᵀ, codes -8..7, two a byte along K.
+
+Hopper has no INT4 tensor cores, so nibbles become bytes first. The order of K is free as long as both operands agree:
+low nibbles multiply low nibbles, high ones high ones, and nothing is interleaved. Nor is a sign extended: a nibble in
+the upper half of a byte is 16 times its code, so a mask and a shift serve a register of four bytes, and the sum, 256
+times too large, is shifted back at the end. That is exact while 256 * 64 * K < 2**31.
+
+Two ways, picked by measurement (`tuning.choose`): the fused kernel unpacks tiles in registers inside the product, which
+reads half the bytes; `spread` writes both operands out as int8, the low nibbles of a row first, then its high ones, and
+runs the INT8 product, which keeps the tensor cores busier. What is gained over INT8 is memory, not arithmetic.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from qtrain.kernels.autotune import choose, forced
+from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.gemm.int8_mm import int8_mm, int8_mm_ref
+from qtrain.kernels.gemm.scaled_mm import scaled_mm, scaled_mm_ref
+from qtrain.kernels.gemm.tiling import Tiling, multiprocessors, scale_tile, store_columns, tile_of
+from qtrain.kernels.numerics.packing import unpack_int4
+
+LONGEST_FUSED_K = (2**31 - 1) // (256 * 64)
+
+
+# ---- definitions -----------------------------------------------------------------------------------------------------
+
+
+def spread_int4_ref(packed: Tensor) -> Tensor:
+    """packed uint8 [R, C], low nibble first -> int8 [R, 2C]: the codes of the low nibbles, then of the high ones."""
+    bits = packed.view(torch.int8)
+    return torch.cat([(bits << 4) >> 4, bits >> 4], dim=1)  # int8 shifts to the right keep the sign
+
+
+def int4_mm_ref(a: Tensor, b: Tensor, k: int) -> Tensor:
+    """A uint8 [M, ceil(K/2)], B uint8 [N, ceil(K/2)], as `pack_int4` leaves them -> int32 [M, N], exact."""
+    _check(a, b, k)
+    return int8_mm_ref(unpack_int4(a, k), unpack_int4(b, k))
+
+
+def scaled_int4_mm_ref(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, k: int, out_dtype: torch.dtype
+) -> Tensor:
+    """The same with scale_a fp32 [M] or [1] and scale_b fp32 [N] or [1] -> [M, N] in out_dtype."""
+    _check(a, b, k)
+    return scaled_mm_ref(unpack_int4(a, k), unpack_int4(b, k), scale_a, scale_b, out_dtype)
+
+
+def _check(a: Tensor, b: Tensor, k: int) -> None:
+    width = (k + 1) // 2
+    assert a.shape[1] == b.shape[1] == width, f"K = {k} is {width} packed bytes, not {a.shape[1]} and {b.shape[1]}"
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _spread_kernel(packed_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    packed = tl.load(packed_ptr + row * width + columns, inside)
+    low, high = (packed << 4).to(tl.int8, bitcast=True) >> 4, packed.to(tl.int8, bitcast=True) >> 4
+    tl.store(out_ptr + row * 2 * width + columns, low, inside)
+    tl.store(out_ptr + row * 2 * width + width + columns, high, inside)
+
+
+@triton.jit
+def _times_16(packed, FOUR_AT_ONCE: tl.constexpr):
+    """packed uint8 -> 16 times its low codes, 16 times its high codes, int8. Shifts of bytes are no instructions of
+    the GPU: written out, they take 32-bit registers of four bytes each."""
+    if FOUR_AT_ONCE:
+        low, high = tl.inline_asm_elementwise(
+            "{ and.b32 $1, $2, 0xf0f0f0f0; shl.b32 $0, $2, 4; and.b32 $0, $0, 0xf0f0f0f0; }",
+            "=&r,=&r,r", [packed], dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
+        )  # fmt: skip
+    else:  # the interpreter runs no assembly
+        low = (packed << 4).to(tl.int8, bitcast=True)
+        high = (packed & 0xF0).to(tl.int8, bitcast=True)
+    return low, high
+
+
+@triton.jit(do_not_specialize=["m", "n", "width"])  # one binary for all shapes: descriptors do the addressing
+def _int4_mm_kernel(
+    a_desc, b_desc, c_desc, scale_a_ptr, scale_b_ptr, m, n, width,
+    PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PIECES: tl.constexpr,
+    SCALED: tl.constexpr, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, FOUR_AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
+        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
+        row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+        for start in range(0, width, BLOCK_K):
+            a_low, a_high = _times_16(a_desc.load([row, start]), FOUR_AT_ONCE)
+            b_low, b_high = _times_16(b_desc.load([column, start]), FOUR_AT_ONCE)
+            total = tl.dot(a_low, b_low.T, total, out_dtype=tl.int32)
+            total = tl.dot(a_high, b_high.T, total, out_dtype=tl.int32)
+        total = total >> 8
+        if SCALED:
+            out = scale_tile(total, row, column, scale_a_ptr, scale_b_ptr, None, m, n, ROWS_A, ROWS_B, False)
+            store_columns(c_desc, out, row, column, PIECES, False)
+        else:
+            store_columns(c_desc, total, row, column, PIECES, False)
+
+
+def launch_spread_int4(packed: Tensor) -> Tensor:
+    """The kernel for `spread_int4_ref`; packed contiguous."""
+    (rows, width), block = packed.shape, 4096
+    out = torch.empty(rows, 2 * width, dtype=torch.int8, device=packed.device)
+    if packed.numel():
+        _spread_kernel[(rows, triton.cdiv(width, block))](packed, out, width, block)
+    return out
+
+
+def launch_int4_mm(
+    a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor] | None, out_dtype: torch.dtype, tiling: Tiling
+) -> Tensor:
+    """The fused kernel for `int4_mm_ref` (scales None, out_dtype int32) and `scaled_int4_mm_ref`.
+
+    Packed widths in multiples of 16 bytes, rows of the output too; both operands contiguous; K at most LONGEST_FUSED_K.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    (m, width), n, t = a.shape, b.shape[0], tiling
+    out = torch.empty(m, n, dtype=out_dtype, device=a.device)
+    # Where two programs fit on a multiprocessor, one unpacks while the other multiplies.
+    residents = 2 if t.warps == 4 else 1
+    programs = min(residents * multiprocessors(a.device), triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n))
+    scale_a, scale_b = (None, None) if scales is None else scales
+    rows_a, rows_b = (scale is not None and scale.numel() > 1 for scale in (scale_a, scale_b))
+    _int4_mm_kernel[(programs,)](
+        TensorDescriptor.from_tensor(a, [t.block_m, t.block_k]),
+        TensorDescriptor.from_tensor(b, [t.block_n, t.block_k]),
+        TensorDescriptor.from_tensor(out, [t.block_m, t.block_n // t.subtiles]),
+        scale_a, scale_b, m, n, width, programs, t.group_m, t.block_m, t.block_n, t.block_k, t.subtiles,
+        scales is not None, rows_a, rows_b, a.is_cuda, num_warps=t.warps, num_stages=t.stages,
+    )  # fmt: skip
+    return out
+
+
+# ---- dispatch --------------------------------------------------------------------------------------------------------
+
+# BLOCK_K counts packed bytes. An operand's unpacked tile lies in shared memory beside the packed one.
+FUSED = {
+    t.name: t
+    for t in (
+        Tiling(128, 256, 64, 8, 3, subtiles=4),
+        Tiling(128, 128, 64, 8, 4),
+        Tiling(128, 128, 128, 8, 3),
+        Tiling(64, 128, 64, 4, 4),
+        Tiling(128, 64, 64, 4, 4),
+    )
+}
+
+
+def _names(a: Tensor, b: Tensor, k: int, out_dtype: torch.dtype) -> list[str]:
+    """The ways to take these operands, the best in general first."""
+    aligned = a.shape[1] % 16 == 0 and b.shape[0] * out_dtype.itemsize % 16 == 0  # what TMA asks of strides
+    return ["triton spread", *(FUSED if aligned and k <= LONGEST_FUSED_K else ())]
+
+
+def _dispatch(
+    op: str,
+    a: Tensor,
+    b: Tensor,
+    scales: tuple[Tensor, Tensor] | None,
+    k: int,
+    out_dtype: torch.dtype,
+    multiply: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Run the fastest way; `multiply` is the product of operands spread to int8."""
+    a, b = a.contiguous(), b.contiguous()
+
+    def run(name: str) -> Tensor:
+        if name == "triton spread":
+            return multiply(launch_spread_int4(a), launch_spread_int4(b))
+        return launch_int4_mm(a, b, scales, out_dtype, FUSED[name])
+
+    return run(choose(op, (a.shape[0], b.shape[0], k, out_dtype), _names(a, b, k, out_dtype), run))
+
+
+def _on_gpu(a: Tensor, b: Tensor) -> bool:
+    return a.is_cuda and bool(a.numel() and b.numel()) and forced() != "ref"
+
+
+@torch.library.custom_op("qtrain::int4_mm", mutates_args=())
+def int4_mm(a: Tensor, b: Tensor, k: int) -> Tensor:
+    """A · Bᵀ of packed codes: A uint8 [M, ceil(K/2)], B uint8 [N, ceil(K/2)] -> int32 [M, N], exact."""
+    if not _on_gpu(a, b):
+        return int4_mm_ref(a, b, k)
+    _check(a, b, k)
+    return _dispatch("int4_mm", a, b, None, k, torch.int32, int8_mm)
+
+
+@int4_mm.register_fake
+def _(a: Tensor, b: Tensor, k: int) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=torch.int32)
+
+
+@torch.library.custom_op("qtrain::scaled_int4_mm", mutates_args=())
+def scaled_int4_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, k: int, out_dtype: torch.dtype) -> Tensor:
+    """(A · Bᵀ) * scale_a * scale_b of packed codes; scales fp32, one a row or [1] -> [M, N] in out_dtype."""
+    if not _on_gpu(a, b):
+        return scaled_int4_mm_ref(a, b, scale_a, scale_b, k, out_dtype)
+    _check(a, b, k)
+    return _dispatch(
+        "scaled_int4_mm", a, b, (scale_a, scale_b), k, out_dtype,
+        lambda x, y: scaled_mm(x, y, scale_a, scale_b, out_dtype),
+    )  # fmt: skip
+
+
+@scaled_int4_mm.register_fake
+def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, k: int, out_dtype: torch.dtype) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)

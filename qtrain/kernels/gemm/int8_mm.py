@@ -1,0 +1,69 @@
+"""Plain INT8 matrix product: A [M, K] · B [N, K]ᵀ -> int32 [M, N], exact.
+
+The int32 output weighs four times as much as a scaled one in bf16: at small K this product is bound by writing it.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qtrain.kernels.autotune import choose, forced
+from qtrain.kernels.compiler import triton
+from qtrain.kernels.gemm.persistent import launch_product
+from qtrain.kernels.gemm.tiling import Tiling
+
+# 127 * 127 * K must stay below 2**31: longer sums do not fit int32.
+LONGEST_EXACT_K = (2**31 - 1) // (127 * 127)
+
+
+def int8_mm_ref(a: Tensor, b: Tensor) -> Tensor:
+    """A [M, K] int8 · B [N, K]ᵀ int8 -> int32 [M, N], exact. K at most LONGEST_EXACT_K."""
+    (m, k), n = a.shape, b.shape[0]
+    if not k:
+        return a.new_zeros(m, n, dtype=torch.int32)
+    if k == 1:  # torch._int_mm reads past operands of K = 1 on a CPU
+        return a.int() * b.int().t()
+    if a.device.type == "cuda":
+        # cuBLAS takes M > 16 and K, N in multiples of 8; rows and columns of zeros change nothing.
+        pad_m, pad_k, pad_n = max(32 - m, 0), -k % 8, -n % 8
+        if pad_m or pad_k or pad_n:
+            a, b = F.pad(a, (0, pad_k, 0, pad_m)), F.pad(b, (0, pad_k, 0, pad_n))
+            return torch._int_mm(a, b.t())[:m, :n]
+    return torch._int_mm(a, b.t())
+
+
+def launch_int8_mm(a: Tensor, b: Tensor, tiling: Tiling) -> Tensor:
+    """The kernel for `int8_mm_ref`: K in multiples of 16, N in multiples of 4, both operands contiguous."""
+    return launch_product(a, b, a.new_empty(a.shape[0], b.shape[0], dtype=torch.int32), tiling)
+
+
+# Output tiles are 4 bytes an element: stored in quarters, they leave room for two programs or one more stage.
+_LARGE = [Tiling(128, 128, 128, 4, 3, subtiles=4, per_sm=2), Tiling(128, 256, 128, 8, 4, subtiles=4)]
+_SMALL = [Tiling(128, 128, 128, 8, 4), Tiling(64, 128, 128, 4, 4)]
+TILINGS = {tiling.name: tiling for tiling in (*_LARGE, *_SMALL)}
+
+
+def int8_mm_names(m: int, n: int, k: int) -> list[str]:
+    """The implementations that can take K-major operands of this shape on a GPU, the best in general first."""
+    large = triton.cdiv(m, 128) * triton.cdiv(n, 256) >= 96
+    names = [t.name for t in (_LARGE if large else _SMALL)] if k % 16 == 0 and n % 4 == 0 else []
+    return [*names, "cublas"]
+
+
+def _run(name: str, a: Tensor, b: Tensor) -> Tensor:
+    return int8_mm_ref(a, b) if name == "cublas" else launch_int8_mm(a, b, TILINGS[name])
+
+
+@torch.library.custom_op("qtrain::int8_mm", mutates_args=())
+def int8_mm(a: Tensor, b: Tensor) -> Tensor:
+    """A [M, K] int8 · B [N, K]ᵀ int8 -> int32 [M, N], exact. K at most LONGEST_EXACT_K."""
+    (m, k), n = a.shape, b.shape[0]
+    if not (a.is_cuda and m and n and k) or forced() == "ref":
+        return int8_mm_ref(a, b)
+    a, b = a.contiguous(), b.contiguous()
+    return _run(choose("int8_mm", (m, n, k), int8_mm_names(m, n, k), lambda name: _run(name, a, b)), a, b)
+
+
+@int8_mm.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=torch.int32)

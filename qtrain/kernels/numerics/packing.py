@@ -1,0 +1,56 @@
+"""INT4 codes two a byte and ternary codes four a byte, along the last dimension, the first code in the lowest bits.
+
+A row whose length is no multiple of the packing is filled up with codes of zero. Codes are two's complement: INT4 in
+-7..7, ternary in -1..1, so that unpacking is a shift up and an arithmetic shift down.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qtrain.kernels.numerics.formats import FORMATS
+
+
+def _pack_ref(codes: Tensor, per_byte: int) -> Tensor:
+    bits = 8 // per_byte
+    fields = F.pad(codes, (0, -codes.shape[-1] % per_byte)).unflatten(-1, (-1, per_byte)).view(torch.uint8)
+    packed = fields[..., 0] & (2**bits - 1)
+    for i in range(1, per_byte):
+        packed = packed | ((fields[..., i] & (2**bits - 1)) << (bits * i))
+    return packed
+
+
+def _unpack_ref(packed: Tensor, columns: int, per_byte: int) -> Tensor:
+    bits = 8 // per_byte
+    fields = torch.stack([packed << (8 - bits * (i + 1)) for i in range(per_byte)], dim=-1)
+    return (fields.view(torch.int8) >> (8 - bits)).flatten(-2)[..., :columns].contiguous()
+
+
+def pack_int4(codes: Tensor) -> Tensor:
+    """codes int8 [..., K] in -8..7 -> uint8 [..., ceil(K / 2)]."""
+    return _pack_ref(codes, 2)
+
+
+def unpack_int4(packed: Tensor, columns: int) -> Tensor:
+    """uint8 [..., ceil(K / 2)] -> codes int8 [..., K], K = columns."""
+    return _unpack_ref(packed, columns, 2)
+
+
+def pack_ternary(codes: Tensor) -> Tensor:
+    """codes int8 [..., K] in -1..1 -> uint8 [..., ceil(K / 4)]."""
+    return _pack_ref(codes, 4)
+
+
+def unpack_ternary(packed: Tensor, columns: int) -> Tensor:
+    """uint8 [..., ceil(K / 4)] -> codes int8 [..., K], K = columns."""
+    return _unpack_ref(packed, columns, 4)
+
+
+def pack(codes: Tensor, fmt: str) -> Tensor:
+    """Codes int8 or fp8 [..., K] as the format stores them."""
+    return codes if FORMATS[fmt].packing == 1 else _pack_ref(codes, FORMATS[fmt].packing)
+
+
+def unpack(stored: Tensor, fmt: str, columns: int) -> Tensor:
+    """Stored codes -> one code an element [..., K], int8 or fp8."""
+    return stored if FORMATS[fmt].packing == 1 else _unpack_ref(stored, columns, FORMATS[fmt].packing)

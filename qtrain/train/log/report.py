@@ -1,0 +1,221 @@
+"""report.html: a run at a glance, drawn from its metrics.jsonl and config.json alone; one file that loads nothing else.
+
+Read of a record: loss, eval_loss, lr, grad_norm, tok_s, sol (share), mem (bytes, peak), tokens (so far; of
+images: img_s, images), accuracy, top1, top5, hellaswag and hellaswag_norm (shares), samples (list of [prompt, text]).
+All but `step` may be missing; what no record has is not drawn.
+"""
+
+import contextlib
+import html
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qtrain.train.log.metrics import read_metrics
+from qtrain.train.log.status import duration, short_number
+from qtrain.train.plan.units import IMAGES, TOKENS, Unit
+
+Points = list[tuple[float, float]]
+
+# (title, [(key, legend)], what a value is multiplied by)
+CHARTS: tuple[tuple[str, tuple[tuple[str, str], ...], float], ...] = (
+    ("Loss", (("loss", "training"), ("eval_loss", "validation")), 1.0),
+    ("Learning rate", (("lr", "lr"),), 1.0),
+    ("Gradient norm", (("grad_norm", "grad_norm"),), 1.0),
+    ("Tokens per second", (("tok_s", "tok_s"),), 1.0),
+    ("Images per second", (("img_s", "img_s"),), 1.0),
+    ("Speed of light (%)", (("sol", "sol"),), 100.0),
+    ("Accuracy (%)", (("accuracy", "exact match"), ("top1", "top-1"), ("top5", "top-5")), 100.0),
+    ("HellaSwag (%)", (("hellaswag", "accuracy"), ("hellaswag_norm", "length-normalised")), 100.0),
+)
+WIDTH, HEIGHT = 560, 240
+LEFT, RIGHT, TOP, BOTTOM = 62, 10, 10, 24  # margins
+MOST_POINTS = 600
+
+STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1180px; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin: 1.6rem 0 .4rem; }
+.charts { display: flex; flex-wrap: wrap; gap: 1rem; } figure { margin: 0; flex: 1 1 480px; }
+svg { width: 100%; height: auto; } svg text { font-size: 11px; fill: currentColor; }
+.grid { stroke: currentColor; opacity: .15; } .line { fill: none; stroke-width: 1.6; }
+.a { stroke: #2f6fdb; fill: #2f6fdb; } .b { stroke: #e0702a; fill: #e0702a; } .line.a, .line.b { fill: none; }
+table { border-collapse: collapse; } td, th { padding: .15rem .9rem .15rem 0; text-align: left; vertical-align: top; }
+th { font-weight: 600; } pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0 1rem; }
+td { overflow-wrap: anywhere; }
+"""
+
+
+# ---- curves ---------------------------------------------------------------------------------------------------------
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _points(records: Iterable[Mapping[str, Any]], key: str, scale: float = 1.0) -> Points:
+    return [(r["step"], r[key] * scale) for r in records if _number(r.get(key))]
+
+
+def _thinned(points: Points) -> Points:
+    """At most MOST_POINTS points: means of equal runs of them."""
+    if len(points) <= MOST_POINTS:
+        return points
+    size = -(-len(points) // MOST_POINTS)
+    runs = [points[start : start + size] for start in range(0, len(points), size)]
+    return [(sum(x for x, _ in run) / len(run), sum(y for _, y in run) / len(run)) for run in runs]
+
+
+def _ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Round numbers (1, 2 or 5 times a power of ten apart) within [low, high]."""
+    raw = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(raw))
+    gap = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
+    return [gap * n for n in range(math.ceil(low / gap - 1e-9), math.floor(high / gap + 1e-9) + 1)]
+
+
+def _spread(values: Iterable[float]) -> tuple[float, float]:
+    low, high = min(values := list(values)), max(values)
+    if high - low > 1e-12 * max(abs(low), abs(high)):
+        return low, high
+    half = abs(low) * 0.05 or 0.5  # a flat curve still needs a height
+    return low - half, high + half
+
+
+def _chart(title: str, series: Sequence[tuple[str, Points]]) -> str:
+    """An SVG of up to two curves over the step."""
+    x_low, x_high = _spread(x for _, points in series for x, _ in points)
+    y_low, y_high = _spread(y for _, points in series for _, y in points)
+
+    def x_at(x: float) -> float:
+        return LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
+
+    def y_at(y: float) -> float:
+        return TOP + (y_high - y) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
+
+    parts = []
+    for y in _ticks(y_low, y_high):
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y_at(y):.1f}" y2="{y_at(y):.1f}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y_at(y) + 4:.1f}" text-anchor="end">{short_number(y, 4)}</text>')
+    for x in _ticks(x_low, x_high, 6):
+        parts.append(f'<text x="{x_at(x):.1f}" y="{HEIGHT - 6}" text-anchor="middle">{short_number(x, 4)}</text>')
+    for color, (name, points) in zip("ab", series, strict=False):
+        thin = _thinned(points)
+        path = " ".join(f"{x_at(x):.1f},{y_at(y):.1f}" for x, y in thin)
+        parts.append(f'<polyline class="line {color}" points="{path}"/>')
+        for x, y in thin if len(thin) <= 60 else ():
+            tip = f"<title>{name}, step {x:g}: {y:.6g}</title>"
+            parts.append(f'<circle class="{color}" cx="{x_at(x):.1f}" cy="{y_at(y):.1f}" r="2.2">{tip}</circle>')
+    if len(series) > 1:
+        for row, (color, (name, _)) in enumerate(zip("ab", series, strict=False)):
+            parts.append(f'<rect class="{color}" x="{WIDTH - 110}" y="{TOP + 4 + 16 * row}" width="10" height="10"/>')
+            parts.append(f'<text x="{WIDTH - 94}" y="{TOP + 13 + 16 * row}">{name}</text>')
+    drawing = "".join(parts)
+    return f'<figure><h2>{title}</h2><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{drawing}</svg></figure>'
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+def _training_seconds(records: Iterable[Mapping[str, Any]], unit: Unit) -> float:
+    """Time spent training: each record's new tokens (or what the run counts) over its speed."""
+    seconds, tokens_before = 0.0, 0
+    for record in records:
+        if _number(tokens := record.get(unit.many)):
+            if _number(speed := record.get(unit.rate)) and speed > 0:
+                seconds += max(tokens - tokens_before, 0) / speed
+            tokens_before = tokens
+    return seconds
+
+
+def _summary(records: list[dict[str, Any]], config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    step, planned = (records[-1]["step"] if records else 0), config.get("n_steps")
+    unfinished = isinstance(planned, int) and step < planned
+    rows = [("Steps", f"{step:,} of {planned:,} (unfinished)" if unfinished else f"{step:,}")]
+
+    def add(title: str, key: str, choose: Callable[[Points], tuple[float, float]], show: Callable[..., str]) -> None:
+        if points := _points(records, key):
+            at, value = choose(points)
+            rows.append((title, show(value, at)))
+
+    def last(points: Points) -> tuple[float, float]:
+        return points[-1]
+
+    def lowest(points: Points) -> tuple[float, float]:
+        return min(points, key=lambda point: point[1])
+
+    def highest(points: Points) -> tuple[float, float]:
+        return max(points, key=lambda point: point[1])
+
+    add("Final loss", "loss", last, lambda value, _: f"{value:.4f}")
+    add("Final validation loss", "eval_loss", last, lambda value, at: f"{value:.4f} (step {at:,})")
+    add("Best validation loss", "eval_loss", lowest, lambda value, at: f"{value:.4f} (step {at:,})")
+    add("HellaSwag", "hellaswag", last, lambda value, at: f"{100 * value:.2f}% (step {at:,})")
+    add("HellaSwag, length-normalised", "hellaswag_norm", last, lambda value, at: f"{100 * value:.2f}% (step {at:,})")
+    add("Top-1 accuracy", "top1", last, lambda value, at: f"{100 * value:.2f}% (step {at:,})")
+    add("Best top-1 accuracy", "top1", highest, lambda value, at: f"{100 * value:.2f}% (step {at:,})")
+    add("Top-5 accuracy", "top5", last, lambda value, at: f"{100 * value:.2f}% (step {at:,})")
+    unit = IMAGES if any(IMAGES.many in record for record in records) else TOKENS
+    add(unit.many.capitalize(), unit.many, last, lambda value, _: f"{value:,}")
+    if seconds := _training_seconds(records, unit):
+        rows.append(("Training time, without compile, evaluation and checkpoints", duration(seconds)))
+        speeds = sorted(value for _, value in _points(records, unit.rate))
+        rows.append((f"{unit.many.capitalize()} per second, median", f"{speeds[len(speeds) // 2]:,.0f}"))
+    add("Peak memory", "mem", highest, lambda value, _: f"{value / 1024**3:.2f} GiB")
+    return rows
+
+
+def _table(rows: Iterable[tuple[str, Any]]) -> str:
+    cells = (
+        f"<tr><th>{html.escape(name)}</th><td>{html.escape(v if isinstance(v, str) else json.dumps(v))}</td></tr>"
+        for name, v in rows
+    )
+    return f"<table>{''.join(cells)}</table>"
+
+
+def _samples(records: Iterable[Mapping[str, Any]]) -> str:
+    """The samples of the last record that has some."""
+    found = [(r["step"], r["samples"]) for r in records if isinstance(r.get("samples"), list) and r["samples"]]
+    if not found:
+        return ""
+    step, samples = found[-1]
+    texts = "".join(
+        f"<pre><b>{html.escape(str(pair[0]))}</b>{html.escape(str(pair[1]))}</pre>"
+        for pair in samples
+        if isinstance(pair, list) and len(pair) == 2
+    )
+    return f"<h2>Samples at step {step:,}</h2>{texts}"
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write report.html into a run folder, finished or not; returns its path."""
+    run_dir = Path(run_dir)
+    records = read_metrics(run_dir / "metrics.jsonl")
+    config: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    charts = []
+    for title, keys, scale in CHARTS:
+        series = [(name, points) for key, name in keys if (points := _points(records, key, scale))]
+        if series:
+            charts.append(_chart(title, series))
+    name = html.escape(run_dir.resolve().name)
+    body = [
+        f"<h1>{name}</h1>",
+        _table(_summary(records, config)),
+        f'<div class="charts">{"".join(charts)}</div>' if charts else "<p>No step has been logged yet.</p>",
+        _samples(records),
+        "<h2>Settings</h2>",
+        _table(config.items()),
+    ]
+    page = (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
+        f"<style>{STYLE}</style></head><body>{''.join(body)}</body></html>\n"
+    )
+    unfinished = run_dir / ".report.html.tmp"
+    unfinished.write_text(page, encoding="utf-8")
+    os.replace(unfinished, run_dir / "report.html")
+    return run_dir / "report.html"

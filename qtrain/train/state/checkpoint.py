@@ -1,0 +1,363 @@
+"""Checkpoints that are either whole or not there, whenever the process dies.
+
+    checkpoints/00000100/
+        __<rank>_<n>.distcp   tensors, written by torch.distributed.checkpoint (DCP), each rank its shards
+        .metadata             DCP's index of them, a pickle
+        meta.json             everything that is not a tensor
+        COMPLETE              JSON: step, time, and size and CRC-32 of each file above
+
+A checkpoint is written as `.tmp-<step>-<pid>`; every file is fsynced, then COMPLETE is written and fsynced, then the
+folder, and only then is it renamed to its step. COMPLETE comes before the rename because the rename is the one atomic
+operation here: a folder with a step for a name has been whole on disk since it got that name. (Marked after the rename,
+a kill between the two would leave a whole checkpoint that nobody may trust.) A reader still trusts the marker and the
+sizes in it, never the name: folders also get copied, and deleted, halfway.
+
+A checkpoint runs nothing when it is loaded. DCP unpickles `.metadata`, and any entry that is not a tensor, with the
+plain pickle; so the first is read here with an unpickler that knows only the index's own classes, and the second kind
+of entry is neither written nor accepted. DCP reads tensors with `weights_only=True`.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import time
+import warnings
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+
+from qtrain.errors import TrainingStopped, UserError
+from qtrain.train.distributed import gather, rank, together, world
+from qtrain.train.state.checkpoint_index import INDEX, CheckedReader, read_index
+
+MARKER = "COMPLETE"
+META = "meta.json"
+OTHER_STEPS = "--resume also takes a run folder, and then finds the newest complete checkpoint in it."
+
+
+@contextlib.contextmanager
+def _quiet_dcp() -> Iterator[None]:
+    """DCP warns whenever it runs without a process group, which is the usual case here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _flatten(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
+    """Nested names joined by dots."""
+    flat: dict[str, Tensor] = {}
+    for key, value in tensors.items():
+        inner = _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        assert not flat.keys() & inner.keys(), f"two tensors are called {(flat.keys() & inner.keys()).pop()}"
+        assert all(isinstance(t, Tensor) for t in inner.values()), f"{prefix}{key}: only tensors; the rest is meta"
+        flat |= inner
+    return flat
+
+
+@dataclass(frozen=True)
+class Marker:
+    """The content of COMPLETE. `files` maps a name to (bytes, CRC-32)."""
+
+    step: int
+    saved_at: float
+    files: dict[str, tuple[int, int]]
+
+
+class _Incomplete(Exception):
+    """A folder is not a complete checkpoint; the message says why."""
+
+
+def _read_marker(path: Path) -> Marker:
+    """The marker of a checkpoint whose files are all there at full size; else _Incomplete."""
+    try:
+        raw = json.loads((path / MARKER).read_bytes())
+        files = {str(name): (int(size), int(crc)) for name, (size, crc) in raw["files"].items()}
+        marker = Marker(int(raw["step"]), float(raw["saved_at"]), files)
+    except (FileNotFoundError, NotADirectoryError):
+        raise _Incomplete(f"it has no {MARKER} file, so it was not written to the end") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise _Incomplete(f"its {MARKER} file is damaged") from None
+    if not {META, INDEX} <= files.keys() or any(Path(name).name != name for name in files):
+        raise _Incomplete(f"its {MARKER} file is damaged")
+    for name, (size, _) in files.items():
+        try:
+            actual = (path / name).stat().st_size
+        except OSError:
+            raise _Incomplete(f"its file {name} is missing") from None
+        if actual != size:
+            raise _Incomplete(f"its file {name} has {actual:,} of {size:,} bytes")
+    return marker
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _free_gib(folder: Path) -> float:
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    return shutil.disk_usage(existing).free / 1024**3
+
+
+def _checksum(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def _seal(path: Path) -> tuple[int, int]:
+    """Force a written file to disk; returns its size and CRC-32."""
+    _fsync(path)  # DCP's own fsync of its index comes before Python's buffer is flushed
+    return path.stat().st_size, _checksum(path)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def newest_complete(folder: Path) -> tuple[Path, Marker] | None:
+    """The complete checkpoint of the highest step among the folders in `folder`; None if there is none."""
+    best = None
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        # .old-* is the former checkpoint of a step that is being replaced: whole, until the new one has its name.
+        if not path.name.isdigit() and not path.name.startswith(".old-"):
+            continue
+        with contextlib.suppress(_Incomplete):
+            marker = _read_marker(path)
+            if best is None or marker.step >= best[1].step:
+                best = (path, marker)
+    return best
+
+
+def _first_difference(index: Metadata, wanted: Mapping[str, Tensor]) -> str | None:
+    """How the saved tensors differ from the `wanted` ones in name, shape or dtype; None if they do not."""
+    saved = index.state_dict_metadata
+    names = {name for name in {*saved, *wanted} if not name.startswith("rng.")}  # one entry per rank, as many as ran
+    missing, extra = sorted(names - saved.keys()), sorted(names - wanted.keys())
+    if missing:
+        return f"it lacks {len(missing)} of this run's tensors, first {missing[0]}"
+    if extra:
+        return f"it has {len(extra)} tensors that this run has not, first {extra[0]}"
+    for name, tensor in wanted.items():
+        if name in saved and saved[name].size != tensor.shape:
+            return f"{name} has shape {list(saved[name].size)} in it and {list(tensor.shape)} in this run"
+        if name in saved and saved[name].properties.dtype != tensor.dtype:
+            return f"{name} is {saved[name].properties.dtype} in it and {tensor.dtype} in this run"
+    return None
+
+
+def _refusal(path: Path, why: str, fix: str = OTHER_STEPS) -> UserError:
+    return UserError(f"--resume: {path} cannot be loaded: {why}. {fix}")
+
+
+def _verified(path: Path) -> tuple[Marker, dict[str, Any]]:
+    """Marker and meta of a checkpoint that looks complete; UserError otherwise."""
+    if not path.is_dir():
+        raise _refusal(path, "there is no such folder")
+    try:
+        marker = _read_marker(path)
+        data = (path / META).read_bytes()
+        meta = json.loads(data) if zlib.crc32(data) == marker.files[META][1] else None
+    except _Incomplete as reason:
+        raise _refusal(path, str(reason)) from None
+    except (OSError, ValueError, RecursionError):
+        meta = None
+    if not isinstance(meta, dict):
+        raise _refusal(path, f"its file {META} is damaged")
+    return marker, meta
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """The part of a checkpoint that is not tensors; what `prepare_optimizer` needs before `Checkpoints.load`."""
+    return together(lambda: _verified(Path(path))[1])
+
+
+class Checkpoints:
+    """The checkpoints of one run: `folder` holds one folder a step, the newest `keep` complete ones are kept.
+
+    With a process group every method is called by all ranks; the folder must be one that all of them see.
+    """
+
+    def __init__(self, folder: Path, keep: int):
+        assert keep >= 1
+        self.folder = Path(folder)
+        self.keep = keep
+
+    def save(self, step: int, tensors: Mapping[str, Any], meta: Mapping[str, Any]) -> Path:
+        """Write nested `tensors` and JSON `meta` (NaN and Inf allowed); returns the folder once it is complete on disk.
+
+        A checkpoint of the same step is replaced. TrainingStopped if it cannot be written; earlier ones are untouched.
+        """
+        flat, meta_text = _flatten(tensors), json.dumps(meta)
+        final = self.folder / f"{step:08d}"
+        pid = gather(os.getpid())[0]
+        temporary = self.folder / f".tmp-{step}-{pid}"
+        try:
+            together(lambda: self._start(temporary))
+            with _quiet_dcp():
+                dcp.save(flat, storage_writer=dcp.FileSystemWriter(temporary, sync_files=False))
+            mine = together(lambda: {p.name: _seal(p) for p in temporary.glob(f"__{rank()}_*.distcp")})
+            files = {name: sealed for part in gather(mine) for name, sealed in part.items()}
+            together(lambda: self._finish(step, temporary, final, files, meta_text))
+        except (OSError, CheckpointException) as error:
+            if rank() == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            last = self.latest()
+            intact = f"The checkpoint {last} is intact." if last else "There is no earlier one."
+            raise TrainingStopped(
+                f"step {step}: the checkpoint {final} could not be saved: {_reason(error)} "
+                f"({_free_gib(self.folder):.1f} GiB are free there). {intact}"
+            ) from None
+        return final
+
+    @staticmethod
+    def _start(temporary: Path) -> None:
+        if rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)  # left by a dead process that had the same number
+            temporary.mkdir(parents=True)
+
+    def _finish(self, step: int, temporary: Path, final: Path, files: dict[str, Any], meta: str) -> None:
+        if rank() != 0:
+            return
+        (temporary / META).write_text(meta, encoding="utf-8")
+        files |= {name: _seal(temporary / name) for name in (META, INDEX)}
+        marker = temporary / MARKER
+        marker.write_text(json.dumps({"step": step, "saved_at": time.time(), "files": files}), encoding="utf-8")
+        _fsync(marker)
+        _fsync(temporary)
+        if final.exists():  # a folder cannot be replaced in one operation; see newest_complete
+            os.rename(final, self.folder / f".old-{final.name}-{os.getpid()}")
+        os.rename(temporary, final)
+        _fsync(self.folder)
+        with contextlib.suppress(OSError):  # the new one is complete, whatever becomes of the old ones
+            self._prune(final)
+
+    def _prune(self, written: Path) -> None:
+        """Remove complete checkpoints beyond the newest `keep`, and what dead processes left. Never `written`."""
+        complete = {}
+        for path in self.folder.iterdir():
+            left = re.fullmatch(r"\.tmp-\d+-(\d+)", path.name)
+            if path.name.startswith(".old-") or (left and (int(left[1]) == os.getpid() or not _alive(int(left[1])))):
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name.isdigit() and path != written:
+                with contextlib.suppress(_Incomplete):
+                    complete[_read_marker(path).step] = path
+        for step in sorted(complete, reverse=True)[self.keep - 1 :]:
+            self._remove(step, complete[step])
+
+    def _remove(self, step: int, path: Path) -> None:
+        """Take the name away first: a kill halfway through deleting leaves nothing that looks like a checkpoint."""
+        doomed = self.folder / f".tmp-{step}-{os.getpid()}"
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.rename(path, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    def discard_after(self, step: int) -> None:
+        """Remove the checkpoints of later steps: a run that goes on from `step` in this folder makes its own."""
+        if rank() == 0:
+            while (found := newest_complete(self.folder)) and found[1].step > step:
+                self._remove(found[1].step, found[0])
+        gather(None)
+
+    def latest(self) -> Path | None:
+        """The complete checkpoint of the highest step, or None."""
+        found = newest_complete(self.folder)
+        return found[0] if found else None
+
+    @staticmethod
+    def load(path: Path, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Fill nested `tensors` in place from the checkpoint `path`, wherever it lies; returns its meta.
+
+        Names, shapes and dtypes must be those that were saved, sharding need not be. Generator states ("rng") of ranks
+        that the saved run did not have stay as they are. UserError, naming --resume and the path, for a checkpoint that
+        is missing, incomplete, damaged or of another model; nothing is filled then, unless DCP itself fails midway.
+        """
+        path, flat = Path(path), _flatten(tensors)
+        index, meta = together(lambda: _checked(path, flat))
+        known = {name: tensor for name, tensor in flat.items() if name in index.state_dict_metadata}
+        try:
+            with _quiet_dcp():
+                dcp.load(known, storage_reader=CheckedReader(path, index))
+        except CheckpointException as error:
+            raise _refusal(path, _reason(error)) from None
+        return meta
+
+
+def _checked(path: Path, wanted: Mapping[str, Tensor]) -> tuple[Metadata, dict[str, Any]]:
+    """Index and meta of a complete, undamaged checkpoint that holds the `wanted` tensors."""
+    marker, meta = _verified(path)
+    for name, (_, crc) in sorted(marker.files.items())[rank() :: world()]:  # ranks share the reading
+        if _checksum(path / name) != crc:
+            raise _refusal(path, f"its file {name} is damaged (checksum)")
+    try:
+        index = read_index(path, marker.files)
+    except Exception as error:  # a damaged pickle can raise anything
+        raise _refusal(path, f"its file {INDEX} is not a checkpoint's ({error})") from None
+    if difference := _first_difference(index, wanted):
+        raise _refusal(path, difference, "Resume with the settings of the run that saved it.")
+    return index, meta
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what went wrong; DCP wraps the errors of its ranks."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    cause: BaseException | None = error
+    while cause is not None:  # torch.save reports its own confusion after the disk's error
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__context__
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def resolve_resume(value: str, run_root: Path, run_name: str | None = None) -> Path | None:
+    """The checkpoint that `--resume value` means.
+
+    `auto` is the one saved last by any run in `run_root` (runs/<script>), of the name `run_name` if given; None, and a
+    line that says so, if there is none. A path may be a checkpoint, a folder of checkpoints or a run folder.
+    """
+    if value == "auto":
+        runs = [run for run in run_root.iterdir() if run.is_dir()] if run_root.is_dir() else []
+        if run_name is not None:
+            runs = [run for run in runs if run.name == run_name or run.name.partition("_")[2] == run_name]
+        found = [best for run in runs if (best := newest_complete(run / "checkpoints"))]
+        if not found:
+            name = f" of a run named {run_name!r}" if run_name is not None else ""
+            print(f"--resume auto: no complete checkpoint{name} in {run_root}; starting from step 0.")
+            return None
+        return max(found, key=lambda best: (best[1].saved_at, best[1].step))[0]
+    path = Path(value)
+    if not path.is_dir():
+        raise _refusal(path, "there is no such folder", "Give a checkpoint, a run folder, or auto.")
+    for folder in (path / "checkpoints", path):
+        if best := newest_complete(folder):
+            return best[0]
+    try:
+        _read_marker(path)
+    except _Incomplete as reason:
+        if best := newest_complete(path.parent):
+            raise _refusal(path, str(reason), f"The newest complete one beside it is {best[0]}.") from None
+        if (path / INDEX).exists() or path.name.isdigit():
+            raise _refusal(path, str(reason)) from None
+        raise _refusal(path, "there is no complete checkpoint in it", "Give a checkpoint or a run folder.") from None
+    return path

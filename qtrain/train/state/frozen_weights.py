@@ -1,0 +1,47 @@
+"""Weights that do not train, and so are in no checkpoint: the same --model (and --seed, where weights are random) gives
+them again. A checkpoint holds only what they looked like, so that it is not resumed on others."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from qtrain.errors import UserError
+from qtrain.train.state.state_dict import model_tensors
+
+
+def fingerprint(model: nn.Module) -> dict[str, str]:
+    """Dtype, shape and checksum of every frozen parameter by name; of one stored in low bits, of its codes and scale.
+
+    The checksum is the sum of the bits, read as integers: exact, the same in any order, at the speed of memory.
+    """
+    frozen = model_tensors(model, trains=False)
+    sums = [_sum_of_bits(tensor) for tensor in frozen.values()]
+    totals = torch.stack(sums).tolist() if sums else []
+    return {
+        name: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} {total}"
+        for (name, tensor), total in zip(frozen.items(), totals, strict=True)
+    }
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    whole = tensor.detach()
+    if isinstance(whole, DTensor):
+        whole = whole.full_tensor()
+    flat = whole.contiguous().flatten()
+    wide = flat.numel() * flat.itemsize % 4 == 0
+    return flat.view(torch.int32 if wide else torch.uint8).sum(dtype=torch.int64)
+
+
+def check_frozen(saved: dict[str, str] | None, here: dict[str, str], path: Path, source: str) -> None:
+    """UserError if the frozen weights that --model `source` gave (`here`, their fingerprint) are not those that the
+    checkpoint `path` was saved on (`saved`; None: it says nothing of them)."""
+    if not isinstance(saved, dict):
+        return
+    for name in sorted(saved.keys() | here.keys()):
+        if saved.get(name) != here.get(name):
+            raise UserError(
+                f"--resume: {path} was saved on other frozen weights than --model {source} gives: {name} differs. "
+                "Resume with the --model, --seed and --dtype of the run that saved it."
+            )

@@ -1,0 +1,214 @@
+"""The state of a run as named tensors, and what of it is not tensors as JSON: model, optimizer, random generators."""
+
+import math
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import empty as empty_dtensor
+
+from qtrain.errors import UserError
+from qtrain.tensors.stored_weight import StoredWeight
+from qtrain.train.distributed import rank
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name without the wrappers of torch.compile and activation checkpointing."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def model_tensors(model: nn.Module, trains: bool | None = None) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, the very tensors of the model; tied ones once.
+
+    Of a weight stored in low bits it is the tensors that it consists of, under names of their own. trains: only what a
+    training step may change, or only what it may not: the frozen parameters.
+    """
+    found, seen = {}, set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        assert isinstance(tensor, Tensor), f"{name}: only tensors are saved, not {type(tensor).__name__}"
+        frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        if id(tensor) not in seen and trains in (None, not frozen):
+            seen.add(id(tensor))
+            if isinstance(tensor, StoredWeight):
+                found |= {f"{clean_name(name)}.{part}": inner for part, inner in tensor.inner.items()}
+            else:
+                found[clean_name(name)] = tensor
+    return found
+
+
+def seed_rng(seed: int) -> None:
+    """Seed every generator that `rng_state` saves: a foreign model's dropout may draw from them."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def rng_state() -> dict[str, dict[str, Tensor]]:
+    """This rank's generators (python, numpy, torch CPU, the current CUDA device) as new tensors, under its number."""
+    _, python_words, python_gauss = random.getstate()
+    _, numpy_words, numpy_position, has_gauss, numpy_gauss = np.random.get_state()
+    state = {
+        "python": torch.tensor(python_words, dtype=torch.int64),  # [625]
+        "python_gauss": torch.tensor([python_gauss is not None, python_gauss or 0.0], dtype=torch.float64),
+        "numpy": torch.tensor([*map(int, numpy_words), numpy_position], dtype=torch.int64),  # [625]
+        "numpy_gauss": torch.tensor([has_gauss, numpy_gauss], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return {str(rank()): state}
+
+
+def set_rng_state(state: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Put back what `rng_state` gave."""
+    mine = state[str(rank())]
+    has_gauss, gauss = mine["python_gauss"].tolist()
+    random.setstate((3, tuple(mine["python"].tolist()), gauss if has_gauss else None))
+    *words, position = mine["numpy"].tolist()
+    has_gauss, gauss = mine["numpy_gauss"].tolist()
+    np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), position, int(has_gauss), gauss))
+    torch.set_rng_state(mine["torch"])
+    if "cuda" in mine:
+        torch.cuda.set_rng_state(mine["cuda"])
+
+
+# How the step is computed, not what it computes: that is for the machine that resumes.
+_HOW = ("params", "fused", "foreach", "capturable", "differentiable")
+
+
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, model: nn.Module
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """An optimizer's state by parameter name: ({parameter: {state: tensor}}, the rest as JSON).
+
+    torch's own get/set_optimizer_state_dict are not exact: saving before the first step takes a step, and loading casts
+    floating states to the parameter's dtype.
+    """
+    if hasattr(optimizer, "synchronize"):
+        optimizer.synchronize()
+    names = {id(p): clean_name(name) for name, p in model.named_parameters()}
+    tensors: dict[str, dict[str, Tensor]] = {}
+    states: dict[str, dict[str, Any]] = {}
+    groups = []
+    for group in optimizer.param_groups:
+        options = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k not in _HOW}
+        groups.append({"params": [names[id(p)] for p in group["params"]], "options": options})
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            for key, value in optimizer.state.get(parameter, {}).items():
+                described = states.setdefault(name, {})
+                if not isinstance(value, Tensor):
+                    described[key] = {"value": value}
+                    continue
+                assert value.ndim == 0 or isinstance(value, DTensor) == isinstance(parameter, DTensor), (
+                    f"{name}.{key}: the state of a sharded parameter must be a DTensor, else ranks overwrite each other"
+                )
+                tensors.setdefault(name, {})[key] = value
+                described[key] = {
+                    "shape": list(value.shape),
+                    "dtype": str(value.dtype).removeprefix("torch."),
+                    "on_host": value.device.type == "cpu" and parameter.device.type != "cpu",
+                }
+    return tensors, {"class": type(optimizer).__name__, "groups": groups, "states": states}
+
+
+def prepare_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, Any]
+) -> dict[str, dict[str, Tensor]]:
+    """Give a new optimizer the state that `saved` (from `optimizer_tensors`) describes; returns its tensors, unfilled.
+
+    `Checkpoints.load` fills them in place, `finish_optimizer` comes after that. Group options come from `saved` too,
+    `lr` and `weight_decay` among them; of another class, those that both have. Raises UserError when the optimizer
+    holds other parameters than the saved one, or states that cannot be made this one's.
+    """
+    parameters = {clean_name(name): p for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in parameters.items()}
+    try:
+        before = [group["params"] for group in saved["groups"]]
+        now = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        if before != now:
+            flat_before, flat_now = {n for g in before for n in g}, {n for g in now for n in g}
+            odd = sorted(flat_before ^ flat_now)
+            why = f"{odd[0]} is trained in only one of them" if odd else "they are grouped differently"
+            raise UserError(f"--resume: the checkpoint's optimizer and this one differ: {why}. Use the run's settings.")
+        optimizer.state.clear()
+        tensors: dict[str, dict[str, Tensor]] = {}
+        for group, saved_group in zip(optimizer.param_groups, saved["groups"], strict=True):
+            for key, value in saved_group["options"].items():
+                if key in group or saved.get("class", type(optimizer).__name__) == type(optimizer).__name__:
+                    _restore_option(group, key, value)
+            on_device = bool(group.get("fused") or group.get("capturable"))
+            for name in saved_group["params"]:
+                if saved["states"].get(name) and hasattr(optimizer, "check_saved"):
+                    optimizer.check_saved(name, parameters[name], _described(saved["states"][name]))
+                for key, described in saved["states"].get(name, {}).items():
+                    if "value" in described:
+                        optimizer.state[parameters[name]][key] = described["value"]
+                        continue
+                    on_host = getattr(optimizer, "states_on_host", described["on_host"])
+                    state = _empty_state({**described, "on_host": on_host}, parameters[name], on_device)
+                    optimizer.state[parameters[name]][key] = state
+                    tensors.setdefault(name, {})[key] = state
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise UserError(f"--resume: the checkpoint's optimizer entry cannot be read ({error!r}).") from None
+    return tensors
+
+
+def finish_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
+    """Check the states that have been loaded, and bring them into the optimizer's formats; returns what was converted.
+
+    UserError for states that no training leaves behind, such as NaN.
+    """
+    names = {p: clean_name(name) for name, p in model.named_parameters()}
+    if hasattr(optimizer, "adopt_states"):
+        return optimizer.adopt_states(names)
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.is_floating_point() and not _finite(value):
+                raise UserError(
+                    f"--resume: the optimizer state {key} of {names[parameter]} holds NaN or Inf; resume from an "
+                    "earlier checkpoint."
+                )
+    return []
+
+
+def _finite(tensor: Tensor) -> bool:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return bool(local.float().isfinite().all())
+
+
+def _described(states: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each of a parameter's states."""
+    return {key: (tuple(known["shape"]), getattr(torch, known["dtype"])) for key, known in states.items()}
+
+
+def _restore_option(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set a group's option to what was saved, of the type that it has."""
+    current = group.get(key)
+    if isinstance(current, Tensor):
+        current.fill_(value)
+    elif isinstance(current, tuple):
+        group[key] = tuple(type(a)(b) for a, b in zip(current, value, strict=True))
+    elif isinstance(current, float) and not (isinstance(value, int | float) and math.isfinite(value)):
+        raise ValueError(f"{key} is {value!r}")
+    else:
+        group[key] = value
+
+
+def _empty_state(described: Mapping[str, Any], parameter: Tensor, scalars_on_device: bool) -> Tensor:
+    shape, dtype = torch.Size(described["shape"]), getattr(torch, described["dtype"])
+    device = torch.device("cpu") if described["on_host"] else parameter.device
+    if shape.numel() > 8 * max(parameter.numel(), 1024) or not isinstance(dtype, torch.dtype):
+        raise ValueError(f"a state of {described['dtype']} with shape {list(shape)}")
+    if not shape:
+        return torch.empty((), dtype=dtype, device=parameter.device if scalars_on_device else device)
+    if shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
+    if isinstance(parameter, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        return empty_dtensor(shape, dtype=dtype, device_mesh=mesh, placements=placements)
+    return torch.empty(shape, dtype=dtype, device=device)

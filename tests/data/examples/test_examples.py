@@ -1,0 +1,174 @@
+"""Examples to samples: what is learned, packing and padding, what is left out and counted, and chats."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
+
+from qtrain.data import IGNORED, Batch, StreamContext, load_tokenizer, open_stream
+from qtrain.data.examples.example_packing import Example, pack, pad
+from qtrain.data.examples.templates import PRESETS, Text, make_template
+from qtrain.errors import UserError
+from tests.data.corpora import write_questions
+
+FLAG = "--train_ds"
+EOS = 257
+
+
+@pytest.fixture
+def questions(tmp_path) -> Path:
+    write_questions(tmp_path / "questions.jsonl")
+    return tmp_path / "questions.jsonl"
+
+
+def spec(path: Path, **changes) -> dict:
+    return {"type": "instruct", "dataset": str(path), "template": "gsm8k", "tokenizer": "byte", **changes}
+
+
+def epoch(given: dict, **context) -> list:
+    stream, samples = open_stream(given, StreamContext(**{"seq_len": 150, "epochs": 1, **context}), FLAG), []
+    while True:
+        try:
+            samples.append(stream.next_sample())
+        except StopIteration:
+            return samples
+
+
+def learned(batch: Batch) -> list[str]:
+    """The text of every run of labels that count."""
+    found = []
+    for row in batch.labels.tolist():
+        runs = bytes({IGNORED: 0, EOS: 4}.get(i, i) for i in row)
+        found += [run.decode() for run in runs.split(b"\0") if run]
+    return found
+
+
+@pytest.mark.parametrize("multiple", [0, 50])
+def test_what_is_learned_is_every_answer_and_its_end_token_and_nothing_else(questions, multiple):
+    batch = Batch.of(epoch(spec(questions), seq_len_multiple=multiple))
+    answers = [json.loads(line)["answer"] + "\x04" for line in questions.read_text().splitlines()]
+    assert sorted(learned(batch)) == sorted(answers)
+
+
+def test_train_on_all_learns_prompts_too_but_not_across_examples(questions):
+    batch = Batch.of(epoch(spec(questions, train_on_all=True)))
+    rows = [json.loads(line) for line in questions.read_text().splitlines()]
+    texts = [f"Question: {r['question']}\nAnswer: {r['answer']}\x04"[1:] for r in rows]
+    assert sorted(learned(batch)) == sorted(texts)
+
+
+def test_packed_documents_are_whole_and_numbered(questions):
+    samples = epoch(spec(questions))
+    assert all(len(s.tokens) == 151 and s.doc_ids.shape == (150,) for s in samples)
+    for sample in samples:
+        for number in range(int(sample.doc_ids[-1] if sample.doc_ids[-1] else 1)):
+            places = np.flatnonzero(sample.doc_ids == number)
+            text = bytes(i for i in sample.tokens[places].tolist() if i < 256).decode()
+            assert text.startswith("Question: ") and text.count("Question") == 1
+    lengths = [len(f"Question: {r['question']}\nAnswer: {r['answer']}") + 1 for r in map(json.loads, questions.open())]
+    assert len(samples) <= 1.2 * sum(lengths) / 151 + 1
+
+
+def test_padded_samples_share_lengths_in_groups(questions):
+    samples = epoch(spec(questions), seq_len_multiple=25, micro_batch_size=4)
+    lengths = [len(s.tokens) - 1 for s in samples]
+    assert len(samples) == 60 and all(n % 25 == 0 for n in lengths)
+    groups = [set(lengths[at : at + 4]) for at in range(0, 60, 4)]
+    assert all(len(group) == 1 for group in groups) and len(set(lengths)) > 1
+    assert lengths != sorted(lengths)
+
+
+def test_examples_longer_than_a_sample_are_dropped_or_cut_and_counted(questions):
+    rows = [json.loads(line) for line in questions.read_text().splitlines()]
+    lengths = [len(f"Question: {r['question']}\nAnswer: {r['answer']}") + 1 for r in rows]
+    limit = sorted(lengths)[40]
+    over = sum(n > limit + 1 for n in lengths)
+    for kind, key in (("drop", "dropped"), ("cut", "cut")):
+        stream = open_stream(spec(questions, too_long=kind), StreamContext(limit, epochs=1), FLAG)
+        samples = [stream.next_sample()]
+        position = stream.position()
+        assert position["read"] == 60 and position[key] == over > 0
+        assert position["dropped"] + position["cut"] == over
+        assert len(samples[0].tokens) == limit + 1
+
+
+def test_empty_answers_are_left_out_and_counted(questions):
+    rows = [{"question": "a", "answer": ""}, {"question": "b", "answer": None}, {"question": "c", "answer": "d"}]
+    questions.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    stream = open_stream(spec(questions), StreamContext(64, epochs=2), FLAG)
+    stream.next_sample()
+    assert stream.position()["empty"] == 2
+
+
+def test_parts_share_the_examples(questions):
+    found = {p: sum(map(len, map(learned_of, epoch(spec(questions, part=p, validation_fraction=0.3))))) for p in PARTS}
+    assert found["all"] == found["train"] + found["validation"] == 60 and found["validation"] > 5
+
+
+PARTS = ("all", "train", "validation")
+
+
+def learned_of(sample) -> list[str]:
+    return learned(Batch.of([sample]))
+
+
+def test_packing_wastes_little():
+    rng = np.random.default_rng(0)
+    examples = [Example(np.arange(n), np.ones(n, bool)) for n in rng.integers(20, 300, 1000).tolist()]
+    samples = pack(examples, 1024, EOS)
+    assert sum(len(e.ids) for e in examples) / (1025 * len(samples)) > 0.98
+    assert all(len(group) <= 3 for group in pad(examples, 64, 3, EOS))
+
+
+# ---- templates -------------------------------------------------------------------------------------------------------
+
+
+def test_presets_fill_in():
+    row = {"instruction": "Add.", "input": "1 2", "output": "3"}
+    prompt, answer = make_template("alpaca", FLAG).fill(row, FLAG)
+    assert "paired with an input" in prompt and "### Input:\n1 2\n" in prompt and answer == "3"
+    prompt, _ = make_template("alpaca", FLAG).fill({**row, "input": ""}, FLAG)
+    assert "paired" not in prompt and "### Input" not in prompt
+    assert set(PRESETS) == {"alpaca", "gsm8k", "metamathqa"}
+    own = make_template({"prompt": "{{{a}}} and {b}", "answer": "{c}"}, FLAG)
+    assert own.fill({"a": "{x}", "b": 3, "c": 1.5}, FLAG) == ("{{x}} and 3", "1.5") and own.columns == ("a", "b", "c")
+
+
+@pytest.mark.parametrize("text", ["{a.b}", "{a[0]}", "{a!r}", "{a:>9}", "{}", "{a", "}", "{a.__class__}", "{0.x}"])
+def test_a_template_can_do_nothing_but_put_text_into_text(text):
+    with pytest.raises(UserError, match="the template is broken"):
+        Text(text, FLAG)
+
+
+# ---- chats -----------------------------------------------------------------------------------------------------------
+
+
+def chat(path: Path, **changes) -> dict:
+    return {"type": "chat", "dataset": str(path), "template": "chatml", "tokenizer": "byte", **changes}
+
+
+def test_only_the_assistants_turns_are_learned(questions):
+    batch = Batch.of(epoch(chat(questions), seq_len=300))
+    rows = [json.loads(line)["messages"] for line in questions.read_text().splitlines()]
+    answers = [m["content"] + "<|im_end|>\n" for row in rows for m in row if m["role"] == "assistant"]
+    assert sorted(text.removesuffix("\x04") for text in learned(batch)) == sorted(answers)
+    assert sum(text.endswith("\x04") for text in learned(batch)) == 60  # the end, once each
+
+
+def test_the_tokenizers_own_template_and_other_words_for_roles(tmp_path):
+    words = Backend(WordLevel({"a": 0, "b": 1, "[UNK]": 2, "</s>": 3}, unk_token="[UNK]"))
+    words.add_special_tokens(["</s>"])
+    words.save(str(tmp_path / "tokenizer.json"))
+    end = "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
+    template = "{% for m in messages %}{{ m['content'] }}" + end + "{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": template}))
+    assert load_tokenizer(str(tmp_path), FLAG).chat_template == template
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    (tmp_path / "x.jsonl").write_text(json.dumps({"conversations": turns}) + "\n")
+    given = chat(tmp_path / "x.jsonl", tokenizer=str(tmp_path), template=None, messages="conversations")
+    (sample,) = epoch({k: v for k, v in given.items() if v is not None}, seq_len=8)
+    assert sample.tokens[:4].tolist() == [0, 1, 3, 3]  # the template writes the end token; then filling
+    assert sample.trained.tolist() == [True, True] + [False] * 6

@@ -1,0 +1,124 @@
+"""Documents of every file format are found and read exactly; their orders are permutations in bounded memory."""
+
+import json
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from qtrain.data.files import text_files
+from qtrain.data.text import documents as documents_module
+from qtrain.data.text.documents import DocumentOrder, Documents
+from qtrain.errors import UserError
+from tests.data.corpora import write_files, write_jsonl, write_parquet
+
+
+def open_folder(folder, column="text") -> Documents:
+    return Documents(text_files(str(folder), "all", 0.05, "--train_ds"), column, "--train_ds")
+
+
+@pytest.mark.parametrize("write", [write_files, write_jsonl, write_parquet])
+def test_reads_every_document_in_any_order(write, tmp_path, monkeypatch):
+    monkeypatch.setattr(documents_module, "READ_BYTES", 1000)  # lines are cut by several reads
+    texts = write(tmp_path)
+    documents = open_folder(tmp_path)
+    assert len(documents) == len(texts)
+    for index in np.random.default_rng(0).permutation(len(texts)).tolist():
+        assert documents.read(index) == texts[index]
+
+
+def test_line_ends_and_blank_lines_of_jsonl(tmp_path):
+    lines = [
+        b'{"text": "one"}\r\n',
+        b"\r\n",
+        b"\n",
+        b'{"text": "two\\n\\ud800"}\n',
+        b'{"text": null}\n',
+        b'{"text": "last"}',
+    ]
+    (tmp_path / "x.jsonl").write_bytes(b"\n" + b"".join(lines))
+    documents = open_folder(tmp_path)
+    assert [documents.read(i) for i in range(len(documents))] == ["one", "two\n\ufffd", "", "last"]
+
+
+@pytest.mark.parametrize("cache_bytes", [documents_module.CACHE_BYTES, 3000])
+def test_orders_are_permutations_and_differ_by_epoch(cache_bytes, tmp_path, monkeypatch):
+    monkeypatch.setattr(documents_module, "CACHE_BYTES", cache_bytes)
+    texts = write_parquet(tmp_path / "parquet") + write_files(tmp_path / "files")
+    documents = open_folder(tmp_path)
+    order = DocumentOrder(documents, seed=5, shuffle=True)
+    epochs = [[order(epoch, place) for place in range(len(texts))] for epoch in (0, 1)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(len(texts)))
+    assert epochs[0] != epochs[1]
+    if cache_bytes == 3000:  # other row groups come together in the first window
+        window = int(order._window_ends[0])
+        assert set(epochs[0][:window]) != set(epochs[1][:window])
+    assert epochs[0] == [DocumentOrder(documents, 5, True)(0, place) for place in range(len(texts))]
+    assert [DocumentOrder(documents, 5, False)(3, place) for place in range(9)] == list(range(9))
+    displaced = np.abs(np.array(epochs[0]) - np.arange(len(texts))).mean()
+    assert displaced > len(texts) / 6  # a random permutation displaces by a third on average
+
+
+def test_each_row_group_is_decoded_once_an_epoch(tmp_path, monkeypatch):
+    texts = write_parquet(tmp_path, files=4, row_group_size=10)
+    documents = open_folder(tmp_path)
+    monkeypatch.setattr(documents_module, "CACHE_BYTES", max(b.decoded_bytes for b in documents.blocks) * 3)
+    opened = []
+    read_row_group = pyarrow.parquet.ParquetFile.read_row_group
+    monkeypatch.setattr(
+        pyarrow.parquet.ParquetFile, "read_row_group", lambda *a, **k: (opened.append(a), read_row_group(*a, **k))[1]
+    )
+    order = DocumentOrder(documents, 1, True)
+    for place in range(len(texts)):
+        documents.read(order(0, place))
+    assert len(opened) <= 1.2 * len(documents.blocks)
+    assert len(documents._cache) < len(documents.blocks)
+
+
+BAD = {
+    "x.jsonl": [
+        (b'{"body": "x"}\n', "Did you mean 'body'|columns: body"),
+        (b'{"text": 3}\n', "'text' is int, not text"),
+        (b"[1]\n", "not a JSON object"),
+        (b"{'text': 1}\n", "not valid JSON"),
+        (b'{"text": "\xff"}\n', "not UTF-8"),
+        (b"\n\n", "no documents"),
+        (b"", "no documents"),
+    ],
+    "x.txt": [(b"", "no documents"), (b"caf\xe9", "not UTF-8 text .byte 3")],
+    "x.parquet": [(b"PAR1 nothing PAR1", "not a readable parquet file"), (b"", "not a readable parquet file")],
+}
+
+
+@pytest.mark.parametrize(("name", "data", "said"), [(name, *case) for name, cases in BAD.items() for case in cases])
+def test_files_that_cannot_be_used(name, data, said, tmp_path):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError, match=said) as caught:
+        open_folder(tmp_path).read(0)
+    assert str(caught.value).startswith("--train_ds: ") and name in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_columns_of_parquet_are_checked(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"texts": ["a"], "n": [1]}), tmp_path / "x.parquet")
+    with pytest.raises(UserError, match=r"no column 'text'. Did you mean 'texts'\? Its columns: texts, n"):
+        open_folder(tmp_path)
+    with pytest.raises(UserError, match="'n' is int64, not text"):
+        open_folder(tmp_path, "n")
+
+
+def test_a_file_that_is_no_text_is_refused_before_anything_is_read(tmp_path):
+    (tmp_path / "a.txt").write_text("good")
+    (tmp_path / "b.py").write_bytes(b"# caf\xe9")
+    with pytest.raises(UserError, match=r"b\.py is not UTF-8 text \(byte 5\). Convert it, or give paths without it"):
+        open_folder(tmp_path)
+
+
+def test_damage_in_the_middle_names_file_and_place(tmp_path):
+    good = json.dumps({"text": "x"}).encode() + b"\n"
+    (tmp_path / "x.jsonl").write_bytes(good * 2 + b"{broken\n" + good)
+    documents = open_folder(tmp_path)
+    assert documents.read(3) == "x"
+    with pytest.raises(UserError, match=rf"x\.jsonl, line at byte {2 * len(good)}: not valid JSON"):
+        documents.read(2)

@@ -1,0 +1,135 @@
+"""Every .bin format is recognised and read exactly, masks included; a file that contradicts itself is refused."""
+
+import json
+
+import numpy as np
+import pytest
+
+from qtrain.data.text.manifest import Manifest, ShardEntry
+from qtrain.data.text.shards import TokenArray, find_shards
+from qtrain.errors import UserError
+from tests.data.corpora import write_llmc, write_llmq, write_raw
+
+TOKENS = np.random.default_rng(0).integers(0, 50_000, 1003)
+TRAINED = np.random.default_rng(1).random(1003) < 0.5
+
+
+def ours(folder, tokens=TOKENS, dtype="uint16", **changes):
+    """A folder as tokenize_data.py leaves it, in two shards."""
+    folder.mkdir()
+    parts = [tokens[:600], tokens[600:]]
+    entries = []
+    for i, part in enumerate(parts):
+        write_raw(folder / f"tokens_{i:05d}.bin", part, "<u2" if dtype == "uint16" else "<u4")
+        entries.append(ShardEntry(f"tokens_{i:05d}.bin", len(part), ""))
+    made = {"name": "byte", "fingerprint": "x"}
+    manifest = Manifest({}, made, dtype, 1, len(tokens), int(tokens.max()), entries, complete=True)
+    for key, value in changes.items():
+        setattr(manifest, key, value)
+    manifest.write(folder)
+    return folder
+
+
+WRITERS = {
+    "raw": lambda p: write_raw(p / "x.bin", TOKENS),
+    "ours16": lambda p: ours(p / "set"),
+    "ours32": lambda p: ours(p / "set", TOKENS + 70_000, "uint32"),
+    "llmq1": lambda p: write_llmq(p / "x.bin", TOKENS, None, version=1),
+    "llmq2": lambda p: write_llmq(p / "x.bin", TOKENS + 70_000, None),
+    "llmq masked": lambda p: write_llmq(p / "x.bin", TOKENS, TRAINED),
+    "llmc16": lambda p: write_llmc(p / "x.bin", TOKENS),
+    "llmc32": lambda p: write_llmc(p / "x.bin", TOKENS + 70_000, "<u4"),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_tokens_and_masks_of_every_format(kind, tmp_path):
+    shards, manifests = find_shards(str(WRITERS[kind](tmp_path)), "--train_ds")
+    array = TokenArray(shards)
+    expected = TOKENS + (70_000 if kind in ("ours32", "llmq2", "llmc32") else 0)
+    assert len(array) == len(TOKENS) and len(manifests) == kind.startswith("ours")
+    for start, count in [(0, 1003), (0, 1), (7, 9), (595, 10), (599, 2), (996, 7), (8, 64)]:
+        tokens, trained = array.read(start, count)
+        assert tokens.dtype == np.int64 and np.array_equal(tokens, expected[start : start + count])
+        if kind == "llmq masked":
+            assert np.array_equal(trained, TRAINED[start : start + count])
+        else:
+            assert trained is None
+
+
+def test_formats_mix_in_one_array(tmp_path):
+    files = [write_raw(tmp_path / "a.bin", TOKENS[:10]), write_llmq(tmp_path / "b.bin", TOKENS[10:37], TRAINED[10:37])]
+    files += [ours(tmp_path / "c", TOKENS[:700]), write_llmc(tmp_path / "d.bin", TOKENS[900:])]
+    array = TokenArray(find_shards([str(f) for f in files], "--train_ds")[0])
+    tokens, trained = array.read(0, len(array))
+    assert np.array_equal(tokens, np.concatenate([TOKENS[:37], TOKENS[:700], TOKENS[900:]]))
+    assert np.array_equal(trained[10:37], TRAINED[10:37]) and trained[:10].all() and trained[37:].all()
+
+
+def test_globs_folders_and_many_files(tmp_path):
+    for i in range(100):  # more than the maps that are kept open
+        write_raw(tmp_path / f"{i:03d}.bin", TOKENS[i : i + 3])
+    assert len(find_shards(str(tmp_path / "00*.bin"), "--train_ds")[0]) == 10
+    array = TokenArray(find_shards(str(tmp_path), "--train_ds")[0])
+    expected = np.concatenate([TOKENS[i : i + 3] for i in range(100)])
+    assert np.array_equal(array.read(0, 300)[0], expected) and np.array_equal(array.read(299, 1)[0], expected[299:])
+
+
+def cut(path, by):
+    path.write_bytes(path.read_bytes()[:-by])
+    return path
+
+
+def header(path, index, value):
+    data = bytearray(path.read_bytes())
+    data[4 * index : 4 * index + 4] = int(value).to_bytes(4, "little", signed=True)
+    path.write_bytes(data)
+    return path
+
+
+BAD = {
+    "odd raw": (lambda p: cut(write_raw(p / "x.bin", TOKENS), 1), "x.bin is not a file of uint16"),
+    "empty": (lambda p: write_raw(p / "x.bin", TOKENS[:0]), "x.bin is not a file of uint16"),
+    "short llmq": (lambda p: cut(write_llmq(p / "x.bin", TOKENS, None), 4), "its header says 1003 tokens"),
+    "llmq without its mask": (lambda p: cut(write_llmq(p / "x.bin", TOKENS, TRAINED), 126), "its header says 1003"),
+    "llmq version": (lambda p: header(write_llmq(p / "x.bin", TOKENS, None), 2, 3), "version 3"),
+    "llmq bytes": (lambda p: header(write_llmq(p / "x.bin", TOKENS, None), 3, 8), "8 bytes a token"),
+    "llmq count": (lambda p: header(write_llmq(p / "x.bin", TOKENS, None), 4, -5), "-5 tokens"),
+    "short llmc": (lambda p: cut(write_llmc(p / "x.bin", TOKENS), 2), "its header says 1003 tokens"),
+    "llmc count": (lambda p: header(write_llmc(p / "x.bin", TOKENS), 2, -1), "damaged"),
+    "short shard": (lambda p: cut(ours(p / "set") / "tokens_00001.bin", 2).parent, "the manifest says 403 tokens"),
+    "unlisted": (lambda p: write_raw(ours(p / "set") / "more.bin", TOKENS), "not in the manifest.json"),
+    "unfinished": (lambda p: ours(p / "set", complete=False), "not finished"),
+    "dtype": (lambda p: ours(p / "set", dtype="float16"), "unknown dtype 'float16'"),
+    "no folder": (lambda p: p / "gone", "does not exist"),
+    "no bin": (lambda p: p, "matches no file"),
+    "bad glob": (lambda p: p / "*.bin", "matches no file"),
+    "other json": (
+        lambda p: (ours(p / "set") / "manifest.json", (p / "set/manifest.json").write_text("{}"))[0].parent,
+        "not a manifest",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_files_that_contradict_themselves(case, tmp_path):
+    make, said = BAD[case]
+    with pytest.raises(UserError) as caught:
+        find_shards(str(make(tmp_path)), "--train_ds")
+    assert said in str(caught.value) and str(caught.value).startswith("--train_ds")
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    (ours(tmp_path / "set") / "tokens_00001.bin").unlink()
+    with pytest.raises(UserError, match=r"cannot read .*tokens_00001\.bin: No such file"):
+        find_shards(str(tmp_path / "set"), "--train_ds")
+
+
+def test_manifest_is_read_strictly(tmp_path):
+    folder = ours(tmp_path / "set")
+    record = json.loads((folder / "manifest.json").read_text())
+    for change in [{"tokens": "many"}, {"shards": [{"file": "x"}]}, {"shards": 3}, {"unknown": 1}, {"tokenizer": {}}]:
+        (folder / "manifest.json").write_text(json.dumps(record | change))
+        with pytest.raises(UserError, match=r"manifest\.json"):
+            find_shards(str(folder), "--train_ds")

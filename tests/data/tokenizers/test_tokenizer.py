@@ -1,0 +1,193 @@
+"""Every kind of tokenizer: lossless on real text, and equal, id for id, to what AutoTokenizer loads from its export."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from qtrain.data.tokenizers.sentencepiece_model import ESCAPE, SPACE, train_tokenizer
+from qtrain.data.tokenizers.tokenizer import ALIASES, TOKENIZERS, load_tokenizer
+from qtrain.errors import UserError
+from tests.data.corpora import source_texts
+
+ODD = [
+    "",
+    " ",
+    "\n",
+    "\t\tx\r\n\r",
+    "  a  b  ",
+    "\0",
+    "a\0b",
+    "\ufeffbom",
+    "\U0010ffff\ud7ff\ue000",
+    "e\u0301é",
+    "日本語😀👩‍💻",
+]
+ODD += [
+    "<|begin_of_text|>x <|end_of_text|>",
+    "</s><s><unk>",
+    "<|bos|><|eos|>",
+    SPACE,
+    ESCAPE,
+    f"{ESCAPE}0{ESCAPE}1{SPACE}0 {SPACE}",
+    "-" * 300,
+    " " * 300,
+    "<0x41>",
+]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    """Name of each kind -> what --tokenizer is given."""
+    root = tmp_path_factory.mktemp("tokenizers")
+    (root / "code.model").write_bytes(train_tokenizer(source_texts(), 1200, "--train_tokenizer"))
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<|begin_of_text|>", "<|end_of_text|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        source_texts(), trainers.BpeTrainer(vocab_size=900, special_tokens=special, initial_alphabet=alphabet)
+    )
+    backend.post_processor = processors.TemplateProcessing("<|begin_of_text|> $A", special_tokens=[(special[0], 0)])
+    (root / "llama3ish").mkdir()
+    backend.save(str(root / "llama3ish" / "tokenizer.json"))
+    config = {
+        "bos_token": special[0],
+        "eos_token": {"content": special[1], "lstrip": False},
+        "tokenizer_class": "LlamaTokenizerFast",
+    }
+    (root / "llama3ish" / "tokenizer_config.json").write_text(json.dumps(config | {"auto_map": {"x": "y"}}))
+    (root / "llama3ish" / "chat_template.jinja").write_text("{{ messages }}")
+    (root / "alone").mkdir()
+    backend.save(str(root / "alone" / "tokenizer.json"))
+    return {
+        "byte": "byte",
+        "sentencepiece": str(root / "code.model"),
+        "folder": str(root / "llama3ish"),
+        "file": str(root / "alone" / "tokenizer.json"),
+    }
+
+
+KINDS = ["byte", "sentencepiece", "folder", "file"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoding_gives_the_text_back(paths, kind):
+    tokenizer = load_tokenizer(paths[kind], "--tokenizer")
+    texts = ODD + source_texts()
+    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        assert tokenizer.decode(ids) == text
+        assert ids == tokenizer.encode(text)
+        assert all(0 <= i < tokenizer.vocab_size for i in ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model_type", [None, "llama"])
+def test_autotokenizer_loads_the_export_with_the_same_ids(paths, kind, model_type, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = load_tokenizer(paths[kind], "--tokenizer")
+    tokenizer.save_hf(tmp_path)
+    if model_type:  # an exported model stands beside it, whose type transformers would rather believe
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert (loaded.bos_token_id, loaded.eos_token_id) == (tokenizer.bos_id, tokenizer.eos_id)
+    assert len(loaded) == tokenizer.vocab_size
+    for text in ODD + source_texts():
+        ids = loaded(text, add_special_tokens=False)["input_ids"]
+        assert ids == tokenizer.encode(text)
+        assert loaded.decode(ids) == text
+    if kind in ("byte", "sentencepiece"):  # made here: nothing is added to a text, as in training
+        assert loaded("x = 1")["input_ids"] == tokenizer.encode("x = 1")
+    if kind == "folder":
+        assert loaded.chat_template == "{{ messages }}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_export_loads_here_with_the_same_fingerprint(paths, kind, tmp_path):
+    tokenizer = load_tokenizer(paths[kind], "--tokenizer")
+    tokenizer.save_hf(tmp_path)
+    copy = load_tokenizer(str(tmp_path), "--tokenizer")
+    assert copy.fingerprint() == tokenizer.fingerprint()
+    assert (copy.bos_id, copy.eos_id, copy.vocab_size) == (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size)
+
+
+def test_fingerprints_tell_tokenizers_apart(paths, tmp_path):
+    (tmp_path / "other.model").write_bytes(train_tokenizer(source_texts()[:5], 1200, "--train_tokenizer"))
+    names = [paths["byte"], paths["sentencepiece"], paths["folder"], str(tmp_path / "other.model")]
+    assert len({load_tokenizer(name, "--tokenizer").fingerprint() for name in names}) == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pickled_for_a_worker_it_is_the_same(paths, kind):
+    tokenizer = load_tokenizer(paths[kind], "--tokenizer")
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    assert [copy.encode(text) for text in ODD] == [tokenizer.encode(text) for text in ODD]
+    assert copy.fingerprint() == tokenizer.fingerprint()
+
+
+def test_special_tokens_in_a_text_are_plain_text_for_our_own_kinds(paths):
+    for kind in ("byte", "sentencepiece"):
+        tokenizer = load_tokenizer(paths[kind], "--tokenizer")
+        assert tokenizer.eos_id is not None
+        assert not {tokenizer.bos_id, tokenizer.eos_id} & set(tokenizer.encode("<s></s><|bos|><|eos|>"))
+
+
+def test_a_tokenizer_json_alone_still_has_its_eos(paths):
+    assert load_tokenizer(paths["file"], "--tokenizer").eos_id == 1
+
+
+def test_byte_ids_are_bytes():
+    tokenizer = load_tokenizer("byte", "--tokenizer")
+    assert tokenizer.encode("é\n") == [0xC3, 0xA9, 10]
+    assert tokenizer.decode([0xC3, 65, 257]) == "\ufffdA<|eos|>"
+
+
+def test_listing_has_every_alias():
+    assert {"byte", *ALIASES} == set(TOKENIZERS) and all(TOKENIZERS.values())
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    import huggingface_hub.constants
+
+    from qtrain.hub import hub_reachable
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    hub_reachable.cache_clear()
+    yield
+    hub_reachable.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("lama2", "'llama2'"),
+        ("llama2", "could not be reached"),
+        ("nobody/nothing-here", "could not be reached"),
+        ("gone.model", "does not exist"),
+        ("./nowhere", "does not exist"),
+        ("a/b/c", "does not exist"),
+        ("two words", "Allowed: byte"),
+        ("{tmp}/empty", "neither tokenizer.json nor tokenizer.model"),
+        ("{tmp}/bad.json", "is not a tokenizer.json"),
+        ("{tmp}/bad.model", "is not a sentencepiece model"),
+        ("{tmp}/short.model", "is not a sentencepiece model"),
+        ("{tmp}/broken", "not valid JSON"),
+    ],
+)
+def test_errors_are_one_line(name, said, paths, tmp_path, offline):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad.json").write_text('{"version": "1.0"}')
+    (tmp_path / "bad.model").write_bytes(b"no protocol buffer\n" * 10)
+    (tmp_path / "short.model").write_bytes(Path(paths["sentencepiece"]).read_bytes()[:-100])
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer.json").write_text("{}")
+    (tmp_path / "broken" / "tokenizer_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"^--tokenizer") as caught:
+        load_tokenizer(name.format(tmp=tmp_path), "--tokenizer")
+    assert said in str(caught.value) and "\n" not in str(caught.value)

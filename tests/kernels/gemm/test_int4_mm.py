@@ -1,0 +1,110 @@
+"""Products of packed INT4 codes: exact integers at every K, odd ones too, and one scale a row."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from qtrain.kernels.gemm.int4_mm import (
+    FUSED,
+    LONGEST_FUSED_K,
+    int4_mm,
+    launch_int4_mm,
+    launch_spread_int4,
+    scaled_int4_mm,
+    spread_int4_ref,
+)
+from qtrain.kernels.gemm.tiling import Tiling
+from qtrain.kernels.numerics.packing import pack_int4
+
+SHAPES = [(1, 1, 1), (1, 8, 32), (5, 7, 3), (17, 130, 257), (64, 48, 1000), (0, 8, 8)]
+
+
+def codes(rows: int, columns: int, seed: int) -> Tensor:
+    """int8 in -8..7: -8 is no code of the quantizers, but a nibble can hold it."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-8, 8, (rows, columns), dtype=torch.int8, generator=generator)
+
+
+def case(m: int, n: int, k: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    """Packed operands on the device, and their exact product."""
+    a, b = codes(m, k, m + k), codes(n, k, n + k + 1)
+    return pack_int4(a).to(device), pack_int4(b).to(device), (a.double() @ b.double().t()).int()
+
+
+@pytest.mark.parametrize("m,n,k", SHAPES)
+def test_exact_at_every_shape(m, n, k):
+    a, b, expected = case(m, n, k)
+    out = int4_mm(a, b, k)
+    assert out.dtype == torch.int32 and torch.equal(out, expected)
+
+
+def test_spread_holds_the_low_codes_then_the_high_ones():
+    x = codes(5, 12, 0)
+    assert torch.equal(spread_int4_ref(pack_int4(x)), torch.cat([x[:, 0::2], x[:, 1::2]], dim=1))
+
+
+@pytest.mark.parametrize("rowwise", [True, False])
+def test_scaled_against_fp64(rowwise):
+    a, b, total = case(33, 20, 301)
+    scale_a, scale_b = (torch.rand(size) for size in ((33, 20) if rowwise else (1, 1)))
+    truth = total.double() * scale_a.double()[:, None] * scale_b.double()[None, :]
+    out = scaled_int4_mm(a, b, scale_a, scale_b, 301, torch.float32)
+    assert ((out.double() - truth).abs() <= 3 * 2**-24 * truth.abs()).all()
+    assert scaled_int4_mm(a, b, scale_a, scale_b, 301, torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_a_wrong_k_is_refused():
+    a, b, _ = case(3, 4, 10)
+    with pytest.raises(AssertionError, match="K = 12 is 6 packed bytes"):
+        int4_mm(a, b, 12)
+
+
+def check_kernels(device: str, shapes: list[tuple[int, int, int]], tilings: list[Tiling]) -> None:
+    """The fused kernel bitwise, plain and scaled; scales are powers of two, so that every rounding is known."""
+    for m, n, k in shapes:
+        a, b, expected = case(m, n, k, device)
+        assert torch.equal(launch_spread_int4(a).cpu(), spread_int4_ref(a.cpu()))
+        scales = 2.0 ** torch.randint(-4, 4, (m,)), 2.0 ** torch.randint(-4, 4, (n,))
+        scaled = expected.float() * scales[0][:, None] * scales[1][None, :]
+        scales = tuple(scale.to(device) for scale in scales)
+        for tiling in tilings:
+            assert torch.equal(launch_int4_mm(a, b, None, torch.int32, tiling).cpu(), expected), (m, n, k, tiling.name)
+            out = launch_int4_mm(a, b, scales, torch.float32, tiling).cpu()
+            assert torch.equal(out, scaled), (m, n, k, tiling.name)
+
+
+@pytest.mark.interpreter
+def test_kernels_in_the_interpreter():
+    small = [Tiling(32, 64, 32, 4, 2), Tiling(64, 32, 16, 4, 2, subtiles=1)]
+    check_kernels("cpu", [(1, 16, 32), (70, 100, 160)], small)
+
+
+@pytest.mark.gpu
+def test_kernels():
+    random = torch.Generator().manual_seed(0)
+    sizes = (torch.randint(1, 30, (3,), generator=random).tolist() for _ in range(200))
+    shapes = [(13 * m, 4 * n, 32 * k) for m, n, k in sizes] + [(4096, 4096, 1024), (8192, 896, 4864)]
+    check_kernels("cuda", shapes, list(FUSED.values()))
+
+
+@pytest.mark.gpu
+def test_longest_fused_sum_does_not_overflow():
+    k = LONGEST_FUSED_K // 32 * 32
+    lowest = pack_int4(torch.full((16, k), -8, dtype=torch.int8)).cuda()
+    out = launch_int4_mm(lowest, lowest, None, torch.int32, next(iter(FUSED.values())))
+    assert (out == 64 * k).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m,n,k", SHAPES)
+def test_operators_take_every_shape_on_gpu(m, n, k):
+    a, b, expected = case(m, n, k, "cuda")
+    assert torch.equal(int4_mm(a, b, k).cpu(), expected)
+    ones = torch.ones(1, device="cuda")
+    assert torch.equal(scaled_int4_mm(a, b, ones, ones, k, torch.float32).cpu(), expected.float())
+
+
+def test_operators():
+    a, b, _ = case(3, 8, 16)
+    torch.library.opcheck(int4_mm, (a, b, 16))
+    torch.library.opcheck(scaled_int4_mm, (a, b, torch.rand(3), torch.rand(8), 16, torch.bfloat16))

@@ -1,0 +1,196 @@
+"""Products of 8-bit codes with scales in the epilogue: exact INT8 sums, FP8 within its accumulator, every layout."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from qtrain.kernels import autotune
+from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K
+from qtrain.kernels.gemm.scaled_mm import (
+    TILINGS,
+    Tiling,
+    launch_scaled_mm,
+    scaled_mm,
+    scaled_mm_add_,
+    scaled_mm_ref,
+)
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+DTYPES = [(torch.int8, torch.int8), (E4M3, E4M3), (E5M2, E4M3)]
+
+
+def codes(rows: int, columns: int, dtype: torch.dtype, seed: int, device: str = "cpu") -> Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    if dtype == torch.int8:
+        return torch.randint(-127, 128, (rows, columns), dtype=torch.int8, generator=generator, device=device)
+    return torch.randn(rows, columns, generator=generator, device=device).mul(30).to(dtype)
+
+
+def operands(
+    m: int, n: int, k: int, dtypes, seed: int = 0, tensorwise: bool = False, device: str = "cpu"
+) -> tuple[Tensor, ...]:
+    generator = torch.Generator(device).manual_seed(seed)
+    a, b = codes(m, k, dtypes[0], seed, device), codes(n, k, dtypes[1], seed + 1, device)
+    sizes = (1, 1) if tensorwise else (m, n)
+    return a, b, *(torch.rand(size, generator=generator, device=device) * 1e-2 + 1e-3 for size in sizes)
+
+
+def truth(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> tuple[Tensor, Tensor]:
+    """The product in fp64, and the sum of the magnitudes that went into each element."""
+    a, b = a.double(), b.double()
+    scale = scale_a.double()[:, None] * scale_b.double()[None, :]
+    return a @ b.t() * scale, a.abs() @ b.abs().t() * scale
+
+
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("tensorwise", [False, True])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+def test_against_fp64(dtypes, tensorwise, out_dtype):
+    a, b, scale_a, scale_b = operands(33, 20, 300, dtypes, tensorwise=tensorwise)
+    bias = torch.randn(20)
+    expected, size = truth(a, b, scale_a, scale_b)
+    expected = expected + bias.double()
+    out = scaled_mm(a, b, scale_a, scale_b, out_dtype, bias)
+    assert out.dtype == out_dtype and out.shape == (33, 20)
+    rounding = 2**-23 if out_dtype == torch.float32 else 2**-8
+    assert ((out.double() - expected).abs() <= rounding * (size + expected.abs())).all()
+
+
+def test_longest_sum_does_not_overflow():
+    """All codes at their largest, K beyond what int32 holds: the total is still right."""
+    k = LONGEST_EXACT_K + 1000
+    a, b = torch.full((1, k), 127, dtype=torch.int8), torch.full((1, k), -127, dtype=torch.int8)
+    out = scaled_mm(a, b, torch.ones(1), torch.ones(1), torch.float32)
+    assert out.item() == pytest.approx(-127 * 127 * k, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, E4M3])
+def test_every_layout(dtype):
+    """A·Bᵀ, A·B and Aᵀ·B: strides alone say how an operand is stored."""
+    a, b, *scales = operands(48, 32, 64, (dtype, dtype))
+    expected = scaled_mm(a, b, *scales, torch.float32)
+    a_column_major, b_column_major = a.t().contiguous().t(), b.t().contiguous().t()
+    assert torch.equal(scaled_mm(a, b_column_major, *scales, torch.float32), expected)
+    assert torch.equal(scaled_mm(a_column_major, b_column_major, *scales, torch.float32), expected)
+
+
+def test_bad_scale_shows():
+    """A row whose scale is NaN is a row of NaN in the product, whatever its codes."""
+    a, b, scale_a, scale_b = operands(5, 8, 16, DTYPES[0])
+    scale_a[3] = float("nan")
+    out = scaled_mm(a, b, scale_a, scale_b, torch.bfloat16)
+    assert out[3].isnan().all() and out[[0, 1, 2, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize("m,n,k", [(0, 8, 16), (8, 0, 16), (8, 8, 0)])
+def test_empty(m, n, k):
+    a, b = torch.zeros(m, k, dtype=torch.int8), torch.zeros(n, k, dtype=torch.int8)
+    assert torch.equal(scaled_mm(a, b, torch.ones(m), torch.ones(n), torch.float32), torch.zeros(m, n))
+
+
+def test_adds_to_a_gradient():
+    a, b, *scales = operands(33, 16, 48, DTYPES[0])
+    out = torch.randn(33, 16)
+    expected = out + scaled_mm(a, b, *scales, torch.float32)
+    scaled_mm_add_(out, a, b, *scales)
+    assert torch.allclose(out, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tune", ["0", "1"])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtypes", DTYPES[:2])
+def test_adds_on_a_gpu(dtypes, out_dtype, tune, monkeypatch, tmp_path):
+    """Whichever way is chosen, timed or not, has room for the tile that it adds to, and adds once."""
+    monkeypatch.setenv("QTRAIN_TUNE", tune)
+    monkeypatch.setenv("QTRAIN_CACHE", str(tmp_path))
+    autotune._choices.cache_clear()
+    for shape in [(33, 16, 48), (1152, 896, 8192), (4096, 4096, 512)]:
+        a, b, *scales = (t.cuda() for t in operands(*shape, dtypes))
+        before = torch.randn(shape[:2]).cuda().to(out_dtype)
+        scaled_mm_add_(out := before.clone(), a, b, *scales, fast_accum=False)
+        expected, size = truth(a, b, *scales)
+        expected += before.double()
+        rounding = 2**-23 if out_dtype == torch.float32 else 2**-8
+        error = (out.double() - expected).abs()
+        assert (error <= rounding * expected.abs() + 2**-12 * size + 1e-6).all(), shape
+    autotune._choices.cache_clear()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_operators():
+    a, b, *scales = operands(3, 8, 16, DTYPES[0])
+    torch.library.opcheck(scaled_mm, (a, b, *scales, torch.bfloat16))
+    torch.library.opcheck(scaled_mm_add_, (torch.randn(3, 8), a, b, *scales))
+
+
+def check_int8(device: str, out_dtype: torch.dtype, tilings: list[Tiling], shapes: list[tuple[int, int, int]]) -> None:
+    """Bitwise equal to the definition: the sum is exact, and both round the same fp32 product."""
+    for number, shape in enumerate(shapes):
+        for tensorwise in (False, True):
+            a, b, *scales = operands(*shape, DTYPES[0], number, tensorwise, device)
+            expected = scaled_mm_ref(a, b, *scales, out_dtype)
+            for tiling in tilings:
+                out = torch.empty(shape[:2], dtype=out_dtype, device=device)
+                launch_scaled_mm(a, b, *scales, out, tiling)
+                assert torch.equal(out, expected), (shape, tensorwise, tiling)
+
+
+SMALL = Tiling(32, 64, 64, 4, 2)
+
+
+@pytest.mark.interpreter
+def test_int8_in_the_interpreter():
+    check_int8("cpu", torch.float32, [SMALL], [(1, 16, 16), (70, 144, 80), (3, 68, 208)])
+
+
+@pytest.mark.interpreter
+def test_adding_and_bias_in_the_interpreter():
+    a, b, *scales = operands(40, 80, 96, DTYPES[0])
+    bias, before = torch.randn(80), torch.randn(40, 80)
+    out = launch_scaled_mm(a, b, *scales, before.clone(), SMALL, bias=bias, add=True)
+    assert torch.allclose(out, before + scaled_mm_ref(a, b, *scales, torch.float32, bias))
+
+
+def random_shapes(count: int) -> list[tuple[int, int, int]]:
+    generator = torch.Generator().manual_seed(0)
+    draws = [torch.randint(1, 40, (3,), generator=generator).tolist() for _ in range(count)]
+    return [(m * 13, n * 16, k * 16) for m, n, k in draws]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+def test_int8_kernel(out_dtype):
+    small = 2**18 if out_dtype.itemsize <= 2 else 2**14
+    tilings = [t for t in TILINGS.values() if not t.split and t.block_n * t.block_m <= small]
+    check_int8("cuda", out_dtype, tilings, [(1, 16, 16), (130, 272, 144), (4096, 4096, 1024), *random_shapes(200)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "dtypes,fast_accum,tilings", [(DTYPES[1], True, 6), (DTYPES[1], False, 2), (DTYPES[2], True, 2)]
+)
+def test_fp8_kernel(dtypes, fast_accum, tilings):
+    """Against fp64. The tensor cores add 32 products at a time and keep about 13 bits of the running sum: with fast
+    accumulation that of all K, which adds up over K / 32 roundings, else that of a block of K."""
+    bits = 9 if fast_accum else 12
+    for number, shape in enumerate([(1, 16, 16), (130, 272, 144), (512, 512, 8192), *random_shapes(200)]):
+        a, b, *scales = operands(*shape, dtypes, number, number % 2 == 1, "cuda")
+        expected, size = truth(a, b, *scales)
+        for tiling in list(TILINGS.values())[:tilings]:
+            out = torch.empty(shape[:2], dtype=torch.bfloat16, device="cuda")
+            launch_scaled_mm(a, b, *scales, out, tiling, fast_accum=fast_accum)
+            error = (out.double() - expected).abs()
+            assert (error <= 2**-8 * expected.abs() + 2**-bits * size).all(), (shape, tiling)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["triton", "cublas", "ref"])
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("m,n,k", [(1, 1, 1), (5, 7, 3), (0, 8, 16), (64, 40, 48), (300, 528, 272)])
+def test_operator_takes_every_shape(family, dtypes, m, n, k, monkeypatch):
+    monkeypatch.setenv("QTRAIN_IMPL", family)
+    a, b, *scales = operands(m, n, k, dtypes)
+    out = scaled_mm(a.cuda(), b.cuda(), *(s.cuda() for s in scales), torch.bfloat16)
+    expected, size = truth(a, b, *scales)
+    assert ((out.cpu().double() - expected).abs() <= 2**-8 * expected.abs() + 2**-12 * size).all()

@@ -1,0 +1,174 @@
+"""The quantizer of both layouts from bf16, to nearest and stochastic: bitwise equal to the definition."""
+
+import pytest
+import torch
+
+from qtrain.kernels.numerics.formats import FORMATS
+from qtrain.kernels.numerics.philox import random_bits_ref
+from qtrain.kernels.quantize.absmax import absmax_ref
+from qtrain.kernels.quantize.dual_bf16x2 import launch_quantize_blocks, takes_blocks
+from qtrain.kernels.quantize.operators import (
+    quantize_dual,
+    quantize_dual_given,
+    quantize_ref,
+    quantize_transposed_ref,
+    scale_ref,
+)
+from tests.cases import KINDS
+from tests.kernels.quantize.test_kernels import KEY, ROLE, hostile, same
+
+CASES = [
+    (fmt, granularity)
+    for fmt in ("int8", "e4m3", "e5m2")
+    for granularity in ("128x128", "1x128", "rowwise", "tensorwise")
+]
+
+STOCHASTIC = ("", "rows", "columns", "both")  # "": to nearest
+
+
+def drawing(device, stochastic):
+    """Arguments of a quantizer, and bits for the definition's rows and columns of a tensor of this shape."""
+    key = KEY.to(device) if stochastic else None
+
+    def bits(shape):
+        drawn = random_bits_ref(shape, KEY.to(device), ROLE)
+        return [drawn if stochastic in (layout, "both") else None for layout in ("rows", "columns")]
+
+    return {"key": key, "role": ROLE, "stochastic": stochastic or "both"}, bits
+
+
+def check(x, fmt, granularity, power_of_two=False, stochastic=""):
+    assert takes_blocks(x, fmt, granularity)
+    options, bits = drawing(x.device, stochastic)
+    row_bits, column_bits = bits(x.shape)
+    expected = quantize_ref(x, fmt, granularity, row_bits, power_of_two)
+    expected += quantize_transposed_ref(x, fmt, granularity, column_bits, power_of_two)
+    found = launch_quantize_blocks(x, fmt, granularity, power_of_two, **options)
+    same(found, expected, (tuple(x.shape), fmt, granularity, power_of_two, stochastic))
+
+
+def check_given(x, fmt, scale, stochastic=""):
+    """Under a scale that x may exceed; a NaN keeps its code."""
+    assert takes_blocks(x, fmt, "tensorwise", True)
+    scale, most = torch.tensor([scale], device=x.device), torch.zeros(1, dtype=torch.int32, device=x.device)
+    options, bits = drawing(x.device, stochastic)
+    row_bits, column_bits = bits(x.shape)
+    expected = quantize_ref(x, fmt, "tensorwise", row_bits, scale=scale)
+    expected += quantize_transposed_ref(x, fmt, "tensorwise", column_bits, scale=scale)
+    note = (tuple(x.shape), fmt, stochastic)
+    same(launch_quantize_blocks(x, fmt, "tensorwise", False, scale, **options), expected, note)
+    same(launch_quantize_blocks(x, fmt, "tensorwise", False, scale, most, **options), expected, note)
+    same([most.view(torch.float32)], [absmax_ref(x)], tuple(x.shape))
+
+
+def random_shapes(seed, count):
+    """Whole blocks and parts of some."""
+    generator = torch.Generator().manual_seed(seed)
+    for number in range(count):
+        m, k = (16 * torch.randint(1, 40, (2,), generator=generator)).tolist()
+        yield number, (-(-m // 128) * 128, -(-k // 128) * 128) if number % 3 == 0 else (m, k)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("fmt,granularity", CASES)
+def test_blocks_in_the_interpreter(fmt, granularity):
+    for kind in ("outlier", "bad"):
+        check(hostile(144, 272, 2, kind, torch.bfloat16, "cpu"), fmt, granularity, kind == "outlier")
+    check(hostile(128, 256, 3, "zero_row", torch.bfloat16, "cpu"), fmt, granularity)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_a_given_scale_in_the_interpreter(fmt):
+    check_given(hostile(144, 272, 2, "bad", torch.bfloat16, "cpu"), fmt, 1e-4)
+    check_given(hostile(128, 256, 3, "zero_row", torch.bfloat16, "cpu"), fmt, 0.3)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("fmt,granularity", CASES)
+def test_stochastic_rounding_in_the_interpreter(fmt, granularity):
+    for stochastic, kind in (("columns", "bad"), ("both", "outlier"), ("rows", "zero_row")):
+        check(hostile(144, 272, 2, kind, torch.bfloat16, "cpu"), fmt, granularity, kind == "outlier", stochastic)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_stochastic_rounding_under_a_given_scale_in_the_interpreter(fmt):
+    check_given(hostile(144, 272, 2, "bad", torch.bfloat16, "cpu"), fmt, 1e-4, "both")
+    check_given(hostile(16, 144, 2, "bad", torch.bfloat16, "cpu"), fmt, 1e-4, "columns")
+    check_given(hostile(128, 256, 3, "normal", torch.bfloat16, "cpu"), fmt, 0.3, "rows")
+
+
+@pytest.mark.parametrize("fmt", ["int8", "e4m3", "e5m2"])
+def test_no_number_is_beyond_the_largest_code(fmt):
+    """Nothing is clamped where a scale is made of the numbers: of any absmax in bf16 the scaled one rounds to it."""
+    x = (torch.arange(1, 0x7F80, dtype=torch.int32) << 16).view(torch.float32)
+    scaled = x * scale_ref(x[:, None], fmt, "rowwise").reciprocal()
+    if fmt == "int8":
+        scaled = (scaled + 384.0) - 384.0  # what is left of it in fixed point
+    assert scaled.max() == FORMATS[fmt].max
+
+
+def test_other_inputs_are_not_taken():
+    x = torch.zeros(32, 48, dtype=torch.bfloat16)
+    assert takes_blocks(x, "e4m3", "1x128")
+    assert not takes_blocks(x.float(), "e4m3", "1x128") and not takes_blocks(x[:, :40], "e4m3", "1x128")
+    assert not takes_blocks(x.view(-1)[1 : 1 + 16 * 48].view(16, 48), "e4m3", "1x128")  # starts within a word
+    assert not takes_blocks(x, "int4", "1x128") and not takes_blocks(x, "e4m3", "32x32")
+    assert not takes_blocks(x, "int8", "tensorwise", True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt,granularity", CASES)
+def test_blocks_on_gpu(fmt, granularity):
+    for number, (m, k) in random_shapes(7, 120):
+        x = hostile(m, k, number, [*KINDS, "bad"][number % 6], torch.bfloat16, "cuda").contiguous()
+        check(x, fmt, granularity, number % 4 == 1)
+        same(quantize_dual(x, fmt, granularity, granularity), launch_quantize_blocks(x, fmt, granularity), (m, k))
+    for shape in [(16, 16), (4096, 14336), (16384, 4096)]:
+        check(hostile(*shape, 0, "outlier", torch.bfloat16, "cuda"), fmt, granularity)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_a_given_scale_on_gpu(fmt):
+    for number, (m, k) in random_shapes(8, 120):
+        x = hostile(m, k, number, [*KINDS, "bad"][number % 6], torch.bfloat16, "cuda").contiguous()
+        value = (1e-4, 0.3, 1.0, 300.0)[number % 4]
+        check_given(x, fmt, value)
+        scale, most = torch.tensor([value], device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
+        codes, scale_out, codes_t, _ = launch_quantize_blocks(x, fmt, "tensorwise", False, scale, most)
+        same(quantize_dual_given(x, fmt, scale), [codes, codes_t, most.view(torch.float32)], (m, k))
+        dual = quantize_dual(x, fmt, "tensorwise", "tensorwise", None, 0, False, scale)
+        same(dual, [codes, scale_out, codes_t, scale_out], (m, k))
+    for shape in [(16, 16), (4096, 14336), (16384, 4096)]:
+        check_given(hostile(*shape, 0, "outlier", torch.bfloat16, "cuda"), fmt, 0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stochastic", STOCHASTIC[1:])
+@pytest.mark.parametrize("fmt,granularity", CASES)
+def test_stochastic_rounding_on_gpu(fmt, granularity, stochastic):
+    options, _ = drawing("cuda", stochastic)
+    for number, (m, k) in random_shapes(9, 60):
+        x = hostile(m, k, number, [*KINDS, "bad"][number % 6], torch.bfloat16, "cuda").contiguous()
+        check(x, fmt, granularity, False, stochastic)
+        found = launch_quantize_blocks(x, fmt, granularity, **options)
+        same(quantize_dual(x, fmt, granularity, granularity, **options), found, (m, k))
+    for shape in [(16, 16), (4096, 14336), (16384, 4096)]:
+        check(hostile(*shape, 0, "outlier", torch.bfloat16, "cuda"), fmt, granularity, False, stochastic)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stochastic", STOCHASTIC[1:])
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_stochastic_rounding_under_a_given_scale_on_gpu(fmt, stochastic):
+    options, _ = drawing("cuda", stochastic)
+    for number, (m, k) in random_shapes(10, 60):
+        x = hostile(m, k, number, [*KINDS, "bad"][number % 6], torch.bfloat16, "cuda").contiguous()
+        value = (1e-4, 0.3, 1.0, 300.0)[number % 4]
+        check_given(x, fmt, value, stochastic)
+        scale, most = torch.tensor([value], device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
+        codes, _, codes_t, _ = launch_quantize_blocks(x, fmt, "tensorwise", False, scale, most, **options)
+        same(quantize_dual_given(x, fmt, scale, **options), [codes, codes_t, most.view(torch.float32)], (m, k))
+    check_given(hostile(4096, 14336, 0, "outlier", torch.bfloat16, "cuda"), fmt, 0.01, stochastic)

@@ -1,0 +1,263 @@
+"""Quantizing kernels bitwise equal to their definition, nearest and stochastic, along rows, columns and both."""
+
+import pytest
+import torch
+
+from qtrain.kernels.numerics.formats import FORMATS
+from qtrain.kernels.numerics.philox import random_bits_ref
+from qtrain.kernels.quantize.absmax import absmax_ref
+from qtrain.kernels.quantize.operators import (
+    quantize,
+    quantize_dual,
+    quantize_dual_given,
+    quantize_ref,
+    quantize_transposed,
+    quantize_transposed_ref,
+    scale_ref,
+)
+from qtrain.kernels.quantize.rowwise import launch_quantize_rows
+from qtrain.kernels.quantize.rowwise_bf16x2 import launch_quantize_row_words, takes_row_words
+from qtrain.kernels.quantize.tiled import Tile, launch_quantize_tiles
+from tests.cases import KINDS, SHAPES, matrix
+
+ROLE = 2
+ROWS = ["rowwise", "1x128", "1x32"]
+TILES = [
+    ("rowwise", "rowwise"),
+    ("1x128", "1x128"),
+    ("128x128", "128x128"),
+    ("32x32", "32x32"),
+    ("tensorwise", "tensorwise"),
+    ("1x32", "rowwise"),
+    (None, "rowwise"),
+    (None, "1x128"),
+    ("tensorwise", None),
+    ("128x128", None),
+]
+
+
+def same(found, expected, note):
+    """Equal bit for bit; a NaN equals a NaN."""
+    for got, true in zip(found, expected, strict=True):
+        if got.dtype.itemsize == 1:
+            assert torch.equal(got.view(torch.uint8), true.view(torch.uint8)), note
+        else:
+            assert torch.equal(got.nan_to_num(nan=-1.0), true.nan_to_num(nan=-1.0)), note
+
+
+def hostile(rows, columns, seed, kind, dtype, device):
+    x = matrix(rows, columns, seed, "normal" if kind == "bad" else kind, dtype).contiguous()
+    if kind == "bad":
+        x[rows // 2, columns // 3] = float("nan")
+        x[0, columns // 2] = -float("inf")
+    return x.to(device)
+
+
+def noise(x, key):
+    return None if key is None else random_bits_ref(x.shape, key, ROLE)
+
+
+def check_rows(x, fmt, granularity, key, power_of_two=False, **options):
+    found = launch_quantize_rows(x, fmt, granularity, key, ROLE, power_of_two, **options)
+    note = (tuple(x.shape), fmt, granularity, key is not None, options)
+    same(found, quantize_ref(x, fmt, granularity, noise(x, key), power_of_two), note)
+    if takes_row_words(x, fmt, granularity, key is not None):
+        check_words(x, fmt, granularity, key, power_of_two)
+
+
+def check_words(x, fmt, granularity, key, power_of_two=False):
+    assert takes_row_words(x, fmt, granularity, key is not None)
+    found = launch_quantize_row_words(x, fmt, granularity, key, ROLE, power_of_two)
+    expected = quantize_ref(x, fmt, granularity, noise(x, key), power_of_two)
+    same(found, expected, (tuple(x.shape), fmt, granularity, key is not None))
+
+
+def check_tiles(x, fmt, granularity, granularity_t, key, power_of_two=False, **options):
+    bits, expected = noise(x, key), []
+    if granularity:
+        expected += quantize_ref(x, fmt, granularity, bits, power_of_two)
+    if granularity_t:
+        expected += quantize_transposed_ref(x, fmt, granularity_t, bits, power_of_two)
+    found = launch_quantize_tiles(x, fmt, granularity, granularity_t, key, ROLE, power_of_two, **options)
+    same(found, expected, (tuple(x.shape), fmt, granularity, granularity_t, key is not None, options))
+
+
+def check_given(x, fmt, fmt_t, key):
+    scale, most = torch.tensor([0.01], device=x.device), torch.zeros(1, dtype=torch.int32, device=x.device)
+    tensorwise = ("tensorwise", noise(x, key), False, scale)
+    expected = [*quantize_ref(x, fmt, *tensorwise), *quantize_transposed_ref(x, fmt_t, *tensorwise)]
+    found = launch_quantize_tiles(
+        x, fmt, "tensorwise", "tensorwise", key, ROLE, scale=scale, fmt_t=fmt_t, scale_t=scale, absmax=most
+    )
+    same(found, expected, (tuple(x.shape), fmt, fmt_t, key is not None))
+    same([most.view(torch.float32)], [absmax_ref(x)], tuple(x.shape))
+
+
+def check_ternary(x, granularity, key):
+    scale, scale_t = scale_ref(x, "ternary", granularity), scale_ref(x.t(), "ternary", granularity)
+    bits = noise(x, key)
+    found = launch_quantize_tiles(
+        x, "ternary", granularity, granularity, key, ROLE, scale=scale, fmt_t="ternary", scale_t=scale_t
+    )
+    codes_t, _ = quantize_transposed_ref(x, "ternary", granularity, bits)
+    same(found, [*quantize_ref(x, "ternary", granularity, bits), codes_t, scale_t], (tuple(x.shape), granularity))
+
+
+KEY = torch.tensor([2**40 + 77, 9, 5])
+# In the interpreter a kernel takes a quarter of a second whatever the tile holds: every path once, not every product.
+SMALL = {"tile": Tile(32, 32, 4, True)}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("key", [None, KEY], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("fmt", ["int8", "e4m3", "e5m2", "int4"])
+def test_kernels_in_the_interpreter(fmt, key):
+    for kind in ("outlier", "bad"):
+        x = hostile(34, 40, 0, kind, torch.float32, "cpu")
+        check_rows(x, fmt, "1x32", key, kind == "outlier", elements=64)
+        check_tiles(x, fmt, "rowwise", "rowwise", key, **SMALL)
+        check_tiles(x, fmt, "32x32", "32x32", key, kind == "outlier", **SMALL)
+    x = hostile(3, 40, 1, "zero_row", torch.float32, "cpu")
+    check_rows(x, fmt, "rowwise", key, elements=64)
+    check_rows(x, fmt, "rowwise", key, longest=8, piece=16)
+    check_tiles(x, fmt, "tensorwise", "rowwise", key, **SMALL)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("key", [None, KEY], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("fmt", ["int8", "e4m3", "e5m2"])
+def test_words_of_rows_in_the_interpreter(fmt, key):
+    cases = [("outlier", 33, 320), ("bad", 9, 264), ("zero_row", 3, 40), ("normal", 1, 8)]
+    for number, (kind, m, k) in enumerate(cases):
+        x = hostile(m, k, number, kind, torch.bfloat16, "cpu")
+        check_words(x, fmt, "rowwise", key, number == 0)  # 320: two pieces
+        check_words(x, fmt, "1x128", key, number == 1)  # 264 and 40: a group that ends early
+
+
+@pytest.mark.parametrize("stochastic,longest", [(False, 24576), (True, 16384)])
+def test_which_rows_are_read_in_words(stochastic, longest):
+    x = torch.zeros(4, 24, dtype=torch.bfloat16)
+
+    def takes(x, fmt, granularity):
+        return takes_row_words(x, fmt, granularity, stochastic)
+
+    assert takes(x, "int8", "1x128") and takes(x, "e5m2", "rowwise")
+    assert not takes(x.float(), "int8", "1x128") and not takes(x[:, :20], "int8", "1x128")
+    assert not takes(x.view(-1)[1:73].view(3, 24), "int8", "1x128")  # starts within a word
+    assert not takes(x, "int4", "1x128") and not takes(x, "e4m3", "1x32")
+    rows = torch.zeros(1, longest + 8, dtype=torch.bfloat16)
+    assert takes(rows[:, :longest], "int8", "rowwise") and not takes(rows, "int8", "rowwise")
+    assert takes(rows, "int8", "1x128")
+
+
+@pytest.mark.interpreter
+def test_blocks_of_128_in_the_interpreter():
+    x = hostile(130, 136, 2, "outlier", torch.float32, "cpu")
+    check_tiles(x, "int8", "1x128", "1x128", None)
+    check_tiles(x, "e4m3", "128x128", "128x128", None)
+    check_tiles(x, "e4m3", None, "1x128", None)
+    check_rows(x, "e4m3", "1x128", None, elements=1024)
+
+
+@pytest.mark.interpreter
+def test_given_and_ternary_in_the_interpreter():
+    x = hostile(34, 40, 2, "bad", torch.float32, "cpu")
+    check_given(x, "e4m3", "e5m2", None)
+    check_given(x, "int8", "int8", KEY)
+    check_ternary(x, "rowwise", KEY)
+
+
+def random_shapes(seed, count):
+    """Odd ones, and ones whose rows and columns are multiples of 16: what a kernel is compiled for differs."""
+    generator = torch.Generator().manual_seed(seed)
+    for number in range(count):
+        m, k = torch.randint(1, 600, (2,), generator=generator).tolist()
+        yield number, (m * 16 % 1009 // 16 * 16 + 16, k // 16 * 16 + 16) if number % 2 else (2 * m + 1, 2 * k + 1)
+
+
+def x_dtype(fmt, number):
+    return torch.float32 if fmt == "int8" and number % 4 == 0 else torch.bfloat16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("key", [None, KEY], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("fmt", ["int8", "e4m3"])
+@pytest.mark.parametrize("granularity", ROWS)
+def test_rows(granularity, fmt, key):
+    key = key if key is None else key.cuda()
+    for number, (m, k) in random_shapes(1, 200):
+        kind = [*KINDS, "bad"][number % 6]
+        k = k if key is None or k % 8 == 0 else k // 2 * 8
+        x = hostile(m, k, number, kind, x_dtype(fmt, number), "cuda")
+        check_rows(x, fmt, granularity, key, fmt == "e4m3" and number % 4 == 1)
+    for shape in [(1, 16), (3, 14336), (1000, 4096), (5, 18944), (2, 151936)]:
+        check_rows(hostile(*shape, 0, "outlier", torch.bfloat16, "cuda"), fmt, granularity, key)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("key", [None, KEY], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("fmt", ["int8", "e4m3"])
+@pytest.mark.parametrize("granularity,granularity_t", TILES)
+def test_tiles(granularity, granularity_t, fmt, key):
+    key = key if key is None else key.cuda()
+    for number, (m, k) in random_shapes(2, 200):
+        kind = [*KINDS, "bad"][number % 6]
+        k = k if key is None or k % 8 == 0 else k // 2 * 8
+        x = hostile(m, k, number, kind, x_dtype(fmt, number), "cuda")
+        check_tiles(x, fmt, granularity, granularity_t, key, fmt == "e4m3" and number % 4 == 1)
+    for shape in [(1, 16), (1000, 4096), (4100, 1000), (4096, 14336)]:
+        check_tiles(hostile(*shape, 0, "outlier", torch.bfloat16, "cuda"), fmt, granularity, granularity_t, key)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("key", [None, KEY], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("fmt,fmt_t", [("e4m3", "e4m3"), ("e4m3", "e5m2"), ("int8", "int8"), ("int4", "int4")])
+def test_given_scale_on_gpu(fmt, fmt_t, key):
+    key = key if key is None else key.cuda()
+    for number, (m, k) in random_shapes(3, 200):
+        k = k if key is None or k % 8 == 0 else k // 2 * 8
+        check_given(hostile(m, k, number, [*KINDS, "bad"][number % 6], torch.bfloat16, "cuda"), fmt, fmt_t, key)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", ["e5m2", "int4", "ternary"])
+def test_other_formats_on_gpu(fmt):
+    for number, (m, k) in random_shapes(4, 200):
+        x = hostile(m, k, number, [*KINDS, "bad"][number % 6], torch.bfloat16, "cuda")
+        for key in (None, KEY.cuda())[: 1 + (k % 8 == 0)]:
+            if fmt == "ternary":
+                check_ternary(x, ("rowwise", "tensorwise")[number % 3 == 0], key)
+            else:
+                check_rows(x, fmt, ROWS[number % 3], key)
+                check_tiles(x, fmt, *[("rowwise", "rowwise"), ("1x128", "1x128")][number % 3 == 0], key)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_operators_on_gpu(fmt):
+    """Every granularity, in both layouts, of any shape and layout of input: as on a CPU."""
+    for shape in [(1, 256), (17, 33), (130, 257), (0, 16), (3, 0)]:
+        for kind in ("normal", "strided"):
+            x = matrix(*shape, 5, kind, torch.bfloat16).cuda()
+            for granularity in ("tensorwise", "rowwise", "1x128", "32x32"):
+                for key in (None, KEY.cuda()):
+                    what = (shape, kind, fmt, granularity, key is not None)
+                    rows, columns = (op(x, fmt, granularity, key, ROLE) for op in (quantize, quantize_transposed))
+                    same(rows, quantize_ref(x, fmt, granularity, noise(x, key)), what)
+                    same(quantize_dual(x, fmt, granularity, granularity, key, ROLE), [*rows, *columns], what)
+                    nearest = quantize_ref(x, fmt, granularity)
+                    one = quantize_dual(x, fmt, granularity, granularity, key, ROLE, stochastic="columns")
+                    same(one, [*nearest, *columns], what)
+
+
+@pytest.mark.gpu
+def test_dual_with_the_scale_given_on_gpu():
+    one = torch.ones(1).cuda()
+    for shape in [*SHAPES, (0, 16), (3, 0)]:
+        x = matrix(*shape, 5, "strided", torch.bfloat16).cuda()
+        codes, codes_t, most = quantize_dual_given(x, "e4m3", one)
+        same([codes, most], [quantize_ref(x, "e4m3", "tensorwise", scale=one)[0], absmax_ref(x)], shape)
+        assert torch.equal(codes.float().t(), codes_t.float())
+        codes, codes_t, most = quantize_dual_given(x, "e4m3", one, KEY.cuda(), ROLE, stochastic="columns")
+        drawn = quantize_transposed_ref(x, "e4m3", "tensorwise", noise(x, KEY.cuda()), scale=one)[0]
+        same([codes, codes_t, most], [quantize_ref(x, "e4m3", "tensorwise", scale=one)[0], drawn, absmax_ref(x)], shape)

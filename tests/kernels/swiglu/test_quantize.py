@@ -1,0 +1,283 @@
+"""Codes of a gated MLP's activation and of its gradient: bitwise those of the activation, made and then quantized."""
+
+import pytest
+import torch
+
+from qtrain.kernels.numerics.philox import ROLES, random_bits_ref
+from qtrain.kernels.quantize.absmax import absmax_of_columns_ref, absmax_ref
+from qtrain.kernels.quantize.dual_bf16x2 import launch_quantize_blocks
+from qtrain.kernels.quantize.operators import (
+    quantize,
+    quantize_dual,
+    quantize_dual_given,
+    quantize_ref,
+    quantize_transposed,
+    quantize_transposed_ref,
+)
+from qtrain.kernels.swiglu.backward import launch_gated_gradient
+from qtrain.kernels.swiglu.quantize import (
+    activation,
+    quantize_gated,
+    quantize_gated_backward,
+    quantize_gated_given,
+    quantize_gated_rows,
+    takes_gated,
+    takes_gated_rows,
+)
+from qtrain.kernels.swiglu.rowwise import launch_gated_rows, pieces
+from qtrain.kernels.swiglu.swiglu import launch_silu_mul, launch_silu_mul_backward, silu_mul
+from tests.cases import KINDS, matrix
+from tests.kernels.quantize.test_dual_bf16x2 import STOCHASTIC, drawing
+from tests.kernels.quantize.test_kernels import KEY, hostile, same
+
+FORMATS = ("int8", "e4m3", "e5m2")
+CASES = [(fmt, granularity) for fmt in FORMATS for granularity in ("128x128", "1x128")]
+
+
+def gate_and_gradient(m, width, seed, kind, device):
+    """x [M, 2 * width] with what `kind` says, and dy [M, width]."""
+    x = hostile(m, 2 * width, seed, kind, torch.bfloat16, device).contiguous()
+    return x, hostile(m, width, seed + 50, "outlier" if kind == "bad" else kind, torch.bfloat16, device).contiguous()
+
+
+def made(x, dy):
+    """The activation, or the gradient of x, in bf16; the interpreter does not round to it."""
+    wide = torch.float32 if x.device.type == "cpu" else torch.bfloat16
+    y = launch_silu_mul(x.to(wide)) if dy is None else launch_silu_mul_backward(dy.to(wide), x.to(wide))
+    return y.bfloat16()
+
+
+def check(x, dy, fmt, granularity, power_of_two=False, stochastic=""):
+    y, (options, bits) = made(x, dy), drawing(x.device, stochastic)
+    row_bits, column_bits = bits(y.shape)
+    expected = quantize_ref(y, fmt, granularity, row_bits, power_of_two)
+    expected += quantize_transposed_ref(y, fmt, granularity, column_bits, power_of_two)
+    found = launch_quantize_blocks(x, fmt, granularity, power_of_two, of_gate=True, dy=dy, **options)
+    same(found, expected, (tuple(x.shape), fmt, granularity, dy is None, stochastic))
+
+
+def check_given(x, dy, fmt, value, stochastic=""):
+    y, scale = made(x, dy), torch.tensor([value], device=x.device)
+    most = torch.zeros(1, dtype=torch.int32, device=x.device)
+    options, bits = drawing(x.device, stochastic)
+    row_bits, column_bits = bits(y.shape)
+    found = launch_quantize_blocks(x, fmt, "tensorwise", False, scale, most, True, dy, **options)
+    expected = quantize_ref(y, fmt, "tensorwise", row_bits, scale=scale)
+    expected += quantize_transposed_ref(y, fmt, "tensorwise", column_bits, scale=scale)
+    same([*found, most.view(torch.float32)], [*expected, absmax_ref(y)], (tuple(x.shape), fmt, dy is None, stochastic))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("fmt,granularity", CASES)
+def test_codes_in_the_interpreter(fmt, granularity):
+    for seed, (m, width, kind) in enumerate([(144, 128, "outlier"), (128, 256, "bad"), (16, 128, "zero_row")]):
+        x, dy = gate_and_gradient(m, width, seed, kind, "cpu")
+        check(x, None, fmt, granularity, kind == "outlier")
+        check(x, dy, fmt, granularity, kind == "outlier")
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_a_given_scale_in_the_interpreter(fmt):
+    x, dy = gate_and_gradient(144, 128, 3, "bad", "cpu")
+    for value in (1e-3, 0.3):
+        check_given(x, None, fmt, value)
+        check_given(x, dy, fmt, value)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("fmt,granularity", CASES)
+def test_stochastic_rounding_in_the_interpreter(fmt, granularity):
+    for seed, (m, width, stochastic) in enumerate([(144, 128, "columns"), (16, 256, "both")]):
+        x, dy = gate_and_gradient(m, width, seed, "bad", "cpu")
+        check(x, None, fmt, granularity, False, stochastic)
+        check(x, dy, fmt, granularity, False, stochastic)
+    if granularity == "128x128" and fmt != "int8":
+        check_given(x, None, fmt, 1e-3, "columns")
+        check_given(x, dy, fmt, 1e-3, "both")
+
+
+def bits_of(t):
+    """int32 bits of fp32, NaN all alike."""
+    return t.view(torch.float32).nan_to_num(nan=-1.0)
+
+
+def check_rows(x, fmt, power_of_two=False, stochastic=False):
+    """Codes along rows, and what is found of columns on the way."""
+    y, key = made(x, None), KEY.to(x.device) if stochastic else None
+    drawn = random_bits_ref(y.shape, key, 2) if stochastic else None
+    *found, columns = launch_gated_rows(x, fmt, power_of_two, key, 2)
+    note = (tuple(x.shape), fmt, stochastic)
+    same(found, quantize_ref(y, fmt, "rowwise", drawn, power_of_two), note)
+    assert torch.equal(bits_of(columns), bits_of(absmax_of_columns_ref(y))), note
+
+
+def check_gradient(x, dy, fmt, power_of_two=False, stochastic=False):
+    """Codes of y along columns, and dx with the maxima of its rows and columns."""
+    y, dx, key = made(x, None), made(x, dy), KEY.to(x.device) if stochastic else None
+    drawn = random_bits_ref(y.shape, key, 2) if stochastic else None
+    codes_t, scale_t, found, (rows, columns) = launch_gated_gradient(
+        x, dy, absmax_of_columns_ref(y), fmt, power_of_two, key, 2
+    )
+    note = (tuple(x.shape), fmt, stochastic)
+    same((codes_t, scale_t), quantize_transposed_ref(y, fmt, "rowwise", drawn, power_of_two), note)
+    assert torch.equal(found.nan_to_num(nan=-1.0), dx.nan_to_num(nan=-1.0)), note
+    assert torch.equal(bits_of(columns), bits_of(absmax_of_columns_ref(dx))), note
+    assert torch.equal(bits_of(rows), bits_of(absmax_of_columns_ref(dx.t()))), note
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_rows_and_then_columns_in_the_interpreter(fmt):
+    """A row in one piece and in two, parts of a tile, and whole ones."""
+    for seed, (m, width, kind) in enumerate([(16, 144, "outlier"), (144, 80, "bad"), (16, 336, "zero_row")]):
+        x, dy = gate_and_gradient(m, width, seed, kind, "cpu")
+        check_rows(x[:32], fmt, kind == "outlier", kind != "outlier")
+        check_gradient(x, dy, fmt, kind == "outlier", kind != "outlier")
+
+
+def test_pieces_of_a_row():
+    for words in range(8, 20_000, 8):
+        block, rest = pieces(words)
+        assert words <= block + rest <= max(words + 128, words * 4 // 3), (words, block, rest)
+        assert all(piece & (piece - 1) == 0 for piece in (block, rest))
+
+
+def check_rows_operators(x, dy, fmt, fmt_y, stochastic):
+    """Forward's operator and then backward's, which may differ in format and rounding."""
+    key, stochastic = KEY.to(x.device) if stochastic else None, stochastic or "both"
+    row_key = key if stochastic == "both" else None
+    *rows, columns = quantize_gated_rows(x, fmt_y, True, row_key)
+    same(rows, quantize(silu_mul(x), fmt_y, "rowwise", row_key, ROLES.index("x"), True), (fmt_y, stochastic))
+    found = quantize_gated_backward(x, dy, columns, fmt, False, key, fmt_y, True, key, stochastic)
+    expected = quantize_dual(
+        activation(x, dy), fmt, "rowwise", "rowwise", key, ROLES.index("dy"), stochastic=stochastic
+    )
+    expected += quantize_transposed(silu_mul(x), fmt_y, "rowwise", key, ROLES.index("x"), True)
+    same(found, expected, (tuple(x.shape), fmt, fmt_y, stochastic))
+
+
+def check_operators(device):
+    """Of any shape and dtype: what the two operations one after the other give."""
+    for seed, (m, width) in enumerate([(1, 8), (3, 33), (32, 128), (0, 128)]):
+        for dtype in (torch.float32, torch.bfloat16):
+            x, dy = (
+                matrix(m, 2 * width, seed, "normal", dtype).to(device),
+                matrix(m, width, 9, "normal", dtype).to(device),
+            )
+            for d in (None, dy):
+                for fmt, granularity in (
+                    ("int8", "rowwise"),
+                    ("e4m3", "1x128"),
+                    ("int4", "rowwise"),
+                    ("e4m3", "tensorwise"),
+                ):
+                    expected = quantize_dual(activation(x, d), fmt, granularity, granularity)
+                    same(quantize_gated(x, d, fmt, granularity), expected, (m, width, fmt))
+                scale = torch.tensor([0.1], device=device)
+                same(quantize_gated_given(x, d, "e4m3", scale), quantize_dual_given(activation(x, d), "e4m3", scale), m)
+                for stochastic in STOCHASTIC[1:]:
+                    options, _ = drawing(device, stochastic)
+                    expected = quantize_dual(activation(x, d), "int8", "rowwise", "rowwise", **options)
+                    same(quantize_gated(x, d, "int8", "rowwise", **options), expected, (m, width, stochastic))
+                    expected = quantize_dual_given(activation(x, d), "e4m3", scale, **options)
+                    same(quantize_gated_given(x, d, "e4m3", scale, **options), expected, (m, width, stochastic))
+            rows = (("int8", "int8", ""), ("e4m3", "int8", "columns"), ("int8", "e5m2", "both"))
+            for fmt, fmt_y, stochastic in rows if dtype == torch.bfloat16 or m == 3 else ():
+                check_rows_operators(x, dy, fmt, fmt_y, stochastic)
+    x, dy = (
+        matrix(32, 256, 0, "normal", torch.bfloat16).to(device),
+        matrix(32, 128, 1, "normal", torch.bfloat16).to(device),
+    )
+    options, _ = drawing(device, "columns")
+    for d in (None, dy):
+        for drawn in ({}, options):
+            torch.library.opcheck(torch.ops.qtrain.quantize_gated.default, (x, d, "int8", "1x128"), drawn)
+            torch.library.opcheck(
+                torch.ops.qtrain.quantize_gated_given.default, (x, d, "e4m3", torch.ones(1, device=device)), drawn
+            )
+    key, columns = options["key"], absmax_of_columns_ref(silu_mul(x))
+    torch.library.opcheck(torch.ops.qtrain.quantize_gated_rows.default, (x, "int8", False, key))
+    arguments = x, dy, columns, "int8", False, key, "e4m3", False, None, "columns"
+    torch.library.opcheck(torch.ops.qtrain.quantize_gated_backward.default, arguments)
+
+
+def test_operators():
+    check_operators("cpu")
+
+
+def test_a_scale_of_more_than_a_block_has_no_kernel():
+    """Its pass would be over x, not over what is made of it: the operator takes the two operations."""
+    x, dy = gate_and_gradient(16, 128, 0, "normal", "cpu")
+    for fmt, granularity in (("int8", "tensorwise"), ("e4m3", "tensorwise"), ("int8", "rowwise")):
+        assert not takes_gated(fmt, granularity)
+        assert takes_gated_rows(fmt, granularity) == (granularity == "rowwise")
+        with pytest.raises(AssertionError, match="no pass"):
+            launch_quantize_blocks(x, fmt, granularity, of_gate=True, dy=dy)
+
+
+@pytest.mark.gpu
+def test_operators_on_gpu():
+    check_operators("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt,granularity", CASES)
+def test_codes_on_gpu(fmt, granularity):
+    generator = torch.Generator().manual_seed(11)
+    for number in range(60):
+        m, width = (
+            16 * int(torch.randint(1, 40, (), generator=generator)),
+            128 * int(torch.randint(1, 9, (), generator=generator)),
+        )
+        x, dy = gate_and_gradient(m, width, number, [*KINDS, "bad"][number % 6], "cuda")
+        check(x, None, fmt, granularity, number % 4 == 1)
+        check(x, dy, fmt, granularity, number % 4 == 1)
+    x, dy = gate_and_gradient(4096, 4864, 0, "outlier", "cuda")
+    check(x, None, fmt, granularity)
+    check(x, dy, fmt, granularity)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_rows_and_then_columns_on_gpu(fmt, stochastic):
+    generator = torch.Generator().manual_seed(12)
+    for number in range(30):  # few widths, for each has a kernel
+        m, width = 16 * int(torch.randint(1, 60, (), generator=generator)), (48, 144, 336, 608, 1024)[number % 5]
+        x, dy = gate_and_gradient(m, width, number, [*KINDS, "bad"][number % 6], "cuda")
+        check_rows(x, fmt, number % 4 == 1, stochastic)
+        check_gradient(x, dy, fmt, number % 4 == 1, stochastic)
+    for width in (4864, 8960, 14336, 18944, 28672):
+        x, dy = gate_and_gradient(2064, width, 0, "outlier", "cuda")
+        check_rows(x, fmt, False, stochastic)
+        check_gradient(x, dy, fmt, False, stochastic)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_a_given_scale_on_gpu(fmt):
+    for number in range(40):
+        x, dy = gate_and_gradient(
+            16 * (number + 1), 128 * (number % 5 + 1), number, [*KINDS, "bad"][number % 6], "cuda"
+        )
+        for value in (1e-4, 0.3, 300.0):
+            check_given(x, None, fmt, value)
+            check_given(x, dy, fmt, value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stochastic", ["columns", "both"])
+@pytest.mark.parametrize("fmt,granularity", [case for case in CASES if case[0] != "e5m2"])
+def test_stochastic_rounding_on_gpu(fmt, granularity, stochastic):
+    for number in range(20):
+        x, dy = gate_and_gradient(
+            16 * (3 * number + 1), 128 * (number % 5 + 1), number, [*KINDS, "bad"][number % 6], "cuda"
+        )
+        for d in (None, dy):
+            check(x, d, fmt, granularity, False, stochastic)
+            if granularity == "128x128" and fmt != "int8":
+                check_given(x, d, fmt, (1e-4, 0.3, 300.0)[number % 3], stochastic)
+    x, dy = gate_and_gradient(4096, 4864, 0, "outlier", "cuda")
+    check(x, None, fmt, granularity, False, stochastic)
+    check(x, dy, fmt, granularity, False, stochastic)

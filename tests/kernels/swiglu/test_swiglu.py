@@ -1,0 +1,68 @@
+"""The gated activation: values and gradients against fp64, kernel and reference alike, in eager and compiled code."""
+
+import pytest
+import torch
+
+from qtrain.kernels.swiglu.swiglu import (
+    launch_silu_mul,
+    launch_silu_mul_backward,
+    silu_mul,
+    silu_mul_backward_ref,
+    silu_mul_ref,
+)
+from tests.cases import matrix
+
+SHAPES = [(1, 2), (3, 66), (17, 2048), (5, 2 * 1025), (0, 64)]
+
+
+def truth(x, dy):
+    leaf = x.double().requires_grad_()
+    gate, up = leaf.chunk(2, dim=-1)
+    y = torch.nn.functional.silu(gate) * up
+    y.backward(dy.double())
+    return y.detach(), leaf.grad
+
+
+def check(forward, backward, device, dtype):
+    for seed, (rows, width) in enumerate(SHAPES):
+        x = matrix(rows, width, seed, "outlier" if rows else "normal", dtype).to(device)
+        dy = matrix(rows, width // 2, seed + 9, "normal", dtype).to(device)
+        true_y, true_dx = truth(x, dy)
+        eps = torch.finfo(dtype).eps
+        assert torch.allclose(forward(x).double(), true_y, rtol=2 * eps, atol=1e-6)
+        assert torch.allclose(backward(dy, x).double(), true_dx, rtol=2 * eps, atol=1e-4 * eps / 1e-7 * 1e-2)
+
+
+def test_reference():
+    check(silu_mul_ref, silu_mul_backward_ref, "cpu", torch.float32)
+    check(silu_mul_ref, silu_mul_backward_ref, "cpu", torch.bfloat16)
+
+
+@pytest.mark.interpreter
+def test_kernel_in_the_interpreter():
+    check(launch_silu_mul, launch_silu_mul_backward, "cpu", torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernel(dtype):
+    check(launch_silu_mul, launch_silu_mul_backward, "cuda", dtype)
+
+
+def check_operator(device):
+    x = torch.randn(2, 3, 40, device=device, dtype=torch.float32, requires_grad=True)
+    torch.library.opcheck(torch.ops.qtrain.silu_mul.default, (x.detach().flatten(0, 1).requires_grad_(),))
+    compiled = torch.compile(silu_mul, fullgraph=True, backend="aot_eager")
+    silu_mul(x).square().sum().backward()
+    eager, x.grad = x.grad, None
+    compiled(x).square().sum().backward()
+    assert torch.equal(x.grad, eager)
+
+
+def test_operator():
+    check_operator("cpu")
+
+
+@pytest.mark.gpu
+def test_operator_on_gpu():
+    check_operator("cuda")

@@ -1,0 +1,122 @@
+"""Choosing by measurement: chosen once and remembered, forced by the environment, robust against a damaged file."""
+
+import json
+
+import pytest
+import torch
+
+from qtrain.errors import UserError
+from qtrain.kernels import autotune
+
+NAMES = ["triton a", "triton b", "cublas"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An empty cache, and nothing asked for by the environment the tests run in."""
+    monkeypatch.setenv("QTRAIN_CACHE", str(tmp_path))
+    for name in ("QTRAIN_IMPL", "QTRAIN_TUNE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    autotune._choices.cache_clear()
+    yield tmp_path
+    autotune._choices.cache_clear()
+
+
+def timed(monkeypatch, winner: str) -> list[list[str]]:
+    """Have `winner` be the fastest; returns the lists of names that were timed."""
+    seen: list[list[str]] = []
+
+    def fastest(names, run):
+        seen.append(list(names))
+        return winner
+
+    monkeypatch.setattr(autotune, "_fastest", fastest)
+    return seen
+
+
+def choose(*key: object, names: list[str] = NAMES) -> str:
+    return autotune.choose("mm", key, names, lambda name: None)
+
+
+def test_times_once_and_remembers_across_processes(monkeypatch, cache):
+    seen = timed(monkeypatch, "triton b")
+    assert choose(1, torch.int8) == choose(1, torch.int8) == "triton b" and seen == [NAMES]
+    (file,) = cache.iterdir()
+    ((entry, name),) = json.loads(file.read_text()).items()
+    assert entry.startswith("mm 1 int8 ") and name == "triton b"
+    autotune._choices.cache_clear()  # as a new process
+    assert choose(1, torch.int8) == "triton b" and len(seen) == 1
+    assert choose(2, torch.int8) == "triton b" and len(seen) == 2
+
+
+def test_a_choice_that_is_not_there_any_more_is_made_anew(monkeypatch):
+    timed(monkeypatch, "triton b")
+    choose(1)
+    seen = timed(monkeypatch, "cublas")
+    assert choose(1, names=["triton a", "cublas"]) == "cublas" and len(seen) == 1
+
+
+def test_one_more_to_choose_from_is_timed(monkeypatch):
+    timed(monkeypatch, "triton b")
+    choose(1)
+    seen = timed(monkeypatch, "triton c")
+    assert choose(1, names=[*NAMES, "triton c"]) == "triton c" and len(seen) == 1
+    assert choose(1) == "triton b" and len(seen) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'"x"', b"\xff\xfe"])
+def test_a_damaged_file_is_as_none(monkeypatch, cache, content):
+    timed(monkeypatch, "cublas")
+    choose(1)
+    (file,) = cache.iterdir()
+    file.write_bytes(content)
+    autotune._choices.cache_clear()
+    seen = timed(monkeypatch, "triton a")
+    assert choose(1) == "triton a" and len(seen) == 1
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing_else(monkeypatch, cache):
+    (cache / "file").write_text("")
+    monkeypatch.setenv("QTRAIN_CACHE", str(cache / "file" / "below"))
+    timed(monkeypatch, "cublas")
+    assert choose(1) == "cublas"
+
+
+def test_the_environment_forces_a_family(monkeypatch):
+    seen = timed(monkeypatch, "triton b")
+    monkeypatch.setenv("QTRAIN_IMPL", "cublas")
+    assert choose(1) == "cublas" and not seen  # the only one of its family
+    monkeypatch.setenv("QTRAIN_IMPL", "triton")
+    assert choose(1) == "triton b" and seen == [NAMES[:2]]
+    monkeypatch.delenv("QTRAIN_IMPL")
+    seen = timed(monkeypatch, "cublas")
+    assert choose(1) == "cublas" and len(seen) == 1, "a forced choice was taken for a free one"
+
+
+def test_an_unknown_family_is_refused(monkeypatch):
+    monkeypatch.setenv("QTRAIN_IMPL", "tritn")
+    with pytest.raises(UserError, match=r"QTRAIN_IMPL.*tritn.*triton"):
+        choose(1)
+
+
+def test_the_first_name_stands_where_nothing_is_timed(monkeypatch):
+    seen = timed(monkeypatch, "cublas")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert choose(1) == "triton a"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setenv("QTRAIN_TUNE", "0")
+    assert choose(1) == "triton a" and not seen
+
+
+@pytest.mark.gpu
+def test_takes_the_fastest_that_runs():
+    small, large = (torch.randn(size, size, device="cuda") for size in (64, 4096))
+
+    def run(name: str) -> torch.Tensor:
+        if name == "broken":
+            raise RuntimeError("no room")
+        x = large if name == "slow" else small
+        return x @ x
+
+    assert autotune.choose("mm", (), ["slow", "broken", "fast"], run) == "fast"

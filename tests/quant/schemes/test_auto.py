@@ -1,0 +1,103 @@
+"""The measured choice: what is timed, what is taken, and that a choice made before is kept."""
+
+import pytest
+import torch
+from torch import nn
+
+from qtrain.errors import UserError
+from qtrain.quant import (
+    SCHEMES,
+    LowBitLinear,
+    choose_per_shape,
+    describe_choices,
+    linear_shapes,
+    quantize_linears,
+)
+from qtrain.quant.schemes import auto
+from tests.cases import matrix
+
+CPU = torch.device("cpu")
+
+
+def choose(counts, **options):
+    scheme = SCHEMES.make("auto", options, "--quantize_kwargs")
+    return choose_per_shape(scheme, counts, tokens=32, accumulation=2, dtype=torch.float32, device=CPU)
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Times by hand, as (scheme, shape) -> seconds; what is not in the table fails."""
+    table: dict[tuple[str, tuple[int, int]], float] = {}
+    monkeypatch.setattr(auto, "time_linear", lambda scheme, shape, *_: table[SCHEMES.name_of(scheme), shape])
+    return table
+
+
+def model_of() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 64), nn.Linear(64, 8))
+
+
+def test_each_shape_takes_its_fastest(timed):
+    timed |= {("bf16", (32, 64)): 3e-3, ("int8", (32, 64)): 1e-3, ("switchback", (32, 64)): 2e-3}
+    timed |= {("bf16", (64, 32)): 1e-3, ("int8", (64, 32)): 2e-3, ("switchback", (64, 32)): 2e-3}
+    model = model_of()
+    counts = linear_shapes(model, leave=model[3])
+    assert counts == {(32, 64): 2, (64, 32): 1}
+    assert linear_shapes(model, min_size=9) == counts
+    scheme, lines = choose(counts, candidates=["bf16", "int8", "switchback"])
+    assert scheme.as_json() == {"32 -> 64": "int8", "64 -> 32": "bf16"}
+    table = "\n".join(lines)
+    assert "2 x 32 -> 64     3.000     1.000     2.000  int8" in table and "bf16, int8, switchback" in table
+    assert [(round(share, 3), SCHEMES.name_of(part)) for share, part in scheme.parts()] == [
+        (0.667, "int8"),
+        (0.333, "bf16"),
+    ]
+    quantized = quantize_linears(model, scheme, seed=0, head=model[3])
+    assert [type(m) is LowBitLinear for m in model] == [True, False, True, False]
+    reasons = [choice.reason for choice in quantized.choices]
+    assert reasons[1] == "the fastest as it is" and "output head" in reasons[3]
+
+
+def test_linears_of_different_schemes_train_together(timed):
+    model = model_of()
+    timed |= {(name, shape): 1 + (name == "switchback") for name in ("int8", "switchback") for shape in [(32, 64)]}
+    timed |= {(name, shape): 1 + (name == "int8") for name in ("int8", "switchback") for shape in [(64, 32), (64, 8)]}
+    scheme, _ = choose(linear_shapes(model), candidates=["int8", "switchback"])
+    quantized = quantize_linears(model, scheme, seed=0)
+    assert "quantized, switchback" in "\n".join(describe_choices(quantized.choices))
+    model(matrix(4, 32, 0)).sum().backward()
+    with torch.no_grad():
+        model[1].weight -= model[1].weight.grad
+    with pytest.raises(AssertionError, match="stale"):
+        quantized.assert_fresh()
+    quantized.refresh()
+    quantized.assert_fresh()
+
+
+def test_a_choice_made_before_is_not_timed_again(timed):
+    timed["int8", (64, 32)] = 1e-3
+    scheme, lines = choose({(32, 64): 1, (64, 32): 1}, candidates=["int8"], chosen={"32 -> 64": "switchback"})
+    assert scheme.as_json() == {"32 -> 64": "switchback", "64 -> 32": "int8"}
+    assert "as before  switchback" in "\n".join(lines)
+
+
+def test_real_times_on_this_machine():
+    scheme, lines = choose({(32, 64): 1}, candidates=["bf16", "int8", "fp8_rowwise"])
+    shown = lines[1].split()
+    assert shown[-1] in ("bf16", "int8", "fp8_rowwise") and all(float(ms) > 0 for ms in shown[5:-1])
+    assert scheme.for_linear(32, 64) is scheme.schemes[shown[-1]]
+
+
+@pytest.mark.parametrize(
+    ("candidates", "says"),
+    [
+        ([], "the list is empty"),
+        (["int9"], "unknown scheme 'int9'"),
+        (["bf16", "int8_weight"], "'int8_weight' cannot be chosen by speed"),
+        (["bitnet"], "'bitnet' cannot be chosen by speed"),
+        (["auto"], "'auto' cannot be chosen by speed"),
+    ],
+)
+def test_candidates_are_checked(candidates, says):
+    with pytest.raises(UserError, match=r"--quantize_kwargs\.candidates") as error:
+        choose({(32, 64): 1}, candidates=candidates)
+    assert says in str(error.value)

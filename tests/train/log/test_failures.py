@@ -1,0 +1,118 @@
+"""The stops of a run: which tensor is named first, and which flags are advised in which order."""
+
+import pytest
+import torch
+from torch import nn
+
+from qtrain.errors import TrainingStopped, UserError
+from qtrain.train.log.failures import (
+    first_bad_tensor,
+    is_out_of_memory,
+    memory_advice,
+    not_finite,
+    out_of_memory,
+)
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    model(torch.randn(3, 4)).sum().backward()
+    return model
+
+
+def test_a_finite_model_has_no_bad_tensor():
+    assert first_bad_tensor(small_model()) is None
+
+
+def test_the_first_bad_gradient_in_model_order_is_named_with_its_counts():
+    model = small_model()
+    model[2].bias.grad[0] = float("inf")
+    model[1].weight.grad[2:5] = float("nan")
+    assert first_bad_tensor(model) == "the gradient of 1.weight (3 NaN and 0 Inf among 8 values)"
+
+
+def test_a_bad_weight_is_named_before_the_gradients_that_it_spoils():
+    model = small_model()
+    with torch.no_grad():
+        model[1].weight[1] = -float("inf")
+    model[0].weight.grad[0, 0] = float("nan")
+    assert first_bad_tensor(model) == "the weight of 1.weight (0 NaN and 1 Inf among 8 values)"
+
+
+def test_eight_bit_floats_are_looked_at_too():
+    model = nn.Linear(4, 4)
+    codes = torch.zeros(4, 4)
+    codes[0, 0] = float("nan")
+    model.weight = nn.Parameter(codes.to(torch.float8_e4m3fn), requires_grad=False)
+    assert "weight of weight (1 NaN" in first_bad_tensor(model)
+
+
+def test_the_message_of_a_non_finite_loss_has_step_tensor_and_checkpoint(tmp_path):
+    stop = not_finite(
+        7, "loss", float("nan"), "the weight of w (1 NaN and 0 Inf among 2 values)", tmp_path / "00000004"
+    )
+    assert isinstance(stop, TrainingStopped) and not isinstance(stop, UserError) and stop.exit_code == 1
+    for part in ("step 7", "loss is nan", "the weight of w", f"--resume {tmp_path / '00000004'}"):
+        assert part in str(stop)
+    assert "No checkpoint yet" in str(not_finite(7, "loss", float("inf"), None, None))
+
+
+def test_advice_comes_in_order_and_keeps_the_batch():
+    settings = {
+        "micro_batch_size": 12,
+        "gradient_accumulation": 2,
+        "activation_checkpointing": "none",
+        "loss_chunks": 1,
+        "optim": "adamw",
+        "seq_len": 1024,
+    }
+    advice = memory_advice(settings, ["adamw", "adamw8bit", "lion8bit"])
+    flags = [line.split(" (")[0] for line in advice]
+    assert flags == [
+        "--micro_batch_size 6 --gradient_accumulation 4",
+        "--activation_checkpointing selective",
+        "--activation_checkpointing full",
+        "--loss_chunks 4",
+        "--optim adamw8bit",
+        "--seq_len 512",
+    ]
+
+
+@pytest.mark.parametrize("micro", [2, 3, 9, 15, 16])
+def test_an_advised_micro_batch_divides_the_present_one(micro):
+    line = memory_advice({"micro_batch_size": micro, "gradient_accumulation": 5})[0]
+    smaller, accumulation = int(line.split()[1]), int(line.split()[3])
+    assert smaller < micro and smaller * accumulation == micro * 5
+
+
+def test_what_is_at_its_limit_is_not_advised():
+    at_limit = {
+        "micro_batch_size": 1,
+        "activation_checkpointing": "full",
+        "loss_chunks": 64,
+        "optim": "adamw8bit",
+        "seq_len": 128,
+    }
+    assert memory_advice(at_limit, ["adamw8bit"]) == []
+    assert "smaller --model" in str(out_of_memory(1, at_limit, {"weights": 2**30}, 2**30, None, ["adamw8bit"]))
+
+
+def test_the_memory_message_has_estimate_peak_and_numbered_flags():
+    stop = out_of_memory(
+        3, {"micro_batch_size": 4, "loss_chunks": 2}, {"weights": 3 * 2**30, "logits": 2**29}, 5 * 2**30, 8 * 2**30
+    )
+    text = str(stop)
+    assert "3.5 GiB (weights 3.0, logits 0.5)" in text and "5.0 of 8.0 GiB" in text
+    assert text.index("1. --micro_batch_size 2") < text.index("2. --loss_chunks 8")
+
+
+def test_running_out_of_memory_is_recognised_and_other_errors_are_not():
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**60)
+    assert is_out_of_memory(raised.value)
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(RuntimeError) as raised:
+        torch.ones(2, 3) @ torch.ones(2, 3)
+    assert not is_out_of_memory(raised.value)
+    assert not is_out_of_memory(ValueError("out of memory"))

@@ -1,0 +1,133 @@
+"""metrics.jsonl survives kills and resumes; throughput leaves out what is not training."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from qtrain.train.log.metrics import MetricsLog, Throughput, read_metrics
+
+CPU = torch.device("cpu")
+
+
+def write_steps(path, steps, resumed_step=None):
+    log = MetricsLog(path, resumed_step)
+    for step in steps:
+        log.write({"step": step, "loss": 1 / step})
+    log.close()
+
+
+def test_a_resumed_log_equals_an_uninterrupted_one(tmp_path):
+    write_steps(tmp_path / "whole.jsonl", range(1, 41))
+    write_steps(tmp_path / "resumed.jsonl", range(1, 21))
+    with (tmp_path / "resumed.jsonl").open("a") as file:
+        file.write('{"step": 21, "lo')  # killed while writing
+    write_steps(tmp_path / "resumed.jsonl", range(14, 41), resumed_step=13)
+    assert (tmp_path / "resumed.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("cut", range(1, 30))
+def test_a_line_cut_off_anywhere_is_dropped_and_the_rest_kept(tmp_path, cut):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, [1, 2, 3])
+    whole = path.read_bytes()
+    last = len(whole.splitlines(keepends=True)[-1])
+    path.write_bytes(whole[: -min(cut, last)])
+    assert [r["step"] for r in read_metrics(path)] == [1, 2]
+    write_steps(path, [3], resumed_step=3)
+    assert path.read_bytes() == whole
+
+
+def test_records_of_the_resumed_step_are_kept(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    for record in ({"step": 1, "loss": 3.0}, {"step": 1, "eval_loss": 3.5}, {"step": 2, "loss": 2.0}):
+        log.write(record)
+    MetricsLog(path, resumed_step=1).close()
+    assert read_metrics(path) == [{"step": 1, "loss": 3.0}, {"step": 1, "eval_loss": 3.5}]
+
+
+def test_resuming_a_run_whose_log_is_gone_starts_one(tmp_path):
+    write_steps(tmp_path / "metrics.jsonl", [5], resumed_step=4)
+    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [5]
+
+
+def test_each_line_is_readable_at_once_and_is_strict_json(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    log.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "lr": 1e-3})
+    line = path.read_text()
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    assert json.loads(line, parse_constant=refuse) == {"step": 1, "loss": None, "grad_norm": None, "lr": 1e-3}
+    log.close()
+
+
+def test_a_missing_log_has_no_records(tmp_path):
+    assert read_metrics(tmp_path / "none.jsonl") == []
+
+
+def test_speed_leaves_out_the_first_steps_and_pauses():
+    meter = Throughput(CPU, skip_steps=1)
+    time.sleep(0.3)  # compilation
+    meter.step(10_000)
+    for _ in range(4):
+        time.sleep(0.02)
+        meter.step(100)
+    with meter.pause():
+        time.sleep(0.3)  # evaluation
+    rate = meter.read()
+    # 400 tokens in 4 x 20 ms; a pause counted, or the skipped step's tokens, would be far outside
+    assert 400 / 0.2 < rate.tok_s <= 400 / 0.08
+    assert rate.step_s == pytest.approx(100 / rate.tok_s)
+
+
+def test_there_is_no_speed_before_a_step_is_counted():
+    meter = Throughput(CPU, skip_steps=1)
+    assert meter.read() is None
+    meter.step(100)
+    assert meter.read() is None
+
+
+def test_windows_are_separate():
+    meter = Throughput(CPU, skip_steps=0)
+    time.sleep(0.05)
+    meter.step(1000)
+    slow = meter.read()
+    time.sleep(0.01)
+    meter.step(1000)
+    fast = meter.read()
+    assert fast.tok_s > slow.tok_s
+    assert meter.read() is None  # no step since
+
+
+def test_the_share_of_time_waiting_for_data():
+    meter = Throughput(CPU, skip_steps=0)
+    for _ in range(5):
+        with meter.waiting():
+            time.sleep(0.03)
+        time.sleep(0.01)
+        meter.step(10)
+    assert 0.5 < meter.read().data_wait < 0.9
+
+
+@pytest.mark.gpu
+def test_queued_gpu_work_counts_as_training_not_as_pause():
+    device = torch.device("cuda")
+    x = torch.randn(8192, 8192, device=device)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(20):
+        y = x @ x
+    torch.cuda.synchronize()
+    alone = time.perf_counter() - begin
+    meter = Throughput(device, skip_steps=0)
+    for _ in range(20):
+        y = x @ x
+    meter.step(1000)
+    with meter.pause():
+        y.sum().item()
+    assert meter.read().step_s > 0.7 * alone

@@ -1,0 +1,97 @@
+"""The status line in a terminal and without one, and that train.log has everything."""
+
+import io
+import logging
+
+import pytest
+from rich.console import Console
+
+from qtrain.train.log.status import StatusLine, duration, setup_log, short_number
+
+
+@pytest.fixture(autouse=True)
+def _put_the_logger_back():
+    yield
+    logger = logging.getLogger("qtrain")
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    logger.propagate = True
+
+
+def console(terminal: bool) -> Console:
+    return Console(file=io.StringIO(), force_terminal=terminal, width=100, color_system=None)
+
+
+FIELDS = {"loss": 3.25, "tok_s": 151_234.0, "sol": 0.413, "memory": 38 * 2**30, "step_s": 2.0}
+
+
+def test_the_line_without_a_terminal_has_every_field_and_no_escape_codes(tmp_path):
+    out = console(terminal=False)
+    with StatusLine(1000, setup_log(tmp_path, out)) as status:
+        status.update(120, **FIELDS)
+    line = "step 120/1,000 12.0% | loss 3.2500 | 151k tok/s | sol 41.3% | 38.0 GiB | ETA 29m 20s"
+    assert out.file.getvalue() == line + "\n"
+    assert (tmp_path / "train.log").read_text().endswith(f" INFO {line}\n")
+
+
+def test_plain_lines_come_at_intervals_and_the_last_always(tmp_path):
+    out = console(terminal=False)
+    with StatusLine(50, setup_log(tmp_path, out), interval_s=3600) as status:
+        for step in range(1, 51):
+            status.update(step, loss=1.0)
+    assert [line.split()[1] for line in out.file.getvalue().splitlines()] == ["1/50", "50/50"]
+
+
+def test_in_a_terminal_the_line_is_live_and_messages_stand_above_it(tmp_path):
+    out = console(terminal=True)
+    logger = setup_log(tmp_path, out)
+    with StatusLine(50, logger, interval_s=0) as status:
+        status.update(1, loss=1.0)
+        logger.info("evaluating [held out]")
+        status.update(2, loss=0.5)
+        status._live.refresh()
+    shown = out.file.getvalue()
+    assert "\x1b[" in shown and "evaluating [held out]" in shown
+    assert shown.index("evaluating") < shown.rindex("step 2/50")
+    log = (tmp_path / "train.log").read_text()
+    assert "evaluating [held out]" in log and "step 1/50" in log and "\x1b" not in log
+
+
+def test_setting_up_again_does_not_double_the_lines(tmp_path):
+    setup_log(tmp_path, console(terminal=False))
+    out = console(terminal=False)
+    logger = setup_log(tmp_path, out)
+    logger.info("once")
+    logger.warning("careful")
+    assert out.file.getvalue() == "once\nwarning: careful\n"
+    assert (tmp_path / "train.log").read_text().count("once") == 1
+
+
+def test_other_ranks_only_warn_and_write_no_file(tmp_path):
+    out = console(terminal=False)
+    logger = setup_log(tmp_path, out, rank=3)
+    logger.info("hidden")
+    logger.warning("seen")
+    assert out.file.getvalue() == "warning: rank 3: seen\n"
+    assert not (tmp_path / "train.log").exists()
+
+
+def test_long_messages_are_not_wrapped_without_a_terminal(tmp_path):
+    out = console(terminal=False)
+    setup_log(tmp_path, out).info("x" * 500)
+    assert out.file.getvalue() == "x" * 500 + "\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (12.34, "12.3"), (999.6, "1k"), (151_234, "151k"), (1_234_567, "1.23M"), (7e9, "7G")]
+)
+def test_short_numbers(value, text):
+    assert short_number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0s"), (59.6, "1m 00s"), (185, "3m 05s"), (3720, "1h 02m"), (90_000, "1d 01h")]
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text

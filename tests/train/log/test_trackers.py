@@ -1,0 +1,118 @@
+"""Trackers: opened by name, missing ones refused with the command that installs them, failing ones never fatal."""
+
+import importlib.util
+import json
+import logging
+import math
+
+import pytest
+
+from qtrain.errors import UserError
+from qtrain.train.log import trackers
+from qtrain.train.log.trackers import TRACKERS, Tracker, Trackers, check_trackers, open_trackers
+
+
+class Recorder(Tracker):
+    """Keeps what it is given; fails from the step `fails_at` on."""
+
+    package = "json"
+
+    def __init__(self, fails_at: float = math.inf):
+        self.rows, self.closed, self.fails_at = [], False, fails_at
+
+    def log(self, values, step):
+        if step >= self.fails_at:
+            raise ConnectionError("the server is gone\nand more")
+        self.rows.append((step, dict(values)))
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def warnings(caplog):
+    logger = logging.getLogger("qtrain")
+    before, logger.propagate = logger.propagate, True
+    yield lambda: [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    logger.propagate = before
+
+
+def test_an_unknown_name_is_refused_with_the_nearest(tmp_path):
+    with pytest.raises(UserError, match=r"--trackers: unknown tracker 'tensorbord'\. Did you mean 'tensorboard'"):
+        open_trackers(["tensorbord"], {}, tmp_path, "p", "r")
+
+
+@pytest.mark.parametrize("name", sorted(TRACKERS))
+def test_a_missing_package_is_named_with_its_command(monkeypatch, name):
+    monkeypatch.setattr(TRACKERS[name], "package", "surely_not_installed")
+    with pytest.raises(UserError, match=r"pip install surely_not_installed"):
+        check_trackers([name])
+
+
+def test_only_numbers_are_sent():
+    recorder = Recorder()
+    opened = Trackers({"a": lambda: recorder})
+    opened.log({"step": 3, "loss": 1.5, "lr": None, "tokens": 7, "samples": [["a", "b"]], "note": "x", "ok": True}, 3)
+    opened.close()
+    assert recorder.rows == [(3, {"loss": 1.5, "tokens": 7})] and recorder.closed
+
+
+def test_a_failing_tracker_is_reported_once_and_the_others_go_on(warnings):
+    bad, good = Recorder(fails_at=2), Recorder()
+    opened = Trackers({"bad": lambda: bad, "good": lambda: good})
+    for step in range(1, 6):
+        opened.log({"loss": 1.0}, step)
+    opened.close()
+    assert [step for step, _ in bad.rows] == [1] and [step for step, _ in good.rows] == [1, 2, 3, 4, 5]
+    assert good.closed and not bad.closed
+    assert warnings() == ["tracker bad failed and is left out from now on: ConnectionError: the server is gone"]
+
+
+def test_a_tracker_that_cannot_be_opened_does_not_stop_the_run(warnings, monkeypatch, tmp_path):
+    class Unopened(Recorder):
+        def __init__(self, *_):
+            raise RuntimeError("not logged in")
+
+    monkeypatch.setitem(trackers.TRACKERS, "unopened", Unopened)
+    opened = open_trackers(["unopened"], {}, tmp_path, "p", "r")
+    opened.log({"loss": 1.0}, 1)
+    opened.close()
+    assert len(warnings()) == 1 and "not logged in" in warnings()[0]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
+def test_tensorboard_files_hold_the_numbers_and_a_resumed_run_replaces_later_steps(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = open_trackers(["tensorboard"], {"lr": 0.1}, tmp_path, "p", "r")
+    for step in (1, 2, 3):
+        first.log({"loss": float(step)}, step)
+    first.close()
+    second = open_trackers(["tensorboard"], {"lr": 0.1}, tmp_path, "p", "r", start_step=1)
+    second.log({"loss": 20.0}, 2)
+    second.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 20.0)]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+def test_wandb_offline_writes_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    opened = open_trackers(["wandb"], {"lr": 0.1}, tmp_path, "p", "my run")
+    assert list(opened._open) == ["wandb"]
+    opened.log({"loss": 1.0}, 1)
+    opened.close()
+    written = list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(written) == 1 and b"loss" in written[0].read_bytes()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="trackio is not installed")
+def test_trackio_keeps_the_run_locally(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    opened = open_trackers(["trackio"], json.loads('{"lr": 0.1}'), tmp_path, "p", "r")
+    assert list(opened._open) == ["trackio"]
+    opened.log({"loss": 1.0}, 1)
+    opened.close()
+    assert any((tmp_path / "trackio").iterdir())

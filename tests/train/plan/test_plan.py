@@ -1,0 +1,259 @@
+"""The plan: the design's arithmetic, the shortest time at dense peaks, and what is printed of it."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from qtrain.errors import UserError
+from qtrain.hardware import DATASHEET, Hardware
+from qtrain.models import Decoder, Lora, ModelConfig, add_lora, list_models, read_model_source
+from qtrain.models.cost import count_parameters
+from qtrain.optim import OPTIMIZERS, ParameterShape
+from qtrain.quant import SCHEMES, base_scheme, quantize_linears
+from qtrain.tensors.stored_weight import StoredWeight
+from qtrain.train.freezing import freeze_embedding, trained_part
+from qtrain.train.plan.plan import Plan, _memory, make_plan
+from qtrain.train.settings import BatchGeometry, LanguageSettings, batch_geometry
+
+H200 = Hardware("NVIDIA H200", DATASHEET["H200"], 141 * 10**9, measured=False)
+
+SMALL = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def plan_of(model: str = "qwen2.5-0.5b", hardware: Hardware = H200, dtype=torch.bfloat16, **changes) -> Plan:
+    settings = dataclasses.replace(
+        LanguageSettings(model=model, quantize="int8", seq_len=1024, batch_size=16, n_steps=10), **changes
+    )
+    scheme = SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")
+    optimizer = OPTIMIZERS.make(settings.optim, {}, "--optim")
+    config = read_model_source(model).model_config()
+    geometry = batch_geometry(settings)
+    return make_plan(settings, config, scheme, optimizer, geometry, hardware, dtype, data=("tokens of something",))
+
+
+def by_hand(config: ModelConfig, seq_len: int) -> dict[str, float]:
+    """FLOPs a token of the design: blocks 6LC(3I + C + QKV), head 6VC, attention 6LCS, C the width of the heads."""
+    layers, c = config.num_hidden_layers, config.hidden_size
+    return {
+        "blocks": 6 * layers * c * (3 * config.intermediate_size + c + config.qkv_size),
+        "head": 6 * config.vocab_size * c,
+        "attention": 6 * layers * c * seq_len,
+    }
+
+
+@pytest.mark.parametrize("name", [name for name, _ in list_models()])
+def test_the_work_is_the_designs_formula(name):
+    found, config = plan_of(name), read_model_source(name).model_config()
+    assert config.q_size == config.hidden_size
+    assert found.flops == by_hand(config, 1024)
+
+
+@pytest.mark.parametrize(
+    ("name", "ceiling"), [("qwen2.5-0.5b", 489e3), ("qwen2.5-1.5b", 177e3), ("qwen2.5-3b", 93e3), ("qwen2.5-7b", 42e3)]
+)
+def test_the_shortest_time_is_the_ceiling_by_datasheet(name, ceiling):
+    """Eight-bit blocks, head and attention in bf16: figures worked out elsewhere, to two or three digits."""
+    found = plan_of(name)
+    assert 1 / sum(found.seconds.values()) == pytest.approx(ceiling, rel=0.015)
+    at_ceiling = found.efficiency(1 / sum(found.seconds.values()))
+    assert at_ceiling["sol"] == pytest.approx(1) and at_ceiling["mfu"] > 1  # more than bf16 alone could do
+    assert found.efficiency(1000.0)["mfu"] == pytest.approx(1000 * sum(found.flops.values()) / 989.4e12)
+
+
+def test_each_kind_of_work_runs_at_the_rate_of_its_arithmetic():
+    flops = plan_of().flops
+    bf16, int8 = 989.4e12, 1978.9e12
+    assert plan_of().seconds == pytest.approx(
+        {"blocks": flops["blocks"] / int8, "head": flops["head"] / bf16, "attention": flops["attention"] / bf16}
+    )
+    assert plan_of(quantize_lm_head=True).seconds["head"] == pytest.approx(flops["head"] / int8)
+    assert plan_of(quantize="bf16").seconds["blocks"] == pytest.approx(flops["blocks"] / bf16)
+    two_of_three = plan_of(quantize_kwargs={"grad_weight": "bf16"}).seconds["blocks"]
+    assert two_of_three == pytest.approx(flops["blocks"] / 3 * (2 / int8 + 1 / bf16))
+    in_fp32 = plan_of(quantize="bf16", dtype=torch.float32).seconds
+    assert in_fp32["head"] == pytest.approx(flops["head"] / 66.9e12)
+    assert in_fp32["blocks"] == pytest.approx(flops["blocks"] / 66.9e12)
+
+
+def test_arithmetic_that_the_device_has_not_is_counted_at_what_it_runs_in_and_said():
+    """INT4 codes run on INT8 tensor cores: no emulation. MX on Hopper is bf16, and the plan says so."""
+    assert plan_of(quantize="int4").seconds == plan_of(quantize="int8").seconds
+    assert plan_of(quantize="mxfp8").seconds == pytest.approx(plan_of(quantize="bf16").seconds)
+    assert "no mxfp8 arithmetic: emulated" in "\n".join(plan_of(quantize="mxfp8").lines())
+    blackwell = Hardware("NVIDIA B200", DATASHEET["B200"], 180 * 10**9, measured=False)
+    assert plan_of(quantize="mxfp8", hardware=blackwell).seconds["blocks"] < plan_of(quantize="int8").seconds["blocks"]
+    for name, hardware in (("mxfp8", blackwell), ("int4", H200), ("fp8_rowwise", H200), ("bf16", H200)):
+        assert "emulated" not in "\n".join(plan_of(quantize=name, hardware=hardware).lines())
+
+
+def test_memory_of_activations_is_what_the_scheme_keeps():
+    """A scheme whose grad_weight is in bf16 keeps the inputs themselves, as plain linears do: no further tensor."""
+    plain = plan_of(quantize="bf16", micro_batch_size=16).memory["activations"]
+    assert plan_of(quantize="switchback", micro_batch_size=16).memory["activations"] == plain
+    assert plan_of(quantize="int8", micro_batch_size=16).memory["activations"] < plain
+    kinds = ("rowwise", "tensorwise", "blockwise")
+    rowwise, tensor, blocks = (plan_of(quantize=f"fp8_{kind}").memory["activations"] for kind in kinds)
+    assert tensor < blocks < 1.01 * tensor
+    assert rowwise < 0.95 * tensor  # a gated MLP makes the input of its second linear again
+
+
+def test_memory_of_weights_is_what_the_scheme_stores():
+    """INT8: a byte and nothing beside it, or another for the transposed codes; gradients stay in the model's dtype."""
+    parameters = count_parameters(read_model_source("qwen2.5-0.5b").model_config())
+    plain = plan_of(quantize="bf16").memory["weights"]
+
+    def weights(scheme: str, **options) -> int:
+        found = plan_of(quantize=scheme, quantize_kwargs=options).memory
+        assert found["gradients"] == plan_of(quantize="bf16").memory["gradients"]
+        return found["weights"]
+
+    assert weights("int8_weight") == plain - parameters.linear
+    assert weights("int8_weight", activations="int8") == plain
+    assert weights("int4_weight") == pytest.approx(plain - (2 - 0.53125) * parameters.linear, abs=1)
+    assert weights("int8") == plain + 2 * parameters.linear
+    assert weights("bitnet") == pytest.approx(plain + parameters.linear, rel=1e-3)  # and its norms
+
+
+def test_a_plan_for_bitnets_norms_refuses_what_could_not_be_exported():
+    with pytest.raises(UserError, match="QK-norm"):
+        config = ModelConfig.from_hf({"model_type": "qwen3", **SMALL})
+        settings = LanguageSettings(quantize="bitnet", batch_size=1)
+        scheme, optimizer = SCHEMES.make("bitnet", {}, "--quantize"), OPTIMIZERS.make("adamw", {}, "--optim")
+        make_plan(settings, config, scheme, optimizer, batch_geometry(settings), H200, torch.bfloat16, data=())
+
+
+def test_gradients_within_the_backward_pass_are_those_of_the_largest_part():
+    def gradients(model: str) -> int:
+        chosen = {"batch_size": 1, "clip_grad_norm": 0, "activation_checkpointing": "full"}
+        return plan_of(model, optimizer_in_backward=True, **chosen).memory["gradients"]
+
+    shape = read_model_source("qwen2.5-7b").model_config()
+    assert not shape.tie_word_embeddings and gradients("qwen2.5-7b") == 2 * shape.vocab_size * shape.hidden_size
+    tied = read_model_source("qwen2.5-0.5b").model_config()
+    counted = count_parameters(tied)
+    layer = (counted.linear + counted.other) // tied.num_hidden_layers
+    assert tied.tie_word_embeddings
+    assert gradients("qwen2.5-0.5b") == pytest.approx(2 * (counted.embedding + layer), rel=1e-4)
+
+
+def test_seven_billion_parameters_train_in_24_gb():
+    """INT8 weights, Q-GaLore, one layer's gradients at a time; with all gradients it would be more."""
+    chosen = {"quantize": "int8_weight", "optim": "q_galore_adamw", "batch_size": 1, "clip_grad_norm": 0}
+    chosen["activation_checkpointing"] = "full"
+    assert sum(plan_of("qwen2.5-7b", **chosen).memory.values()) > 24e9
+    assert sum(plan_of("qwen2.5-7b", optimizer_in_backward=True, **chosen).memory.values()) < 18e9
+
+
+# ---- what does not train ---------------------------------------------------------------------------------------------
+
+SHAPE = {**SMALL, "model_type": "qwen2", "vocab_size": 96, "intermediate_size": 128, "num_hidden_layers": 2}
+PARTS = {
+    "all but the embedding, the head apart": ({"tie_word_embeddings": False}, None),
+    "all but the embedding, the head the same": ({"tie_word_embeddings": True}, None),
+    "LoRA": ({}, Lora(r=4)),
+    "LoRA on some": ({}, Lora(r=8, targets=("q_proj", "down_proj"))),
+    "DoRA": ({}, Lora(r=4, dora=True)),
+    "QLoRA, nf4": ({}, Lora(r=4, base="nf4")),
+    "QLoRA, int8": ({}, Lora(r=4, base="int8")),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_bytes_where_not_everything_trains_are_those_of_the_model(part):
+    """Weights, gradients and states of a plan against a real model's after a step, scales of rows and counters aside;
+    the plan also counts the copies of adapters in bf16."""
+    changes, lora = PARTS[part]
+    config = ModelConfig.from_hf({**SHAPE, **changes})
+    scheme = SCHEMES.make("bf16", {}, "") if lora is None or lora.base == "none" else base_scheme(lora.base, "bf16")
+    optimizer = OPTIMIZERS.make("adamw", {}, "--optim")
+    trained = trained_part(config, lora, lora is None, torch.bfloat16)
+    settings = LanguageSettings(batch_size=1, seq_len=8)
+    geometry = batch_geometry(settings)
+    plan = make_plan(settings, config, scheme, optimizer, geometry, H200, torch.bfloat16, (), trained)
+
+    model = Decoder(config).to(torch.bfloat16)
+    quantize_linears(model, scheme, seed=0, head=model.lm_head)
+    if lora is None:
+        freeze_embedding(model)
+    else:
+        add_lora(model, lora, seed=0)
+    ids = torch.randint(0, 96, (1, 9))
+    model(ids[:, :-1], ids[:, 1:].contiguous()).loss.backward()
+    held = [t for p in model.parameters() for t in (p.inner.values() if isinstance(p, StoredWeight) else [p])]
+    held += [t for name, t in model.named_buffers() if "squares" in name or ("operand" in name and t.ndim == 2)]
+    rows = [t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, StoredWeight)]
+    scales = {id(t.scale): t.scale.nbytes for t in rows if t.scale.ndim == 1}
+    trains = [p for p in model.parameters() if p.requires_grad]
+    copies = trained.added_bytes(2, 2) - trained.added_bytes(2, 4)
+    assert plan.memory["weights"] - copies == sum({id(t): t.nbytes for t in held if id(t) not in scales}.values())
+    moments = _memory(settings, config, scheme, optimizer, geometry, torch.bfloat16, trained).moments
+    assert moments["optimizer"]["gradients"] == sum(p.grad.nbytes for p in trains)
+    states = optimizer.total_state_bytes([ParameterShape(tuple(p.shape)) for p in trains], trains[0].itemsize)
+    assert plan.memory["optimizer"] == round(states)
+    assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+
+
+def test_states_on_the_host_count_with_their_stages():
+    """Three of at most 256 MiB, for states of 28 GiB of which the embedding's alone are 2."""
+    config = read_model_source("qwen2.5-7b").model_config()
+    settings = LanguageSettings(model="qwen2.5-7b", seq_len=1024, batch_size=16)
+    scheme, optimizer = SCHEMES.make("bf16", {}, ""), OPTIMIZERS.make("adamw", {"offload": True}, "")
+    plan = make_plan(settings, config, scheme, optimizer, batch_geometry(settings), H200, torch.bfloat16, ())
+    assert 0.9 * 3 * 2**28 < plan.memory["optimizer"] <= 3 * 2**28
+
+
+def test_a_frozen_model_has_two_products_of_three_and_its_adapters_three():
+    """Of the plan's work; and where grad_weight has another arithmetic, that arithmetic has no part in it."""
+    config = read_model_source("qwen2.5-0.5b").model_config()
+    lora, whole = Lora(r=16), plan_of(quantize="switchback")
+    settings = LanguageSettings(model="qwen2.5-0.5b", quantize="switchback", seq_len=1024, batch_size=16)
+    scheme, optimizer = SCHEMES.make("switchback", {}, ""), OPTIMIZERS.make("adamw", {}, "")
+    trained = trained_part(config, lora, False, torch.bfloat16)
+    plan = make_plan(settings, config, scheme, optimizer, batch_geometry(settings), H200, torch.bfloat16, (), trained)
+    assert plan.flops["blocks"] == pytest.approx(whole.flops["blocks"] * 2 / 3)
+    assert plan.flops["attention"] == whole.flops["attention"]
+    assert plan.seconds["blocks"] == pytest.approx(plan.flops["blocks"] / 1978.9e12)
+    parameters = sum(math.prod(shape) * count for shape, count, *_ in trained.shapes)
+    assert plan.flops["adapters"] == 6 * parameters
+    assert "adapters" in "\n".join(plan.lines())
+
+
+def test_what_is_printed_is_what_will_be():
+    found = plan_of(micro_batch_size=4, n_steps=2000)
+    text = "\n".join(found.lines())
+    for part in (
+        "qwen2.5-0.5b, 494M parameters, linears in int8",
+        "tokens of something",
+        "16 sequences (4 x 4 accumulated x 1 device), 16,384 tokens",
+        "2,000, 32.8M tokens",
+        "NVIDIA H200, datasheet TFLOP/s: bf16 989",
+        "of 131.3 GiB: weights ",
+        "at the speed of light",
+    ):
+        assert part in text, part
+    assert "does not fit" not in text
+    assert found.settings_in_force(LanguageSettings(batch_size=16))["gradient_accumulation"] == 4
+
+
+def test_a_plan_that_does_not_fit_says_so_and_what_helps():
+    text = "\n".join(plan_of("qwen2.5-7b", batch_size=256).lines())
+    assert "this does not fit: lower --micro_batch_size" in text
+    assert sum(plan_of("qwen2.5-7b", batch_size=256).memory.values()) > 141e9
+
+
+def test_memory_shrinks_with_each_flag_that_promises_it():
+    whole = sum(plan_of().memory.values())
+    for changes in ({"micro_batch_size": 4}, {"activation_checkpointing": "full"}, {"seq_len": 512}):
+        assert sum(plan_of(**changes).memory.values()) < whole, changes
+
+
+def test_a_model_that_only_transformers_knows_has_a_plan_without_figures():
+    settings = LanguageSettings(model="gpt2", model_impl="hf")
+    scheme, optimizer = SCHEMES.make("bf16", {}, ""), OPTIMIZERS.make("adamw", {}, "")
+    found = make_plan(settings, None, scheme, optimizer, BatchGeometry(4, 1, 1), H200, torch.bfloat16, ("x",))
+    assert found.efficiency(1000.0) == {"sol": None, "mfu": None} and found.parameters is None
+    text = "\n".join(found.lines())
+    assert "gpt2, linears in bf16" in text and "memory" not in text and "speed of light" not in text

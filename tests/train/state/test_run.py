@@ -1,0 +1,199 @@
+"""The run folder: a new one, or the one of the checkpoint that is gone on from; and all state moved together."""
+
+import json
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from qtrain.errors import UserError
+from qtrain.models import ModelSource, build_model
+from qtrain.optim import OPTIMIZERS, parameter_groups
+from qtrain.quant import SCHEMES, quantize_linears
+from qtrain.train.language import language_forward
+from qtrain.train.settings import LanguageSettings
+from qtrain.train.state.run import Run, RunFolder, find_run_folder, resume_command
+from qtrain.train.state.train_state import TrainState
+from qtrain.train.step import apply_gradients, compute_gradients
+from tests.system import TINY
+from tests.train.test_step import masked_batch
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+
+
+def settings(**changes) -> LanguageSettings:
+    return LanguageSettings(**{"n_steps": 10, "run_name": "small", **changes})
+
+
+def new_run(folder: RunFolder, seed: int = 0, **changes) -> Run:
+    """A run whose scheme rounds stochastically: its codes depend on more than the weights."""
+    model = build_model(ModelSource("tiny", TINY, "--model"), seed=seed)
+    scheme = SCHEMES.make("int8", {"stochastic_rounding": True}, "--quantize")
+    quantized = quantize_linears(model, scheme, seed=3)
+    optimizer = OPTIMIZERS.make("adamw", {}, "--optim").build(parameter_groups(model, 0.1), lr=0.01)
+    quantized.watch(optimizer)
+    return Run(settings(**changes), "script", folder, torch.device("cpu"), model, quantized, optimizer, TrainState())
+
+
+def train(run: Run, steps: int) -> list[float]:
+    """Some steps; returns their losses."""
+    losses = []
+    for _ in range(steps):
+        batch = masked_batch(seed=run.state.step)
+        forward = language_forward(run.model, None)
+        gradients = compute_gradients(run.model, forward, run.quantized, [batch, batch], run.state.step)
+        apply_gradients(run.model, run.optimizer, run.quantized, gradients, lr=0.01, clip_grad_norm=1.0)
+        run.state.step += 1
+        run.state.data = {"sample": run.state.step}
+        losses.append(gradients.loss)
+    return losses
+
+
+def trained_run(**changes) -> Run:
+    run = new_run(find_run_folder(settings(**changes), "script"), **changes)
+    run.open_folder()
+    train(run, 3)
+    run.save()
+    return run
+
+
+# ---- which folder ----------------------------------------------------------------------------------------------------
+
+
+def test_a_new_run_has_a_folder_named_by_time_and_name_and_nothing_is_made_yet():
+    folder = find_run_folder(settings(), "script")
+    assert folder.path.parent == Path("runs/script") and folder.path.name.endswith("_small")
+    assert folder.resumed_from is None and not Path("runs").exists()
+
+
+def test_a_second_run_in_the_same_second_gets_another_name_that_sorts_after():
+    names = []
+    for _ in range(4):
+        run = new_run(find_run_folder(settings(), "script"))
+        run.open_folder()
+        names.append(run.folder.path.name)
+    assert len(set(names)) == 4 and names == sorted(names)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "a b", "x" * 101, "ü" * 3, "a\n"])
+def test_names_that_make_no_folder_are_refused(name):
+    if name in ("..", "ü" * 3):  # harmless behind the time
+        assert find_run_folder(settings(run_name=name), "script").path.parent == Path("runs/script")
+        return
+    with pytest.raises(UserError, match=r"--run_name: .* cannot name a folder"):
+        find_run_folder(settings(run_name=name), "script")
+
+
+def test_a_run_is_found_again_by_every_way_of_naming_it():
+    run = trained_run()
+    checkpoint = run.folder.path / "checkpoints" / "00000003"
+    for resume in ("auto", str(run.folder.path), str(run.folder.checkpoints), str(checkpoint)):
+        found = find_run_folder(settings(resume=resume), "script")
+        assert found == RunFolder(run.folder.path, checkpoint), resume
+
+
+def test_auto_without_a_run_of_that_name_starts_a_new_one(capsys):
+    trained_run(run_name="other")
+    assert find_run_folder(settings(resume="auto"), "script").resumed_from is None
+    assert "--resume auto: no complete checkpoint of a run named 'small'" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_lies_elsewhere_starts_a_run_of_its_own():
+    run = trained_run()
+    shutil.copytree(run.folder.checkpoints / "00000003", "copied/00000003")
+    found = find_run_folder(settings(resume="copied/00000003"), "script")
+    assert found.resumed_from == Path("copied/00000003") and found.path != run.folder.path
+    resumed = new_run(found, seed=5)
+    resumed.restore()
+    resumed.open_folder()
+    assert resumed.state.step == 3 and (found.path / "config.json").exists()
+
+
+def test_the_config_of_a_folder_is_a_recipe_without_the_resuming():
+    run = trained_run()
+    resumed = new_run(RunFolder(run.folder.path, run.checkpoints.latest()), resume=str(run.folder.path))
+    resumed.restore()
+    resumed.open_folder()
+    config = json.loads((run.folder.path / "config.json").read_text())
+    assert config["resume"] is None and config["run_name"] == "small" and config["_command"] == ["script.py"]
+
+
+@pytest.mark.parametrize("blocked", ["runs", "runs/script"])
+def test_a_folder_that_cannot_be_made_is_a_message(blocked):
+    Path(blocked).parent.mkdir(exist_ok=True)
+    Path(blocked).touch()
+    with pytest.raises(UserError, match=r"--runs_dir: cannot write runs/script/.*: Not a directory"):
+        new_run(find_run_folder(settings(), "script")).open_folder()
+
+
+def test_the_resume_command_is_quoted_and_names_the_script_as_it_was_called(monkeypatch):
+    folder = RunFolder(Path("my runs/it's"), None)
+    quoted = """--config 'my runs/it'"'"'s/config.json' --resume 'my runs/it'"'"'s'"""
+    assert resume_command(folder, "script") == f"python script.py {quoted}"
+    monkeypatch.setattr(sys, "argv", ["../there/script.py", "--x"])
+    assert resume_command(folder, "script") == f"python ../there/script.py {quoted}"
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/pytest"])
+    assert resume_command(folder, "script") == f"python script.py {quoted}"
+
+
+# ---- all state together ----------------------------------------------------------------------------------------------
+
+
+def test_restored_a_run_goes_on_as_if_it_had_not_stopped():
+    run = trained_run()
+    folder = find_run_folder(settings(resume="auto"), "script")
+    drawn = [torch.rand(2).tolist(), random.random(), np.random.rand()]
+    expected = train(run, 3)
+    resumed = new_run(folder, seed=7)
+    torch.manual_seed(99)
+    resumed.restore()
+    assert resumed.state.step == 3 and resumed.state.data == {"sample": 3} and resumed.state.run_id == run.state.run_id
+    assert [torch.rand(2).tolist(), random.random(), np.random.rand()] == drawn
+    resumed.quantized.assert_fresh()
+    assert train(resumed, 3) == expected
+    weights = zip(run.model.parameters(), resumed.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in weights)
+    codes = zip(run.quantized.linears, resumed.quantized.linears, strict=True)
+    assert all(torch.equal(a.operand_0, b.operand_0) for a, b in codes)
+
+
+def test_nothing_to_restore_leaves_the_run_as_it_is():
+    run = new_run(find_run_folder(settings(), "script"))
+    before = [p.clone() for p in run.model.parameters()]
+    run.restore()
+    assert run.state.step == 0 and all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+
+
+def test_later_checkpoints_go_when_the_folder_is_taken_over_and_not_before():
+    """A resume that is refused for its data must not have cost the checkpoints."""
+    run = trained_run()
+    train(run, 2)
+    run.save()
+    first, last = run.folder.checkpoints / "00000003", run.folder.checkpoints / "00000005"
+    resumed = new_run(RunFolder(run.folder.path, first))
+    resumed.restore()
+    assert last.exists()
+    resumed.open_folder()
+    assert first.exists() and not last.exists()
+
+
+def test_a_checkpoint_of_another_script_is_refused():
+    folder = RunFolder(Path("runs/other/x"), trained_run().checkpoints.latest())
+    run = new_run(folder)
+    run.script = "llm_finetune"
+    with pytest.raises(UserError, match=r"was not saved by llm_finetune\.py; resume with the script that saved it"):
+        run.restore()
+
+
+def test_fewer_steps_than_were_made_are_refused():
+    run = new_run(RunFolder(Path("x"), trained_run().checkpoints.latest()), n_steps=2)
+    with pytest.raises(UserError, match=r"--n_steps: 2 is less than the 3 steps of .*; give more steps"):
+        run.restore()

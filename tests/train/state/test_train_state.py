@@ -1,0 +1,33 @@
+"""The state of a run goes into a checkpoint's JSON and comes back; another kind is refused."""
+
+import json
+
+import pytest
+
+from qtrain.errors import UserError
+from qtrain.train.state.train_state import TrainState
+
+
+def test_a_state_survives_json():
+    state = TrainState(step=7, tokens=2**40, data={"sample": 3, "parts": [{"token": 1}]}, best_eval_loss=0.1 + 0.2)
+    assert TrainState.from_meta(json.loads(json.dumps(state.as_meta()))) == state
+
+
+def test_every_run_has_an_id_of_its_own():
+    assert TrainState().run_id != TrainState().run_id
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.pop("run_id"),
+        lambda m: m.update(more=1),
+        lambda m: m.update(step="7"),
+        lambda m: m.update(tokens=None),
+    ],
+)
+def test_a_state_of_another_kind_is_refused(change):
+    meta = TrainState(step=7).as_meta()
+    change(meta)
+    with pytest.raises(UserError, match="--resume: the checkpoint's state is not one of this version"):
+        TrainState.from_meta(meta)
