@@ -38,8 +38,8 @@ from qtrain.train.listing import listing
 from qtrain.train.log.report import write_report
 from qtrain.train.log.status import FILE_ONLY, setup_log
 from qtrain.train.log.trackers import check_trackers
-from qtrain.train.loop import Training, answering_out_of_memory
-from qtrain.train.plan.auto_scheme import settle_scheme
+from qtrain.train.loop import Training, explain_out_of_memory
+from qtrain.train.plan.auto_scheme import resolve_auto_scheme
 from qtrain.train.plan.plan import make_plan
 from qtrain.train.settings import (
     Count,
@@ -53,7 +53,7 @@ from qtrain.train.settings import (
 from qtrain.train.state.run import Run, find_run_folder
 from qtrain.train.state.state_dict import seed_rng
 from qtrain.train.state.train_state import TrainState
-from qtrain.train.step import evaluate, judged_weights
+from qtrain.train.step import eval_weights, evaluate
 
 SCRIPT = Path(__file__).stem
 
@@ -135,7 +135,7 @@ def main(argv: list[str]) -> None:
             raise UserError("--accuracy: questions come from --eval_ds; give that, or leave --accuracy out.")
         held_out = dataclasses.replace(context, seed=0, shuffle=False)
         questions = load_questions(settings.eval_ds, held_out, settings.accuracy, settings.seq_len, "--eval_ds")
-    settings, scheme, choice = settle_scheme(
+    settings, scheme, choice = resolve_auto_scheme(
         settings,
         scheme,
         lambda: empty_model(source, settings.model_impl),
@@ -154,7 +154,7 @@ def main(argv: list[str]) -> None:
     if settings.dry_run:
         return
 
-    with answering_out_of_memory(plan, settings, device):
+    with explain_out_of_memory(plan, settings, device):
         # ---- model ---------------------------------------------------------------------------------------------------
         seed_rng(settings.seed)
         model = build_model(
@@ -229,7 +229,7 @@ def main(argv: list[str]) -> None:
         log.info("checkpoint  %s", run.checkpoints.latest())
     if not finished:
         return
-    with judged_weights(optimizer, quantized):
+    with eval_weights(optimizer, quantized):
         if lora is not None:
             save_adapter(model, lora, settings.model, folder.path / "adapter")
             log.info("adapter     %s (peft.PeftModel.from_pretrained loads it)", folder.path / "adapter")

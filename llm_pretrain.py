@@ -30,14 +30,14 @@ from qtrain.train.listing import listing
 from qtrain.train.log.report import write_report
 from qtrain.train.log.status import FILE_ONLY, setup_log
 from qtrain.train.log.trackers import check_trackers
-from qtrain.train.loop import Training, answering_out_of_memory
-from qtrain.train.plan.auto_scheme import settle_scheme
+from qtrain.train.loop import Training, explain_out_of_memory
+from qtrain.train.plan.auto_scheme import resolve_auto_scheme
 from qtrain.train.plan.plan import make_plan
 from qtrain.train.settings import CountOrNever, LanguageSettings, batch_geometry, choose_device, choose_dtype
 from qtrain.train.state.run import Run, find_run_folder
 from qtrain.train.state.state_dict import seed_rng
 from qtrain.train.state.train_state import TrainState
-from qtrain.train.step import judged_weights
+from qtrain.train.step import eval_weights
 
 SCRIPT = Path(__file__).stem
 
@@ -108,7 +108,7 @@ def main(argv: list[str]) -> None:
     if settings.hellaswag:
         flag = "--hellaswag_file" if settings.hellaswag_file else "--hellaswag"
         questions = load_questions(settings.hellaswag_file or "hub", settings.hellaswag_limit or None, flag)
-    settings, scheme, choice = settle_scheme(
+    settings, scheme, choice = resolve_auto_scheme(
         settings,
         scheme,
         lambda: empty_model(source, settings.model_impl),
@@ -133,7 +133,7 @@ def main(argv: list[str]) -> None:
     if settings.dry_run:
         return
 
-    with answering_out_of_memory(plan, settings, device):
+    with explain_out_of_memory(plan, settings, device):
         # ---- model ---------------------------------------------------------------------------------------------------
         seed_rng(settings.seed)
         model = build_model(
@@ -206,7 +206,7 @@ def main(argv: list[str]) -> None:
     if settings.keep_ckpts:
         log.info("checkpoint  %s", run.checkpoints.latest())
     if finished and settings.export:
-        with judged_weights(optimizer, quantized):
+        with eval_weights(optimizer, quantized):
             export_hf(model, source, folder.path / "hf", tokenizer)
         log.info("exported    %s (AutoModelForCausalLM.from_pretrained loads it)", folder.path / "hf")
         plainly = "--quantize bf16 --quantize_kwargs {}" if settings.quantize_kwargs else "--quantize bf16"

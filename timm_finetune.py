@@ -42,15 +42,15 @@ from qtrain.train.listing import listing
 from qtrain.train.log.report import write_report
 from qtrain.train.log.status import FILE_ONLY, setup_log
 from qtrain.train.log.trackers import check_trackers
-from qtrain.train.loop import Training, answering_out_of_memory
-from qtrain.train.plan.auto_scheme import settle_scheme
+from qtrain.train.loop import Training, explain_out_of_memory
+from qtrain.train.plan.auto_scheme import resolve_auto_scheme
 from qtrain.train.plan.vision_plan import make_vision_plan
 from qtrain.train.settings import VisionSettings, batch_geometry, choose_device, choose_dtype
 from qtrain.train.state.ema import Ema
 from qtrain.train.state.run import Run, find_run_folder
 from qtrain.train.state.state_dict import seed_rng
 from qtrain.train.state.train_state import TrainState
-from qtrain.train.step import judged_weights
+from qtrain.train.step import eval_weights
 
 SCRIPT = Path(__file__).stem
 RESISC45 = {"type": "hf_image", "dataset": "timm/resisc45"}
@@ -102,7 +102,7 @@ def main(argv: list[str]) -> None:
     )
     images.read(0)
     cost = vision_cost(shape, output_head(shape), image["input_size"])
-    settings, scheme, choice = settle_scheme(
+    settings, scheme, choice = resolve_auto_scheme(
         settings,
         scheme,
         lambda: shape,
@@ -136,7 +136,7 @@ def main(argv: list[str]) -> None:
     if settings.dry_run:
         return
 
-    with answering_out_of_memory(plan, settings, device):
+    with explain_out_of_memory(plan, settings, device):
         # ---- model ---------------------------------------------------------------------------------------------------
         seed_rng(settings.seed)
         model = build_vision_model(
@@ -196,7 +196,7 @@ def main(argv: list[str]) -> None:
         log.info("checkpoint  %s", run.checkpoints.latest())
     if finished:
         exported = folder.path / "timm"
-        with judged_weights(optimizer, quantized, ema):
+        with eval_weights(optimizer, quantized, ema):
             tensors = exported_tensors(model)
             export_timm(model, tensors, exported, name=name, kwargs=model_kwargs, classes=images.classes, image=image)
         log.info("exported    %s (timm.create_model('local-dir:%s', pretrained=True) loads it)", exported, exported)

@@ -16,7 +16,7 @@ from qtrain.train.in_backward import OptimizerInBackward
 from qtrain.train.language import language_forward
 from qtrain.train.log.failures import GIB, is_out_of_memory
 from qtrain.train.loop import peak_memory
-from qtrain.train.plan.auto_scheme import settle_scheme
+from qtrain.train.plan.auto_scheme import resolve_auto_scheme
 from qtrain.train.plan.plan import make_plan
 from qtrain.train.settings import LanguageSettings, batch_geometry, choose_device, choose_dtype
 from qtrain.train.state.state_dict import seed_rng
@@ -46,7 +46,7 @@ def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, A
     optimizer_spec = OPTIMIZERS.make(settings.optim, settings.optim_kwargs or {}, "--optim")
     source = read_model_source(settings.model, "--models")
     config = source.model_config()
-    settings, scheme, _ = settle_scheme(
+    settings, scheme, _ = resolve_auto_scheme(
         settings,
         scheme,
         lambda: empty_model(source),

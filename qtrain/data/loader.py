@@ -13,14 +13,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from qtrain.data.prefetch import AheadLoader, AheadProcess, AheadThread
+from qtrain.data.prefetch import PrefetchLoader, PrefetchProcess, PrefetchThread
 from qtrain.data.stream import Batch, Sample, Stream, StreamContext, open_stream
 
 Item = tuple[Batch, dict[str, Any]]
 Opener = Callable[[], Stream]
 
 
-class Loader(AheadLoader):
+class Loader(PrefetchLoader):
     """Iterates (Batch, position); ends only when the stream does.
 
     `position`: continue there. A UserError of the producer is raised here, once."""
@@ -42,11 +42,11 @@ class Loader(AheadLoader):
         if position is not None:
             stream.seek(position)
         if num_workers == 0:
-            super().__init__(AheadThread(batches(stream, micro_batch_size), prefetch), pin_memory)
+            super().__init__(PrefetchThread(batches(stream, micro_batch_size), prefetch), pin_memory)
             return
         opener = functools.partial(open_stream, spec, ctx, flag)
         work = (opener, stream.position(), micro_batch_size, num_workers, prefetch)
-        super().__init__(AheadProcess(_batches_of_process, work), pin_memory)
+        super().__init__(PrefetchProcess(_batches_of_process, work), pin_memory)
 
 
 def batches(stream: Stream, micro_batch_size: int) -> Iterator[Item]:
@@ -72,4 +72,4 @@ def _batches_of_process(
         tqdm.set_lock(threading.RLock())
     stream = opener()
     stream.seek(position)
-    yield from AheadThread(batches(stream, micro_batch_size), prefetch)
+    yield from PrefetchThread(batches(stream, micro_batch_size), prefetch)

@@ -36,7 +36,7 @@ class Producer(Protocol):
     def close(self) -> None: ...
 
 
-class AheadLoader:
+class PrefetchLoader:
     """Iterates what a producer gives, pinned where there is a GPU. `close`, or `with`, stops what it started."""
 
     def __init__(self, producer: Producer, pin_memory: bool | None = None):
@@ -66,7 +66,7 @@ def _close(producer: weakref.ref) -> None:
         alive.close()
 
 
-class AheadThread:
+class PrefetchThread:
     """Runs an iterator ahead in a daemon thread; what it raises is raised by `get`, once."""
 
     def __init__(self, items: Iterator[Item], prefetch: int):
@@ -114,7 +114,7 @@ class AheadThread:
         self._thread.join(timeout=10)
 
 
-class AheadProcess:
+class PrefetchProcess:
     """Runs `produce(*args)`, a function of a module, in a process of its own; a thread here receives its items."""
 
     def __init__(self, produce: Callable[..., Iterator[Item]], args: tuple, prefetch: int = 2):
@@ -123,7 +123,7 @@ class AheadProcess:
         self._process = context.Process(target=_run, args=(sender, produce, args), name="data", daemon=True)
         self._process.start()
         sender.close()  # now only the process holds it: when the process dies, receiving ends
-        self._received = AheadThread(_receive(receiver), prefetch)
+        self._received = PrefetchThread(_receive(receiver), prefetch)
 
     def get(self) -> Item:
         return self._received.get()

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from qtrain.kernels.swiglu.swiglu import silu_mul
+from qtrain.kernels.swiglu.swiglu import swiglu
 from qtrain.models.attention import Attention, Mask, attention_mask
 from qtrain.models.config import ModelConfig
 from qtrain.models.loss import LossSums, linear_cross_entropy
 from qtrain.models.rope import document_positions, rope_tables
 from qtrain.models.selective_recompute import selective_contexts
-from qtrain.quant import gated_mlp, takes_gated_mlp
+from qtrain.quant import supports_swiglu_mlp, swiglu_mlp
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -34,8 +34,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda and self.sub_norm is None and takes_gated_mlp(self.gate_up, self.down_proj):
-            return gated_mlp(self.gate_up, self.down_proj, x)
+        if x.is_cuda and self.sub_norm is None and supports_swiglu_mlp(self.gate_up, self.down_proj):
+            return swiglu_mlp(self.gate_up, self.down_proj, x)
         y = gated(self.gate_up(x))
         return self.down_proj(y if self.sub_norm is None else self.sub_norm(y))
 
@@ -43,7 +43,7 @@ class MLP(nn.Module):
 def gated(x: Tensor) -> Tensor:
     """silu(gate) * up of x [..., 2I], gate then up. PyTorch's own operations do it best on a CPU, a kernel on a GPU."""
     if x.is_cuda:
-        return silu_mul(x)
+        return swiglu(x)
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 

@@ -2,7 +2,7 @@
 
 from qtrain.optim import adamw, apollo, galore, lion, muon, schedule_free, sgd  # noqa: F401  (they register themselves)
 from qtrain.optim.optimizer import OPTIMIZERS, OptimizerSpec, ParameterShape, parameter_groups
-from qtrain.optim.partitioned_optimizer import PartedOptimizer
+from qtrain.optim.partitioned_optimizer import PartitionedOptimizer
 from qtrain.optim.schedule import LRSchedule, make_schedule
 
 __all__ = [
@@ -10,7 +10,7 @@ __all__ = [
     "LRSchedule",
     "OptimizerSpec",
     "ParameterShape",
-    "PartedOptimizer",
+    "PartitionedOptimizer",
     "make_schedule",
     "parameter_groups",
 ]

@@ -16,7 +16,7 @@ from qtrain.checks import Range
 from qtrain.kernels.numerics.normal import normal
 from qtrain.kernels.optim.state_formats import state_format
 from qtrain.optim.batched_states import describe_state, read_states, write_states
-from qtrain.optim.matrix_optimizer import MOST_PARTS, HiddenOptimizer, HiddenSpec, Place
+from qtrain.optim.matrix_optimizer import MOST_PARTS, MatrixOptimizer, MatrixOptimizerSpec, Place
 from qtrain.optim.optimizer import OPTIMIZERS
 from qtrain.optim.resumable import Described
 
@@ -24,7 +24,7 @@ GROWTH, TINY = 1.01, 1e-8
 FP32 = state_format("fp32", signed=True)
 
 
-class ApolloMiniOptimizer(HiddenOptimizer):
+class ApolloMiniOptimizer(MatrixOptimizer):
     """Group options: scale, update_proj_gap, betas, eps.
 
     The states of a parameter's part 0: `exp_avg_0`, `exp_avg_sq_0` [larger side], `norm_0` [1], all fp32.
@@ -86,7 +86,7 @@ class ApolloMiniOptimizer(HiddenOptimizer):
 
 @OPTIMIZERS.register("apollo_mini")
 @dataclass(frozen=True)
-class ApolloMini(HiddenSpec):
+class ApolloMini(MatrixOptimizerSpec):
     """gradients scaled matrix by matrix by a rank-1 AdamW; hardly any state beside the embeddings'"""
 
     scale: Annotated[float, Range(0)] = 128.0

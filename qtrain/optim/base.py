@@ -27,7 +27,7 @@ from qtrain.kernels.optim.state_formats import (
 )
 from qtrain.optim.offload import OffloadedUpdate, host_sizes, staging_bytes
 from qtrain.optim.optimizer import OptimizerSpec, ParameterShape
-from qtrain.optim.partitioned_optimizer import PartedOptimizer
+from qtrain.optim.partitioned_optimizer import PartitionedOptimizer
 from qtrain.optim.resumable import Described
 from qtrain.optim.state_layout import (
     MASTER,
@@ -75,7 +75,7 @@ class _Part:
     groups: list[int]
 
 
-class LowBitOptimizer(PartedOptimizer):
+class LowBitOptimizer(PartitionedOptimizer):
     """An elementwise rule over all parameters. Every parameter counts its own steps.
 
     RULE: of `kernels.fused_update`. STATES: the names of its states.

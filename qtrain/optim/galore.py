@@ -18,7 +18,7 @@ from qtrain.kernels.optim.fused_update import FusedUpdate, Slot
 from qtrain.kernels.optim.state_formats import state_format
 from qtrain.kernels.quantize.operators import dequantize, quantize
 from qtrain.optim.batched_states import describe_state, make_states, state_size
-from qtrain.optim.matrix_optimizer import MOST_PARTS, HiddenOptimizer, HiddenSpec, Place, Rest
+from qtrain.optim.matrix_optimizer import MOST_PARTS, MatrixOptimizer, MatrixOptimizerSpec, Place, Rest
 from qtrain.optim.optimizer import OPTIMIZERS
 from qtrain.optim.resumable import Described
 from qtrain.optim.subspace import Method, leading_subspace, sketch_columns
@@ -29,7 +29,7 @@ MOMENTS_SALT = 0x6D6F6D << 32
 """Turned into the seed, so that moments do not share their random bits with weights."""
 
 
-class GaLoreOptimizer(HiddenOptimizer):
+class GaLoreOptimizer(MatrixOptimizer):
     """Group options: rank, update_proj_gap, scale, betas, eps, state, projection, subspace, and of lazy refreshes
     cos_threshold (0: not lazy), queue_size, gamma_proj.
 
@@ -191,7 +191,7 @@ class GaLoreOptimizer(HiddenOptimizer):
 
 @OPTIMIZERS.register("galore_adamw")
 @dataclass(frozen=True)
-class GaLore(HiddenSpec):
+class GaLore(MatrixOptimizerSpec):
     """AdamW in a low-rank subspace of each hidden matrix's gradient"""
 
     rank: Annotated[int, Range(1)] = 128

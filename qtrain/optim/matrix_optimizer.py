@@ -22,7 +22,7 @@ from qtrain.kernels.optim.fused_update import FusedUpdate
 from qtrain.optim.base import LowBitOptimizer
 from qtrain.optim.hidden_matrices import batches_by_shape, equal_parts
 from qtrain.optim.optimizer import OPTIMIZERS, OptimizerSpec, ParameterShape
-from qtrain.optim.partitioned_optimizer import PartedOptimizer
+from qtrain.optim.partitioned_optimizer import PartitionedOptimizer
 from qtrain.optim.resumable import Described
 
 Groups = list[dict[str, Any]]
@@ -41,7 +41,7 @@ REST_SALT = 0x72657374 << 32
 
 
 @dataclass(frozen=True)
-class HiddenSpec(OptimizerSpec):
+class MatrixOptimizerSpec(OptimizerSpec):
     """What the specs of such methods share. Fields that `_OWN` does not name are options of the parameter groups."""
 
     betas: Annotated[tuple[float, float], Range(0, 0.999999)] = (0.9, 0.95)
@@ -50,7 +50,7 @@ class HiddenSpec(OptimizerSpec):
     rest: Rest = "adamw"
     rest_lr_scale: Annotated[float, Range(0)] = 1.0
 
-    method: ClassVar[type["HiddenOptimizer"]]
+    method: ClassVar[type["MatrixOptimizer"]]
     _OWN: ClassVar = ("sr", "rest", "rest_lr_scale")
 
     @abstractmethod
@@ -93,7 +93,7 @@ class Batch:
     apply: FusedUpdate
 
 
-class HiddenOptimizer(PartedOptimizer):
+class MatrixOptimizer(PartitionedOptimizer):
     """A method on the groups marked `hidden`; `rest` builds the optimizer of the others, which steps with this one.
 
     rest_lr_scale: the others' learning rate as a multiple of --lr. sr: round bf16 weights stochastically, with bits

@@ -9,7 +9,7 @@ from torch import Tensor
 from qtrain.checks import Range
 from qtrain.kernels.optim.state_formats import state_format
 from qtrain.optim.batched_states import describe_state, read_states, state_size, write_states
-from qtrain.optim.matrix_optimizer import HiddenOptimizer, HiddenSpec, Place
+from qtrain.optim.matrix_optimizer import MatrixOptimizer, MatrixOptimizerSpec, Place
 from qtrain.optim.newton_schulz import newton_schulz
 from qtrain.optim.optimizer import OPTIMIZERS
 from qtrain.optim.resumable import Described
@@ -28,7 +28,7 @@ def adjustment(rows: int, columns: int, adjust: Adjust) -> float:
     return 0.2 * math.sqrt(max(rows, columns)) if adjust == "match_rms" else 1.0
 
 
-class MuonOptimizer(HiddenOptimizer):
+class MuonOptimizer(MatrixOptimizer):
     """Group options: momentum, nesterov, ns_steps, adjust, state. The state of a parameter's part 0: `momentum_0`."""
 
     def directions(self, group: dict[str, Any], places: list[Place], gradients: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class MuonOptimizer(HiddenOptimizer):
 
 @OPTIMIZERS.register("muon")
 @dataclass(frozen=True)
-class Muon(HiddenSpec):
+class Muon(MatrixOptimizerSpec):
     """orthogonalized momentum for the matrices of hidden layers, AdamW for embeddings, head and vectors"""
 
     momentum: Annotated[float, Range(0, 0.999999)] = 0.95

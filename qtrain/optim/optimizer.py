@@ -39,7 +39,7 @@ class OptimizerSpec(ABC):
         return self.state_bytes(weight_bytes) * sum(shape.elements for shape in shapes)
 
     def refuses_parts(self) -> str | None:
-        """Why its optimizer cannot update a model part by part (`PartedOptimizer`), and the fix; None: it can."""
+        """Why its optimizer cannot update a model part by part (`PartitionedOptimizer`), and the fix; None: it can."""
         if getattr(self, "offload", False):
             return "states on the host are moved for the whole model at once; leave offload out of --optim_kwargs."
         return None

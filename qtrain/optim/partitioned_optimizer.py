@@ -12,7 +12,7 @@ from torch import Tensor
 from qtrain.optim.resumable import ResumableOptimizer
 
 
-class PartedOptimizer(ResumableOptimizer):
+class PartitionedOptimizer(ResumableOptimizer):
     """A step is `begin`, then `step_part` of every part, in any order; `step` does it all. Without `split` everything
     is one part.
 

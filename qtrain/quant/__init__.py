@@ -6,7 +6,7 @@ from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.scheme import SCHEMES, LowBitScheme, Scheme
 from qtrain.quant.schemes.auto import Auto, PerShape, choose_per_shape, linear_shapes
 from qtrain.quant.schemes.frozen_base import BASES, base_scheme
-from qtrain.quant.swiglu_mlp import gated_mlp, takes_gated_mlp
+from qtrain.quant.swiglu_mlp import supports_swiglu_mlp, swiglu_mlp
 
 __all__ = [
     "BASES",
@@ -21,8 +21,8 @@ __all__ = [
     "choose_per_shape",
     "describe_choices",
     "exported_tensors",
-    "gated_mlp",
     "linear_shapes",
     "quantize_linears",
-    "takes_gated_mlp",
+    "supports_swiglu_mlp",
+    "swiglu_mlp",
 ]

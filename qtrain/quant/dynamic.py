@@ -21,8 +21,8 @@ from qtrain.kernels.gemm.scaled_mm import scaled_mm
 from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES
 from qtrain.kernels.numerics.philox import ROLES
 from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_transposed
-from qtrain.kernels.swiglu.quantize import quantize_gated, takes_gated, takes_gated_rows
-from qtrain.quant.scheme import Gemm, LowBitScheme, Operand, Wanted, WholeRows
+from qtrain.kernels.swiglu.quantize import quantize_swiglu, supports_swiglu_dual, supports_swiglu_rowwise
+from qtrain.quant.scheme import Gemm, LowBitScheme, NeedsOperand, Operand, WholeRows
 
 
 class Read(NamedTuple):
@@ -90,30 +90,30 @@ class DynamicScheme(LowBitScheme):
         return self._operands(w, "w", key, (True, True), ())
 
     def input_operands(
-        self, x: Tensor, key: Tensor | None, wanted: Wanted = (True, True), amax: Operand = ()
+        self, x: Tensor, key: Tensor | None, wanted: NeedsOperand = (True, True), amax: Operand = ()
     ) -> tuple[Operand, Operand]:
         return self._operands(x, "x", key, wanted, (x,), amax)
 
     def grad_operands(
-        self, dy: Tensor, key: Tensor | None, wanted: Wanted = (True, True), amax: Operand = ()
+        self, dy: Tensor, key: Tensor | None, wanted: NeedsOperand = (True, True), amax: Operand = ()
     ) -> tuple[Operand, Operand]:
         return self._operands(dy, "dy", key, wanted, (dy,), amax)
 
     def gated_operands(
-        self, name: str, x: Tensor, dy: Tensor | None, key: Tensor | None, wanted: Wanted, amax: Operand = ()
+        self, name: str, x: Tensor, dy: Tensor | None, key: Tensor | None, wanted: NeedsOperand, amax: Operand = ()
     ) -> tuple[Operand, Operand]:
         read = self._read_alike(name, wanted)
-        if read is None or not takes_gated(read.fmt, read.granularity):
+        if read is None or not supports_swiglu_dual(read.fmt, read.granularity):
             return super().gated_operands(name, x, dy, key, wanted, amax)
         key, stochastic = drawn(*self._keys_of(name, key))
-        codes, scale, codes_t, scale_t = quantize_gated(
+        codes, scale, codes_t, scale_t = quantize_swiglu(
             x, dy, read.fmt, read.granularity, self.power_of_two, key, ROLES.index(name), stochastic
         )
         return (codes, scale), (codes_t, scale_t)
 
-    def whole_rows(self, name: str, key: Tensor | None = None, wanted: Wanted = (True, True)) -> WholeRows | None:
+    def whole_rows(self, name: str, key: Tensor | None = None, wanted: NeedsOperand = (True, True)) -> WholeRows | None:
         read = self._read_alike(name, wanted)
-        if read is None or not takes_gated_rows(read.fmt, read.granularity):
+        if read is None or not supports_swiglu_rowwise(read.fmt, read.granularity):
             return None
         return WholeRows(read.fmt, self.power_of_two, *self._keys_of(name, key))
 
@@ -131,7 +131,7 @@ class DynamicScheme(LowBitScheme):
             return blockwise_mm(a_codes, b_codes, a_scale, b_scale, *blocks, dtype, bias)
         return scaled_mm(a_codes, b_codes, a_scale, b_scale, dtype, bias, applies(self.fast_accum, gemm))
 
-    def _reads_of(self, name: str, wanted: Wanted = (True, True)) -> tuple[Read | None, Read | None]:
+    def _reads_of(self, name: str, wanted: NeedsOperand = (True, True)) -> tuple[Read | None, Read | None]:
         """How the tensor `name` is read along its rows and along its columns, where it is and that is wanted."""
         (row_gemm, i), (column_gemm, j) = _READERS[name]
         rows, columns = self.reads(row_gemm), self.reads(column_gemm)
@@ -143,13 +143,13 @@ class DynamicScheme(LowBitScheme):
         rows, columns = applies(self.stochastic_rounding, row_gemm), applies(self.stochastic_rounding, column_gemm)
         return (key if rows else None), (key if columns else None)
 
-    def _read_alike(self, name: str, wanted: Wanted) -> Read | None:
+    def _read_alike(self, name: str, wanted: NeedsOperand) -> Read | None:
         """How the tensor `name` is read along rows and columns, if that is the same but for the rounding."""
         rows, columns = self._reads_of(name, wanted)
         return rows if rows == columns else None
 
     def _operands(
-        self, t: Tensor, name: str, key: Tensor | None, wanted: Wanted, plain: Operand, amax: Operand = ()
+        self, t: Tensor, name: str, key: Tensor | None, wanted: NeedsOperand, plain: Operand, amax: Operand = ()
     ) -> tuple[Operand, Operand]:
         """The operands of the tensor `name` along its rows and columns; `plain` for one that no low-bit GEMM wants."""
         rows, columns = self._reads_of(name, wanted)

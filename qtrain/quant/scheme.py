@@ -26,7 +26,7 @@ from qtrain.tensors.stored_weight import StoredWeight
 
 Gemm = Literal["output", "grad_input", "grad_weight"]
 Operand = tuple[Tensor, ...]
-Wanted = tuple[bool, bool]
+NeedsOperand = tuple[bool, bool]
 """Which of a tensor's two operands will be read: an evaluation needs no x for grad_weight, a frozen weight neither."""
 
 
@@ -112,14 +112,14 @@ class LowBitScheme(Scheme):
 
     @abstractmethod
     def input_operands(
-        self, x: Tensor, key: Tensor | None, wanted: Wanted = (True, True), amax: Operand = ()
+        self, x: Tensor, key: Tensor | None, wanted: NeedsOperand = (True, True), amax: Operand = ()
     ) -> tuple[Operand, Operand]:
         """x [M, K] -> operands for (output, grad_weight). The second is all that is kept for backward; one that is not
         wanted may be anything. amax: see `grad_operands`."""
 
     @abstractmethod
     def grad_operands(
-        self, dy: Tensor, key: Tensor | None, wanted: Wanted = (True, True), amax: Operand = ()
+        self, dy: Tensor, key: Tensor | None, wanted: NeedsOperand = (True, True), amax: Operand = ()
     ) -> tuple[Operand, Operand]:
         """dy [M, N] -> operands for (grad_input, grad_weight).
 
@@ -128,14 +128,14 @@ class LowBitScheme(Scheme):
         """
 
     def gated_operands(
-        self, name: str, x: Tensor, dy: Tensor | None, key: Tensor | None, wanted: Wanted, amax: Operand = ()
+        self, name: str, x: Tensor, dy: Tensor | None, key: Tensor | None, wanted: NeedsOperand, amax: Operand = ()
     ) -> tuple[Operand, Operand]:
         """The operands of what a gated MLP makes of x [M, 2I] (`kernels/swiglu/quantize.py`), which no one else reads:
         `input_operands` of the activation (name "x") or, with its gradient dy, `grad_operands` of that of x ("dy")."""
         operands = self.input_operands if name == "x" else self.grad_operands
         return operands(activation(x, dy), key, wanted, amax)
 
-    def whole_rows(self, name: str, key: Tensor | None = None, wanted: Wanted = (True, True)) -> WholeRows | None:
+    def whole_rows(self, name: str, key: Tensor | None = None, wanted: NeedsOperand = (True, True)) -> WholeRows | None:
         """How the tensor `name` of a gated MLP, as in `gated_operands`, is quantized, if that is by whole rows; such a
         pair of tensors is made in another order (`gated.py`). key, wanted: as for `input_operands`."""
         return None

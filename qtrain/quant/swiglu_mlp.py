@@ -10,16 +10,16 @@ but the maxima of its columns.
 import torch
 from torch import Tensor, nn
 
-from qtrain.kernels.swiglu.quantize import quantize_gated_backward, quantize_gated_rows
+from qtrain.kernels.swiglu.quantize import quantize_swiglu_backward, quantize_swiglu_rowwise
 from qtrain.quant.dynamic import drawn
 from qtrain.quant.linear import LowBitLinear
-from qtrain.quant.scheme import LowBitScheme, Operand, Wanted, WholeRows
+from qtrain.quant.scheme import LowBitScheme, NeedsOperand, Operand, WholeRows
 
 Arguments = tuple[LowBitScheme, Tensor | None, Operand, Operand, tuple[Operand, ...]]
 
 
-class GatedMLPFunction(torch.autograd.Function):
-    """y = silu_mul(x · w_upᵀ) · w_downᵀ; the arguments of each linear as `LowBitLinear.arguments` gives them."""
+class SwiGLUMLPFunction(torch.autograd.Function):
+    """y = swiglu(x · w_upᵀ) · w_downᵀ; the arguments of each linear as `LowBitLinear.arguments` gives them."""
 
     @staticmethod
     def forward(
@@ -89,7 +89,9 @@ class GatedMLPFunction(torch.autograd.Function):
         return dx, dup, ddown, None, None, None
 
 
-def _by_rows(up: Arguments, down: Arguments, dx_wanted: Wanted, y_wanted: Wanted) -> tuple[WholeRows, WholeRows] | None:
+def _by_rows(
+    up: Arguments, down: Arguments, dx_wanted: NeedsOperand, y_wanted: NeedsOperand
+) -> tuple[WholeRows, WholeRows] | None:
     """How the activation y and the gradient dx of its input are quantized, if both are by whole rows."""
     y, dx = down[0].whole_rows("x", down[1], y_wanted), up[0].whole_rows("dy", up[1], dx_wanted)
     return (y, dx) if y and dx else None
@@ -97,7 +99,7 @@ def _by_rows(up: Arguments, down: Arguments, dx_wanted: Wanted, y_wanted: Wanted
 
 def _rows(between: Tensor, y: WholeRows) -> tuple[Operand, Operand]:
     """The activation's operand for `output`, and what is kept of it."""
-    codes, scale, columns = quantize_gated_rows(between, y.fmt, y.power_of_two, y.row_key)
+    codes, scale, columns = quantize_swiglu_rowwise(between, y.fmt, y.power_of_two, y.row_key)
     return (codes, scale), (columns,)
 
 
@@ -106,20 +108,20 @@ def _gradient(
 ) -> tuple[Operand, Operand, Operand]:
     """Operands of the gradient of `between`, for grad_input and grad_weight, and the activation's for grad_weight."""
     key, stochastic = drawn(dx.row_key, dx.column_key)
-    codes, scale, codes_t, scale_t, *y_columns = quantize_gated_backward(
+    codes, scale, codes_t, scale_t, *y_columns = quantize_swiglu_backward(
         between, dy, columns, dx.fmt, dx.power_of_two, key, y.fmt, y.power_of_two, y.column_key, stochastic
     )
     return (codes, scale), (codes_t, scale_t), tuple(y_columns)
 
 
-def takes_gated_mlp(gate_up: nn.Module, down: nn.Module) -> bool:
-    """Whether `gated_mlp` takes these two: a bias would want the gradient that is not made."""
+def supports_swiglu_mlp(gate_up: nn.Module, down: nn.Module) -> bool:
+    """Whether `swiglu_mlp` takes these two: a bias would want the gradient that is not made."""
     return all(isinstance(linear, LowBitLinear) and linear.bias is None for linear in (gate_up, down))
 
 
-def gated_mlp(gate_up: LowBitLinear, down: LowBitLinear, x: Tensor) -> Tensor:
+def swiglu_mlp(gate_up: LowBitLinear, down: LowBitLinear, x: Tensor) -> Tensor:
     """down(silu(gate) * up) of x [..., K] -> [..., N]."""
-    y = GatedMLPFunction.apply(
+    y = SwiGLUMLPFunction.apply(
         x.reshape(-1, gate_up.in_features),
         gate_up.weight,
         down.weight,

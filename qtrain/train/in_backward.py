@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from qtrain.errors import UserError
 from qtrain.models import repeated_blocks
-from qtrain.optim import OptimizerSpec, PartedOptimizer
+from qtrain.optim import OptimizerSpec, PartitionedOptimizer
 from qtrain.train.gradients import norm_of
 from qtrain.train.settings import BatchGeometry, TrainSettings
 
@@ -59,7 +59,7 @@ def model_parts(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 class OptimizerInBackward:
     """The hooks that update a model's parts, from `begin` before a step's one backward pass to `finish` after it."""
 
-    def __init__(self, model: nn.Module, optimizer: PartedOptimizer):
+    def __init__(self, model: nn.Module, optimizer: PartitionedOptimizer):
         parts = model_parts(model)
         self.optimizer = optimizer
         self._names = list(parts)

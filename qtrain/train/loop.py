@@ -26,7 +26,7 @@ from qtrain.train.plan.plan import Plan
 from qtrain.train.settings import TrainSettings
 from qtrain.train.signals import StopSignals
 from qtrain.train.state.run import Run, resume_command
-from qtrain.train.step import apply_gradients, compute_gradients, judged_weights, set_rate
+from qtrain.train.step import apply_gradients, compute_gradients, eval_weights, set_rate
 
 log = logging.getLogger("qtrain")
 
@@ -79,9 +79,7 @@ class Training:
         run, settings = self.run, self.run.settings
         try:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(
-                    answering_out_of_memory(self.plan, settings, run.device, lambda: run.state.step + 1)
-                )
+                stack.enter_context(explain_out_of_memory(self.plan, settings, run.device, lambda: run.state.step + 1))
                 stop = stack.enter_context(StopSignals())
                 status = stack.enter_context(StatusLine(settings.n_steps, log, unit=self.plan.unit.per_second))
                 profiler = stack.enter_context(StepProfiler(run.folder.path, log, enabled=settings.profile))
@@ -193,7 +191,7 @@ class Training:
 
     def _evaluate(self) -> None:
         state = self.run.state
-        with self.throughput.pause(), judged_weights(self.run.optimizer, self.run.quantized, self.run.ema):
+        with self.throughput.pause(), eval_weights(self.run.optimizer, self.run.quantized, self.run.ema):
             found = self.evaluation()
         if not found:
             return
@@ -221,7 +219,7 @@ class Training:
 
 
 @contextlib.contextmanager
-def answering_out_of_memory(
+def explain_out_of_memory(
     plan: Plan, settings: TrainSettings, device: torch.device, step: Callable[[], int] = lambda: 0
 ) -> Iterator[None]:
     """Turn memory that runs out inside into TrainingStopped with the plan, the peak, and the flags to change."""

@@ -98,9 +98,7 @@ def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 @contextlib.contextmanager
-def judged_weights(
-    optimizer: torch.optim.Optimizer, quantized: QuantizedModel, ema: Ema | None = None
-) -> Iterator[None]:
+def eval_weights(optimizer: torch.optim.Optimizer, quantized: QuantizedModel, ema: Ema | None = None) -> Iterator[None]:
     """Inside, the model has the weights that it is evaluated and exported with; most optimizers train those very ones.
 
     Schedule-free ones do not, and say so by methods `eval` and `train`; with `ema` it is the average. Afterwards every

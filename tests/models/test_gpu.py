@@ -195,16 +195,16 @@ def test_a_low_bit_mlp_is_one_function(name, kwargs, monkeypatch):
     """Compiled by layers: the loss is that of separate linears, and so are the gradients."""
     ids = torch.randint(0, 1000, (2, 129), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     found = []
-    for takes in (quant.takes_gated_mlp, lambda *linears: False):
+    for takes in (quant.supports_swiglu_mlp, lambda *linears: False):
         torch._dynamo.reset()
-        monkeypatch.setattr(decoder, "takes_gated_mlp", takes)
+        monkeypatch.setattr(decoder, "supports_swiglu_mlp", takes)
         model = model_of("qwen2", torch.bfloat16)
         quant.quantize_linears(model, quant.SCHEMES.make(name, kwargs, "--quantize_kwargs"), seed=3)
         compile_layers(model)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             sums = model(ids[:, :-1], ids[:, 1:])
             sums.loss.backward()
-        fused = any("quantize_gated" in event.key for event in profile.key_averages())
-        assert fused == (takes is quant.takes_gated_mlp)
+        fused = any("quantize_swiglu" in event.key for event in profile.key_averages())
+        assert fused == (takes is quant.supports_swiglu_mlp)
         found.append([sums.loss.detach(), *(p.grad for p in model.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

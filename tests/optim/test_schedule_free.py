@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qtrain.quant import SCHEMES, quantize_linears
-from qtrain.train.step import judged_weights
+from qtrain.train.step import eval_weights
 from tests.optim.problems import Small, assert_weights, drive, follow, make
 
 LR, DECAY, B1, B2, EPS = 0.02, 0.1, 0.9, 0.999, 1e-8
@@ -59,7 +59,7 @@ def test_judging_leaves_every_bit(dtype):
         for step in range(6):
             if judged:
                 before = [p.clone() for p in model.parameters()]
-                with judged_weights(optimizer, quantized):
+                with eval_weights(optimizer, quantized):
                     changed = [not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
                 assert all(changed) == any(changed) == (step > 1)  # after one step the average is what was averaged
             drive(model, optimizer, range(step, step + 1))

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from qtrain.kernels.swiglu.swiglu import silu_mul
-from qtrain.quant import SCHEMES, gated_mlp, quantize_linears, takes_gated_mlp
+from qtrain.kernels.swiglu.swiglu import swiglu
+from qtrain.quant import SCHEMES, quantize_linears, supports_swiglu_mlp, swiglu_mlp
 from tests.cases import matrix
 
 KWARGS = [
@@ -39,7 +39,7 @@ class MLP(nn.Module):
         self.gate_up, self.down = nn.Linear(width, 2 * inner, bias=False), nn.Linear(inner, width, bias=False)
 
     def forward(self, x, fused):
-        return gated_mlp(self.gate_up, self.down, x) if fused else self.down(silu_mul(self.gate_up(x)))
+        return swiglu_mlp(self.gate_up, self.down, x) if fused else self.down(swiglu(self.gate_up(x)))
 
 
 def pair(name, kwargs, device, dtype, width=128, inner=256):
@@ -65,7 +65,7 @@ def equal(a, b):
 
 def check(name, kwargs, device, dtype):
     (plain, fused), quantized = pair(name, kwargs, device, dtype)
-    assert takes_gated_mlp(fused.gate_up, fused.down)
+    assert supports_swiglu_mlp(fused.gate_up, fused.down)
     for step in range(3):
         x, dy = (matrix(2 * 48, 128, 10 * step + i, "outlier", dtype).to(device).view(2, 48, 128) for i in range(2))
         expected = results(plain, x, dy, False)
@@ -97,7 +97,7 @@ def test_what_is_kept_of_the_activation(name, kwargs, keeps):
     (_, model), _ = pair(name, kwargs, "cpu", torch.float32, width=128, inner=256)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        gated_mlp(model.gate_up, model.down, matrix(40, 128, 0, "normal").requires_grad_())
+        swiglu_mlp(model.gate_up, model.down, matrix(40, 128, 0, "normal").requires_grad_())
     assert ((256, 40) in [tuple(t.shape) for t in kept]) == keeps
     assert any(t.shape == (256,) and t.dtype == torch.int32 for t in kept) == (not keeps)
 
@@ -134,8 +134,8 @@ def test_compiled_whole(name, kwargs):
 
 def test_a_bias_or_another_module_is_not_taken():
     (_, fused), _ = pair("int8", {}, "cpu", torch.float32)
-    assert not takes_gated_mlp(nn.Linear(4, 4, bias=False), fused.down)
+    assert not supports_swiglu_mlp(nn.Linear(4, 4, bias=False), fused.down)
     model = MLP(128, 256)
     model.gate_up = nn.Linear(128, 512)
     quantize_linears(model, SCHEMES.make("int8", {}, "--quantize_kwargs"), seed=3)
-    assert not takes_gated_mlp(model.gate_up, model.down)
+    assert not supports_swiglu_mlp(model.gate_up, model.down)

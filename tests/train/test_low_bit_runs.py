@@ -11,7 +11,7 @@ from qtrain.models import ModelSource, build_model, empty_model
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.schemes import auto
 from qtrain.tensors.stored_weight import StoredWeight
-from qtrain.train.plan.auto_scheme import settle_scheme
+from qtrain.train.plan.auto_scheme import resolve_auto_scheme
 from qtrain.train.settings import BatchGeometry, LanguageSettings
 from qtrain.train.state.checkpoint import read_meta
 from qtrain.train.state.run import Run, find_run_folder
@@ -100,7 +100,7 @@ def test_weights_of_another_format_do_not_load():
 
 def settle(settings, resumed_from=None):
     scheme = SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")
-    return settle_scheme(
+    return resolve_auto_scheme(
         settings,
         scheme,
         lambda: empty_model(SOURCE),

@@ -19,7 +19,7 @@ from torch import Tensor
 from qtrain.data.images.augment import ImageTransform, Mixer, generators_kept, seed_generators
 from qtrain.data.images.images import Images
 from qtrain.data.permutation import Permutation
-from qtrain.data.prefetch import AheadLoader, AheadProcess
+from qtrain.data.prefetch import PrefetchLoader, PrefetchProcess
 from qtrain.data.stream import TensorBatch
 from qtrain.errors import UserError
 
@@ -97,7 +97,7 @@ class BatchMaker:
         return position["epoch"] * self.per_epoch + position["image"] // self.micro_batch_size
 
 
-class ImageLoader(AheadLoader):
+class ImageLoader(PrefetchLoader):
     """Iterates (ImageBatch, position after it), for ever."""
 
     def __init__(
@@ -138,7 +138,7 @@ class _Processes:
     def __init__(self, maker: BatchMaker, start: int, count: int):
         self._turn = 0
         self._processes = [
-            AheadProcess(_every_nth, (maker, start + number, count), DECODED_AHEAD) for number in range(count)
+            PrefetchProcess(_every_nth, (maker, start + number, count), DECODED_AHEAD) for number in range(count)
         ]
 
     def get(self) -> Item:

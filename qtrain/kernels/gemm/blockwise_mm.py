@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.gemm.tiling import multiprocessors, tile_of
+from qtrain.kernels.gemm.tiling import sm_count, tile_of
 from qtrain.kernels.gemm.transpose import k_major
 
 Block = Literal["1x128", "128x128", "32x32"]
@@ -153,7 +153,7 @@ def launch_blockwise_mm(
     t = tiling
     (rows_a, block_k), (rows_b, _) = BLOCKS[block_a], BLOCKS[block_b]
     tiles = triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n * t.parts)
-    programs = min(t.per_sm * multiprocessors(a.device), tiles)
+    programs = min(t.per_sm * sm_count(a.device), tiles)
     _blockwise_mm_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [t.block_m, block_k]),
         TensorDescriptor.from_tensor(b, [t.block_n, block_k]),

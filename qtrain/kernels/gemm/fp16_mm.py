@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.autotune import choose, forced
-from qtrain.kernels.gemm.persistent import launch_product
+from qtrain.kernels.gemm.persistent import launch_persistent_mm
 from qtrain.kernels.gemm.tiling import Tiling
 
 STEP_K = 16
@@ -28,7 +28,7 @@ def fp16_mm_ref(a: Tensor, b: Tensor) -> Tensor:
 
 def launch_fp16_mm(a: Tensor, b: Tensor, tiling: Tiling) -> Tensor:
     """The kernel for `fp16_mm_ref`; both contiguous, K and N multiples of 8."""
-    return launch_product(a, b, a.new_empty(a.shape[0], b.shape[0]), tiling)
+    return launch_persistent_mm(a, b, a.new_empty(a.shape[0], b.shape[0]), tiling)
 
 
 # 16-bit sums take half the registers: two warpgroups hold a tile of 256 x 256 as easily as fp32 one of 128 x 256.

@@ -19,7 +19,7 @@ from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.gemm.int8_mm import int8_mm, int8_mm_ref
 from qtrain.kernels.gemm.scaled_mm import scaled_mm, scaled_mm_ref
-from qtrain.kernels.gemm.tiling import Tiling, multiprocessors, scale_tile, store_columns, tile_of
+from qtrain.kernels.gemm.tiling import Tiling, scale_tile, sm_count, store_columns, tile_of
 from qtrain.kernels.numerics.packing import unpack_int4
 
 LONGEST_FUSED_K = (2**31 - 1) // (256 * 64)
@@ -129,7 +129,7 @@ def launch_int4_mm(
     out = torch.empty(m, n, dtype=out_dtype, device=a.device)
     # Where two programs fit on a multiprocessor, one unpacks while the other multiplies.
     residents = 2 if t.warps == 4 else 1
-    programs = min(residents * multiprocessors(a.device), triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n))
+    programs = min(residents * sm_count(a.device), triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n))
     scale_a, scale_b = (None, None) if scales is None else scales
     rows_a, rows_b = (scale is not None and scale.numel() > 1 for scale in (scale_a, scale_b))
     _int4_mm_kernel[(programs,)](

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import triton
-from qtrain.kernels.gemm.persistent import launch_product
+from qtrain.kernels.gemm.persistent import launch_persistent_mm
 from qtrain.kernels.gemm.tiling import Tiling
 
 # 127 * 127 * K must stay below 2**31: longer sums do not fit int32.
@@ -34,7 +34,7 @@ def int8_mm_ref(a: Tensor, b: Tensor) -> Tensor:
 
 def launch_int8_mm(a: Tensor, b: Tensor, tiling: Tiling) -> Tensor:
     """The kernel for `int8_mm_ref`: K in multiples of 16, N in multiples of 4, both operands contiguous."""
-    return launch_product(a, b, a.new_empty(a.shape[0], b.shape[0], dtype=torch.int32), tiling)
+    return launch_persistent_mm(a, b, a.new_empty(a.shape[0], b.shape[0], dtype=torch.int32), tiling)
 
 
 # Output tiles are 4 bytes an element: stored in quarters, they leave room for two programs or one more stage.

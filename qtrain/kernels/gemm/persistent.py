@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.gemm.tiling import Tiling, multiprocessors, scale_tile, store_columns, tile_of
+from qtrain.kernels.gemm.tiling import Tiling, scale_tile, sm_count, store_columns, tile_of
 
 SUMS = {torch.int8: "int32", torch.float16: "fp16", torch.float8_e4m3fn: "fp32", torch.float8_e5m2: "fp32"}
 """What products of a dtype are summed in."""
@@ -38,7 +38,7 @@ def _product_kernel(
             store_columns(c_desc, total, row, column, PIECES, False)
 
 
-def launch_product(
+def launch_persistent_mm(
     a: Tensor,
     b: Tensor,
     out: Tensor,
@@ -60,7 +60,7 @@ def launch_product(
     (m, k), n, t = a.shape, b.shape[0], tiling
     if tiles is None:
         tiles = triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n)
-    programs = min(t.per_sm * multiprocessors(a.device), tiles)
+    programs = min(t.per_sm * sm_count(a.device), tiles)
     scale_a, scale_b = scales or (None, None)
     rows_a, rows_b = (scale is not None and scale.numel() > 1 for scale in (scale_a, scale_b))
     exact = SUMS[a.dtype] == "fp32" and not fast_accum

@@ -21,9 +21,9 @@ from torch import Tensor
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import triton
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K, int8_mm_ref
-from qtrain.kernels.gemm.persistent import launch_product
-from qtrain.kernels.gemm.split_k import launch_rest, split_of
-from qtrain.kernels.gemm.tiling import Tiling, multiprocessors
+from qtrain.kernels.gemm.persistent import launch_persistent_mm
+from qtrain.kernels.gemm.split_k import launch_split_tiles, split_of
+from qtrain.kernels.gemm.tiling import Tiling, sm_count
 from qtrain.kernels.gemm.transpose import k_major
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -68,12 +68,12 @@ def launch_scaled_mm(
     K in multiples of 16, rows of `out` in multiples of 16 bytes, K at most LONGEST_EXACT_K for INT8; all contiguous.
     """
     (m, k), n, t = a.shape, b.shape[0], tiling
-    split = split_of(t, m, n, k, t.per_sm * multiprocessors(a.device)) if t.split else None
+    split = split_of(t, m, n, k, t.per_sm * sm_count(a.device)) if t.split else None
     if split is None or split.whole:
         tiles = split.whole if split else None
-        launch_product(a, b, out, t, (scale_a, scale_b), bias=bias, fast_accum=fast_accum, add=add, tiles=tiles)
+        launch_persistent_mm(a, b, out, t, (scale_a, scale_b), bias=bias, fast_accum=fast_accum, add=add, tiles=tiles)
     if split:
-        launch_rest(a, b, scale_a, scale_b, out, t, split, bias=bias, fast_accum=fast_accum, add=add)
+        launch_split_tiles(a, b, scale_a, scale_b, out, t, split, bias=bias, fast_accum=fast_accum, add=add)
     return out
 
 
@@ -99,7 +99,7 @@ def scaled_mm_names(a: Tensor, b: Tensor, out_dtype: torch.dtype, fast_accum: bo
     aligned = k % 16 == 0 and n * out_dtype.itemsize % 16 == 0  # what TMA descriptors ask of strides
     if aligned and (not int8 or k <= LONGEST_EXACT_K):
         # fp32 tiles, and those that are read as well, leave no room for large ones in shared memory
-        names += _tiling_names(m, n, k, multiprocessors(a.device), int8, out_dtype.itemsize > 2 or add)
+        names += _tiling_names(m, n, k, sm_count(a.device), int8, out_dtype.itemsize > 2 or add)
     if add:
         return names
     if int8 and m > 16 and k % 8 == 0 and n % 8 == 0 and k <= LONGEST_EXACT_K:

@@ -1,6 +1,6 @@
 """The tiles of a scaled product's last wave, cut along K.
 
-A weight's gradient sums over all tokens into a small output: its tiles fill the multiprocessors a few times or not even
+A weight's gradient sums over all tokens into a small output: its tiles fill the sm_count a few times or not even
 once, and through the last wave most of them wait for the few that have a tile. Here the tiles of the whole waves are
 left to the plain kernel; each one left over is summed by several programs, each over a part of K, into a workspace,
 which a second kernel adds up in a fixed order, scales and stores. INT8 sums stay exact; FP8's are added up in
@@ -92,7 +92,7 @@ def _sum_kernel(
     store_columns(c_desc, out, row, column, 1, ADD)
 
 
-def launch_rest(
+def launch_split_tiles(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,

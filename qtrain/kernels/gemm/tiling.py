@@ -83,6 +83,6 @@ def store_columns(c_desc, out, row, column, PIECES: tl.constexpr, ADD: tl.conste
 
 
 @functools.cache
-def multiprocessors(device: torch.device) -> int:
+def sm_count(device: torch.device) -> int:
     """How many programs a persistent kernel starts; 2 in the interpreter, so that each still walks several tiles."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

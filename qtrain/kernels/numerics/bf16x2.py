@@ -4,7 +4,7 @@ Bits of numbers without sign order as the numbers do, Inf above all numbers and 
 """
 
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.swiglu.swiglu import silu_gradient, silu_product
+from qtrain.kernels.swiglu.swiglu import swiglu_f32, swiglu_grad_f32
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def largest_of_rows(pairs, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def without_bad(pairs, bad):
+def zero_nonfinite_bf16x2(pairs, bad):
     """Where `bad`, NaNs and Infs are 0."""
     if bad:
         pairs = tl.where((pairs & 0x7F80) == 0x7F80, pairs & -65536, pairs)
@@ -101,21 +101,21 @@ def gated(gate, up, NATIVE: tl.constexpr):
     """Pairs of gate and of up -> pairs of silu(gate) * up."""
     gate0, gate1 = _halves(gate)
     up0, up1 = _halves(up)
-    return paired(silu_product(gate0, up0, NATIVE), silu_product(gate1, up1, NATIVE), NATIVE)
+    return paired(swiglu_f32(gate0, up0, NATIVE), swiglu_f32(gate1, up1, NATIVE), NATIVE)
 
 
 @triton.jit
-def gate_gradient(dy, gate, up, NATIVE: tl.constexpr):
+def gate_grad_bf16x2(dy, gate, up, NATIVE: tl.constexpr):
     """Pairs of the gradient of silu(gate) * up -> those of gate's."""
     dy0, dy1 = _halves(dy)
     gate0, gate1 = _halves(gate)
     up0, up1 = _halves(up)
-    return paired(silu_gradient(dy0, gate0, up0, NATIVE), silu_gradient(dy1, gate1, up1, NATIVE), NATIVE)
+    return paired(swiglu_grad_f32(dy0, gate0, up0, NATIVE), swiglu_grad_f32(dy1, gate1, up1, NATIVE), NATIVE)
 
 
 @triton.jit
-def up_gradient(dy, gate, NATIVE: tl.constexpr):
+def up_grad_bf16x2(dy, gate, NATIVE: tl.constexpr):
     """Pairs of the gradient of silu(gate) * up -> those of up's."""
     dy0, dy1 = _halves(dy)
     gate0, gate1 = _halves(gate)
-    return paired(silu_product(gate0, dy0, NATIVE), silu_product(gate1, dy1, NATIVE), NATIVE)
+    return paired(swiglu_f32(gate0, dy0, NATIVE), swiglu_f32(gate1, dy1, NATIVE), NATIVE)

@@ -8,15 +8,15 @@ CAST, as in `rounding.py`; where it is not, in the interpreter, every code is in
 """
 
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.numerics.bf16x2 import lower, upper, without_bad
-from qtrain.kernels.numerics.encode import encode, reciprocal_of
+from qtrain.kernels.numerics.bf16x2 import lower, upper, zero_nonfinite_bf16x2
+from qtrain.kernels.numerics.encode import encode, inv_scale_of
 from qtrain.kernels.numerics.packed_words import bytes_of_both
 from qtrain.kernels.numerics.philox import philox_words
 
 
 @triton.jit
 def quick_reciprocal(scale, bad, CAST: tl.constexpr):
-    """`reciprocal_of` by what `rcp.rn.f32` comes to for 2**-126 to 2**126, without the branch that tells."""
+    """`inv_scale_of` by what `rcp.rn.f32` comes to for 2**-126 to 2**126, without the branch that tells."""
     if CAST:
         near = tl.inline_asm_elementwise(
             "{ .reg .f32 r, e; rcp.approx.ftz.f32 r, $1; neg.f32 e, $1; fma.rn.f32 e, e, r, 0f3F800000;"
@@ -27,7 +27,7 @@ def quick_reciprocal(scale, bad, CAST: tl.constexpr):
             near = tl.where(scale < float("inf"), near, 0.0)
         return near
     else:
-        return reciprocal_of(scale, bad)
+        return inv_scale_of(scale, bad)
 
 
 @triton.jit
@@ -80,15 +80,15 @@ def _stochastically(scaled, noise, FMT: tl.constexpr, CAST: tl.constexpr):
 
 
 @triton.jit
-def draws_of_pairs(block, key, CAST: tl.constexpr):
-    """block int64 [R, C] and key, as `philox` takes them -> words [R, 4 * C] and half, as `scaled_pairs` takes them."""
+def draw_bf16x2(block, key, CAST: tl.constexpr):
+    """block int64 [R, C] and key, as `philox` takes them -> words [R, 4 * C] and half, as `scale_bf16x2` takes them."""
     seed, step, tensor, once = key
     words = philox_words(block, seed, step, tensor, CAST, once)
     return tl.reshape(words, (block.shape[0], block.shape[1] * 4)), once * 0x80
 
 
 @triton.jit
-def scaled_pairs(
+def scale_bf16x2(
     pairs, by_first, by_second, words, half, beyond,
     STOCHASTIC: tl.constexpr, FMT: tl.constexpr, LARGEST: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
@@ -132,18 +132,18 @@ def two_codes(a, b, STOCHASTIC: tl.constexpr, FMT: tl.constexpr, CAST: tl.conste
 
 
 @triton.jit
-def codes_of_pairs(
+def encode_bf16x2(
     pairs, by_first, by_second, bad, draws, key,
     STOCHASTIC: tl.constexpr, FMT: tl.constexpr, LARGEST: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
-    """Pairs [R, C] or [C] -> `scaled_pairs` of them, NaNs and Infs left out where `bad` says that there are some.
+    """Pairs [R, C] or [C] -> `scale_bf16x2` of them, NaNs and Infs left out where `bad` says that there are some.
     draws: numbers [R, C / 4] of what `philox` draws for them; key: what else it takes."""
     words, half = None, 0
     if STOCHASTIC:
-        words, half = draws_of_pairs(draws, key, CAST)
+        words, half = draw_bf16x2(draws, key, CAST)
         words = tl.reshape(words, pairs.shape)
-    pairs = without_bad(pairs, bad)
-    return scaled_pairs(pairs, by_first, by_second, words, half, False, STOCHASTIC, FMT, LARGEST, CAST)
+    pairs = zero_nonfinite_bf16x2(pairs, bad)
+    return scale_bf16x2(pairs, by_first, by_second, words, half, False, STOCHASTIC, FMT, LARGEST, CAST)
 
 
 @triton.jit
@@ -151,8 +151,8 @@ def store_codes(
     ptrs, inside, pairs, by, bad, draws, key,
     STOCHASTIC: tl.constexpr, FMT: tl.constexpr, LARGEST: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
-    """The codes of pairs under the reciprocal scale(s) `by`, as int16 to ptrs; the rest as for `codes_of_pairs`."""
-    a, b = codes_of_pairs(pairs, by, by, bad, draws, key, STOCHASTIC, FMT, LARGEST, CAST)
+    """The codes of pairs under the reciprocal scale(s) `by`, as int16 to ptrs; the rest as for `encode_bf16x2`."""
+    a, b = encode_bf16x2(pairs, by, by, bad, draws, key, STOCHASTIC, FMT, LARGEST, CAST)
     tl.store(ptrs, two_codes(a, b, STOCHASTIC, FMT, CAST), inside)
 
 

@@ -15,13 +15,13 @@ def casts_to_fp8(device: torch.device) -> bool:
 
 
 @triton.jit
-def magnitude_bits(x):
+def abs_bits(x):
     """|x| as int32 bits of fp32: they order as the numbers do, Inf above all numbers and NaN above Inf."""
     return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
-def scale_of(absmax_bits, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+def scale_from_amax(absmax_bits, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """Bits of an absmax, int32 -> the scale with which it becomes the code LARGEST."""
     scale = absmax_bits.to(tl.float32, bitcast=True) * (1.0 / LARGEST)
     scale = tl.where(scale < 1e-12, 1e-12, scale)  # a comparison, not a maximum: NaN stays
@@ -32,7 +32,7 @@ def scale_of(absmax_bits, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 
 @triton.jit
-def reciprocal_of(scale, bad):
+def inv_scale_of(scale, bad):
     """1 / scale; where `bad`, the scalar that says that one of the scales is NaN or Inf, that one's is 0."""
     if bad:
         scale = tl.where(scale < float("inf"), scale, float("inf"))
@@ -40,7 +40,7 @@ def reciprocal_of(scale, bad):
 
 
 @triton.jit
-def cleaned(x, bad):
+def zero_nonfinite(x, bad):
     """x as fp32; where `bad`, its NaNs and Infs are 0. A branch that is hardly ever taken costs nothing an element."""
     x = x.to(tl.float32)
     if bad:

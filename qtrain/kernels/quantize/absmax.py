@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.numerics.bf16x2 import larger, largest, largest_of_rows, lower, magnitudes, upper
-from qtrain.kernels.numerics.encode import casts_to_fp8, magnitude_bits
+from qtrain.kernels.numerics.encode import abs_bits, casts_to_fp8
 
 
 def absmax_ref(x: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def _absmax_kernel(
     for step in range(steps):
         rows = first + step * BLOCK_M + tl.arange(0, BLOCK_M)
         inside = (rows < m)[:, None] & (columns < k)[None, :]
-        bits = magnitude_bits(tl.load(x_ptr + rows.to(tl.int64)[:, None] * k + columns[None, :], inside, 0.0))
+        bits = abs_bits(tl.load(x_ptr + rows.to(tl.int64)[:, None] * k + columns[None, :], inside, 0.0))
         most = tl.maximum(most, bits)
         if ROWS:
             tl.atomic_max(row_ptr + rows, tl.max(bits, 1), rows < m, sem="relaxed")
@@ -50,7 +50,7 @@ def _absmax_kernel(
 
 
 @triton.jit
-def record_pairs(ptr, words, n, pairs):
+def record_amax_bf16x2(ptr, words, n, pairs):
     """Pairs without sign to the maxima of two columns each, those of `words` that are below n."""
     tl.atomic_max(ptr + 2 * words, lower(pairs), words < n, sem="relaxed")
     tl.atomic_max(ptr + 2 * words + 1, upper(pairs), words < n, sem="relaxed")
@@ -73,10 +73,10 @@ def _absmax_pairs_kernel(
         pairs = magnitudes(tl.load(x_ptr + rows.to(tl.int64)[:, None] * words + columns[None, :], inside, 0))
         most = larger(most, pairs, NATIVE)
         tl.atomic_max(row_ptr + rows, largest_of_rows(pairs, NATIVE), rows < m, sem="relaxed")
-    record_pairs(column_ptr, columns, words, largest(most, 0, NATIVE))
+    record_amax_bf16x2(column_ptr, columns, words, largest(most, 0, NATIVE))
 
 
-def holds_pairs(x: Tensor) -> bool:
+def supports_bf16x2(x: Tensor) -> bool:
     """Whether x, contiguous, can be read as words of two bf16, every row from where eight elements of memory start."""
     return x.dtype is torch.bfloat16 and x.shape[-1] % 8 == 0 and x.storage_offset() % 8 == 0
 
@@ -98,7 +98,7 @@ def launch_absmax(
     m, k = x.shape
     found = torch.zeros(1 + rows * m + columns * k, dtype=torch.int32, device=x.device)
     of_tensor, of_rows, of_columns = found[:1], found[1 : 1 + rows * m], found[1 + rows * m :]
-    pairs = rows and columns and not tensor and holds_pairs(x)
+    pairs = rows and columns and not tensor and supports_bf16x2(x)
     # The fastest on an H200: rows want short tiles with few atomics, the rest long lines.
     block_m, block_k = block or ((32, 256) if pairs else (32, 128) if rows else (8, 512) if columns else (8, 1024))
     steps, warps = steps or (8 if pairs else 16), warps or (4 if rows or columns else 8)

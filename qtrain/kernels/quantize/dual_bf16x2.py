@@ -15,27 +15,27 @@ from torch import Tensor
 
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.numerics.bf16x2 import (
-    gate_gradient,
+    gate_grad_bf16x2,
     gated,
     larger,
     larger_half,
     largest,
     lower,
     magnitudes,
-    up_gradient,
+    up_grad_bf16x2,
     upper,
-    without_bad,
+    zero_nonfinite_bf16x2,
 )
 from qtrain.kernels.numerics.bf16x2_encode import (
-    draws_of_pairs,
+    draw_bf16x2,
     four_codes,
     quick_reciprocal,
-    scaled_pairs,
+    scale_bf16x2,
     two_codes,
     two_halves,
     two_rows,
 )
-from qtrain.kernels.numerics.encode import casts_to_fp8, reciprocal_of, scale_of
+from qtrain.kernels.numerics.encode import casts_to_fp8, inv_scale_of, scale_from_amax
 from qtrain.kernels.numerics.formats import EIGHT_BITS, FORMATS, empty_scale
 from qtrain.kernels.numerics.philox import ROLES, philox_key
 from qtrain.kernels.quantize.absmax import launch_absmax
@@ -64,7 +64,7 @@ def _largest_of_all(pairs, CAST: tl.constexpr):
 def _row_scale(pairs, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, CAST: tl.constexpr):
     """Pairs [R, C] -> the scales of their rows [R]."""
     most = largest(magnitudes(pairs), 1, CAST)
-    return scale_of(larger_half(most), LARGEST, POWER_OF_TWO)
+    return scale_from_amax(larger_half(most), LARGEST, POWER_OF_TWO)
 
 
 @triton.jit
@@ -86,11 +86,11 @@ def _coded_row(
     SAME. block: as `philox` takes it; key: its other arguments, the last one not known to the compiler."""
     words, half = None, 0
     if STOCHASTIC or STOCHASTIC_T:
-        words, half = draws_of_pairs(block, key, CAST)
-    a, b = scaled_pairs(pairs, by, by, words, half, beyond, STOCHASTIC, FMT, LARGEST, CAST)
+        words, half = draw_bf16x2(block, key, CAST)
+    a, b = scale_bf16x2(pairs, by, by, words, half, beyond, STOCHASTIC, FMT, LARGEST, CAST)
     tl.store(ptrs, two_codes(a, b, STOCHASTIC, FMT, CAST), inside)
     if STOCHASTIC_T and not SAME:
-        a, b = scaled_pairs(pairs, by_first, by_second, words, half, beyond, True, FMT, LARGEST, CAST)
+        a, b = scale_bf16x2(pairs, by_first, by_second, words, half, beyond, True, FMT, LARGEST, CAST)
     return a, b
 
 
@@ -148,12 +148,12 @@ def _blocks_kernel(
         dy0, dy1, dy2, dy3 = _four_rows(dy_ptrs, half, inside)
         up = tile_k * (BLOCK // 2) >= half
         if up:
-            x0, x1 = up_gradient(dy0, x0, CAST), up_gradient(dy1, x1, CAST)
-            x2, x3 = up_gradient(dy2, x2, CAST), up_gradient(dy3, x3, CAST)
+            x0, x1 = up_grad_bf16x2(dy0, x0, CAST), up_grad_bf16x2(dy1, x1, CAST)
+            x2, x3 = up_grad_bf16x2(dy2, x2, CAST), up_grad_bf16x2(dy3, x3, CAST)
         else:
             up0, up1, up2, up3 = _four_rows(gate_ptrs + half, words, inside)
-            x0, x1 = gate_gradient(dy0, x0, up0, CAST), gate_gradient(dy1, x1, up1, CAST)
-            x2, x3 = gate_gradient(dy2, x2, up2, CAST), gate_gradient(dy3, x3, up3, CAST)
+            x0, x1 = gate_grad_bf16x2(dy0, x0, up0, CAST), gate_grad_bf16x2(dy1, x1, up1, CAST)
+            x2, x3 = gate_grad_bf16x2(dy2, x2, up2, CAST), gate_grad_bf16x2(dy3, x3, up3, CAST)
     else:
         x0, x1, x2, x3 = _four_rows(x_ptr + start + offset, words, inside)
 
@@ -162,7 +162,7 @@ def _blocks_kernel(
         tl.debug_barrier()  # or the compiler asks for x only once these have come
         bits, bits_t = tl.load(source_ptr + down, down < m, 0), tl.load(source_t_ptr + across, across < k, 0)
         bad = tl.max(tl.maximum(bits, bits_t), 0) >= 0x7F800000
-        scale, scale_t = scale_of(bits, LARGEST, POWER_OF_TWO), scale_of(bits_t, LARGEST, POWER_OF_TWO)
+        scale, scale_t = scale_from_amax(bits, LARGEST, POWER_OF_TWO), scale_from_amax(bits_t, LARGEST, POWER_OF_TWO)
         tl.store(scale_ptr + down, scale, (down < m) & (tile_k == 0))
         tl.store(scale_t_ptr + across, scale_t, (across < k) & (tile_m == 0))
         even, odd = tl.split(tl.reshape(quick_reciprocal(scale, True, CAST), (BLOCK // 4, 2, 2)))
@@ -174,7 +174,7 @@ def _blocks_kernel(
     elif SCALES == "tensorwise":
         bits = tl.load(source_ptr)
         bad = bits >= 0x7F800000
-        scale = scale_of(bits, LARGEST, POWER_OF_TWO)
+        scale = scale_from_amax(bits, LARGEST, POWER_OF_TWO)
         tl.store(scale_ptr, scale, tile == 0)
         tl.store(scale_t_ptr, scale, tile == 0)
         by0 = quick_reciprocal(scale, bad, CAST)
@@ -183,7 +183,7 @@ def _blocks_kernel(
         bad: tl.constexpr = False  # NaN becomes FP8's and the rest saturates
         tl.store(scale_ptr, scale, tile == 0)
         tl.store(scale_t_ptr, scale, tile == 0)
-        by0 = reciprocal_of(scale, False)
+        by0 = inv_scale_of(scale, False)
         by1, by2, by3 = by0, by0, by0
         if absmax_ptr is not None or STOCHASTIC or STOCHASTIC_T:
             most = _largest_of_all(_largest_of_four(x0, x1, x2, x3, CAST), CAST)
@@ -193,7 +193,7 @@ def _blocks_kernel(
     elif SCALES == "128x128":
         most = _largest_of_all(_largest_of_four(x0, x1, x2, x3, CAST), CAST)
         bad = most >= 0x7F800000
-        scale = scale_of(most, LARGEST, POWER_OF_TWO)
+        scale = scale_from_amax(most, LARGEST, POWER_OF_TWO)
         tl.store(scale_ptr + tile_m * stride + tile_k, scale)
         tl.store(scale_t_ptr + tile_k * stride_t + tile_m, scale)
         by0 = quick_reciprocal(scale, bad, CAST)
@@ -208,9 +208,17 @@ def _blocks_kernel(
         by0, by1 = quick_reciprocal(scale0, bad, CAST)[:, None], quick_reciprocal(scale1, bad, CAST)[:, None]
         by2, by3 = quick_reciprocal(scale2, bad, CAST)[:, None], quick_reciprocal(scale3, bad, CAST)[:, None]
 
-    x0, x1, x2, x3 = without_bad(x0, bad), without_bad(x1, bad), without_bad(x2, bad), without_bad(x3, bad)
+    x0, x1, x2, x3 = (
+        zero_nonfinite_bf16x2(x0, bad),
+        zero_nonfinite_bf16x2(x1, bad),
+        zero_nonfinite_bf16x2(x2, bad),
+        zero_nonfinite_bf16x2(x3, bad),
+    )
     if SCALES == "1x128":
-        first, second = scale_of(lower(most), LARGEST, POWER_OF_TWO), scale_of(upper(most), LARGEST, POWER_OF_TWO)
+        first, second = (
+            scale_from_amax(lower(most), LARGEST, POWER_OF_TWO),
+            scale_from_amax(upper(most), LARGEST, POWER_OF_TWO),
+        )
         scale_t = tl.reshape(tl.join(first, second), (BLOCK,))
         tl.store(scale_t_ptr + tile_m.to(tl.int64) * k + across, scale_t, across < k)
         by_first, by_second = quick_reciprocal(first, bad, CAST)[None, :], quick_reciprocal(second, bad, CAST)[None, :]
@@ -248,10 +256,10 @@ def _blocks_kernel(
         b0 = two_halves(b0, two_rows(b2, b3, FMT, CAST), CAST)
     else:
         if not SAME:
-            a0, b0 = scaled_pairs(x0, by_first, by_second, None, 0, False, False, FMT, LARGEST, CAST)
-            a1, b1 = scaled_pairs(x1, by_first, by_second, None, 0, False, False, FMT, LARGEST, CAST)
-            a2, b2 = scaled_pairs(x2, by_first, by_second, None, 0, False, False, FMT, LARGEST, CAST)
-            a3, b3 = scaled_pairs(x3, by_first, by_second, None, 0, False, False, FMT, LARGEST, CAST)
+            a0, b0 = scale_bf16x2(x0, by_first, by_second, None, 0, False, False, FMT, LARGEST, CAST)
+            a1, b1 = scale_bf16x2(x1, by_first, by_second, None, 0, False, False, FMT, LARGEST, CAST)
+            a2, b2 = scale_bf16x2(x2, by_first, by_second, None, 0, False, False, FMT, LARGEST, CAST)
+            a3, b3 = scale_bf16x2(x3, by_first, by_second, None, 0, False, False, FMT, LARGEST, CAST)
         a0, b0 = four_codes(a0, a1, a2, a3, FMT, CAST), four_codes(b0, b1, b2, b3, FMT, CAST)
     start_t = tile_k.to(tl.int64) * BLOCK * quads + tile_m * (BLOCK // 4)
     ptrs_t = codes_t_ptr + start_t + j[:, None] * (2 * quads) + i[None, :]
@@ -265,8 +273,8 @@ def gate_of(gated: bool, dy: Tensor | None) -> str:
     return "" if not gated else "forward" if dy is None else "backward"
 
 
-def takes_blocks(x: Tensor, fmt: str, granularity: str, given: bool = False) -> bool:
-    """Whether `launch_quantize_blocks` does this. It reads words, so that x must not start within one.
+def supports_dual_bf16x2(x: Tensor, fmt: str, granularity: str, given: bool = False) -> bool:
+    """Whether `launch_dual_bf16x2` does this. It reads words, so that x must not start within one.
 
     given: the scale is, which FP8's conversions saturate for.
     """
@@ -277,7 +285,7 @@ def takes_blocks(x: Tensor, fmt: str, granularity: str, given: bool = False) -> 
     return fmt in EIGHT_BITS and granularity in ("128x128", "1x128", "rowwise", "tensorwise")
 
 
-def launch_quantize_blocks(
+def launch_dual_bf16x2(
     x: Tensor,
     fmt: str,
     granularity: str,
@@ -293,8 +301,8 @@ def launch_quantize_blocks(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The kernel for `quantize_ref` and `quantize_transposed_ref` at once: codes, scale, codes_t, scale_t.
 
-    x contiguous, not empty, `takes_blocks`. given: the scale. absmax: int32 [1] of zeros, to receive the bits of x's
-    under a scale that is given. of_gate: what is quantized is silu_mul(x) or, where dy is its gradient, the gradient of
+    x contiguous, not empty, `supports_dual_bf16x2`. given: the scale. absmax: int32 [1] of zeros, to receive x's bits
+    under a scale that is given. of_gate: what is quantized is swiglu(x) or, where dy is its gradient, the gradient of
     x; x [M, 2I], I a multiple of BLOCK. key, role, stochastic: as for `quantize_dual`. maxima: the bits of the absmax
     of rows and of columns, int32, where they are known (rowwise).
     """

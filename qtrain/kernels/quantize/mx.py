@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.numerics.encode import casts_to_fp8, cleaned, encode, magnitude_bits
+from qtrain.kernels.numerics.encode import abs_bits, casts_to_fp8, encode, zero_nonfinite
 from qtrain.kernels.numerics.formats import FORMATS
 
 MX_GROUP = 32
@@ -41,11 +41,11 @@ def _mx_kernel(
     row, column = (group // per_row).to(tl.int64)[:, None], (group % per_row * 32)[:, None] + tl.arange(0, 32)[None, :]
     inside = (group < groups)[:, None] & (column < k)
     x = tl.load(x_ptr + row * k + column, inside, 0.0)
-    absmax = tl.max(magnitude_bits(x), 1)
+    absmax = tl.max(abs_bits(x), 1)
     bad = tl.max(absmax, 0) >= 0x7F800000
     exponent = tl.maximum((absmax >> 23) - EXPONENT, 0)
     reciprocal = tl.where(absmax < 0x7F800000, (254 - exponent) << 23, 0).to(tl.float32, bitcast=True)
-    codes = encode(cleaned(x, bad), reciprocal[:, None], 0, FMT, LARGEST, False, False, CAST)
+    codes = encode(zero_nonfinite(x, bad), reciprocal[:, None], 0, FMT, LARGEST, False, False, CAST)
     tl.store(codes_ptr + row * k + column, codes, inside)
     tl.store(scale_ptr + group, tl.where(absmax < 0x7F800000, exponent, 0xFF).to(tl.uint8), group < groups)
 

@@ -28,10 +28,10 @@ from qtrain.kernels.numerics.formats import (
 from qtrain.kernels.numerics.packing import pack, pack_int4, pack_ternary, unpack, unpack_int4, unpack_ternary
 from qtrain.kernels.numerics.philox import random_bits_ref
 from qtrain.kernels.quantize.absmax import absmax, absmax_ref
-from qtrain.kernels.quantize.dual_bf16x2 import launch_quantize_blocks, takes_blocks
-from qtrain.kernels.quantize.rowwise import launch_quantize_rows
-from qtrain.kernels.quantize.rowwise_bf16x2 import launch_quantize_row_words, takes_row_words
-from qtrain.kernels.quantize.tiled import launch_quantize_tiles
+from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2, supports_dual_bf16x2
+from qtrain.kernels.quantize.rowwise import launch_rowwise
+from qtrain.kernels.quantize.rowwise_bf16x2 import launch_rowwise_bf16x2, supports_rowwise_bf16x2
+from qtrain.kernels.quantize.tiled import launch_tiled
 
 __all__ = [
     "absmax",
@@ -40,7 +40,7 @@ __all__ = [
     "pack_ternary",
     "quantize",
     "quantize_dual",
-    "quantize_dual_given",
+    "quantize_dual_given_scale",
     "quantize_transposed",
     "unpack_int4",
     "unpack_ternary",
@@ -204,11 +204,11 @@ def _launch(
     x: Tensor, fmt: str, granularity: str, key: Tensor | None, role: int, power_of_two: bool, given: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The kernel for `quantize`."""
-    if given is None and takes_row_words(x, fmt, granularity, key is not None):
-        return launch_quantize_row_words(x, fmt, granularity, key, role, power_of_two)
+    if given is None and supports_rowwise_bf16x2(x, fmt, granularity, key is not None):
+        return launch_rowwise_bf16x2(x, fmt, granularity, key, role, power_of_two)
     if given is None and granularity in ("rowwise", "1x128", "1x32"):
-        return launch_quantize_rows(x, fmt, granularity, key, role, power_of_two)
-    return launch_quantize_tiles(x, fmt, granularity, None, key, role, power_of_two, given)
+        return launch_rowwise(x, fmt, granularity, key, role, power_of_two)
+    return launch_tiled(x, fmt, granularity, None, key, role, power_of_two, given)
 
 
 @torch.library.custom_op("qtrain::quantize", mutates_args=())
@@ -256,7 +256,7 @@ def quantize_transposed(
         codes, used = quantize_transposed_ref(x, fmt, granularity, _bits(x, key, role), power_of_two, scale)
         return codes, used if scale is None else used.clone()
     x, given = x.contiguous(), _given(x, fmt, granularity, scale, power_of_two, transposed=True)
-    return launch_quantize_tiles(x, fmt, None, granularity, key, role, power_of_two, scale_t=given)
+    return launch_tiled(x, fmt, None, granularity, key, role, power_of_two, scale_t=given)
 
 
 @quantize_transposed.register_fake
@@ -289,17 +289,13 @@ def quantize_dual(
         return (codes, used, codes_t, used_t) if scale is None else (codes, used.clone(), codes_t, used_t.clone())
     x, given = x.contiguous(), _given(x, fmt, granularity, scale, power_of_two)
     given_t = _given(x, fmt_t, granularity_t, scale, power_of_two, transposed=True)
-    if (fmt, granularity) == (fmt_t, granularity_t) and takes_blocks(x, fmt, granularity, given is not None):
-        return launch_quantize_blocks(
-            x, fmt, granularity, power_of_two, given, key=key, role=role, stochastic=stochastic
-        )
+    if (fmt, granularity) == (fmt_t, granularity_t) and supports_dual_bf16x2(x, fmt, granularity, given is not None):
+        return launch_dual_bf16x2(x, fmt, granularity, power_of_two, given, key=key, role=role, stochastic=stochastic)
     row_key, column_key = _of_layouts(key, stochastic)
     if (given is None) != (given_t is None) or (row_key is None) != (column_key is None):
         row_codes = _launch(x, fmt, granularity, row_key, role, power_of_two, given)
-        return *row_codes, *launch_quantize_tiles(
-            x, fmt_t, None, granularity_t, column_key, role, power_of_two, scale_t=given_t
-        )
-    return launch_quantize_tiles(x, fmt, granularity, granularity_t, key, role, power_of_two, given, fmt_t, given_t)
+        return *row_codes, *launch_tiled(x, fmt_t, None, granularity_t, column_key, role, power_of_two, scale_t=given_t)
+    return launch_tiled(x, fmt, granularity, granularity_t, key, role, power_of_two, given, fmt_t, given_t)
 
 
 @quantize_dual.register_fake
@@ -309,8 +305,8 @@ def _(
     return *empty_codes(x, fmt, granularity), *empty_codes(x, fmt_t or fmt, granularity_t, transposed=True)
 
 
-@torch.library.custom_op("qtrain::quantize_dual_given", mutates_args=())
-def quantize_dual_given(
+@torch.library.custom_op("qtrain::quantize_dual_given_scale", mutates_args=())
+def quantize_dual_given_scale(
     x: Tensor,
     fmt: str,
     scale: Tensor,
@@ -331,21 +327,21 @@ def quantize_dual_given(
         return codes, codes_t, absmax_ref(x)
     x, most = x.contiguous(), torch.zeros(1, dtype=torch.int32, device=x.device)
     row_key, column_key = _of_layouts(key, stochastic)
-    if fmt == fmt_t and takes_blocks(x, fmt, "tensorwise", True):
-        codes, _, codes_t, _ = launch_quantize_blocks(
+    if fmt == fmt_t and supports_dual_bf16x2(x, fmt, "tensorwise", True):
+        codes, _, codes_t, _ = launch_dual_bf16x2(
             x, fmt, "tensorwise", False, scale, most, key=key, role=role, stochastic=stochastic
         )
     elif (row_key is None) != (column_key is None):
-        codes, _ = launch_quantize_tiles(x, fmt, "tensorwise", None, row_key, role, False, scale, absmax=most)
-        codes_t, _ = launch_quantize_tiles(x, fmt_t, None, "tensorwise", column_key, role, scale_t=scale)
+        codes, _ = launch_tiled(x, fmt, "tensorwise", None, row_key, role, False, scale, absmax=most)
+        codes_t, _ = launch_tiled(x, fmt_t, None, "tensorwise", column_key, role, scale_t=scale)
     else:
-        codes, _, codes_t, _ = launch_quantize_tiles(
+        codes, _, codes_t, _ = launch_tiled(
             x, fmt, "tensorwise", "tensorwise", key, role, False, scale, fmt_t, scale, most
         )
     return codes, codes_t, most.view(torch.float32)
 
 
-@quantize_dual_given.register_fake
+@quantize_dual_given_scale.register_fake
 def _(x, fmt, scale, key=None, role=0, fmt_t=None, stochastic="both"):
     codes_t = empty_codes(x, fmt_t or fmt, "tensorwise", transposed=True)[0]
     return empty_codes(x, fmt, "tensorwise")[0], codes_t, x.new_empty(1, dtype=torch.float32)

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.numerics.encode import (
+    abs_bits,
     casts_to_fp8,
-    cleaned,
     encode,
-    magnitude_bits,
+    inv_scale_of,
     packed,
-    reciprocal_of,
-    scale_of,
+    scale_from_amax,
+    zero_nonfinite,
 )
 from qtrain.kernels.numerics.formats import FORMATS, codes_shape, empty_scale, group_shape
 from qtrain.kernels.numerics.philox import ROLES, philox_bits
@@ -37,15 +37,17 @@ def _groups_kernel(
     inside = (group < groups)[:, None]
     lane = tl.arange(0, BLOCK)[None, :]
     x = tl.load(x_ptr + row * k + start + lane, inside & (lane < width) & (start + lane < k), 0.0)
-    absmax = tl.max(magnitude_bits(x), 1)
+    absmax = tl.max(abs_bits(x), 1)
     bad = tl.max(absmax, 0) >= 0x7F800000
-    scale = scale_of(absmax, LARGEST, POWER_OF_TWO)
+    scale = scale_from_amax(absmax, LARGEST, POWER_OF_TWO)
     tl.store(scale_ptr + group // per_row * row_stride + group % per_row * group_stride, scale, group < groups)
     noise = 0
     if STOCHASTIC:  # k is a multiple of 8 here, so that the eight elements of a draw share a row
         block = row * (k // 8) + start // 8 + tl.arange(0, BLOCK // 8)[None, :]
         noise = philox_bits(block, key_ptr, role, N_ROLES, CAST)
-    codes = encode(cleaned(x, bad), reciprocal_of(scale, bad)[:, None], noise, FMT, LARGEST, STOCHASTIC, False, CAST)
+    codes = encode(
+        zero_nonfinite(x, bad), inv_scale_of(scale, bad)[:, None], noise, FMT, LARGEST, STOCHASTIC, False, CAST
+    )
     byte = tl.arange(0, BLOCK // PACKING)[None, :]
     stored = inside & (byte * PACKING < width) & (start + byte * PACKING < k)
     tl.store(codes_ptr + row * tl.cdiv(k, PACKING) + start // PACKING + byte, packed(codes, PACKING), stored)
@@ -61,24 +63,24 @@ def _long_rows_kernel(
     lane = tl.arange(0, BLOCK)[None, :]
     most = tl.zeros((1, BLOCK), tl.int32)
     for start in range(0, k, BLOCK):
-        most = tl.maximum(most, magnitude_bits(tl.load(x_ptr + row * k + start + lane, start + lane < k, 0.0)))
+        most = tl.maximum(most, abs_bits(tl.load(x_ptr + row * k + start + lane, start + lane < k, 0.0)))
     absmax = tl.max(most, 1)
     bad = tl.max(absmax, 0) >= 0x7F800000
-    scale = scale_of(absmax, LARGEST, POWER_OF_TWO)
+    scale = scale_from_amax(absmax, LARGEST, POWER_OF_TWO)
     tl.store(scale_ptr + row + tl.arange(0, 1), scale)
-    reciprocal = reciprocal_of(scale, bad)[:, None]
+    reciprocal = inv_scale_of(scale, bad)[:, None]
     for start in range(0, k, BLOCK):
         x = tl.load(x_ptr + row * k + start + lane, start + lane < k, 0.0)
         noise = 0
         if STOCHASTIC:
             block = row * (k // 8) + start // 8 + tl.arange(0, BLOCK // 8)[None, :]
             noise = philox_bits(block, key_ptr, role, N_ROLES, CAST)
-        codes = encode(cleaned(x, bad), reciprocal, noise, FMT, LARGEST, STOCHASTIC, False, CAST)
+        codes = encode(zero_nonfinite(x, bad), reciprocal, noise, FMT, LARGEST, STOCHASTIC, False, CAST)
         byte = start // PACKING + tl.arange(0, BLOCK // PACKING)[None, :]
         tl.store(codes_ptr + row * tl.cdiv(k, PACKING) + byte, packed(codes, PACKING), byte * PACKING < k)
 
 
-def launch_quantize_rows(
+def launch_rowwise(
     x: Tensor,
     fmt: str,
     granularity: str,

@@ -11,7 +11,7 @@ from torch import Tensor
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.numerics.bf16x2 import largest_of_rows, magnitudes
 from qtrain.kernels.numerics.bf16x2_encode import quick_reciprocal, store_codes
-from qtrain.kernels.numerics.encode import casts_to_fp8, scale_of
+from qtrain.kernels.numerics.encode import casts_to_fp8, scale_from_amax
 from qtrain.kernels.numerics.formats import EIGHT_BITS, FORMATS, empty_scale, group_shape
 from qtrain.kernels.numerics.philox import ROLES, philox_key
 
@@ -47,7 +47,7 @@ def _row_words_kernel(
         rest = tl.load(x_ptr + start + offset_of_rest, inside_rest, 0)
         bits = tl.maximum(bits, largest_of_rows(magnitudes(rest), CAST))
     bad = tl.max(bits, 0) >= 0x7F800000
-    scale = scale_of(bits, LARGEST, POWER_OF_TWO)
+    scale = scale_from_amax(bits, LARGEST, POWER_OF_TWO)
     tl.store(scale_ptr + (first * row_stride + group * group_stride) + row * row_stride, scale, present)
     by, key, draws, draws_of_rest = quick_reciprocal(scale, bad, CAST)[:, None], None, None, None
     if STOCHASTIC:
@@ -73,8 +73,8 @@ def pieces(words: int) -> tuple[int, int]:
     return block // 2, max(triton.next_power_of_2(words - block // 2), 128)
 
 
-def takes_row_words(x: Tensor, fmt: str, granularity: str, stochastic: bool) -> bool:
-    """Whether `launch_quantize_row_words` is for this. It reads words, four at a time, so that x must not start within
+def supports_rowwise_bf16x2(x: Tensor, fmt: str, granularity: str, stochastic: bool) -> bool:
+    """Whether `launch_rowwise_bf16x2` is for this. It reads words, four at a time, so that x must not start within
     one."""
     if x.dtype is not torch.bfloat16 or x.shape[1] % 8 or x.storage_offset() % 2 or fmt not in EIGHT_BITS:
         return False
@@ -82,10 +82,10 @@ def takes_row_words(x: Tensor, fmt: str, granularity: str, stochastic: bool) -> 
     return granularity == "1x128" or (granularity == "rowwise" and sum(pieces(x.shape[1] // 2)) <= longest)
 
 
-def launch_quantize_row_words(
+def launch_rowwise_bf16x2(
     x: Tensor, fmt: str, granularity: str, key: Tensor | None = None, role: int = 0, power_of_two: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The kernel for `quantize_ref`. x contiguous, not empty, `takes_row_words`."""
+    """The kernel for `quantize_ref`. x contiguous, not empty, `supports_rowwise_bf16x2`."""
     (m, k), form = x.shape, FORMATS[fmt]
     codes, scale = x.new_empty(m, k, dtype=form.dtype), empty_scale(granularity, m, k, x)
     grouped = granularity == "1x128"

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.numerics.encode import (
+    abs_bits,
     casts_to_fp8,
-    cleaned,
     encode,
-    magnitude_bits,
+    inv_scale_of,
     packed,
-    reciprocal_of,
-    scale_of,
+    scale_from_amax,
+    zero_nonfinite,
 )
 from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, Format, codes_shape, empty_scale
 from qtrain.kernels.numerics.philox import ROLES, philox_bits
@@ -74,7 +74,7 @@ def _scales(
         else:
             absmax = tl.load(source_ptr + index, inside, 0)
         bad = tl.max(tl.max(absmax, 0), 0) >= 0x7F800000
-        scale = scale_of(absmax, LARGEST, POWER_OF_TWO)
+        scale = scale_from_amax(absmax, LARGEST, POWER_OF_TWO)
     # Where many tiles share a scale, the first one stores it.
     once = inside & ((stride_i != 0) | (i == 0)) & ((stride_j != 0) | (j == 0))
     tl.store(scale_ptr + index, scale, once)
@@ -106,7 +106,7 @@ def _tiles_kernel(
     inside = (rows < m)[:, None] & (columns < k)[None, :]
     x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * k + columns[None, :]
     x = tl.load(x_ptrs, inside, 0.0)
-    bits = magnitude_bits(x)
+    bits = abs_bits(x)
     if ABSMAX:
         largest = tl.max(tl.max(bits, 1), 0)
         if largest > tl.load(absmax_ptr):  # an old value is as good, and hardly any program has more to say
@@ -130,9 +130,9 @@ def _tiles_kernel(
         noise = philox_bits(rows.to(tl.int64)[:, None] * (k // 8) + first[None, :], key_ptr, role, N_ROLES, False)
     if RELOAD:
         x = tl.load(x_ptrs, inside, 0.0)
-    x = cleaned(x, bad)
+    x = zero_nonfinite(x, bad)
     if ROWS:
-        reciprocal = _spread(reciprocal_of(scale, bad), GROUP_M, GROUP_K)
+        reciprocal = _spread(inv_scale_of(scale, bad), GROUP_M, GROUP_K)
         codes = encode(x, reciprocal, noise, FMT, LARGEST, STOCHASTIC, GIVEN, CAST)
         byte = tile_k * (BLOCK_K // PACKING) + tl.arange(0, BLOCK_K // PACKING)
         stored = (rows < m)[:, None] & (byte * PACKING < k)[None, :]
@@ -142,7 +142,7 @@ def _tiles_kernel(
         if SAME:
             codes_t = codes
         else:
-            reciprocal_t = _spread(reciprocal_of(scale_t, bad), GROUP_M_T, GROUP_K_T)
+            reciprocal_t = _spread(inv_scale_of(scale_t, bad), GROUP_M_T, GROUP_K_T)
             codes_t = encode(x, reciprocal_t, noise, FMT_T, LARGEST_T, STOCHASTIC, GIVEN, CAST)
         byte = tile_m * (BLOCK_M // PACKING_T) + tl.arange(0, BLOCK_M // PACKING_T)
         stored = (columns < k)[:, None] & (byte * PACKING_T < m)[None, :]
@@ -205,7 +205,7 @@ class _Side:
         return codes, empty_scale(self.granularity, *self.shape, x)
 
 
-def launch_quantize_tiles(
+def launch_tiled(
     x: Tensor,
     fmt: str,
     granularity: str | None,

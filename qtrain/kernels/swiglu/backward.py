@@ -13,19 +13,19 @@ from torch import Tensor
 
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.numerics.bf16x2 import (
-    gate_gradient,
+    gate_grad_bf16x2,
     gated,
     larger,
     largest,
     largest_of_rows,
     magnitudes,
-    up_gradient,
+    up_grad_bf16x2,
 )
-from qtrain.kernels.numerics.bf16x2_encode import codes_of_pairs, four_codes, quick_reciprocal, two_halves, two_rows
-from qtrain.kernels.numerics.encode import casts_to_fp8, scale_of
+from qtrain.kernels.numerics.bf16x2_encode import encode_bf16x2, four_codes, quick_reciprocal, two_halves, two_rows
+from qtrain.kernels.numerics.encode import casts_to_fp8, scale_from_amax
 from qtrain.kernels.numerics.formats import FORMATS, empty_scale
 from qtrain.kernels.numerics.philox import ROLES, philox_key
-from qtrain.kernels.quantize.absmax import record_pairs
+from qtrain.kernels.quantize.absmax import record_amax_bf16x2
 
 BLOCK_M, BLOCK_K = 32, 128
 WARPS, REGISTERS = 4, 80
@@ -44,7 +44,7 @@ def _load(ptrs, inside):
 def _row(x_ptrs, dy_ptrs, dx_ptrs, row_ptrs, words, inside, rows, CAST: tl.constexpr):
     """Of rows [R, C] of words: stores dx, takes its rows' maxima -> y, and |gradient| of gate and of up."""
     gate, up, dy = _load(x_ptrs, inside), _load(x_ptrs + words, inside), _load(dy_ptrs, inside)
-    dgate, dup = gate_gradient(dy, gate, up, CAST), up_gradient(dy, gate, CAST)
+    dgate, dup = gate_grad_bf16x2(dy, gate, up, CAST), up_grad_bf16x2(dy, gate, CAST)
     tl.store(dx_ptrs, dgate, inside)
     tl.store(dx_ptrs + words, dup, inside)
     dgate, dup = magnitudes(dgate), magnitudes(dup)
@@ -84,13 +84,13 @@ def _gradient_kernel(
     )  # fmt: skip
     dgate = larger(larger(gate0, gate1, CAST), larger(gate2, gate3, CAST), CAST)
     dup = larger(larger(up0, up1, CAST), larger(up2, up3, CAST), CAST)
-    record_pairs(column_ptr, j, words, largest(dgate, 0, CAST))
-    record_pairs(column_ptr + k, j, words, largest(dup, 0, CAST))
+    record_amax_bf16x2(column_ptr, j, words, largest(dgate, 0, CAST))
+    record_amax_bf16x2(column_ptr + k, j, words, largest(dup, 0, CAST))
 
     across = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     bits = tl.load(source_t_ptr + across, across < k, 0)
     bad = tl.max(bits, 0) >= 0x7F800000
-    scale = scale_of(bits, LARGEST, POWER_OF_TWO)
+    scale = scale_from_amax(bits, LARGEST, POWER_OF_TWO)
     tl.store(scale_t_ptr + across, scale, (across < k) & (tile_m == 0))
     by_first, by_second = tl.split(tl.reshape(quick_reciprocal(scale, True, CAST), (BLOCK_K // 2, 2)))
     by_first, by_second = by_first[None, :], by_second[None, :]
@@ -99,12 +99,12 @@ def _gradient_kernel(
         seed, step, tensor = philox_key(key_ptr, role, N_ROLES)
         key = seed, step, tensor, tl.minimum(m, 1)
         block = (4 * i).to(tl.int64)[:, None] * draws + (tile_k * (BLOCK_K // 8) + tl.arange(0, BLOCK_K // 8))[None, :]
-    a0, b0 = codes_of_pairs(y0, by_first, by_second, bad, block, key, STOCHASTIC, FMT, LARGEST, CAST)
-    a1, b1 = codes_of_pairs(y1, by_first, by_second, bad, block + draws, key, STOCHASTIC, FMT, LARGEST, CAST)
+    a0, b0 = encode_bf16x2(y0, by_first, by_second, bad, block, key, STOCHASTIC, FMT, LARGEST, CAST)
+    a1, b1 = encode_bf16x2(y1, by_first, by_second, bad, block + draws, key, STOCHASTIC, FMT, LARGEST, CAST)
     if STOCHASTIC:
         a0, b0 = two_rows(a0, a1, FMT, CAST), two_rows(b0, b1, FMT, CAST)
-    a2, b2 = codes_of_pairs(y2, by_first, by_second, bad, block + 2 * draws, key, STOCHASTIC, FMT, LARGEST, CAST)
-    a3, b3 = codes_of_pairs(y3, by_first, by_second, bad, block + 3 * draws, key, STOCHASTIC, FMT, LARGEST, CAST)
+    a2, b2 = encode_bf16x2(y2, by_first, by_second, bad, block + 2 * draws, key, STOCHASTIC, FMT, LARGEST, CAST)
+    a3, b3 = encode_bf16x2(y3, by_first, by_second, bad, block + 3 * draws, key, STOCHASTIC, FMT, LARGEST, CAST)
     if STOCHASTIC:
         a0 = two_halves(a0, two_rows(a2, a3, FMT, CAST), CAST)
         b0 = two_halves(b0, two_rows(b2, b3, FMT, CAST), CAST)
@@ -116,7 +116,7 @@ def _gradient_kernel(
     tl.store(ptrs_t + quads, tl.trans(b0), inside_t)
 
 
-def launch_gated_gradient(
+def launch_quantize_swiglu_backward(
     x: Tensor,
     dy: Tensor,
     y_columns: Tensor,
@@ -125,7 +125,7 @@ def launch_gated_gradient(
     key: Tensor | None = None,
     role: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """x [M, 2I], dy [M, I] bf16, contiguous, not empty, M and I multiples of 16 -> of y = silu_mul(x) the codes [I, M]
+    """x [M, 2I], dy [M, I] bf16, contiguous, not empty, M and I multiples of 16 -> of y = swiglu(x) the codes [I, M]
     and the scale fp32 [I] that `quantize_transposed_ref` gives rowwise; dx [M, 2I] bf16; and the bits of the absmax of
     dx's rows [M] and columns [2I], int32.
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.numerics.bf16x2 import gated, larger, larger_half, largest, magnitudes
 from qtrain.kernels.numerics.bf16x2_encode import quick_reciprocal, store_codes
-from qtrain.kernels.numerics.encode import casts_to_fp8, scale_of
+from qtrain.kernels.numerics.encode import casts_to_fp8, scale_from_amax
 from qtrain.kernels.numerics.formats import FORMATS, empty_scale
 from qtrain.kernels.numerics.philox import ROLES, philox_key
-from qtrain.kernels.quantize.absmax import record_pairs
+from qtrain.kernels.quantize.absmax import record_amax_bf16x2
 from qtrain.kernels.quantize.rowwise_bf16x2 import pieces
 
 WORDS_A_THREAD = 24
@@ -59,7 +59,7 @@ def _gated_rows_kernel(
             most_rest = larger(most_rest, magnitudes(y_rest), CAST)
             bits = tl.maximum(bits, larger_half(largest(magnitudes(y_rest), 0, CAST)))
         bad = bits >= 0x7F800000
-        scale = scale_of(bits, LARGEST, POWER_OF_TWO)
+        scale = scale_from_amax(bits, LARGEST, POWER_OF_TWO)
         tl.store(scale_ptr + row, scale)
         by, draw = quick_reciprocal(scale, bad, CAST), row * (words // 4)
         j, draws = tl.arange(0, BLOCK), (draw + tl.arange(0, BLOCK // 4))[None, :]
@@ -69,19 +69,19 @@ def _gated_rows_kernel(
             store_codes(
                 codes_ptr + row * words + j, j < words, y_rest, by, bad, draws, key, STOCHASTIC, FMT, LARGEST, CAST
             )  # fmt: skip
-    record_pairs(column_ptr, tl.arange(0, BLOCK), words, most)
+    record_amax_bf16x2(column_ptr, tl.arange(0, BLOCK), words, most)
     if REST:
-        record_pairs(column_ptr, BLOCK + tl.arange(0, REST), words, most_rest)
+        record_amax_bf16x2(column_ptr, BLOCK + tl.arange(0, REST), words, most_rest)
 
 
-def launch_gated_rows(
+def launch_quantize_swiglu_rowwise(
     x: Tensor,
     fmt: str,
     power_of_two: bool = False,
     key: Tensor | None = None,
     role: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [M, 2I] bf16, contiguous, not empty, M and I multiples of 16 -> of y = silu_mul(x) the codes [M, I] and the
+    """x [M, 2I] bf16, contiguous, not empty, M and I multiples of 16 -> of y = swiglu(x) the codes [M, I] and the
     scale fp32 [M] that `quantize_ref` gives rowwise, and the bits of its columns' absmax, int32 [I].
     """
     (m, width), form = x.shape, FORMATS[fmt]

@@ -4,7 +4,7 @@ Memory-bound: forward moves 3 values of 2 bytes per element of y, backward 5. In
 gradient through a concatenation that reads everything twice (0.78 ms instead of 0.37 at 32768 x 9728 on an H200), so
 backward has a kernel of its own: each program makes both halves of a block from one read.
 
-Where a low-bit product reads the result, `quantize_gated` makes its codes from x without writing y or dx. Both round
+Where a low-bit product reads the result, `quantize_swiglu` makes its codes from x without writing y or dx. Both round
 alike: kernels are launched with enable_fp_fusion=False.
 """
 
@@ -16,13 +16,13 @@ from qtrain.kernels.compiler import tl, triton
 BLOCK = 1024
 
 
-def silu_mul_ref(x: Tensor) -> Tensor:
+def swiglu_ref(x: Tensor) -> Tensor:
     """x [M, 2I] -> y [M, I] in x's dtype, computed in fp32."""
     gate, up = x.float().chunk(2, dim=-1)
     return (gate * gate.sigmoid() * up).to(x.dtype)
 
 
-def silu_mul_backward_ref(dy: Tensor, x: Tensor) -> Tensor:
+def swiglu_backward_ref(dy: Tensor, x: Tensor) -> Tensor:
     """dy [M, I], x [M, 2I] -> dx [M, 2I] in x's dtype, computed in fp32."""
     gate, up = x.float().chunk(2, dim=-1)
     dy, s = dy.float(), gate.sigmoid()
@@ -43,88 +43,88 @@ def _sigmoid(x, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def silu_product(gate, other, NATIVE: tl.constexpr):
+def swiglu_f32(gate, other, NATIVE: tl.constexpr):
     """silu(gate) * other: the activation of `up`, or the gradient of up of that of the activation."""
     return gate * _sigmoid(gate, NATIVE) * other
 
 
 @triton.jit
-def silu_gradient(dy, gate, up, NATIVE: tl.constexpr):
+def swiglu_grad_f32(dy, gate, up, NATIVE: tl.constexpr):
     """The gradient of gate."""
     s = _sigmoid(gate, NATIVE)
     return dy * up * s * (1 + gate * (1 - s))
 
 
 @triton.jit
-def _silu_mul_kernel(x_ptr, y_ptr, width, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_kernel(x_ptr, y_ptr, width, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     gate = tl.load(x_ptr + row * 2 * width + columns, inside, 0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * width + width + columns, inside, 0.0).to(tl.float32)
-    tl.store(y_ptr + row * width + columns, silu_product(gate, up, NATIVE).to(y_ptr.dtype.element_ty), inside)
+    tl.store(y_ptr + row * width + columns, swiglu_f32(gate, up, NATIVE).to(y_ptr.dtype.element_ty), inside)
 
 
 @triton.jit
-def _silu_mul_backward_kernel(dy_ptr, x_ptr, dx_ptr, width, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_backward_kernel(dy_ptr, x_ptr, dx_ptr, width, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     gate = tl.load(x_ptr + row * 2 * width + columns, inside, 0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * width + width + columns, inside, 0.0).to(tl.float32)
     dy = tl.load(dy_ptr + row * width + columns, inside, 0.0).to(tl.float32)
-    dgate, dup = silu_gradient(dy, gate, up, NATIVE), silu_product(gate, dy, NATIVE)
+    dgate, dup = swiglu_grad_f32(dy, gate, up, NATIVE), swiglu_f32(gate, dy, NATIVE)
     tl.store(dx_ptr + row * 2 * width + columns, dgate.to(dx_ptr.dtype.element_ty), inside)
     tl.store(dx_ptr + row * 2 * width + width + columns, dup.to(dx_ptr.dtype.element_ty), inside)
 
 
-def launch_silu_mul(x: Tensor) -> Tensor:
-    """The kernel for `silu_mul_ref`; x contiguous."""
+def launch_swiglu(x: Tensor) -> Tensor:
+    """The kernel for `swiglu_ref`; x contiguous."""
     rows, width = x.shape[0], x.shape[1] // 2
     y = x.new_empty(rows, width)
     if y.numel():
-        _silu_mul_kernel[(triton.cdiv(width, BLOCK), rows)](x, y, width, x.is_cuda, BLOCK, enable_fp_fusion=False)
+        _swiglu_kernel[(triton.cdiv(width, BLOCK), rows)](x, y, width, x.is_cuda, BLOCK, enable_fp_fusion=False)
     return y
 
 
-def launch_silu_mul_backward(dy: Tensor, x: Tensor) -> Tensor:
-    """The kernel for `silu_mul_backward_ref`; dy and x contiguous."""
+def launch_swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    """The kernel for `swiglu_backward_ref`; dy and x contiguous."""
     rows, width = dy.shape
     dx = torch.empty_like(x)
     if dx.numel():
-        _silu_mul_backward_kernel[(triton.cdiv(width, BLOCK), rows)](
+        _swiglu_backward_kernel[(triton.cdiv(width, BLOCK), rows)](
             dy, x, dx, width, x.is_cuda, BLOCK, enable_fp_fusion=False
         )
     return dx
 
 
-@torch.library.custom_op("qtrain::silu_mul", mutates_args=())
-def _silu_mul(x: Tensor) -> Tensor:
-    return launch_silu_mul(x.contiguous()) if x.is_cuda else silu_mul_ref(x)
+@torch.library.custom_op("qtrain::swiglu", mutates_args=())
+def _swiglu(x: Tensor) -> Tensor:
+    return launch_swiglu(x.contiguous()) if x.is_cuda else swiglu_ref(x)
 
 
-@_silu_mul.register_fake
+@_swiglu.register_fake
 def _(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[1] // 2)
 
 
-@torch.library.custom_op("qtrain::silu_mul_backward", mutates_args=())
-def silu_mul_backward(dy: Tensor, x: Tensor) -> Tensor:
-    """The gradient of x [M, 2I] from that of silu_mul(x), dy [M, I]."""
-    return launch_silu_mul_backward(dy.contiguous(), x.contiguous()) if x.is_cuda else silu_mul_backward_ref(dy, x)
+@torch.library.custom_op("qtrain::swiglu_backward", mutates_args=())
+def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    """The gradient of x [M, 2I] from that of swiglu(x), dy [M, I]."""
+    return launch_swiglu_backward(dy.contiguous(), x.contiguous()) if x.is_cuda else swiglu_backward_ref(dy, x)
 
 
-@silu_mul_backward.register_fake
+@swiglu_backward.register_fake
 def _(dy: Tensor, x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-_silu_mul.register_autograd(
-    lambda ctx, dy: silu_mul_backward(dy, *ctx.saved_tensors),
+_swiglu.register_autograd(
+    lambda ctx, dy: swiglu_backward(dy, *ctx.saved_tensors),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
 
 
-def silu_mul(x: Tensor) -> Tensor:
+def swiglu(x: Tensor) -> Tensor:
     """silu(gate) * up of x [..., 2I] (gate, then up) -> [..., I], differentiable."""
-    return _silu_mul(x.flatten(0, -2)).view(*x.shape[:-1], x.shape[-1] // 2)
+    return _swiglu(x.flatten(0, -2)).view(*x.shape[:-1], x.shape[-1] // 2)

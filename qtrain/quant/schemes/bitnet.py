@@ -23,7 +23,7 @@ from torch import Tensor
 from qtrain.errors import UserError
 from qtrain.kernels.quantize.operators import dequantize, quantize, unpack_ternary
 from qtrain.quant.dynamic import DynamicScheme, Read, plain_product
-from qtrain.quant.scheme import SCHEMES, Gemm, Operand, Wanted
+from qtrain.quant.scheme import SCHEMES, Gemm, NeedsOperand, Operand
 
 
 @SCHEMES.register("bitnet")
@@ -65,7 +65,7 @@ class BitNet(DynamicScheme):
         return (codes, scale), (codes.t().contiguous() if self.backward == "int8" else codes, scale)
 
     def input_operands(
-        self, x: Tensor, key: Tensor | None, wanted: Wanted = (True, True), amax: Operand = ()
+        self, x: Tensor, key: Tensor | None, wanted: NeedsOperand = (True, True), amax: Operand = ()
     ) -> tuple[Operand, Operand]:
         if self.backward == "int8":
             return super().input_operands(x, None, wanted, amax)

@@ -17,11 +17,11 @@ from torch import Tensor
 from qtrain.checks import Range
 from qtrain.errors import UserError
 from qtrain.kernels.numerics.philox import ROLES
-from qtrain.kernels.quantize.delayed_scale import known_scale, known_scale_gated
-from qtrain.kernels.quantize.operators import absmax, quantize, quantize_dual_given, quantize_transposed
-from qtrain.kernels.swiglu.quantize import quantize_gated_given
+from qtrain.kernels.quantize.delayed_scale import delayed_scale, swiglu_delayed_scale
+from qtrain.kernels.quantize.operators import absmax, quantize, quantize_dual_given_scale, quantize_transposed
+from qtrain.kernels.swiglu.quantize import quantize_swiglu_given_scale
 from qtrain.quant.dynamic import drawn
-from qtrain.quant.scheme import SCHEMES, Gemm, Operand, Wanted
+from qtrain.quant.scheme import SCHEMES, Gemm, NeedsOperand, Operand
 from qtrain.quant.schemes.fp8 import Fp8Epilogue
 
 HISTORY = 16
@@ -56,18 +56,18 @@ class Fp8Tensorwise(Fp8Epilogue):
         return "tensorwise", "tensorwise"
 
     def _operands(
-        self, t: Tensor, name: str, key: Tensor | None, wanted: Wanted, plain: Operand, amax: Operand = ()
+        self, t: Tensor, name: str, key: Tensor | None, wanted: NeedsOperand, plain: Operand, amax: Operand = ()
     ) -> tuple[Operand, Operand]:
         rows, columns = self._reads_of(name, wanted)
         if not amax or not (rows or columns):
             return super()._operands(t, name, key, wanted, plain)
         fmt, role = (rows or columns).fmt, ROLES.index(name)
         row_key, column_key = self._keys_of(name, key)
-        scale = known_scale(t, amax[0], fmt, self.power_of_two)
+        scale = delayed_scale(t, amax[0], fmt, self.power_of_two)
         row_codes = column_codes = seen = None
         if rows and columns:
             key, stochastic = drawn(row_key, column_key)
-            row_codes, column_codes, seen = quantize_dual_given(t, fmt, scale, key, role, stochastic=stochastic)
+            row_codes, column_codes, seen = quantize_dual_given_scale(t, fmt, scale, key, role, stochastic=stochastic)
         elif rows:
             row_codes, _ = quantize(t, fmt, "tensorwise", row_key, role, scale=scale)
         else:
@@ -80,14 +80,14 @@ class Fp8Tensorwise(Fp8Epilogue):
         )
 
     def gated_operands(
-        self, name: str, x: Tensor, dy: Tensor | None, key: Tensor | None, wanted: Wanted, amax: Operand = ()
+        self, name: str, x: Tensor, dy: Tensor | None, key: Tensor | None, wanted: NeedsOperand, amax: Operand = ()
     ) -> tuple[Operand, Operand]:
         read = self._read_alike(name, wanted)
         if read is None or not amax:
             return super().gated_operands(name, x, dy, key, wanted, amax)
-        scale = known_scale_gated(x, dy, amax[0], read.fmt, self.power_of_two)
+        scale = swiglu_delayed_scale(x, dy, amax[0], read.fmt, self.power_of_two)
         key, stochastic = drawn(*self._keys_of(name, key))
-        codes, codes_t, seen = quantize_gated_given(x, dy, read.fmt, scale, key, ROLES.index(name), stochastic)
+        codes, codes_t, seen = quantize_swiglu_given_scale(x, dy, read.fmt, scale, key, ROLES.index(name), stochastic)
         if len(amax) == 2:
             scale = _recorded(scale, seen, amax[1])
         return (codes, scale), (codes_t, scale)

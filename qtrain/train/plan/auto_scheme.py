@@ -16,7 +16,7 @@ from qtrain.train.state.checkpoint import read_meta
 Settings = TypeVar("Settings", bound=TrainSettings)
 
 
-def settle_scheme(
+def resolve_auto_scheme(
     settings: Settings,
     scheme: Scheme,
     shape_of_model: Callable[[], nn.Module],

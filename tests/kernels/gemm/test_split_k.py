@@ -9,7 +9,7 @@ from torch import Tensor
 from qtrain.kernels.gemm import scaled_mm as product
 from qtrain.kernels.gemm.scaled_mm import TILINGS, launch_scaled_mm, scaled_mm_names, scaled_mm_ref
 from qtrain.kernels.gemm.split_k import MIN_STEPS, split_of
-from qtrain.kernels.gemm.tiling import Tiling, multiprocessors
+from qtrain.kernels.gemm.tiling import Tiling, sm_count
 from tests.kernels.gemm.test_scaled_mm import DTYPES, E4M3, codes, operands, truth
 
 BF16 = torch.bfloat16
@@ -21,7 +21,7 @@ H200 = 132
 
 
 def slots_of(tiling: Tiling, device: str) -> int:
-    return tiling.per_sm * multiprocessors(torch.device(device))
+    return tiling.per_sm * sm_count(torch.device(device))
 
 
 # ---- what is cut, and where it is offered ----------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def test_a_nearly_empty_wave_is_cut_to_a_third_or_less(m, n):
 
 
 def names(monkeypatch, m: int, n: int, k: int, dtype=torch.int8, out_dtype=BF16, add: bool = False) -> list[str]:
-    monkeypatch.setattr(product, "multiprocessors", lambda device: H200)
+    monkeypatch.setattr(product, "sm_count", lambda device: H200)
     a, b = (torch.empty(rows, k, dtype=dtype, device="meta") for rows in (m, n))
     return scaled_mm_names(a, b, out_dtype, True, add)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtrain.kernels.quantize.delayed_scale import known_scale, known_scale_gated, launch_known_scale
+from qtrain.kernels.quantize.delayed_scale import delayed_scale, launch_delayed_scale, swiglu_delayed_scale
 from qtrain.kernels.quantize.operators import scale_ref
 from qtrain.kernels.swiglu.quantize import activation
 from tests.cases import matrix
@@ -27,20 +27,20 @@ def check(function, device: str) -> None:
 
 
 def test_operator_on_the_cpu():
-    check(known_scale, "cpu")
+    check(delayed_scale, "cpu")
 
 
 @pytest.mark.interpreter
 def test_kernel_in_the_interpreter():
-    check(launch_known_scale, "cpu")
+    check(launch_delayed_scale, "cpu")
 
 
 @pytest.mark.gpu
 def test_kernel():
-    check(known_scale, "cuda")
+    check(delayed_scale, "cuda")
     x = matrix(4096, 4096, 0).cuda().bfloat16()
     zero = torch.zeros(1, device="cuda")
-    assert torch.equal(known_scale(x, zero, "e4m3"), scale_ref(x, "e4m3", "tensorwise"))
+    assert torch.equal(delayed_scale(x, zero, "e4m3"), scale_ref(x, "e4m3", "tensorwise"))
 
 
 def check_gated(device: str) -> None:
@@ -49,10 +49,10 @@ def check_gated(device: str) -> None:
     for m, width, kind in ((16, 128, "outlier"), (3, 50, "normal"), (16, 128, "bad")):
         x, dy = gate_and_gradient(m, width, 0, kind, device)
         for d in (None, dy):
-            own = launch_known_scale(x, torch.zeros_like(known), "e4m3", False, True, d)
+            own = launch_delayed_scale(x, torch.zeros_like(known), "e4m3", False, True, d)
             expected = scale_ref(made(x, d), "e4m3", "tensorwise")
             assert torch.equal(own.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0)), (m, kind, d is None)
-            assert torch.equal(launch_known_scale(x, known, "e4m3", False, True, d), known)
+            assert torch.equal(launch_delayed_scale(x, known, "e4m3", False, True, d), known)
 
 
 @pytest.mark.interpreter
@@ -69,5 +69,5 @@ def test_gated_operator():
     x, dy = gate_and_gradient(3, 50, 0, "normal", "cpu")
     for d in (None, dy):
         zero = torch.zeros(1)
-        assert torch.equal(known_scale_gated(x, d, zero, "e4m3"), known_scale(activation(x, d), zero, "e4m3"))
-        torch.library.opcheck(torch.ops.qtrain.known_scale_gated.default, (x, d, zero, "e4m3"))
+        assert torch.equal(swiglu_delayed_scale(x, d, zero, "e4m3"), delayed_scale(activation(x, d), zero, "e4m3"))
+        torch.library.opcheck(torch.ops.qtrain.swiglu_delayed_scale.default, (x, d, zero, "e4m3"))

@@ -6,10 +6,10 @@ import torch
 from qtrain.kernels.numerics.formats import FORMATS
 from qtrain.kernels.numerics.philox import random_bits_ref
 from qtrain.kernels.quantize.absmax import absmax_ref
-from qtrain.kernels.quantize.dual_bf16x2 import launch_quantize_blocks, takes_blocks
+from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2, supports_dual_bf16x2
 from qtrain.kernels.quantize.operators import (
     quantize_dual,
-    quantize_dual_given,
+    quantize_dual_given_scale,
     quantize_ref,
     quantize_transposed_ref,
     scale_ref,
@@ -38,26 +38,26 @@ def drawing(device, stochastic):
 
 
 def check(x, fmt, granularity, power_of_two=False, stochastic=""):
-    assert takes_blocks(x, fmt, granularity)
+    assert supports_dual_bf16x2(x, fmt, granularity)
     options, bits = drawing(x.device, stochastic)
     row_bits, column_bits = bits(x.shape)
     expected = quantize_ref(x, fmt, granularity, row_bits, power_of_two)
     expected += quantize_transposed_ref(x, fmt, granularity, column_bits, power_of_two)
-    found = launch_quantize_blocks(x, fmt, granularity, power_of_two, **options)
+    found = launch_dual_bf16x2(x, fmt, granularity, power_of_two, **options)
     same(found, expected, (tuple(x.shape), fmt, granularity, power_of_two, stochastic))
 
 
 def check_given(x, fmt, scale, stochastic=""):
     """Under a scale that x may exceed; a NaN keeps its code."""
-    assert takes_blocks(x, fmt, "tensorwise", True)
+    assert supports_dual_bf16x2(x, fmt, "tensorwise", True)
     scale, most = torch.tensor([scale], device=x.device), torch.zeros(1, dtype=torch.int32, device=x.device)
     options, bits = drawing(x.device, stochastic)
     row_bits, column_bits = bits(x.shape)
     expected = quantize_ref(x, fmt, "tensorwise", row_bits, scale=scale)
     expected += quantize_transposed_ref(x, fmt, "tensorwise", column_bits, scale=scale)
     note = (tuple(x.shape), fmt, stochastic)
-    same(launch_quantize_blocks(x, fmt, "tensorwise", False, scale, **options), expected, note)
-    same(launch_quantize_blocks(x, fmt, "tensorwise", False, scale, most, **options), expected, note)
+    same(launch_dual_bf16x2(x, fmt, "tensorwise", False, scale, **options), expected, note)
+    same(launch_dual_bf16x2(x, fmt, "tensorwise", False, scale, most, **options), expected, note)
     same([most.view(torch.float32)], [absmax_ref(x)], tuple(x.shape))
 
 
@@ -111,11 +111,11 @@ def test_no_number_is_beyond_the_largest_code(fmt):
 
 def test_other_inputs_are_not_taken():
     x = torch.zeros(32, 48, dtype=torch.bfloat16)
-    assert takes_blocks(x, "e4m3", "1x128")
-    assert not takes_blocks(x.float(), "e4m3", "1x128") and not takes_blocks(x[:, :40], "e4m3", "1x128")
-    assert not takes_blocks(x.view(-1)[1 : 1 + 16 * 48].view(16, 48), "e4m3", "1x128")  # starts within a word
-    assert not takes_blocks(x, "int4", "1x128") and not takes_blocks(x, "e4m3", "32x32")
-    assert not takes_blocks(x, "int8", "tensorwise", True)
+    assert supports_dual_bf16x2(x, "e4m3", "1x128")
+    assert not supports_dual_bf16x2(x.float(), "e4m3", "1x128") and not supports_dual_bf16x2(x[:, :40], "e4m3", "1x128")
+    assert not supports_dual_bf16x2(x.view(-1)[1 : 1 + 16 * 48].view(16, 48), "e4m3", "1x128")  # starts within a word
+    assert not supports_dual_bf16x2(x, "int4", "1x128") and not supports_dual_bf16x2(x, "e4m3", "32x32")
+    assert not supports_dual_bf16x2(x, "int8", "tensorwise", True)
 
 
 @pytest.mark.gpu
@@ -124,7 +124,7 @@ def test_blocks_on_gpu(fmt, granularity):
     for number, (m, k) in random_shapes(7, 120):
         x = hostile(m, k, number, [*KINDS, "bad"][number % 6], torch.bfloat16, "cuda").contiguous()
         check(x, fmt, granularity, number % 4 == 1)
-        same(quantize_dual(x, fmt, granularity, granularity), launch_quantize_blocks(x, fmt, granularity), (m, k))
+        same(quantize_dual(x, fmt, granularity, granularity), launch_dual_bf16x2(x, fmt, granularity), (m, k))
     for shape in [(16, 16), (4096, 14336), (16384, 4096)]:
         check(hostile(*shape, 0, "outlier", torch.bfloat16, "cuda"), fmt, granularity)
 
@@ -137,8 +137,8 @@ def test_a_given_scale_on_gpu(fmt):
         value = (1e-4, 0.3, 1.0, 300.0)[number % 4]
         check_given(x, fmt, value)
         scale, most = torch.tensor([value], device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
-        codes, scale_out, codes_t, _ = launch_quantize_blocks(x, fmt, "tensorwise", False, scale, most)
-        same(quantize_dual_given(x, fmt, scale), [codes, codes_t, most.view(torch.float32)], (m, k))
+        codes, scale_out, codes_t, _ = launch_dual_bf16x2(x, fmt, "tensorwise", False, scale, most)
+        same(quantize_dual_given_scale(x, fmt, scale), [codes, codes_t, most.view(torch.float32)], (m, k))
         dual = quantize_dual(x, fmt, "tensorwise", "tensorwise", None, 0, False, scale)
         same(dual, [codes, scale_out, codes_t, scale_out], (m, k))
     for shape in [(16, 16), (4096, 14336), (16384, 4096)]:
@@ -153,7 +153,7 @@ def test_stochastic_rounding_on_gpu(fmt, granularity, stochastic):
     for number, (m, k) in random_shapes(9, 60):
         x = hostile(m, k, number, [*KINDS, "bad"][number % 6], torch.bfloat16, "cuda").contiguous()
         check(x, fmt, granularity, False, stochastic)
-        found = launch_quantize_blocks(x, fmt, granularity, **options)
+        found = launch_dual_bf16x2(x, fmt, granularity, **options)
         same(quantize_dual(x, fmt, granularity, granularity, **options), found, (m, k))
     for shape in [(16, 16), (4096, 14336), (16384, 4096)]:
         check(hostile(*shape, 0, "outlier", torch.bfloat16, "cuda"), fmt, granularity, False, stochastic)
@@ -169,6 +169,6 @@ def test_stochastic_rounding_under_a_given_scale_on_gpu(fmt, stochastic):
         value = (1e-4, 0.3, 1.0, 300.0)[number % 4]
         check_given(x, fmt, value, stochastic)
         scale, most = torch.tensor([value], device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
-        codes, _, codes_t, _ = launch_quantize_blocks(x, fmt, "tensorwise", False, scale, most, **options)
-        same(quantize_dual_given(x, fmt, scale, **options), [codes, codes_t, most.view(torch.float32)], (m, k))
+        codes, _, codes_t, _ = launch_dual_bf16x2(x, fmt, "tensorwise", False, scale, most, **options)
+        same(quantize_dual_given_scale(x, fmt, scale, **options), [codes, codes_t, most.view(torch.float32)], (m, k))
     check_given(hostile(4096, 14336, 0, "outlier", torch.bfloat16, "cuda"), fmt, 0.01, stochastic)

@@ -9,15 +9,15 @@ from qtrain.kernels.quantize.absmax import absmax_ref
 from qtrain.kernels.quantize.operators import (
     quantize,
     quantize_dual,
-    quantize_dual_given,
+    quantize_dual_given_scale,
     quantize_ref,
     quantize_transposed,
     quantize_transposed_ref,
     scale_ref,
 )
-from qtrain.kernels.quantize.rowwise import launch_quantize_rows
-from qtrain.kernels.quantize.rowwise_bf16x2 import launch_quantize_row_words, takes_row_words
-from qtrain.kernels.quantize.tiled import Tile, launch_quantize_tiles
+from qtrain.kernels.quantize.rowwise import launch_rowwise
+from qtrain.kernels.quantize.rowwise_bf16x2 import launch_rowwise_bf16x2, supports_rowwise_bf16x2
+from qtrain.kernels.quantize.tiled import Tile, launch_tiled
 from tests.cases import KINDS, SHAPES, matrix
 
 ROLE = 2
@@ -58,16 +58,16 @@ def noise(x, key):
 
 
 def check_rows(x, fmt, granularity, key, power_of_two=False, **options):
-    found = launch_quantize_rows(x, fmt, granularity, key, ROLE, power_of_two, **options)
+    found = launch_rowwise(x, fmt, granularity, key, ROLE, power_of_two, **options)
     note = (tuple(x.shape), fmt, granularity, key is not None, options)
     same(found, quantize_ref(x, fmt, granularity, noise(x, key), power_of_two), note)
-    if takes_row_words(x, fmt, granularity, key is not None):
+    if supports_rowwise_bf16x2(x, fmt, granularity, key is not None):
         check_words(x, fmt, granularity, key, power_of_two)
 
 
 def check_words(x, fmt, granularity, key, power_of_two=False):
-    assert takes_row_words(x, fmt, granularity, key is not None)
-    found = launch_quantize_row_words(x, fmt, granularity, key, ROLE, power_of_two)
+    assert supports_rowwise_bf16x2(x, fmt, granularity, key is not None)
+    found = launch_rowwise_bf16x2(x, fmt, granularity, key, ROLE, power_of_two)
     expected = quantize_ref(x, fmt, granularity, noise(x, key), power_of_two)
     same(found, expected, (tuple(x.shape), fmt, granularity, key is not None))
 
@@ -78,7 +78,7 @@ def check_tiles(x, fmt, granularity, granularity_t, key, power_of_two=False, **o
         expected += quantize_ref(x, fmt, granularity, bits, power_of_two)
     if granularity_t:
         expected += quantize_transposed_ref(x, fmt, granularity_t, bits, power_of_two)
-    found = launch_quantize_tiles(x, fmt, granularity, granularity_t, key, ROLE, power_of_two, **options)
+    found = launch_tiled(x, fmt, granularity, granularity_t, key, ROLE, power_of_two, **options)
     same(found, expected, (tuple(x.shape), fmt, granularity, granularity_t, key is not None, options))
 
 
@@ -86,7 +86,7 @@ def check_given(x, fmt, fmt_t, key):
     scale, most = torch.tensor([0.01], device=x.device), torch.zeros(1, dtype=torch.int32, device=x.device)
     tensorwise = ("tensorwise", noise(x, key), False, scale)
     expected = [*quantize_ref(x, fmt, *tensorwise), *quantize_transposed_ref(x, fmt_t, *tensorwise)]
-    found = launch_quantize_tiles(
+    found = launch_tiled(
         x, fmt, "tensorwise", "tensorwise", key, ROLE, scale=scale, fmt_t=fmt_t, scale_t=scale, absmax=most
     )
     same(found, expected, (tuple(x.shape), fmt, fmt_t, key is not None))
@@ -96,7 +96,7 @@ def check_given(x, fmt, fmt_t, key):
 def check_ternary(x, granularity, key):
     scale, scale_t = scale_ref(x, "ternary", granularity), scale_ref(x.t(), "ternary", granularity)
     bits = noise(x, key)
-    found = launch_quantize_tiles(
+    found = launch_tiled(
         x, "ternary", granularity, granularity, key, ROLE, scale=scale, fmt_t="ternary", scale_t=scale_t
     )
     codes_t, _ = quantize_transposed_ref(x, "ternary", granularity, bits)
@@ -139,7 +139,7 @@ def test_which_rows_are_read_in_words(stochastic, longest):
     x = torch.zeros(4, 24, dtype=torch.bfloat16)
 
     def takes(x, fmt, granularity):
-        return takes_row_words(x, fmt, granularity, stochastic)
+        return supports_rowwise_bf16x2(x, fmt, granularity, stochastic)
 
     assert takes(x, "int8", "1x128") and takes(x, "e5m2", "rowwise")
     assert not takes(x.float(), "int8", "1x128") and not takes(x[:, :20], "int8", "1x128")
@@ -255,9 +255,9 @@ def test_dual_with_the_scale_given_on_gpu():
     one = torch.ones(1).cuda()
     for shape in [*SHAPES, (0, 16), (3, 0)]:
         x = matrix(*shape, 5, "strided", torch.bfloat16).cuda()
-        codes, codes_t, most = quantize_dual_given(x, "e4m3", one)
+        codes, codes_t, most = quantize_dual_given_scale(x, "e4m3", one)
         same([codes, most], [quantize_ref(x, "e4m3", "tensorwise", scale=one)[0], absmax_ref(x)], shape)
         assert torch.equal(codes.float().t(), codes_t.float())
-        codes, codes_t, most = quantize_dual_given(x, "e4m3", one, KEY.cuda(), ROLE, stochastic="columns")
+        codes, codes_t, most = quantize_dual_given_scale(x, "e4m3", one, KEY.cuda(), ROLE, stochastic="columns")
         drawn = quantize_transposed_ref(x, "e4m3", "tensorwise", noise(x, KEY.cuda()), scale=one)[0]
         same([codes, codes_t, most], [quantize_ref(x, "e4m3", "tensorwise", scale=one)[0], drawn, absmax_ref(x)], shape)

@@ -11,7 +11,7 @@ from qtrain.kernels.quantize.operators import (
     expand_scale,
     quantize,
     quantize_dual,
-    quantize_dual_given,
+    quantize_dual_given_scale,
     quantize_ref,
     quantize_transposed,
     quantize_transposed_ref,
@@ -152,7 +152,7 @@ def test_each_layout_is_rounded_in_its_own_way(stochastic):
         found = quantize_dual(x, fmt, granularity, granularity, KEY, 1, stochastic=stochastic)
         same(found, expected, (fmt, granularity))
     for fmt in ("int8", "e5m2"):
-        codes, codes_t, _ = quantize_dual_given(x, fmt, scale, KEY, 1, stochastic=stochastic)
+        codes, codes_t, _ = quantize_dual_given_scale(x, fmt, scale, KEY, 1, stochastic=stochastic)
         expected = quantize(x, fmt, "tensorwise", row_key, 1, scale=scale)[0]
         expected_t = quantize_transposed(x, fmt, "tensorwise", column_key, 1, scale=scale)[0]
         same([codes, codes_t], [expected, expected_t], fmt)
@@ -162,7 +162,7 @@ def test_two_formats_and_given():
     x, scale = matrix(30, 40, 0), torch.tensor([0.01])
     codes, _, codes_t, _ = quantize_dual(x, "e4m3", "1x128", "rowwise", fmt_t="e5m2")
     assert codes.dtype == torch.float8_e4m3fn and codes_t.dtype == torch.float8_e5m2
-    codes, codes_t, most = quantize_dual_given(x, "int8", scale)
+    codes, codes_t, most = quantize_dual_given_scale(x, "int8", scale)
     assert torch.equal(codes, quantize(x, "int8", "tensorwise", scale=scale)[0]) and torch.equal(codes, codes_t.t())
     assert most.item() == x.abs().max()
 
@@ -196,6 +196,6 @@ def test_operators(key):
         torch.library.opcheck(quantize_dual, (x, fmt, granularity, "32x32", key, 1, True))
     torch.library.opcheck(quantize, (x, "int8", "tensorwise", key, 0, False, scale))
     torch.library.opcheck(quantize_dual, (x, "e5m2", "tensorwise", "tensorwise", key, 0, False, scale, "e4m3"))
-    torch.library.opcheck(quantize_dual_given, (x, "e4m3", scale, key, 1))
-    torch.library.opcheck(quantize_dual_given, (x, "e4m3", scale, key, 1, None, "rows"))
+    torch.library.opcheck(quantize_dual_given_scale, (x, "e4m3", scale, key, 1))
+    torch.library.opcheck(quantize_dual_given_scale, (x, "e4m3", scale, key, 1, None, "rows"))
     torch.library.opcheck(quantize_dual, (x, "int8", "rowwise", "rowwise", key, 1), {"stochastic": "columns"})

@@ -5,27 +5,27 @@ import torch
 
 from qtrain.kernels.numerics.philox import ROLES, random_bits_ref
 from qtrain.kernels.quantize.absmax import absmax_of_columns_ref, absmax_ref
-from qtrain.kernels.quantize.dual_bf16x2 import launch_quantize_blocks
+from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2
 from qtrain.kernels.quantize.operators import (
     quantize,
     quantize_dual,
-    quantize_dual_given,
+    quantize_dual_given_scale,
     quantize_ref,
     quantize_transposed,
     quantize_transposed_ref,
 )
-from qtrain.kernels.swiglu.backward import launch_gated_gradient
+from qtrain.kernels.swiglu.backward import launch_quantize_swiglu_backward
 from qtrain.kernels.swiglu.quantize import (
     activation,
-    quantize_gated,
-    quantize_gated_backward,
-    quantize_gated_given,
-    quantize_gated_rows,
-    takes_gated,
-    takes_gated_rows,
+    quantize_swiglu,
+    quantize_swiglu_backward,
+    quantize_swiglu_given_scale,
+    quantize_swiglu_rowwise,
+    supports_swiglu_dual,
+    supports_swiglu_rowwise,
 )
-from qtrain.kernels.swiglu.rowwise import launch_gated_rows, pieces
-from qtrain.kernels.swiglu.swiglu import launch_silu_mul, launch_silu_mul_backward, silu_mul
+from qtrain.kernels.swiglu.rowwise import launch_quantize_swiglu_rowwise, pieces
+from qtrain.kernels.swiglu.swiglu import launch_swiglu, launch_swiglu_backward, swiglu
 from tests.cases import KINDS, matrix
 from tests.kernels.quantize.test_dual_bf16x2 import STOCHASTIC, drawing
 from tests.kernels.quantize.test_kernels import KEY, hostile, same
@@ -43,7 +43,7 @@ def gate_and_gradient(m, width, seed, kind, device):
 def made(x, dy):
     """The activation, or the gradient of x, in bf16; the interpreter does not round to it."""
     wide = torch.float32 if x.device.type == "cpu" else torch.bfloat16
-    y = launch_silu_mul(x.to(wide)) if dy is None else launch_silu_mul_backward(dy.to(wide), x.to(wide))
+    y = launch_swiglu(x.to(wide)) if dy is None else launch_swiglu_backward(dy.to(wide), x.to(wide))
     return y.bfloat16()
 
 
@@ -52,7 +52,7 @@ def check(x, dy, fmt, granularity, power_of_two=False, stochastic=""):
     row_bits, column_bits = bits(y.shape)
     expected = quantize_ref(y, fmt, granularity, row_bits, power_of_two)
     expected += quantize_transposed_ref(y, fmt, granularity, column_bits, power_of_two)
-    found = launch_quantize_blocks(x, fmt, granularity, power_of_two, of_gate=True, dy=dy, **options)
+    found = launch_dual_bf16x2(x, fmt, granularity, power_of_two, of_gate=True, dy=dy, **options)
     same(found, expected, (tuple(x.shape), fmt, granularity, dy is None, stochastic))
 
 
@@ -61,7 +61,7 @@ def check_given(x, dy, fmt, value, stochastic=""):
     most = torch.zeros(1, dtype=torch.int32, device=x.device)
     options, bits = drawing(x.device, stochastic)
     row_bits, column_bits = bits(y.shape)
-    found = launch_quantize_blocks(x, fmt, "tensorwise", False, scale, most, True, dy, **options)
+    found = launch_dual_bf16x2(x, fmt, "tensorwise", False, scale, most, True, dy, **options)
     expected = quantize_ref(y, fmt, "tensorwise", row_bits, scale=scale)
     expected += quantize_transposed_ref(y, fmt, "tensorwise", column_bits, scale=scale)
     same([*found, most.view(torch.float32)], [*expected, absmax_ref(y)], (tuple(x.shape), fmt, dy is None, stochastic))
@@ -106,7 +106,7 @@ def check_rows(x, fmt, power_of_two=False, stochastic=False):
     """Codes along rows, and what is found of columns on the way."""
     y, key = made(x, None), KEY.to(x.device) if stochastic else None
     drawn = random_bits_ref(y.shape, key, 2) if stochastic else None
-    *found, columns = launch_gated_rows(x, fmt, power_of_two, key, 2)
+    *found, columns = launch_quantize_swiglu_rowwise(x, fmt, power_of_two, key, 2)
     note = (tuple(x.shape), fmt, stochastic)
     same(found, quantize_ref(y, fmt, "rowwise", drawn, power_of_two), note)
     assert torch.equal(bits_of(columns), bits_of(absmax_of_columns_ref(y))), note
@@ -116,7 +116,7 @@ def check_gradient(x, dy, fmt, power_of_two=False, stochastic=False):
     """Codes of y along columns, and dx with the maxima of its rows and columns."""
     y, dx, key = made(x, None), made(x, dy), KEY.to(x.device) if stochastic else None
     drawn = random_bits_ref(y.shape, key, 2) if stochastic else None
-    codes_t, scale_t, found, (rows, columns) = launch_gated_gradient(
+    codes_t, scale_t, found, (rows, columns) = launch_quantize_swiglu_backward(
         x, dy, absmax_of_columns_ref(y), fmt, power_of_two, key, 2
     )
     note = (tuple(x.shape), fmt, stochastic)
@@ -147,13 +147,13 @@ def check_rows_operators(x, dy, fmt, fmt_y, stochastic):
     """Forward's operator and then backward's, which may differ in format and rounding."""
     key, stochastic = KEY.to(x.device) if stochastic else None, stochastic or "both"
     row_key = key if stochastic == "both" else None
-    *rows, columns = quantize_gated_rows(x, fmt_y, True, row_key)
-    same(rows, quantize(silu_mul(x), fmt_y, "rowwise", row_key, ROLES.index("x"), True), (fmt_y, stochastic))
-    found = quantize_gated_backward(x, dy, columns, fmt, False, key, fmt_y, True, key, stochastic)
+    *rows, columns = quantize_swiglu_rowwise(x, fmt_y, True, row_key)
+    same(rows, quantize(swiglu(x), fmt_y, "rowwise", row_key, ROLES.index("x"), True), (fmt_y, stochastic))
+    found = quantize_swiglu_backward(x, dy, columns, fmt, False, key, fmt_y, True, key, stochastic)
     expected = quantize_dual(
         activation(x, dy), fmt, "rowwise", "rowwise", key, ROLES.index("dy"), stochastic=stochastic
     )
-    expected += quantize_transposed(silu_mul(x), fmt_y, "rowwise", key, ROLES.index("x"), True)
+    expected += quantize_transposed(swiglu(x), fmt_y, "rowwise", key, ROLES.index("x"), True)
     same(found, expected, (tuple(x.shape), fmt, fmt_y, stochastic))
 
 
@@ -173,15 +173,19 @@ def check_operators(device):
                     ("e4m3", "tensorwise"),
                 ):
                     expected = quantize_dual(activation(x, d), fmt, granularity, granularity)
-                    same(quantize_gated(x, d, fmt, granularity), expected, (m, width, fmt))
+                    same(quantize_swiglu(x, d, fmt, granularity), expected, (m, width, fmt))
                 scale = torch.tensor([0.1], device=device)
-                same(quantize_gated_given(x, d, "e4m3", scale), quantize_dual_given(activation(x, d), "e4m3", scale), m)
+                same(
+                    quantize_swiglu_given_scale(x, d, "e4m3", scale),
+                    quantize_dual_given_scale(activation(x, d), "e4m3", scale),
+                    m,
+                )
                 for stochastic in STOCHASTIC[1:]:
                     options, _ = drawing(device, stochastic)
                     expected = quantize_dual(activation(x, d), "int8", "rowwise", "rowwise", **options)
-                    same(quantize_gated(x, d, "int8", "rowwise", **options), expected, (m, width, stochastic))
-                    expected = quantize_dual_given(activation(x, d), "e4m3", scale, **options)
-                    same(quantize_gated_given(x, d, "e4m3", scale, **options), expected, (m, width, stochastic))
+                    same(quantize_swiglu(x, d, "int8", "rowwise", **options), expected, (m, width, stochastic))
+                    expected = quantize_dual_given_scale(activation(x, d), "e4m3", scale, **options)
+                    same(quantize_swiglu_given_scale(x, d, "e4m3", scale, **options), expected, (m, width, stochastic))
             rows = (("int8", "int8", ""), ("e4m3", "int8", "columns"), ("int8", "e5m2", "both"))
             for fmt, fmt_y, stochastic in rows if dtype == torch.bfloat16 or m == 3 else ():
                 check_rows_operators(x, dy, fmt, fmt_y, stochastic)
@@ -192,14 +196,16 @@ def check_operators(device):
     options, _ = drawing(device, "columns")
     for d in (None, dy):
         for drawn in ({}, options):
-            torch.library.opcheck(torch.ops.qtrain.quantize_gated.default, (x, d, "int8", "1x128"), drawn)
+            torch.library.opcheck(torch.ops.qtrain.quantize_swiglu.default, (x, d, "int8", "1x128"), drawn)
             torch.library.opcheck(
-                torch.ops.qtrain.quantize_gated_given.default, (x, d, "e4m3", torch.ones(1, device=device)), drawn
+                torch.ops.qtrain.quantize_swiglu_given_scale.default,
+                (x, d, "e4m3", torch.ones(1, device=device)),
+                drawn,
             )
-    key, columns = options["key"], absmax_of_columns_ref(silu_mul(x))
-    torch.library.opcheck(torch.ops.qtrain.quantize_gated_rows.default, (x, "int8", False, key))
+    key, columns = options["key"], absmax_of_columns_ref(swiglu(x))
+    torch.library.opcheck(torch.ops.qtrain.quantize_swiglu_rowwise.default, (x, "int8", False, key))
     arguments = x, dy, columns, "int8", False, key, "e4m3", False, None, "columns"
-    torch.library.opcheck(torch.ops.qtrain.quantize_gated_backward.default, arguments)
+    torch.library.opcheck(torch.ops.qtrain.quantize_swiglu_backward.default, arguments)
 
 
 def test_operators():
@@ -210,10 +216,10 @@ def test_a_scale_of_more_than_a_block_has_no_kernel():
     """Its pass would be over x, not over what is made of it: the operator takes the two operations."""
     x, dy = gate_and_gradient(16, 128, 0, "normal", "cpu")
     for fmt, granularity in (("int8", "tensorwise"), ("e4m3", "tensorwise"), ("int8", "rowwise")):
-        assert not takes_gated(fmt, granularity)
-        assert takes_gated_rows(fmt, granularity) == (granularity == "rowwise")
+        assert not supports_swiglu_dual(fmt, granularity)
+        assert supports_swiglu_rowwise(fmt, granularity) == (granularity == "rowwise")
         with pytest.raises(AssertionError, match="no pass"):
-            launch_quantize_blocks(x, fmt, granularity, of_gate=True, dy=dy)
+            launch_dual_bf16x2(x, fmt, granularity, of_gate=True, dy=dy)
 
 
 @pytest.mark.gpu

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from qtrain.kernels.swiglu.swiglu import (
-    launch_silu_mul,
-    launch_silu_mul_backward,
-    silu_mul,
-    silu_mul_backward_ref,
-    silu_mul_ref,
+    launch_swiglu,
+    launch_swiglu_backward,
+    swiglu,
+    swiglu_backward_ref,
+    swiglu_ref,
 )
 from tests.cases import matrix
 
@@ -34,26 +34,26 @@ def check(forward, backward, device, dtype):
 
 
 def test_reference():
-    check(silu_mul_ref, silu_mul_backward_ref, "cpu", torch.float32)
-    check(silu_mul_ref, silu_mul_backward_ref, "cpu", torch.bfloat16)
+    check(swiglu_ref, swiglu_backward_ref, "cpu", torch.float32)
+    check(swiglu_ref, swiglu_backward_ref, "cpu", torch.bfloat16)
 
 
 @pytest.mark.interpreter
 def test_kernel_in_the_interpreter():
-    check(launch_silu_mul, launch_silu_mul_backward, "cpu", torch.float32)
+    check(launch_swiglu, launch_swiglu_backward, "cpu", torch.float32)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernel(dtype):
-    check(launch_silu_mul, launch_silu_mul_backward, "cuda", dtype)
+    check(launch_swiglu, launch_swiglu_backward, "cuda", dtype)
 
 
 def check_operator(device):
     x = torch.randn(2, 3, 40, device=device, dtype=torch.float32, requires_grad=True)
-    torch.library.opcheck(torch.ops.qtrain.silu_mul.default, (x.detach().flatten(0, 1).requires_grad_(),))
-    compiled = torch.compile(silu_mul, fullgraph=True, backend="aot_eager")
-    silu_mul(x).square().sum().backward()
+    torch.library.opcheck(torch.ops.qtrain.swiglu.default, (x.detach().flatten(0, 1).requires_grad_(),))
+    compiled = torch.compile(swiglu, fullgraph=True, backend="aot_eager")
+    swiglu(x).square().sum().backward()
     eager, x.grad = x.grad, None
     compiled(x).square().sum().backward()
     assert torch.equal(x.grad, eager)

@@ -8,7 +8,7 @@ from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.train.state.ema import Ema
 from qtrain.train.state.state_dict import model_tensors
-from qtrain.train.step import judged_weights
+from qtrain.train.step import eval_weights
 
 
 def model() -> nn.Module:
@@ -50,7 +50,7 @@ def test_it_stands_in_the_weights_place_and_leaves_every_bit_as_it_was(scheme):
         ema.update(step)
     before, net = {k: t.detach().clone() for k, t in model_tensors(net).items()}, net.eval()
     live = net(images).detach()
-    with judged_weights(optimizer, quantized, ema):
+    with eval_weights(optimizer, quantized, ema):
         quantized.assert_fresh()
         averaged = net(images).detach()
         assert not torch.equal(averaged, live)
@@ -59,7 +59,7 @@ def test_it_stands_in_the_weights_place_and_leaves_every_bit_as_it_was(scheme):
         assert float(((plain(images) - averaged).norm() / averaged.norm()).detach()) < (
             1e-6 if scheme == "bf16" else 0.05
         )
-    with pytest.raises(KeyboardInterrupt), judged_weights(optimizer, quantized, ema):  # left in haste
+    with pytest.raises(KeyboardInterrupt), eval_weights(optimizer, quantized, ema):  # left in haste
         raise KeyboardInterrupt
     quantized.assert_fresh()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model_tensors(net).items())
