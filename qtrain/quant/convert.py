@@ -79,7 +79,7 @@ class QuantizedModel:
     def mark_fresh(self) -> None:
         """Say that every weight's codes have just been renewed by other means than `refresh`: by its recording."""
         for linear in self.linears:
-            linear.fresh_version = linear.weight._version
+            linear.mark_fresh()
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Have each optimizer step count as a change of the weights: torch's fused optimizers do not count it."""
@@ -89,7 +89,7 @@ class QuantizedModel:
 
     def assert_fresh(self) -> None:
         """An assertion that no weight has changed since its codes were made (counted by torch's version counter)."""
-        stale = [i for i, linear in enumerate(self.linears) if linear.weight._version != linear.fresh_version]
+        stale = [i for i, linear in enumerate(self.linears) if linear.stale]
         names = [choice.name for choice in self.choices if choice.reason is None]
         assert not stale, f"stale codes: {', '.join(names[i] for i in stale[:3])} changed after the last refresh"
 
