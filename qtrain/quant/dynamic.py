@@ -19,7 +19,8 @@ from qtrain.kernels.gemm.blockwise_mm import BLOCKS, blockwise_mm
 from qtrain.kernels.gemm.int4_mm import scaled_int4_mm
 from qtrain.kernels.gemm.scaled_mm import scaled_mm
 from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES
-from qtrain.kernels.numerics.philox import ROLES
+from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
+from qtrain.kernels.numerics.rounding import Rounding
 from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_transposed
 from qtrain.kernels.swiglu.quantize import quantize_swiglu, supports_swiglu_dual, supports_swiglu_rowwise
 from qtrain.quant.scheme import Gemm, LowBitScheme, NeedsOperand, Operand, WholeRows
@@ -105,9 +106,9 @@ class DynamicScheme(LowBitScheme):
         read = self._read_alike(name, wanted)
         if read is None or not supports_swiglu_dual(read.fmt, read.granularity):
             return super().gated_operands(name, x, dy, key, wanted, amax)
-        key, stochastic = drawn(*self._keys_of(name, key))
+        rounding = drawn(*self._keys_of(name, key), ROUNDED_TENSORS.index(name))
         codes, scale, codes_t, scale_t = quantize_swiglu(
-            x, dy, read.fmt, read.granularity, self.power_of_two, key, ROLES.index(name), stochastic
+            x, dy, read.fmt, read.granularity, *rounding, self.power_of_two
         )
         return (codes, scale), (codes_t, scale_t)
 
@@ -154,7 +155,7 @@ class DynamicScheme(LowBitScheme):
         """The operands of the tensor `name` along its rows and columns; `plain` for one that no low-bit GEMM wants."""
         rows, columns = self._reads_of(name, wanted)
         row_key, column_key = self._keys_of(name, key)
-        role = ROLES.index(name)
+        role = ROUNDED_TENSORS.index(name)
         if rows and columns:
             return self._quantize_dual(t, rows, columns, row_key, column_key, role)
         return (
@@ -171,10 +172,9 @@ class DynamicScheme(LowBitScheme):
     def _quantize_dual(
         self, t: Tensor, rows: Read, columns: Read, row_key: Tensor | None, column_key: Tensor | None, role: int
     ) -> tuple[Operand, Operand]:
-        key, stochastic = drawn(row_key, column_key)
         codes, scale, codes_t, scale_t = quantize_dual(
-            t, rows.fmt, rows.granularity, columns.granularity, key, role, self.power_of_two,
-            fmt_t=columns.fmt, stochastic=stochastic,
+            t, rows.fmt, rows.granularity, columns.granularity, *drawn(row_key, column_key, role), self.power_of_two,
+            fmt_t=columns.fmt,
         )  # fmt: skip
         return (codes, scale), (codes_t, scale_t)
 
@@ -184,11 +184,10 @@ def applies(option: bool | tuple[Gemm, ...], gemm: Gemm) -> bool:
     return option if isinstance(option, bool) else gemm in option
 
 
-def drawn(row_key: Tensor | None, column_key: Tensor | None) -> tuple[Tensor | None, str]:
-    """The one key of a tensor, and which layouts draw under it, as `quantize_dual` takes them."""
-    if row_key is None:
-        return column_key, "columns"
-    return row_key, "rows" if column_key is None else "both"
+def drawn(row_key: Tensor | None, column_key: Tensor | None, role: int) -> Rounding:
+    """The rounding of a tensor whose layouts have these keys."""
+    key = column_key if row_key is None else row_key
+    return Rounding(key, role, row_key is not None, column_key is not None)
 
 
 def fp8_refusal(device: torch.device) -> str | None:

@@ -10,6 +10,7 @@ but the maxima of its columns.
 import torch
 from torch import Tensor, nn
 
+from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
 from qtrain.kernels.swiglu.quantize import quantize_swiglu_backward, quantize_swiglu_rowwise
 from qtrain.quant.dynamic import drawn
 from qtrain.quant.linear import LowBitLinear
@@ -99,7 +100,9 @@ def _by_rows(
 
 def _rows(between: Tensor, y: WholeRows) -> tuple[Operand, Operand]:
     """The activation's operand for `output`, and what is kept of it."""
-    codes, scale, columns = quantize_swiglu_rowwise(between, y.fmt, y.power_of_two, y.row_key)
+    codes, scale, columns = quantize_swiglu_rowwise(
+        between, y.fmt, y.row_key, ROUNDED_TENSORS.index("x"), y.power_of_two
+    )
     return (codes, scale), (columns,)
 
 
@@ -107,10 +110,11 @@ def _gradient(
     between: Tensor, dy: Tensor, columns: Tensor, y: WholeRows, dx: WholeRows
 ) -> tuple[Operand, Operand, Operand]:
     """Operands of the gradient of `between`, for grad_input and grad_weight, and the activation's for grad_weight."""
-    key, stochastic = drawn(dx.row_key, dx.column_key)
+    rounding = drawn(dx.row_key, dx.column_key, ROUNDED_TENSORS.index("dy"))
     codes, scale, codes_t, scale_t, *y_columns = quantize_swiglu_backward(
-        between, dy, columns, dx.fmt, dx.power_of_two, key, y.fmt, y.power_of_two, y.column_key, stochastic
-    )
+        between, dy, columns, dx.fmt, *rounding, dx.power_of_two,
+        y.fmt, y.column_key, ROUNDED_TENSORS.index("x"), y.power_of_two,
+    )  # fmt: skip
     return (codes, scale), (codes_t, scale_t), tuple(y_columns)
 
 

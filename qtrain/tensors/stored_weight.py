@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_any, tree_map_only
 
-from qtrain.kernels.numerics.philox import ROLES
+from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
 from qtrain.kernels.quantize.nf4 import dequantize_nf4, nf4_table, quantize_nf4
 from qtrain.kernels.quantize.operators import dequantize, quantize
 
@@ -86,7 +86,9 @@ class StoredWeight(Tensor):
         return dequantize(self.codes, self.scale, self.format, GRANULARITY[self.format], list(self.shape), dtype)
 
     @torch.no_grad()
-    def store_(self, value: Tensor, key: Tensor | None = None, role: int = ROLES.index("update")) -> "StoredWeight":
+    def store_(
+        self, value: Tensor, key: Tensor | None = None, role: int = ROUNDED_TENSORS.index("update")
+    ) -> "StoredWeight":
         """Requantize to `value` [N, K] in place. key, role: stochastic rounding (`kernels.philox`); None: nearest."""
         codes, scale = _codes(value, self.format, key, role)
         self.codes.copy_(codes)

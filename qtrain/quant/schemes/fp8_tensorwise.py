@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qtrain.checks import Range
 from qtrain.errors import UserError
-from qtrain.kernels.numerics.philox import ROLES
+from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
 from qtrain.kernels.quantize.delayed_scale import delayed_scale, swiglu_delayed_scale
 from qtrain.kernels.quantize.operators import absmax, quantize, quantize_dual_given_scale, quantize_transposed
 from qtrain.kernels.swiglu.quantize import quantize_swiglu_given_scale
@@ -61,13 +61,13 @@ class Fp8Tensorwise(Fp8Epilogue):
         rows, columns = self._reads_of(name, wanted)
         if not amax or not (rows or columns):
             return super()._operands(t, name, key, wanted, plain)
-        fmt, role = (rows or columns).fmt, ROLES.index(name)
+        fmt, role = (rows or columns).fmt, ROUNDED_TENSORS.index(name)
         row_key, column_key = self._keys_of(name, key)
         scale = delayed_scale(t, amax[0], fmt, self.power_of_two)
         row_codes = column_codes = seen = None
         if rows and columns:
-            key, stochastic = drawn(row_key, column_key)
-            row_codes, column_codes, seen = quantize_dual_given_scale(t, fmt, scale, key, role, stochastic=stochastic)
+            rounding = drawn(row_key, column_key, role)
+            row_codes, column_codes, seen = quantize_dual_given_scale(t, fmt, scale, *rounding)
         elif rows:
             row_codes, _ = quantize(t, fmt, "tensorwise", row_key, role, scale=scale)
         else:
@@ -86,8 +86,8 @@ class Fp8Tensorwise(Fp8Epilogue):
         if read is None or not amax:
             return super().gated_operands(name, x, dy, key, wanted, amax)
         scale = swiglu_delayed_scale(x, dy, amax[0], read.fmt, self.power_of_two)
-        key, stochastic = drawn(*self._keys_of(name, key))
-        codes, codes_t, seen = quantize_swiglu_given_scale(x, dy, read.fmt, scale, key, ROLES.index(name), stochastic)
+        rounding = drawn(*self._keys_of(name, key), ROUNDED_TENSORS.index(name))
+        codes, codes_t, seen = quantize_swiglu_given_scale(x, dy, read.fmt, scale, *rounding)
         if len(amax) == 2:
             scale = _recorded(scale, seen, amax[1])
         return (codes, scale), (codes_t, scale)
