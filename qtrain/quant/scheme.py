@@ -25,10 +25,10 @@ from qtrain.hardware import lacks_fp8
 from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.swiglu.quantize import (
+    activation,
     quantize_swiglu,
     supports_swiglu_dual,
     supports_swiglu_rowwise,
-    swiglu_or_gradient,
 )
 from qtrain.quant.gemm_table import Gemm, multiply
 from qtrain.quant.quantizers import quantize_columns, quantize_dual_layout, quantize_rows
@@ -211,7 +211,7 @@ class LowBitScheme(Scheme):
         """
         both = self._same_format(name, needs)
         if both is None or not supports_swiglu_dual(both.fmt, both.granularity):
-            return self._operands(swiglu_or_gradient(x, dy), name, key, needs, delayed)
+            return self._operands(activation(x, dy), name, key, needs, delayed)
         rounding = self.rounding(name, key)
         codes, scale, codes_t, scale_t = quantize_swiglu(
             x, dy, both.fmt, both.granularity, *rounding, self.power_of_two

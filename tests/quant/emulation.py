@@ -7,7 +7,7 @@ what the schemes are held against.
 import torch
 from torch import Tensor, nn
 
-from qtrain.kernels.numerics.philox import ROLES, random_bits_ref
+from qtrain.kernels.numerics.philox import ROUNDED_TENSORS, random_bits_ref
 from qtrain.quant import LowBitLinear
 from qtrain.quant.dynamic import applies
 
@@ -155,7 +155,7 @@ class EmulatedLinear(nn.Module):
             bits = None
             if self.key is not None and applies(self.stochastic, gemm):
                 turned = (gemm, name) in (("grad_input", "w"), ("grad_weight", "dy"), ("grad_weight", "x"))
-                bits = random_bits_ref(t.t().shape if turned else t.shape, self.key, ROLES.index(name))
+                bits = random_bits_ref(t.t().shape if turned else t.shape, self.key, ROUNDED_TENSORS.index(name))
                 bits = bits.t() if turned else bits
             found.append(fake_quantize(t, reading, self.power_of_two, bits=bits))
         return found
