@@ -78,7 +78,7 @@ def find_product(a: OperandFormat, b: OperandFormat) -> Product:
 def multiply(
     gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None, *, fast_accum: bool = True
 ) -> Tensor:
-    """The product of `gemm` in dtype, (a, b) its operands: (x, w), (dy, w) or (dy, x). bias [N] is added to `output`."""
+    """The product of `gemm` in dtype; (a, b) are (x, w), (dy, w) or (dy, x). bias [N] is added to `output`."""
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
         return find_product(a.format, b.format)(a, b, dtype, bias, fast_accum)
     if gemm == "grad_input" and isinstance(b, QuantizedTensor):

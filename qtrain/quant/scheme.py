@@ -56,6 +56,9 @@ class NeedsOperand(NamedTuple):
     columns: bool = True
 
 
+BOTH = NeedsOperand()
+
+
 class DelayedScale(NamedTuple):
     """The state of delayed scaling of one tensor (`delayed_scaling.py`)."""
 
@@ -219,7 +222,7 @@ class LowBitScheme(Scheme):
         return Operands(QuantizedTensor(codes, scale, both), QuantizedTensor(codes_t, scale_t, both))
 
     def rowwise_swiglu(
-        self, name: TensorName, key: Tensor | None = None, needs: NeedsOperand = NeedsOperand()
+        self, name: TensorName, key: Tensor | None = None, needs: NeedsOperand = BOTH
     ) -> RowwiseQuantization | None:
         """How `quantize_swiglu` quantizes the tensor `name`, if both of its operands have one scale per row.
 
@@ -230,9 +233,7 @@ class LowBitScheme(Scheme):
             return None
         return RowwiseQuantization(both.fmt, self.power_of_two, self.rounding(name, key))
 
-    def multiply(
-        self, gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None
-    ) -> Tensor:
+    def multiply(self, gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """The product of a GEMM in `dtype`; (a, b) are (x, w), (dy, w) or (dy, x). bias [N] is added to `output`."""
         return multiply(gemm, a, b, dtype, bias, fast_accum=applies(self.fast_accum, gemm))
 
@@ -246,9 +247,9 @@ class LowBitScheme(Scheme):
     # ---- quantizing a tensor for both of its GEMMs -------------------------------------------------------------------
 
     def _formats_of(
-        self, name: TensorName, needs: NeedsOperand = NeedsOperand()
+        self, name: TensorName, needs: NeedsOperand = BOTH
     ) -> tuple[OperandFormat | None, OperandFormat | None]:
-        """The formats that the tensor `name` is read in along its rows and columns; None: high precision or unneeded."""
+        """The formats of the tensor `name` along its rows and columns; None: high precision, or not needed."""
         (row_gemm, i), (column_gemm, j) = READERS[name]
         rows, columns = self.operand_formats(row_gemm)[i], self.operand_formats(column_gemm)[j]
         return (rows if needs.rows else None), (columns if needs.columns else None)
@@ -262,7 +263,7 @@ class LowBitScheme(Scheme):
         t: Tensor,
         name: TensorName,
         key: Tensor | None,
-        needs: NeedsOperand = NeedsOperand(),
+        needs: NeedsOperand = BOTH,
         delayed: DelayedScale | None = None,
     ) -> Operands:
         """The operands of the tensor `name`; t itself for a GEMM in high precision, or one that does not run."""

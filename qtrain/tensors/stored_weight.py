@@ -1,8 +1,8 @@
 """A weight stored as low-bit codes and scales, without a copy in high precision.
 
 `StoredWeight` behaves like a [N, K] tensor of its outward dtype (bf16 or fp32): it is an nn.Parameter with a plain
-`.grad`, `state_dict` and `to` handle it, and any operation that reads it gets its dequantized values. It holds two plain
-tensors, which are also what checkpoints hold:
+`.grad`, `state_dict` and `to` handle it, and any operation that reads it gets its dequantized values. It holds two
+plain tensors, which are also what checkpoints hold:
 
     format   codes                            scale fp32                bytes per element
     int8     int8 [N, K]                      [N], one per row          1
@@ -93,7 +93,9 @@ class StoredWeight(Tensor):
         return self.quantized.dequantize(dtype)[:, : self.shape[1]]
 
     @torch.no_grad()
-    def store_(self, value: Tensor, key: Tensor | None = None, role: int = ROUNDED_TENSORS.index("update")) -> "StoredWeight":
+    def store_(
+        self, value: Tensor, key: Tensor | None = None, role: int = ROUNDED_TENSORS.index("update")
+    ) -> "StoredWeight":
         """Requantize `value` [N, K] in place; with a Philox key, stochastically."""
         codes, scale = _codes(value, self.format, key, role)
         self.codes.copy_(codes)
@@ -142,10 +144,10 @@ class StoredWeight(Tensor):
 
 @torch.library.custom_op("qtrain::read_again", mutates_args=())
 def read_again(tensor: Tensor, after: Tensor) -> Tensor:
-    """A copy of a weight's scale or codes that depends on `after`, so that `grad_input` dequantizes the weight after dy.
+    """A copy of a weight's scale or codes that depends on `after`: `grad_input` dequantizes the weight after dy.
 
-    Without it a compiler merges the dequantization of forward and backward into one and keeps the dequantized weight of
-    every layer in memory between them.
+    Without it a compiler merges the dequantization of forward and backward into one, and keeps every layer's
+    dequantized weight in memory between them.
     """
     return tensor.clone()
 

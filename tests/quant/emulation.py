@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qtrain.kernels.numerics.philox import ROUNDED_TENSORS, random_bits_ref
 from qtrain.quant import LowBitLinear
-from qtrain.quant.dynamic import applies
+from qtrain.quant.scheme import applies
 
 Reading = tuple[str, str]
 """Format and granularity, as the GEMM reads the operand: along its rows."""
@@ -171,7 +171,8 @@ def emulate(model: nn.Module, readings: dict, power_of_two: bool) -> nn.Module:
 
 def draw_alike(high: nn.Module, low: nn.Module) -> None:
     """Every emulated linear of `high` rounds stochastically where the one of `low` does, with the same bits."""
-    for emulated, linear in zip(high.modules(), low.modules(), strict=True):
+    for name, emulated in high.named_modules():
+        linear = low.get_submodule(name)
         if isinstance(emulated, EmulatedLinear) and isinstance(linear, LowBitLinear):
             emulated.key, emulated.stochastic = linear.key, linear.scheme.stochastic_rounding
 

@@ -20,7 +20,7 @@ from qtrain.kernels.quantize.delayed_scale import delayed_scale, swiglu_delayed_
 from qtrain.kernels.quantize.operators import absmax, quantize, quantize_dual_given_scale, quantize_transposed
 from qtrain.kernels.swiglu.quantize import quantize_swiglu_given_scale
 from qtrain.quant.gemm_table import Gemm
-from qtrain.quant.scheme import SCHEMES, DelayedScale, NeedsOperand, TensorName
+from qtrain.quant.scheme import BOTH, SCHEMES, DelayedScale, NeedsOperand, TensorName
 from qtrain.quant.schemes.fp8 import Fp8Epilogue
 from qtrain.tensors.quantized_tensor import Operands, QuantizedTensor
 
@@ -60,7 +60,7 @@ class Fp8Tensorwise(Fp8Epilogue):
         t: Tensor,
         name: TensorName,
         key: Tensor | None,
-        needs: NeedsOperand = NeedsOperand(),
+        needs: NeedsOperand = BOTH,
         delayed: DelayedScale | None = None,
     ) -> Operands:
         rows, columns = self._formats_of(name, needs)

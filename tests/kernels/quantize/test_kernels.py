@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtrain.kernels.numerics.formats import FORMATS
+from qtrain.kernels.numerics.formats import LINEAR_FORMATS
 from qtrain.kernels.numerics.philox import random_bits_ref
 from qtrain.kernels.numerics.rounding import Rounding
 from qtrain.kernels.quantize.absmax import absmax_ref
@@ -234,7 +234,7 @@ def test_other_formats_on_gpu(fmt):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", LINEAR_FORMATS)
 def test_operators_on_gpu(fmt):
     """Every granularity, in both layouts, of any shape and layout of input: as on a CPU."""
     for shape in [(1, 256), (17, 33), (130, 257), (0, 16), (3, 0)]:

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, codes_shape, empty_scale, group_shape, scale_shape
+from qtrain.kernels.numerics.formats import (
+    FORMATS,
+    GRANULARITIES,
+    LINEAR_FORMATS,
+    codes_shape,
+    empty_scale,
+    group_shape,
+    scale_shape,
+)
 from qtrain.kernels.numerics.packing import unpack
 from qtrain.kernels.numerics.philox import random_bits_ref
 from qtrain.kernels.numerics.rounding import Rounding
@@ -20,7 +28,7 @@ from qtrain.kernels.quantize.operators import (
 from tests.cases import KINDS, SHAPES, matrix
 from tests.kernels.quantize.test_kernels import KEY, same
 
-EVERY = [(fmt, granularity) for fmt in FORMATS for granularity in GRANULARITIES]
+EVERY = [(fmt, granularity) for fmt in LINEAR_FORMATS for granularity in GRANULARITIES]
 # Half the spacing of a format's numbers: relative to the number, and at least absolute, in units of the scale.
 HALF_STEP = {"int8": (0, 0.5), "int4": (0, 0.5), "ternary": (0, 0.5), "e4m3": (2**-4, 2**-10), "e5m2": (2**-3, 2**-17)}
 
@@ -57,7 +65,7 @@ def test_nearest_against_fp64(fmt, granularity):
         assert torch.equal(back, (unpack(codes, fmt, shape[1]).float() * expand_scale(scale, granularity, shape)))
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", LINEAR_FORMATS)
 def test_power_of_two_scales(fmt):
     """The next power of two: at least the plain scale, less than twice it."""
     x = matrix(70, 100, 4, "outlier")
@@ -67,7 +75,7 @@ def test_power_of_two_scales(fmt):
     assert (rounded >= plain).all() and (rounded < 2 * plain).all()
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", LINEAR_FORMATS)
 def test_stochastic_rounding_is_unbiased_and_adjacent(fmt):
     """The mean of 10,000 draws lies within 4 standard errors of the value; each draw is a neighbour of the value."""
     x = matrix(1, 64, 3)
@@ -88,7 +96,7 @@ def test_stochastic_rounding_is_unbiased_and_adjacent(fmt):
     assert ((many.mean(0) - exact).abs() <= 4 * sigma + hardly).all()
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", LINEAR_FORMATS)
 def test_stochastic_rounding_keeps_exact_codes(fmt):
     """Numbers that the format holds are not moved, whatever the draw; the largest least of all."""
     values = torch.tensor([0.0, 1.0, -1.0, FORMATS[fmt].max, -FORMATS[fmt].max])
@@ -182,7 +190,7 @@ def test_empty(shape):
 def test_reproducible():
     x = matrix(16, 64, 0)
     bits = random_bits_ref(x.shape, KEY, 2)
-    for fmt in FORMATS:
+    for fmt in LINEAR_FORMATS:
         first, _ = quantize_ref(x, fmt, "rowwise", bits)
         assert torch.equal(first.view(torch.uint8), quantize(x, fmt, "rowwise", KEY, 2)[0].view(torch.uint8))
         other = quantize_transposed_ref(x, fmt, "rowwise", random_bits_ref(x.shape, KEY + 1, 2))[0].view(torch.uint8)

@@ -162,7 +162,7 @@ def test_restored_a_run_goes_on_as_if_it_had_not_stopped():
     weights = zip(run.model.parameters(), resumed.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in weights)
     codes = zip(run.quantized.linears, resumed.quantized.linears, strict=True)
-    assert all(torch.equal(a.operand_0, b.operand_0) for a, b in codes)
+    assert all(torch.equal(a.low_bit_weight.output_codes, b.low_bit_weight.output_codes) for a, b in codes)
 
 
 def test_nothing_to_restore_leaves_the_run_as_it_is():
