@@ -24,7 +24,7 @@ Gemm = Literal["output", "grad_input", "grad_weight"]
 Product = Callable[[QuantizedTensor, QuantizedTensor, torch.dtype, Tensor | None, bool], Tensor]
 """(a [M, K], b [N, K], dtype, bias [N], fast_accum) -> a · bᵀ + bias [M, N] in dtype."""
 
-INT8, INT4, FP8 = ("int8",), ("int4",), ("e4m3", "e5m2")
+INT8, INT4, FP8, FP4 = ("int8",), ("int4",), ("e4m3", "e5m2"), ("e2m1",)
 
 
 def _scaled(
@@ -48,6 +48,12 @@ def _mx(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, bias: Tensor
     return mx_mm(a.codes, b.codes, a.scale, b.scale, dtype, bias)
 
 
+def _nvfp4(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
+    """Emulated: a code times a block scale has 6 significant bits, so dequantizing to bf16 is exact."""
+    y = F.linear(a.dequantize(dtype), b.dequantize(dtype)).float() * (a.tensor_scale * b.tensor_scale)
+    return (y if bias is None else y + bias).to(dtype)
+
+
 # Formats of both operands, granularities of a and of b, product. Scales per row and per tensor are factors of the whole
 # sum and are applied in the epilogue; block scales are applied to the partial sum of each block of K.
 _ROWS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], Product]] = [
@@ -58,6 +64,7 @@ _ROWS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], Product]] =
     (INT8, ("32x32",), ("32x32",), _blockwise),
     (INT4, ("rowwise",), ("rowwise",), _int4),
     (FP8, ("1x32",), ("1x32",), _mx),
+    (FP4, ("1x16",), ("1x16",), _nvfp4),
 ]
 
 PRODUCTS: dict[tuple[str, str, str, str], Product] = {

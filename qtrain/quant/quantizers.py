@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qtrain.kernels.numerics.rounding import Rounding
 from qtrain.kernels.quantize.mx import quantize_mx
+from qtrain.kernels.quantize.nvfp4 import quantize_nvfp4
 from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_transposed
 from qtrain.tensors.quantized_tensor import OperandFormat, QuantizedTensor
 
@@ -22,8 +23,15 @@ def _quantize_mx(t: Tensor, fmt: OperandFormat, rounding: Rounding, transposed: 
     return QuantizedTensor(codes, scale, fmt)
 
 
+def _quantize_nvfp4(t: Tensor, fmt: OperandFormat, rounding: Rounding, transposed: bool) -> QuantizedTensor:
+    key = rounding.column_key if transposed else rounding.row_key
+    codes, scale, tensor_scale = quantize_nvfp4(t, key, rounding.role, transposed)
+    return QuantizedTensor(codes, scale, fmt, tensor_scale)
+
+
 LOW_BIT_SCALES: dict[torch.dtype, Callable[[Tensor, OperandFormat, Rounding, bool], QuantizedTensor]] = {
     torch.float8_e8m0fnu: _quantize_mx,
+    torch.float8_e4m3fn: _quantize_nvfp4,
 }
 """Quantizers (t, format, rounding, transposed) -> codes by the dtype of block scales that are not fp32."""
 

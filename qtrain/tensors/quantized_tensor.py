@@ -52,7 +52,7 @@ class QuantizedTensor(NamedTuple):
         shape = (self.codes.shape[0], self.codes.shape[1] * FORMATS[fmt].packing)
         if fmt == "nf4":
             return dequantize_nf4(self.codes, self.scale, nf4_table(self.codes.device), shape[1], dtype)
-        return dequantize(self.codes, self.scale, fmt, granularity, shape, dtype)
+        return dequantize(self.codes, self.scale.float(), fmt, granularity, shape, dtype)
 
     def summed_over_rows(self) -> "QuantizedTensor":
         """The same codes for a GEMM that sums over their rows."""
