@@ -32,7 +32,8 @@ def table_of(record: dict[str, Any]) -> Table:
 def section_of(results: dict[str, Any]) -> str:
     """A document's section: the tables, what they were measured on, and the command."""
     command = results["command"] if isinstance(results["command"], str) else shlex.join(results["command"])
-    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items() if version)
+    named = {name: results["versions"].get(name) for name in ("torch", "triton", "transformers", "torchao")}
+    versions = ", ".join(f"{name} {version}" for name, version in named.items() if version)
     tables = [table_of(record).markdown() for record in results["tables"]]
     return "\n\n".join([*tables, f"{results['device']}, {versions}, {results['date']}: `{command}`"]) + "\n"
 

@@ -65,15 +65,8 @@ class Table:
         lines = [_line(row, widths) for row in grid]
         lines.insert(1, "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths)) + "|")
         below = [*self.notes, *(f"[{number}] {reason}" for number, reason in enumerate(footnotes, 1))]
-        return "\n".join(
-            [
-                f"### {self.title}" + (f" ({self.unit})" if self.unit else ""),
-                "",
-                *lines,
-                *([""] if below else []),
-                *below,
-            ]
-        )
+        title = f"### {self.title} ({self.unit})" if self.unit else f"### {self.title}"
+        return "\n".join([title, "", *lines, *([""] if below else []), *below])
 
     def record(self) -> dict[str, Any]:
         """The table as a JSON-able dictionary; a cell without a figure has its reason."""
