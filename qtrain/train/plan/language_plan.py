@@ -99,7 +99,7 @@ def language_memory(
         in_backward=settings.optimizer_in_backward,
         linears={name: _linear_bytes(schemes[name], element, adapted) for name in LAYER_LINEARS},
         head_linear=None if head is None else _linear_bytes(head, element, adapted),
-        down_input_recomputed=bool(in_one_function and down.whole_rows("x") and up.whole_rows("dy")),
+        down_input_recomputed=bool(in_one_function and down.rowwise_swiglu("x") and up.rowwise_swiglu("dy")),
         trained=trained,
     )
 
