@@ -14,7 +14,7 @@ All of it happens on the device. The history is the state: checkpoints hold it, 
 import torch
 import torch.distributed as dist
 
-from qtrain.kernels.quantize.operators import scale_ref
+from qtrain.kernels.quantize.reference import scale_ref
 from qtrain.quant.linear import LowBitLinear
 
 
