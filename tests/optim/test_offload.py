@@ -10,7 +10,7 @@ from torch import nn
 from qtrain.kernels.optim.fused_update import SIGNED_STATES, FusedUpdate, Slot
 from qtrain.kernels.optim.state_formats import state_format, zero_state
 from qtrain.optim import OPTIMIZERS, ParameterShape, offload, parameter_groups
-from qtrain.optim.base import LowBitOptimizer
+from qtrain.optim.elementwise import LowBitOptimizer
 from qtrain.optim.offload import OffloadedUpdate
 from qtrain.tensors.stored_weight import StoredWeight
 
@@ -150,7 +150,7 @@ def test_pieces_begin_at_16_rows_where_these_fit_and_are_of_about_the_same_size(
         tensor = offload.host_sizes(torch.Size([rows, length]), formats)
         for fitting in (16, 100, 700):
             monkeypatch.setattr(offload, "BUCKET_BYTES", fitting * length * 4 + 2 * 256)
-            slices = [piece.rows for bucket in offload.cut([tensor]) for piece in bucket if piece.rows]
+            slices = [piece.rows for bucket in offload.fill_buckets([tensor]) for piece in bucket if piece.rows]
             sizes = [s.stop - s.start for s in slices]
             assert sum(sizes) == (rows if rows > fitting else 0)
             assert all(s.start % 16 == 0 for s in slices) and max(sizes, default=0) <= fitting
@@ -162,7 +162,7 @@ def test_what_cannot_be_cut_has_a_bucket_of_its_own(monkeypatch):
     monkeypatch.setattr(offload, "BUCKET_BYTES", 1000)
     int8, fp32 = state_format("int8", signed=True), state_format("fp32", signed=True)
     shapes = [((4000,), int8), ((1, 4000), fp32), ((), fp32), ((4000,), fp32), ((2, 4000), fp32)]
-    buckets = offload.cut([offload.host_sizes(torch.Size(shape), [format]) for shape, format in shapes])
+    buckets = offload.fill_buckets([offload.host_sizes(torch.Size(shape), [format]) for shape, format in shapes])
     found = [[buckets.index(b) for b in buckets for piece in b if piece.owner == i] for i in range(len(shapes))]
     assert [len(places) for places in found] == [1, 1, 1, 23, 2]
     assert found[0] != found[1] != found[2]

@@ -15,6 +15,7 @@ from torch import nn
 from qtrain.checks import shown
 from qtrain.config import write_config
 from qtrain.errors import UserError
+from qtrain.optim import Optimizer
 from qtrain.quant import QuantizedModel
 from qtrain.train.settings import TrainSettings
 from qtrain.train.state.checkpoint import Checkpoints, read_meta, resolve_resume
@@ -83,7 +84,7 @@ class Run:
     device: torch.device
     model: nn.Module
     quantized: QuantizedModel
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     state: TrainState
     ema: Ema | None = None
 
