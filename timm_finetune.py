@@ -20,36 +20,17 @@ from qtrain.data import (
     open_images,
 )
 from qtrain.errors import UserError
-from qtrain.hardware import describe_hardware
-from qtrain.models import (
-    build_vision_model,
-    check_vision_model,
-    compile_vision,
-    empty_vision_model,
-    export_timm,
-    image_config,
-    output_head,
-    recompute_blocks,
-    repeated_blocks,
-    vision_cost,
-)
-from qtrain.optim import OPTIMIZERS, make_schedule, parameter_groups
-from qtrain.quant import SCHEMES, describe_choices, exported_tensors, quantize_linears
+from qtrain.models import check_vision_model, export_timm
+from qtrain.quant import exported_tensors
+from qtrain.train.assembly.architecture import VisionArchitecture
+from qtrain.train.assembly.assemble import assemble, build_quantized
+from qtrain.train.assembly.prepare import prepare
+from qtrain.train.checked_settings import check_settings
 from qtrain.train.cuda_graphs import step_graphs
 from qtrain.train.eval.vision import VisionEvaluation, vision_forward
-from qtrain.train.in_backward import check_in_backward
 from qtrain.train.listing import listing
-from qtrain.train.log.report import write_report
-from qtrain.train.log.status import FILE_ONLY, setup_log
-from qtrain.train.log.trackers import check_trackers
-from qtrain.train.loop import Training, explain_out_of_memory
-from qtrain.train.plan.auto_scheme import resolve_auto_scheme
-from qtrain.train.plan.vision_plan import make_vision_plan
-from qtrain.train.settings import VisionSettings, batch_geometry, choose_device, choose_dtype
-from qtrain.train.state.ema import Ema
-from qtrain.train.state.run import Run, find_run_folder
-from qtrain.train.state.state_dict import seed_rng
-from qtrain.train.state.train_state import TrainState
+from qtrain.train.loop import Training, explain_out_of_memory, log_results
+from qtrain.train.settings import VisionSettings
 from qtrain.train.step import eval_weights
 
 SCRIPT = Path(__file__).stem
@@ -63,143 +44,78 @@ def main(argv: list[str]) -> None:
     settings = parse(VisionSettings, argv, f"{SCRIPT}.py")
 
     # ---- plan: whatever can be refused is refused here, before anything is allocated or written ----------------------
-    device = choose_device(settings.device)
-    dtype = choose_dtype(settings.dtype, device)
-    geometry = batch_geometry(settings)
-    scheme = SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")
-    optimizer_spec = OPTIMIZERS.make(settings.optim, settings.optim_kwargs or {}, "--optim")
-    schedule = make_schedule(settings.lr_schedule_kwargs)
+    if settings.train_ds is None:
+        eval_ds = settings.eval_ds or {**RESISC45, "split": "validation"}
+        settings = dataclasses.replace(settings, train_ds=RESISC45, eval_ds=eval_ds)
+    checked = check_settings(settings, SCRIPT)
+    micro_batch_size = checked.geometry.micro_batch_size
     augmentation = make_augmentation(settings.augment)
-    if augmentation.mixes and geometry.micro_batch_size % 2:
-        raise UserError(f"--augment: mixup and cutmix need even micro-batches, not {geometry.micro_batch_size}.")
-    check_in_backward(settings, geometry, optimizer_spec)
-    check_trackers(settings.trackers)
-    folder = find_run_folder(settings, SCRIPT)
-    model_kwargs = settings.model_kwargs or {}
-    name = check_vision_model(settings.model, model_kwargs, settings.pretrained)
-
-    train_ds, eval_ds = settings.train_ds, settings.eval_ds
-    if train_ds is None:
-        train_ds, eval_ds = RESISC45, eval_ds or {**RESISC45, "split": "validation"}
-    images = open_images(train_ds, "--train_ds")
-    eval_images = None if eval_ds is None else open_images(eval_ds, "--eval_ds")
+    if augmentation.mixes and micro_batch_size % 2:
+        raise UserError(f"--augment: mixup and cutmix need even micro-batches, not {micro_batch_size}.")
+    name = check_vision_model(settings.model, settings.model_kwargs or {}, settings.pretrained)
+    images = open_images(settings.train_ds, "--train_ds")
+    eval_images = None if settings.eval_ds is None else open_images(settings.eval_ds, "--eval_ds")
     if eval_images is not None:
         check_same_classes(images, eval_images, "--eval_ds")
-    settings = count_steps(dataclasses.replace(settings, train_ds=train_ds, eval_ds=eval_ds), images)
-
-    shape = empty_vision_model(name, model_kwargs, len(images.classes))
-    image = image_config(shape, model_kwargs)
-    transform = ImageTransform(image, augmentation)
+    checked = dataclasses.replace(checked, settings=count_steps(settings, images))
+    architecture = VisionArchitecture(name, settings.model_kwargs or {}, len(images.classes))
+    image = architecture.image
     if augmentation.crop_pct is not None:
         image = {**image, "crop_pct": augmentation.crop_pct}
-    maker = BatchMaker(
-        images,
-        transform,
-        Mixer(augmentation, len(images.classes)),
-        settings.seed,
-        geometry.micro_batch_size,
-        settings.batch_size,
-    )
+    transform, mixer = ImageTransform(image, augmentation), Mixer(augmentation, len(images.classes))
+    maker = BatchMaker(images, transform, mixer, settings.seed, micro_batch_size, settings.batch_size)
     images.read(0)
-    cost = vision_cost(shape, output_head(shape), image["input_size"])
-    settings, scheme, choice = resolve_auto_scheme(
-        settings,
-        scheme,
-        lambda: shape,
-        tokens=geometry.micro_batch_size * (cost.rows if cost else 1),
-        geometry=geometry,
-        dtype=dtype,
-        device=device,
-        resumed_from=folder.resumed_from,
-        head=output_head,
-    )
-    plan = make_vision_plan(
-        settings,
-        shape,
-        output_head(shape),
-        cost,
-        scheme,
-        optimizer_spec,
-        geometry,
-        describe_hardware(device),
-        dtype,
-        data=tuple(
-            f"{flag}: {len(found):,} images of {len(found.classes)} classes"
-            for flag, found in (("train", images), ("evaluation", eval_images))
-            if found is not None
-        ),
-        blocks=len(repeated_blocks(shape)),
-        ema=settings.ema_decay > 0,
-    )
-    planned = "\n".join([*plan.lines(), *choice])
-    print(planned, flush=True)
+    prepared = prepare(checked, architecture, describe_images(images, eval_images))
+    settings = prepared.settings
+    print(prepared.text, flush=True)
     if settings.dry_run:
         return
 
-    with explain_out_of_memory(plan, settings, device):
-        # ---- model ---------------------------------------------------------------------------------------------------
-        seed_rng(settings.seed)
-        model = build_vision_model(
-            name, model_kwargs, len(images.classes), pretrained=settings.pretrained, device=device, dtype=dtype
-        )
+    with explain_out_of_memory(prepared.plan, settings, prepared.device):
+        # ---- model, quantize -----------------------------------------------------------------------------------------
+        model, quantized = build_quantized(prepared)
 
-        # ---- quantize ------------------------------------------------------------------------------------------------
-        quantized = quantize_linears(
-            model,
-            scheme,
-            seed=settings.seed,
-            head=output_head(model),
-            quantize_head=settings.quantize_lm_head,
-            min_size=settings.quantize_min_size,
-        )
-        swapped = "\n".join(["linears", *describe_choices(quantized.choices)])
-        if cost and cost.bypassed and quantized.linears:
-            swapped += f"\n{len(cost.bypassed):4d} of these run in high precision: the model reads their weights itself"
-        print(swapped, flush=True)
-        recompute_blocks(model, settings.activation_checkpointing)
-        if settings.compile:
-            compile_vision(model)
-
-        # ---- optimizer -----------------------------------------------------------------------------------------------
-        optimizer = optimizer_spec.build(
-            parameter_groups(model, settings.weight_decay), settings.lr, seed=settings.seed
-        )
-        quantized.watch(optimizer)
-        ema = Ema(model, settings.ema_decay) if settings.ema_decay else None
-        run = Run(settings, SCRIPT, folder, device, model, quantized, optimizer, TrainState(), ema)
-        run.restore()
+        # ---- optimizer, resume ---------------------------------------------------------------------------------------
+        run = assemble(prepared, model, quantized, ema_decay=settings.ema_decay)
 
     # ---- data --------------------------------------------------------------------------------------------------------
     loader = ImageLoader(maker, "--train_ds", num_workers=settings.num_workers, position=run.state.data)
+    forward = vision_forward(model)
     evaluation = VisionEvaluation(
         model,
         eval_images,
         ImageTransform(image, None),
-        geometry.micro_batch_size,
+        micro_batch_size,
         settings.eval_images,
         threads=min(max(settings.num_workers, 4), os.cpu_count() or 1),
     )
 
     # ---- fit: from here on files are written -------------------------------------------------------------------------
-    forward = vision_forward(model)
-    with loader:
-        run.open_folder()
-        log = setup_log(folder.path)
-        log.info("%s\n%s", planned, swapped, extra=FILE_ONLY)
-        log.info("run folder  %s", folder.path)
-        graphs = step_graphs(settings, model, forward, quantized)
-        finished = Training(run, plan, schedule, forward, loader, evaluation, graphs).fit()
+    with loader, run.opened_folder(prepared.text) as log:
+        graphs = step_graphs(run, forward)
+        finished = Training(run, prepared.plan, prepared.schedule, forward, loader, evaluation, graphs).fit()
 
-    # ---- export ------------------------------------------------------------------------------------------------------
-    log.info("report      %s", write_report(folder.path))
-    if settings.keep_ckpts:
-        log.info("checkpoint  %s", run.checkpoints.latest())
-    if finished:
-        exported = folder.path / "timm"
-        with eval_weights(optimizer, quantized, ema):
-            tensors = exported_tensors(model)
-            export_timm(model, tensors, exported, name=name, kwargs=model_kwargs, classes=images.classes, image=image)
-        log.info("exported    %s (timm.create_model('local-dir:%s', pretrained=True) loads it)", exported, exported)
+        # ---- export --------------------------------------------------------------------------------------------------
+        log_results(run)
+        if finished:
+            folder = run.folder.path / "timm"
+            with eval_weights(run.optimizer, quantized, run.ema):
+                export_timm(
+                    model,
+                    exported_tensors(model),
+                    folder,
+                    name=name,
+                    kwargs=architecture.kwargs,
+                    classes=images.classes,
+                    image=image,
+                )
+            log.info("exported    %s (timm.create_model('local-dir:%s', pretrained=True) loads it)", folder, folder)
+
+
+def describe_images(images: Images, eval_images: Images | None) -> list[str]:
+    """The lines of the plan about the data."""
+    found = {"train": images, "evaluation": eval_images}
+    return [f"{use}: {len(s):,} images of {len(s.classes)} classes" for use, s in found.items() if s is not None]
 
 
 def count_steps(settings: VisionSettings, images: Images) -> VisionSettings:

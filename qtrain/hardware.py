@@ -51,6 +51,13 @@ class Hardware:
         return RUNS_AS.get(arithmetic, arithmetic) not in self.peaks
 
 
+def lacks_fp8(device: torch.device) -> str | None:
+    """Why FP8 codes cannot be produced or multiplied on this device; None where they can."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        return f"{torch.cuda.get_device_name(device)} has no FP8 arithmetic, which needs Ada, Hopper or later"
+    return None
+
+
 def describe_hardware(device: torch.device) -> Hardware:
     """The hardware behind `device`; where no datasheet entry matches, its rates are measured in under a second."""
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Imports point one way: scripts > train > {models, optim, data, quant} > kernels > hardware."""
+"""Imports point one way, between rooms and inside them; no cycles; only kernels/ knows Triton."""
 
 import ast
 from pathlib import Path
@@ -6,31 +6,55 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BASE = {"errors", "checks", "registry", "config", "hub"}  # know no room; every room may use them
-ALLOWED = {
-    "train": {"train", "models", "optim", "data", "quant", "kernels", "hardware"},
-    "bench": {"bench", "train", "models", "optim", "data", "quant", "kernels", "hardware"},
-    "models": {"models", "quant", "kernels", "hardware"},
-    "optim": {"optim", "kernels", "hardware"},
-    "data": {"data", "kernels", "hardware"},
-    "quant": {"quant", "kernels", "hardware"},
-    "kernels": {"kernels", "hardware"},
-    "hardware": set(),
-    **{name: set() for name in BASE},
-}
 FILES = sorted((ROOT / "qtrain").rglob("*.py"))
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+
+BASE = {"errors", "checks", "registry", "config", "hub"}  # know no room; every room may use them
+BELOW_QUANT = {"tensors", "kernels", "hardware"}
+ROOMS = {
+    "bench": {"train", "models", "optim", "data", "quant", *BELOW_QUANT},
+    "train": {"models", "optim", "data", "quant", *BELOW_QUANT},
+    "models": {"quant", *BELOW_QUANT},
+    "optim": BELOW_QUANT,
+    "data": BELOW_QUANT,
+    "quant": BELOW_QUANT,
+    "tensors": {"kernels", "hardware"},
+    "kernels": {"hardware"},
+    "hardware": set(),
+}
+"""What each room may import besides itself and BASE."""
+
+INNER = {
+    "kernels.compiler": set(),
+    "kernels.autotune": {"kernels.compiler"},
+    "kernels.numerics": {"kernels.compiler"},
+    "kernels.quantize": {"kernels.compiler", "kernels.autotune", "kernels.numerics"},
+    "kernels.gemm": {"kernels.compiler", "kernels.autotune", "kernels.numerics"},
+    "kernels.swiglu": {"kernels.compiler", "kernels.autotune", "kernels.numerics", "kernels.quantize", "kernels.gemm"},
+    "kernels.optim": {"kernels.compiler", "kernels.numerics"},
+    "kernels.cross_entropy": {"kernels.compiler"},
+    "data.tokenizers": set(),
+    "train.log": {"train.plan"},
+    "train.eval": {"train"},
+}
+"""What a part of a room may import of that room, besides itself; "train": the room's own files, not its folders."""
 
 
 def imported_modules(path: Path) -> set[str]:
-    """Every module named by an import anywhere in the file, inside functions too."""
+    """Every module of this project that an import names anywhere in the file, inside functions too."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else node.module for name in names}
     return found
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def room(module: str) -> str:
@@ -39,18 +63,46 @@ def room(module: str) -> str:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_import_direction(path):
-    parts = path.relative_to(ROOT / "qtrain").with_suffix("").parts
-    own = parts[0]
-    imports = imported_modules(path)
+    own, imports = room(module_of(path)), imported_modules(path)
     if own != "kernels":
         assert not any(m.split(".")[0] == "triton" for m in imports), "only kernels/ may import triton"
-    if own == "__init__":
-        return
-    used = {room(m) for m in imports if m.split(".")[0] == "qtrain"} - BASE - {"__version__"}
-    assert used <= ALLOWED[own], f"{own} may not import {sorted(used - ALLOWED[own])}"
-    if own in BASE:
-        assert not used
+    used = {room(m) for m in imports if m.startswith("qtrain.")} - BASE - {own}
+    allowed = ROOMS.get(own, set())
+    assert not own or used <= allowed, f"{own} may not import {sorted(used - allowed)}"
+
+
+def part(module: str) -> str:
+    """'qtrain.kernels.gemm.int8_mm' -> 'kernels.gemm'; a file of the room itself is the room."""
+    names = module.split(".")[1:]
+    if ".".join(names[:2]) in INNER:
+        return ".".join(names[:2])
+    return ".".join(names[:2]) if len(names) > 2 else names[0] if names else ""
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_inner_order_of_a_room(inner):
+    own_room, files = inner.split(".")[0], [p for p in FILES if part(module_of(p)) == inner]
+    assert files, f"{inner} is nowhere"
+    for path in files:
+        used = {part(m) for m in imported_modules(path) if room(m) == own_room} - {inner}
+        assert used <= INNER[inner], f"{module_of(path)} may not import {sorted(used - INNER[inner])}"
+
+
+def test_no_import_cycles():
+    """Imports inside functions count: they hide a cycle, they do not remove it."""
+    graph = {name: imported_modules(path) & MODULES.keys() - {name} for name, path in MODULES.items()}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " > ".join((*path[path.index(name) :], name))
+        if name not in done:
+            for other in sorted(graph[name]):
+                visit(other, (*path, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
 
 
 def test_every_file_is_seen():
-    assert len(FILES) > 20 and any("kernels" in str(p) for p in FILES)
+    assert len(FILES) > 150 and all(room(m) in {*ROOMS, *BASE, ""} for m in MODULES)

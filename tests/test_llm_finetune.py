@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import llm_finetune
 from qtrain.data import IGNORED, Batch, StreamContext, open_stream
 from qtrain.models import build_model, export_hf, read_model_source
-from qtrain.train.eval.exact_match import Question, ask, final_answer
+from qtrain.train.eval.exact_match import WrittenQuestion, ask, final_answer
 from qtrain.train.language import language_forward
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.state.checkpoint import read_meta
@@ -108,7 +108,7 @@ def test_answers_come_back_in_the_order_of_the_questions(here):
 
     model = build_model(read_model_source("tiny.json"), seed=5)
     tokenizer = load_tokenizer("byte", "--tokenizer")
-    questions = [Question(t, tokenizer.encode(t), "1") for t in ("a long question", "b", "middle")]
+    questions = [WrittenQuestion(t, tokenizer.encode(t), "1") for t in ("a long question", "b", "middle")]
     together = ask(model, tokenizer, questions, 6)
     assert together == [ask(model, tokenizer, [q], 6)[0] for q in questions]
 

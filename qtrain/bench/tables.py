@@ -5,6 +5,7 @@ A cell holds a figure or the reason why there is none; reasons are footnotes.
 
 import json
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,9 +25,7 @@ class Cell:
     details: dict[str, Any] = field(default_factory=dict)
 
     def shown(self) -> str:
-        if self.value is None:
-            return ""
-        return self.text or digits(self.value)
+        return self.text or ("" if self.value is None else digits(self.value))
 
 
 def digits(value: float) -> str:
@@ -66,7 +65,8 @@ class Table:
         lines = [_line(row, widths) for row in grid]
         lines.insert(1, "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths)) + "|")
         below = [*self.notes, *(f"[{number}] {reason}" for number, reason in enumerate(footnotes, 1))]
-        return "\n".join([f"### {self.title} ({self.unit})", "", *lines, *([""] if below else []), *below])
+        title = f"### {self.title} ({self.unit})" if self.unit else f"### {self.title}"
+        return "\n".join([title, "", *lines, *([""] if below else []), *below])
 
     def record(self) -> dict[str, Any]:
         """The table as a JSON-able dictionary; a cell without a figure has its reason."""
@@ -84,12 +84,14 @@ def _line(cells: list[str], widths: list[int]) -> str:
 
 
 def _cell_record(cell: Cell) -> dict[str, Any]:
-    return {"reason": cell.reason} if cell.reason is not None else {"value": cell.value, **cell.details}
+    if cell.reason is not None:
+        return {"reason": cell.reason}
+    return {"value": cell.value, **({"text": cell.text} if cell.text else {}), **cell.details}
 
 
 def write_json(tables: Sequence[Table], path: Path, about: dict[str, Any]) -> None:
     """Write all tables and what they were measured on; UserError where the file cannot be written."""
-    record = {**about, "tables": [table.record() for table in tables]}
+    record = {"date": time.strftime("%Y-%m-%d"), **about, "tables": [table.record() for table in tables]}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -7,19 +7,16 @@ from typing import Any
 import torch
 
 from qtrain.data import Batch
-from qtrain.hardware import describe_hardware
-from qtrain.models import apply_activation_checkpointing, build_model, compile_layers, empty_model, read_model_source
-from qtrain.optim import OPTIMIZERS, parameter_groups
-from qtrain.quant import SCHEMES, quantize_linears
+from qtrain.train.assembly.architecture import LanguageArchitecture
+from qtrain.train.assembly.assemble import assemble, build_quantized
+from qtrain.train.assembly.prepare import prepare
+from qtrain.train.checked_settings import check_settings
 from qtrain.train.cuda_graphs import step_graphs
 from qtrain.train.in_backward import OptimizerInBackward
 from qtrain.train.language import language_forward
 from qtrain.train.log.failures import GIB, is_out_of_memory
 from qtrain.train.loop import peak_memory
-from qtrain.train.plan.auto_scheme import resolve_auto_scheme
-from qtrain.train.plan.plan import make_plan
-from qtrain.train.settings import LanguageSettings, batch_geometry, choose_device, choose_dtype
-from qtrain.train.state.state_dict import seed_rng
+from qtrain.train.settings import LanguageSettings, choose_device
 from qtrain.train.step import apply_gradients, compute_gradients
 
 
@@ -38,59 +35,29 @@ def time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, An
 
 
 def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, Any]:
-    # ---- plan --------------------------------------------------------------------------------------------------------
-    device = choose_device(settings.device)
-    dtype = choose_dtype(settings.dtype, device)
-    geometry = batch_geometry(settings)
-    scheme = SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--schemes")
-    optimizer_spec = OPTIMIZERS.make(settings.optim, settings.optim_kwargs or {}, "--optim")
-    source = read_model_source(settings.model, "--models")
-    config = source.model_config()
-    settings, scheme, _ = resolve_auto_scheme(
-        settings,
-        scheme,
-        lambda: empty_model(source),
-        tokens=geometry.micro_batch_size * settings.seq_len,
-        geometry=geometry,
-        dtype=dtype,
-        device=device,
-        resumed_from=None,
-    )
-    plan = make_plan(settings, config, scheme, optimizer_spec, geometry, describe_hardware(device), dtype, data=())
-
-    # ---- model, quantize, optimizer ----------------------------------------------------------------------------------
-    seed_rng(settings.seed)
-    model = build_model(source, device=device, dtype=dtype, seed=settings.seed)
-    model.loss_chunks, model.z_loss = settings.loss_chunks, settings.z_loss
-    quantized = quantize_linears(
-        model,
-        scheme,
-        seed=settings.seed,
-        head=model.lm_head,
-        quantize_head=settings.quantize_lm_head,
-        min_size=settings.quantize_min_size,
-    )
-    apply_activation_checkpointing(model, settings.activation_checkpointing)
-    if settings.compile:
-        compile_layers(model)
-    groups = parameter_groups(model, settings.weight_decay)
-    optimizer = optimizer_spec.build(groups, settings.lr, seed=settings.seed)
-    quantized.watch(optimizer)
+    # ---- plan, model, quantize, optimizer ----------------------------------------------------------------------------
+    architecture = LanguageArchitecture.of(settings)
+    prepared = prepare(check_settings(settings, "train_step"), architecture, data=())
+    device, geometry, plan = prepared.device, prepared.geometry, prepared.plan
+    model, quantized = build_quantized(prepared)
+    run = assemble(prepared, model, quantized)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
     forward = language_forward(model, None)
-    graphs = step_graphs(settings, model, forward, quantized)
-    in_backward = OptimizerInBackward(model, optimizer) if settings.optimizer_in_backward else None
+    graphs = step_graphs(run, forward)
+    in_backward = OptimizerInBackward(model, run.optimizer) if settings.optimizer_in_backward else None
     generator = torch.Generator().manual_seed(settings.seed)
     times, loss = [], float("nan")
     for step in range(warmup_steps + settings.n_steps):
-        batches = [random_batch(config.vocab_size, geometry.micro_batch_size, settings.seq_len, generator).to(device)]
+        batches = [
+            random_batch(architecture.vocab_size, geometry.micro_batch_size, settings.seq_len, generator).to(device)
+        ]
         batches *= geometry.gradient_accumulation  # which tokens they are makes no difference
         start = _now(device)
         gradients = compute_gradients(model, forward, quantized, batches, step, graphs, in_backward)
         apply_gradients(
             model,
-            optimizer,
+            run.optimizer,
             quantized,
             gradients,
             lr=settings.lr,

@@ -23,7 +23,8 @@ Opener = Callable[[], Stream]
 class Loader(PrefetchLoader):
     """Iterates (Batch, position); ends only when the stream does.
 
-    `position`: continue there. A UserError of the producer is raised here, once."""
+    `position`: continue there. `stream`: the dataset, opened already and at its start. A UserError of the producer is
+    raised here, once."""
 
     def __init__(
         self,
@@ -36,9 +37,10 @@ class Loader(PrefetchLoader):
         position: Mapping[str, Any] | None = None,
         prefetch: int = 8,
         pin_memory: bool | None = None,
+        stream: Stream | None = None,
     ):
         # Opened here as well as in a producer process: what is wrong with the dataset is said before anything starts.
-        stream = open_stream(spec, ctx, flag)
+        stream = stream or open_stream(spec, ctx, flag)
         if position is not None:
             stream.seek(position)
         if num_workers == 0:

@@ -19,7 +19,8 @@ Memory that backward needs. A token's bytes in one layer, by tensor (`saved_per_
     down output                 -                -             eager: C·b       again
     norms' 1/rms                8 (***)          8 (***)       again            again
 
-Low-bit linears keep codes in place of their X, and none of down's where backward makes it again (`remade`).
+Low-bit linears keep codes in place of their X (`LinearBytes.kept_input`), and none of down's where backward recomputes
+it (`down_input_recomputed`).
 
 BitNet's norms before the output projections add norms' 1/rms, o_proj's X, and, eager, the down norm's input.
 
@@ -41,6 +42,7 @@ layer's, or an embedding's; a tied one's is there from the head's part on, besid
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 from qtrain.models.config import ModelConfig
 from qtrain.models.loss import chunk_rows
@@ -70,8 +72,26 @@ class ParameterCount:
         return self.linear + self.other
 
 
+LAYER_LINEARS = ("qkv", "o_proj", "gate_up", "down_proj")
+"""The linears of a layer, by the last part of their names."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearBytes:
+    """Bytes per element of a linear: of its weight, of the low-bit codes kept beside it, and of the codes of its input
+    that backward keeps in place of the input (None: the input itself).
+
+    dequantized: the weight is dequantized as a whole while it is read.
+    """
+
+    weight: float
+    codes: float = 0.0
+    kept_input: float | None = None
+    dequantized: bool = False
+
+
 def linear_shapes(config: ModelConfig) -> list[tuple[int, int]]:
-    """(in-features, out-features) of a layer's linears: qkv, o_proj, gate_up, down_proj."""
+    """(in-features, out-features) of a layer's linears, in the order of LAYER_LINEARS."""
     c, inner = config.hidden_size, config.intermediate_size
     return [(c, config.qkv_size), (config.q_size, c), (c, 2 * inner), (inner, c)]
 
@@ -132,14 +152,13 @@ def saved_per_token(
     checkpointing: str,
     compiled: bool,
     element: int,
-    linear_input: float | None = None,
-    remade: float = 0.0,
+    linears: Mapping[str, LinearBytes] | None = None,
+    down_input_recomputed: bool = False,
 ) -> dict[str, float]:
     """Bytes that one layer keeps for backward, a token, by tensor: the table above.
 
-    element: bytes of the model's dtype. linear_input: bytes an element of the copy that a low-bit linear keeps of its
-    input (1 for 8-bit codes) in place of the input itself; None for plain linears. remade: the share of the layers
-    whose backward makes down's input again, from gate_up's output.
+    element: bytes of the model's dtype. linears: of LAYER_LINEARS; None: all plain. down_input_recomputed: backward
+    recomputes down's input from gate_up's output instead of keeping it.
     """
     c, inner, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
     sub = config.sub_norm
@@ -161,10 +180,12 @@ def saved_per_token(
         kept["q, k rotated"] = (q + kv) * element
     else:
         kept["q, k rotated, and v"] = config.qkv_size * element
-    x = element if linear_input is None else linear_input
-    kept["attn_norm output"] = kept["mlp_norm output"] = c * x
-    kept["down input"] = inner * x * (1 - remade)
-    kept["o_proj input"] = q * x if sub or linear_input is not None else 0
+    codes = {name: None if linears is None else linears[name].kept_input for name in LAYER_LINEARS}
+    of_input = {name: element if size is None else size for name, size in codes.items()}
+    kept["attn_norm output"], kept["mlp_norm output"] = c * of_input["qkv"], c * of_input["gate_up"]
+    kept["down input"] = 0 if down_input_recomputed else inner * of_input["down_proj"]
+    # A plain o_proj without a norm before it reads the attention output, which is kept anyway.
+    kept["o_proj input"] = q * of_input["o_proj"] if sub or codes["o_proj"] is not None else 0
     kept["down norm input"] = 0 if compiled else inner * element * sub
     return kept
 
@@ -229,33 +250,29 @@ def estimate_memory(
     loss_chunks: int = 0,
     accumulates: bool = False,
     in_backward: bool = False,
-    code_bytes: float = 0.0,
-    linear_input: float | None = None,
-    linear_weight: float | None = None,
-    dequantized: bool = False,
-    remade: float = 0.0,
+    linears: Mapping[str, LinearBytes] | None = None,
+    head_linear: LinearBytes | None = None,
+    down_input_recomputed: bool = False,
     trained: TrainedPart | None = None,
 ) -> MemoryEstimate:
     """Memory of training on one GPU.
 
     element: bytes of the dtype of weights, gradients and activations. optimizer_bytes: states' bytes a parameter.
-    accumulates: more than one micro-batch a step. in_backward: the optimizer runs within the backward pass. code_bytes:
-    low-bit codes kept beside a linear's weight, bytes a weight. linear_input, remade: see `saved_per_token`.
-    linear_weight: bytes of an element of the linears' weights themselves, where they are stored in low bits.
-    dequantized: one of them is dequantized as a whole while it is read. trained: what trains, where not everything does
-    (`trained_cost.py`).
+    accumulates: more than one micro-batch a step. in_backward: the optimizer runs within the backward pass. linears,
+    down_input_recomputed: see `saved_per_token`. head_linear: a quantized output head; None: a plain one. trained: what
+    trains, where not everything does (`trained_cost.py`).
     """
     trained = trained or all_of(config, element)
+    linears = linears or dict.fromkeys(LAYER_LINEARS, LinearBytes(element))
     parameters = count_parameters(config)
-    linear_weight = element if linear_weight is None else linear_weight
     tokens = micro_batch_size * seq_len
     c, inner, q = config.hidden_size, config.intermediate_size, config.q_size
-    head = config.vocab_size * c if trained.head else 0  # what of it has a gradient
+    matrix = config.vocab_size * c
+    head = matrix if trained.head else 0  # what of it has a gradient
 
     def kept(mode: str) -> float:
-        return sum(
-            trained.kept(saved_per_token(config, mode, compiled, element, linear_input, remade), element).values()
-        )
+        saved = saved_per_token(config, mode, compiled, element, linears, down_input_recomputed)
+        return sum(trained.kept(saved, element).values())
 
     saved = kept(checkpointing)
     again = kept("none") - saved
@@ -264,24 +281,34 @@ def estimate_memory(
     logits = chunk_rows(tokens, loss_chunks, large=True) * config.vocab_size * element
     hidden = tokens * (2 * c * element + 4 + 16)  # the last layer's output, normed, 1/rms; token ids and labels
     loss = hidden + tokens * c * element + 4 * head + logits
+    if head_linear is not None:
+        # Its backward is autograd's, chunk by chunk: the gradient of the logits is scaled in fp32, out of place unless
+        # it is fp32 itself, and a chunk's gradient of the weight is added to the others'.
+        scaled = logits * (8 if element == 2 else 4) / element
+        loss = hidden + tokens * c * element + 2 * head * element + logits + scaled
 
     # The gradient of the residual comes in and goes out. Between them, beyond what the layer kept: gate_up's and its
     # activation's gradients, when down's input, as large as the latter, is free; or attention's in fp32 with keys and
     # values spread to all query heads, when all that the MLP kept is free.
-    # With adapters down's input has two gradients, and their sum. Where down's input is made again, there are its
+    # With adapters down's input has two gradients, and their sum. Where down's input is recomputed, there are its
     # codes, both gradients whole, and the codes of gate_up's in both layouts.
     in_mlp = (3 if trained.adapters else 2) * inner * element
-    if remade:
+    if down_input_recomputed:
         in_mlp = inner * (1 + 3 * element + 4)
     in_attention = q * (4 + 2 * element) + config.qkv_size * element - (3 * inner + c) * element
     widest = max(in_mlp, in_attention)
+    sizes = {name: k * n for name, (k, n) in zip(LAYER_LINEARS, linear_shapes(config), strict=True)}
     in_layer = tokens * (2 * c * element + widest + again) + head * element
-    in_layer += max(k * n for k, n in linear_shapes(config)) * element * dequantized
-    in_head = tokens * c * (2 * element + 4) + head * (4 + element)
+    in_layer += max((sizes[name] * element for name, of in linears.items() if of.dequantized), default=0)
+    in_head = tokens * c * (2 * element + 4) + head * ((4 if head_linear is None else element) + element)
 
+    low_bit = config.num_hidden_layers * sum(
+        sizes[name] * (of.weight - element + of.codes) for name, of in linears.items()
+    )
+    if head_linear is not None:
+        low_bit += matrix * (head_linear.weight - element + head_linear.codes)
     return MemoryEstimate(
-        weights=round(parameters.total * element + parameters.linear * (linear_weight - element + code_bytes))
-        + trained.added_bytes(config.num_hidden_layers, element),
+        weights=round(parameters.total * element + low_bit) + trained.added_bytes(config.num_hidden_layers, element),
         gradients=min(trained.bytes, element * _largest_part(config)) if in_backward else trained.bytes,
         optimizer=round(parameters.total * optimizer_bytes),
         activations=round(config.num_hidden_layers * tokens * saved),

@@ -1,5 +1,6 @@
 """What training a vision model on one image costs, counted by running it once without memory, on the meta device."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,8 @@ class VisionCost:
     """Of one image, forward and backward, two operations a multiply-add; what backward computes again is not counted.
 
     blocks, head: linears, other: convolutions and whatever else multiplies. rows: of the input of most linears, its
-    tokens. kept: bytes that backward keeps, each operation for itself; linear_inputs: those of them that the quantized
-    linears read. bypassed: linears whose weight the model reads without calling them.
+    tokens. kept: bytes that backward keeps, each operation for itself. linear_rows: rows of the input of each linear,
+    by its name. bypassed: linears whose weight the model reads without calling them.
     """
 
     blocks: float
@@ -25,7 +26,7 @@ class VisionCost:
     other: float
     rows: int
     kept: int
-    linear_inputs: int
+    linear_rows: Mapping[str, int]
     bypassed: tuple[str, ...]
 
     @property
@@ -72,7 +73,7 @@ def vision_cost(model: nn.Module, head: nn.Module | None, input_size: tuple[int,
         other=max(total - sum(work.values()) - of_head, 0.0),
         rows=counts[len(counts) // 2] if counts else 1,
         kept=sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in weights),
-        linear_inputs=sum(rows[m] * m.in_features * dtype.itemsize for m in work),
+        linear_rows={name: rows[m] for m, name in linears.items() if m in rows},
         bypassed=tuple(name for m, name in linears.items() if m not in rows),
     )
 

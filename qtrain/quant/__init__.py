@@ -1,6 +1,6 @@
 """Schemes: what each of a linear's three GEMMs does. Importing this package registers every scheme."""
 
-from qtrain.quant.convert import QuantizedModel, describe_choices, quantize_linears
+from qtrain.quant.convert import LinearChoice, QuantizedModel, choose_linears, describe_choices, quantize_linears
 from qtrain.quant.export import exported_tensors
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.scheme import SCHEMES, LowBitScheme, Scheme
@@ -12,12 +12,14 @@ __all__ = [
     "BASES",
     "SCHEMES",
     "Auto",
+    "LinearChoice",
     "LowBitLinear",
     "LowBitScheme",
     "PerShape",
     "QuantizedModel",
     "Scheme",
     "base_scheme",
+    "choose_linears",
     "choose_per_shape",
     "describe_choices",
     "exported_tensors",

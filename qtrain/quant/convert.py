@@ -79,7 +79,7 @@ class QuantizedModel:
     def mark_fresh(self) -> None:
         """Say that every weight's codes have just been renewed by other means than `refresh`: by its recording."""
         for linear in self.linears:
-            linear.fresh_version = linear.weight._version
+            linear.mark_fresh()
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Have each optimizer step count as a change of the weights: torch's fused optimizers do not count it."""
@@ -89,9 +89,40 @@ class QuantizedModel:
 
     def assert_fresh(self) -> None:
         """An assertion that no weight has changed since its codes were made (counted by torch's version counter)."""
-        stale = [i for i, linear in enumerate(self.linears) if linear.weight._version != linear.fresh_version]
+        stale = [i for i, linear in enumerate(self.linears) if linear.stale]
         names = [choice.name for choice in self.choices if choice.reason is None]
         assert not stale, f"stale codes: {', '.join(names[i] for i in stale[:3])} changed after the last refresh"
+
+
+def choose_linears(
+    model: nn.Module,
+    scheme: Scheme,
+    *,
+    device: torch.device,
+    head: nn.Module | None = None,
+    quantize_head: bool = False,
+    min_size: int = 0,
+) -> list[LinearChoice]:
+    """What `quantize_linears` does with each linear, in its order. The model may be on the meta device: `device` is
+    where it trains."""
+    choices, shared = [], _shared_weights(model)
+    nothing = not isinstance(scheme, LowBitScheme) and [part for _, part in scheme.parts()] == [scheme]
+    for linear, names in find_linears(model).items():
+        taken = ""
+        if nothing:
+            reason = "the scheme quantizes nothing"
+        elif linear is head and not quantize_head:
+            reason = "output head (--quantize_lm_head takes it too)"
+        elif type(linear) is not nn.Linear:
+            reason = f"a {type(linear).__name__}, not a plain linear"
+        elif min(linear.in_features, linear.out_features) < min_size:
+            reason = f"it has fewer than {min_size} in- or out-features (--quantize_min_size)"
+        else:
+            own = scheme.for_linear(linear.in_features, linear.out_features)
+            reason = _refusal(linear, own, id(linear.weight) in shared, device)
+            taken = "" if reason else own.name or SCHEMES.name_of(own)
+        choices.append(LinearChoice(names[0], linear.in_features, linear.out_features, reason, taken))
+    return choices
 
 
 def quantize_linears(
@@ -111,32 +142,17 @@ def quantize_linears(
     if isinstance(scheme, LowBitScheme) and scheme.sub_norm and hasattr(model, "add_sub_norms"):
         model.add_sub_norms("--quantize")
     device = next(model.parameters()).device
-    linears = find_linears(model)
+    linears, rows = find_linears(model), {}
     keys = torch.tensor([[seed, 0, number] for number in range(len(linears))], dtype=torch.int64, device=device)
-    quantized = QuantizedModel([], [], keys.view(-1, 3))
-    shared, rows = _shared_weights(model), {}
-    nothing = not isinstance(scheme, LowBitScheme) and [part for _, part in scheme.parts()] == [scheme]
-    for linear, names in linears.items():
-        taken = ""
-        if nothing:
-            reason = "the scheme quantizes nothing"
-        elif linear is head and not quantize_head:
-            reason = "output head (--quantize_lm_head takes it too)"
-        elif type(linear) is not nn.Linear:
-            reason = f"a {type(linear).__name__}, not a plain linear"
-        elif min(linear.in_features, linear.out_features) < min_size:
-            reason = f"it has fewer than {min_size} in- or out-features (--quantize_min_size)"
-        else:
-            own = scheme.for_linear(linear.in_features, linear.out_features)
-            reason = _refusal(linear, own, id(linear.weight) in shared)
-            if reason is None:
-                taken = own.name or SCHEMES.name_of(own)
-                key = rows.setdefault(_drawing_group(names[0]), quantized.keys[len(quantized.linears)])
-                swapped = _swap(linear, own, key)
-                for name in names:
-                    model.set_submodule(name, swapped)
-                quantized.linears.append(swapped)
-        quantized.choices.append(LinearChoice(names[0], linear.in_features, linear.out_features, reason, taken))
+    choices = choose_linears(model, scheme, device=device, head=head, quantize_head=quantize_head, min_size=min_size)
+    quantized = QuantizedModel(choices, [], keys.view(-1, 3))
+    for (linear, names), choice in zip(linears.items(), choices, strict=True):
+        if choice.reason is None:
+            key = rows.setdefault(_drawing_group(names[0]), quantized.keys[len(quantized.linears)])
+            swapped = _swap(linear, scheme.for_linear(linear.in_features, linear.out_features), key)
+            for name in names:
+                model.set_submodule(name, swapped)
+            quantized.linears.append(swapped)
     delayed = [linear for linear in quantized.linears if linear.scheme.amax_history]
     if delayed:
         quantized.amax = AmaxHistory(delayed)
@@ -157,13 +173,13 @@ def _swap(linear: nn.Linear, scheme: Scheme, key: Tensor) -> LowBitLinear:
     return LowBitLinear(linear, scheme, key).train(linear.training)
 
 
-def _refusal(linear: nn.Linear, scheme: Scheme, shared: bool) -> str | None:
-    """Why `scheme` does not take this linear; shared: its weight is another module's too."""
+def _refusal(linear: nn.Linear, scheme: Scheme, shared: bool, device: torch.device) -> str | None:
+    """Why `scheme` does not take this linear on `device`; shared: its weight is another module's too."""
     if not isinstance(scheme, LowBitScheme):
         return "the fastest as it is"
     if shared and (scheme.latent or scheme.stored_format is not None):
         return "its weight is another module's too, which needs it in high precision"
-    return scheme.refusal(linear.in_features, linear.out_features, linear.weight.device)
+    return scheme.refusal(linear.in_features, linear.out_features, device)
 
 
 def find_linears(model: nn.Module) -> dict[nn.Linear, list[str]]:

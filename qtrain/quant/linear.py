@@ -1,15 +1,39 @@
 """A linear layer whose three GEMMs a scheme runs: one autograd function and one module for every scheme.
 
-The module keeps the master `weight` as its parameter: what the optimizer, checkpoints and exports know. Beside it live
-the weight's operands (codes and scales in both layouts): derived, never saved, renewed by `refresh` once per optimizer
-step and only read by forward, backward and recomputation. With delayed scaling the scales of x and dy lie there too,
-and what is seen of their absmax until the next step (`delayed.py`).
+The module keeps the master `weight` as its parameter, which the optimizer, checkpoints and exports know. Beside it live
+the weight's operands (`LowBitWeight`: codes and scales in both layouts): derived, never saved, refreshed once per
+optimizer step and only read by forward, backward and recompute. With delayed scaling the scales of x and dy are kept
+too, with the absmax seen since the last step (`delayed_scaling.py`).
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from qtrain.quant.scheme import LowBitScheme, Operand
+from qtrain.quant.scheme import DelayedScale, LowBitScheme, NeedsOperand
+from qtrain.tensors.quantized_tensor import Operand, Operands, flatten_operands, unflatten_operands
+
+
+class LinearArguments(NamedTuple):
+    """What an autograd function needs of a linear besides x, weight and bias."""
+
+    scheme: LowBitScheme
+    key: Tensor | None
+    weight: Operands
+    x_scale: DelayedScale | None
+    dy_scale: DelayedScale | None
+
+
+def save_operands(ctx, *operands: Operand | None) -> None:
+    """`ctx.save_for_backward` of operands."""
+    tensors, ctx.operand_layouts = flatten_operands(operands)
+    ctx.save_for_backward(*tensors)
+
+
+def saved_operands(ctx) -> list[Operand | None]:
+    """What `save_operands` saved; to be called once, as activation checkpointing requires."""
+    return unflatten_operands(ctx.saved_tensors, ctx.operand_layouts)
 
 
 class LowBitLinearFunction(torch.autograd.Function):
@@ -21,44 +45,72 @@ class LowBitLinearFunction(torch.autograd.Function):
         x: Tensor,  # [M, K]
         weight: Tensor,  # [N, K], the master: it receives the gradient
         bias: Tensor | None,  # [N]
-        scheme: LowBitScheme,
-        key: Tensor | None,
-        w_output: Operand,
-        w_grad_input: Operand,
-        amax: tuple[Operand, ...],  # of x and of dy, where the scheme keeps them
-        differentiated: bool,  # whether backward may follow: gradients are off in here anyway
+        linear: LinearArguments,
+        grad_enabled: bool,  # inside a Function gradients are always disabled
     ) -> Tensor:
-        needs_dx = differentiated and ctx.needs_input_grad[0]
-        needs_dw = differentiated and ctx.needs_input_grad[1]
-        x_output, x_grad_weight = scheme.input_operands(x, key, (True, needs_dw), *amax[:1])
-        y = scheme.multiply("output", x_output, w_output or (weight,), x.dtype, bias)
-        kept_w = (w_grad_input or (weight,)) if needs_dx else ()
-        kept_x = x_grad_weight if needs_dw else ()
-        ctx.save_for_backward(*kept_w, *kept_x)
-        ctx.n_kept_w, ctx.scheme, ctx.key, ctx.amax, ctx.weight_dtype = len(kept_w), scheme, key, amax, weight.dtype
-        return y
+        scheme, key, (w_output, w_grad_input), x_scale, _ = linear
+        needs_dx = grad_enabled and ctx.needs_input_grad[0]
+        needs_dw = grad_enabled and ctx.needs_input_grad[1]
+        x_output, x_grad_weight = scheme.quantize_input(x, key, NeedsOperand(True, needs_dw), x_scale)
+        save_operands(
+            ctx,
+            (weight if w_grad_input is None else w_grad_input) if needs_dx else None,
+            x_grad_weight if needs_dw else None,
+        )
+        ctx.scheme, ctx.key, ctx.dy_scale, ctx.weight_dtype = scheme, key, linear.dy_scale, weight.dtype
+        return scheme.multiply("output", x_output, weight if w_output is None else w_output, x.dtype, bias)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        kept = ctx.saved_tensors  # read once: activation checkpointing allows no second time
-        w_grad_input, x_grad_weight = kept[: ctx.n_kept_w], kept[ctx.n_kept_w :]
+        w_grad_input, x_grad_weight = saved_operands(ctx)
         needs_dx, needs_dw, needs_dbias = ctx.needs_input_grad[:3]
         dx = dw = dbias = None
         if needs_dx or needs_dw:
-            dy_grad_input, dy_grad_weight = ctx.scheme.grad_operands(dy, ctx.key, (needs_dx, needs_dw), *ctx.amax[1:])
+            dy_grad_input, dy_grad_weight = ctx.scheme.quantize_grad(
+                dy, ctx.key, NeedsOperand(needs_dx, needs_dw), ctx.dy_scale
+            )
         if needs_dx:
             dx = ctx.scheme.multiply("grad_input", dy_grad_input, w_grad_input, dy.dtype)
         if needs_dw:
             dw = ctx.scheme.multiply("grad_weight", dy_grad_weight, x_grad_weight, ctx.weight_dtype)
         if needs_dbias:
             dbias = dy.sum(dim=0, dtype=torch.float32).to(ctx.weight_dtype)
-        return dx, dw, dbias, None, None, None, None, None, None
+        return dx, dw, dbias, None, None
+
+
+class LowBitWeight(nn.Module):
+    """The codes of a master weight as `output` and `grad_input` read them, in non-persistent buffers.
+
+    version: of the master weight when the codes were computed; a different one means that they are stale.
+    """
+
+    FIELDS = ("codes", "scale", "tensor_scale")
+
+    def __init__(self, operands: Operands, version: int):
+        super().__init__()
+        tensors, self._layouts = flatten_operands(operands)
+        self._names = [f"{gemm}_{field}" for gemm in ("output", "grad_input") for field in self.FIELDS]
+        for name, tensor in zip(self._names, tensors, strict=True):
+            self.register_buffer(name, tensor, persistent=False)
+        self.version = version
+
+    def operands(self) -> Operands:
+        """What `output` and `grad_input` read; None for a GEMM that reads the master weight."""
+        return Operands(*unflatten_operands([getattr(self, name) for name in self._names], self._layouts))
+
+    def update(self, operands: Operands, version: int) -> None:
+        """Copy new codes into the buffers, whose addresses recorded steps rely on."""
+        for name, tensor in zip(self._names, flatten_operands(operands)[0], strict=True):
+            buffer = getattr(self, name)
+            if buffer is not None and buffer is not tensor:  # the codes of a stored weight are an operand themselves
+                buffer.copy_(tensor)
+        self.version = version
 
 
 class LowBitLinear(nn.Module):
-    """Takes the place of an nn.Linear, and of its parameters: `weight` and `bias` are the same objects.
+    """Replaces an nn.Linear and keeps its parameters: `weight` and `bias` are the same objects.
 
-    key: int64 [3] on the device, what its stochastic rounding draws under: seed, step, number of the linear.
+    key: int64 [3] on the device, the Philox key of stochastic rounding: seed, step, number of the linear.
     """
 
     def __init__(self, linear: nn.Linear, scheme: LowBitScheme, key: Tensor):
@@ -67,48 +119,43 @@ class LowBitLinear(nn.Module):
         self.weight, self.bias = linear.weight, linear.bias
         self.scheme = scheme
         self.register_buffer("key", key, persistent=False)
-        output, grad_input = self._operands()
-        self._n_output, self._n_grad_input = len(output), len(grad_input)
-        for i, tensor in enumerate((*output, *grad_input)):
-            self.register_buffer(f"operand_{i}", tensor, persistent=False)
+        self.low_bit_weight = LowBitWeight(self._quantize_weight(), self.weight._version)
         if scheme.amax_history:
             for name in ("x_scale", "x_amax", "dy_scale", "dy_amax"):
                 self.register_buffer(name, torch.zeros(1, device=key.device), persistent=False)
-        self.fresh_version = self.weight._version
 
     @torch.no_grad()
-    def _operands(self) -> tuple[Operand, Operand]:
-        return self.scheme.weight_operands(self.weight, self.key if self.scheme.stochastic_rounding else None)
+    def _quantize_weight(self) -> Operands:
+        return self.scheme.quantize_weight(self.weight, self.key if self.scheme.stochastic_rounding else None)
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Quantize the weight again; to be called after every change of it."""
-        output, grad_input = self._operands()
-        for i, tensor in enumerate((*output, *grad_input)):
-            operand = getattr(self, f"operand_{i}")
-            if operand is not tensor:  # a stored weight's codes are an operand themselves
-                operand.copy_(tensor)
-        self.fresh_version = self.weight._version
+        self.low_bit_weight.update(self._quantize_weight(), self.weight._version)
+
+    @property
+    def stale(self) -> bool:
+        """Whether the weight has changed since its codes were computed (counted by torch's version counter)."""
+        return self.weight._version != self.low_bit_weight.version
+
+    def mark_fresh(self) -> None:
+        """State that the codes were refreshed by other means: by the replay of a recorded `refresh`."""
+        self.low_bit_weight.version = self.weight._version
 
     def forward(self, x: Tensor) -> Tensor:
         y = LowBitLinearFunction.apply(
-            x.reshape(-1, self.in_features), self.weight, self.bias, *self.arguments(), torch.is_grad_enabled()
+            x.reshape(-1, self.in_features), self.weight, self.bias, self.arguments(), torch.is_grad_enabled()
         )
         return y.view(*x.shape[:-1], self.out_features)
 
-    def arguments(self) -> tuple[LowBitScheme, Tensor | None, Operand, Operand, tuple[Operand, ...]]:
-        """What an autograd function wants besides x, weight and bias: scheme, key, the weight's operands, amax."""
-        operands = tuple(getattr(self, f"operand_{i}") for i in range(self._n_output + self._n_grad_input))
+    def arguments(self) -> LinearArguments:
+        """What the autograd functions of this module and of `swiglu_mlp` need besides x, weight and bias."""
         key = self.key if self.scheme.stochastic_rounding and self.training else None
-        return self.scheme, key, operands[: self._n_output], operands[self._n_output :], self._amax()
-
-    def _amax(self) -> tuple[Operand, ...]:
-        """What delayed scaling reads and, in training, writes: of x, then of dy; nothing where it is not used."""
-        if not self.scheme.amax_history:
-            return ()
-        if not self.training:
-            return (self.x_scale,), (self.dy_scale,)
-        return (self.x_scale, self.x_amax), (self.dy_scale, self.dy_amax)
+        x_scale = dy_scale = None
+        if self.scheme.amax_history:  # an evaluation records nothing
+            x_scale = DelayedScale(self.x_scale, self.x_amax if self.training else None)
+            dy_scale = DelayedScale(self.dy_scale, self.dy_amax if self.training else None)
+        return LinearArguments(self.scheme, key, self.low_bit_weight.operands(), x_scale, dy_scale)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, scheme={self.scheme}"

@@ -1,16 +1,17 @@
-"""What a scheme is: how a linear's three GEMMs read and multiply their operands.
+"""What a scheme is: the format and granularity in which each of a linear's three GEMMs reads its two operands.
 
     output       y  [M, N] = x  [M, K] · w [N, K]ᵀ
     grad_input   dx [M, K] = dy [M, N] · w [N, K]
     grad_weight  dw [N, K] = dy [M, N]ᵀ · x [M, K]
 
-Each of x, w and dy is read by two GEMMs, once along its rows and once along its columns. A scheme prepares both
-operands of a tensor at once, where the tensor is at hand: `input_operands` and `grad_operands` per micro-batch,
-`weight_operands` once per optimizer step. An operand is a tuple of tensors that only the scheme looks into: codes and
-scales, or the tensor itself for a GEMM left in high precision.
+Each of x, w and dy is read by two GEMMs, once along its rows and once along its columns. A tensor is quantized where it
+is produced, for both GEMMs at once: x and dy once per micro-batch, w once per optimizer step, and only for the GEMMs
+that run. Both operands of a product are K-major, as 8-bit tensor cores require: what a GEMM reads along a tensor's
+columns is quantized into transposed codes. A GEMM in high precision reads the tensor itself.
 
-A further scheme is one file: a frozen dataclass registered in SCHEMES, its fields the keys of `--quantize_kwargs`.
-`dynamic.py` has the base of those that say in a table what each GEMM reads.
+A scheme is one file in `schemes/`: a frozen dataclass registered in SCHEMES whose fields are the keys of
+`--quantize_kwargs`. It states its operand formats; quantizers (`quantizers.py`) and products (`gemm_table.py`) are
+looked up by them.
 """
 
 from abc import ABC, abstractmethod
@@ -19,25 +20,60 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from qtrain.kernels.swiglu.quantize import activation
+from qtrain.errors import UserError
+from qtrain.hardware import lacks_fp8
+from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
+from qtrain.kernels.numerics.rounding import NEAREST, Rounding
+from qtrain.kernels.swiglu.quantize import (
+    activation,
+    quantize_swiglu,
+    supports_swiglu_dual,
+    supports_swiglu_rowwise,
+)
+from qtrain.quant.gemm_table import Gemm, multiply
+from qtrain.quant.quantizers import quantize_columns, quantize_dual_layout, quantize_rows
 from qtrain.registry import Registry
-from qtrain.tensors.stored_weight import BYTES as STORED_BYTES
-from qtrain.tensors.stored_weight import StoredWeight
+from qtrain.tensors.quantized_tensor import Operand, OperandFormat, Operands, QuantizedTensor
+from qtrain.tensors.stored_weight import STORED_FORMATS, StoredWeight
 
-Gemm = Literal["output", "grad_input", "grad_weight"]
-Operand = tuple[Tensor, ...]
-NeedsOperand = tuple[bool, bool]
-"""Which of a tensor's two operands will be read: an evaluation needs no x for grad_weight, a frozen weight neither."""
+TensorName = Literal["x", "w", "dy"]
+
+READERS: dict[TensorName, tuple[tuple[Gemm, int], tuple[Gemm, int]]] = {
+    "x": (("output", 0), ("grad_weight", 1)),
+    "w": (("output", 1), ("grad_input", 1)),
+    "dy": (("grad_input", 0), ("grad_weight", 0)),
+}
+"""The GEMMs that read a tensor along its rows and along its columns, and as which of their two operands."""
+
+HIGH_PRECISION = (None, None)
+"""The operand formats of a GEMM that runs in the weights' dtype."""
 
 
-class WholeRows(NamedTuple):
-    """How a tensor is quantized both of whose operands have scales of whole rows and columns, in one 8-bit format."""
+class NeedsOperand(NamedTuple):
+    """Which of a tensor's two operands a GEMM will read: evaluation and frozen weights need no `grad_weight`."""
+
+    rows: bool = True
+    columns: bool = True
+
+
+BOTH = NeedsOperand()
+
+
+class DelayedScale(NamedTuple):
+    """The state of delayed scaling of one tensor (`delayed_scaling.py`)."""
+
+    scale: Tensor
+    """fp32 [1], the scale of this step; 0 before there is a history."""
+    amax: Tensor | None
+    """fp32 [1], the absmax seen since the last step, updated in place; None: an evaluation, which records nothing."""
+
+
+class RowwiseQuantization(NamedTuple):
+    """How a tensor is quantized whose both operands have one scale per row and one 8-bit format."""
 
     fmt: str
     power_of_two: bool
-    row_key: Tensor | None
-    """What its rows draw under (`kernels.philox.random_bits_ref`); None where they are rounded to nearest."""
-    column_key: Tensor | None
+    rounding: Rounding
 
 
 class Scheme(ABC):
@@ -48,7 +84,7 @@ class Scheme(ABC):
         """The arithmetic of each GEMM ('int8', 'fp8', 'bf16'), for the plan and the speed of light."""
 
     def parts(self) -> list[tuple[float, "Scheme"]]:
-        """The schemes that a model's linears run in, each with its share of their weights."""
+        """The schemes that a model's linears run in, each with its share of the weights."""
         return [(1.0, self)]
 
     def for_linear(self, in_features: int, out_features: int) -> "Scheme":
@@ -57,93 +93,201 @@ class Scheme(ABC):
 
 
 class LowBitScheme(Scheme):
-    """A scheme that swaps linears. All tensors are 2-D. `key` is what stochastic rounding draws under
-    (`kernels.philox.random_bits_ref`); None where rounding is to nearest."""
+    """A scheme that swaps linears, given by `low_bit_formats`. A subclass is a frozen dataclass.
+
+    All tensors are 2-D. `key`: int64 [3], the Philox key of stochastic rounding; None: round to nearest even.
+    """
+
+    output: str
+    grad_input: str
+    grad_weight: str
+    """The arithmetic of each GEMM."""
 
     stochastic_rounding: bool | tuple[Gemm, ...] = False
-    """Whether anything is rounded stochastically; a tuple names the GEMMs whose operands are."""
+    """Whether operands are rounded stochastically; a tuple names the GEMMs whose operands are."""
 
-    name: str = ""
-    """What it is called where it is no choice of `--quantize`."""
-
-    amax_history: int = 0
-    """Steps over which a linear remembers the absmax of x and dy, for delayed scaling; 0: it remembers nothing."""
-
-    amax_formats: tuple[str, str] = ("e4m3", "e4m3")
-    """The formats that x and dy are scaled for then."""
+    fast_accum: bool | tuple[Gemm, ...] = True
+    """Whether FP8 products accumulate in the tensor cores' own accumulator instead of fp32; a tuple names the GEMMs."""
 
     power_of_two: bool = False
     """Whether scales are rounded up to powers of two."""
 
+    name: str = ""
+    """The scheme's name where it is no choice of `--quantize`."""
+
+    amax_history: int = 0
+    """Steps of absmax history per linear for delayed scaling; 0: scales are dynamic."""
+
+    amax_formats: tuple[str, str] = ("e4m3", "e4m3")
+    """The formats of x and dy under delayed scaling."""
+
     stored_format: str | None = None
-    """What the weight itself is stored in (`tensors/stored_weight.py`); None: as it comes, in high precision."""
+    """The format that the weight itself is stored in (`tensors/stored_weight.py`); None: high precision."""
 
     latent: bool = False
-    """Whether even a model of high precision would compute with other values than the weight's: `exported_weight`."""
+    """Whether `output` multiplies other values than the weight's own, so that an export needs `exported_weight`."""
 
     sub_norm: bool = False
-    """Whether every input of a linear is to be normed; a model that can adds the norms that it lacks."""
+    """Whether the input of every linear is normalized; a native decoder adds the norms that it lacks."""
+
+    def __post_init__(self) -> None:
+        """UserError for stochastic rounding of a GEMM in high precision."""
+        named = self.stochastic_rounding if isinstance(self.stochastic_rounding, tuple) else ()
+        for gemm in named:
+            if self.operand_formats(gemm) == HIGH_PRECISION:
+                raise UserError(
+                    f"--quantize_kwargs.stochastic_rounding: {gemm!r} is not allowed, for {gemm} runs in bf16 and "
+                    "rounds nothing; take it out of the list or give that GEMM a low-bit arithmetic."
+                )
+
+    @abstractmethod
+    def low_bit_formats(self, gemm: Gemm) -> tuple[OperandFormat, OperandFormat]:
+        """What `gemm` reads of its operands (x, w), (dy, w) or (dy, x) where its arithmetic is not bf16."""
+
+    def operand_formats(self, gemm: Gemm) -> tuple[OperandFormat | None, OperandFormat | None]:
+        """What `gemm` reads of its operands; None: the tensor itself, in high precision."""
+        return HIGH_PRECISION if self.gemm_dtypes()[gemm] == "bf16" else self.low_bit_formats(gemm)
+
+    # ---- what the swap, the plan and the export ask ------------------------------------------------------------------
+
+    def gemm_dtypes(self) -> dict[Gemm, str]:
+        return {"output": self.output, "grad_input": self.grad_input, "grad_weight": self.grad_weight}
 
     def refusal(self, in_features: int, out_features: int, device: torch.device) -> str | None:
-        """Why this scheme cannot take a linear of this shape on this device; None when it can."""
-        return None
+        """Why a linear of this shape stays in high precision on this device; None if it is swapped.
+
+        Kernels take any shape, but operands that tensor cores cannot read in place are slower than bf16.
+        """
+        if device.type == "cuda" and (in_features % 16 or out_features % 16):
+            return "8-bit tensor cores take in- and out-features in multiples of 16"
+        return lacks_fp8(device) if "fp8" in self.gemm_dtypes().values() else None
 
     def weight_bytes(self, element: int) -> float:
-        """Bytes of the weight itself, per element, in a model whose dtype has `element`; no row's scale is counted."""
-        return element if self.stored_format is None else STORED_BYTES[self.stored_format]
+        """Bytes per element of the weight itself in a model whose dtype has `element` bytes."""
+        return element if self.stored_format is None else STORED_FORMATS[self.stored_format].bytes_per_element
+
+    def code_bytes(self) -> float:
+        """Bytes of codes kept beside the master weight, per weight element."""
+        return self._kept_bytes(*self._formats_of("w"))
+
+    def kept_input_bytes(self, element: int) -> float:
+        """Bytes of a linear's input kept for backward, per element of `element` bytes."""
+        kept = self._formats_of("x")[1]
+        return kept.bytes_per_element if kept else element
 
     def exported_weight(self, w: Tensor) -> Tensor:
-        """What an export holds for the weight w: plain, in its dtype. Where a model of high precision would not compute
-        the same with w itself, it is the values that `output` multiplies with."""
+        """The plain weight that an export holds, in w's dtype: the values that `output` multiplies with."""
         return w.dequantize(w.dtype) if isinstance(w, StoredWeight) else w.detach()
 
-    @abstractmethod
-    def code_bytes(self) -> float:
-        """Bytes kept beside the master weight for its operands, per weight element; a row's scale is not counted."""
+    # ---- what the linear calls ---------------------------------------------------------------------------------------
 
-    @abstractmethod
-    def kept_input_bytes(self, element: int) -> float:
-        """Bytes kept of a linear's input for backward, per element; `element` where it is the input itself, of that
-        many bytes."""
+    def quantize_weight(self, w: Tensor, key: Tensor | None) -> Operands:
+        """w [N, K] -> operands of (output, grad_input); None where a GEMM reads w itself."""
+        rows, columns = self._operands(w, "w", key)
+        return Operands(None if rows is w else rows, None if columns is w else columns)
 
-    @abstractmethod
-    def weight_operands(self, w: Tensor, key: Tensor | None) -> tuple[Operand, Operand]:
-        """w [N, K] -> operands for (output, grad_input). An empty one means that the GEMM reads w itself."""
+    def quantize_input(
+        self, x: Tensor, key: Tensor | None, needs: NeedsOperand, delayed: DelayedScale | None = None
+    ) -> Operands:
+        """x [M, K] -> operands of (output, grad_weight); backward keeps the second only."""
+        return self._operands(x, "x", key, needs, delayed)
 
-    @abstractmethod
-    def input_operands(
-        self, x: Tensor, key: Tensor | None, wanted: NeedsOperand = (True, True), amax: Operand = ()
-    ) -> tuple[Operand, Operand]:
-        """x [M, K] -> operands for (output, grad_weight). The second is all that is kept for backward; one that is not
-        wanted may be anything. amax: see `grad_operands`."""
+    def quantize_grad(
+        self, dy: Tensor, key: Tensor | None, needs: NeedsOperand, delayed: DelayedScale | None = None
+    ) -> Operands:
+        """dy [M, N] -> operands of (grad_input, grad_weight)."""
+        return self._operands(dy, "dy", key, needs, delayed)
 
-    @abstractmethod
-    def grad_operands(
-        self, dy: Tensor, key: Tensor | None, wanted: NeedsOperand = (True, True), amax: Operand = ()
-    ) -> tuple[Operand, Operand]:
-        """dy [M, N] -> operands for (grad_input, grad_weight).
+    def quantize_swiglu(
+        self,
+        name: TensorName,
+        x: Tensor,
+        dy: Tensor | None,
+        key: Tensor | None,
+        needs: NeedsOperand,
+        delayed: DelayedScale | None = None,
+    ) -> Operands:
+        """Quantize what a SwiGLU MLP computes between its GEMMs from x [M, 2I], fused where a kernel exists.
 
-        amax: given where the scheme has an `amax_history`: the scale in force, fp32 [1], 0 where none is known yet,
-        and in training a second fp32 [1] that this tensor's absmax is recorded in (`delayed.py`).
+        name "x": operands of swiglu(x) [M, I], the input of the down projection. name "dy": operands of the gradient
+        [M, 2I] of x, given the gradient dy [M, I] of swiglu(x).
         """
+        both = self._same_format(name, needs)
+        if both is None or not supports_swiglu_dual(both.fmt, both.granularity):
+            return self._operands(activation(x, dy), name, key, needs, delayed)
+        rounding = self.rounding(name, key)
+        codes, scale, codes_t, scale_t = quantize_swiglu(
+            x, dy, both.fmt, both.granularity, *rounding, self.power_of_two
+        )
+        return Operands(QuantizedTensor(codes, scale, both), QuantizedTensor(codes_t, scale_t, both))
 
-    def gated_operands(
-        self, name: str, x: Tensor, dy: Tensor | None, key: Tensor | None, wanted: NeedsOperand, amax: Operand = ()
-    ) -> tuple[Operand, Operand]:
-        """The operands of what a gated MLP makes of x [M, 2I] (`kernels/swiglu/quantize.py`), which no one else reads:
-        `input_operands` of the activation (name "x") or, with its gradient dy, `grad_operands` of that of x ("dy")."""
-        operands = self.input_operands if name == "x" else self.grad_operands
-        return operands(activation(x, dy), key, wanted, amax)
+    def rowwise_swiglu(
+        self, name: TensorName, key: Tensor | None = None, needs: NeedsOperand = BOTH
+    ) -> RowwiseQuantization | None:
+        """How `quantize_swiglu` quantizes the tensor `name`, if both of its operands have one scale per row.
 
-    def whole_rows(self, name: str, key: Tensor | None = None, wanted: NeedsOperand = (True, True)) -> WholeRows | None:
-        """How the tensor `name` of a gated MLP, as in `gated_operands`, is quantized, if that is by whole rows; such a
-        pair of tensors is made in another order (`gated.py`). key, wanted: as for `input_operands`."""
-        return None
+        A pair of such tensors takes fewer passes in another order (`swiglu_mlp.py`).
+        """
+        both = self._same_format(name, needs)
+        if both is None or not supports_swiglu_rowwise(both.fmt, both.granularity):
+            return None
+        return RowwiseQuantization(both.fmt, self.power_of_two, self.rounding(name, key))
 
-    @abstractmethod
     def multiply(self, gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        """The product of a GEMM in `dtype`; (a, b) is (x, w), (dy, w) or (dy, x) for the three of them. bias [N] is
-        added to `output`."""
+        """The product of a GEMM in `dtype`; (a, b) are (x, w), (dy, w) or (dy, x). bias [N] is added to `output`."""
+        return multiply(gemm, a, b, dtype, bias, fast_accum=applies(self.fast_accum, gemm))
+
+    def rounding(self, name: TensorName, key: Tensor | None) -> Rounding:
+        """How the tensor `name` is rounded under `key`."""
+        rows, columns = (applies(self.stochastic_rounding, gemm) for gemm, _ in READERS[name])
+        if key is None or not (rows or columns):
+            return NEAREST
+        return Rounding(key, ROUNDED_TENSORS.index(name), rows, columns)
+
+    # ---- quantizing a tensor for both of its GEMMs -------------------------------------------------------------------
+
+    def _formats_of(
+        self, name: TensorName, needs: NeedsOperand = BOTH
+    ) -> tuple[OperandFormat | None, OperandFormat | None]:
+        """The formats of the tensor `name` along its rows and columns; None: high precision, or not needed."""
+        (row_gemm, i), (column_gemm, j) = READERS[name]
+        rows, columns = self.operand_formats(row_gemm)[i], self.operand_formats(column_gemm)[j]
+        return (rows if needs.rows else None), (columns if needs.columns else None)
+
+    def _same_format(self, name: TensorName, needs: NeedsOperand) -> OperandFormat | None:
+        rows, columns = self._formats_of(name, needs)
+        return rows if rows == columns else None
+
+    def _operands(
+        self,
+        t: Tensor,
+        name: TensorName,
+        key: Tensor | None,
+        needs: NeedsOperand = BOTH,
+        delayed: DelayedScale | None = None,
+    ) -> Operands:
+        """The operands of the tensor `name`; t itself for a GEMM in high precision, or one that does not run."""
+        rows, columns = self._formats_of(name, needs)
+        rounding = self.rounding(name, key)
+        if columns and columns.sum_dim == 0:  # reads the row codes
+            codes = quantize_rows(t, rows or columns, rounding, self.power_of_two)
+            return Operands(codes, codes.summed_over_rows())
+        if rows and columns:
+            return Operands(*quantize_dual_layout(t, rows, columns, rounding, self.power_of_two))
+        return Operands(
+            quantize_rows(t, rows, rounding, self.power_of_two) if rows else t,
+            quantize_columns(t, columns, rounding, self.power_of_two) if columns else t,
+        )
+
+    @staticmethod
+    def _kept_bytes(rows: OperandFormat | None, columns: OperandFormat | None) -> float:
+        shared = columns is not None and columns.sum_dim == 0
+        return sum(fmt.bytes_per_element for fmt in (rows, None if shared else columns) if fmt)
+
+
+def applies(option: bool | tuple[Gemm, ...], gemm: Gemm) -> bool:
+    """Whether an option that is true, false or a list of GEMMs holds for this one."""
+    return option if isinstance(option, bool) else gemm in option
 
 
 SCHEMES: Registry[Scheme] = Registry("scheme")

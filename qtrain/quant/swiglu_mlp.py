@@ -1,21 +1,27 @@
-"""A gated MLP over two low-bit linears: down(silu(gate) * up), where [gate, up] = gate_up(x), as one autograd function.
+"""A SwiGLU MLP over two low-bit linears, down(silu(gate) * up) with [gate, up] = gate_up(x), as one autograd function.
 
-What lies between the two linears is read by low-bit products only: the activation by those of `down`, its gradient by
-those of `gate_up`. Made by one function, both are quantized as they are made (`kernels/swiglu/quantize.py`), where the
-schemes have a kernel for it; the codes are the same either way. Where both have scales of whole rows and columns, the
-activation's codes for `grad_weight` are made in backward, together with the gradient: nothing of it is kept till then
-but the maxima of its columns.
+Only low-bit GEMMs read what lies between the two linears: the activation by those of `down`, its gradient by those of
+`gate_up`. So both are quantized as they are computed (`kernels/swiglu/quantize.py`) where a fused kernel exists; the
+codes are the same either way. Where both have scales per row, backward computes the activation's codes for
+`grad_weight` together with the gradient, and forward saves only the absmax of the activation's columns for it.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from qtrain.kernels.swiglu.quantize import quantize_swiglu_backward, quantize_swiglu_rowwise
-from qtrain.quant.dynamic import drawn
-from qtrain.quant.linear import LowBitLinear
-from qtrain.quant.scheme import LowBitScheme, NeedsOperand, Operand, WholeRows
+from qtrain.quant.linear import LinearArguments, LowBitLinear, save_operands, saved_operands
+from qtrain.quant.scheme import NeedsOperand, RowwiseQuantization
+from qtrain.tensors.quantized_tensor import OperandFormat, Operands, QuantizedTensor
 
-Arguments = tuple[LowBitScheme, Tensor | None, Operand, Operand, tuple[Operand, ...]]
+
+class RowwiseMLP(NamedTuple):
+    """How the activation and the gradient of its input are quantized where both have scales per row."""
+
+    activation: RowwiseQuantization
+    gradient: RowwiseQuantization
 
 
 class SwiGLUMLPFunction(torch.autograd.Function):
@@ -27,95 +33,94 @@ class SwiGLUMLPFunction(torch.autograd.Function):
         x: Tensor,  # [M, K]
         w_up: Tensor,  # [2I, K], gate, then up
         w_down: Tensor,  # [N, I]
-        up: Arguments,
-        down: Arguments,
-        differentiated: bool,
+        up: LinearArguments,
+        down: LinearArguments,
+        grad_enabled: bool,
     ) -> Tensor:
-        needs_dx, needs_dup, needs_ddown = [differentiated and needed for needed in ctx.needs_input_grad[:3]]
-        up_scheme, up_key, up_output, up_grad_input, up_amax = up
-        down_scheme, down_key, down_output, down_grad_input, down_amax = down
-        x_output, x_grad_weight = up_scheme.input_operands(x, up_key, (True, needs_dup), *up_amax[:1])
-        between = up_scheme.multiply("output", x_output, up_output or (w_up,), x.dtype)
-        ctx.by_rows = _by_rows(up, down, (needs_dx, needs_dup), (True, needs_ddown))
-        if ctx.by_rows:
-            y_output, y_grad_weight = _rows(between, ctx.by_rows[0])
-        else:
-            y_output, y_grad_weight = down_scheme.gated_operands(
-                "x", between, None, down_key, (True, needs_ddown), *down_amax[:1]
+        needs_dx, needs_dup, needs_ddown = [grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
+        x_output, x_grad_weight = up.scheme.quantize_input(x, up.key, NeedsOperand(True, needs_dup), up.x_scale)
+        gate_up = up.scheme.multiply("output", x_output, _or(up.weight.rows, w_up), x.dtype)  # [M, 2I]
+        ctx.rowwise = _rowwise(up, down, NeedsOperand(needs_dx, needs_dup), NeedsOperand(True, needs_ddown))
+        column_amax = None
+        if ctx.rowwise:
+            fmt, power_of_two, rounding = ctx.rowwise.activation
+            codes, scale, column_amax = quantize_swiglu_rowwise(
+                gate_up, fmt, rounding.row_key, rounding.role, power_of_two
             )
-        kept = [
-            (up_grad_input or (w_up,)) if needs_dx else (),
-            x_grad_weight if needs_dup else (),
-            (down_grad_input or (w_down,)) if needs_dx or needs_dup else (),
-            y_grad_weight if needs_ddown else (),
-        ]
-        ctx.save_for_backward(between, *(tensor for operand in kept for tensor in operand))
-        ctx.kept = [len(operand) for operand in kept]
-        ctx.up, ctx.down = (up_scheme, up_key, up_amax), (down_scheme, down_key, down_amax)
+            h_output, h_grad_weight = QuantizedTensor(codes, scale, OperandFormat(fmt, "rowwise")), None
+        else:
+            h_output, h_grad_weight = down.scheme.quantize_swiglu(
+                "x", gate_up, None, down.key, NeedsOperand(True, needs_ddown), down.x_scale
+            )
+        save_operands(
+            ctx,
+            gate_up,
+            column_amax,
+            _or(up.weight.columns, w_up) if needs_dx else None,
+            x_grad_weight if needs_dup else None,
+            _or(down.weight.columns, w_down) if needs_dx or needs_dup else None,
+            h_grad_weight if needs_ddown else None,
+        )
+        ctx.up, ctx.down = up._replace(weight=None), down._replace(weight=None)
         ctx.weight_dtypes = w_up.dtype, w_down.dtype
-        return down_scheme.multiply("output", y_output, down_output or (w_down,), x.dtype)
+        return down.scheme.multiply("output", h_output, _or(down.weight.rows, w_down), x.dtype)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        between, *tensors = ctx.saved_tensors
-        operands = []
-        for count in ctx.kept:
-            operands.append(tuple(tensors[:count]))
-            tensors = tensors[count:]
-        up_grad_input, x_grad_weight, down_grad_input, y_grad_weight = operands
-        (up_scheme, up_key, up_amax), (down_scheme, down_key, down_amax) = ctx.up, ctx.down
+        gate_up, column_amax, w_up, x_grad_weight, w_down, h_grad_weight = saved_operands(ctx)
+        up, down = ctx.up, ctx.down
         needs_dx, needs_dup, needs_ddown = ctx.needs_input_grad[:3]
-        needs_between = needs_dx or needs_dup
+        needs_dh = needs_dx or needs_dup
         dx = dup = ddown = None
-        dy_grad_input, dy_grad_weight = down_scheme.grad_operands(
-            dy, down_key, (needs_between, needs_ddown), *down_amax[1:]
+        dy_grad_input, dy_grad_weight = down.scheme.quantize_grad(
+            dy, down.key, NeedsOperand(needs_dh, needs_ddown), down.dy_scale
         )
-        if needs_between:
-            dbetween = down_scheme.multiply("grad_input", dy_grad_input, down_grad_input, dy.dtype)
-        if ctx.by_rows:
-            between_grad_input, between_grad_weight, y_grad_weight = _gradient(
-                between, dbetween, *y_grad_weight, *ctx.by_rows
-            )
-        elif needs_between:
-            between_grad_input, between_grad_weight = up_scheme.gated_operands(
-                "dy", between, dbetween, up_key, (needs_dx, needs_dup), *up_amax[1:]
+        if needs_dh:
+            dh = down.scheme.multiply("grad_input", dy_grad_input, w_down, dy.dtype)  # [M, I]
+        if ctx.rowwise:
+            (grad_input, grad_weight), h_grad_weight = _rowwise_backward(gate_up, dh, column_amax, ctx.rowwise)
+        elif needs_dh:
+            grad_input, grad_weight = up.scheme.quantize_swiglu(
+                "dy", gate_up, dh, up.key, NeedsOperand(needs_dx, needs_dup), up.dy_scale
             )
         if needs_ddown:
-            ddown = down_scheme.multiply("grad_weight", dy_grad_weight, y_grad_weight, ctx.weight_dtypes[1])
+            ddown = down.scheme.multiply("grad_weight", dy_grad_weight, h_grad_weight, ctx.weight_dtypes[1])
         if needs_dx:
-            dx = up_scheme.multiply("grad_input", between_grad_input, up_grad_input, dy.dtype)
+            dx = up.scheme.multiply("grad_input", grad_input, w_up, dy.dtype)
         if needs_dup:
-            dup = up_scheme.multiply("grad_weight", between_grad_weight, x_grad_weight, ctx.weight_dtypes[0])
+            dup = up.scheme.multiply("grad_weight", grad_weight, x_grad_weight, ctx.weight_dtypes[0])
         return dx, dup, ddown, None, None, None
 
 
-def _by_rows(
-    up: Arguments, down: Arguments, dx_wanted: NeedsOperand, y_wanted: NeedsOperand
-) -> tuple[WholeRows, WholeRows] | None:
-    """How the activation y and the gradient dx of its input are quantized, if both are by whole rows."""
-    y, dx = down[0].whole_rows("x", down[1], y_wanted), up[0].whole_rows("dy", up[1], dx_wanted)
-    return (y, dx) if y and dx else None
+def _or(operand: QuantizedTensor | None, weight: Tensor) -> QuantizedTensor | Tensor:
+    """The weight's codes, or the weight itself where a GEMM reads that."""
+    return weight if operand is None else operand
 
 
-def _rows(between: Tensor, y: WholeRows) -> tuple[Operand, Operand]:
-    """The activation's operand for `output`, and what is kept of it."""
-    codes, scale, columns = quantize_swiglu_rowwise(between, y.fmt, y.power_of_two, y.row_key)
-    return (codes, scale), (columns,)
+def _rowwise(
+    up: LinearArguments, down: LinearArguments, needs_gradient: NeedsOperand, needs_activation: NeedsOperand
+) -> RowwiseMLP | None:
+    activation = down.scheme.rowwise_swiglu("x", down.key, needs_activation)
+    gradient = up.scheme.rowwise_swiglu("dy", up.key, needs_gradient)
+    return RowwiseMLP(activation, gradient) if activation and gradient else None
 
 
-def _gradient(
-    between: Tensor, dy: Tensor, columns: Tensor, y: WholeRows, dx: WholeRows
-) -> tuple[Operand, Operand, Operand]:
-    """Operands of the gradient of `between`, for grad_input and grad_weight, and the activation's for grad_weight."""
-    key, stochastic = drawn(dx.row_key, dx.column_key)
-    codes, scale, codes_t, scale_t, *y_columns = quantize_swiglu_backward(
-        between, dy, columns, dx.fmt, dx.power_of_two, key, y.fmt, y.power_of_two, y.column_key, stochastic
-    )
-    return (codes, scale), (codes_t, scale_t), tuple(y_columns)
+def _rowwise_backward(
+    gate_up: Tensor, dh: Tensor, column_amax: Tensor, rowwise: RowwiseMLP
+) -> tuple[Operands, QuantizedTensor]:
+    """Operands of the gradient of `gate_up`, and the activation's operand of grad_weight."""
+    activation, gradient = rowwise
+    codes, scale, codes_t, scale_t, h_codes_t, h_scale_t = quantize_swiglu_backward(
+        gate_up, dh, column_amax, gradient.fmt, *gradient.rounding, gradient.power_of_two,
+        activation.fmt, activation.rounding.column_key, activation.rounding.role, activation.power_of_two,
+    )  # fmt: skip
+    fmt = OperandFormat(gradient.fmt, "rowwise")
+    operands = Operands(QuantizedTensor(codes, scale, fmt), QuantizedTensor(codes_t, scale_t, fmt))
+    return operands, QuantizedTensor(h_codes_t, h_scale_t, OperandFormat(activation.fmt, "rowwise"))
 
 
 def supports_swiglu_mlp(gate_up: nn.Module, down: nn.Module) -> bool:
-    """Whether `swiglu_mlp` takes these two: a bias would want the gradient that is not made."""
+    """Whether `swiglu_mlp` takes these two; a bias would need the gradient that is never materialized."""
     return all(isinstance(linear, LowBitLinear) and linear.bias is None for linear in (gate_up, down))
 
 

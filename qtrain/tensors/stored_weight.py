@@ -1,20 +1,20 @@
-"""A weight that lives as low-bit codes and scales, without a copy in high precision.
+"""A weight stored as low-bit codes and scales, without a copy in high precision.
 
-`StoredWeight` looks like a [N, K] tensor of its outward dtype (bf16 or fp32): it is an nn.Parameter with a plain
-`.grad`, `state_dict` and `to` know it, and any operation that reads it gets its dequantized values. What it holds are
-two plain tensors, which are also what checkpoints hold:
+`StoredWeight` behaves like a [N, K] tensor of its outward dtype (bf16 or fp32): it is an nn.Parameter with a plain
+`.grad`, `state_dict` and `to` handle it, and any operation that reads it gets its dequantized values. It holds two
+plain tensors, which are also what checkpoints hold:
 
-    format   codes                          scale fp32             bytes an element
-    int8     int8 [N, K]                    [N], one a row         1
-    int4     uint8 [N, K / 2], two a byte   [N, K / 128] (*)       0.53
-    e4m3     float8 [N, K]                  [N], one a row         1
-    nf4      uint8 [N, K / 2], two a byte   [N, K / 64] (*)        0.56
+    format   codes                            scale fp32                bytes per element
+    int8     int8 [N, K]                      [N], one per row          1
+    int4     uint8 [N, K / 2], two per byte   [N, K / 128] (*)          0.53
+    e4m3     float8 [N, K]                    [N], one per row          1
+    nf4      uint8 [N, K / 2], two per byte   [N, K / 64] (*)           0.56
 
-(*) one for each group of 128 (64) along K; the last group may be shorter. nf4 is for weights that do not train.
+(*) one per group of 128 (64) along K; the last group may be shorter. nf4 is for weights that are not trained.
 
-It is changed by `store_` only, which requantizes it, with stochastic rounding where a key is given: an update smaller
-than half a code would otherwise be lost every time (Gupta et al. 2015, arXiv:1502.02551). An in-place operation of
-PyTorch on it is an error, for it would change a dequantized copy that is thrown away.
+Only `store_` changes it: it requantizes, with stochastic rounding if a key is given, because rounding to nearest loses
+every update smaller than half a code (Gupta et al. 2015, arXiv:1502.02551). An in-place operation of PyTorch on it
+is an error: it would change a dequantized temporary.
 """
 
 from typing import Any
@@ -24,13 +24,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_any, tree_map_only
 
-from qtrain.kernels.numerics.philox import ROLES
-from qtrain.kernels.quantize.nf4 import dequantize_nf4, nf4_table, quantize_nf4
-from qtrain.kernels.quantize.operators import dequantize, quantize
+from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
+from qtrain.kernels.quantize.nf4 import quantize_nf4
+from qtrain.kernels.quantize.operators import quantize
+from qtrain.tensors.quantized_tensor import OperandFormat, QuantizedTensor
 
-GRANULARITY = {"int8": "rowwise", "int4": "1x128", "e4m3": "rowwise", "nf4": "1x64"}
-BYTES = {"int8": 1.0, "int4": 0.5 + 4 / 128, "e4m3": 1.0, "nf4": 0.5 + 4 / 64}
-"""Bytes an element, by format. A row's scale is not counted, a group's is."""
+STORED_FORMATS: dict[str, OperandFormat] = {
+    "int8": OperandFormat("int8", "rowwise"),
+    "int4": OperandFormat("int4", "1x128"),
+    "e4m3": OperandFormat("e4m3", "rowwise"),
+    "nf4": OperandFormat("nf4", "1x64"),
+}
 
 _aten = torch.ops.aten
 _ALIASES = {_aten.detach.default, _aten.alias.default}
@@ -49,18 +53,18 @@ _LIKE = {
 
 
 class StoredWeight(Tensor):
-    """A [N, K] weight stored in a format of `GRANULARITY`. Make one with `from_value`."""
+    """A [N, K] weight stored in a format of `STORED_FORMATS`; `from_value` quantizes one."""
 
     codes: Tensor
     scale: Tensor
     format: str
 
-    # Operations arrive at __torch_dispatch__ only: below autograd, where a tensor's values are asked for.
+    # Operations are intercepted in __torch_dispatch__ only: below autograd, where values are read.
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, codes: Tensor, scale: Tensor, format: str, shape: torch.Size, dtype: torch.dtype):
-        assert format in GRANULARITY and dtype in (torch.bfloat16, torch.float32), f"{format} as {dtype}"
+        assert format in STORED_FORMATS and dtype in (torch.bfloat16, torch.float32), f"{format} as {dtype}"
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
 
     def __init__(self, codes: Tensor, scale: Tensor, format: str, shape: torch.Size, dtype: torch.dtype):
@@ -75,23 +79,28 @@ class StoredWeight(Tensor):
 
     @property
     def inner(self) -> dict[str, Tensor]:
-        """The tensors that it consists of, by name: what a checkpoint holds."""
+        """The plain tensors by name, as a checkpoint holds them."""
         return {"codes": self.codes, "scale": self.scale}
+
+    @property
+    def quantized(self) -> QuantizedTensor:
+        """The codes and scales as `output` reads them."""
+        return QuantizedTensor(self.codes, self.scale, STORED_FORMATS[self.format])
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Its values as a plain tensor [N, K]; code * scale is computed in fp32 and rounded once."""
-        if self.format == "nf4":
-            return dequantize_nf4(self.codes, self.scale, nf4_table(self.device), self.shape[1], dtype)
-        return dequantize(self.codes, self.scale, self.format, GRANULARITY[self.format], list(self.shape), dtype)
+        """The values as a plain tensor [N, K]; code * scale is computed in fp32 and rounded once."""
+        return self.quantized.dequantize(dtype)[:, : self.shape[1]]
 
     @torch.no_grad()
-    def store_(self, value: Tensor, key: Tensor | None = None, role: int = ROLES.index("update")) -> "StoredWeight":
-        """Requantize to `value` [N, K] in place. key, role: stochastic rounding (`kernels.philox`); None: nearest."""
+    def store_(
+        self, value: Tensor, key: Tensor | None = None, role: int = ROUNDED_TENSORS.index("update")
+    ) -> "StoredWeight":
+        """Requantize `value` [N, K] in place; with a Philox key, stochastically."""
         codes, scale = _codes(value, self.format, key, role)
         self.codes.copy_(codes)
         self.scale.copy_(scale)
-        torch.autograd.graph.increment_version(self)  # so that codes derived from it count as stale
+        torch.autograd.graph.increment_version(self)  # codes derived from it are stale now
         return self
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -134,25 +143,24 @@ class StoredWeight(Tensor):
 
 
 @torch.library.custom_op("qtrain::read_again", mutates_args=())
-def read_again(part: Tensor, after: Tensor) -> Tensor:
-    """A copy of a weight's scale or codes, made once `after` exists: what it is dequantized from for `grad_input`,
-    after dy.
+def read_again(tensor: Tensor, after: Tensor) -> Tensor:
+    """A copy of a weight's scale or codes that depends on `after`: `grad_input` dequantizes the weight after dy.
 
-    From the part itself, a compiler would see one operation in forward and backward, do it once, and keep the
-    dequantized weight of every layer from one to the other.
+    Without it a compiler merges the dequantization of forward and backward into one, and keeps every layer's
+    dequantized weight in memory between them.
     """
-    return part.clone()
+    return tensor.clone()
 
 
 @read_again.register_fake
-def _(part: Tensor, after: Tensor) -> Tensor:
-    return torch.empty_like(part)
+def _(tensor: Tensor, after: Tensor) -> Tensor:
+    return torch.empty_like(tensor)
 
 
 def _codes(value: Tensor, format: str, key: Tensor | None = None, role: int = 0) -> tuple[Tensor, Tensor]:
     if format == "nf4":
         return quantize_nf4(value)
-    return quantize(value, format, GRANULARITY[format], key, role)
+    return quantize(value, format, STORED_FORMATS[format].granularity, key, role)
 
 
 def _keeps_format(kwargs: dict[str, Any]) -> bool:
@@ -160,7 +168,7 @@ def _keeps_format(kwargs: dict[str, Any]) -> bool:
 
 
 def _copy(target: Tensor, source: Tensor) -> Tensor:
-    """target.copy_(source), where one of them is stored: code by code between two of one format, else by value."""
+    """target.copy_(source) where one is a stored weight: codes are copied between equal formats, else values."""
     if not isinstance(target, StoredWeight):
         assert isinstance(source, StoredWeight)
         return target.copy_(source.dequantize(target.dtype))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from qtrain.data import TensorBatch
 from qtrain.quant import QuantizedModel
 from qtrain.train.language import Forward
-from qtrain.train.settings import TrainSettings
+from qtrain.train.state.run import Run
 
 log = logging.getLogger("qtrain")
 
@@ -27,16 +27,14 @@ WARM_UP = 3
 """Ordinary runs of each kind before it is recorded: compiling, tuning and lazy set-up must not be part of it."""
 
 
-def step_graphs(
-    settings: TrainSettings, model: nn.Module, forward: Forward, quantized: QuantizedModel, *, recordable: bool = True
-) -> "StepGraphs | None":
-    """Recordings for a run; None where --cuda_graphs cannot have its way.
+def step_graphs(run: Run, forward: Forward, *, recordable: bool = True) -> "StepGraphs | None":
+    """Recordings for a run; None where --cuda_graphs does not apply.
 
     recordable: whether micro-batches are of one shape, and the model does the same for all of them.
     """
+    settings = run.settings
     recordable = recordable and settings.compile and settings.cuda_graphs and not settings.optimizer_in_backward
-    on_gpu = next(model.parameters()).is_cuda
-    return StepGraphs(model, forward, quantized) if recordable and on_gpu else None
+    return StepGraphs(run.model, forward, run.quantized) if recordable and run.device.type == "cuda" else None
 
 
 def backward_of(forward: Forward, batch: TensorBatch, trained: Tensor) -> Tensor:

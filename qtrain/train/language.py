@@ -1,28 +1,14 @@
 """How a batch of text goes through a language model: the loss for training and evaluation, and sampled text."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
-from qtrain.data import Batch, Tokenizer, dataset_tokenizer, load_tokenizer
-from qtrain.errors import UserError
-from qtrain.models import LossSums, ModelSource, generate
+from qtrain.data import Batch, Tokenizer
+from qtrain.models import LossSums, generate
 
 Forward = Callable[[Batch], LossSums]
-
-
-def run_tokenizer(train_ds: Mapping[str, Any], source: ModelSource) -> Tokenizer:
-    """The tokenizer that the training data name, else the model's own. UserError where there is neither."""
-    named = dataset_tokenizer(train_ds, "--train_ds")
-    if named is not None:
-        return named
-    if not source.has_weights:
-        raise UserError(
-            f'--train_ds: {source.name} has no tokenizer of its own; add "tokenizer":"NAME" to the dataset.'
-        )
-    return load_tokenizer(str(source.folder or source.hub_id), "--model")
 
 
 def document_ids(input_ids: Tensor, eos_id: int) -> Tensor:

@@ -20,6 +20,7 @@ from qtrain.train.language import Forward
 from qtrain.train.log.failures import first_bad_tensor, is_out_of_memory, not_finite, out_of_memory
 from qtrain.train.log.metrics import MetricsLog, Throughput, read_metrics
 from qtrain.train.log.profile import StepProfiler
+from qtrain.train.log.report import write_report
 from qtrain.train.log.status import StatusLine
 from qtrain.train.log.trackers import open_trackers
 from qtrain.train.plan.plan import Plan
@@ -216,6 +217,13 @@ class Training:
         bad = self.in_backward.first_bad() if updated else first_bad_tensor(self.run.model)
         step, last_good = self.run.state.step + 1, self.run.checkpoints.latest()
         return not_finite(step, what, value, bad, last_good, updated=updated)
+
+
+def log_results(run: Run) -> None:
+    """Write report.html, and say where it and the last checkpoint are."""
+    log.info("report      %s", write_report(run.folder.path))
+    if run.settings.keep_ckpts:
+        log.info("checkpoint  %s", run.checkpoints.latest())
 
 
 @contextlib.contextmanager

@@ -15,7 +15,14 @@ from qtrain.models import (
     list_models,
     read_model_source,
 )
-from qtrain.models.cost import count_parameters, estimate_memory, flops_per_token, saved_per_token
+from qtrain.models.cost import (
+    LAYER_LINEARS,
+    LinearBytes,
+    count_parameters,
+    estimate_memory,
+    flops_per_token,
+    saved_per_token,
+)
 from qtrain.models.rope import rope_tables
 from qtrain.models.trained_cost import only_adapters
 from qtrain.quant import base_scheme, quantize_linears
@@ -140,7 +147,10 @@ def test_memory_grows_and_shrinks_with_what_decides_it():
     assert peak(accumulates=True) - base == 2 * count_parameters(config).total
     assert peak(loss_chunks=8) < base < peak(loss_chunks=1, micro_batch_size=9)
     assert peak(compiled=False) >= base
-    assert peak(linear_input=1.0, remade=1.0) < peak(linear_input=1.0) < base
+    low_bit = {"linears": dict.fromkeys(LAYER_LINEARS, LinearBytes(2, kept_input=1.0))}
+    assert peak(**low_bit, down_input_recomputed=True) < peak(**low_bit) < base
+    one = {"linears": {**dict.fromkeys(LAYER_LINEARS, LinearBytes(2)), "gate_up": LinearBytes(2, kept_input=1.0)}}
+    assert peak(**low_bit) < peak(**one) < base
     estimate = estimate_memory(config, micro_batch_size=8, seq_len=1024)
     assert (
         estimate.peak == max(sum(kinds.values()) for kinds in estimate.moments.values())

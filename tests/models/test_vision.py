@@ -49,7 +49,8 @@ def test_the_cost_is_that_of_the_formulas():
     assert cost.blocks == 6 * 17 * 2 * 12 * 32**2 and cost.head == 6 * 32 * 5 and cost.rows == 17
     assert cost.attention == 3 * 2 * 2 * (2 * 17 * 17 * 32)
     assert cost.other == 6 * 16 * 32 * 3 * 4 * 4  # the patches' convolution
-    assert cost.linear_inputs == 2 * 17 * (32 + 32 + 32 + 128) * 4 and not cost.bypassed
+    inputs = {name: rows * model.get_submodule(name).in_features for name, rows in cost.linear_rows.items()}
+    assert inputs.pop("head") == 32 and sum(inputs.values()) == 2 * 17 * (32 + 32 + 32 + 128) and not cost.bypassed
     a_layer = 17 * 4 * (32 * 2 + 96 + 32 * 2 + 128 * 2)  # norms' inputs and outputs, qkv, attention, mlp
     assert 2 * a_layer < cost.kept < 3 * a_layer
 

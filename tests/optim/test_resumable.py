@@ -55,9 +55,9 @@ def train(run: Run, until: int) -> list[float]:
 
 def saved_run(name: str, steps: int) -> Run:
     run = new_run(name, RunFolder(Path("runs/script/x"), None))
-    run.open_folder()
-    train(run, steps)
-    run.save()
+    with run.opened_folder():
+        train(run, steps)
+        run.save()
     return run
 
 
@@ -78,6 +78,7 @@ def test_another_of_the_family_goes_on_and_says_what_it_converted(first, then, c
     run = saved_run(first, 12)
     expected = train(run, 16)
     resumed = new_run(then, RunFolder(run.folder.path, run.checkpoints.latest()), seed=9)
+    capsys.readouterr()
     resumed.restore()
     out = capsys.readouterr().out
     assert out.count("\n") == 1 and "--resume: optimizer states converted: exp_avg " in out and " -> " in out

@@ -7,15 +7,16 @@ what the schemes are held against.
 import torch
 from torch import Tensor, nn
 
-from qtrain.kernels.numerics.philox import ROLES, random_bits_ref
-from qtrain.quant import LowBitLinear
-from qtrain.quant.dynamic import applies
+from qtrain.kernels.numerics.philox import ROUNDED_TENSORS, random_bits_ref
+from qtrain.kernels.quantize.nvfp4 import SIGNS
+from qtrain.quant import SCHEMES, LowBitLinear
+from qtrain.quant.scheme import applies
 
 Reading = tuple[str, str]
 """Format and granularity, as the GEMM reads the operand: along its rows."""
 
 # largest number, bits of the mantissa, smallest normal exponent
-FLOATS = {"e4m3": (448.0, 3, -6), "e5m2": (57344.0, 2, -14)}
+FLOATS = {"e4m3": (448.0, 3, -6), "e5m2": (57344.0, 2, -14), "e2m1": (6.0, 1, 0)}
 INTEGERS = {"int8": 127.0, "int4": 7.0}
 
 
@@ -46,6 +47,8 @@ def fake_quantize(
     x = x.double()
     if fmt == "mx":
         return _fake_mx(x)
+    if fmt == "nvfp4":
+        return _fake_nvfp4(x, bits)
     largest = INTEGERS.get(fmt) or FLOATS[fmt][0]
     if scale is None:
         scale = (_absmax(x, granularity).float() * (1 / largest)).clamp(min=1e-12)  # kept in fp32
@@ -82,12 +85,27 @@ def _fake_mx(x: Tensor) -> Tensor:
     return rounded_float(x / scale, "e4m3") * scale
 
 
+def _fake_nvfp4(x: Tensor, bits: Tensor | None) -> Tensor:
+    """e2m1 elements in groups of 16 with an e4m3 scale each, under a scale of the whole tensor kept in fp32."""
+    tensor_scale = (x.abs().amax().float() / (6 * 448)).clamp(min=1e-12).double()
+    scale = rounded_float(_absmax(x, "1x16") / 6 / tensor_scale, "e4m3").clamp(min=2.0**-9) * tensor_scale
+    return rounded_float(x / scale, "e2m1", bits) * scale
+
+
+def rotate(x: Tensor) -> Tensor:
+    """x [R, C], fp64: each 16 columns times diag(signs) and the orthonormal Hadamard matrix, C padded with zeros."""
+    hadamard = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(16)] for i in range(16)]).double() / 4
+    groups = nn.functional.pad(x.double(), (0, -x.shape[1] % 16)).unflatten(1, (-1, 16))
+    return (groups * torch.tensor(SIGNS) @ hadamard).flatten(1)
+
+
 def same(a: Reading | None, b: Reading | None = None) -> dict[str, tuple[Reading, Reading] | None]:
     """All three GEMMs read their operands alike."""
     return {gemm: (a, b or a) if a else None for gemm in ("output", "grad_input", "grad_weight")}
 
 
 _BY_TOKEN = ("e4m3", "1x128")
+_ROTATED = ("nvfp4", "1x16 rotated")
 
 TABLE: dict[str, dict[str, tuple[Reading, Reading] | None]] = {
     "int8": same(("int8", "rowwise")),
@@ -103,6 +121,7 @@ TABLE: dict[str, dict[str, tuple[Reading, Reading] | None]] = {
     "fp8_blockwise": same(_BY_TOKEN, ("e4m3", "128x128")) | {"grad_weight": (_BY_TOKEN, _BY_TOKEN)},
     "int4": same(("int8", "rowwise")) | {"output": (("int4", "rowwise"), ("int4", "rowwise"))},
     "mxfp8": same(("mx", "1x32")),
+    "nvfp4": same(("nvfp4", "1x16")) | {"grad_weight": (_ROTATED, _ROTATED)},
 }
 POWER_OF_TWO = {"fp8_rowwise"}
 
@@ -133,6 +152,7 @@ class EmulatedLinear(nn.Module):
 
     key: Tensor | None = None
     stochastic: bool | tuple[str, ...] = False
+    stochastic_tensors: tuple[str, ...] = ("x", "w", "dy")
 
     def __init__(self, linear: nn.Linear, readings: dict, power_of_two: bool):
         super().__init__()
@@ -152,10 +172,10 @@ class EmulatedLinear(nn.Module):
             return [t.double() for t in tensors.values()]
         found = []
         for reading, (name, t) in zip(pair, tensors.items(), strict=True):
-            bits = None
-            if self.key is not None and applies(self.stochastic, gemm):
+            bits, t = None, rotate(t) if reading[1].endswith("rotated") else t
+            if self.key is not None and applies(self.stochastic, gemm) and name in self.stochastic_tensors:
                 turned = (gemm, name) in (("grad_input", "w"), ("grad_weight", "dy"), ("grad_weight", "x"))
-                bits = random_bits_ref(t.t().shape if turned else t.shape, self.key, ROLES.index(name))
+                bits = random_bits_ref(t.t().shape if turned else t.shape, self.key, ROUNDED_TENSORS.index(name))
                 bits = bits.t() if turned else bits
             found.append(fake_quantize(t, reading, self.power_of_two, bits=bits))
         return found
@@ -171,9 +191,12 @@ def emulate(model: nn.Module, readings: dict, power_of_two: bool) -> nn.Module:
 
 def draw_alike(high: nn.Module, low: nn.Module) -> None:
     """Every emulated linear of `high` rounds stochastically where the one of `low` does, with the same bits."""
-    for emulated, linear in zip(high.modules(), low.modules(), strict=True):
+    for name, emulated in high.named_modules():
+        linear = low.get_submodule(name)
         if isinstance(emulated, EmulatedLinear) and isinstance(linear, LowBitLinear):
             emulated.key, emulated.stochastic = linear.key, linear.scheme.stochastic_rounding
+            if SCHEMES.name_of(linear.scheme) == "nvfp4":
+                emulated.stochastic_tensors = ("dy",)
 
 
 def cosine(a: Tensor, b: Tensor) -> float:

@@ -12,8 +12,9 @@ from qtrain.optim import Optimizer
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.schemes import auto
 from qtrain.tensors.stored_weight import StoredWeight
+from qtrain.train.checked_settings import CheckedSettings, check_settings
 from qtrain.train.plan.auto_scheme import resolve_auto_scheme
-from qtrain.train.settings import BatchGeometry, LanguageSettings
+from qtrain.train.settings import LanguageSettings
 from qtrain.train.state.checkpoint import read_meta
 from qtrain.train.state.run import Run, find_run_folder
 from qtrain.train.state.state_dict import model_tensors
@@ -67,10 +68,10 @@ def new_run(scheme: str, options: dict | None = None, seed: int = 0, **changes) 
 )
 def test_goes_on_bit_for_bit(scheme, options):
     run = new_run(scheme, options)
-    run.open_folder()
-    train(run, 2)
-    run.save()
-    losses = train(run, 3)
+    with run.opened_folder():
+        train(run, 2)
+        run.save()
+        losses = train(run, 3)
     again = new_run(scheme, options, seed=1, resume="auto")
     again.restore()
     assert train(again, 3) == losses
@@ -88,8 +89,8 @@ def test_a_checkpoint_holds_codes_and_scales_and_nothing_else():
 
 def test_weights_of_another_format_do_not_load():
     run = new_run("int8_weight")
-    run.open_folder()
-    run.save()
+    with run.opened_folder():
+        run.save()
     with pytest.raises(UserError, match="Resume with the settings of the run"):
         new_run("int4_weight", resume="auto").restore()
     with pytest.raises(UserError, match="lacks"):
@@ -99,18 +100,9 @@ def test_weights_of_another_format_do_not_load():
 # ---- measured --------------------------------------------------------------------------------------------------------
 
 
-def settle(settings, resumed_from=None):
-    scheme = SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")
-    return resolve_auto_scheme(
-        settings,
-        scheme,
-        lambda: empty_model(SOURCE),
-        tokens=16,
-        geometry=BatchGeometry(1, 2, 1),
-        dtype=torch.float32,
-        device=CPU,
-        resumed_from=resumed_from,
-    )
+def resolved(settings: LanguageSettings) -> CheckedSettings:
+    model = empty_model(SOURCE)
+    return resolve_auto_scheme(check_settings(settings, "script"), model, model.lm_head, tokens=16)[0]
 
 
 def test_a_run_that_goes_on_takes_what_it_began_with(monkeypatch):
@@ -119,21 +111,25 @@ def test_a_run_that_goes_on_takes_what_it_began_with(monkeypatch):
     monkeypatch.setattr(auto, "time_linear", lambda scheme, *_: fastest[SCHEMES.name_of(scheme)])
     options = {"candidates": ["bf16", "int8"]}
     flags = LanguageSettings(n_steps=10, run_name="small", quantize="auto", quantize_kwargs=options)
-    settings, scheme, lines = settle(flags)
+    empty = empty_model(SOURCE)
+    checked, lines = resolve_auto_scheme(check_settings(flags, "script"), empty, empty.lm_head, tokens=16)
     chosen = {"32 -> 64": "int8", "32 -> 32": "int8", "32 -> 128": "int8", "64 -> 32": "int8"}
+    settings = checked.settings
     assert settings.quantize_kwargs == {**options, "chosen": chosen} and len(lines) == 5
 
     model = build_model(SOURCE)
-    quantized = quantize_linears(model, scheme, seed=3, head=model.lm_head)
+    quantized = quantize_linears(model, checked.scheme, seed=3, head=model.lm_head)
     assert len(quantized.linears) == 8
     folder = find_run_folder(settings, "script")
     optimizer = Momentum(model.parameters(), {"lr": 0.01})
     run = Run(settings, "script", folder, CPU, model, quantized, optimizer, TrainState())
-    run.open_folder()
-    path = run.save()
+    with run.opened_folder():
+        path = run.save()
     assert read_meta(path)["quantize_kwargs"]["chosen"] == chosen
 
     fastest["bf16"] = 0.5
-    assert settle(flags)[0].quantize_kwargs["chosen"]["32 -> 32"] == "bf16"
-    assert settle(dataclasses.replace(flags, resume="auto"), path)[0] == dataclasses.replace(settings, resume="auto")
-    assert settle(settings)[0] == settings  # config.json as a recipe
+    assert resolved(flags).settings.quantize_kwargs["chosen"]["32 -> 32"] == "bf16"
+    again = dataclasses.replace(flags, resume="auto")
+    assert resolved(again).settings == dataclasses.replace(settings, resume="auto")
+    assert resolved(again).folder.resumed_from == path
+    assert resolved(settings).settings == settings  # config.json as a recipe

@@ -24,11 +24,23 @@ class Format:
     packing: int = 1
     mantissa_bits: int | None = None  # None for integers
     exponent_bias: int = 0
+    values: tuple[float, ...] | None = None
+    """The value of each code where codes are indices; such formats have quantizers of their own (nvfp4.py, nf4.py)."""
 
     @property
     def is_float(self) -> bool:
         return self.mantissa_bits is not None
 
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+NF4_VALUES = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""Quantiles of the normal distribution, as in bitsandbytes."""
 
 FORMATS = {
     fmt.name: fmt
@@ -38,8 +50,13 @@ FORMATS = {
         Format("e5m2", torch.float8_e5m2, 57344.0, mantissa_bits=2, exponent_bias=15),
         Format("int4", torch.uint8, 7.0, packing=2),
         Format("ternary", torch.uint8, 1.0, packing=4),
+        Format("e2m1", torch.uint8, 6.0, packing=2, mantissa_bits=1, exponent_bias=1, values=E2M1_VALUES),
+        Format("nf4", torch.uint8, 1.0, packing=2, values=NF4_VALUES),
     )
 }
+
+LINEAR_FORMATS = tuple(fmt.name for fmt in FORMATS.values() if fmt.values is None)
+"""Formats that `quantize` makes: value = code * scale."""
 
 EIGHT_BITS = tuple(fmt.name for fmt in FORMATS.values() if fmt.packing == 1)
 """Formats of one code a byte."""
@@ -48,7 +65,9 @@ GRANULARITIES: dict[str, tuple[int | None, int | None]] = {
     "tensorwise": (None, None),
     "rowwise": (1, None),
     "1x128": (1, 128),
+    "1x16": (1, 16),
     "1x32": (1, 32),
+    "1x64": (1, 64),
     "128x128": (128, 128),
     "32x32": (32, 32),
 }

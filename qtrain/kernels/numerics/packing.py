@@ -52,5 +52,10 @@ def pack(codes: Tensor, fmt: str) -> Tensor:
 
 
 def unpack(stored: Tensor, fmt: str, columns: int) -> Tensor:
-    """Stored codes -> one code an element [..., K], int8 or fp8."""
-    return stored if FORMATS[fmt].packing == 1 else _unpack_ref(stored, columns, FORMATS[fmt].packing)
+    """Stored codes -> one code per element [..., K], int8 or fp8; the fp32 values where codes index a table."""
+    if FORMATS[fmt].packing == 1:
+        return stored
+    codes = _unpack_ref(stored, columns, FORMATS[fmt].packing)
+    if FORMATS[fmt].values is None:
+        return codes
+    return torch.tensor(FORMATS[fmt].values, device=codes.device)[codes.int() & 15]

@@ -43,7 +43,7 @@ def philox_ref(
     return [c0, c1, c2, c3]
 
 
-ROLES = ("x", "dy", "w", "update")
+ROUNDED_TENSORS = ("x", "dy", "w", "update")
 """The tensors of one linear that are rounded: each draws under its own number. "update": a low-bit weight's new value.
 
 A tensor that is rounded along its rows and along its columns draws once for both: the two never meet in one product.
@@ -54,12 +54,12 @@ def random_bits_ref(shape: torch.Size | tuple[int, ...], key: Tensor, role: int)
     """16 random bits for each element in row-major order, as int32.
 
     key: int64 [3] on the target device: seed (64 bits), step (the lower 32 count), number of the linear; a tensor, so
-    that neither a new step nor another linear recompiles anything. role: index into ROLES.
+    that neither a new step nor another linear recompiles anything. role: index into ROUNDED_TENSORS.
     """
     elements = torch.Size(shape).numel()
     seed, step, linear = key[0:1], key[1:2], key[2:3]
     block = torch.arange((elements + 7) // 8, device=key.device)
-    tensor = (linear * len(ROLES) + role) & WORD
+    tensor = (linear * len(ROUNDED_TENSORS) + role) & WORD
     w0, w1, w2, w3 = philox_ref((block & WORD, block >> 32, tensor, step & WORD), (seed & WORD, (seed >> 32) & WORD))
     halves = torch.stack([w0 | (w1 << 32), w2 | (w3 << 32)], dim=1).view(torch.int16).flatten()
     return halves[:elements].int().bitwise_and_(0xFFFF).view(shape)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.compiler import triton
-from qtrain.kernels.numerics.philox import ROLES
+from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
 from qtrain.kernels.optim.state_formats import StateFormat, row_shape
 from qtrain.kernels.optim.update_kernel import factors_kernel, update_kernel
 from qtrain.kernels.optim.update_rules import MIX_M, MIX_V, RULES, UPDATE_ROLE, Slot, is_stochastic
@@ -176,7 +176,7 @@ class Launches:
             "TILE": kind.tile,
             "LOOPS": kind.loops,
             "COLUMNS": len(_COLUMNS),
-            "N_ROLES": len(ROLES),
+            "N_ROLES": len(ROUNDED_TENSORS),
             "MIX_M": MIX_M,
             "MIX_V": MIX_V,
             "PTX": self.table.is_cuda,

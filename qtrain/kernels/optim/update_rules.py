@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from qtrain.kernels.numerics.philox import ROLES
+from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
 from qtrain.kernels.optim.state_formats import StateFormat
 
 RULES = {"adamw": 0, "lion": 1, "sgd": 2, "sgd_nesterov": 3, "apply": 4}
@@ -12,7 +12,7 @@ SIGNED_STATES = {"adamw": (True, False), "lion": (True,), "sgd": (True,), "sgd_n
 """Of every rule's states: whether they are signed."""
 HYPER = ("lr", "weight_decay", "beta1", "beta2", "eps")
 """The numbers of a parameter group. sgd's momentum is beta1."""
-UPDATE_ROLE = ROLES.index("update")
+UPDATE_ROLE = ROUNDED_TENSORS.index("update")
 
 # One random word for two elements serves the weights and both states: odd multipliers permute the 32-bit words, so that
 # both halves are uniform, and that their errors are nearly uncorrelated.

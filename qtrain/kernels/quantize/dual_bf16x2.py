@@ -37,7 +37,8 @@ from qtrain.kernels.numerics.bf16x2_encode import (
 )
 from qtrain.kernels.numerics.encode import casts_to_fp8, inv_scale_of, scale_from_amax
 from qtrain.kernels.numerics.formats import EIGHT_BITS, FORMATS, empty_scale
-from qtrain.kernels.numerics.philox import ROLES, philox_key
+from qtrain.kernels.numerics.philox import ROUNDED_TENSORS, philox_key
+from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.quantize.absmax import launch_absmax
 
 BLOCK = 128
@@ -289,22 +290,21 @@ def launch_dual_bf16x2(
     x: Tensor,
     fmt: str,
     granularity: str,
+    rounding: Rounding = NEAREST,
     power_of_two: bool = False,
     given: Tensor | None = None,
     absmax: Tensor | None = None,
+    *,
     of_gate: bool = False,
     dy: Tensor | None = None,
-    key: Tensor | None = None,
-    role: int = 0,
-    stochastic: str = "both",
     maxima: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The kernel for `quantize_ref` and `quantize_transposed_ref` at once: codes, scale, codes_t, scale_t.
 
     x contiguous, not empty, `supports_dual_bf16x2`. given: the scale. absmax: int32 [1] of zeros, to receive x's bits
     under a scale that is given. of_gate: what is quantized is swiglu(x) or, where dy is its gradient, the gradient of
-    x; x [M, 2I], I a multiple of BLOCK. key, role, stochastic: as for `quantize_dual`. maxima: the bits of the absmax
-    of rows and of columns, int32, where they are known (rowwise).
+    x; x [M, 2I], I a multiple of BLOCK. maxima: the bits of the absmax of rows and of columns, int32, where they are
+    known (rowwise).
     """
     m, k, form = x.shape[0], x.shape[1] // 2 if of_gate and dy is None else x.shape[1], FORMATS[fmt]
     source, source_t = given, None
@@ -318,9 +318,9 @@ def launch_dual_bf16x2(
     _blocks_kernel[(triton.cdiv(m, BLOCK) * triton.cdiv(k, BLOCK),)](
         x.view(torch.int32), None if dy is None else dy.view(torch.int32),
         codes.view(torch.int16), codes_t.view(torch.int32), scale, scale_t,
-        source, source_t, absmax, key, role, m, k, scale.stride(0), scale_t.stride(0),
-        gate_of(of_gate, dy), key is not None and stochastic != "columns", key is not None and stochastic != "rows",
-        len(ROLES), fmt, form.max, power_of_two, granularity if given is None else "given",
+        source, source_t, absmax, rounding.key, rounding.role, m, k, scale.stride(0), scale_t.stride(0),
+        gate_of(of_gate, dy), rounding.row_key is not None, rounding.column_key is not None,
+        len(ROUNDED_TENSORS), fmt, form.max, power_of_two, granularity if given is None else "given",
         casts_to_fp8(x.device), m % BLOCK == k % BLOCK == 0, BLOCK,
         num_warps=WARPS if dy is None else WARPS_OF_GRADIENT,
         maxnreg=REGISTERS if dy is None else REGISTERS_OF_GRADIENT,

@@ -14,16 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.numerics.formats import NF4_VALUES
 
 BLOCK = 64
-TABLE = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
-    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
-    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
-"""The values of the codes 0 to 15, as bitsandbytes has them."""
-
 WARPS = 4
 GROUPS = 4 * WARPS
 """Blocks of 64 that a program dequantizes at a time: 8 threads, of 4 bytes of codes each, to a block."""
@@ -32,8 +25,8 @@ TILES = 4
 
 
 def nf4_table(device: torch.device | str) -> Tensor:
-    """TABLE as fp32 [16]."""
-    return torch.tensor(TABLE, dtype=torch.float32, device=device)
+    """NF4_VALUES as fp32 [16]."""
+    return torch.tensor(NF4_VALUES, dtype=torch.float32, device=device)
 
 
 def quantize_nf4(x: Tensor) -> tuple[Tensor, Tensor]:

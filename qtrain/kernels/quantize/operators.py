@@ -26,7 +26,7 @@ from qtrain.kernels.numerics.formats import (
     scale_shape,
 )
 from qtrain.kernels.numerics.packing import pack, pack_int4, pack_ternary, unpack, unpack_int4, unpack_ternary
-from qtrain.kernels.numerics.philox import random_bits_ref
+from qtrain.kernels.numerics.rounding import Rounding
 from qtrain.kernels.quantize.absmax import absmax, absmax_ref
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2, supports_dual_bf16x2
 from qtrain.kernels.quantize.rowwise import launch_rowwise
@@ -170,18 +170,9 @@ def dequantize(
 # ---- operators -------------------------------------------------------------------------------------------------------
 
 
-def _kernel_takes(x: Tensor, key: Tensor | None) -> bool:
+def _kernel_takes(x: Tensor, rounding: Rounding) -> bool:
     """Stochastic rounding draws eight elements at a time, which must lie in one row."""
-    return x.is_cuda and x.numel() > 0 and (key is None or x.shape[1] % 8 == 0)
-
-
-def _bits(x: Tensor, key: Tensor | None, role: int) -> Tensor | None:
-    return None if key is None else random_bits_ref(x.shape, key, role)
-
-
-def _of_layouts(drawn: Tensor | None, stochastic: str) -> tuple[Tensor | None, Tensor | None]:
-    """The key, or random bits, of rows and of columns; None for what is rounded to nearest."""
-    return (None if stochastic == "columns" else drawn), (None if stochastic == "rows" else drawn)
+    return x.is_cuda and x.numel() > 0 and (rounding.key is None or x.shape[1] % 8 == 0)
 
 
 def _given(
@@ -201,14 +192,14 @@ def empty_codes(x: Tensor, fmt: str, granularity: str, transposed: bool = False)
 
 
 def _launch(
-    x: Tensor, fmt: str, granularity: str, key: Tensor | None, role: int, power_of_two: bool, given: Tensor | None
+    x: Tensor, fmt: str, granularity: str, rounding: Rounding, power_of_two: bool, given: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The kernel for `quantize`."""
-    if given is None and supports_rowwise_bf16x2(x, fmt, granularity, key is not None):
-        return launch_rowwise_bf16x2(x, fmt, granularity, key, role, power_of_two)
+    if given is None and supports_rowwise_bf16x2(x, fmt, granularity, rounding.row_key is not None):
+        return launch_rowwise_bf16x2(x, fmt, granularity, rounding, power_of_two)
     if given is None and granularity in ("rowwise", "1x128", "1x32"):
-        return launch_rowwise(x, fmt, granularity, key, role, power_of_two)
-    return launch_tiled(x, fmt, granularity, None, key, role, power_of_two, given)
+        return launch_rowwise(x, fmt, granularity, rounding, power_of_two)
+    return launch_tiled(x, fmt, granularity, None, rounding, power_of_two, given)
 
 
 @torch.library.custom_op("qtrain::quantize", mutates_args=())
@@ -226,11 +217,12 @@ def quantize(
     key, role: rounds stochastically under `random_bits_ref`; None rounds to nearest even. scale: fp32 [1], given for
     the whole tensor (delayed scaling; tensorwise only), returned as a copy.
     """
-    if not _kernel_takes(x, key):
-        codes, used = quantize_ref(x, fmt, granularity, _bits(x, key, role), power_of_two, scale)
+    rounding = Rounding(key, role)
+    if not _kernel_takes(x, rounding):
+        codes, used = quantize_ref(x, fmt, granularity, rounding.bits(x.shape)[0], power_of_two, scale)
         return codes, used if scale is None else used.clone()
     x = x.contiguous()
-    return _launch(x, fmt, granularity, key, role, power_of_two, _given(x, fmt, granularity, scale, power_of_two))
+    return _launch(x, fmt, granularity, rounding, power_of_two, _given(x, fmt, granularity, scale, power_of_two))
 
 
 @quantize.register_fake
@@ -252,11 +244,12 @@ def quantize_transposed(
 
     Random bits belong to the elements of x: they are the same as in `quantize`.
     """
-    if not _kernel_takes(x, key):
-        codes, used = quantize_transposed_ref(x, fmt, granularity, _bits(x, key, role), power_of_two, scale)
+    rounding = Rounding(key, role)
+    if not _kernel_takes(x, rounding):
+        codes, used = quantize_transposed_ref(x, fmt, granularity, rounding.bits(x.shape)[1], power_of_two, scale)
         return codes, used if scale is None else used.clone()
     x, given = x.contiguous(), _given(x, fmt, granularity, scale, power_of_two, transposed=True)
-    return launch_tiled(x, fmt, None, granularity, key, role, power_of_two, scale_t=given)
+    return launch_tiled(x, fmt, None, granularity, rounding, power_of_two, scale_t=given)
 
 
 @quantize_transposed.register_fake
@@ -272,36 +265,37 @@ def quantize_dual(
     granularity_t: str,
     key: Tensor | None = None,
     role: int = 0,
+    rows: bool = True,
+    columns: bool = True,
     power_of_two: bool = False,
     scale: Tensor | None = None,
     fmt_t: str | None = None,
-    stochastic: str = "both",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`quantize` and `quantize_transposed` of x in one: codes, scale, codes_t, scale_t. fmt_t: format of the latter.
 
-    stochastic: "rows", "columns" or "both", which codes are rounded stochastically where there is a key.
+    key, role, rows, columns: a `Rounding`.
     """
-    fmt_t = fmt_t or fmt
-    if not _kernel_takes(x, key):
-        row_bits, column_bits = _of_layouts(_bits(x, key, role), stochastic)
+    fmt_t, rounding = fmt_t or fmt, Rounding(key, role, rows, columns)
+    if not _kernel_takes(x, rounding):
+        row_bits, column_bits = rounding.bits(x.shape)
         codes, used = quantize_ref(x, fmt, granularity, row_bits, power_of_two, scale)
         codes_t, used_t = quantize_transposed_ref(x, fmt_t, granularity_t, column_bits, power_of_two, scale)
         return (codes, used, codes_t, used_t) if scale is None else (codes, used.clone(), codes_t, used_t.clone())
     x, given = x.contiguous(), _given(x, fmt, granularity, scale, power_of_two)
     given_t = _given(x, fmt_t, granularity_t, scale, power_of_two, transposed=True)
     if (fmt, granularity) == (fmt_t, granularity_t) and supports_dual_bf16x2(x, fmt, granularity, given is not None):
-        return launch_dual_bf16x2(x, fmt, granularity, power_of_two, given, key=key, role=role, stochastic=stochastic)
-    row_key, column_key = _of_layouts(key, stochastic)
-    if (given is None) != (given_t is None) or (row_key is None) != (column_key is None):
-        row_codes = _launch(x, fmt, granularity, row_key, role, power_of_two, given)
-        return *row_codes, *launch_tiled(x, fmt_t, None, granularity_t, column_key, role, power_of_two, scale_t=given_t)
-    return launch_tiled(x, fmt, granularity, granularity_t, key, role, power_of_two, given, fmt_t, given_t)
+        return launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, given)
+    if (given is None) != (given_t is None) or not rounding.same:
+        row_codes = _launch(x, fmt, granularity, rounding, power_of_two, given)
+        return *row_codes, *launch_tiled(x, fmt_t, None, granularity_t, rounding, power_of_two, scale_t=given_t)
+    return launch_tiled(x, fmt, granularity, granularity_t, rounding, power_of_two, given, fmt_t, given_t)
 
 
 @quantize_dual.register_fake
 def _(
-    x, fmt, granularity, granularity_t, key=None, role=0, power_of_two=False, scale=None, fmt_t=None, stochastic="both"
-):
+    x, fmt, granularity, granularity_t,
+    key=None, role=0, rows=True, columns=True, power_of_two=False, scale=None, fmt_t=None,
+):  # fmt: skip
     return *empty_codes(x, fmt, granularity), *empty_codes(x, fmt_t or fmt, granularity_t, transposed=True)
 
 
@@ -312,36 +306,34 @@ def quantize_dual_given_scale(
     scale: Tensor,
     key: Tensor | None = None,
     role: int = 0,
+    rows: bool = True,
+    columns: bool = True,
     fmt_t: str | None = None,
-    stochastic: str = "both",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [M, K] with its scale fp32 [1] given -> codes [M, K], codes_t [K, M], absmax fp32 [1] of x, from one read.
 
-    stochastic: as in `quantize_dual`.
+    key, role, rows, columns: a `Rounding`.
     """
-    fmt_t = fmt_t or fmt
-    if not _kernel_takes(x, key):
-        row_bits, column_bits = _of_layouts(_bits(x, key, role), stochastic)
+    fmt_t, rounding = fmt_t or fmt, Rounding(key, role, rows, columns)
+    if not _kernel_takes(x, rounding):
+        row_bits, column_bits = rounding.bits(x.shape)
         codes, _ = quantize_ref(x, fmt, "tensorwise", row_bits, scale=scale)
         codes_t, _ = quantize_transposed_ref(x, fmt_t, "tensorwise", column_bits, scale=scale)
         return codes, codes_t, absmax_ref(x)
     x, most = x.contiguous(), torch.zeros(1, dtype=torch.int32, device=x.device)
-    row_key, column_key = _of_layouts(key, stochastic)
     if fmt == fmt_t and supports_dual_bf16x2(x, fmt, "tensorwise", True):
-        codes, _, codes_t, _ = launch_dual_bf16x2(
-            x, fmt, "tensorwise", False, scale, most, key=key, role=role, stochastic=stochastic
-        )
-    elif (row_key is None) != (column_key is None):
-        codes, _ = launch_tiled(x, fmt, "tensorwise", None, row_key, role, False, scale, absmax=most)
-        codes_t, _ = launch_tiled(x, fmt_t, None, "tensorwise", column_key, role, scale_t=scale)
+        codes, _, codes_t, _ = launch_dual_bf16x2(x, fmt, "tensorwise", rounding, False, scale, most)
+    elif not rounding.same:
+        codes, _ = launch_tiled(x, fmt, "tensorwise", None, rounding, False, scale, absmax=most)
+        codes_t, _ = launch_tiled(x, fmt_t, None, "tensorwise", rounding, scale_t=scale)
     else:
         codes, _, codes_t, _ = launch_tiled(
-            x, fmt, "tensorwise", "tensorwise", key, role, False, scale, fmt_t, scale, most
+            x, fmt, "tensorwise", "tensorwise", rounding, False, scale, fmt_t, scale, most
         )
     return codes, codes_t, most.view(torch.float32)
 
 
 @quantize_dual_given_scale.register_fake
-def _(x, fmt, scale, key=None, role=0, fmt_t=None, stochastic="both"):
+def _(x, fmt, scale, key=None, role=0, rows=True, columns=True, fmt_t=None):
     codes_t = empty_codes(x, fmt_t or fmt, "tensorwise", transposed=True)[0]
     return empty_codes(x, fmt, "tensorwise")[0], codes_t, x.new_empty(1, dtype=torch.float32)

@@ -18,7 +18,8 @@ from qtrain.kernels.numerics.encode import (
     zero_nonfinite,
 )
 from qtrain.kernels.numerics.formats import FORMATS, codes_shape, empty_scale, group_shape
-from qtrain.kernels.numerics.philox import ROLES, philox_bits
+from qtrain.kernels.numerics.philox import ROUNDED_TENSORS, philox_bits
+from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 
 LONGEST = 16384
 """The longest row that one program keeps in registers."""
@@ -84,8 +85,7 @@ def launch_rowwise(
     x: Tensor,
     fmt: str,
     granularity: str,
-    key: Tensor | None = None,
-    role: int = 0,
+    rounding: Rounding = NEAREST,
     power_of_two: bool = False,
     *,
     elements: int = 4096,
@@ -96,13 +96,13 @@ def launch_rowwise(
 
     elements: what a program takes at least, of short groups; longest, piece: for tests, see LONGEST and PIECE.
     """
-    (m, k), form = x.shape, FORMATS[fmt]
+    (m, k), form, key, role = x.shape, FORMATS[fmt], rounding.row_key, rounding.role
     codes = torch.empty(codes_shape(fmt, m, k), dtype=form.dtype, device=x.device)
     scale = empty_scale(granularity, m, k, x)
     width = group_shape(granularity, m, k)[1]
     block = triton.next_power_of_2(width) if len(scale.shape) == 2 else max(triton.next_power_of_2(width), 256)
     stochastic = key is not None
-    options = (fmt, form.max, form.packing, power_of_two, stochastic, len(ROLES), casts_to_fp8(x.device))
+    options = (fmt, form.max, form.packing, power_of_two, stochastic, len(ROUNDED_TENSORS), casts_to_fp8(x.device))
     if block <= longest and (block <= PIECE or 4 * width >= 3 * block):
         groups, per_block = scale.numel(), max(elements // block, 1)
         _groups_kernel[(triton.cdiv(groups, per_block),)](

@@ -13,7 +13,8 @@ from qtrain.kernels.numerics.bf16x2 import largest_of_rows, magnitudes
 from qtrain.kernels.numerics.bf16x2_encode import quick_reciprocal, store_codes
 from qtrain.kernels.numerics.encode import casts_to_fp8, scale_from_amax
 from qtrain.kernels.numerics.formats import EIGHT_BITS, FORMATS, empty_scale, group_shape
-from qtrain.kernels.numerics.philox import ROLES, philox_key
+from qtrain.kernels.numerics.philox import ROUNDED_TENSORS, philox_key
+from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 
 WORDS, WORDS_A_THREAD = 2048, 24
 """Of a program that takes short rows, about, and of a thread at most."""
@@ -83,19 +84,20 @@ def supports_rowwise_bf16x2(x: Tensor, fmt: str, granularity: str, stochastic: b
 
 
 def launch_rowwise_bf16x2(
-    x: Tensor, fmt: str, granularity: str, key: Tensor | None = None, role: int = 0, power_of_two: bool = False
+    x: Tensor, fmt: str, granularity: str, rounding: Rounding = NEAREST, power_of_two: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The kernel for `quantize_ref`. x contiguous, not empty, `supports_rowwise_bf16x2`."""
-    (m, k), form = x.shape, FORMATS[fmt]
+    (m, k), form, key = x.shape, FORMATS[fmt], rounding.row_key
     codes, scale = x.new_empty(m, k, dtype=form.dtype), empty_scale(granularity, m, k, x)
     grouped = granularity == "1x128"
     block, rest = (group_shape(granularity, m, k)[1] // 2, 0) if grouped else pieces(k // 2)
     rows = max(WORDS // triton.next_power_of_2(block + rest), 1)
     warps = triton.next_power_of_2(triton.cdiv(rows * (block + rest), 32 * WORDS_A_THREAD))
     _row_words_kernel[(triton.cdiv(m, rows) * (triton.cdiv(k // 2, block) if grouped else 1),)](
-        x.view(-1).view(torch.int32), codes.view(torch.int16), scale, key, role, m, k // 2,
+        x.view(-1).view(torch.int32), codes.view(torch.int16), scale, key, rounding.role, m, k // 2,
         scale.stride(0), scale.stride(1) if grouped else 0,
-        key is not None, len(ROLES), fmt, form.max, power_of_two, casts_to_fp8(x.device), grouped, rows, block, rest,
+        key is not None, len(ROUNDED_TENSORS), fmt, form.max, power_of_two, casts_to_fp8(x.device),
+        grouped, rows, block, rest,
         num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scale

@@ -24,7 +24,8 @@ from qtrain.kernels.numerics.encode import (
     zero_nonfinite,
 )
 from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, Format, codes_shape, empty_scale
-from qtrain.kernels.numerics.philox import ROLES, philox_bits
+from qtrain.kernels.numerics.philox import ROUNDED_TENSORS, philox_bits
+from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.quantize.absmax import launch_absmax
 
 
@@ -210,8 +211,7 @@ def launch_tiled(
     fmt: str,
     granularity: str | None,
     granularity_t: str | None,
-    key: Tensor | None = None,
-    role: int = 0,
+    rounding: Rounding = NEAREST,
     power_of_two: bool = False,
     scale: Tensor | None = None,
     fmt_t: str | None = None,
@@ -223,10 +223,12 @@ def launch_tiled(
 ) -> list[Tensor]:
     """The kernels for `quantize_ref` and `quantize_transposed_ref`: (codes, scale) of each granularity that is given.
 
-    x contiguous, not empty; K % 8 == 0 with a key. scale, scale_t: given. absmax: int32 [1] of zeros, to receive the
-    bits of x's.
+    x contiguous, not empty; K % 8 == 0 with a key; two layouts are rounded the same way. scale, scale_t: given.
+    absmax: int32 [1] of zeros, to receive the bits of x's.
     """
     m, k = x.shape
+    assert rounding.same or not (granularity and granularity_t), "the kernel rounds both layouts the same way"
+    key = rounding.row_key if granularity else rounding.column_key
     tile = tile or _tile(fmt, granularity, granularity_t, key is not None)
     block_m, block_k = tile.block_m, tile.block_k
     rows = granularity and _Side.of(fmt, granularity, (m, k), (block_m, block_k))
@@ -252,9 +254,9 @@ def launch_tiled(
         x,
         None if codes is None else codes.view(torch.int8),
         None if codes_t is None else codes_t.view(torch.int8),
-        scale, scale_t, source, source_t, absmax, key, role, m, k, *told.strides, *told_t.strides,
+        scale, scale_t, source, source_t, absmax, key, rounding.role, m, k, *told.strides, *told_t.strides,
         *told.constants, *told_t.constants, rows is not None, columns is not None, same, absmax is not None,
-        given, power_of_two, key is not None, len(ROLES), casts_to_fp8(x.device), backwards, tile.reload,
+        given, power_of_two, key is not None, len(ROUNDED_TENSORS), casts_to_fp8(x.device), backwards, tile.reload,
         block_m, block_k, num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
     return [t for t in (codes, scale, codes_t, scale_t) if t is not None]

@@ -24,7 +24,8 @@ from qtrain.kernels.numerics.bf16x2 import (
 from qtrain.kernels.numerics.bf16x2_encode import encode_bf16x2, four_codes, quick_reciprocal, two_halves, two_rows
 from qtrain.kernels.numerics.encode import casts_to_fp8, scale_from_amax
 from qtrain.kernels.numerics.formats import FORMATS, empty_scale
-from qtrain.kernels.numerics.philox import ROLES, philox_key
+from qtrain.kernels.numerics.philox import ROUNDED_TENSORS, philox_key
+from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.quantize.absmax import record_amax_bf16x2
 
 BLOCK_M, BLOCK_K = 32, 128
@@ -121,24 +122,23 @@ def launch_quantize_swiglu_backward(
     dy: Tensor,
     y_columns: Tensor,
     fmt: str,
+    rounding: Rounding = NEAREST,
     power_of_two: bool = False,
-    key: Tensor | None = None,
-    role: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
     """x [M, 2I], dy [M, I] bf16, contiguous, not empty, M and I multiples of 16 -> of y = swiglu(x) the codes [I, M]
     and the scale fp32 [I] that `quantize_transposed_ref` gives rowwise; dx [M, 2I] bf16; and the bits of the absmax of
     dx's rows [M] and columns [2I], int32.
 
-    y_columns: those of y's columns, int32 [I]. fmt, power_of_two, key, role: of y's codes.
+    y_columns: those of y's columns, int32 [I]. fmt, rounding, power_of_two: of y's codes.
     """
-    (m, k), form = dy.shape, FORMATS[fmt]
+    (m, k), form, key = dy.shape, FORMATS[fmt], rounding.column_key
     dx, codes_t = torch.empty_like(x), x.new_empty(k, m, dtype=form.dtype)
     scale_t = empty_scale("rowwise", k, m, x)
     found = torch.zeros(m + 2 * k, dtype=torch.int32, device=x.device)
     _gradient_kernel[(triton.cdiv(m, BLOCK_M) * triton.cdiv(k, BLOCK_K),)](
         x.view(torch.int32), dy.view(torch.int32), dx.view(torch.int32), codes_t.view(torch.int32), scale_t, y_columns,
-        found[:m], found[m:], key, role, m, k,
-        key is not None, len(ROLES), fmt, form.max, power_of_two, casts_to_fp8(x.device),
+        found[:m], found[m:], key, rounding.role, m, k,
+        key is not None, len(ROUNDED_TENSORS), fmt, form.max, power_of_two, casts_to_fp8(x.device),
         m % BLOCK_M == k % BLOCK_K == 0, BLOCK_M, BLOCK_K,
         num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.numerics.formats import EIGHT_BITS
-from qtrain.kernels.numerics.philox import ROLES
+from qtrain.kernels.numerics.rounding import Rounding
 from qtrain.kernels.quantize.absmax import absmax_of_columns_ref
 from qtrain.kernels.quantize.dual_bf16x2 import BLOCK, launch_dual_bf16x2, supports_dual_bf16x2
 from qtrain.kernels.quantize.operators import (
@@ -65,23 +65,21 @@ def quantize_swiglu(
     dy: Tensor | None,
     fmt: str,
     granularity: str,
-    power_of_two: bool = False,
     key: Tensor | None = None,
     role: int = 0,
-    stochastic: str = "both",
+    rows: bool = True,
+    columns: bool = True,
+    power_of_two: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`quantize_dual` of y, or of dx: codes, scale, codes_t, scale_t; both layouts in the same format."""
-    x, dy = x.contiguous(), None if dy is None else dy.contiguous()
+    x, dy, rounding = x.contiguous(), None if dy is None else dy.contiguous(), Rounding(key, role, rows, columns)
     if not (supports_swiglu_dual(fmt, granularity) and _direct(x, dy, fmt, granularity)):
-        y = activation(x, dy)
-        return quantize_dual(y, fmt, granularity, granularity, key, role, power_of_two, stochastic=stochastic)
-    return launch_dual_bf16x2(
-        x, fmt, granularity, power_of_two, of_gate=True, dy=dy, key=key, role=role, stochastic=stochastic
-    )
+        return quantize_dual(activation(x, dy), fmt, granularity, granularity, *rounding, power_of_two)
+    return launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, of_gate=True, dy=dy)
 
 
 @quantize_swiglu.register_fake
-def _(x, dy, fmt, granularity, power_of_two=False, key=None, role=0, stochastic="both"):
+def _(x, dy, fmt, granularity, key=None, role=0, rows=True, columns=True, power_of_two=False):
     made = _empty_like(x, dy)
     return *empty_codes(made, fmt, granularity), *empty_codes(made, fmt, granularity, transposed=True)
 
@@ -94,19 +92,20 @@ def quantize_swiglu_given_scale(
     scale: Tensor,
     key: Tensor | None = None,
     role: int = 0,
-    stochastic: str = "both",
+    rows: bool = True,
+    columns: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`quantize_dual_given_scale` of y, or of dx: codes, codes_t, absmax fp32 [1]. scale: fp32 [1]."""
-    x, dy = x.contiguous(), None if dy is None else dy.contiguous()
+    x, dy, rounding = x.contiguous(), None if dy is None else dy.contiguous(), Rounding(key, role, rows, columns)
     if not _direct(x, dy, fmt, "tensorwise", True):
-        return quantize_dual_given_scale(activation(x, dy), fmt, scale, key, role, stochastic=stochastic)
+        return quantize_dual_given_scale(activation(x, dy), fmt, scale, *rounding)
     most = torch.zeros(1, dtype=torch.int32, device=x.device)
-    codes, _, codes_t, _ = launch_dual_bf16x2(x, fmt, "tensorwise", False, scale, most, True, dy, key, role, stochastic)
+    codes, _, codes_t, _ = launch_dual_bf16x2(x, fmt, "tensorwise", rounding, False, scale, most, of_gate=True, dy=dy)
     return codes, codes_t, most.view(torch.float32)
 
 
 @quantize_swiglu_given_scale.register_fake
-def _(x, dy, fmt, scale, key=None, role=0, stochastic="both"):
+def _(x, dy, fmt, scale, key=None, role=0, rows=True, columns=True):
     made = _empty_like(x, dy)
     codes, codes_t = empty_codes(made, fmt, "tensorwise")[0], empty_codes(made, fmt, "tensorwise", transposed=True)[0]
     return codes, codes_t, x.new_empty(1, dtype=torch.float32)
@@ -114,21 +113,19 @@ def _(x, dy, fmt, scale, key=None, role=0, stochastic="both"):
 
 @torch.library.custom_op("qtrain::quantize_swiglu_rowwise", mutates_args=())
 def quantize_swiglu_rowwise(
-    x: Tensor, fmt: str, power_of_two: bool = False, key: Tensor | None = None
+    x: Tensor, fmt: str, key: Tensor | None = None, role: int = 0, power_of_two: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`quantize` of y along its rows: codes, scale; and what `quantize_swiglu_backward` wants to know of its columns.
-
-    key: rounds stochastically, as the x of its linear.
-    """
-    x, role = x.contiguous(), ROLES.index("x")
+    """`quantize` of y along its rows: codes, scale; and bits of the absmax of its columns, int32 [I], for
+    `quantize_swiglu_backward`."""
+    x = x.contiguous()
     if _direct(x, None, fmt, "rowwise"):
-        return launch_quantize_swiglu_rowwise(x, fmt, power_of_two, key, role)
+        return launch_quantize_swiglu_rowwise(x, fmt, Rounding(key, role), power_of_two)
     y = swiglu(x)
     return *quantize(y, fmt, "rowwise", key, role, power_of_two), absmax_of_columns_ref(y)
 
 
 @quantize_swiglu_rowwise.register_fake
-def _(x, fmt, power_of_two=False, key=None):
+def _(x, fmt, key=None, role=0, power_of_two=False):
     y = _empty_like(x, None)
     return *empty_codes(y, fmt, "rowwise"), x.new_empty(y.shape[1], dtype=torch.int32)
 
@@ -137,33 +134,35 @@ def _(x, fmt, power_of_two=False, key=None):
 def quantize_swiglu_backward(
     x: Tensor,
     dy: Tensor,
-    columns: Tensor,
+    column_amax: Tensor,
     fmt: str,
-    power_of_two: bool,
     key: Tensor | None,
+    role: int,
+    rows: bool,
+    columns: bool,
+    power_of_two: bool,
     fmt_y: str,
-    power_of_two_y: bool,
     key_y: Tensor | None,
-    stochastic: str = "both",
+    role_y: int,
+    power_of_two_y: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`quantize_dual` of dx, rowwise: codes, scale, codes_t, scale_t; and `quantize_transposed` of y: codes_t, scale_t.
 
-    columns: as `quantize_swiglu_rowwise` gave it. key, stochastic: dx's, drawn as the dy of its linear; key_y: y's.
+    column_amax: y's, as `quantize_swiglu_rowwise` gave it. key, role, rows, columns: the `Rounding` of dx; key_y,
+    role_y: of y's transposed codes.
     """
-    x, dy, role, role_y = x.contiguous(), dy.contiguous(), ROLES.index("dy"), ROLES.index("x")
+    x, dy, rounding = x.contiguous(), dy.contiguous(), Rounding(key, role, rows, columns)
     if not (_direct(x, dy, fmt, "rowwise") and supports_swiglu_rowwise(fmt_y, "rowwise")):
-        dual = quantize_dual(
-            swiglu_backward(dy, x), fmt, "rowwise", "rowwise", key, role, power_of_two, stochastic=stochastic
-        )
+        dual = quantize_dual(swiglu_backward(dy, x), fmt, "rowwise", "rowwise", *rounding, power_of_two)
         return *dual, *quantize_transposed(swiglu(x), fmt_y, "rowwise", key_y, role_y, power_of_two_y)
-    codes_t, scale_t, dx, maxima = launch_quantize_swiglu_backward(x, dy, columns, fmt_y, power_of_two_y, key_y, role_y)
-    dual = launch_dual_bf16x2(
-        dx, fmt, "rowwise", power_of_two, key=key, role=role, stochastic=stochastic, maxima=maxima
+    codes_t, scale_t, dx, maxima = launch_quantize_swiglu_backward(
+        x, dy, column_amax, fmt_y, Rounding(key_y, role_y), power_of_two_y
     )
+    dual = launch_dual_bf16x2(dx, fmt, "rowwise", rounding, power_of_two, maxima=maxima)
     return *dual, codes_t, scale_t
 
 
 @quantize_swiglu_backward.register_fake
-def _(x, dy, columns, fmt, power_of_two, key, fmt_y, power_of_two_y, key_y, stochastic="both"):
+def _(x, dy, column_amax, fmt, key, role, rows, columns, power_of_two, fmt_y, key_y, role_y, power_of_two_y):
     dual = *empty_codes(x, fmt, "rowwise"), *empty_codes(x, fmt, "rowwise", transposed=True)
     return *dual, *empty_codes(dy, fmt_y, "rowwise", transposed=True)

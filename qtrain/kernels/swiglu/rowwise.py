@@ -13,7 +13,8 @@ from qtrain.kernels.numerics.bf16x2 import gated, larger, larger_half, largest, 
 from qtrain.kernels.numerics.bf16x2_encode import quick_reciprocal, store_codes
 from qtrain.kernels.numerics.encode import casts_to_fp8, scale_from_amax
 from qtrain.kernels.numerics.formats import FORMATS, empty_scale
-from qtrain.kernels.numerics.philox import ROLES, philox_key
+from qtrain.kernels.numerics.philox import ROUNDED_TENSORS, philox_key
+from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.quantize.absmax import record_amax_bf16x2
 from qtrain.kernels.quantize.rowwise_bf16x2 import pieces
 
@@ -75,16 +76,12 @@ def _gated_rows_kernel(
 
 
 def launch_quantize_swiglu_rowwise(
-    x: Tensor,
-    fmt: str,
-    power_of_two: bool = False,
-    key: Tensor | None = None,
-    role: int = 0,
+    x: Tensor, fmt: str, rounding: Rounding = NEAREST, power_of_two: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [M, 2I] bf16, contiguous, not empty, M and I multiples of 16 -> of y = swiglu(x) the codes [M, I] and the
     scale fp32 [M] that `quantize_ref` gives rowwise, and the bits of its columns' absmax, int32 [I].
     """
-    (m, width), form = x.shape, FORMATS[fmt]
+    (m, width), form, key = x.shape, FORMATS[fmt], rounding.row_key
     words = width // 4
     codes, scale = x.new_empty(m, width // 2, dtype=form.dtype), empty_scale("rowwise", m, width // 2, x)
     columns = torch.zeros(width // 2, dtype=torch.int32, device=x.device)
@@ -94,8 +91,8 @@ def launch_quantize_swiglu_rowwise(
     stages = STAGES if 8 * (block + rest) <= SHARED else 1
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
     _gated_rows_kernel[(min(processors * together, m),)](
-        x.view(torch.int32), codes.view(torch.int16), scale, columns, key, role, m, words,
-        key is not None, len(ROLES), fmt, form.max, power_of_two, casts_to_fp8(x.device), block, rest, stages,
+        x.view(torch.int32), codes.view(torch.int16), scale, columns, key, rounding.role, m, words,
+        key is not None, len(ROUNDED_TENSORS), fmt, form.max, power_of_two, casts_to_fp8(x.device), block, rest, stages,
         num_warps=warps, maxnreg=65536 // (32 * warps * together) // 8 * 8, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scale, columns

@@ -14,5 +14,6 @@ from qtrain.quant.schemes import (  # noqa: F401  (each registers itself)
     int8_blockwise,
     int8_weight,
     mxfp8,
+    nvfp4,
     switchback,
 )

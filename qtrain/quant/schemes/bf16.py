@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from qtrain.quant.scheme import SCHEMES, Gemm, Scheme
+from qtrain.quant.gemm_table import Gemm
+from qtrain.quant.scheme import SCHEMES, Scheme
 
 
 @SCHEMES.register("bf16")

@@ -1,22 +1,23 @@
-"""What the FP8 schemes share: their options, and which formats their GEMMs read.
+"""What the FP8 schemes share: their options, and the formats that their GEMMs read.
 
-x and w are e4m3 (3 bits of mantissa); dy too, or e5m2, whose range of exponents is twice as wide and whose steps are
-twice as coarse (Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433).
+x and w are e4m3 (3 mantissa bits); dy is e4m3 too, or e5m2, which has one more exponent bit and half the precision
+(Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433).
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 from qtrain.errors import UserError
-from qtrain.quant.dynamic import DynamicScheme, Read
-from qtrain.quant.scheme import Gemm
+from qtrain.quant.gemm_table import Gemm
+from qtrain.quant.scheme import LowBitScheme
+from qtrain.tensors.quantized_tensor import OperandFormat
 
 Arithmetic = Literal["fp8", "bf16"]
 
 
 @dataclass(frozen=True)
-class Fp8(DynamicScheme):
-    """The options of every FP8 scheme; a subclass says the granularity of each operand."""
+class Fp8(LowBitScheme):
+    """The options of every FP8 scheme; a subclass gives the granularity of each operand."""
 
     output: Arithmetic = "fp8"
     grad_input: Arithmetic = "fp8"
@@ -26,7 +27,7 @@ class Fp8(DynamicScheme):
     stochastic_rounding: bool | tuple[Gemm, ...] = False
 
     def __post_init__(self) -> None:
-        """UserError for options that nothing would read."""
+        """UserError for a gradient format that no GEMM reads."""
         super().__post_init__()
         if self.grad_format != "e4m3" and self.grad_input == self.grad_weight == "bf16":
             raise UserError(
@@ -38,17 +39,17 @@ class Fp8(DynamicScheme):
         """Granularity of the two operands of `gemm`."""
         raise NotImplementedError
 
-    def reads(self, gemm: Gemm) -> tuple[Read, Read] | None:
-        if getattr(self, gemm) == "bf16":
-            return None
+    def low_bit_formats(self, gemm: Gemm) -> tuple[OperandFormat, OperandFormat]:
         a, b = self.granularities(gemm)
-        return Read("e4m3" if gemm == "output" else self.grad_format, a), Read("e4m3", b)
+        return OperandFormat("e4m3" if gemm == "output" else self.grad_format, a), OperandFormat("e4m3", b)
 
 
 @dataclass(frozen=True)
 class Fp8Epilogue(Fp8):
-    """Those whose scales leave the sum, so that the tensor cores add up all of it. `fast_accum`: in their own
-    accumulators, which hold fewer bits than fp32; else parts of 128 are added in fp32. A weight's gradient, a sum over
-    all tokens, is the longest and loses the most."""
+    """FP8 schemes whose scales are applied in the epilogue, so that the tensor cores accumulate the whole sum.
+
+    `fast_accum`: in their own accumulators, which hold fewer bits than fp32; otherwise partial sums of 128 products are
+    added in fp32. `grad_weight`, a sum over all tokens, is the longest and loses the most.
+    """
 
     fast_accum: bool | tuple[Gemm, ...] = ("output", "grad_input")

@@ -1,13 +1,14 @@
-"""DeepSeek-V3's fine-grained FP8 (arXiv:2412.19437, section 3.3): a scale for every 128 neighbours along the sum.
+"""DeepSeek-V3's fine-grained FP8 (arXiv:2412.19437, section 3.3): one scale for every 128 elements along the sum.
 
-Activations and gradients have a scale for each 1x128 of a row, weights for each 128x128; both operands of `grad_weight`
-are scaled 1x128 along the tokens, after transposition. An outlier spoils the 128 values around it, not its row. The
-partial product of each block of the sum is scaled and added up in fp32. e4m3 everywhere.
+Activations and gradients have one scale per 1x128 of a row, weights one per 128x128; both operands of `grad_weight` are
+scaled 1x128 along the tokens, after transposition. An outlier degrades the 128 values around it, not its row. The
+partial product of each K block is scaled and accumulated in fp32. e4m3 everywhere.
 """
 
 from dataclasses import dataclass
 
-from qtrain.quant.scheme import SCHEMES, Gemm
+from qtrain.quant.gemm_table import Gemm
+from qtrain.quant.scheme import SCHEMES
 from qtrain.quant.schemes.fp8 import Fp8
 
 

@@ -1,13 +1,14 @@
 """torchao's recipe "rowwise_with_gw_hp": the weight's gradient stays in high precision.
 
-x and dy are scaled along their rows only; w along its rows for `output` and as a whole for `grad_input`. So no tensor
-of a micro-batch needs the absmax of its columns, nor transposed codes, and `grad_weight`, which sums over all tokens,
+x and dy are scaled along their rows only; w along its rows for `output` and tensorwise for `grad_input`. So no tensor
+of a micro-batch needs the absmax of its columns or transposed codes, and `grad_weight`, which sums over all tokens,
 multiplies the tensors themselves.
 """
 
 from dataclasses import dataclass
 
-from qtrain.quant.scheme import SCHEMES, Gemm
+from qtrain.quant.gemm_table import Gemm
+from qtrain.quant.scheme import SCHEMES
 from qtrain.quant.schemes.fp8 import Arithmetic, Fp8Epilogue
 
 

@@ -1,11 +1,11 @@
-"""torchao's recipe "tensorwise": one scale a tensor, which cuBLAS and our kernels multiply fastest.
+"""torchao's recipe "tensorwise": one scale per tensor, the cheapest to multiply.
 
-y = (qx · qwᵀ) * sx * sw, with q = e4m3(t / s) and s = absmax of the whole tensor / 448
+    y = (qx · qwᵀ) * sx * sw, with q = e4m3(t / s) and s = absmax of the whole tensor / 448
 
-Both layouts of a tensor have the same codes and scale. With dynamic scaling the scale is that of the tensor's own
-absmax, which takes a pass over it before it is quantized. With delayed it comes from the last `history` steps
-(`delayed.py`), the tensor is read once, and what has grown beyond it saturates. That is FP8's alone: its codes reach
-far below the scale, where INT8's are all zero once gradients have shrunk; INT8 did not learn so.
+Both layouts of a tensor have the same codes and scale. Dynamic scaling computes the absmax in a pass over the tensor
+before it is quantized. Delayed scaling takes the scale from the last `history` steps (`delayed_scaling.py`): the tensor
+is read once, and values beyond the scale saturate. Only FP8 has it: its smallest code is far below the scale, while
+INT8's codes are all zero once gradients have shrunk (measured: INT8 did not learn with it).
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from qtrain.checks import Range
 from qtrain.errors import UserError
-from qtrain.kernels.numerics.philox import ROLES
 from qtrain.kernels.quantize.delayed_scale import delayed_scale, swiglu_delayed_scale
 from qtrain.kernels.quantize.operators import absmax, quantize, quantize_dual_given_scale, quantize_transposed
 from qtrain.kernels.swiglu.quantize import quantize_swiglu_given_scale
-from qtrain.quant.dynamic import drawn
-from qtrain.quant.scheme import SCHEMES, Gemm, NeedsOperand, Operand
+from qtrain.quant.gemm_table import Gemm
+from qtrain.quant.scheme import BOTH, SCHEMES, DelayedScale, NeedsOperand, TensorName
 from qtrain.quant.schemes.fp8 import Fp8Epilogue
+from qtrain.tensors.quantized_tensor import Operands, QuantizedTensor
 
 HISTORY = 16
 
@@ -30,13 +30,13 @@ HISTORY = 16
 @SCHEMES.register("fp8_tensorwise")
 @dataclass(frozen=True)
 class Fp8Tensorwise(Fp8Epilogue):
-    """FP8 with one scale a tensor, dynamic or delayed; each of the three GEMMs fp8 or bf16"""
+    """FP8 with one scale per tensor, dynamic or delayed; each of the three GEMMs fp8 or bf16"""
 
     scaling: Literal["dynamic", "delayed"] = "dynamic"
     history: Annotated[int, Range(1, 1024)] = HISTORY
 
     def __post_init__(self) -> None:
-        """UserError for a history that nothing reads."""
+        """UserError for a history under dynamic scaling."""
         super().__post_init__()
         if self.scaling == "dynamic" and self.history != HISTORY:
             raise UserError(
@@ -56,44 +56,53 @@ class Fp8Tensorwise(Fp8Epilogue):
         return "tensorwise", "tensorwise"
 
     def _operands(
-        self, t: Tensor, name: str, key: Tensor | None, wanted: NeedsOperand, plain: Operand, amax: Operand = ()
-    ) -> tuple[Operand, Operand]:
-        rows, columns = self._reads_of(name, wanted)
-        if not amax or not (rows or columns):
-            return super()._operands(t, name, key, wanted, plain)
-        fmt, role = (rows or columns).fmt, ROLES.index(name)
-        row_key, column_key = self._keys_of(name, key)
-        scale = delayed_scale(t, amax[0], fmt, self.power_of_two)
-        row_codes = column_codes = seen = None
+        self,
+        t: Tensor,
+        name: TensorName,
+        key: Tensor | None,
+        needs: NeedsOperand = BOTH,
+        delayed: DelayedScale | None = None,
+    ) -> Operands:
+        rows, columns = self._formats_of(name, needs)
+        if delayed is None or not (rows or columns):
+            return super()._operands(t, name, key, needs)
+        fmt = (rows or columns).fmt
+        rounding = self.rounding(name, key)
+        scale = delayed_scale(t, delayed.scale, fmt, self.power_of_two)
+        codes = codes_t = amax = None
         if rows and columns:
-            key, stochastic = drawn(row_key, column_key)
-            row_codes, column_codes, seen = quantize_dual_given_scale(t, fmt, scale, key, role, stochastic=stochastic)
+            codes, codes_t, amax = quantize_dual_given_scale(t, fmt, scale, *rounding)
         elif rows:
-            row_codes, _ = quantize(t, fmt, "tensorwise", row_key, role, scale=scale)
+            codes, _ = quantize(t, fmt, "tensorwise", rounding.row_key, rounding.role, scale=scale)
         else:
-            column_codes, _ = quantize_transposed(t, fmt, "tensorwise", column_key, role, scale=scale)
-        if len(amax) == 2:
-            scale = _recorded(scale, absmax(t) if seen is None else seen, amax[1])
-        return (
-            plain if row_codes is None else (row_codes, scale),
-            plain if column_codes is None else (column_codes, scale),
+            codes_t, _ = quantize_transposed(t, fmt, "tensorwise", rounding.column_key, rounding.role, scale=scale)
+        if delayed.amax is not None:
+            scale = _record(delayed.amax, absmax(t) if amax is None else amax, scale)
+        return Operands(
+            t if codes is None else QuantizedTensor(codes, scale, rows),
+            t if codes_t is None else QuantizedTensor(codes_t, scale, columns),
         )
 
-    def gated_operands(
-        self, name: str, x: Tensor, dy: Tensor | None, key: Tensor | None, wanted: NeedsOperand, amax: Operand = ()
-    ) -> tuple[Operand, Operand]:
-        read = self._read_alike(name, wanted)
-        if read is None or not amax:
-            return super().gated_operands(name, x, dy, key, wanted, amax)
-        scale = swiglu_delayed_scale(x, dy, amax[0], read.fmt, self.power_of_two)
-        key, stochastic = drawn(*self._keys_of(name, key))
-        codes, codes_t, seen = quantize_swiglu_given_scale(x, dy, read.fmt, scale, key, ROLES.index(name), stochastic)
-        if len(amax) == 2:
-            scale = _recorded(scale, seen, amax[1])
-        return (codes, scale), (codes_t, scale)
+    def quantize_swiglu(
+        self,
+        name: TensorName,
+        x: Tensor,
+        dy: Tensor | None,
+        key: Tensor | None,
+        needs: NeedsOperand,
+        delayed: DelayedScale | None = None,
+    ) -> Operands:
+        both = self._same_format(name, needs)
+        if both is None or delayed is None:
+            return super().quantize_swiglu(name, x, dy, key, needs, delayed)
+        scale = swiglu_delayed_scale(x, dy, delayed.scale, both.fmt, self.power_of_two)
+        codes, codes_t, amax = quantize_swiglu_given_scale(x, dy, both.fmt, scale, *self.rounding(name, key))
+        if delayed.amax is not None:
+            scale = _record(delayed.amax, amax, scale)
+        return Operands(QuantizedTensor(codes, scale, both), QuantizedTensor(codes_t, scale, both))
 
 
-def _recorded(scale: Tensor, seen: Tensor, amax: Tensor) -> Tensor:
-    """`scale`, with a tensor's absmax remembered in `amax`; a NaN or an Inf there is not saturated away."""
-    amax.copy_(torch.maximum(amax, seen))
-    return scale + 0 * seen
+def _record(history: Tensor, amax: Tensor, scale: Tensor) -> Tensor:
+    """Update `history` with a tensor's absmax; returns the scale, made NaN by a non-finite absmax: it is not hidden."""
+    history.copy_(torch.maximum(history, amax))
+    return scale + 0 * amax

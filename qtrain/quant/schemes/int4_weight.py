@@ -1,14 +1,11 @@
-"""Weights stored in INT4, a scale for each 128 along a row: half a byte an element and a little.
+"""Weights stored in INT4, one scale per 128 elements along a row: 0.53 bytes per element.
 
-As `int8_weight`, but for products in INT8 neither layout is there as it is: both are quantized from the stored weight
-once an optimizer step and kept, two bytes an element. Who is after memory leaves `activations` at none.
+As `int8_weight`, except that for INT8 products both layouts are requantized from the stored weight once per optimizer
+step and kept: two bytes per element. To save memory, leave `activations` at none.
 """
 
 from dataclasses import dataclass
 from typing import Literal
-
-import torch
-from torch import Tensor
 
 from qtrain.quant.scheme import SCHEMES
 from qtrain.quant.schemes.int8_weight import StoredWeightScheme
@@ -22,14 +19,3 @@ class Int4Weight(StoredWeightScheme):
     activations: Literal["none", "int8", "int8_sr"] = "none"
 
     stored_format = "int4"
-
-    def refusal(self, in_features: int, out_features: int, device: torch.device) -> str | None:
-        if in_features % 2:
-            return "INT4 codes are stored two a byte, which takes an even number of in-features"
-        return super().refusal(in_features, out_features, device)
-
-    def code_bytes(self) -> float:
-        return 0 if self.activations == "none" else 2
-
-    def _columns(self, codes: Tensor) -> int:
-        return 2 * codes.shape[1]

@@ -1,12 +1,12 @@
-"""Weights that live in low bits: no copy in high precision, updated with stochastic rounding.
+"""Weights stored in low bits: no copy in high precision, updated with stochastic rounding.
 
-What they are is in `tensors/stored_weight.py`; here is how a linear multiplies with them.
+`tensors/stored_weight.py` defines the weight; this file how a linear multiplies with it.
 
-With `activations` none, products run in the model's dtype over the dequantized weight, made when it is read and thrown
-away. With int8, all three GEMMs are those of the scheme `int8`. For `output` an INT8 weight's codes are the operand as
-they are. For `grad_input` they are not: there the scale of a row of w lies along the sum. Folding it into dy would keep
-the codes exact and cost another pass over dy in every micro-batch; instead the transposed weight is quantized anew, one
-scale a column of w, once an optimizer step, which adds a rounding no larger than dy's own and a byte an element.
+With `activations` none, products run in the model's dtype over the weight dequantized on the fly. With int8, all three
+GEMMs are those of the scheme `int8`. `output` reads an INT8 weight's codes as they are stored. `grad_input` cannot: a
+row's scale lies along its sum. Folding that scale into dy would keep the codes exact, at one more pass over dy per
+micro-batch; instead the transposed weight is requantized, one scale per column of w, once per optimizer step, which
+adds a rounding error no larger than dy's own and one byte per element.
 """
 
 from dataclasses import dataclass
@@ -15,15 +15,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qtrain.kernels.quantize.operators import dequantize, quantize_dual, quantize_transposed
-from qtrain.quant.dynamic import DynamicScheme, Read, plain_product
-from qtrain.quant.scheme import SCHEMES, Gemm, Operand
-from qtrain.tensors.stored_weight import GRANULARITY, StoredWeight, read_again
+from qtrain.kernels.numerics.formats import FORMATS
+from qtrain.kernels.numerics.rounding import NEAREST
+from qtrain.quant.gemm_table import Gemm
+from qtrain.quant.quantizers import quantize_columns, quantize_dual_layout
+from qtrain.quant.scheme import HIGH_PRECISION, SCHEMES, LowBitScheme
+from qtrain.tensors.quantized_tensor import OperandFormat, Operands
+from qtrain.tensors.stored_weight import STORED_FORMATS, StoredWeight
 
-_ROWWISE = Read("int8", "rowwise")
+_ROWWISE = OperandFormat("int8", "rowwise")
 
 
-class StoredWeightScheme(DynamicScheme):
+class StoredWeightScheme(LowBitScheme):
     """What the schemes of stored weights share; `stored_format` tells them apart."""
 
     activations: Literal["none", "int8", "int8_sr"]
@@ -37,52 +40,50 @@ class StoredWeightScheme(DynamicScheme):
         arithmetic = "bf16" if self.activations == "none" else "int8"
         return {"output": arithmetic, "grad_input": arithmetic, "grad_weight": arithmetic}
 
-    def reads(self, gemm: Gemm) -> tuple[Read, Read] | None:
-        return None if self.activations == "none" else (_ROWWISE, _ROWWISE)
+    def low_bit_formats(self, gemm: Gemm) -> tuple[OperandFormat, OperandFormat]:
+        return _ROWWISE, _ROWWISE
+
+    def operand_formats(self, gemm: Gemm) -> tuple[OperandFormat | None, OperandFormat | None]:
+        if self.activations != "none":
+            return self.low_bit_formats(gemm)
+        if gemm == "grad_weight":
+            return HIGH_PRECISION
+        return None, STORED_FORMATS[self.stored_format]._replace(sum_dim=1 if gemm == "output" else 0)
 
     def refusal(self, in_features: int, out_features: int, device: torch.device) -> str | None:
+        if FORMATS[self.stored_format].packing > 1 and in_features % 2:
+            return f"{self.stored_format} codes are stored two per byte, which needs an even number of in-features"
         return None if self.activations == "none" else super().refusal(in_features, out_features, device)
 
-    def weight_operands(self, w: Tensor, key: Tensor | None) -> tuple[Operand, Operand]:
+    def code_bytes(self) -> float:
+        return 0 if self.activations == "none" else 2
+
+    def quantize_weight(self, w: Tensor, key: Tensor | None) -> Operands:
         assert isinstance(w, StoredWeight)
         if self.activations == "none":
-            return (w.codes, w.scale), (w.codes, w.scale)
-        codes, scale, codes_t, scale_t = quantize_dual(w.dequantize(), "int8", "rowwise", "rowwise")
-        return (codes, scale), (codes_t, scale_t)
-
-    def multiply(self, gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        if self.activations != "none" or gemm == "grad_weight":
-            return super().multiply(gemm, a, b, dtype, bias)
-        columns = a[0].shape[1] if gemm == "output" else self._columns(b[0])
-        if gemm == "grad_input":
-            again = 0 if self.stored_format == "int4" else 1  # INT4 codes are unpacked before a scale is read
-            b = (*b[:again], read_again(b[again], a[0]), *b[again + 1 :])
-        return plain_product(gemm, a[0], self._value(b, columns, dtype), bias)
-
-    def _columns(self, codes: Tensor) -> int:
-        """In-features of a weight with these codes."""
-        return codes.shape[1]
-
-    def _value(self, weight: Operand, columns: int, dtype: torch.dtype) -> Tensor:
-        codes, scale = weight
-        shape = (codes.shape[0], columns)
-        return dequantize(codes, scale, self.stored_format, GRANULARITY[self.stored_format], shape, dtype)
+            return Operands(w.quantized, w.quantized.summed_over_rows())
+        return Operands(*quantize_dual_layout(w.dequantize(), _ROWWISE, _ROWWISE, NEAREST, power_of_two=False))
 
 
-@SCHEMES.register("int8_weight")
-@dataclass(frozen=True)
-class Int8Weight(StoredWeightScheme):
-    """weights stored in INT8 with a scale a row, updated with stochastic rounding; activations none, int8 or int8_sr"""
-
-    activations: Literal["none", "int8", "int8_sr"] = "none"
-
-    stored_format = "int8"
+class RowwiseStoredWeightScheme(StoredWeightScheme):
+    """Stored with one scale per row: `output` reads the stored codes themselves."""
 
     def code_bytes(self) -> float:
         return 0 if self.activations == "none" else 1
 
-    def weight_operands(self, w: Tensor, key: Tensor | None) -> tuple[Operand, Operand]:
+    def quantize_weight(self, w: Tensor, key: Tensor | None) -> Operands:
         assert isinstance(w, StoredWeight)
         if self.activations == "none":
-            return super().weight_operands(w, key)
-        return (w.codes, w.scale), quantize_transposed(w.dequantize(), "int8", "rowwise")
+            return super().quantize_weight(w, key)
+        fmt = self.low_bit_formats("grad_input")[1]
+        return Operands(w.quantized, quantize_columns(w.dequantize(), fmt, NEAREST, power_of_two=False))
+
+
+@SCHEMES.register("int8_weight")
+@dataclass(frozen=True)
+class Int8Weight(RowwiseStoredWeightScheme):
+    """weights stored in INT8 with a scale per row, updated with stochastic rounding; activations none, int8, int8_sr"""
+
+    activations: Literal["none", "int8", "int8_sr"] = "none"
+
+    stored_format = "int8"

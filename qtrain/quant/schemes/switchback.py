@@ -1,23 +1,24 @@
 """SwitchBack (Wortsman et al., arXiv:2304.13013): INT8 where the sum is short, 16 bits where it is long.
 
-    y  = (qx · qwᵀ) * sx[:, None] * sw      x by rows (tokens), w as a whole
-    dx = (qdy · qw) * sdy[:, None] * sw     dy by rows, w as a whole: the same codes, transposed
+    y  = (qx · qwᵀ) * sx[:, None] * sw      x rowwise (per token), w tensorwise
+    dx = (qdy · qw) * sdy[:, None] * sw     dy rowwise, w tensorwise: the same codes, transposed
     dw = dyᵀ · x                            in the weights' dtype: it sums over all tokens of the batch
 
-`weight_granularity` "rowwise" is the paper's SwitchBackQ: w scaled by its rows for y, by its columns for dx.
+`weight_granularity` "rowwise" is the paper's SwitchBackQ: w scaled along its rows for y, along its columns for dx.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-from qtrain.quant.dynamic import DynamicScheme, Read
-from qtrain.quant.scheme import SCHEMES, Gemm
+from qtrain.quant.gemm_table import Gemm
+from qtrain.quant.scheme import SCHEMES, LowBitScheme
 from qtrain.quant.schemes.int8 import Arithmetic
+from qtrain.tensors.quantized_tensor import OperandFormat
 
 
 @SCHEMES.register("switchback")
 @dataclass(frozen=True)
-class SwitchBack(DynamicScheme):
+class SwitchBack(LowBitScheme):
     """SwitchBack: INT8 with rowwise activations and a tensorwise weight, weight gradients in bf16"""
 
     output: Arithmetic = "int8"
@@ -26,7 +27,6 @@ class SwitchBack(DynamicScheme):
     weight_granularity: Literal["tensorwise", "rowwise"] = "tensorwise"
     stochastic_rounding: bool | tuple[Gemm, ...] = False
 
-    def reads(self, gemm: Gemm) -> tuple[Read, Read] | None:
-        if getattr(self, gemm) == "bf16":
-            return None
-        return Read("int8", "rowwise"), Read("int8", "rowwise" if gemm == "grad_weight" else self.weight_granularity)
+    def low_bit_formats(self, gemm: Gemm) -> tuple[OperandFormat, OperandFormat]:
+        second = "rowwise" if gemm == "grad_weight" else self.weight_granularity
+        return OperandFormat("int8", "rowwise"), OperandFormat("int8", second)

@@ -1,5 +1,6 @@
 """Questions with answers that can be checked: asked by greedy generation, right where the final answers agree."""
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +18,14 @@ _MARKED = (
     re.compile(r"[Tt]he (?:final )?answer is:?\s*(.+)"),  # MetaMathQA
     re.compile(r"\\boxed\{(.+)\}"),
 )
+SHOWN = 3
+"""Answers that are logged as samples."""
+
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 @dataclass(frozen=True)
-class Question:
+class WrittenQuestion:
     """`ids` are those of `prompt`; `answer` is the whole text that the data give."""
 
     prompt: str
@@ -47,10 +51,15 @@ def _plain(text: str) -> str:
     return text
 
 
-def load_questions(spec: Mapping[str, Any], ctx: StreamContext, count: int, longest: int, flag: str) -> list[Question]:
-    """The first `count` questions of a dataset of examples whose prompts leave room in `longest` tokens.
+def load_written_questions(
+    spec: Mapping[str, Any] | None, ctx: StreamContext, count: int, longest: int
+) -> list[WrittenQuestion]:
+    """The first `count` questions of --eval_ds whose prompts leave room in `longest` tokens; `ctx` is the training's.
 
-    UserError where the dataset has no prompts and answers, or none whose answer can be checked."""
+    UserError without a dataset, or one without prompts and answers, or none whose answer can be checked."""
+    if spec is None:
+        raise UserError("--accuracy: questions come from --eval_ds; give that, or leave --accuracy out.")
+    flag, ctx = "--eval_ds", dataclasses.replace(ctx, seed=0, shuffle=False)
     dataset = make_dataset(spec, flag)
     if not isinstance(dataset, ExampleDataset):
         raise UserError(f"--accuracy: {flag} holds no prompts and answers; give one of type instruct or chat.")
@@ -59,7 +68,7 @@ def load_questions(spec: Mapping[str, Any], ctx: StreamContext, count: int, long
     prompts = ctx.tokenizer.encode_batch([prompt for prompt, _ in texts])
     begin = [ctx.tokenizer.bos_id] if dataset.begin_token and ctx.tokenizer.bos_id is not None else []
     pairs = zip(texts, prompts, strict=True)
-    questions = [Question(prompt, begin + ids, gold) for (prompt, gold), ids in pairs if 0 < len(ids) < longest]
+    questions = [WrittenQuestion(prompt, begin + ids, gold) for (prompt, gold), ids in pairs if 0 < len(ids) < longest]
     if not questions:
         raise UserError(f"--accuracy: {flag} has no question whose answer can be checked and that fits --seq_len.")
     return questions
@@ -73,7 +82,7 @@ def _last_answer(parts: Sequence[Any]) -> str:
     return parts[_last(parts)].text
 
 
-def ask(model: nn.Module, tokenizer: Tokenizer, questions: Sequence[Question], max_new_tokens: int) -> list[str]:
+def ask(model: nn.Module, tokenizer: Tokenizer, questions: Sequence[WrittenQuestion], max_new_tokens: int) -> list[str]:
     """The model's answer to each question."""
     order = sorted(range(len(questions)), key=lambda i: len(questions[i].ids))  # of like length together
     answers: dict[int, str] = {}
@@ -85,16 +94,15 @@ def ask(model: nn.Module, tokenizer: Tokenizer, questions: Sequence[Question], m
     return [answers[i] for i in range(len(questions))]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class FinetuneEvaluation:
     """Called by the training loop: held-out loss, and accuracy over questions where there are any."""
 
     model: nn.Module
     held_out_loss: Callable[[], float] | None
     tokenizer: Tokenizer
-    questions: Sequence[Question]
+    questions: Sequence[WrittenQuestion]
     max_new_tokens: int
-    shown: int = 3
 
     def __call__(self) -> dict[str, Any]:
         """`eval_loss`, `accuracy` (a share), `samples` [(prompt, answer and what was expected)]."""
@@ -109,6 +117,6 @@ class FinetuneEvaluation:
             found["accuracy"] = sum(right) / len(right)
             found["samples"] = [
                 (q.prompt, f"{given} [expected {final_answer(q.answer)}: {'right' if ok else 'wrong'}]")
-                for q, given, ok in list(zip(self.questions, answers, right, strict=True))[: self.shown]
+                for q, given, ok in list(zip(self.questions, answers, right, strict=True))[:SHOWN]
             ]
         return found

@@ -30,7 +30,7 @@ class Encoder(Protocol):
 
 
 @dataclass(frozen=True)
-class Question:
+class HellaSwagQuestion:
     """A context, its possible endings, and the number of the right one."""
 
     context: str
@@ -65,7 +65,7 @@ def _clean(text: str) -> str:
     return text.replace("  ", " ")
 
 
-def question(row: dict[str, Any], where: str) -> Question:
+def read_question(row: dict[str, Any], where: str) -> HellaSwagQuestion:
     """A row as published (ctx_a, ctx_b, activity_label, endings, label) or short (ctx, endings, label)."""
     try:
         if "ctx_a" in row:
@@ -82,10 +82,10 @@ def question(row: dict[str, Any], where: str) -> Question:
         ) from None
     if not 0 <= answer < len(endings):
         raise UserError(f"{where}: label {answer} names none of the {len(endings)} endings; they are counted from 0.")
-    return Question(context, endings, answer)
+    return HellaSwagQuestion(context, endings, answer)
 
 
-def load_questions(source: str, limit: int | None = None, flag: str = "--hellaswag") -> list[Question]:
+def load_hellaswag(source: str, limit: int | None, flag: str) -> list[HellaSwagQuestion]:
     """The first `limit` questions of a local .jsonl, or, if `source` is "hub", of the hub's validation split."""
     if source == "hub":
         fix = (
@@ -96,15 +96,15 @@ def load_questions(source: str, limit: int | None = None, flag: str = "--hellasw
 
             rows = load_dataset(HUB, split="validation")
         rows = rows.select(range(min(limit, len(rows)))) if limit else rows
-        return [question(row, f"{flag} ({HUB}, row {number})") for number, row in enumerate(rows)]
-    questions: list[Question] = []
+        return [read_question(row, f"{flag} ({HUB}, row {number})") for number, row in enumerate(rows)]
+    questions: list[HellaSwagQuestion] = []
     try:
         with Path(source).open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 if limit and len(questions) == limit:
                     break
                 if line.strip():
-                    questions.append(question(json.loads(line), f"{flag} ({source}, line {number})"))
+                    questions.append(read_question(json.loads(line), f"{flag} ({source}, line {number})"))
     except OSError as error:
         raise UserError(f"{flag}: cannot read {source} ({error.strerror}); give a .jsonl of questions.") from None
     except ValueError as error:  # JSON and UTF-8
@@ -127,7 +127,7 @@ class _Candidate:
     n_ending: int
 
 
-def _candidates(questions: Sequence[Question], tokenizer: Encoder, max_len: int) -> list[_Candidate]:
+def _candidates(questions: Sequence[HellaSwagQuestion], tokenizer: Encoder, max_len: int) -> list[_Candidate]:
     found = []
     for number, asked in enumerate(questions):
         n_context = len(tokenizer.encode(asked.context.rstrip()))  # a space at the end belongs to the ending
@@ -167,7 +167,7 @@ def _log_likelihoods(
 def evaluate(
     logits: Callable[[Tensor], Tensor],
     tokenizer: Encoder,
-    questions: Sequence[Question],
+    questions: Sequence[HellaSwagQuestion],
     *,
     batch_size: int,
     max_len: int,

@@ -12,15 +12,15 @@ from qtrain.train.language import Forward, sample_texts
 from qtrain.train.step import evaluate
 
 
-@dataclass
+@dataclass(kw_only=True)
 class LanguageEvaluation:
     """Called by the training loop; measures what it was given and leaves the rest out."""
 
     model: nn.Module
     forward: Forward
-    batches: Sequence[Batch]
+    windows: Sequence[Batch]
     tokenizer: Tokenizer | None
-    questions: Sequence[hellaswag.Question]
+    questions: Sequence[hellaswag.HellaSwagQuestion]
     prompts: Sequence[str]
     sample_tokens: int
     seq_len: int
@@ -29,8 +29,8 @@ class LanguageEvaluation:
     def __call__(self) -> dict[str, Any]:
         """`eval_loss`, `hellaswag` and `hellaswag_norm` (accuracies), `samples` [(prompt, continuation)]."""
         found: dict[str, Any] = {}
-        if self.batches:
-            found["eval_loss"] = evaluate(self.model, self.forward, self.batches)
+        if self.windows:
+            found["eval_loss"] = evaluate(self.model, self.forward, self.windows)
         if self.questions:
             score = self._hellaswag()
             found |= {"hellaswag": score.accuracy, "hellaswag_norm": score.accuracy_norm}

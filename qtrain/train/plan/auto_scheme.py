@@ -1,55 +1,45 @@
-"""`--quantize auto` made definite before a run: timed, or, where the run goes on, as it was chosen when it began."""
+"""`--quantize auto` resolved before a run: timed here or, where the run resumes, as its checkpoint has it."""
 
 import dataclasses
-from collections.abc import Callable
-from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from qtrain.checks import check_fields
-from qtrain.quant import Auto, PerShape, Scheme, choose_per_shape, linear_shapes
-from qtrain.train.settings import BatchGeometry, TrainSettings
+from qtrain.quant import Auto, PerShape, choose_per_shape, linear_shapes
+from qtrain.train.checked_settings import CheckedSettings
 from qtrain.train.state.checkpoint import read_meta
-
-Settings = TypeVar("Settings", bound=TrainSettings)
 
 
 def resolve_auto_scheme(
-    settings: Settings,
-    scheme: Scheme,
-    shape_of_model: Callable[[], nn.Module],
-    *,
-    tokens: int,
-    geometry: BatchGeometry,
-    dtype: torch.dtype,
-    device: torch.device,
-    resumed_from: Path | None,
-    head: Callable[[nn.Module], nn.Module | None] = lambda model: getattr(model, "lm_head", None),
-) -> tuple[Settings, Scheme, list[str]]:
-    """(settings, scheme, lines for the plan), unchanged and none but for `auto`.
+    checked: CheckedSettings, model: nn.Module, head: nn.Module | None, tokens: int
+) -> tuple[CheckedSettings, list[str]]:
+    """(`checked` with the scheme of each shape of linear, lines for the plan); unchanged and none but for `auto`.
 
-    shape_of_model: builds the model on the meta device; head: finds its output head. tokens: of a micro-batch. The
-    choice goes into the settings' `quantize_kwargs.chosen`, and so into config.json and every checkpoint.
+    model: on the meta device; head: its output head; tokens: of a micro-batch. The choice goes into the settings'
+    `quantize_kwargs.chosen`, and so into config.json and every checkpoint.
     """
+    scheme, settings, resumed_from = checked.scheme, checked.settings, checked.folder.resumed_from
     if not isinstance(scheme, Auto):
-        return settings, scheme, []
+        return checked, []
     saved = (read_meta(resumed_from).get("quantize_kwargs") or {}) if resumed_from else {}
     if "chosen" in saved:
         scheme = dataclasses.replace(scheme, **check_fields(Auto, {"chosen": saved["chosen"]}, "--resume"))
-    model = shape_of_model()
-    leave = None if settings.quantize_lm_head else head(model)
-    counts = linear_shapes(model, leave, settings.quantize_min_size)
-    accumulation = geometry.gradient_accumulation
-    definite, lines = choose_per_shape(
-        scheme, counts, tokens=tokens, accumulation=accumulation, dtype=dtype, device=device
+    per_shape, lines = choose_per_shape(
+        scheme,
+        linear_shapes(model, None if settings.quantize_lm_head else head, settings.quantize_min_size),
+        tokens=tokens,
+        accumulation=checked.geometry.gradient_accumulation,
+        dtype=checked.dtype,
+        device=checked.device,
     )
-    if device.type == "cuda":  # what was tried is no part of the run's peak
+    if checked.device.type == "cuda":  # the timed linears do not count into the run's peak
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    return dataclasses.replace(settings, quantize_kwargs=_recorded(scheme, definite)), definite, lines
+        torch.cuda.reset_peak_memory_stats(checked.device)
+    settings = dataclasses.replace(settings, quantize_kwargs=_recorded(scheme, per_shape))
+    return dataclasses.replace(checked, settings=settings, scheme=per_shape), lines
 
 
-def _recorded(scheme: Auto, definite: PerShape) -> dict:
-    return {"candidates": list(scheme.candidates), "chosen": definite.as_json()}
+def _recorded(scheme: Auto, per_shape: PerShape) -> dict[str, Any]:
+    return {"candidates": list(scheme.candidates), "chosen": per_shape.as_json()}

@@ -1,28 +1,14 @@
 """What a run will be, before anything is allocated: sizes, memory by kind, and the shortest time physics allows."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from qtrain.config import as_dict
 from qtrain.hardware import Hardware
-from qtrain.kernels.autotune import forced
-from qtrain.models import ModelConfig
-from qtrain.models.cost import (
-    MemoryEstimate,
-    all_of,
-    count_parameters,
-    estimate_memory,
-    flops_per_token,
-)
-from qtrain.models.trained_cost import TrainedPart
-from qtrain.optim import OptimizerSpec, ParameterShape
-from qtrain.quant import LowBitScheme, Scheme
 from qtrain.train.log.status import duration, short_number
 from qtrain.train.plan.units import TOKENS, Unit
-from qtrain.train.settings import BatchGeometry, LanguageSettings, TrainSettings
+from qtrain.train.settings import BatchGeometry, TrainSettings
 
 GIB = 1024**3
 
@@ -31,10 +17,11 @@ GIB = 1024**3
 class Plan:
     """The plan of a run.
 
-    parameters: None for a model that only transformers knows (--model_impl hf); flops, seconds and memory are empty
-    then. flops: per token, forward and backward, by kind of work; seconds: the shortest time per token by kind, each
-    kind at the dense peak of the arithmetic that it runs in; memory: bytes at the peak, by kind; emulated: arithmetic
-    of the scheme that the device has not; unit: tokens, or what stands for them everywhere here.
+    data: lines that describe the data. parameters: None for a model that only transformers knows (--model_impl hf);
+    flops, seconds and memory are empty then. flops: per token, forward and backward, by kind of work. seconds: the
+    shortest time per token by kind, each kind at the dense peak of the arithmetic that it runs in. memory: bytes at the
+    peak, by kind. emulated: arithmetic of the swapped linears that the device lacks. unit: tokens; images for a vision
+    model, in every field that says token.
     """
 
     model: str
@@ -43,7 +30,7 @@ class Plan:
     n_steps: int
     tokens_per_step: int
     hardware: Hardware
-    data: tuple[str, ...]
+    data: Sequence[str]
     parameters: int | None = None
     flops: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -120,117 +107,3 @@ class Plan:
 def _billions(number: int) -> str:
     """Parameters are counted in billions (B), not giga."""
     return short_number(number).replace("G", "B")
-
-
-def make_plan(
-    settings: LanguageSettings,
-    model_config: ModelConfig | None,
-    scheme: Scheme,
-    optimizer: OptimizerSpec,
-    geometry: BatchGeometry,
-    hardware: Hardware,
-    dtype: torch.dtype,
-    data: tuple[str, ...],
-    trained: TrainedPart | None = None,
-) -> Plan:
-    """The plan of a language model's run; model_config is None for an architecture that has no native decoder.
-    trained: what trains, where not everything does."""
-    forced()  # a QTRAIN_IMPL that names nothing is refused before anything is written
-    shared = {
-        "model": settings.model,
-        "scheme": getattr(scheme, "name", "") or settings.quantize,
-        "geometry": geometry,
-        "n_steps": settings.n_steps,
-        "tokens_per_step": settings.batch_size * settings.seq_len,
-        "hardware": hardware,
-        "data": data,
-        "emulated": emulated_arithmetics(scheme, hardware),
-    }
-    if model_config is None:
-        return Plan(**shared)
-    if isinstance(scheme, LowBitScheme) and scheme.sub_norm:
-        model_config = model_config.with_sub_norms("--quantize")
-    found = flops_per_token(model_config, settings.seq_len)
-    flops = {"blocks": found.blocks, "head": found.head, "attention": found.attention}
-    flops = flops if trained is None else trained.flops(flops, model_config.num_hidden_layers)
-    frozen = trained is not None and bool(trained.adapters)
-    return Plan(
-        **shared,
-        parameters=count_parameters(model_config).total,
-        flops=flops,
-        seconds=shortest_seconds(flops, scheme, settings.quantize_lm_head, hardware, dtype, frozen),
-        memory=_memory(settings, model_config, scheme, optimizer, geometry, dtype, trained).at_peak,
-    )
-
-
-def emulated_arithmetics(scheme: Scheme, hardware: Hardware) -> tuple[str, ...]:
-    """The arithmetics of a scheme's GEMMs that the device has not."""
-    arithmetics = {name for _, part in scheme.parts() for name in part.gemm_dtypes().values()} - {"bf16"}
-    return tuple(sorted(name for name in arithmetics if hardware.emulates(name)))
-
-
-def shortest_seconds(
-    flops: Mapping[str, float],
-    scheme: Scheme,
-    quantized_head: bool,
-    hardware: Hardware,
-    dtype: torch.dtype,
-    frozen: bool = False,
-) -> dict[str, float]:
-    """Seconds per token at dense peaks, by kind of work: `blocks` run in the scheme's arithmetic, `head` too where it
-    is quantized, and all else, like a GEMM that a scheme leaves alone, in the weights' dtype. frozen: linears have no
-    grad_weight, nor has `flops` its work."""
-    plain = "bf16" if dtype == torch.bfloat16 else "fp32"
-
-    def seconds(work: float, arithmetics: list[str]) -> float:
-        rates = [hardware.peak(plain if name == "bf16" else name) * 1e12 for name in arithmetics]
-        return sum(work / len(rates) / rate for rate in rates)
-
-    left_out = ("grad_weight",) if frozen else ()
-    gemms = [
-        (share, [d for gemm, d in part.gemm_dtypes().items() if gemm not in left_out]) for share, part in scheme.parts()
-    ]
-    quantized = {"blocks", "head"} if quantized_head else {"blocks"}
-    return {
-        kind: sum(seconds(share * work, names) for share, names in (gemms if kind in quantized else [(1.0, [plain])]))
-        for kind, work in flops.items()
-    }
-
-
-def _memory(
-    settings: LanguageSettings,
-    model_config: ModelConfig,
-    scheme: Scheme,
-    optimizer: OptimizerSpec,
-    geometry: BatchGeometry,
-    dtype: torch.dtype,
-    trained: TrainedPart | None,
-) -> MemoryEstimate:
-    element, low_bit = dtype.itemsize, [(s, part) for s, part in scheme.parts() if isinstance(part, LowBitScheme)]
-    kept = sum(share * part.kept_input_bytes(element) for share, part in low_bit)
-    kept += element * (1 - sum(share for share, _ in low_bit))
-    remade = sum(share for share, part in low_bit if part.whole_rows("x") and part.whole_rows("dy"))
-    if model_config.mlp_bias or model_config.sub_norm:  # no gated MLP in one function
-        remade = 0.0
-    if trained is not None and trained.adapters:
-        kept, remade = element, 0.0  # a frozen linear keeps nothing, and its adapters the input itself
-    trained = trained or all_of(model_config, element)
-    shapes = [ParameterShape(*found) for found in trained.shapes]
-    return estimate_memory(
-        model_config,
-        micro_batch_size=geometry.micro_batch_size,
-        seq_len=settings.seq_len,
-        element=element,
-        optimizer_bytes=optimizer.total_state_bytes(shapes, trained.element) / count_parameters(model_config).total,
-        checkpointing=settings.activation_checkpointing,
-        compiled=settings.compile,
-        loss_chunks=settings.loss_chunks,
-        accumulates=geometry.gradient_accumulation > 1,
-        in_backward=settings.optimizer_in_backward,
-        code_bytes=sum(share * part.code_bytes() for share, part in low_bit),
-        linear_input=None if kept == element else kept,  # the input itself is no other tensor than a plain linear keeps
-        linear_weight=element + sum(share * (part.weight_bytes(element) - element) for share, part in low_bit),
-        remade=remade,
-        dequantized=any(part.stored_format and "bf16" in part.gemm_dtypes().values() for _, part in low_bit),
-        trained=trained,
-    )

@@ -1,98 +1,87 @@
-"""The plan of a vision model's run: what `plan.py` says of language models, in images."""
+"""The plan of a vision model's run, in images, from one pass over the meta device."""
 
-import torch
+from collections.abc import Sequence
+
 from torch import nn
 
 from qtrain.hardware import Hardware
 from qtrain.kernels.autotune import forced
-from qtrain.models.vision_cost import VisionCost
-from qtrain.optim import OptimizerSpec, ParameterShape, parameter_groups
-from qtrain.quant import LowBitScheme, Scheme, linear_shapes
+from qtrain.models import VisionCost, repeated_blocks
+from qtrain.optim import ParameterShape, parameter_groups
+from qtrain.train.checked_settings import CheckedSettings
 from qtrain.train.in_backward import model_parts
-from qtrain.train.plan.plan import Plan, emulated_arithmetics, shortest_seconds
+from qtrain.train.plan.linears import PlannedLinear, shares
+from qtrain.train.plan.plan import Plan
+from qtrain.train.plan.speed_of_light import emulated_arithmetics, shortest_seconds
 from qtrain.train.plan.units import IMAGES
-from qtrain.train.settings import BatchGeometry, TrainSettings
 
 
-def make_vision_plan(
-    settings: TrainSettings,
+def plan_vision_run(
+    checked: CheckedSettings,
     model: nn.Module,
-    head: nn.Module | None,
     cost: VisionCost | None,
-    scheme: Scheme,
-    optimizer: OptimizerSpec,
-    geometry: BatchGeometry,
+    linears: Sequence[PlannedLinear],
     hardware: Hardware,
-    dtype: torch.dtype,
-    data: tuple[str, ...],
-    *,
-    blocks: int,
-    ema: bool,
+    data: Sequence[str],
 ) -> Plan:
-    """The plan; model: on the meta device, blocks: how many it repeats."""
+    """model: on the meta device; cost: None for a model that does not run there: the plan then has no figures."""
     forced()  # a QTRAIN_IMPL that names nothing is refused before anything is written
+    settings = checked.settings
     shared = {
         "model": settings.model,
         "scheme": settings.quantize,
-        "geometry": geometry,
+        "geometry": checked.geometry,
         "n_steps": settings.n_steps,
         "tokens_per_step": settings.batch_size,
         "hardware": hardware,
         "data": data,
         "unit": IMAGES,
-        "emulated": emulated_arithmetics(scheme, hardware),
+        "emulated": emulated_arithmetics((linear.scheme for linear in linears), hardware),
         "parameters": sum(p.numel() for p in model.parameters()),
     }
     if cost is None:
         return Plan(**shared)
-    quantized_head = settings.quantize_lm_head
-    memory = _memory(settings, model, head, cost, scheme, optimizer, geometry, dtype, blocks)
-    if ema:
+    work = {linear.name: linear.weights * cost.linear_rows.get(linear.name, 0) for linear in linears}
+    blocks, head = ([linear for linear in linears if linear.is_head == is_head] for is_head in (False, True))
+    by_kind = {"blocks": shares(blocks, work), "head": shares(head, work)}
+    memory = _memory(checked, model, cost, linears)
+    if settings.ema_decay:
         memory["average"] = 4 * shared["parameters"]
-    return Plan(
-        **shared,
-        flops=cost.flops,
-        seconds=shortest_seconds(cost.flops, scheme, quantized_head, hardware, dtype),
-        memory=memory,
-    )
+    seconds = shortest_seconds(cost.flops, by_kind, hardware, checked.dtype)
+    return Plan(**shared, flops=cost.flops, seconds=seconds, memory=memory)
 
 
 def _memory(
-    settings: TrainSettings,
-    model: nn.Module,
-    head: nn.Module | None,
-    cost: VisionCost,
-    scheme: Scheme,
-    optimizer: OptimizerSpec,
-    geometry: BatchGeometry,
-    dtype: torch.dtype,
-    blocks: int,
+    checked: CheckedSettings, model: nn.Module, cost: VisionCost, linears: Sequence[PlannedLinear]
 ) -> dict[str, int]:
     """Bytes by kind. Activations are an upper bound for a compiled model, which keeps some results only once."""
-    element, parameters = dtype.itemsize, sum(p.numel() for p in model.parameters())
+    settings, element = checked.settings, checked.dtype.itemsize
+    parameters = sum(p.numel() for p in model.parameters())
     shapes = [
         ParameterShape(tuple(p.shape), 1, group["hidden"], group["parts"])
         for group in parameter_groups(model, 0.0)
         for p in group["params"]
     ]
-    left = None if settings.quantize_lm_head else head
-    in_linears = sum(k * n * count for (k, n), count in linear_shapes(model, left, settings.quantize_min_size).items())
-    low_bit = [(share, part) for share, part in scheme.parts() if isinstance(part, LowBitScheme)]
     kept = cost.kept * element / next(model.parameters()).element_size()
-    inputs = cost.linear_inputs * element / next(model.parameters()).element_size()
-    kept += sum(share * inputs * (part.kept_input_bytes(element) / element - 1) for share, part in low_bit)
+    weights, codes = element * parameters, 0.0
+    for linear in linears:
+        if linear.scheme is not None:
+            inputs = cost.linear_rows.get(linear.name, 0) * linear.choice.in_features
+            kept += inputs * (linear.scheme.kept_input_bytes(element) - element)
+            weights += linear.weights * (linear.scheme.weight_bytes(element) - element)
+            codes += linear.weights * linear.scheme.code_bytes()
+    blocks = len(repeated_blocks(model))
     if settings.activation_checkpointing == "full" and blocks:
-        tokens = cost.rows * max((k for k, _ in linear_shapes(model, left, 0)), default=0)
-        kept = kept / blocks + blocks * tokens * element
-    weights = element * parameters + sum(s * in_linears * (part.weight_bytes(element) - element) for s, part in low_bit)
+        width = max((linear.choice.in_features for linear in linears if not linear.is_head), default=0)
+        kept = kept / blocks + blocks * cost.rows * width * element
     gradients = parameters
     if settings.optimizer_in_backward:
         gradients = max(sum(p.numel() for p in part) for part in model_parts(model).values())
     found = {
         "weights": weights,
         "gradients": element * gradients,
-        "optimizer": optimizer.total_state_bytes(shapes, element),
-        "activations": geometry.micro_batch_size * kept,
-        "codes": sum(share * in_linears * part.code_bytes() for share, part in low_bit),
+        "optimizer": checked.optimizer.total_state_bytes(shapes, element),
+        "activations": checked.geometry.micro_batch_size * kept,
+        "codes": codes,
     }
     return {kind: int(size) for kind, size in found.items() if size}

@@ -1,10 +1,13 @@
 """A run: its folder, and everything whose state a checkpoint holds, saved and restored together."""
 
+import contextlib
 import dataclasses
+import logging
 import re
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +20,7 @@ from qtrain.config import write_config
 from qtrain.errors import UserError
 from qtrain.optim import Optimizer
 from qtrain.quant import QuantizedModel
+from qtrain.train.log.status import FILE_ONLY, setup_log
 from qtrain.train.settings import TrainSettings
 from qtrain.train.state.checkpoint import Checkpoints, read_meta, resolve_resume
 from qtrain.train.state.ema import Ema
@@ -75,7 +79,7 @@ def resume_command(folder: RunFolder, script: str) -> str:
 class Run:
     """What training changes; `save` and `restore` move all of it together.
 
-    `restore` first, then, when nothing can be refused any more, `open_folder`: it is the first to write.
+    `restore` first, then, when nothing can be refused any more, `opened_folder`: it is the first to write.
     """
 
     settings: TrainSettings
@@ -150,8 +154,17 @@ class Run:
         self.quantized.refresh(frozen=True)
         self.state = state
 
-    def open_folder(self) -> None:
-        """Make the run folder and write config.json; a resumed run loses the checkpoints of later steps."""
+    @contextlib.contextmanager
+    def opened_folder(self, text: str = "") -> Iterator[logging.Logger]:
+        """Make the run folder, write config.json and start train.log with `text`; a resumed run loses the checkpoints
+        of later steps. The logger writes to train.log inside."""
+        self._make_folder()
+        log = setup_log(self.folder.path)
+        log.info("%s", text, extra=FILE_ONLY)
+        log.info("run folder  %s", self.folder.path)
+        yield log
+
+    def _make_folder(self) -> None:
         try:
             self.folder.path.mkdir(parents=True, exist_ok=self.folder.resumed_from is not None)
             # Without --resume: whoever takes config.json for a recipe wants a new run.

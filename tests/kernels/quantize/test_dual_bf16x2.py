@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qtrain.kernels.numerics.formats import FORMATS
-from qtrain.kernels.numerics.philox import random_bits_ref
+from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.quantize.absmax import absmax_ref
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2, supports_dual_bf16x2
 from qtrain.kernels.quantize.operators import (
@@ -23,27 +23,23 @@ CASES = [
     for granularity in ("128x128", "1x128", "rowwise", "tensorwise")
 ]
 
-STOCHASTIC = ("", "rows", "columns", "both")  # "": to nearest
+STOCHASTIC = ("rows", "columns", "both")
 
 
-def drawing(device, stochastic):
-    """Arguments of a quantizer, and bits for the definition's rows and columns of a tensor of this shape."""
-    key = KEY.to(device) if stochastic else None
-
-    def bits(shape):
-        drawn = random_bits_ref(shape, KEY.to(device), ROLE)
-        return [drawn if stochastic in (layout, "both") else None for layout in ("rows", "columns")]
-
-    return {"key": key, "role": ROLE, "stochastic": stochastic or "both"}, bits
+def rounding_of(stochastic, device):
+    """The request that rounds these layouts stochastically; "": none."""
+    if not stochastic:
+        return NEAREST
+    return Rounding(KEY.to(device), ROLE, rows=stochastic != "columns", columns=stochastic != "rows")
 
 
 def check(x, fmt, granularity, power_of_two=False, stochastic=""):
     assert supports_dual_bf16x2(x, fmt, granularity)
-    options, bits = drawing(x.device, stochastic)
-    row_bits, column_bits = bits(x.shape)
+    rounding = rounding_of(stochastic, x.device)
+    row_bits, column_bits = rounding.bits(x.shape)
     expected = quantize_ref(x, fmt, granularity, row_bits, power_of_two)
     expected += quantize_transposed_ref(x, fmt, granularity, column_bits, power_of_two)
-    found = launch_dual_bf16x2(x, fmt, granularity, power_of_two, **options)
+    found = launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two)
     same(found, expected, (tuple(x.shape), fmt, granularity, power_of_two, stochastic))
 
 
@@ -51,13 +47,13 @@ def check_given(x, fmt, scale, stochastic=""):
     """Under a scale that x may exceed; a NaN keeps its code."""
     assert supports_dual_bf16x2(x, fmt, "tensorwise", True)
     scale, most = torch.tensor([scale], device=x.device), torch.zeros(1, dtype=torch.int32, device=x.device)
-    options, bits = drawing(x.device, stochastic)
-    row_bits, column_bits = bits(x.shape)
+    rounding = rounding_of(stochastic, x.device)
+    row_bits, column_bits = rounding.bits(x.shape)
     expected = quantize_ref(x, fmt, "tensorwise", row_bits, scale=scale)
     expected += quantize_transposed_ref(x, fmt, "tensorwise", column_bits, scale=scale)
     note = (tuple(x.shape), fmt, stochastic)
-    same(launch_dual_bf16x2(x, fmt, "tensorwise", False, scale, **options), expected, note)
-    same(launch_dual_bf16x2(x, fmt, "tensorwise", False, scale, most, **options), expected, note)
+    same(launch_dual_bf16x2(x, fmt, "tensorwise", rounding, False, scale), expected, note)
+    same(launch_dual_bf16x2(x, fmt, "tensorwise", rounding, False, scale, most), expected, note)
     same([most.view(torch.float32)], [absmax_ref(x)], tuple(x.shape))
 
 
@@ -137,38 +133,38 @@ def test_a_given_scale_on_gpu(fmt):
         value = (1e-4, 0.3, 1.0, 300.0)[number % 4]
         check_given(x, fmt, value)
         scale, most = torch.tensor([value], device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
-        codes, scale_out, codes_t, _ = launch_dual_bf16x2(x, fmt, "tensorwise", False, scale, most)
+        codes, scale_out, codes_t, _ = launch_dual_bf16x2(x, fmt, "tensorwise", NEAREST, False, scale, most)
         same(quantize_dual_given_scale(x, fmt, scale), [codes, codes_t, most.view(torch.float32)], (m, k))
-        dual = quantize_dual(x, fmt, "tensorwise", "tensorwise", None, 0, False, scale)
+        dual = quantize_dual(x, fmt, "tensorwise", "tensorwise", scale=scale)
         same(dual, [codes, scale_out, codes_t, scale_out], (m, k))
     for shape in [(16, 16), (4096, 14336), (16384, 4096)]:
         check_given(hostile(*shape, 0, "outlier", torch.bfloat16, "cuda"), fmt, 0.01)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("stochastic", STOCHASTIC[1:])
+@pytest.mark.parametrize("stochastic", STOCHASTIC)
 @pytest.mark.parametrize("fmt,granularity", CASES)
 def test_stochastic_rounding_on_gpu(fmt, granularity, stochastic):
-    options, _ = drawing("cuda", stochastic)
+    rounding = rounding_of(stochastic, "cuda")
     for number, (m, k) in random_shapes(9, 60):
         x = hostile(m, k, number, [*KINDS, "bad"][number % 6], torch.bfloat16, "cuda").contiguous()
         check(x, fmt, granularity, False, stochastic)
-        found = launch_dual_bf16x2(x, fmt, granularity, **options)
-        same(quantize_dual(x, fmt, granularity, granularity, **options), found, (m, k))
+        found = launch_dual_bf16x2(x, fmt, granularity, rounding)
+        same(quantize_dual(x, fmt, granularity, granularity, *rounding), found, (m, k))
     for shape in [(16, 16), (4096, 14336), (16384, 4096)]:
         check(hostile(*shape, 0, "outlier", torch.bfloat16, "cuda"), fmt, granularity, False, stochastic)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("stochastic", STOCHASTIC[1:])
+@pytest.mark.parametrize("stochastic", STOCHASTIC)
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 def test_stochastic_rounding_under_a_given_scale_on_gpu(fmt, stochastic):
-    options, _ = drawing("cuda", stochastic)
+    rounding = rounding_of(stochastic, "cuda")
     for number, (m, k) in random_shapes(10, 60):
         x = hostile(m, k, number, [*KINDS, "bad"][number % 6], torch.bfloat16, "cuda").contiguous()
         value = (1e-4, 0.3, 1.0, 300.0)[number % 4]
         check_given(x, fmt, value, stochastic)
         scale, most = torch.tensor([value], device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
-        codes, _, codes_t, _ = launch_dual_bf16x2(x, fmt, "tensorwise", False, scale, most, **options)
-        same(quantize_dual_given_scale(x, fmt, scale, **options), [codes, codes_t, most.view(torch.float32)], (m, k))
+        codes, _, codes_t, _ = launch_dual_bf16x2(x, fmt, "tensorwise", rounding, False, scale, most)
+        same(quantize_dual_given_scale(x, fmt, scale, *rounding), [codes, codes_t, most.view(torch.float32)], (m, k))
     check_given(hostile(4096, 14336, 0, "outlier", torch.bfloat16, "cuda"), fmt, 0.01, stochastic)

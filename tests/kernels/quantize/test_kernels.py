@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from qtrain.kernels.numerics.formats import FORMATS
+from qtrain.kernels.numerics.formats import LINEAR_FORMATS
 from qtrain.kernels.numerics.philox import random_bits_ref
+from qtrain.kernels.numerics.rounding import Rounding
 from qtrain.kernels.quantize.absmax import absmax_ref
 from qtrain.kernels.quantize.operators import (
     quantize,
@@ -58,7 +59,7 @@ def noise(x, key):
 
 
 def check_rows(x, fmt, granularity, key, power_of_two=False, **options):
-    found = launch_rowwise(x, fmt, granularity, key, ROLE, power_of_two, **options)
+    found = launch_rowwise(x, fmt, granularity, Rounding(key, ROLE), power_of_two, **options)
     note = (tuple(x.shape), fmt, granularity, key is not None, options)
     same(found, quantize_ref(x, fmt, granularity, noise(x, key), power_of_two), note)
     if supports_rowwise_bf16x2(x, fmt, granularity, key is not None):
@@ -67,7 +68,7 @@ def check_rows(x, fmt, granularity, key, power_of_two=False, **options):
 
 def check_words(x, fmt, granularity, key, power_of_two=False):
     assert supports_rowwise_bf16x2(x, fmt, granularity, key is not None)
-    found = launch_rowwise_bf16x2(x, fmt, granularity, key, ROLE, power_of_two)
+    found = launch_rowwise_bf16x2(x, fmt, granularity, Rounding(key, ROLE), power_of_two)
     expected = quantize_ref(x, fmt, granularity, noise(x, key), power_of_two)
     same(found, expected, (tuple(x.shape), fmt, granularity, key is not None))
 
@@ -78,7 +79,7 @@ def check_tiles(x, fmt, granularity, granularity_t, key, power_of_two=False, **o
         expected += quantize_ref(x, fmt, granularity, bits, power_of_two)
     if granularity_t:
         expected += quantize_transposed_ref(x, fmt, granularity_t, bits, power_of_two)
-    found = launch_tiled(x, fmt, granularity, granularity_t, key, ROLE, power_of_two, **options)
+    found = launch_tiled(x, fmt, granularity, granularity_t, Rounding(key, ROLE), power_of_two, **options)
     same(found, expected, (tuple(x.shape), fmt, granularity, granularity_t, key is not None, options))
 
 
@@ -87,7 +88,7 @@ def check_given(x, fmt, fmt_t, key):
     tensorwise = ("tensorwise", noise(x, key), False, scale)
     expected = [*quantize_ref(x, fmt, *tensorwise), *quantize_transposed_ref(x, fmt_t, *tensorwise)]
     found = launch_tiled(
-        x, fmt, "tensorwise", "tensorwise", key, ROLE, scale=scale, fmt_t=fmt_t, scale_t=scale, absmax=most
+        x, fmt, "tensorwise", "tensorwise", Rounding(key, ROLE), scale=scale, fmt_t=fmt_t, scale_t=scale, absmax=most
     )
     same(found, expected, (tuple(x.shape), fmt, fmt_t, key is not None))
     same([most.view(torch.float32)], [absmax_ref(x)], tuple(x.shape))
@@ -97,7 +98,7 @@ def check_ternary(x, granularity, key):
     scale, scale_t = scale_ref(x, "ternary", granularity), scale_ref(x.t(), "ternary", granularity)
     bits = noise(x, key)
     found = launch_tiled(
-        x, "ternary", granularity, granularity, key, ROLE, scale=scale, fmt_t="ternary", scale_t=scale_t
+        x, "ternary", granularity, granularity, Rounding(key, ROLE), scale=scale, fmt_t="ternary", scale_t=scale_t
     )
     codes_t, _ = quantize_transposed_ref(x, "ternary", granularity, bits)
     same(found, [*quantize_ref(x, "ternary", granularity, bits), codes_t, scale_t], (tuple(x.shape), granularity))
@@ -233,7 +234,7 @@ def test_other_formats_on_gpu(fmt):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", LINEAR_FORMATS)
 def test_operators_on_gpu(fmt):
     """Every granularity, in both layouts, of any shape and layout of input: as on a CPU."""
     for shape in [(1, 256), (17, 33), (130, 257), (0, 16), (3, 0)]:
@@ -246,7 +247,7 @@ def test_operators_on_gpu(fmt):
                     same(rows, quantize_ref(x, fmt, granularity, noise(x, key)), what)
                     same(quantize_dual(x, fmt, granularity, granularity, key, ROLE), [*rows, *columns], what)
                     nearest = quantize_ref(x, fmt, granularity)
-                    one = quantize_dual(x, fmt, granularity, granularity, key, ROLE, stochastic="columns")
+                    one = quantize_dual(x, fmt, granularity, granularity, key, ROLE, rows=False)
                     same(one, [*nearest, *columns], what)
 
 
@@ -258,6 +259,6 @@ def test_dual_with_the_scale_given_on_gpu():
         codes, codes_t, most = quantize_dual_given_scale(x, "e4m3", one)
         same([codes, most], [quantize_ref(x, "e4m3", "tensorwise", scale=one)[0], absmax_ref(x)], shape)
         assert torch.equal(codes.float().t(), codes_t.float())
-        codes, codes_t, most = quantize_dual_given_scale(x, "e4m3", one, KEY.cuda(), ROLE, stochastic="columns")
+        codes, codes_t, most = quantize_dual_given_scale(x, "e4m3", one, KEY.cuda(), ROLE, rows=False)
         drawn = quantize_transposed_ref(x, "e4m3", "tensorwise", noise(x, KEY.cuda()), scale=one)[0]
         same([codes, codes_t, most], [quantize_ref(x, "e4m3", "tensorwise", scale=one)[0], drawn, absmax_ref(x)], shape)

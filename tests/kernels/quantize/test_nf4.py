@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from qtrain.kernels.numerics.formats import NF4_VALUES
 from qtrain.kernels.quantize.nf4 import (
     BLOCK,
-    TABLE,
     dequantize_nf4,
     dequantize_nf4_ref,
     launch_dequantize_nf4,
@@ -25,7 +25,7 @@ def test_codes_are_the_nearest_values(rows, columns, kind):
     assert codes.shape == (rows, -(-columns // 2)) and scale.shape == (rows, -(-columns // BLOCK))
     y = dequantize_nf4(codes, scale, nf4_table("cpu"), columns, torch.float32)
     absmax = scale.double().repeat_interleave(BLOCK, dim=1)[:, :columns]
-    choices = absmax[..., None] * torch.tensor(TABLE, dtype=torch.float64)
+    choices = absmax[..., None] * torch.tensor(NF4_VALUES, dtype=torch.float64)
     best = (choices - x.double()[..., None]).abs().amin(dim=-1)
     assert torch.all((y.double() - x.double()).abs() <= best + 1e-6 * absmax)
 

@@ -3,9 +3,18 @@
 import pytest
 import torch
 
-from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, codes_shape, empty_scale, group_shape, scale_shape
+from qtrain.kernels.numerics.formats import (
+    FORMATS,
+    GRANULARITIES,
+    LINEAR_FORMATS,
+    codes_shape,
+    empty_scale,
+    group_shape,
+    scale_shape,
+)
 from qtrain.kernels.numerics.packing import unpack
 from qtrain.kernels.numerics.philox import random_bits_ref
+from qtrain.kernels.numerics.rounding import Rounding
 from qtrain.kernels.quantize.operators import (
     dequantize,
     expand_scale,
@@ -19,7 +28,7 @@ from qtrain.kernels.quantize.operators import (
 from tests.cases import KINDS, SHAPES, matrix
 from tests.kernels.quantize.test_kernels import KEY, same
 
-EVERY = [(fmt, granularity) for fmt in FORMATS for granularity in GRANULARITIES]
+EVERY = [(fmt, granularity) for fmt in LINEAR_FORMATS for granularity in GRANULARITIES]
 # Half the spacing of a format's numbers: relative to the number, and at least absolute, in units of the scale.
 HALF_STEP = {"int8": (0, 0.5), "int4": (0, 0.5), "ternary": (0, 0.5), "e4m3": (2**-4, 2**-10), "e5m2": (2**-3, 2**-17)}
 
@@ -56,7 +65,7 @@ def test_nearest_against_fp64(fmt, granularity):
         assert torch.equal(back, (unpack(codes, fmt, shape[1]).float() * expand_scale(scale, granularity, shape)))
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", LINEAR_FORMATS)
 def test_power_of_two_scales(fmt):
     """The next power of two: at least the plain scale, less than twice it."""
     x = matrix(70, 100, 4, "outlier")
@@ -66,7 +75,7 @@ def test_power_of_two_scales(fmt):
     assert (rounded >= plain).all() and (rounded < 2 * plain).all()
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", LINEAR_FORMATS)
 def test_stochastic_rounding_is_unbiased_and_adjacent(fmt):
     """The mean of 10,000 draws lies within 4 standard errors of the value; each draw is a neighbour of the value."""
     x = matrix(1, 64, 3)
@@ -87,7 +96,7 @@ def test_stochastic_rounding_is_unbiased_and_adjacent(fmt):
     assert ((many.mean(0) - exact).abs() <= 4 * sigma + hardly).all()
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", LINEAR_FORMATS)
 def test_stochastic_rounding_keeps_exact_codes(fmt):
     """Numbers that the format holds are not moved, whatever the draw; the largest least of all."""
     values = torch.tensor([0.0, 1.0, -1.0, FORMATS[fmt].max, -FORMATS[fmt].max])
@@ -139,20 +148,21 @@ def test_forms_agree(fmt, granularity):
         assert torch.equal(unpack(codes, fmt, shape[1]).float(), unpack(codes_t, fmt, shape[0]).float().t())
 
 
-@pytest.mark.parametrize("stochastic", ["rows", "columns", "both"])
-def test_each_layout_is_rounded_in_its_own_way(stochastic):
-    """`stochastic` names what draws under the key; the rest is rounded to nearest."""
-    x, scale = matrix(34, 40, 0), torch.tensor([0.01])
-    row_key, column_key = (KEY if stochastic in (layout, "both") else None for layout in ("rows", "columns"))
+@pytest.mark.parametrize("rows,columns", [(True, False), (False, True), (True, True), (False, False)])
+def test_each_layout_is_rounded_as_requested(rows, columns):
+    """A layout that the request leaves out is rounded to nearest."""
+    x, scale, rounding = matrix(34, 40, 0), torch.tensor([0.01]), Rounding(KEY, 1, rows, columns)
+    row_key, column_key = KEY if rows else None, KEY if columns else None
+    assert rounding.row_key is row_key and rounding.column_key is column_key
     for fmt, granularity in EVERY:
         expected = [
             *quantize(x, fmt, granularity, row_key, 1),
             *quantize_transposed(x, fmt, granularity, column_key, 1),
         ]
-        found = quantize_dual(x, fmt, granularity, granularity, KEY, 1, stochastic=stochastic)
+        found = quantize_dual(x, fmt, granularity, granularity, *rounding)
         same(found, expected, (fmt, granularity))
     for fmt in ("int8", "e5m2"):
-        codes, codes_t, _ = quantize_dual_given_scale(x, fmt, scale, KEY, 1, stochastic=stochastic)
+        codes, codes_t, _ = quantize_dual_given_scale(x, fmt, scale, *rounding)
         expected = quantize(x, fmt, "tensorwise", row_key, 1, scale=scale)[0]
         expected_t = quantize_transposed(x, fmt, "tensorwise", column_key, 1, scale=scale)[0]
         same([codes, codes_t], [expected, expected_t], fmt)
@@ -180,7 +190,7 @@ def test_empty(shape):
 def test_reproducible():
     x = matrix(16, 64, 0)
     bits = random_bits_ref(x.shape, KEY, 2)
-    for fmt in FORMATS:
+    for fmt in LINEAR_FORMATS:
         first, _ = quantize_ref(x, fmt, "rowwise", bits)
         assert torch.equal(first.view(torch.uint8), quantize(x, fmt, "rowwise", KEY, 2)[0].view(torch.uint8))
         other = quantize_transposed_ref(x, fmt, "rowwise", random_bits_ref(x.shape, KEY + 1, 2))[0].view(torch.uint8)
@@ -193,9 +203,11 @@ def test_operators(key):
     for fmt, granularity in (("int8", "rowwise"), ("e4m3", "tensorwise"), ("int4", "1x32"), ("ternary", "rowwise")):
         torch.library.opcheck(quantize, (x, fmt, granularity, key, 1))
         torch.library.opcheck(quantize_transposed, (x, fmt, granularity, key, 1))
-        torch.library.opcheck(quantize_dual, (x, fmt, granularity, "32x32", key, 1, True))
+        torch.library.opcheck(quantize_dual, (x, fmt, granularity, "32x32", key, 1, True, True, True))
     torch.library.opcheck(quantize, (x, "int8", "tensorwise", key, 0, False, scale))
-    torch.library.opcheck(quantize_dual, (x, "e5m2", "tensorwise", "tensorwise", key, 0, False, scale, "e4m3"))
+    torch.library.opcheck(
+        quantize_dual, (x, "e5m2", "tensorwise", "tensorwise", key, 0), {"scale": scale, "fmt_t": "e4m3"}
+    )
     torch.library.opcheck(quantize_dual_given_scale, (x, "e4m3", scale, key, 1))
-    torch.library.opcheck(quantize_dual_given_scale, (x, "e4m3", scale, key, 1, None, "rows"))
-    torch.library.opcheck(quantize_dual, (x, "int8", "rowwise", "rowwise", key, 1), {"stochastic": "columns"})
+    torch.library.opcheck(quantize_dual_given_scale, (x, "e4m3", scale, key, 1, True, False))
+    torch.library.opcheck(quantize_dual, (x, "int8", "rowwise", "rowwise", key, 1), {"rows": False})

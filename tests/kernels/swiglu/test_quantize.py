@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from qtrain.kernels.numerics.philox import ROLES, random_bits_ref
+from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
+from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.quantize.absmax import absmax_of_columns_ref, absmax_ref
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2
 from qtrain.kernels.quantize.operators import (
@@ -27,7 +28,7 @@ from qtrain.kernels.swiglu.quantize import (
 from qtrain.kernels.swiglu.rowwise import launch_quantize_swiglu_rowwise, pieces
 from qtrain.kernels.swiglu.swiglu import launch_swiglu, launch_swiglu_backward, swiglu
 from tests.cases import KINDS, matrix
-from tests.kernels.quantize.test_dual_bf16x2 import STOCHASTIC, drawing
+from tests.kernels.quantize.test_dual_bf16x2 import STOCHASTIC, rounding_of
 from tests.kernels.quantize.test_kernels import KEY, hostile, same
 
 FORMATS = ("int8", "e4m3", "e5m2")
@@ -48,20 +49,20 @@ def made(x, dy):
 
 
 def check(x, dy, fmt, granularity, power_of_two=False, stochastic=""):
-    y, (options, bits) = made(x, dy), drawing(x.device, stochastic)
-    row_bits, column_bits = bits(y.shape)
+    y, rounding = made(x, dy), rounding_of(stochastic, x.device)
+    row_bits, column_bits = rounding.bits(y.shape)
     expected = quantize_ref(y, fmt, granularity, row_bits, power_of_two)
     expected += quantize_transposed_ref(y, fmt, granularity, column_bits, power_of_two)
-    found = launch_dual_bf16x2(x, fmt, granularity, power_of_two, of_gate=True, dy=dy, **options)
+    found = launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, of_gate=True, dy=dy)
     same(found, expected, (tuple(x.shape), fmt, granularity, dy is None, stochastic))
 
 
 def check_given(x, dy, fmt, value, stochastic=""):
     y, scale = made(x, dy), torch.tensor([value], device=x.device)
     most = torch.zeros(1, dtype=torch.int32, device=x.device)
-    options, bits = drawing(x.device, stochastic)
-    row_bits, column_bits = bits(y.shape)
-    found = launch_dual_bf16x2(x, fmt, "tensorwise", False, scale, most, True, dy, **options)
+    rounding = rounding_of(stochastic, x.device)
+    row_bits, column_bits = rounding.bits(y.shape)
+    found = launch_dual_bf16x2(x, fmt, "tensorwise", rounding, False, scale, most, of_gate=True, dy=dy)
     expected = quantize_ref(y, fmt, "tensorwise", row_bits, scale=scale)
     expected += quantize_transposed_ref(y, fmt, "tensorwise", column_bits, scale=scale)
     same([*found, most.view(torch.float32)], [*expected, absmax_ref(y)], (tuple(x.shape), fmt, dy is None, stochastic))
@@ -104,23 +105,21 @@ def bits_of(t):
 
 def check_rows(x, fmt, power_of_two=False, stochastic=False):
     """Codes along rows, and what is found of columns on the way."""
-    y, key = made(x, None), KEY.to(x.device) if stochastic else None
-    drawn = random_bits_ref(y.shape, key, 2) if stochastic else None
-    *found, columns = launch_quantize_swiglu_rowwise(x, fmt, power_of_two, key, 2)
+    y, rounding = made(x, None), Rounding(KEY.to(x.device), 2) if stochastic else NEAREST
+    *found, columns = launch_quantize_swiglu_rowwise(x, fmt, rounding, power_of_two)
     note = (tuple(x.shape), fmt, stochastic)
-    same(found, quantize_ref(y, fmt, "rowwise", drawn, power_of_two), note)
+    same(found, quantize_ref(y, fmt, "rowwise", rounding.bits(y.shape)[0], power_of_two), note)
     assert torch.equal(bits_of(columns), bits_of(absmax_of_columns_ref(y))), note
 
 
 def check_gradient(x, dy, fmt, power_of_two=False, stochastic=False):
     """Codes of y along columns, and dx with the maxima of its rows and columns."""
-    y, dx, key = made(x, None), made(x, dy), KEY.to(x.device) if stochastic else None
-    drawn = random_bits_ref(y.shape, key, 2) if stochastic else None
+    y, dx, rounding = made(x, None), made(x, dy), Rounding(KEY.to(x.device), 2) if stochastic else NEAREST
     codes_t, scale_t, found, (rows, columns) = launch_quantize_swiglu_backward(
-        x, dy, absmax_of_columns_ref(y), fmt, power_of_two, key, 2
+        x, dy, absmax_of_columns_ref(y), fmt, rounding, power_of_two
     )
     note = (tuple(x.shape), fmt, stochastic)
-    same((codes_t, scale_t), quantize_transposed_ref(y, fmt, "rowwise", drawn, power_of_two), note)
+    same((codes_t, scale_t), quantize_transposed_ref(y, fmt, "rowwise", rounding.bits(y.shape)[1], power_of_two), note)
     assert torch.equal(found.nan_to_num(nan=-1.0), dx.nan_to_num(nan=-1.0)), note
     assert torch.equal(bits_of(columns), bits_of(absmax_of_columns_ref(dx))), note
     assert torch.equal(bits_of(rows), bits_of(absmax_of_columns_ref(dx.t()))), note
@@ -145,15 +144,13 @@ def test_pieces_of_a_row():
 
 def check_rows_operators(x, dy, fmt, fmt_y, stochastic):
     """Forward's operator and then backward's, which may differ in format and rounding."""
-    key, stochastic = KEY.to(x.device) if stochastic else None, stochastic or "both"
-    row_key = key if stochastic == "both" else None
-    *rows, columns = quantize_swiglu_rowwise(x, fmt_y, True, row_key)
-    same(rows, quantize(swiglu(x), fmt_y, "rowwise", row_key, ROLES.index("x"), True), (fmt_y, stochastic))
-    found = quantize_swiglu_backward(x, dy, columns, fmt, False, key, fmt_y, True, key, stochastic)
-    expected = quantize_dual(
-        activation(x, dy), fmt, "rowwise", "rowwise", key, ROLES.index("dy"), stochastic=stochastic
-    )
-    expected += quantize_transposed(swiglu(x), fmt_y, "rowwise", key, ROLES.index("x"), True)
+    dy_rounding = rounding_of(stochastic, x.device)._replace(role=ROUNDED_TENSORS.index("dy"))
+    key, role = dy_rounding.key, ROUNDED_TENSORS.index("x")
+    *rows, columns = quantize_swiglu_rowwise(x, fmt_y, dy_rounding.row_key, role, True)
+    same(rows, quantize(swiglu(x), fmt_y, "rowwise", dy_rounding.row_key, role, True), (fmt_y, stochastic))
+    found = quantize_swiglu_backward(x, dy, columns, fmt, *dy_rounding, False, fmt_y, key, role, True)
+    expected = quantize_dual(activation(x, dy), fmt, "rowwise", "rowwise", *dy_rounding)
+    expected += quantize_transposed(swiglu(x), fmt_y, "rowwise", key, role, True)
     same(found, expected, (tuple(x.shape), fmt, fmt_y, stochastic))
 
 
@@ -180,12 +177,12 @@ def check_operators(device):
                     quantize_dual_given_scale(activation(x, d), "e4m3", scale),
                     m,
                 )
-                for stochastic in STOCHASTIC[1:]:
-                    options, _ = drawing(device, stochastic)
-                    expected = quantize_dual(activation(x, d), "int8", "rowwise", "rowwise", **options)
-                    same(quantize_swiglu(x, d, "int8", "rowwise", **options), expected, (m, width, stochastic))
-                    expected = quantize_dual_given_scale(activation(x, d), "e4m3", scale, **options)
-                    same(quantize_swiglu_given_scale(x, d, "e4m3", scale, **options), expected, (m, width, stochastic))
+                for stochastic in STOCHASTIC:
+                    rounding = rounding_of(stochastic, device)
+                    expected = quantize_dual(activation(x, d), "int8", "rowwise", "rowwise", *rounding)
+                    same(quantize_swiglu(x, d, "int8", "rowwise", *rounding), expected, (m, width, stochastic))
+                    expected = quantize_dual_given_scale(activation(x, d), "e4m3", scale, *rounding)
+                    same(quantize_swiglu_given_scale(x, d, "e4m3", scale, *rounding), expected, (m, width, stochastic))
             rows = (("int8", "int8", ""), ("e4m3", "int8", "columns"), ("int8", "e5m2", "both"))
             for fmt, fmt_y, stochastic in rows if dtype == torch.bfloat16 or m == 3 else ():
                 check_rows_operators(x, dy, fmt, fmt_y, stochastic)
@@ -193,18 +190,17 @@ def check_operators(device):
         matrix(32, 256, 0, "normal", torch.bfloat16).to(device),
         matrix(32, 128, 1, "normal", torch.bfloat16).to(device),
     )
-    options, _ = drawing(device, "columns")
+    rounding = rounding_of("columns", device)
     for d in (None, dy):
-        for drawn in ({}, options):
-            torch.library.opcheck(torch.ops.qtrain.quantize_swiglu.default, (x, d, "int8", "1x128"), drawn)
+        for drawn in ((), rounding):
+            torch.library.opcheck(torch.ops.qtrain.quantize_swiglu.default, (x, d, "int8", "1x128", *drawn))
             torch.library.opcheck(
                 torch.ops.qtrain.quantize_swiglu_given_scale.default,
-                (x, d, "e4m3", torch.ones(1, device=device)),
-                drawn,
+                (x, d, "e4m3", torch.ones(1, device=device), *drawn),
             )
-    key, columns = options["key"], absmax_of_columns_ref(swiglu(x))
-    torch.library.opcheck(torch.ops.qtrain.quantize_swiglu_rowwise.default, (x, "int8", False, key))
-    arguments = x, dy, columns, "int8", False, key, "e4m3", False, None, "columns"
+    columns = absmax_of_columns_ref(swiglu(x))
+    torch.library.opcheck(torch.ops.qtrain.quantize_swiglu_rowwise.default, (x, "int8", rounding.key, 0))
+    arguments = x, dy, columns, "int8", *rounding, False, "e4m3", None, 0, False
     torch.library.opcheck(torch.ops.qtrain.quantize_swiglu_backward.default, arguments)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from qtrain.errors import UserError
-from qtrain.train.eval.hellaswag import Question, Score, evaluate, load_questions, question
+from qtrain.train.eval.hellaswag import HellaSwagQuestion, Score, evaluate, load_hellaswag, read_question
 
 CPU = torch.device("cpu")
 
@@ -62,7 +62,7 @@ class Causal(nn.Module):
 
 
 @torch.no_grad()
-def plain_scores(model: nn.Module, asked: Question, max_len: int) -> list[float]:
+def plain_scores(model: nn.Module, asked: HellaSwagQuestion, max_len: int) -> list[float]:
     """One ending at a time, unpadded, token by token."""
     scores = []
     for ending in asked.endings:
@@ -77,18 +77,18 @@ def plain_scores(model: nn.Module, asked: Question, max_len: int) -> list[float]
     return scores
 
 
-def many_questions(count: int) -> list[Question]:
+def many_questions(count: int) -> list[HellaSwagQuestion]:
     generator = torch.Generator().manual_seed(1)
 
     def text(low, high):
         length = int(torch.randint(low, high, (1,), generator=generator))
         return "".join(chr(97 + c) for c in torch.randint(26, (length,), generator=generator).tolist())
 
-    return [Question(text(3, 60), tuple(text(1, 25) for _ in range(4)), n % 4) for n in range(count)]
+    return [HellaSwagQuestion(text(3, 60), tuple(text(1, 25) for _ in range(4)), n % 4) for n in range(count)]
 
 
 def test_a_published_row_becomes_the_text_of_the_harness():
-    first, second = (question(row, "test") for row in RAW)
+    first, second = (read_question(row, "test") for row in RAW)
     assert first.context == "Roof shingle removal: A man is sitting on a roof. He"
     assert first.endings[0] == "is using wrap to wrap a pair of skis." and first.answer == 3
     # " [title]" is a full stop, other brackets go, and each pair of spaces becomes one
@@ -97,8 +97,8 @@ def test_a_published_row_becomes_the_text_of_the_harness():
 
 
 def test_a_short_row_takes_its_context_as_it_is():
-    short = question({"ctx": "A dog [x] runs", "endings": ["on.", "off."], "label": 1}, "test")
-    assert short == Question("A dog runs", ("on.", "off."), 1)
+    short = read_question({"ctx": "A dog [x] runs", "endings": ["on.", "off."], "label": 1}, "test")
+    assert short == HellaSwagQuestion("A dog runs", ("on.", "off."), 1)
 
 
 @pytest.mark.parametrize("max_len", [256, 40, 12])
@@ -121,7 +121,7 @@ def test_accuracies_are_those_of_a_plain_computation(max_len, batch_size):
 
 def test_a_token_across_the_boundary_belongs_to_the_ending():
     """ "rin" + "g": the context alone ends in the token "in", the joined text has "ing" there."""
-    asked = Question("he was r", ("inging", "owing"), 0)
+    asked = HellaSwagQuestion("he was r", ("inging", "owing"), 0)
     model = Causal()
     scores = plain_scores(model, asked, 64)
     got = evaluate(model, Bytes(), [asked], batch_size=2, max_len=64, device=CPU)
@@ -151,8 +151,8 @@ def test_a_model_that_knows_the_answer_scores_one():
 def test_a_local_file_is_read_up_to_the_limit(tmp_path):
     path = tmp_path / "hellaswag.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in RAW) + "\n\n")
-    assert len(load_questions(str(path))) == 2
-    assert load_questions(str(path), limit=1) == [question(RAW[0], "test")]
+    assert len(load_hellaswag(str(path), None, "--hellaswag")) == 2
+    assert load_hellaswag(str(path), 1, "--hellaswag") == [read_question(RAW[0], "test")]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_bad_file_is_one_message(tmp_path, content, expected):
     if content is not None:
         path.write_text(content)
     with pytest.raises(UserError) as raised:
-        load_questions(str(path), flag="--hellaswag_file")
+        load_hellaswag(str(path), None, "--hellaswag_file")
     message = str(raised.value)
     assert message.startswith("--hellaswag_file") and expected in message and str(path) in message
 
@@ -187,4 +187,4 @@ def test_without_the_hub_the_message_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     with pytest.raises(UserError, match=r"--hellaswag: .*Rowan/hellaswag.*could not be reached.*local \.jsonl"):
-        load_questions("hub")
+        load_hellaswag("hub", None, "--hellaswag")

@@ -5,22 +5,21 @@ import torch
 
 from qtrain.data import Batch, load_tokenizer
 from qtrain.models import ModelSource, build_model
-from qtrain.train.eval.hellaswag import Question
+from qtrain.train.eval.hellaswag import HellaSwagQuestion
 from qtrain.train.eval.language import LanguageEvaluation
 from qtrain.train.language import language_forward
 from qtrain.train.step import evaluate
 from tests.system import TINY
 
-QUESTIONS = [Question("a b", ("c", "d e", "f"), 1), Question("the end of", ("x", "y"), 0)]
+QUESTIONS = [HellaSwagQuestion("a b", ("c", "d e", "f"), 1), HellaSwagQuestion("the end of", ("x", "y"), 0)]
 
 
 def evaluation(**given) -> LanguageEvaluation:
     model = build_model(ModelSource("tiny", TINY, "--model"), seed=0)
-    nothing = {"batches": [], "questions": [], "prompts": []}
-    return LanguageEvaluation(
-        model, language_forward(model, None), tokenizer=load_tokenizer("byte", ""), sample_tokens=3, seq_len=16, seed=1,
-        **{**nothing, **given},
-    )  # fmt: skip
+    nothing = {"windows": [], "questions": [], "prompts": []}
+    forward, tokenizer = language_forward(model, None), load_tokenizer("byte", "")
+    shared = {"model": model, "forward": forward, "tokenizer": tokenizer, "sample_tokens": 3, "seq_len": 16, "seed": 1}
+    return LanguageEvaluation(**{**shared, **nothing, **given})
 
 
 def batches() -> list[Batch]:
@@ -30,13 +29,13 @@ def batches() -> list[Batch]:
 
 def test_only_what_was_given_is_measured():
     assert evaluation()() == {}
-    assert evaluation(batches=batches())().keys() == {"eval_loss"}
+    assert evaluation(windows=batches())().keys() == {"eval_loss"}
     assert evaluation(questions=QUESTIONS)().keys() == {"hellaswag", "hellaswag_norm"}
     assert evaluation(prompts=["a"])().keys() == {"samples"}
 
 
 def test_the_figures_are_those_of_their_measures_and_the_same_each_time():
-    measured = evaluation(batches=batches(), questions=QUESTIONS, prompts=["a", "b"])
+    measured = evaluation(windows=batches(), questions=QUESTIONS, prompts=["a", "b"])
     found = measured()
     assert found["eval_loss"] == evaluate(measured.model, measured.forward, batches()) == pytest.approx(5.5, abs=0.3)
     assert found["hellaswag"] in (0, 0.5, 1) and found["hellaswag_norm"] in (0, 0.5, 1)
@@ -48,7 +47,7 @@ def test_the_figures_are_those_of_their_measures_and_the_same_each_time():
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_model_comes_back_as_it_was(training):
-    measured = evaluation(batches=batches(), questions=QUESTIONS, prompts=["a"])
+    measured = evaluation(windows=batches(), questions=QUESTIONS, prompts=["a"])
     measured.model.train(training)
     before = {name: p.clone() for name, p in measured.model.named_parameters()}
     measured()

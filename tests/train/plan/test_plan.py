@@ -10,12 +10,16 @@ from qtrain.errors import UserError
 from qtrain.hardware import DATASHEET, Hardware
 from qtrain.models import Decoder, Lora, ModelConfig, add_lora, list_models, read_model_source
 from qtrain.models.cost import count_parameters
-from qtrain.optim import OPTIMIZERS, ParameterShape
-from qtrain.quant import SCHEMES, base_scheme, quantize_linears
+from qtrain.models.trained_cost import TrainedPart
+from qtrain.optim import ParameterShape
+from qtrain.quant import Scheme, base_scheme, quantize_linears
 from qtrain.tensors.stored_weight import StoredWeight
+from qtrain.train.checked_settings import CheckedSettings, check_settings
 from qtrain.train.freezing import freeze_embedding, trained_part
-from qtrain.train.plan.plan import Plan, _memory, make_plan
-from qtrain.train.settings import BatchGeometry, LanguageSettings, batch_geometry
+from qtrain.train.plan.language_plan import language_memory, plan_language_run
+from qtrain.train.plan.linears import PlannedLinear, plan_linears
+from qtrain.train.plan.plan import Plan
+from qtrain.train.settings import LanguageSettings
 
 H200 = Hardware("NVIDIA H200", DATASHEET["H200"], 141 * 10**9, measured=False)
 
@@ -23,15 +27,28 @@ SMALL = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidd
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
+def checked_of(settings: LanguageSettings, scheme: Scheme | None = None, dtype=torch.bfloat16) -> CheckedSettings:
+    return dataclasses.replace(check_settings(settings, "test", scheme), dtype=dtype)
+
+
+def linears_of(checked: CheckedSettings, config: ModelConfig) -> list[PlannedLinear]:
+    with torch.device("meta"):
+        model = Decoder(config)
+    return plan_linears(model, checked.scheme, checked.settings, head=model.lm_head, device=torch.device("cpu"))
+
+
+def plan_for(
+    checked: CheckedSettings, config: ModelConfig, trained: TrainedPart | None = None, hardware: Hardware = H200
+) -> Plan:
+    linears = linears_of(checked, config)
+    return plan_language_run(checked, config, linears, hardware, ("tokens of something",), trained)
+
+
 def plan_of(model: str = "qwen2.5-0.5b", hardware: Hardware = H200, dtype=torch.bfloat16, **changes) -> Plan:
     settings = dataclasses.replace(
         LanguageSettings(model=model, quantize="int8", seq_len=1024, batch_size=16, n_steps=10), **changes
     )
-    scheme = SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")
-    optimizer = OPTIMIZERS.make(settings.optim, {}, "--optim")
-    config = read_model_source(model).model_config()
-    geometry = batch_geometry(settings)
-    return make_plan(settings, config, scheme, optimizer, geometry, hardware, dtype, data=("tokens of something",))
+    return plan_for(checked_of(settings, dtype=dtype), read_model_source(model).model_config(), hardware=hardware)
 
 
 def by_hand(config: ModelConfig, seq_len: int) -> dict[str, float]:
@@ -120,9 +137,7 @@ def test_memory_of_weights_is_what_the_scheme_stores():
 def test_a_plan_for_bitnets_norms_refuses_what_could_not_be_exported():
     with pytest.raises(UserError, match="QK-norm"):
         config = ModelConfig.from_hf({"model_type": "qwen3", **SMALL})
-        settings = LanguageSettings(quantize="bitnet", batch_size=1)
-        scheme, optimizer = SCHEMES.make("bitnet", {}, "--quantize"), OPTIMIZERS.make("adamw", {}, "--optim")
-        make_plan(settings, config, scheme, optimizer, batch_geometry(settings), H200, torch.bfloat16, data=())
+        plan_for(checked_of(LanguageSettings(quantize="bitnet", batch_size=1)), config)
 
 
 def test_gradients_within_the_backward_pass_are_those_of_the_largest_part():
@@ -167,15 +182,13 @@ def test_bytes_where_not_everything_trains_are_those_of_the_model(part):
     the plan also counts the copies of adapters in bf16."""
     changes, lora = PARTS[part]
     config = ModelConfig.from_hf({**SHAPE, **changes})
-    scheme = SCHEMES.make("bf16", {}, "") if lora is None or lora.base == "none" else base_scheme(lora.base, "bf16")
-    optimizer = OPTIMIZERS.make("adamw", {}, "--optim")
+    scheme = None if lora is None or lora.base == "none" else base_scheme(lora.base, "bf16")
     trained = trained_part(config, lora, lora is None, torch.bfloat16)
-    settings = LanguageSettings(batch_size=1, seq_len=8)
-    geometry = batch_geometry(settings)
-    plan = make_plan(settings, config, scheme, optimizer, geometry, H200, torch.bfloat16, (), trained)
+    checked = checked_of(LanguageSettings(batch_size=1, seq_len=8), scheme)
+    plan = plan_for(checked, config, trained)
 
     model = Decoder(config).to(torch.bfloat16)
-    quantize_linears(model, scheme, seed=0, head=model.lm_head)
+    quantize_linears(model, checked.scheme, seed=0, head=model.lm_head)
     if lora is None:
         freeze_embedding(model)
     else:
@@ -189,9 +202,9 @@ def test_bytes_where_not_everything_trains_are_those_of_the_model(part):
     trains = [p for p in model.parameters() if p.requires_grad]
     copies = trained.added_bytes(2, 2) - trained.added_bytes(2, 4)
     assert plan.memory["weights"] - copies == sum({id(t): t.nbytes for t in held if id(t) not in scales}.values())
-    moments = _memory(settings, config, scheme, optimizer, geometry, torch.bfloat16, trained).moments
+    moments = language_memory(checked, config, linears_of(checked, config), trained).moments
     assert moments["optimizer"]["gradients"] == sum(p.grad.nbytes for p in trains)
-    states = optimizer.total_state_bytes([ParameterShape(tuple(p.shape)) for p in trains], trains[0].itemsize)
+    states = checked.optimizer.total_state_bytes([ParameterShape(tuple(p.shape)) for p in trains], trains[0].itemsize)
     assert plan.memory["optimizer"] == round(states)
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
 
@@ -199,9 +212,8 @@ def test_bytes_where_not_everything_trains_are_those_of_the_model(part):
 def test_states_on_the_host_count_with_their_stages():
     """Three of at most 256 MiB, for states of 28 GiB of which the embedding's alone are 2."""
     config = read_model_source("qwen2.5-7b").model_config()
-    settings = LanguageSettings(model="qwen2.5-7b", seq_len=1024, batch_size=16)
-    scheme, optimizer = SCHEMES.make("bf16", {}, ""), OPTIMIZERS.make("adamw", {"offload": True}, "")
-    plan = make_plan(settings, config, scheme, optimizer, batch_geometry(settings), H200, torch.bfloat16, ())
+    settings = LanguageSettings(model="qwen2.5-7b", seq_len=1024, batch_size=16, optim_kwargs={"offload": True})
+    plan = plan_for(checked_of(settings), config)
     assert 0.9 * 3 * 2**28 < plan.memory["optimizer"] <= 3 * 2**28
 
 
@@ -210,9 +222,8 @@ def test_a_frozen_model_has_two_products_of_three_and_its_adapters_three():
     config = read_model_source("qwen2.5-0.5b").model_config()
     lora, whole = Lora(r=16), plan_of(quantize="switchback")
     settings = LanguageSettings(model="qwen2.5-0.5b", quantize="switchback", seq_len=1024, batch_size=16)
-    scheme, optimizer = SCHEMES.make("switchback", {}, ""), OPTIMIZERS.make("adamw", {}, "")
     trained = trained_part(config, lora, False, torch.bfloat16)
-    plan = make_plan(settings, config, scheme, optimizer, batch_geometry(settings), H200, torch.bfloat16, (), trained)
+    plan = plan_for(checked_of(settings), config, trained)
     assert plan.flops["blocks"] == pytest.approx(whole.flops["blocks"] * 2 / 3)
     assert plan.flops["attention"] == whole.flops["attention"]
     assert plan.seconds["blocks"] == pytest.approx(plan.flops["blocks"] / 1978.9e12)
@@ -251,9 +262,8 @@ def test_memory_shrinks_with_each_flag_that_promises_it():
 
 
 def test_a_model_that_only_transformers_knows_has_a_plan_without_figures():
-    settings = LanguageSettings(model="gpt2", model_impl="hf")
-    scheme, optimizer = SCHEMES.make("bf16", {}, ""), OPTIMIZERS.make("adamw", {}, "")
-    found = make_plan(settings, None, scheme, optimizer, BatchGeometry(4, 1, 1), H200, torch.bfloat16, ("x",))
+    checked = checked_of(LanguageSettings(model="gpt2", model_impl="hf"))
+    found = plan_language_run(checked, None, [], H200, ("x",))
     assert found.efficiency(1000.0) == {"sol": None, "mfu": None} and found.parameters is None
     text = "\n".join(found.lines())
     assert "gpt2, linears in bf16" in text and "memory" not in text and "speed of light" not in text

@@ -59,9 +59,9 @@ def train(run: Run, steps: int) -> list[float]:
 
 def trained_run(**changes) -> Run:
     run = new_run(find_run_folder(settings(**changes), "script"), **changes)
-    run.open_folder()
-    train(run, 3)
-    run.save()
+    with run.opened_folder():
+        train(run, 3)
+        run.save()
     return run
 
 
@@ -78,8 +78,8 @@ def test_a_second_run_in_the_same_second_gets_another_name_that_sorts_after():
     names = []
     for _ in range(4):
         run = new_run(find_run_folder(settings(), "script"))
-        run.open_folder()
-        names.append(run.folder.path.name)
+        with run.opened_folder():
+            names.append(run.folder.path.name)
     assert len(set(names)) == 4 and names == sorted(names)
 
 
@@ -113,7 +113,8 @@ def test_a_checkpoint_that_lies_elsewhere_starts_a_run_of_its_own():
     assert found.resumed_from == Path("copied/00000003") and found.path != run.folder.path
     resumed = new_run(found, seed=5)
     resumed.restore()
-    resumed.open_folder()
+    with resumed.opened_folder():
+        pass
     assert resumed.state.step == 3 and (found.path / "config.json").exists()
 
 
@@ -121,7 +122,8 @@ def test_the_config_of_a_folder_is_a_recipe_without_the_resuming():
     run = trained_run()
     resumed = new_run(RunFolder(run.folder.path, run.checkpoints.latest()), resume=str(run.folder.path))
     resumed.restore()
-    resumed.open_folder()
+    with resumed.opened_folder():
+        pass
     config = json.loads((run.folder.path / "config.json").read_text())
     assert config["resume"] is None and config["run_name"] == "small" and config["_command"] == ["script.py"]
 
@@ -130,8 +132,12 @@ def test_the_config_of_a_folder_is_a_recipe_without_the_resuming():
 def test_a_folder_that_cannot_be_made_is_a_message(blocked):
     Path(blocked).parent.mkdir(exist_ok=True)
     Path(blocked).touch()
-    with pytest.raises(UserError, match=r"--runs_dir: cannot write runs/script/.*: Not a directory"):
-        new_run(find_run_folder(settings(), "script")).open_folder()
+    run = new_run(find_run_folder(settings(), "script"))
+    with (
+        pytest.raises(UserError, match=r"--runs_dir: cannot write runs/script.*: Not a directory"),
+        run.opened_folder(),
+    ):
+        pass
 
 
 def test_the_resume_command_is_quoted_and_names_the_script_as_it_was_called(monkeypatch):
@@ -162,7 +168,7 @@ def test_restored_a_run_goes_on_as_if_it_had_not_stopped():
     weights = zip(run.model.parameters(), resumed.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in weights)
     codes = zip(run.quantized.linears, resumed.quantized.linears, strict=True)
-    assert all(torch.equal(a.operand_0, b.operand_0) for a, b in codes)
+    assert all(torch.equal(a.low_bit_weight.output_codes, b.low_bit_weight.output_codes) for a, b in codes)
 
 
 def test_nothing_to_restore_leaves_the_run_as_it_is():
@@ -181,7 +187,8 @@ def test_later_checkpoints_go_when_the_folder_is_taken_over_and_not_before():
     resumed = new_run(RunFolder(run.folder.path, first))
     resumed.restore()
     assert last.exists()
-    resumed.open_folder()
+    with resumed.opened_folder():
+        pass
     assert first.exists() and not last.exists()
 
 

@@ -1,0 +1,106 @@
+"""The products of two operands, found by the formats and granularities of both.
+
+A row of `PRODUCTS` multiplies K-major codes. Any other pair is dequantized and multiplied in high precision: a plain
+tensor with a stored weight, or codes that were quantized along their other dimension. A new format is a new row.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qtrain.kernels.gemm.blockwise_mm import blockwise_mm
+from qtrain.kernels.gemm.int4_mm import scaled_int4_mm
+from qtrain.kernels.gemm.mx_mm import mx_mm
+from qtrain.kernels.gemm.scaled_mm import scaled_mm
+from qtrain.kernels.numerics.formats import FORMATS
+from qtrain.tensors.quantized_tensor import Operand, OperandFormat, QuantizedTensor
+from qtrain.tensors.stored_weight import read_again
+
+Gemm = Literal["output", "grad_input", "grad_weight"]
+Product = Callable[[QuantizedTensor, QuantizedTensor, torch.dtype, Tensor | None, bool], Tensor]
+"""(a [M, K], b [N, K], dtype, bias [N], fast_accum) -> a · bᵀ + bias [M, N] in dtype."""
+
+INT8, INT4, FP8, FP4 = ("int8",), ("int4",), ("e4m3", "e5m2"), ("e2m1",)
+
+
+def _scaled(
+    a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
+) -> Tensor:
+    return scaled_mm(a.codes, b.codes, a.scale, b.scale, dtype, bias, fast_accum)
+
+
+def _blockwise(
+    a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
+) -> Tensor:
+    return blockwise_mm(a.codes, b.codes, a.scale, b.scale, a.format.granularity, b.format.granularity, dtype, bias)
+
+
+def _int4(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
+    y = scaled_int4_mm(a.codes, b.codes, a.scale, b.scale, 2 * a.codes.shape[1], dtype)
+    return y if bias is None else y.add_(bias)
+
+
+def _mx(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
+    return mx_mm(a.codes, b.codes, a.scale, b.scale, dtype, bias)
+
+
+def _nvfp4(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
+    """Emulated: a code times a block scale has 6 significant bits, so dequantizing to bf16 is exact."""
+    y = F.linear(a.dequantize(dtype), b.dequantize(dtype)).float() * (a.tensor_scale * b.tensor_scale)
+    return (y if bias is None else y + bias).to(dtype)
+
+
+# Formats of both operands, granularities of a and of b, product. Scales per row and per tensor are factors of the whole
+# sum and are applied in the epilogue; block scales are applied to the partial sum of each block of K.
+_ROWS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], Product]] = [
+    (INT8, ("rowwise", "tensorwise"), ("rowwise", "tensorwise"), _scaled),
+    (FP8, ("rowwise", "tensorwise"), ("rowwise", "tensorwise"), _scaled),
+    (INT8, ("1x128", "128x128"), ("1x128", "128x128"), _blockwise),
+    (FP8, ("1x128", "128x128"), ("1x128", "128x128"), _blockwise),
+    (INT8, ("32x32",), ("32x32",), _blockwise),
+    (INT4, ("rowwise",), ("rowwise",), _int4),
+    (FP8, ("1x32",), ("1x32",), _mx),
+    (FP4, ("1x16",), ("1x16",), _nvfp4),
+]
+
+PRODUCTS: dict[tuple[str, str, str, str], Product] = {
+    (fmt_a, granularity_a, fmt_b, granularity_b): product
+    for formats, granularities_a, granularities_b, product in _ROWS
+    for fmt_a, granularity_a, fmt_b, granularity_b in itertools.product(
+        formats, granularities_a, formats, granularities_b
+    )
+}
+"""The product of each (format of a, granularity of a, format of b, granularity of b)."""
+
+
+def find_product(a: OperandFormat, b: OperandFormat) -> Product:
+    """The product of K-major operands in these formats."""
+    return PRODUCTS[a.fmt, a.granularity, b.fmt, b.granularity]
+
+
+def multiply(
+    gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None, *, fast_accum: bool = True
+) -> Tensor:
+    """The product of `gemm` in dtype; (a, b) are (x, w), (dy, w) or (dy, x). bias [N] is added to `output`."""
+    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
+        return find_product(a.format, b.format)(a, b, dtype, bias, fast_accum)
+    if gemm == "grad_input" and isinstance(b, QuantizedTensor):
+        b = _read_after(a, b)
+    a, b = (t.dequantize(dtype) if isinstance(t, QuantizedTensor) else t for t in (a, b))
+    if gemm == "output":
+        return F.linear(a, b, bias)
+    return a @ b if gemm == "grad_input" else a.t() @ b
+
+
+def _read_after(dy: Tensor, w: QuantizedTensor) -> QuantizedTensor:
+    """w, read again once dy exists: else a compiler would dequantize it once for forward and backward, and keep it.
+
+    The tensor that dequantizing reads first is the one to copy: packed codes are unpacked before a scale is read.
+    """
+    if w.format.fmt != "nf4" and FORMATS[w.format.fmt].packing > 1:
+        return w._replace(codes=read_again(w.codes, dy))
+    return w._replace(scale=read_again(w.scale, dy))

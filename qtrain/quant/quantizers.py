@@ -1,0 +1,64 @@
+"""Quantizers by operand format: along a tensor's rows, along its columns into transposed codes, or both from one read.
+
+Formats whose scales are fp32 share one set of operators, which fuse both layouts. Block scales in
+fewer bits have a quantizer of their own in `LOW_BIT_SCALES`.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from qtrain.kernels.numerics.rounding import Rounding
+from qtrain.kernels.quantize.mx import quantize_mx
+from qtrain.kernels.quantize.nvfp4 import quantize_nvfp4
+from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_transposed
+from qtrain.tensors.quantized_tensor import OperandFormat, QuantizedTensor
+
+Pair = tuple[QuantizedTensor, QuantizedTensor]
+
+
+def _quantize_mx(t: Tensor, fmt: OperandFormat, rounding: Rounding, transposed: bool) -> QuantizedTensor:
+    codes, scale = quantize_mx(t.t().contiguous() if transposed else t, fmt.fmt)
+    return QuantizedTensor(codes, scale, fmt)
+
+
+def _quantize_nvfp4(t: Tensor, fmt: OperandFormat, rounding: Rounding, transposed: bool) -> QuantizedTensor:
+    key = rounding.column_key if transposed else rounding.row_key
+    codes, scale, tensor_scale = quantize_nvfp4(t, key, rounding.role, transposed)
+    return QuantizedTensor(codes, scale, fmt, tensor_scale)
+
+
+LOW_BIT_SCALES: dict[torch.dtype, Callable[[Tensor, OperandFormat, Rounding, bool], QuantizedTensor]] = {
+    torch.float8_e8m0fnu: _quantize_mx,
+    torch.float8_e4m3fn: _quantize_nvfp4,
+}
+"""Quantizers (t, format, rounding, transposed) -> codes by the dtype of block scales that are not fp32."""
+
+
+def quantize_rows(t: Tensor, fmt: OperandFormat, rounding: Rounding, power_of_two: bool) -> QuantizedTensor:
+    """t [M, K] -> codes [M, K]."""
+    if quantizer := LOW_BIT_SCALES.get(fmt.scale_dtype):
+        return quantizer(t, fmt, rounding, False)
+    codes, scale = quantize(t, fmt.fmt, fmt.granularity, rounding.row_key, rounding.role, power_of_two)
+    return QuantizedTensor(codes, scale, fmt)
+
+
+def quantize_columns(t: Tensor, fmt: OperandFormat, rounding: Rounding, power_of_two: bool) -> QuantizedTensor:
+    """t [M, K] -> transposed codes [K, M]; stochastic rounding draws the bits that `quantize_rows` draws."""
+    if quantizer := LOW_BIT_SCALES.get(fmt.scale_dtype):
+        return quantizer(t, fmt, rounding, True)
+    codes, scale = quantize_transposed(t, fmt.fmt, fmt.granularity, rounding.column_key, rounding.role, power_of_two)
+    return QuantizedTensor(codes, scale, fmt)
+
+
+def quantize_dual_layout(
+    t: Tensor, rows: OperandFormat, columns: OperandFormat, rounding: Rounding, power_of_two: bool
+) -> Pair:
+    """t [M, K] -> codes [M, K] and transposed codes [K, M], from one read of t where a kernel allows."""
+    if rows.scale_dtype in LOW_BIT_SCALES or columns.scale_dtype in LOW_BIT_SCALES:
+        return quantize_rows(t, rows, rounding, power_of_two), quantize_columns(t, columns, rounding, power_of_two)
+    codes, scale, codes_t, scale_t = quantize_dual(
+        t, rows.fmt, rows.granularity, columns.granularity, *rounding, power_of_two, fmt_t=columns.fmt
+    )
+    return QuantizedTensor(codes, scale, rows), QuantizedTensor(codes_t, scale_t, columns)

@@ -1,0 +1,203 @@
+"""What a run trains: how its model is built, planned, recomputed and compiled, one class a kind of model."""
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from qtrain.hardware import Hardware
+from qtrain.models import (
+    ModelConfig,
+    ModelSource,
+    VisionCost,
+    apply_activation_checkpointing,
+    build_model,
+    build_vision_model,
+    compile_layers,
+    compile_vision,
+    empty_model,
+    empty_vision_model,
+    image_config,
+    output_head,
+    read_model_source,
+    recompute_blocks,
+    vision_cost,
+)
+from qtrain.models.trained_cost import TrainedPart
+from qtrain.train.checked_settings import CheckedSettings
+from qtrain.train.plan.language_plan import plan_language_run
+from qtrain.train.plan.linears import PlannedLinear
+from qtrain.train.plan.plan import Plan
+from qtrain.train.plan.vision_plan import plan_vision_run
+from qtrain.train.settings import LanguageSettings
+
+
+class Architecture(ABC):
+    """A model's shape, known without its weights."""
+
+    @cached_property
+    @abstractmethod
+    def empty(self) -> nn.Module:
+        """The model on the meta device: its modules and shapes, no memory."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> int:
+        """Rows that a sample gives the input of most linears: tokens of a sequence, patches of an image."""
+
+    @abstractmethod
+    def head(self, model: nn.Module) -> nn.Module | None:
+        """The output head of `model`."""
+
+    @abstractmethod
+    def build(self, checked: CheckedSettings) -> nn.Module:
+        """The model with its weights, on the device. Raises UserError for weights that are not there or do not fit."""
+
+    @abstractmethod
+    def recompute(self, model: nn.Module, mode: str) -> None:
+        """Set what backward recomputes (`--activation_checkpointing`)."""
+
+    @abstractmethod
+    def compile(self, model: nn.Module) -> None:
+        """Compile the repeated blocks of `model` in place."""
+
+    @abstractmethod
+    def plan(
+        self,
+        checked: CheckedSettings,
+        linears: Sequence[PlannedLinear],
+        hardware: Hardware,
+        data: Sequence[str],
+        trained: TrainedPart | None,
+    ) -> Plan:
+        """The plan of the run; data: lines that describe the data; trained: what trains, None: everything."""
+
+    def notes(self, linears: Sequence[PlannedLinear]) -> list[str]:
+        """What there is to say of the linears beside the list of them."""
+        return []
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageArchitecture(Architecture):
+    """A causal language model. config: None for one that only transformers knows (--model_impl hf)."""
+
+    source: ModelSource
+    impl: str
+    seq_len: int
+    config: ModelConfig | None
+
+    @classmethod
+    def of(cls, settings: LanguageSettings) -> "LanguageArchitecture":
+        """The model that --model and --model_impl name. Raises UserError."""
+        source = read_model_source(settings.model)
+        config = source.model_config() if settings.model_impl == "native" else None
+        return cls(source, settings.model_impl, settings.seq_len, config)
+
+    @property
+    def vocab_size(self) -> int | None:
+        size = self.source.config.get("vocab_size") if self.config is None else self.config.vocab_size
+        return size if isinstance(size, int) else None
+
+    @cached_property
+    def empty(self) -> nn.Module:
+        return empty_model(self.source, self.impl)
+
+    @property
+    def rows(self) -> int:
+        return self.seq_len
+
+    def head(self, model: nn.Module) -> nn.Module | None:
+        return model.lm_head
+
+    def build(self, checked: CheckedSettings) -> nn.Module:
+        settings = checked.settings
+        model = build_model(
+            self.source,
+            impl=self.impl,
+            device=checked.device,
+            dtype=checked.dtype,
+            pretrained=settings.pretrained,
+            seed=settings.seed,
+        )
+        model.loss_chunks, model.z_loss = settings.loss_chunks, settings.z_loss
+        return model
+
+    def recompute(self, model: nn.Module, mode: str) -> None:
+        apply_activation_checkpointing(model, mode)
+
+    def compile(self, model: nn.Module) -> None:
+        compile_layers(model)
+
+    def plan(
+        self,
+        checked: CheckedSettings,
+        linears: Sequence[PlannedLinear],
+        hardware: Hardware,
+        data: Sequence[str],
+        trained: TrainedPart | None,
+    ) -> Plan:
+        return plan_language_run(checked, self.config, linears, hardware, data, trained)
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionArchitecture(Architecture):
+    """A classifier of timm. name: timm's own spelling (`models.check_vision_model`); classes: how many."""
+
+    name: str
+    kwargs: Mapping[str, Any]
+    classes: int
+
+    @cached_property
+    def empty(self) -> nn.Module:
+        return empty_vision_model(self.name, self.kwargs, self.classes)
+
+    @cached_property
+    def image(self) -> dict[str, Any]:
+        """What images the model takes (`models.image_config`)."""
+        return image_config(self.empty, self.kwargs)
+
+    @cached_property
+    def cost(self) -> VisionCost | None:
+        return vision_cost(self.empty, self.head(self.empty), self.image["input_size"])
+
+    @property
+    def rows(self) -> int:
+        return self.cost.rows if self.cost else 1
+
+    def head(self, model: nn.Module) -> nn.Module | None:
+        return output_head(model)
+
+    def build(self, checked: CheckedSettings) -> nn.Module:
+        return build_vision_model(
+            self.name,
+            self.kwargs,
+            self.classes,
+            pretrained=checked.settings.pretrained,
+            device=checked.device,
+            dtype=checked.dtype,
+        )
+
+    def recompute(self, model: nn.Module, mode: str) -> None:
+        recompute_blocks(model, mode)
+
+    def compile(self, model: nn.Module) -> None:
+        compile_vision(model)
+
+    def plan(
+        self,
+        checked: CheckedSettings,
+        linears: Sequence[PlannedLinear],
+        hardware: Hardware,
+        data: Sequence[str],
+        trained: TrainedPart | None,
+    ) -> Plan:
+        assert trained is None, "every parameter of a vision model trains"
+        return plan_vision_run(checked, self.empty, self.cost, linears, hardware, data)
+
+    def notes(self, linears: Sequence[PlannedLinear]) -> list[str]:
+        if self.cost is None or not self.cost.bypassed or not any(linear.scheme for linear in linears):
+            return []
+        return [f"{len(self.cost.bypassed):4d} of these run in high precision: the model reads their weights itself"]

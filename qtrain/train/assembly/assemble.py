@@ -1,0 +1,46 @@
+"""From a prepared run to one that can train: model > quantize > (the script's own changes) > optimizer > resume."""
+
+from torch import nn
+
+from qtrain.optim import parameter_groups
+from qtrain.quant import QuantizedModel, quantize_linears
+from qtrain.train.assembly.prepare import Prepared
+from qtrain.train.state.ema import Ema
+from qtrain.train.state.run import Run
+from qtrain.train.state.state_dict import seed_rng
+from qtrain.train.state.train_state import TrainState
+
+
+def build_quantized(prepared: Prepared) -> tuple[nn.Module, QuantizedModel]:
+    """The model with its weights, on the device, its linears swapped as planned. Seeds every random generator."""
+    settings, architecture = prepared.settings, prepared.architecture
+    seed_rng(settings.seed)
+    model = architecture.build(prepared)
+    quantized = quantize_linears(
+        model,
+        prepared.scheme,
+        seed=settings.seed,
+        head=architecture.head(model),
+        quantize_head=settings.quantize_lm_head,
+        min_size=settings.quantize_min_size,
+    )
+    assert quantized.choices == [linear.choice for linear in prepared.linears], "the swap is not the planned one"
+    return model, quantized
+
+
+def assemble(prepared: Prepared, model: nn.Module, quantized: QuantizedModel, *, ema_decay: float = 0.0) -> Run:
+    """The run of a built model: activation checkpointing, compiling, the optimizer, and the state of the checkpoint
+    that it resumes from. ema_decay: of an average of the weights; 0: none. Writes nothing."""
+    settings, architecture = prepared.settings, prepared.architecture
+    architecture.recompute(model, settings.activation_checkpointing)
+    if settings.compile:
+        architecture.compile(model)
+    groups = parameter_groups(model, settings.weight_decay)
+    optimizer = prepared.optimizer.build(groups, settings.lr, seed=settings.seed)
+    quantized.watch(optimizer)
+    ema = Ema(model, ema_decay) if ema_decay else None
+    run = Run(
+        settings, prepared.script, prepared.folder, prepared.device, model, quantized, optimizer, TrainState(), ema
+    )
+    run.restore()
+    return run

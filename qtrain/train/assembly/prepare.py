@@ -1,0 +1,49 @@
+"""From checked settings to a run that is ready to be built: the scheme of every linear, and the plan.
+
+Everything that can be refused has been refused when `prepare` returns. Nothing has been written, and no weight has
+memory.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from qtrain.hardware import describe_hardware
+from qtrain.models.trained_cost import TrainedPart
+from qtrain.quant import describe_choices
+from qtrain.train.assembly.architecture import Architecture
+from qtrain.train.checked_settings import CheckedSettings
+from qtrain.train.plan.auto_scheme import resolve_auto_scheme
+from qtrain.train.plan.linears import PlannedLinear, plan_linears
+from qtrain.train.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Prepared(CheckedSettings):
+    """A run that can be built. text: the plan and the list of linears, as printed."""
+
+    architecture: Architecture
+    linears: tuple[PlannedLinear, ...]
+    plan: Plan
+    text: str
+
+
+def prepare(
+    checked: CheckedSettings,
+    architecture: Architecture,
+    data: Sequence[str],
+    trained: TrainedPart | None = None,
+) -> Prepared:
+    """Choose the scheme of every linear, and plan the run. data: lines that describe the data; trained: what trains,
+    where not everything does. Raises UserError."""
+    model = architecture.empty
+    head = architecture.head(model)
+    checked, auto_lines = resolve_auto_scheme(
+        checked, model, head, checked.geometry.micro_batch_size * architecture.rows
+    )
+    linears = plan_linears(model, checked.scheme, checked.settings, head=head, device=checked.device)
+    plan = architecture.plan(checked, linears, describe_hardware(checked.device), data, trained)
+    lines = [*plan.lines(), *auto_lines, "linears", *describe_choices([linear.choice for linear in linears])]
+    lines += architecture.notes(linears)
+    shared = {f.name: getattr(checked, f.name) for f in dataclasses.fields(CheckedSettings)}
+    return Prepared(**shared, architecture=architecture, linears=tuple(linears), plan=plan, text="\n".join(lines))

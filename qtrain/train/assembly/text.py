@@ -1,0 +1,104 @@
+"""A language model's data: the training stream, opened once, and the windows that the run is evaluated on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qtrain.data import (
+    Batch,
+    Loader,
+    Stream,
+    StreamContext,
+    Tokenizer,
+    dataset_tokenizer,
+    eval_batches,
+    load_tokenizer,
+    open_stream,
+)
+from qtrain.errors import UserError
+from qtrain.models import ModelSource
+from qtrain.train.assembly.architecture import LanguageArchitecture
+from qtrain.train.checked_settings import CheckedSettings
+from qtrain.train.settings import LanguageSettings
+
+
+@dataclass(frozen=True)
+class TextData:
+    """tokenizer: None where neither the data nor the model names one. stream: open, at its start."""
+
+    settings: LanguageSettings
+    context: StreamContext
+    tokenizer: Tokenizer | None
+    stream: Stream
+    micro_batch_size: int
+    eval_windows: list[Batch]
+
+    @property
+    def described(self) -> list[str]:
+        """The lines of the plan about the data."""
+        return [str(spec) for spec in (self.settings.train_ds, self.settings.eval_ds) if spec]
+
+    def loader(self, position: Mapping[str, Any] | None) -> Loader:
+        """Micro-batches from `position` on; None: from the start. UserError for a position of other data."""
+        return Loader(
+            self.settings.train_ds,
+            self.context,
+            self.micro_batch_size,
+            "--train_ds",
+            num_workers=self.settings.num_workers,
+            position=position,
+            stream=self.stream,
+        )
+
+
+def open_text(
+    checked: CheckedSettings,
+    architecture: LanguageArchitecture,
+    *,
+    model_tokenizer: bool = False,
+    seq_len_multiple: int = 0,
+) -> TextData:
+    """Open --train_ds and read its first sample; read the windows of --eval_ds. Raises UserError.
+
+    model_tokenizer: where the data name no tokenizer, take the model's own. seq_len_multiple: see `StreamContext`.
+    """
+    settings, micro_batch_size = checked.settings, checked.geometry.micro_batch_size
+    if settings.train_ds is None:
+        raise UserError('--train_ds: no training data is given; for example \'{"type":"token","dataset_dir":"DIR"}\'.')
+    tokenizer = dataset_tokenizer(settings.train_ds, "--train_ds")
+    if tokenizer is None and model_tokenizer:
+        tokenizer = _tokenizer_of_model(architecture.source)
+    if settings.doc_mask and tokenizer is None:
+        raise tokenizer_needed("--doc_mask")
+    if settings.doc_mask and tokenizer.eos_id is None:
+        raise UserError(f"--doc_mask: the tokenizer {tokenizer.name!r} has no end token to tell documents apart.")
+    context = StreamContext(
+        settings.seq_len,
+        settings.seed,
+        tokenizer=tokenizer,
+        vocab_size=architecture.vocab_size,
+        seq_len_multiple=seq_len_multiple,
+        micro_batch_size=micro_batch_size,
+    )
+    stream = open_stream(settings.train_ds, context, "--train_ds")
+    start = stream.position()
+    stream.next_sample()  # refuses what cannot be read before anything is allocated
+    stream.seek(start)
+    windows = []
+    if settings.eval_ds is not None:
+        sequences = settings.eval_sequences
+        windows = eval_batches(settings.eval_ds, context, micro_batch_size, sequences, "--eval_ds").batches
+    return TextData(settings, context, tokenizer, stream, micro_batch_size, windows)
+
+
+def tokenizer_needed(flags: str) -> UserError:
+    """The error for training data without a tokenizer, which `flags` need."""
+    return UserError(f'--train_ds: it does not say its tokenizer, needed for {flags}; add "tokenizer":"NAME" to it.')
+
+
+def _tokenizer_of_model(source: ModelSource) -> Tokenizer:
+    if not source.has_weights:
+        raise UserError(
+            f'--train_ds: {source.name} has no tokenizer of its own; add "tokenizer":"NAME" to the dataset.'
+        )
+    return load_tokenizer(str(source.folder or source.hub_id), "--model")

@@ -1,0 +1,44 @@
+"""Settings checked against each other and against this machine, and what they name looked up in the registries."""
+
+from dataclasses import dataclass
+
+import torch
+
+from qtrain.optim import OPTIMIZERS, LRSchedule, OptimizerSpec, make_schedule
+from qtrain.quant import SCHEMES, Scheme
+from qtrain.train.in_backward import check_in_backward
+from qtrain.train.log.trackers import check_trackers
+from qtrain.train.settings import BatchGeometry, TrainSettings, batch_geometry, choose_device, choose_dtype
+from qtrain.train.state.run import RunFolder, find_run_folder
+
+
+@dataclass(frozen=True)
+class CheckedSettings:
+    """`settings` with all that follows from them alone; script: the name of the script, without .py."""
+
+    settings: TrainSettings
+    script: str
+    device: torch.device
+    dtype: torch.dtype
+    geometry: BatchGeometry
+    scheme: Scheme
+    optimizer: OptimizerSpec
+    schedule: LRSchedule
+    folder: RunFolder
+
+
+def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None = None) -> CheckedSettings:
+    """Refuse, as UserError, whatever can be refused without reading the model or the data; creates nothing.
+
+    scheme: takes the place of the one that --quantize names.
+    """
+    device = choose_device(settings.device)
+    dtype = choose_dtype(settings.dtype, device)
+    geometry = batch_geometry(settings)
+    scheme = scheme or SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")
+    optimizer = OPTIMIZERS.make(settings.optim, settings.optim_kwargs or {}, "--optim")
+    schedule = make_schedule(settings.lr_schedule_kwargs)
+    check_in_backward(settings, geometry, optimizer)
+    check_trackers(settings.trackers)
+    folder = find_run_folder(settings, script)
+    return CheckedSettings(settings, script, device, dtype, geometry, scheme, optimizer, schedule, folder)

@@ -1,0 +1,117 @@
+"""The plan of a language model's run, from its config and from what the swap will do to its linears."""
+
+from collections.abc import Sequence
+
+from qtrain.hardware import Hardware
+from qtrain.kernels.autotune import forced
+from qtrain.models import ModelConfig
+from qtrain.models.cost import (
+    LAYER_LINEARS,
+    LinearBytes,
+    MemoryEstimate,
+    all_of,
+    count_parameters,
+    estimate_memory,
+    flops_per_token,
+)
+from qtrain.models.trained_cost import TrainedPart
+from qtrain.optim import ParameterShape
+from qtrain.quant import LowBitScheme
+from qtrain.train.checked_settings import CheckedSettings
+from qtrain.train.plan.linears import PlannedLinear, shares
+from qtrain.train.plan.plan import Plan
+from qtrain.train.plan.speed_of_light import emulated_arithmetics, shortest_seconds
+
+
+def plan_language_run(
+    checked: CheckedSettings,
+    model_config: ModelConfig | None,
+    linears: Sequence[PlannedLinear],
+    hardware: Hardware,
+    data: Sequence[str],
+    trained: TrainedPart | None = None,
+) -> Plan:
+    """model_config: None for an architecture that has no native decoder; the plan then has no figures. trained: what
+    trains, where not everything does."""
+    forced()  # a QTRAIN_IMPL that names nothing is refused before anything is written
+    settings = checked.settings
+    shared = {
+        "model": settings.model,
+        "scheme": getattr(checked.scheme, "name", "") or settings.quantize,
+        "geometry": checked.geometry,
+        "n_steps": settings.n_steps,
+        "tokens_per_step": settings.batch_size * settings.seq_len,
+        "hardware": hardware,
+        "data": data,
+        "emulated": emulated_arithmetics((linear.scheme for linear in linears), hardware),
+    }
+    if model_config is None:
+        return Plan(**shared)
+    if isinstance(checked.scheme, LowBitScheme) and checked.scheme.sub_norm:
+        model_config = model_config.with_sub_norms("--quantize")
+    found = flops_per_token(model_config, settings.seq_len)
+    flops = {"blocks": found.blocks, "head": found.head, "attention": found.attention}
+    flops = flops if trained is None else trained.flops(flops, model_config.num_hidden_layers)
+    weights = {linear.name: linear.weights for linear in linears}
+    blocks, head = ([linear for linear in linears if linear.is_head == is_head] for is_head in (False, True))
+    return Plan(
+        **shared,
+        parameters=count_parameters(model_config).total,
+        flops=flops,
+        seconds=shortest_seconds(
+            flops,
+            {"blocks": shares(blocks, weights), "head": shares(head, weights)},
+            hardware,
+            checked.dtype,
+            frozen=trained is not None and bool(trained.adapters),
+        ),
+        memory=language_memory(checked, model_config, linears, trained).at_peak,
+    )
+
+
+def language_memory(
+    checked: CheckedSettings,
+    model_config: ModelConfig,
+    linears: Sequence[PlannedLinear],
+    trained: TrainedPart | None,
+) -> MemoryEstimate:
+    """Bytes by kind at each moment of a step."""
+    settings, element = checked.settings, checked.dtype.itemsize
+    schemes = {linear.name.rpartition(".")[2]: linear.scheme for linear in linears if not linear.is_head}
+    adapted = trained is not None and bool(trained.adapters)
+    head = next((linear.scheme for linear in linears if linear.is_head), None)
+    # As `quant.swiglu_mlp` decides it, which takes no bias and no norm between the two linears.
+    up, down = schemes["gate_up"], schemes["down_proj"]
+    in_one_function = up and down and not (model_config.mlp_bias or model_config.sub_norm or adapted)
+    trained = trained or all_of(model_config, element)
+    shapes = [ParameterShape(*found) for found in trained.shapes]
+    return estimate_memory(
+        model_config,
+        micro_batch_size=checked.geometry.micro_batch_size,
+        seq_len=settings.seq_len,
+        element=element,
+        optimizer_bytes=checked.optimizer.total_state_bytes(shapes, trained.element)
+        / count_parameters(model_config).total,
+        checkpointing=settings.activation_checkpointing,
+        compiled=settings.compile,
+        loss_chunks=settings.loss_chunks,
+        accumulates=checked.geometry.gradient_accumulation > 1,
+        in_backward=settings.optimizer_in_backward,
+        linears={name: _linear_bytes(schemes[name], element, adapted) for name in LAYER_LINEARS},
+        head_linear=None if head is None else _linear_bytes(head, element, adapted),
+        down_input_recomputed=bool(in_one_function and down.rowwise_swiglu("x") and up.rowwise_swiglu("dy")),
+        trained=trained,
+    )
+
+
+def _linear_bytes(scheme: LowBitScheme | None, element: int, adapted: bool) -> LinearBytes:
+    """adapted: the linear is frozen and keeps nothing; its adapters keep the input itself."""
+    if scheme is None:
+        return LinearBytes(element)
+    kept = scheme.kept_input_bytes(element)
+    return LinearBytes(
+        weight=scheme.weight_bytes(element),
+        codes=scheme.code_bytes(),
+        kept_input=None if adapted or kept == element else kept,
+        dequantized=scheme.stored_format is not None and "bf16" in scheme.gemm_dtypes().values(),
+    )

@@ -1,0 +1,95 @@
+"""What the swap will do to each linear, known before the model has memory: what the plan counts, prints and refuses."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from qtrain.errors import UserError
+from qtrain.quant import LinearChoice, LowBitScheme, Scheme, choose_linears
+from qtrain.train.settings import TrainSettings
+
+
+@dataclass(frozen=True)
+class PlannedLinear:
+    """A linear, and the scheme that it will run in (None: the model's dtype)."""
+
+    choice: LinearChoice
+    scheme: LowBitScheme | None
+    is_head: bool
+
+    @property
+    def name(self) -> str:
+        return self.choice.name
+
+    @property
+    def weights(self) -> int:
+        return self.choice.in_features * self.choice.out_features
+
+
+def plan_linears(
+    model: nn.Module, scheme: Scheme, settings: TrainSettings, *, head: nn.Module | None, device: torch.device
+) -> list[PlannedLinear]:
+    """What `quantize_linears` will do to every linear of `model` (on the meta device) where it trains on `device`."""
+    choices = choose_linears(
+        model,
+        scheme,
+        device=device,
+        head=head,
+        quantize_head=settings.quantize_lm_head,
+        min_size=settings.quantize_min_size,
+    )
+    heads = {name for name, module in model.named_modules(remove_duplicate=False) if module is head}
+    return [
+        PlannedLinear(
+            choice=c,
+            scheme=scheme.for_linear(c.in_features, c.out_features) if c.reason is None else None,
+            is_head=c.name in heads,
+        )
+        for c in choices
+    ]
+
+
+def refuse_no_swap(linears: Sequence[PlannedLinear], scheme: Scheme, name: str, flag: str) -> None:
+    """UserError where a low-bit scheme swaps no linear at all: the run would be one in high precision."""
+    if not isinstance(scheme, LowBitScheme) or any(linear.scheme for linear in linears):
+        return
+    reasons = _reasons(linears) or "it has none"
+    raise UserError(
+        f"{flag}: {name!r} would quantize none of the model's {len(linears)} linears: {reasons}. "
+        "Change that, or train in high precision with --quantize bf16."
+    )
+
+
+def high_precision_warning(
+    linears: Sequence[PlannedLinear], scheme: Scheme, dtype: str, rows: Mapping[str, int] | None
+) -> list[str]:
+    """A line where a low-bit scheme leaves more than half of the linears' FLOPs in high precision; else none.
+
+    rows: of the input of each linear, by its name; None: the same for all.
+    """
+    if not isinstance(scheme, LowBitScheme):
+        return []
+    work = {linear: linear.weights * (1 if rows is None else rows.get(linear.name, 0)) for linear in linears}
+    left = {linear: flops for linear, flops in work.items() if linear.scheme is None}
+    share = sum(left.values()) / max(sum(work.values()), 1)
+    if share <= 0.5:
+        return []
+    return [f"warning: {100 * share:.0f}% of the linears' FLOPs stay in {dtype}: {_reasons(left)}"]
+
+
+def _reasons(linears: Iterable[PlannedLinear]) -> str:
+    """Why linears are left, each reason once with how many it holds for."""
+    counts = Counter(linear.choice.reason for linear in linears if linear.choice.reason)
+    return "; ".join(f"{count} x {reason}" for reason, count in counts.items())
+
+
+def shares(linears: Iterable[PlannedLinear], work: Mapping[str, float]) -> dict[LowBitScheme | None, float]:
+    """The share of `work` (by name of the linear) that runs in each scheme; None: in the model's dtype."""
+    found: dict[LowBitScheme | None, float] = {}
+    for linear in linears:
+        found[linear.scheme] = found.get(linear.scheme, 0.0) + work.get(linear.name, 0.0)
+    total = sum(found.values())
+    return {scheme: part / total for scheme, part in found.items()} if total else {None: 1.0}
