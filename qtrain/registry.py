@@ -1,10 +1,15 @@
 """Named choices that describe themselves: schemes, optimizers, datasets, tokenizers.
 
 An entry is a frozen dataclass. Its name is the word on the command line, its fields are the keys of its JSON options
-(checked by type and range), the first line of its docstring is its line in `--list` and in the documentation.
+(checked by type and range). The first line of its docstring and the docstrings under its fields are what `--list`
+prints.
 """
 
+import ast
 import dataclasses
+import inspect
+import itertools
+import textwrap
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
@@ -56,11 +61,24 @@ class Registry(Generic[T]):
         return [(name, self._entries[name].__doc__.strip().splitlines()[0]) for name in self.names()]
 
     def options(self, name: str) -> list[tuple[str, str]]:
-        """(key, what it may be and its default) of every JSON option of the entry `name`."""
+        """(key, its docstring, allowed values and default) of every JSON option of the entry `name`."""
         cls = self._entries[name]
-        hints = typing.get_type_hints(cls, include_extras=True)
+        hints, docs = typing.get_type_hints(cls, include_extras=True), field_docs(cls)
         found = []
         for field in dataclasses.fields(cls):
             default = "required" if field.default is dataclasses.MISSING else f"default {field.default!r}"
-            found.append((field.name, f"{type_name(hints[field.name])}; {default}"))
+            doc = [docs[field.name]] if field.name in docs else []
+            found.append((field.name, "; ".join([*doc, type_name(hints[field.name]), default])))
         return found
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass, those of its bases included, on one line."""
+    found: dict[str, str] = {}
+    for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+        for field, below in itertools.pairwise(body):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                    found[name] = " ".join(doc.split())
+    return found

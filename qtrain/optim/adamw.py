@@ -1,19 +1,19 @@
-"""AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101) with its two states, and the weights, in any format.
+"""AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101) with states and weights in any format.
 
-One class, and a name for each usual choice of its options. Without a master copy, a bf16 weight has to be rounded
-stochastically: the usual update is smaller than half of a weight's last bit, and rounded to nearest it is lost.
+One class, registered under a name for each usual choice of formats. Without a master copy, bf16 weights need stochastic
+rounding: a typical update is smaller than half a unit in the last place, so rounding to nearest would drop it.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import torch
 from torch import Tensor
 
 from qtrain.checks import Range
-from qtrain.optim.base import LowBitOptimizer, LowBitSpec
-from qtrain.optim.optimizer import OPTIMIZERS
+from qtrain.optim.elementwise import LowBitOptimizer, LowBitSpec
+from qtrain.optim.optimizer import Optimizer
+from qtrain.optim.registry import OPTIMIZERS
 from qtrain.optim.state_layout import FormatChoice, StateOptions
 
 
@@ -37,17 +37,18 @@ class AdamWOptimizer(LowBitOptimizer):
 @OPTIMIZERS.register("adamw")
 @dataclass(frozen=True)
 class AdamW(LowBitSpec):
-    """AdamW as torch's, states in the weights' dtype; bf16 weights and states are rounded stochastically"""
+    """AdamW with torch's formula, states in the weights' dtype; bf16 weights and states are rounded stochastically"""
 
     betas: Annotated[tuple[float, float], Range(0, 0.999999)] = (0.9, 0.95)
+    """decay rates of the first and the second moment"""
     eps: Annotated[float, Range(0)] = 1e-8
-    m: FormatChoice = "weight"
+    """added to the root of the second moment"""
     v: FormatChoice = "weight"
+    """format of the second moment"""
     block: Literal[0, 64, 128, 256, 512, 1024] = 0
+    """elements that share a scale in 8-bit and 4-bit states; 0: the default of the format"""
     master: Literal["none", "fp32"] = "none"
-    sr: bool = True
-    small: Annotated[int, Range(0)] = 4096
-    offload: bool = False
+    """keep an fp32 master copy of bf16 weights"""
 
     @property
     def state_options(self) -> StateOptions:
@@ -60,7 +61,7 @@ class AdamW(LowBitSpec):
             offload=self.offload,
         )
 
-    def build(self, groups: list[dict[str, Any]], lr: float, seed: int = 0) -> torch.optim.Optimizer:
+    def build(self, groups: list[dict[str, Any]], lr: float, seed: int = 0) -> Optimizer:
         defaults = {"lr": lr, "betas": self.betas, "eps": self.eps, "weight_decay": 0.0}
         return AdamWOptimizer(groups, defaults, self.state_options, seed=seed)
 
@@ -68,7 +69,7 @@ class AdamW(LowBitSpec):
 @OPTIMIZERS.register("adamw_bf16_sr")
 @dataclass(frozen=True)
 class AdamWBf16SR(AdamW):
-    """AdamW with bf16 states, bf16 weights without a master copy, all rounded stochastically"""
+    """AdamW with bf16 states and bf16 weights without a master copy, all rounded stochastically"""
 
     m: FormatChoice = "bf16"
     v: FormatChoice = "bf16"
@@ -77,7 +78,7 @@ class AdamWBf16SR(AdamW):
 @OPTIMIZERS.register("adamw_8bit")
 @dataclass(frozen=True)
 class AdamW8bit(AdamW):
-    """AdamW with 8-bit states (companded, a scale for 256), bf16 weights rounded stochastically"""
+    """AdamW with companded 8-bit states, one scale per 256 elements; bf16 weights are rounded stochastically"""
 
     m: FormatChoice = "int8"
     v: FormatChoice = "int8"
@@ -86,7 +87,7 @@ class AdamW8bit(AdamW):
 @OPTIMIZERS.register("adamw_fp8")
 @dataclass(frozen=True)
 class AdamWFp8(AdamW):
-    """AdamW with e4m3 states (a scale for 128, v range-expanded), bf16 weights rounded stochastically"""
+    """AdamW with e4m3 states, one scale per 128 elements, v range-expanded; bf16 weights are rounded stochastically"""
 
     m: FormatChoice = "fp8"
     v: FormatChoice = "fp8"
@@ -95,7 +96,7 @@ class AdamWFp8(AdamW):
 @OPTIMIZERS.register("adamw_4bit")
 @dataclass(frozen=True)
 class AdamW4bit(AdamW):
-    """AdamW with 4-bit states (companded, a scale for 128), bf16 weights rounded stochastically"""
+    """AdamW with companded 4-bit states, one scale per 128 elements; bf16 weights are rounded stochastically"""
 
     m: FormatChoice = "int4"
     v: FormatChoice = "int4"

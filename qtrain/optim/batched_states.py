@@ -1,58 +1,75 @@
-"""States of many parameters as one tensor, read and written together, in launches that do not grow with them."""
+"""Many matrices of one shape in one launch: batches of parameters, and their states as one tensor.
+
+The number of launches grows with the size of a model, not with its number of layers.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qtrain.kernels.optim.state_formats import StateFormat, dequantize_state, quantize_state, zero_state
-from qtrain.optim.resumable import Described
+from qtrain.optim.optimizer import StateShapes
 from qtrain.optim.state_layout import state_keys
 
-Slot = tuple[dict[str, Any], str]
+BATCH_ELEMENTS = 1 << 26
+"""Elements of a batch at most: 256 MiB in fp32."""
+
+StateRef = tuple[dict[str, Any], str]
 """One state of one parameter: the parameter's states, and the state's name among them."""
 
-Parts = dict[str, Tensor]
+
+def batches_by_shape(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Indices of tensors that share shape, dtype, device and type, at most BATCH_ELEMENTS together."""
+    kinds: dict[tuple, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        kinds.setdefault((tensor.shape, tensor.dtype, tensor.device, type(tensor)), []).append(i)
+    for indices in kinds.values():
+        size = max(1, BATCH_ELEMENTS // max(tensors[indices[0]].numel(), 1))
+        for start in range(0, len(indices), size):
+            yield indices[start : start + size]
 
 
-def describe_state(name: str, format: StateFormat, shape: tuple[int, ...]) -> Described:
-    """The tensors of one state."""
+def state_shapes(name: str, format: StateFormat, shape: tuple[int, ...]) -> StateShapes:
+    """The tensors that one state consists of."""
     format = format.fitted(torch.Size(shape))
-    parts = format.parts(torch.Size(shape))
-    return {key: parts[part] for part, key in state_keys(name, format).items()}
+    tensors = format.parts(torch.Size(shape))
+    return {key: tensors[kind] for kind, key in state_keys(name, format).items()}
 
 
 def state_size(format: StateFormat, shape: tuple[int, ...]) -> int:
-    """Bytes of a state of this shape, scales counted."""
-    return sum(math.prod(size) * dtype.itemsize for size, dtype in describe_state("", format, shape).values())
+    """Bytes of a state of this shape, scales included."""
+    return sum(math.prod(size) * dtype.itemsize for size, dtype in state_shapes("", format, shape).values())
 
 
-def make_states(slots: Sequence[Slot], format: StateFormat, shape: torch.Size, device: torch.device) -> list[Parts]:
-    """The tensors of each state by the names of `StateFormat.parts`; states that are new become zeros."""
-    for state, name in slots:
+def state_tensors(
+    refs: Sequence[StateRef], format: StateFormat, shape: torch.Size, device: torch.device
+) -> list[dict[str, Tensor]]:
+    """The tensors of each state by the names of `StateFormat.parts`; missing states are created as zeros."""
+    for state, name in refs:
         keys = state_keys(name, format)
         if not set(keys.values()) <= state.keys():
-            state |= {keys[part]: zero for part, zero in zero_state(format, shape, device).items()}
-    return [{part: state[key] for part, key in state_keys(name, format).items()} for state, name in slots]
+            state |= {keys[kind]: zero for kind, zero in zero_state(format, shape, device).items()}
+    return [{kind: state[key] for kind, key in state_keys(name, format).items()} for state, name in refs]
 
 
-def read_states(slots: Sequence[Slot], format: StateFormat, like: Tensor) -> Tensor:
-    """States of one shape and format -> fp32 [B, R, ...], the shape of `like`; zeros where one is new.
+def read_states(refs: Sequence[StateRef], format: StateFormat, like: Tensor) -> Tensor:
+    """B states of one shape and format -> fp32 [B, R, ...], the shape of `like`; missing states are zeros.
 
-    Blocks of a format lie within rows, so that stacked states decode as one.
+    Blocks of a format lie within rows, so concatenated states decode as one.
     """
     format = format.fitted(like.shape[1:])
-    states = make_states(slots, format, like.shape[1:], like.device)
-    parts = {part: torch.cat([state[part] for state in states]) for part in states[0]}
-    return dequantize_state(parts, format, like.flatten(0, 1).shape).view(like.shape)
+    states = state_tensors(refs, format, like.shape[1:], like.device)
+    batched = {kind: torch.cat([state[kind] for state in states]) for kind in states[0]}
+    return dequantize_state(batched, format, like.flatten(0, 1).shape).view(like.shape)
 
 
-def write_states(slots: Sequence[Slot], format: StateFormat, values: Tensor) -> None:
-    """Store fp32 [B, R, ...] as states that `read_states` has read before."""
+def write_states(refs: Sequence[StateRef], format: StateFormat, values: Tensor) -> None:
+    """Store fp32 [B, R, ...] in states that `read_states` has read before."""
     format = format.fitted(values.shape[1:])
-    states = make_states(slots, format, values.shape[1:], values.device)
-    for part, stacked in quantize_state(values.flatten(0, 1), format).items():
-        pieces = stacked.view(len(slots), -1, *stacked.shape[1:]).unbind(0)
-        torch._foreach_copy_([state[part] for state in states], list(pieces))
+    states = state_tensors(refs, format, values.shape[1:], values.device)
+    for kind, batched in quantize_state(values.flatten(0, 1), format).items():
+        split = batched.view(len(refs), -1, *batched.shape[1:]).unbind(0)
+        torch._foreach_copy_([state[kind] for state in states], list(split))

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import torch
 from torch import Tensor
 
 from qtrain.checks import Range
-from qtrain.optim.base import LowBitOptimizer, LowBitSpec
-from qtrain.optim.optimizer import OPTIMIZERS
-from qtrain.optim.state_layout import FormatChoice, StateOptions
+from qtrain.optim.elementwise import LowBitOptimizer, LowBitSpec
+from qtrain.optim.optimizer import Optimizer
+from qtrain.optim.registry import OPTIMIZERS
+from qtrain.optim.state_layout import StateOptions
 
 
 class LionOptimizer(LowBitOptimizer):
@@ -27,18 +27,15 @@ class LionOptimizer(LowBitOptimizer):
 @OPTIMIZERS.register("lion")
 @dataclass(frozen=True)
 class Lion(LowBitSpec):
-    """the sign of a momentum; wants a third to a tenth of AdamW's rate, and as much more decay"""
+    """Lion, the sign of a momentum; use a third to a tenth of AdamW's lr and three to ten times its weight decay"""
 
     betas: Annotated[tuple[float, float], Range(0, 0.999999)] = (0.9, 0.99)
-    m: FormatChoice = "weight"
-    sr: bool = True
-    small: Annotated[int, Range(0)] = 4096
-    offload: bool = False
+    """decay rates of the interpolation whose sign is taken, and of the momentum"""
 
     @property
     def state_options(self) -> StateOptions:
         return StateOptions({"exp_avg": self.m}, sr=self.sr, small=self.small, offload=self.offload)
 
-    def build(self, groups: list[dict[str, Any]], lr: float, seed: int = 0) -> torch.optim.Optimizer:
+    def build(self, groups: list[dict[str, Any]], lr: float, seed: int = 0) -> Optimizer:
         defaults = {"lr": lr, "betas": self.betas, "weight_decay": 0.0}
         return LionOptimizer(groups, defaults, self.state_options, seed=seed)

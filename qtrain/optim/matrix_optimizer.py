@@ -1,9 +1,9 @@
-"""The frame of optimizers that treat matrices of hidden layers as matrices, and leave the rest to AdamW.
+"""Optimizers that treat the matrices of hidden layers as matrices and leave all other parameters to AdamW.
 
-A method is a subclass with `directions`: gradients of many matrices in, as many directions out. Here is what they all
-share: which parameters a method gets, in batches of one shape, so that launches do not grow with the number of layers;
-and w <- w · (1 - lr · weight_decay) - lr · direction, rounded stochastically where a weight is bf16 or stored in low
-bits.
+A method is a subclass with `directions`: gradients of many matrices in, as many update directions out. This file does
+the rest. It batches matrices of one shape, so that the number of launches does not grow with the number of layers, and
+applies w <- w · (1 - lr · weight_decay) - lr · direction, rounded stochastically where a weight is bf16 or stored in
+low bits. A linear that fuses several projections (q, k and v) is updated projection by projection.
 """
 
 from abc import abstractmethod
@@ -17,41 +17,44 @@ from torch.distributed.tensor import DTensor
 
 from qtrain.checks import Range
 from qtrain.errors import UserError
-from qtrain.kernels.optim import fused_update
-from qtrain.kernels.optim.fused_update import FusedUpdate
-from qtrain.optim.base import LowBitOptimizer
-from qtrain.optim.hidden_matrices import batches_by_shape, equal_parts
-from qtrain.optim.optimizer import OPTIMIZERS, OptimizerSpec, ParameterShape
+from qtrain.kernels.optim.fused_update import FusedUpdate, Slot
+from qtrain.optim.batched_states import batches_by_shape
+from qtrain.optim.elementwise import LowBitOptimizer
+from qtrain.optim.optimizer import Optimizer, StateShapes, check_finite
 from qtrain.optim.partitioned_optimizer import PartitionedOptimizer
-from qtrain.optim.resumable import Described
+from qtrain.optim.registry import OPTIMIZERS, OptimizerSpec, ParameterShape
 
 Groups = list[dict[str, Any]]
 
 Rest = Literal["adamw", "adamw_bf16_sr", "adamw_8bit", "adamw_4bit"]
 
-Place = tuple[nn.Parameter, int]
-"""One matrix: a parameter, and the number of its part, where several projections are fused in one."""
+Matrix = tuple[nn.Parameter, int]
+"""One matrix: a parameter, and the index of the projection among those fused in it."""
 
-MOST_PARTS = 16
-"""Of one parameter: tells the random numbers of its parts apart."""
-
+MAX_PROJECTIONS = 16
+"""Of one parameter: index of the parameter * this + index of the projection keys a matrix's random numbers."""
 
 REST_SALT = 0x72657374 << 32
-"""Turned into the seed for the other parameters, which are numbered from 0 again."""
+"""XORed into the seed of the other parameters, whose indices start from 0 again."""
 
 
 @dataclass(frozen=True)
 class MatrixOptimizerSpec(OptimizerSpec):
-    """What the specs of such methods share. Fields that `_OWN` does not name are options of the parameter groups."""
+    """Options that every such method has. Those outside `_SPEC_ONLY` are options of the parameter groups."""
 
     betas: Annotated[tuple[float, float], Range(0, 0.999999)] = (0.9, 0.95)
+    """decay rates of the moments, also in the optimizer of the other parameters"""
     eps: Annotated[float, Range(0)] = 1e-8
+    """added to the root of the second moment, also in the optimizer of the other parameters"""
     sr: bool = True
+    """round bf16 weights stochastically"""
     rest: Rest = "adamw"
+    """optimizer of embeddings, output head, norms and biases"""
     rest_lr_scale: Annotated[float, Range(0)] = 1.0
+    """learning rate of those parameters as a multiple of --lr"""
 
     method: ClassVar[type["MatrixOptimizer"]]
-    _OWN: ClassVar = ("sr", "rest", "rest_lr_scale")
+    _SPEC_ONLY: ClassVar = ("sr", "rest", "rest_lr_scale")
 
     @abstractmethod
     def matrix_bytes(self, rows: int, columns: int, weight_bytes: int) -> float:
@@ -61,7 +64,7 @@ class MatrixOptimizerSpec(OptimizerSpec):
         return OPTIMIZERS.make(self.rest, {"betas": self.betas, "eps": self.eps, "sr": self.sr}, "--optim_kwargs")
 
     def state_bytes(self, weight_bytes: int) -> float:
-        return self._rest().state_bytes(weight_bytes)  # where shapes are not known
+        return self._rest().state_bytes(weight_bytes)  # for callers that do not know the shapes
 
     def total_state_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int) -> float:
         others = [shape for shape in shapes if not shape.hidden]
@@ -73,8 +76,8 @@ class MatrixOptimizerSpec(OptimizerSpec):
         )
         return own + self._rest().total_state_bytes(others, weight_bytes)
 
-    def build(self, groups: Groups, lr: float, seed: int = 0) -> torch.optim.Optimizer:
-        options = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in self._OWN}
+    def build(self, groups: Groups, lr: float, seed: int = 0) -> Optimizer:
+        options = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in self._SPEC_ONLY}
         return self.method(
             groups,
             {"lr": lr, **options},
@@ -86,9 +89,10 @@ class MatrixOptimizerSpec(OptimizerSpec):
 
 
 @dataclass
-class Batch:
-    """Matrices of one shape that are worked on together. `apply` writes their weights."""
+class MatrixBatch:
+    """Parameters of one shape and one group that are updated together. `apply` writes their weights."""
 
+    group: dict[str, Any]
     parameters: list[nn.Parameter]
     apply: FusedUpdate
 
@@ -97,7 +101,7 @@ class MatrixOptimizer(PartitionedOptimizer):
     """A method on the groups marked `hidden`; `rest` builds the optimizer of the others, which steps with this one.
 
     rest_lr_scale: the others' learning rate as a multiple of --lr. sr: round bf16 weights stochastically, with bits
-    keyed by (seed, step, number of the parameter); those stored in low bits always are.
+    keyed by (seed, step, index of the parameter); weights stored in low bits always are.
     """
 
     def __init__(
@@ -116,119 +120,122 @@ class MatrixOptimizer(PartitionedOptimizer):
             raise UserError("--optim: the model has no trainable matrix in a hidden layer; use adamw.")
         super().__init__(hidden, defaults)
         self.hidden_groups = list(self.param_groups)
-        parameters = [p for group in self.hidden_groups for p in group["params"]]
+        parameters = self.parameters()
         if any(isinstance(p, DTensor) for p in parameters):
-            raise UserError("--optim: this optimizer works on whole matrices, which are sharded here; use adamw_8bit.")
-        device = parameters[0].device
+            raise UserError("--optim: this optimizer needs whole matrices, which are sharded here; use adamw_8bit.")
         for group in self.hidden_groups:
-            group["step"] = torch.zeros((), dtype=torch.int64, device=device)
+            group["step"] = torch.zeros((), dtype=torch.int64, device=parameters[0].device)
         self.seed, self.sr, self._rest_lr_scale = seed, sr, rest_lr_scale
-        self.numbers = {id(p): number for number, p in enumerate(parameters)}
+        self.index_of = {id(p): index for index, p in enumerate(parameters)}
         self._rest = rest(others) if others else None
-        if self._rest is not None:  # one set of books: what is saved, restored and scheduled
+        if self._rest is not None:  # shared groups and states: saved, restored and scheduled as one optimizer
             self.param_groups += self._rest.param_groups
             self._rest.state = self.state
-        self._batches = self._all_batches()
+        self._batches = self._make_batches()
 
-    def split(self, parts: Sequence[Sequence[Tensor]]) -> None:
-        super().split(parts)
-        self._batches = self._all_batches()
+    def partition(self, partitions: Sequence[Sequence[Tensor]]) -> None:
+        super().partition(partitions)
+        self._batches = self._make_batches()
         if self._rest is not None:
             others = set(self._rest.parameters())
-            self._rest.split([[p for p in part if p in others] for part in parts])
+            self._rest.partition([[p for p in members if p in others] for members in partitions])
 
-    def _all_batches(self) -> list[list[tuple[dict[str, Any], Batch]]]:
-        """By part: its batches, each with its group."""
-        found = []
-        for part in self.parts:
-            members = set(part)
-            found.append(
-                [
-                    (group, batch)
-                    for group in self.hidden_groups
-                    for batch in self._make_batches([p for p in group["params"] if p in members])
-                ]
-            )
-        return found
+    def _make_batches(self) -> list[list[MatrixBatch]]:
+        """The batches of each partition."""
+        return [
+            [batch for group in self.hidden_groups for batch in self._group_batches(group, set(members))]
+            for members in self.partitions
+        ]
 
-    def _make_batches(self, parameters: list[nn.Parameter]) -> list[Batch]:
+    def _group_batches(self, group: dict[str, Any], members: set[Tensor]) -> list[MatrixBatch]:
+        parameters = [p for p in group["params"] if p in members]
         batches = []
         for indices in batches_by_shape(parameters):
-            members = [parameters[i] for i in indices]
-            slots = [fused_update.Slot(p, number=self.numbers[id(p)]) for p in members]
-            batches.append(Batch(members, FusedUpdate("apply", slots, seed=self.seed, sr=self.sr)))
+            chosen = [parameters[i] for i in indices]
+            slots = [Slot(p, number=self.index_of[id(p)]) for p in chosen]
+            batches.append(MatrixBatch(group, chosen, FusedUpdate("apply", slots, seed=self.seed, sr=self.sr)))
         return batches
 
     @abstractmethod
-    def directions(self, group: dict[str, Any], places: list[Place], gradients: Tensor) -> Tensor:
-        """gradients [B, R, C] of matrices of one shape -> fp32 or bf16 [B, R, C], what the learning rate multiplies."""
+    def directions(self, group: dict[str, Any], matrices: list[Matrix], gradients: Tensor) -> Tensor:
+        """gradients [B, R, C] of matrices of one shape -> update directions, fp32 or bf16 [B, R, C]: w -= lr · d."""
 
-    def begin(self) -> None:
+    def matrix_index(self, matrix: Matrix) -> int:
+        """An index that no other matrix of the model has: it keys random numbers."""
+        parameter, projection = matrix
+        return self.index_of[id(parameter)] * MAX_PROJECTIONS + projection
+
+    def begin_step(self) -> None:
         for group in self.hidden_groups:
             group["step"] += 1
 
     @torch.no_grad()
-    def step_part(self, number: int) -> None:
-        for group, batch in self._batches[number]:
-            self._step_batch(group, batch)
+    def step_partition(self, index: int) -> None:
+        for batch in self._batches[index]:
+            self._step_batch(batch)
         if self._rest is not None:
-            self._step_rest(number)
+            self._step_rest(index)
 
-    def _step_batch(self, group: dict[str, Any], batch: Batch) -> None:
-        trained = [p for p in batch.parameters if p.grad is not None]
+    def _step_batch(self, batch: MatrixBatch) -> None:
+        group, trained = batch.group, [p for p in batch.parameters if p.grad is not None]
         if not trained:
             return
         gradients = torch.stack([p.grad for p in trained])
         if self.grad_scale is not None:
             gradients *= self.grad_scale
-        updates = iter(self._by_parts(group, trained, gradients).contiguous().unbind(0))
-        batch.apply.steps.copy_(group["step"] - 1)  # after a resume, too
+        updates = iter(self._by_projections(group, trained, gradients).contiguous().unbind(0))
+        batch.apply.steps.copy_(group["step"] - 1)  # also right after a resume
         batch.apply.set_hyper(0, {"lr": group["lr"], "weight_decay": group["weight_decay"]})
         batch.apply.step([None if p.grad is None else next(updates) for p in batch.parameters])
 
-    def _by_parts(self, group: dict[str, Any], parameters: list[nn.Parameter], gradients: Tensor) -> Tensor:
-        """`directions` of every part of every parameter: all parts of as many rows are one call's."""
+    def _by_projections(self, group: dict[str, Any], parameters: list[nn.Parameter], gradients: Tensor) -> Tensor:
+        """`directions` of every projection of every parameter; projections with equally many rows share a call."""
         if not group["parts"]:
             return self.directions(group, [(p, 0) for p in parameters], gradients)
         found = torch.empty_like(gradients, dtype=torch.float32)
-        for rows, parts in equal_parts(group["parts"]).items():
-            pieces = torch.cat([gradients[:, first : first + rows] for _, first in parts])
-            done = self.directions(group, [(p, number) for number, _ in parts for p in parameters], pieces)
-            for (_, first), part in zip(parts, done.split(len(parameters)), strict=True):
-                found[:, first : first + rows] = part
+        for rows, projections in equal_projections(group["parts"]).items():
+            stacked = torch.cat([gradients[:, start : start + rows] for _, start in projections])
+            matrices = [(p, index) for index, _ in projections for p in parameters]
+            updates = self.directions(group, matrices, stacked).split(len(parameters))
+            for (_, start), update in zip(projections, updates, strict=True):
+                found[:, start : start + rows] = update
         return found
 
-    def _step_rest(self, number: int) -> None:
+    def _step_rest(self, index: int) -> None:
         rates = [group["lr"] for group in self._rest.param_groups]
         for group, lr in zip(self._rest.param_groups, rates, strict=True):
             group["lr"] = lr * self._rest_lr_scale
         self._rest.grad_scale = self.grad_scale
-        self._rest.step_part(number)
+        self._rest.step_partition(index)
         for group, lr in zip(self._rest.param_groups, rates, strict=True):
             group["lr"] = lr
 
-    # ---- states from elsewhere ---------------------------------------------------------------------------------------
+    def synchronize(self) -> None:
+        if self._rest is not None:
+            self._rest.synchronize()
 
-    def part_shapes(self, group: dict[str, Any], parameter: Tensor) -> list[tuple[int, int]]:
-        """Rows and columns of each of a parameter's parts."""
+    # ---- loading states ----------------------------------------------------------------------------------------------
+
+    def matrix_shapes(self, group: dict[str, Any], parameter: Tensor) -> list[tuple[int, int]]:
+        """Rows and columns of each projection of a parameter."""
         return [(rows, parameter.shape[1]) for rows in group["parts"] or parameter.shape[:1]]
 
     @abstractmethod
-    def states_of(self, group: dict[str, Any], parameter: Tensor) -> Described:
-        """What a parameter of a hidden group keeps."""
+    def states_of(self, group: dict[str, Any], parameter: Tensor) -> StateShapes:
+        """The states of a parameter of a hidden group."""
 
-    def check_saved(self, name: str, p: Tensor, described: Described) -> None:
-        """States of hidden matrices must be in this optimizer's own form."""
-        if id(p) not in self.numbers:
-            self._rest.check_saved(name, p, described)
+    def check_saved(self, name: str, parameter: Tensor, saved: StateShapes) -> None:
+        """The states of a hidden matrix must be in this optimizer's own formats."""
+        if id(parameter) not in self.index_of:
+            self._rest.check_saved(name, parameter, saved)
             return
-        group = next(g for g in self.hidden_groups if any(p is q for q in g["params"]))
-        expected = self.states_of(group, p)
-        odd = sorted(key for key in described.keys() | expected.keys() if described.get(key) != expected.get(key))
+        group = next(g for g in self.hidden_groups if any(parameter is p for p in g["params"]))
+        expected = self.states_of(group, parameter)
+        odd = sorted(key for key in saved.keys() | expected.keys() if saved.get(key) != expected.get(key))
         if odd:
-            saved, here = (d.get(odd[0], "not there") for d in (described, expected))
+            there, here = (d.get(odd[0], "missing") for d in (saved, expected))
             raise UserError(
-                f"--resume: the optimizer state {odd[0]} of {name} is {saved} in the checkpoint and {here} in this "
+                f"--resume: the optimizer state {odd[0]} of {name} is {there} in the checkpoint and {here} in this "
                 "optimizer; give --optim and --optim_kwargs as in the run that saved it."
             )
 
@@ -236,11 +243,16 @@ class MatrixOptimizer(PartitionedOptimizer):
         for group in self.hidden_groups:
             for p in group["params"]:
                 for key, value in self.state.get(p, {}).items():
-                    if value.is_floating_point() and not bool(value.float().isfinite().all()):
-                        raise UserError(f"--resume: the optimizer state {key} of {names[p]} holds NaN or Inf.")
+                    if value.is_floating_point():
+                        check_finite(key, value, names[p])
         return [] if self._rest is None else self._rest.adopt_states(names)
 
-    def synchronize(self) -> None:
-        """As `LowBitOptimizer.synchronize`."""
-        if self._rest is not None:
-            self._rest.synchronize()
+
+def equal_projections(rows_of: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
+    """Rows -> (index, first row) of every fused projection with that many rows, which can share a batch."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    start = 0
+    for index, rows in enumerate(rows_of):
+        found.setdefault(rows, []).append((index, start))
+        start += rows
+    return found

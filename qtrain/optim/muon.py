@@ -1,4 +1,4 @@
-"""Muon: momentum, orthogonalized (Keller Jordan 2024, kellerjordan.github.io/posts/muon)."""
+"""Muon: orthogonalized momentum (Keller Jordan 2024, kellerjordan.github.io/posts/muon)."""
 
 import math
 from dataclasses import dataclass
@@ -8,20 +8,21 @@ from torch import Tensor
 
 from qtrain.checks import Range
 from qtrain.kernels.optim.state_formats import state_format
-from qtrain.optim.batched_states import describe_state, read_states, state_size, write_states
-from qtrain.optim.matrix_optimizer import MatrixOptimizer, MatrixOptimizerSpec, Place
+from qtrain.optim.batched_states import read_states, state_shapes, state_size, write_states
+from qtrain.optim.matrix_optimizer import Matrix, MatrixOptimizer, MatrixOptimizerSpec
 from qtrain.optim.newton_schulz import newton_schulz
-from qtrain.optim.optimizer import OPTIMIZERS
-from qtrain.optim.resumable import Described
+from qtrain.optim.optimizer import StateShapes
+from qtrain.optim.registry import OPTIMIZERS
 
 Adjust = Literal["none", "spectral", "match_rms"]
 
 
 def adjustment(rows: int, columns: int, adjust: Adjust) -> float:
-    """What an orthogonal update [rows, columns] is multiplied with.
+    """The factor of an orthogonal update [rows, columns].
 
-    "spectral" keeps the change of a layer's output alike for all shapes (Jordan). "match_rms" gives it AdamW's usual
-    root mean square of 0.2, so that AdamW's rate and decay serve (Liu et al. 2025, arXiv:2502.16982).
+    "spectral" makes the change of a layer's output independent of its shape (Jordan). "match_rms" gives the update
+    AdamW's typical root mean square of 0.2, so that AdamW's lr and weight decay apply (Liu et al. 2025,
+    arXiv:2502.16982).
     """
     if adjust == "spectral":
         return math.sqrt(max(1.0, rows / columns))
@@ -29,22 +30,22 @@ def adjustment(rows: int, columns: int, adjust: Adjust) -> float:
 
 
 class MuonOptimizer(MatrixOptimizer):
-    """Group options: momentum, nesterov, ns_steps, adjust, state. The state of a parameter's part 0: `momentum_0`."""
+    """Group options: momentum, nesterov, ns_steps, adjust, state. The first projection's state is `momentum_0`."""
 
-    def directions(self, group: dict[str, Any], places: list[Place], gradients: Tensor) -> Tensor:
-        slots = [(self.state[p], f"momentum_{part}") for p, part in places]
+    def directions(self, group: dict[str, Any], matrices: list[Matrix], gradients: Tensor) -> Tensor:
+        refs = [(self.state[p], f"momentum_{index}") for p, index in matrices]
         format = state_format(group["state"], signed=True)
         gradients = gradients.float()
-        momentum = read_states(slots, format, gradients).lerp_(gradients, 1 - group["momentum"])
-        write_states(slots, format, momentum)
+        momentum = read_states(refs, format, gradients).lerp_(gradients, 1 - group["momentum"])
+        write_states(refs, format, momentum)
         update = gradients.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         orthogonal = newton_schulz(update.bfloat16() if update.is_cuda else update, group["ns_steps"])
         return orthogonal.float().mul_(adjustment(*update.shape[1:], group["adjust"]))
 
-    def states_of(self, group: dict[str, Any], parameter: Tensor) -> Described:
-        found: Described = {}
-        for part, shape in enumerate(self.part_shapes(group, parameter)):
-            found |= describe_state(f"momentum_{part}", state_format(group["state"], signed=True), shape)
+    def states_of(self, group: dict[str, Any], parameter: Tensor) -> StateShapes:
+        found: StateShapes = {}
+        for index, shape in enumerate(self.matrix_shapes(group, parameter)):
+            found |= state_shapes(f"momentum_{index}", state_format(group["state"], signed=True), shape)
         return found
 
 
@@ -54,10 +55,15 @@ class Muon(MatrixOptimizerSpec):
     """orthogonalized momentum for the matrices of hidden layers, AdamW for embeddings, head and vectors"""
 
     momentum: Annotated[float, Range(0, 0.999999)] = 0.95
+    """decay rate of the momentum"""
     nesterov: bool = True
+    """Nesterov's momentum"""
     ns_steps: Annotated[int, Range(1, 20)] = 5
+    """Newton-Schulz iterations"""
     adjust: Adjust = "match_rms"
+    """scale of the update: match_rms, AdamW's typical size, so that its lr applies; spectral, as in Jordan's Muon"""
     state: Literal["fp32", "bf16", "int8"] = "fp32"
+    """format of the momentum"""
 
     method: ClassVar = MuonOptimizer
 

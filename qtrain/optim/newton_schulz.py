@@ -1,7 +1,7 @@
-"""Orthogonalization of many matrices at once by Newton-Schulz iteration: matrix products only.
+"""Orthogonalization of a batch of matrices by Newton-Schulz iteration, with matrix products only.
 
 The quintic of Keller Jordan's Muon (kellerjordan.github.io/posts/muon): x <- a·x + (b·xxᵀ + c·(xxᵀ)²)·x. Its
-coefficients are steep at zero rather than exact at one: singular values end between 0.7 and 1.2 after five steps.
+coefficients trade exactness for a steep slope at zero: after five steps singular values are between 0.7 and 1.2.
 """
 
 import torch
@@ -11,7 +11,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def newton_schulz(x: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
-    """x [B, R, C] -> [B, R, C], each matrix with its singular values driven to about one. Runs in x's dtype."""
+    """x [B, R, C] -> [B, R, C], with singular values near one. Computed in x's dtype."""
     a, b, c = COEFFICIENTS
     tall = x.shape[-2] > x.shape[-1]
     if tall:

@@ -1,81 +1,73 @@
-"""The optimizers' registry, and which parameters are decayed."""
+"""What training, evaluation and checkpoints may ask of any optimizer: the base class, and the adapter for foreign ones.
 
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+Every capability is a method with a default that suits an optimizer of another library, so callers never probe for
+attributes.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor
 
-from qtrain.optim.hidden_matrices import hidden_matrices
-from qtrain.registry import Registry
+from qtrain.errors import UserError
+from qtrain.optim.state_layout import local
 
-
-@dataclass(frozen=True)
-class ParameterShape:
-    """`count` parameters of one shape. hidden, parts: as in `parameter_groups`."""
-
-    shape: tuple[int, ...]
-    count: int = 1
-    hidden: bool = False
-    parts: tuple[int, ...] = ()
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape) * self.count
+StateShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Key of each of a parameter's states -> its shape and dtype."""
 
 
-class OptimizerSpec(ABC):
-    """A choice of `--optim`; its fields are the keys of `--optim_kwargs`."""
+class Optimizer(torch.optim.Optimizer):
+    """A torch optimizer with the capabilities that qtrain uses."""
 
-    @abstractmethod
-    def state_bytes(self, weight_bytes: int) -> float:
-        """Bytes of optimizer state per parameter, for weights of `weight_bytes` each."""
+    averages_weights: ClassVar[bool] = False
+    """Whether `eval` puts other weights into the model than those that training updates."""
 
-    def total_state_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int) -> float:
-        """Bytes on the device that the optimizer's states of a whole model take."""
-        return self.state_bytes(weight_bytes) * sum(shape.elements for shape in shapes)
+    def parameters(self) -> list[Tensor]:
+        """All parameters, group by group."""
+        return [p for group in self.param_groups for p in group["params"]]
 
-    def refuses_parts(self) -> str | None:
-        """Why its optimizer cannot update a model part by part (`PartitionedOptimizer`), and the fix; None: it can."""
-        if getattr(self, "offload", False):
-            return "states on the host are moved for the whole model at once; leave offload out of --optim_kwargs."
-        return None
+    def clip_gradients(self, norm: Tensor, max_norm: float) -> None:
+        """Scale the gradients of the next step by max_norm / norm. norm: of all gradients, fp32 scalar, > max_norm."""
+        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
 
-    @abstractmethod
-    def build(self, groups: list[dict[str, Any]], lr: float, seed: int = 0) -> torch.optim.Optimizer:
-        """The optimizer over torch parameter groups. seed: of its stochastic rounding, where it rounds so."""
+    def eval(self) -> None:
+        """Put the weights into the model that are evaluated and exported."""
+
+    def train(self) -> None:
+        """Put the weights back that training updates, bit for bit."""
+
+    def synchronize(self) -> None:
+        """Wait until states in host memory are those after the last step."""
+
+    def state_device(self, key: str, parameter: Tensor, saved_on_host: bool) -> torch.device:
+        """The device of a state that a checkpoint fills. saved_on_host: it was in host memory, unlike its parameter."""
+        return torch.device("cpu") if saved_on_host else parameter.device
+
+    def check_saved(self, name: str, parameter: Tensor, saved: StateShapes) -> None:
+        """UserError unless `adopt_states` can read the `saved` states of `parameter`, which is called `name`."""
+
+    def adopt_states(self, names: Mapping[Tensor, str]) -> list[str]:
+        """Check the states that a checkpoint has filled in, and convert them to this optimizer's formats.
+
+        names: of the parameters, for messages. Returns what was converted, such as "exp_avg int8 -> fp32". UserError
+        for NaN, Inf and values that no training produces.
+        """
+        for parameter, state in self.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    check_finite(key, value, names[parameter])
+        return []
 
 
-class OptimizerRegistry(Registry[OptimizerSpec]):
-    """This project's optimizers by name; `make` also takes `torch.NAME`, `bnb.NAME` and `torchao.NAME`."""
-
-    def make(self, name: str, options: Mapping[str, Any], flag: str) -> OptimizerSpec:
-        from qtrain.optim.library import LIBRARIES, library_optimizer
-
-        if name.partition(".")[0] in LIBRARIES and "." in name:
-            return library_optimizer(name, options, flag)
-        return super().make(name, options, flag)
+def check_finite(key: str, value: Tensor, name: str) -> None:
+    """UserError where the state `key` of the parameter called `name` holds NaN or Inf."""
+    if not bool(local(value).float().isfinite().all()):
+        raise UserError(
+            f"--resume: the optimizer state {key} of {name} holds NaN or Inf; resume from an earlier checkpoint."
+        )
 
 
-OPTIMIZERS = OptimizerRegistry("optimizer")
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters in groups: matrices are decayed, norms and biases (one dimension) are not.
-
-    `hidden` marks groups of matrices of hidden layers, and `parts` the rows of the projections that are fused in each
-    (empty: one); other groups hold embeddings, the output head, and whatever is no matrix.
-    """
-    hidden = hidden_matrices(model)
-    groups: dict[tuple[float, bool, tuple[int, ...]], list[nn.Parameter]] = {}
-    for p in model.parameters():
-        if p.requires_grad:
-            kind = (weight_decay if p.ndim >= 2 else 0.0, id(p) in hidden, hidden.get(id(p), ()))
-            groups.setdefault(kind, []).append(p)
-    return [
-        {"params": params, "weight_decay": decay, "hidden": is_hidden, "parts": parts}
-        for (decay, is_hidden, parts), params in groups.items()
-    ]
+def adapted(cls: type[torch.optim.Optimizer]) -> type[Optimizer]:
+    """The optimizer class `cls` of another library with the defaults of `Optimizer`, under its own name."""
+    return type(cls.__name__, (cls, Optimizer), {"__doc__": cls.__doc__})

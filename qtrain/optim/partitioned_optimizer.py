@@ -1,6 +1,7 @@
-"""Optimizers that can update a model part by part, each as soon as its gradients are there.
+"""Optimizers that can update a model one partition of its parameters at a time.
 
-That is what an update within the backward pass needs (`train.in_backward`): no two parts' gradients need exist at once.
+An update within the backward pass (`train.in_backward`) needs this: a partition is updated as soon as its gradients are
+complete, so the gradients of two partitions never exist at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,39 +14,38 @@ from qtrain.optim.resumable import ResumableOptimizer
 
 
 class PartitionedOptimizer(ResumableOptimizer):
-    """A step is `begin`, then `step_part` of every part, in any order; `step` does it all. Without `split` everything
-    is one part.
+    """A step is `begin_step`, then `step_partition` of every partition in any order; `step` does all of it.
 
-    grad_scale: a scalar on the device that the next step multiplies the gradients with (clipping), without touching
-    them.
+    Without `partition` all parameters are one partition. grad_scale: fp32 scalar on the device that the next step
+    multiplies the gradients with as it reads them, which saves a pass over them.
     """
 
     grad_scale: Tensor | None = None
-    _parts: list[list[Tensor]] | None = None
-
-    def parameters(self) -> list[Tensor]:
-        """All of them, group by group."""
-        return [p for group in self.param_groups for p in group["params"]]
+    _partitions: list[list[Tensor]] | None = None
 
     @property
-    def parts(self) -> list[list[Tensor]]:
-        """The parameters of every part; those of one are in the order of `parameters`."""
-        return [self.parameters()] if self._parts is None else self._parts
+    def partitions(self) -> list[list[Tensor]]:
+        """The parameters of every partition, in the order of `parameters`."""
+        return [self.parameters()] if self._partitions is None else self._partitions
 
-    def split(self, parts: Sequence[Sequence[Tensor]]) -> None:
-        """Make these the parts; each parameter is in one of them, and one may be empty. States stay as they are."""
-        part_of = {p: number for number, part in enumerate(parts) for p in part}
-        assert len(part_of) == sum(map(len, parts)) and part_of.keys() == set(self.parameters()), "not a partition"
-        found: list[list[Tensor]] = [[] for _ in parts]
+    def partition(self, partitions: Sequence[Sequence[Tensor]]) -> None:
+        """Set the partitions. Each parameter is in exactly one; a partition may be empty. States are kept."""
+        index_of = {p: index for index, members in enumerate(partitions) for p in members}
+        assert len(index_of) == sum(map(len, partitions)) and index_of.keys() == set(self.parameters()), (
+            "not a partition"
+        )
+        self._partitions = [[] for _ in partitions]
         for p in self.parameters():
-            found[part_of[p]].append(p)
-        self._parts = found
+            self._partitions[index_of[p]].append(p)
 
-    def begin(self) -> None:
-        """Count a step, where that is not done parameter by parameter."""
+    def clip_gradients(self, norm: Tensor, max_norm: float) -> None:
+        self.grad_scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
-    def step_part(self, number: int) -> None:
-        """Update the parameters of one part that have gradients."""
+    def begin_step(self) -> None:
+        """Count a step, where it is not counted per parameter."""
+
+    def step_partition(self, index: int) -> None:
+        """Update the parameters of one partition that have gradients."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -54,8 +54,8 @@ class PartitionedOptimizer(ResumableOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.begin()
-        for number in range(len(self.parts)):
-            self.step_part(number)
+        self.begin_step()
+        for index in range(len(self.partitions)):
+            self.step_partition(index)
         self.grad_scale = None
         return loss

@@ -1,16 +1,16 @@
-"""SGD with momentum (Polyak 1964), or Nesterov's, as torch has it, with low-bit momentum and weights."""
+"""SGD with classical (Polyak 1964) or Nesterov momentum, in torch's formulation, with low-bit momentum and weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import torch
 from torch import Tensor
 
 from qtrain.checks import Range
-from qtrain.optim.base import LowBitOptimizer, LowBitSpec
-from qtrain.optim.optimizer import OPTIMIZERS
-from qtrain.optim.state_layout import FormatChoice, StateOptions
+from qtrain.optim.elementwise import LowBitOptimizer, LowBitSpec
+from qtrain.optim.optimizer import Optimizer
+from qtrain.optim.registry import OPTIMIZERS
+from qtrain.optim.state_layout import StateOptions
 
 
 class SGDOptimizer(LowBitOptimizer):
@@ -28,20 +28,18 @@ class SGDOptimizer(LowBitOptimizer):
 @OPTIMIZERS.register("sgd")
 @dataclass(frozen=True)
 class SGD(LowBitSpec):
-    """gradient descent with momentum, plain or Nesterov's; weight decay is decoupled"""
+    """gradient descent with classical or Nesterov momentum; weight decay is decoupled"""
 
     momentum: Annotated[float, Range(0, 0.999999)] = 0.9
+    """decay rate of the momentum; 0: none, and no state"""
     nesterov: bool = False
-    m: FormatChoice = "weight"
-    sr: bool = True
-    small: Annotated[int, Range(0)] = 4096
-    offload: bool = False
+    """Nesterov's momentum"""
 
     @property
     def state_options(self) -> StateOptions:
         formats = {"momentum_buffer": self.m} if self.momentum else {}
         return StateOptions(formats, sr=self.sr, small=self.small, offload=self.offload)
 
-    def build(self, groups: list[dict[str, Any]], lr: float, seed: int = 0) -> torch.optim.Optimizer:
+    def build(self, groups: list[dict[str, Any]], lr: float, seed: int = 0) -> Optimizer:
         defaults = {"lr": lr, "momentum": self.momentum, "nesterov": self.nesterov, "weight_decay": 0.0}
         return SGDOptimizer(groups, defaults, self.state_options, seed=seed)

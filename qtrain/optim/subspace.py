@@ -1,4 +1,4 @@
-"""The subspace of a matrix's leading right singular vectors: exactly, or by random sketching."""
+"""The subspace of a matrix's leading right singular vectors, by a full SVD or by random sketching."""
 
 from typing import Literal
 
@@ -13,9 +13,9 @@ OVERSAMPLING, POWER_ITERATIONS = 8, 2
 def leading_subspace(matrix: Tensor, rank: int, method: Method, sketch: Tensor | None = None) -> Tensor:
     """matrix [..., R, C] -> orthonormal rows [..., min(rank, R, C), C], strongest first, in fp32 or wider.
 
-    "svd" decomposes the matrix whole, which takes seconds a layer at a billion parameters. "randomized" sees it through
-    matrix products alone: two power iterations on `sketch` [..., C, at least rank] of random numbers (Halko,
-    Martinsson, Tropp 2011, arXiv:0909.4061, algorithm 4.4), then the singular vectors of what is left of it.
+    "svd" decomposes the whole matrix, which takes seconds per layer at a billion parameters. "randomized" needs matrix
+    products only: two power iterations on `sketch` [..., C, at least rank] of random numbers (Halko, Martinsson, Tropp
+    2011, arXiv:0909.4061, algorithm 4.4), then the singular vectors of the matrix restricted to that basis.
     """
     matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
     rank = min(rank, *matrix.shape[-2:])
@@ -25,17 +25,17 @@ def leading_subspace(matrix: Tensor, rank: int, method: Method, sketch: Tensor |
     basis = sketch.to(matrix.dtype)
     for _ in range(POWER_ITERATIONS):
         basis = torch.linalg.qr(matrix.mT @ (matrix @ basis)).Q
-    seen = matrix @ basis  # [..., R, sketched]
-    order = torch.linalg.eigh(seen.mT @ seen).eigenvectors.flip(-1)  # eigenvalues come in ascending order
+    sketched = matrix @ basis  # [..., R, columns of the sketch]
+    order = torch.linalg.eigh(sketched.mT @ sketched).eigenvectors.flip(-1)  # eigenvalues ascend
     return _signed((basis @ order[..., :rank]).mT)
 
 
 def _signed(rows: Tensor) -> Tensor:
-    """Each row with the sign that makes its largest element positive: decompositions leave the sign to chance."""
+    """Each row with the sign that makes its largest element positive: a decomposition does not determine the sign."""
     largest = rows.gather(-1, rows.abs().argmax(dim=-1, keepdim=True))
     return (rows * largest.sign()).contiguous()
 
 
 def sketch_columns(rank: int, rows: int, columns: int) -> int:
-    """Columns of the sketch that `leading_subspace` wants for a matrix [rows, columns]."""
+    """Columns of the sketch that `leading_subspace` needs for a matrix [rows, columns]."""
     return min(rank + OVERSAMPLING, rows, columns)

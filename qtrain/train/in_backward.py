@@ -37,7 +37,7 @@ def check_in_backward(settings: TrainSettings, geometry: BatchGeometry, optimize
             f"{flag}: weights change before the norm of all gradients is known, so it cannot be clipped to "
             f"{settings.clip_grad_norm:g}; give --clip_grad_norm 0."
         )
-    if reason := optimizer.refuses_parts():
+    if reason := optimizer.refuses_partitions():
         raise UserError(f"{flag}: {reason}")
 
 
@@ -63,7 +63,7 @@ class OptimizerInBackward:
         parts = model_parts(model)
         self.optimizer = optimizer
         self._names = list(parts)
-        optimizer.split(list(parts.values()))
+        optimizer.partition(list(parts.values()))
         self._missing: list[int] = []  # by part: gradients that have not come yet
         self._norms: dict[int, Tensor] = {}  # by part, in the order of the updates: fp32 scalars on the device
         for number, part in enumerate(parts.values()):
@@ -72,9 +72,9 @@ class OptimizerInBackward:
 
     def begin(self) -> None:
         """The next backward pass is a step, at the rates that the optimizer's groups have now."""
-        self._missing = [len(part) for part in self.optimizer.parts]
+        self._missing = [len(part) for part in self.optimizer.partitions]
         self._norms = {}
-        self.optimizer.begin()
+        self.optimizer.begin_step()
 
     def finish(self) -> Tensor:
         """Update parts of which some parameters got no gradient; the norm of all gradients, an fp32 scalar."""
@@ -97,12 +97,12 @@ class OptimizerInBackward:
 
     @torch.no_grad()
     def _update(self, number: int) -> None:
-        trained = [p for p in self.optimizer.parts[number] if p.grad is not None]
+        trained = [p for p in self.optimizer.partitions[number] if p.grad is not None]
         if not trained:
             return
         assert number not in self._norms, f"a second gradient of {self._names[number]} in one step"
         self._norms[number] = norm_of([p.grad for p in trained])
-        self.optimizer.step_part(number)
+        self.optimizer.step_partition(number)
         # Kernels do not count as changes by themselves: autograd refuses to read these weights for this pass from here
         # on, and codes made of them are stale.
         torch.autograd.graph.increment_version(trained)

@@ -1,5 +1,7 @@
 """What `--list` prints: every registry with one line an entry."""
 
+import textwrap
+
 from qtrain.data import DATASETS, IMAGE_SETS, TOKENIZERS
 from qtrain.models import list_models
 from qtrain.optim import OPTIMIZERS
@@ -12,6 +14,7 @@ def listing() -> str:
     blocks = [
         _block("schemes (--quantize)", SCHEMES.describe(), SCHEMES),
         _block("optimizers (--optim)", OPTIMIZERS.describe(), OPTIMIZERS),
+        _block("optimizers of other libraries (--optim torch.NAME, ...)", OPTIMIZERS.describe_libraries()),
         _block('dataset types (--train_ds {"type": ...})', DATASETS.describe(), DATASETS),
         _block("image dataset types (timm_finetune.py)", IMAGE_SETS.describe(), IMAGE_SETS),
         _block("tokenizers", sorted(TOKENIZERS.items())),
@@ -24,7 +27,13 @@ def _block(title: str, entries: list[tuple[str, str]], registry: Registry | None
     width = max(len(name) for name, _ in entries)
     lines = [title]
     for name, line in entries:
-        lines.append(f"  {name:{width}}  {line}")
+        lines += _wrapped(f"  {name:{width}}  ", line)
         if registry is not None:
-            lines += [f"  {'':{width}}    {key}: {what}" for key, what in registry.options(name)]
+            for key, what in registry.options(name):
+                lines += _wrapped(f"  {'':{width}}    {key}: ", what)
     return "\n".join(lines)
+
+
+def _wrapped(start: str, text: str) -> list[str]:
+    """`start` and `text` in lines of at most 160 characters."""
+    return textwrap.wrap(text, 160, initial_indent=start, subsequent_indent=" " * (len(start) + 2))

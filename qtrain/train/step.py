@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.data import Batch
+from qtrain.optim import Optimizer
 from qtrain.quant import QuantizedModel
 from qtrain.train.cuda_graphs import StepGraphs, backward_of
 from qtrain.train.gradients import Gradients, norm_of
@@ -57,7 +58,7 @@ def compute_gradients(
 
 def apply_gradients(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     quantized: QuantizedModel,
     gradients: Gradients,
     *,
@@ -71,24 +72,19 @@ def apply_gradients(
     With `in_backward` all but the last is done already.
     """
     if in_backward is None:
-        _update_weights(model, optimizer, gradients, lr, clip_grad_norm)
+        _update_weights(optimizer, gradients, lr, clip_grad_norm)
     (graphs or quantized).refresh()
 
 
-def _update_weights(
-    model: nn.Module, optimizer: torch.optim.Optimizer, gradients: Gradients, lr: float, clip_grad_norm: float
-) -> None:
+def _update_weights(optimizer: Optimizer, gradients: Gradients, lr: float, clip_grad_norm: float) -> None:
     if clip_grad_norm and gradients.norm_value > clip_grad_norm:
-        if hasattr(optimizer, "grad_scale"):  # it clips as it reads them, and saves a pass over the gradients
-            optimizer.grad_scale = torch.clamp(clip_grad_norm / (gradients.norm + 1e-6), max=1.0)
-        else:
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip_grad_norm, gradients.norm)
+        optimizer.clip_gradients(gradients.norm, clip_grad_norm)
     set_rate(optimizer, lr)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 
-def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_rate(optimizer: Optimizer, lr: float) -> None:
     """Have the next step run at rate `lr`."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
@@ -98,13 +94,12 @@ def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 @contextlib.contextmanager
-def eval_weights(optimizer: torch.optim.Optimizer, quantized: QuantizedModel, ema: Ema | None = None) -> Iterator[None]:
+def eval_weights(optimizer: Optimizer, quantized: QuantizedModel, ema: Ema | None = None) -> Iterator[None]:
     """Inside, the model has the weights that it is evaluated and exported with; most optimizers train those very ones.
 
-    Schedule-free ones do not, and say so by methods `eval` and `train`; with `ema` it is the average. Afterwards every
-    bit is as it was.
+    Schedule-free ones average them, and with `ema` it is that average. Afterwards every bit is as it was.
     """
-    if ema is None and not hasattr(optimizer, "eval"):
+    if ema is None and not optimizer.averages_weights:
         yield
         return
     try:
@@ -116,7 +111,7 @@ def eval_weights(optimizer: torch.optim.Optimizer, quantized: QuantizedModel, em
 
 
 @contextlib.contextmanager
-def _averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def _averaged(optimizer: Optimizer) -> Iterator[None]:
     """Inside, a schedule-free optimizer's average is in the weights."""
     optimizer.eval()
     try:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qtrain.kernels.numerics.normal import normal
-from qtrain.optim.matrix_optimizer import MOST_PARTS
+from qtrain.optim.matrix_optimizer import MAX_PROJECTIONS
 from tests.optim.problems import Small, adamw, assert_weights, drive, follow, make
 
 LR, DECAY, SEED = 0.01, 0.1, 3
@@ -36,7 +36,7 @@ def apollo(model: Small, gap: int, scale: float):
         if "layers" not in name:
             return adamw(w, g, state, step, LR, DECAY if w.ndim == 2 else 0.0)
         rows = [8, 4, 8] if kinds[name] else [8]
-        number = order.index(name) * MOST_PARTS
+        number = order.index(name) * MAX_PROJECTIONS
         pieces = zip(w.split(rows), g.split(rows), strict=True)
         return torch.cat([of_part(*p, state.setdefault(i, {}), step, number + i) for i, p in enumerate(pieces)])
 

@@ -49,7 +49,7 @@ def test_learns(name, kind):
     model = MODELS[kind]()
     optimizer = build(name, model)
     before, after = train(model, optimizer, 40)
-    if hasattr(optimizer, "eval"):
+    if optimizer.averages_weights:
         optimizer.eval()
         after = min(after, train(model, torch.optim.SGD(model.parameters(), lr=0.0), 0)[1])
     assert after < 0.75 * before, f"{before:.3f} -> {after:.3f}"

@@ -12,7 +12,7 @@ def test_a_class_of_torch_trains():
     spec = OPTIMIZERS.make("torch.NAdam", {"betas": [0.8, 0.9]}, "--optim")
     parameter = nn.Parameter(torch.ones(4, 4))
     optimizer = spec.build([{"params": [parameter], "weight_decay": 0.0}], 0.1)
-    assert type(optimizer) is torch.optim.NAdam and optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+    assert isinstance(optimizer, torch.optim.NAdam) and optimizer.param_groups[0]["betas"] == (0.8, 0.9)
     parameter.grad = torch.ones(4, 4)
     optimizer.step()
     assert parameter.max() < 1

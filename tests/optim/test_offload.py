@@ -10,7 +10,7 @@ from torch import nn
 from qtrain.kernels.optim.fused_update import SIGNED_STATES, FusedUpdate, Slot
 from qtrain.kernels.optim.state_formats import state_format, zero_state
 from qtrain.optim import OPTIMIZERS, ParameterShape, offload, parameter_groups
-from qtrain.optim.base import LowBitOptimizer
+from qtrain.optim.elementwise import LowBitOptimizer
 from qtrain.optim.offload import OffloadedUpdate
 from qtrain.tensors.stored_weight import StoredWeight
 
@@ -83,9 +83,9 @@ def assert_same(expected: list[Slot], found: list[Slot]) -> None:
         assert all(equal(x, y) for x, y in pairs), tuple(a.weight.shape)
 
 
-def pieces_of(update: OffloadedUpdate) -> list[int]:
+def slices_of(update: OffloadedUpdate) -> list[int]:
     """In how many buckets each slot is."""
-    owners = [piece.owner for bucket in update._buckets for piece in bucket.pieces]
+    owners = [owned.owner for bucket in update._buckets for owned in bucket.slices]
     return [owners.count(number) for number in range(len(update.slots))]
 
 
@@ -93,7 +93,7 @@ def compare(kind: dict, device: str, kernel: bool | None = None, shapes=SHAPES, 
     rule, pair = kind.get("rule", "adamw"), [slots(shapes, **kind, device=device) for _ in range(2)]
     plain = FusedUpdate(rule, pair[0], seed=5, kernel=kernel)
     moved = OffloadedUpdate(rule, pair[1], seed=5, kernel=kernel)
-    found = pieces_of(moved)
+    found = slices_of(moved)
     assert all(found[i] > 1 for i in cut) and sum(found) - len(found) == sum(found[i] - 1 for i in cut)
     assert len(moved._stages) == 3 and max(map(len, moved._stages)) <= offload.BUCKET_BYTES
     for update in (plain, moved):
@@ -101,9 +101,9 @@ def compare(kind: dict, device: str, kernel: bool | None = None, shapes=SHAPES, 
     moved.synchronize()
     assert_same(*pair)
     for bucket in moved._buckets:
-        for piece, counted in zip(bucket.pieces, bucket.update.steps.tolist(), strict=True):
-            empty = not moved.slots[piece.owner].weight.numel()  # the kernel does not count for it
-            assert empty or counted == 3 + steps - (piece.owner == 2)
+        for owned, counted in zip(bucket.slices, bucket.update.steps.tolist(), strict=True):
+            empty = not moved.slots[owned.owner].weight.numel()  # the kernel does not count for it
+            assert empty or counted == 3 + steps - (owned.owner == 2)
 
 
 def room(kind: dict, rows: int) -> int:
@@ -121,7 +121,7 @@ def test_a_tensor_that_is_cut_is_updated_as_the_whole(kind, device, monkeypatch)
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize(("kind", "bucket"), [("bf16", 4_000), ("int4", 2_000)])
-def test_the_kernel_updates_pieces_as_the_whole(kind, bucket, monkeypatch):
+def test_the_kernel_updates_slices_as_the_whole(kind, bucket, monkeypatch):
     monkeypatch.setattr(offload, "BUCKET_BYTES", bucket)
     compare(KINDS[kind], "cpu", True, [(40, 33), (5, 3), (18, 256)], cut=[0, 2], steps=2)
 
@@ -139,18 +139,18 @@ def test_the_definition_updates_a_stored_weight_in_one(monkeypatch):
     updates = FusedUpdate("adamw", pair[0], seed=5), OffloadedUpdate("adamw", pair[1], seed=5)
     for update in updates:
         drive(update)
-    assert pieces_of(updates[1]) == [1, 1]
+    assert slices_of(updates[1]) == [1, 1]
     assert_same(*pair)
 
 
-def test_pieces_begin_at_16_rows_where_these_fit_and_are_of_about_the_same_size(monkeypatch):
-    """So that no piece's gradient has to be copied to an aligned address, and no transfer is too small for the bus."""
+def test_slices_start_at_multiples_of_16_rows_and_are_of_about_equal_size(monkeypatch):
+    """So that no slice's gradient has to be copied to an aligned address, and no transfer is too small for the bus."""
     formats = [state_format("bf16", signed=True)] * 2
     for rows, length in ((1000, 33), (152064, 3584), (17, 4096)):
         tensor = offload.host_sizes(torch.Size([rows, length]), formats)
         for fitting in (16, 100, 700):
             monkeypatch.setattr(offload, "BUCKET_BYTES", fitting * length * 4 + 2 * 256)
-            slices = [piece.rows for bucket in offload.cut([tensor]) for piece in bucket if piece.rows]
+            slices = [owned.rows for bucket in offload.fill_buckets([tensor]) for owned in bucket if owned.rows]
             sizes = [s.stop - s.start for s in slices]
             assert sum(sizes) == (rows if rows > fitting else 0)
             assert all(s.start % 16 == 0 for s in slices) and max(sizes, default=0) <= fitting
@@ -162,8 +162,8 @@ def test_what_cannot_be_cut_has_a_bucket_of_its_own(monkeypatch):
     monkeypatch.setattr(offload, "BUCKET_BYTES", 1000)
     int8, fp32 = state_format("int8", signed=True), state_format("fp32", signed=True)
     shapes = [((4000,), int8), ((1, 4000), fp32), ((), fp32), ((4000,), fp32), ((2, 4000), fp32)]
-    buckets = offload.cut([offload.host_sizes(torch.Size(shape), [format]) for shape, format in shapes])
-    found = [[buckets.index(b) for b in buckets for piece in b if piece.owner == i] for i in range(len(shapes))]
+    buckets = offload.fill_buckets([offload.host_sizes(torch.Size(shape), [format]) for shape, format in shapes])
+    found = [[buckets.index(b) for b in buckets for owned in b if owned.owner == i] for i in range(len(shapes))]
     assert [len(places) for places in found] == [1, 1, 1, 23, 2]
     assert found[0] != found[1] != found[2]
 
@@ -172,7 +172,7 @@ def test_what_cannot_be_cut_has_a_bucket_of_its_own(monkeypatch):
 
 PARAMETERS = [(200, 128), (97, 65), (5, 33), (64,)]  # the first is cut, and the second where its states are large
 BUCKET = 17_500
-"""16 rows of fp32 states fit. With fewer, a piece might end within one of the CPU's vectors, and torch's own AdamW,
+"""16 rows of fp32 states fit. With fewer, a slice might end within one of the CPU's vectors, and torch's own AdamW,
 which fp32 weights go to there, rounds what is left over otherwise."""
 
 
@@ -242,7 +242,7 @@ def test_weights_and_states_are_those_of_states_on_the_device(name, options, dty
     kept = [t for state in optimizers[1].state.values() for key, t in state.items() if key != "step"]
     assert all(t.device.type == "cpu" and t.is_pinned() == (device == "cuda") for t in kept)
     update = optimizers[1]._updates[0].update
-    assert options.get("momentum") == 0 or max(pieces_of(update)) > 1
+    assert options.get("momentum") == 0 or max(slices_of(update)) > 1
     assert max(map(len, update._stages)) <= BUCKET
 
 
@@ -272,7 +272,7 @@ def test_a_checkpoint_goes_from_the_host_to_the_device_and_back(source, target, 
     assert {float(state["step"]) for state in loader.state.values()} == {6.0}
 
 
-def test_loading_counts_for_every_piece(small_buckets):
+def test_loading_counts_for_every_slice(small_buckets):
     params = parameters()
     optimizer = build("adamw_8bit", params, offload=True)
     train(optimizer, params, range(2))

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from qtrain.optim import adapted
 from qtrain.train.state.checkpoint import Checkpoints, read_meta
 from qtrain.train.state.state_dict import model_tensors, optimizer_tensors, prepare_optimizer, rng_state, set_rng_state
 
@@ -36,7 +37,7 @@ def adamw(model: nn.Module, **kwargs) -> torch.optim.Optimizer:
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), **kwargs)
+    return adapted(torch.optim.AdamW)(groups, lr=1e-2, betas=(0.9, 0.95), **kwargs)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:

@@ -144,13 +144,13 @@ def test_one_parts_gradients_exist_at_a_time(tied, monkeypatch):
     trainee, seen = Trainee("adamw", tie_word_embeddings=tied, in_backward=True), []
     parts = model_parts(trainee.model)
     part_of = {p: name for name, part in parts.items() for p in part}
-    step_part = trainee.optimizer.step_part
+    step_partition = trainee.optimizer.step_partition
 
     def watched(number: int) -> None:
         seen.append({part_of[p] for p in trainee.model.parameters() if p.grad is not None})
-        step_part(number)
+        step_partition(number)
 
-    monkeypatch.setattr(trainee.optimizer, "step_part", watched)
+    monkeypatch.setattr(trainee.optimizer, "step_partition", watched)
     trainee.steps(RATES[:2])
     order = ["norm", "layers.1", "layers.0", "embed_tokens"]
     assert seen == [{name} for name in (order if tied else ["lm_head", *order])] * 2
@@ -212,7 +212,7 @@ def test_a_gpu_holds_no_more_gradients_than_a_parts(optim):
         ({"clip_grad_norm": 0.5}, "adamw", {}, "clipped to 0.5; give --clip_grad_norm 0"),
         ({}, "adamw_8bit", {"offload": True}, "leave offload out of --optim_kwargs"),
         ({}, "lion", {"offload": True}, "leave offload out of --optim_kwargs"),
-        ({}, "torch.AdamW", {}, "torch.AdamW is another library's"),
+        ({}, "torch.AdamW", {}, "torch.AdamW comes from another library"),
     ],
 )
 def test_what_it_cannot_do_is_refused_with_the_fix(changes, optim, options, says):
@@ -276,8 +276,8 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_anything_is_saved(her
 
     def spoiled(self, number: int) -> None:
         self.updates = getattr(self, "updates", 0) + 1
-        if self.updates == 3 * len(self.optimizer.parts) + 2:  # in step 4
-            self.optimizer.parts[number][0].grad[0] = float("nan")
+        if self.updates == 3 * len(self.optimizer.partitions) + 2:  # in step 4
+            self.optimizer.partitions[number][0].grad[0] = float("nan")
         made(self, number)
 
     monkeypatch.setattr(OptimizerInBackward, "_update", spoiled)

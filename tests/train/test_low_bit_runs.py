@@ -8,6 +8,7 @@ import torch
 
 from qtrain.errors import UserError
 from qtrain.models import ModelSource, build_model, empty_model
+from qtrain.optim import Optimizer
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.schemes import auto
 from qtrain.tensors.stored_weight import StoredWeight
@@ -32,7 +33,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["script.py"])
 
 
-class Momentum(torch.optim.Optimizer):
+class Momentum(Optimizer):
     """The least optimizer that has a state and rounds stored weights stochastically."""
 
     @torch.no_grad()

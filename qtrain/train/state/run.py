@@ -14,6 +14,7 @@ from torch import nn
 
 from qtrain.checks import shown
 from qtrain.errors import UserError
+from qtrain.optim import Optimizer
 from qtrain.quant import QuantizedModel
 from qtrain.train.log.status import FILE_ONLY, setup_log
 from qtrain.train.settings import TrainSettings
@@ -48,7 +49,7 @@ class Run:
     device: torch.device
     model: nn.Module
     quantized: QuantizedModel
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     state: TrainState
     ema: Ema | None = None
     notes: list[str] = dataclasses.field(default_factory=list)

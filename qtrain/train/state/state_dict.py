@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import empty as empty_dtensor
 
 from qtrain.errors import UserError
+from qtrain.optim import Optimizer
 from qtrain.tensors.stored_weight import StoredWeight
 from qtrain.train.distributed import rank
 
@@ -80,16 +81,13 @@ def set_rng_state(state: Mapping[str, Mapping[str, Tensor]]) -> None:
 _HOW = ("params", "fused", "foreach", "capturable", "differentiable")
 
 
-def optimizer_tensors(
-    optimizer: torch.optim.Optimizer, model: nn.Module
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+def optimizer_tensors(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """An optimizer's state by parameter name: ({parameter: {state: tensor}}, the rest as JSON).
 
     torch's own get/set_optimizer_state_dict are not exact: saving before the first step takes a step, and loading casts
     floating states to the parameter's dtype.
     """
-    if hasattr(optimizer, "synchronize"):
-        optimizer.synchronize()
+    optimizer.synchronize()
     names = {id(p): clean_name(name) for name, p in model.named_parameters()}
     tensors: dict[str, dict[str, Tensor]] = {}
     states: dict[str, dict[str, Any]] = {}
@@ -116,9 +114,7 @@ def optimizer_tensors(
     return tensors, {"class": type(optimizer).__name__, "groups": groups, "states": states}
 
 
-def prepare_optimizer(
-    optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, Any]
-) -> dict[str, dict[str, Tensor]]:
+def prepare_optimizer(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
     """Give a new optimizer the state that `saved` (from `optimizer_tensors`) describes; returns its tensors, unfilled.
 
     `Checkpoints.load` fills them in place, `finish_optimizer` comes after that. Group options come from `saved` too,
@@ -143,14 +139,14 @@ def prepare_optimizer(
                     _restore_option(group, key, value)
             on_device = bool(group.get("fused") or group.get("capturable"))
             for name in saved_group["params"]:
-                if saved["states"].get(name) and hasattr(optimizer, "check_saved"):
+                if saved["states"].get(name):
                     optimizer.check_saved(name, parameters[name], _described(saved["states"][name]))
                 for key, described in saved["states"].get(name, {}).items():
                     if "value" in described:
                         optimizer.state[parameters[name]][key] = described["value"]
                         continue
-                    on_host = getattr(optimizer, "states_on_host", described["on_host"])
-                    state = _empty_state({**described, "on_host": on_host}, parameters[name], on_device)
+                    device = optimizer.state_device(key, parameters[name], described["on_host"])
+                    state = _empty_state(described, parameters[name], device, on_device)
                     optimizer.state[parameters[name]][key] = state
                     tensors.setdefault(name, {})[key] = state
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -158,7 +154,7 @@ def prepare_optimizer(
     return tensors
 
 
-def user_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def user_options(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The options of each parameter group that the user can set, without the learning rate, which every step sets."""
     return [
         {name: list(v) if isinstance(v := group[name], tuple) else v for name in optimizer.defaults if name in group}
@@ -167,32 +163,20 @@ def user_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def finish_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
+def finish_optimizer(optimizer: Optimizer, model: nn.Module) -> list[str]:
     """Check the states that have been loaded, and bring them into the optimizer's formats; returns what was converted.
 
     UserError for states that no training leaves behind, such as NaN.
     """
-    names = {p: clean_name(name) for name, p in model.named_parameters()}
-    if hasattr(optimizer, "adopt_states"):
-        return optimizer.adopt_states(names)
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.is_floating_point() and not _finite(value):
-                raise UserError(
-                    f"--resume: the optimizer state {key} of {names[parameter]} holds NaN or Inf; resume from an "
-                    "earlier checkpoint."
-                )
-    return []
-
-
-def _finite(tensor: Tensor) -> bool:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return bool(local.float().isfinite().all())
+    return optimizer.adopt_states({p: clean_name(name) for name, p in model.named_parameters()})
 
 
 def _described(states: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of each of a parameter's states."""
-    return {key: (tuple(known["shape"]), getattr(torch, known["dtype"])) for key, known in states.items()}
+    """Shape and dtype of each of a parameter's states; no dtype for a plain number."""
+    return {
+        key: ((), None) if "value" in known else (tuple(known["shape"]), getattr(torch, known["dtype"]))
+        for key, known in states.items()
+    }
 
 
 def _restore_option(group: dict[str, Any], key: str, value: Any) -> None:
@@ -208,9 +192,10 @@ def _restore_option(group: dict[str, Any], key: str, value: Any) -> None:
         group[key] = value
 
 
-def _empty_state(described: Mapping[str, Any], parameter: Tensor, scalars_on_device: bool) -> Tensor:
+def _empty_state(
+    described: Mapping[str, Any], parameter: Tensor, device: torch.device, scalars_on_device: bool
+) -> Tensor:
     shape, dtype = torch.Size(described["shape"]), getattr(torch, described["dtype"])
-    device = torch.device("cpu") if described["on_host"] else parameter.device
     if shape.numel() > 8 * max(parameter.numel(), 1024) or not isinstance(dtype, torch.dtype):
         raise ValueError(f"a state of {described['dtype']} with shape {list(shape)}")
     if not shape:

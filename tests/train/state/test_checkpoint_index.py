@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from qtrain.errors import UserError
+from qtrain.optim import adapted
 from qtrain.train.state.checkpoint import Checkpoints, read_meta
 from qtrain.train.state.state_dict import model_tensors, prepare_optimizer
 from tests.train.small_run import Net, adamw, load, save, seed_all, train
@@ -129,14 +130,14 @@ def test_another_models_checkpoint_is_refused_and_nothing_filled(tmp_path, chang
 def test_an_optimizer_over_other_parameters_is_refused(good):
     model = Net(1)
     with pytest.raises(UserError, match=r"--resume: .* grouped differently"):
-        prepare_optimizer(torch.optim.AdamW(model.parameters()), model, read_meta(good)["optim"])
+        prepare_optimizer(adapted(torch.optim.AdamW)(model.parameters()), model, read_meta(good)["optim"])
     model.inner.bias.requires_grad_(False)
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2]},
         {"params": [model.unused.bias]},
     ]
     with pytest.raises(UserError, match=r"inner\.bias is trained in only one"):
-        prepare_optimizer(torch.optim.AdamW(groups), model, read_meta(good)["optim"])
+        prepare_optimizer(adapted(torch.optim.AdamW)(groups), model, read_meta(good)["optim"])
 
 
 # ---- hostility ------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from qtrain.optim import Optimizer, adapted
 from qtrain.train.state.checkpoint import Checkpoints, read_meta
 from qtrain.train.state.state_dict import model_tensors, optimizer_tensors, prepare_optimizer, rng_state, set_rng_state
 from tests.train.small_run import Net, adamw, assert_same, load, save, seed_all, train
@@ -76,7 +77,7 @@ def test_a_compiled_or_checkpointed_model_has_the_names_of_the_plain_one():
     assert optimizer_tensors(optimizer, wrapped)[1] == optimizer_tensors(adamw(model), model)[1]
 
 
-class LowBit(torch.optim.Optimizer):
+class LowBit(Optimizer):
     """States of every kind that low-bit optimizers have: codes, scales per block, fp32 beside bf16, plain numbers."""
 
     def __init__(self, params):
@@ -161,6 +162,7 @@ import torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from qtrain.errors import UserError
+from qtrain.optim import adapted
 from qtrain.train.state.state_dict import *
 from qtrain.train.state.checkpoint import *
 from qtrain.train.state.checkpoint import Checkpoints
@@ -172,7 +174,7 @@ def build(seed):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 5))  # 7 and 5 rows: uneven shards
     fully_shard(model)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, adapted(torch.optim.AdamW)(model.parameters(), lr=1e-2)
 
 def step(model, optimizer):
     x = torch.rand(4, 6)  # each rank its own generator
@@ -242,7 +244,7 @@ def test_two_processes_save_their_shards_and_one_process_loads_them(tmp_path):
 
     model = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 5))
     path = tmp_path / "checkpoints" / "00000006"
-    optim = prepare_optimizer(torch.optim.AdamW(model.parameters()), model, read_meta(path)["optim"])
+    optim = prepare_optimizer(adapted(torch.optim.AdamW)(model.parameters()), model, read_meta(path)["optim"])
     state = {"model": model_tensors(model), "optim": optim, "rng": rng_state(), "plain": torch.zeros(3)}
     Checkpoints.load(path, state)
     for name, tensor in model_tensors(model).items():

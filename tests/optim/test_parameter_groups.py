@@ -1,12 +1,12 @@
-"""Which parameters are hidden matrices, of what parts, and in which batches they are worked on."""
+"""Which parameters are decayed, which are matrices of hidden layers, and which projections are fused in them."""
 
 import torch
 from torch import nn
 
 from qtrain.models import ModelSource, build_model
 from qtrain.models.cost import parameter_shapes
-from qtrain.optim import hidden_matrices as m
 from qtrain.optim import parameter_groups
+from qtrain.optim.parameter_groups import hidden_matrices
 from qtrain.quant import SCHEMES, quantize_linears
 from tests.system import TINY
 
@@ -56,14 +56,4 @@ def test_classifiers_and_frozen_matrices_are_not_hidden():
             return self.head
 
     model = Vision()
-    assert m.hidden_matrices(model) == {id(model.block.weight): ()}
-
-
-def test_batches_are_of_one_shape_and_bounded(monkeypatch):
-    monkeypatch.setattr(m, "BATCH_ELEMENTS", 100)
-    tensors = [torch.zeros(5, 5) for _ in range(6)] + [torch.zeros(20, 20)] * 2 + [torch.zeros(5, 5).bfloat16()]
-    assert list(m.batches_by_shape(tensors)) == [[0, 1, 2, 3], [4, 5], [6], [7], [8]]
-
-
-def test_equal_parts():
-    assert m.equal_parts([8, 4, 8]) == {8: [(0, 0), (2, 12)], 4: [(1, 8)]}
+    assert hidden_matrices(model) == {id(model.block.weight): ()}

@@ -1,0 +1,279 @@
+"""Optimizers with an elementwise update: states in any format, weights of any kind, one fused launch for all of them.
+
+A subclass names a rule of `kernels.optim.fused_update` and the rule's states. This file creates the states in their
+formats, steps all parameters together, and converts states when a checkpoint of another member of the family is loaded.
+
+A state of a parameter is one plain tensor under its own name, whose dtype (fp32, bf16) says how it is stored, or two,
+`<name>.<format>.codes` and `<name>.<format>.scale`, as in `exp_avg.int8_256.codes`: a checkpoint can be read without
+knowing which optimizer wrote it.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from qtrain.checks import Range
+from qtrain.errors import UserError
+from qtrain.kernels.optim.fused_update import SIGNED_STATES, FusedUpdate, Slot
+from qtrain.kernels.optim.state_formats import StateFormat, dequantize_state, quantize_state, zero_state
+from qtrain.optim.offload import OffloadedUpdate, host_sizes, staging_bytes
+from qtrain.optim.optimizer import StateShapes, check_finite
+from qtrain.optim.partitioned_optimizer import PartitionedOptimizer
+from qtrain.optim.registry import OptimizerSpec, ParameterShape
+from qtrain.optim.state_layout import (
+    MASTER,
+    FormatChoice,
+    StateOptions,
+    as_sharded,
+    first_element,
+    local,
+    plausible,
+    saved_format,
+    state_keys,
+)
+
+
+@dataclass(frozen=True)
+class LowBitSpec(OptimizerSpec):
+    """What the specs of these optimizers share: the storage of states, and its size."""
+
+    m: FormatChoice = "weight"
+    """format of the momentum, or first moment; weight: the dtype of the weights"""
+    sr: bool = True
+    """round bf16 weights without a master copy, and bf16 states, stochastically"""
+    small: Annotated[int, Range(0)] = 4096
+    """tensors with fewer elements, and all vectors, keep fp32 states"""
+    offload: bool = False
+    """keep states in host memory; they stream through the GPU during the step"""
+
+    @property
+    @abstractmethod
+    def state_options(self) -> StateOptions:
+        """How states are stored."""
+
+    def state_bytes(self, weight_bytes: int) -> float:
+        return 0.0 if self.state_options.offload else self.state_options.bytes_per_parameter(weight_bytes)
+
+    def total_state_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int) -> float:
+        """As for any optimizer; for states in host memory, the staging buffers on the device."""
+        options = self.state_options
+        if not options.offload:
+            return super().total_state_bytes(shapes, weight_bytes)
+        dtype = torch.bfloat16 if weight_bytes == 2 else torch.float32
+        tensors = []
+        for shape in shapes:
+            weight = torch.empty(shape.shape, dtype=dtype, device="meta")
+            formats = options.formats_of(weight, dict.fromkeys(options.formats, True)).values()
+            master = options.master and dtype == torch.bfloat16
+            tensors += [host_sizes(weight.shape, formats, master=master)] * shape.count
+        return staging_bytes(tensors)
+
+    def refuses_partitions(self) -> str | None:
+        if self.state_options.offload:
+            return "offloaded states are moved for the whole model at once; leave offload out of --optim_kwargs."
+        return None
+
+
+@dataclass
+class _PartitionUpdate:
+    """The fused update of one partition. groups: indices of the parameter groups that its parameters are in."""
+
+    update: FusedUpdate | OffloadedUpdate
+    groups: list[int]
+
+
+class LowBitOptimizer(PartitionedOptimizer):
+    """An elementwise rule over all parameters. Each parameter counts its own steps.
+
+    RULE: a rule of `kernels.optim.fused_update`. STATES: the names of its states.
+    """
+
+    RULE: ClassVar[str]
+    STATES: ClassVar[tuple[str, ...]]
+
+    def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], options: StateOptions, *, seed: int = 0):
+        self.options, self.seed = options, seed
+        self._updates: dict[int, _PartitionUpdate] | None = None
+        self.index_of: dict[Tensor, int] = {}  # keys the random bits of each parameter
+        super().__init__(groups, defaults)
+
+    def hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
+        """A group's options as the hyperparameters of the rule."""
+        raise NotImplementedError
+
+    @property
+    def signed(self) -> dict[str, bool]:
+        return dict(zip(self.STATES, SIGNED_STATES[self.RULE], strict=True))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self._updates = None
+        for p in self.param_groups[-1]["params"]:
+            self.index_of[p] = len(self.index_of)
+            placements = p.placements if isinstance(p, DTensor) else ()
+            if not all(isinstance(x, Replicate) or x == Shard(0) for x in placements):
+                raise UserError("--optim: a parameter is sharded along another dimension than its rows.")
+            if p.dtype not in (torch.float32, torch.bfloat16):
+                raise UserError(f"--optim: a parameter is {p.dtype}; weights are fp32 or bf16.")
+
+    # ---- stepping ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step_partition(self, index: int) -> None:
+        grads = [None if p.grad is None else local(p.grad) for p in self.partitions[index]]
+        if all(grad is None for grad in grads):
+            return
+        partition = self._built_updates()[index]
+        for group in partition.groups:
+            partition.update.set_hyper(group, self.hyper(self.param_groups[group]))
+        partition.update.step(grads, self.grad_scale)
+
+    def partition(self, partitions: Sequence[Sequence[Tensor]]) -> None:
+        super().partition(partitions)
+        self._updates = None
+
+    def _built_updates(self) -> dict[int, _PartitionUpdate]:
+        """The update of every partition that is not empty, with its states."""
+        if self._updates is None:
+            group_of = {p: index for index, group in enumerate(self.param_groups) for p in group["params"]}
+            self._updates = {i: self._build(members, group_of) for i, members in enumerate(self.partitions) if members}
+        return self._updates
+
+    def _build(self, parameters: list[Tensor], group_of: Mapping[Tensor, int]) -> _PartitionUpdate:
+        slots = [self._slot(p, group_of[p]) for p in parameters]
+        update_class = OffloadedUpdate if self.states_on_host else FusedUpdate
+        update = update_class(self.RULE, slots, groups=len(self.param_groups), seed=self.seed, sr=self.options.sr)
+        for p, slot in zip(parameters, slots, strict=True):
+            self.state[p]["step"] = slot.step
+            if self.states_on_host:  # they have moved to pinned memory
+                self._point_to(p, slot)
+        return _PartitionUpdate(update, sorted({slot.group for slot in slots}))
+
+    @property
+    def states_on_host(self) -> bool:
+        first = self.param_groups[0]["params"][0]
+        return self.options.offload and first.device.type != "cpu"
+
+    def _slot(self, p: Tensor, group: int) -> Slot:
+        state, states = self.state[p], []
+        for name, format in self.options.formats_of(p, self.signed).items():
+            keys = state_keys(name, format)
+            if not set(keys.values()) <= state.keys():
+                state.update({keys[kind]: value for kind, value in self._new_state(p, format).items()})
+            states.append((format, {kind: local(state[key]) for kind, key in keys.items()}))
+        if self._has_master(p) and MASTER not in state:
+            # Created where it lives: the masters of all parameters do not fit on a device that needs offload.
+            value = local(p.detach()).to(self.state_device(MASTER, p)).float()
+            state[MASTER] = as_sharded(value, p, tuple(p.shape))
+        master = local(state[MASTER]) if self._has_master(p) else None
+        weight = local(p.data) if isinstance(p, DTensor) else p.detach()
+        return Slot(weight, tuple(states), state.get("step"), self.index_of[p], group, master, first_element(p))
+
+    def _point_to(self, p: Tensor, slot: Slot) -> None:
+        """Make the slot's tensors the parameter's states."""
+        for name, (format, tensors) in zip(self.STATES, slot.states, strict=True):
+            shapes = format.parts(p.shape)
+            for kind, key in state_keys(name, format).items():
+                self.state[p][key] = as_sharded(tensors[kind], p, shapes[kind][0])
+        if slot.master is not None:
+            self.state[p][MASTER] = as_sharded(slot.master, p, tuple(p.shape))
+
+    def _has_master(self, p: Tensor) -> bool:
+        return self.options.master and type(p.data) in (Tensor, DTensor) and p.dtype == torch.bfloat16
+
+    def _new_state(self, p: Tensor, format: StateFormat) -> dict[str, Tensor]:
+        """A state of zeros, sharded as the parameter is."""
+        tensors = zero_state(format, local(p.data).shape, self.state_device("", p))
+        return {kind: as_sharded(value, p, format.parts(p.shape)[kind][0]) for kind, value in tensors.items()}
+
+    def synchronize(self) -> None:
+        for partition in (self._updates or {}).values():
+            if isinstance(partition.update, OffloadedUpdate):
+                partition.update.synchronize()
+
+    # ---- loading states ----------------------------------------------------------------------------------------------
+
+    def state_device(self, key: str, parameter: Tensor, saved_on_host: bool = False) -> torch.device:
+        return torch.device("cpu") if self.states_on_host else parameter.device
+
+    def check_saved(self, name: str, parameter: Tensor, saved: StateShapes) -> None:
+        found = {key.partition(".")[0] for key in saved} - {"step", MASTER}
+        if found != set(self.STATES):
+            held = ", ".join(sorted(found)) or "none"
+            raise UserError(
+                f"--resume: the checkpoint's optimizer keeps other states ({held}) than this one "
+                f"({', '.join(self.STATES)}); give --optim as in the run that saved it, or another of its family."
+            )
+        try:
+            expected: StateShapes = {"step": ((), torch.float32)}
+            for state in self.STATES:
+                format = saved_format(saved, state)
+                if format.block and format.signed != self.signed[state]:
+                    raise ValueError(f"{state} is in {format.id}")
+                tensors = format.parts(parameter.shape)
+                expected |= {key: tensors[kind] for kind, key in state_keys(state, format).items()}
+            if MASTER in saved:
+                expected[MASTER] = (tuple(parameter.shape), torch.float32)
+            for key in saved.keys() | expected.keys():
+                if saved.get(key) != expected.get(key):
+                    raise ValueError(f"{key} has shape and dtype {saved.get(key)}, not {expected.get(key)}")
+        except (ValueError, KeyError) as error:
+            raise UserError(
+                f"--resume: the optimizer state of {name} does not fit: {error}; "
+                "use the settings of the run that saved it."
+            ) from None
+
+    @torch.no_grad()
+    def adopt_states(self, names: Mapping[Tensor, str]) -> list[str]:
+        self._updates = None
+        converted: dict[str, None] = {}
+        for p in self.parameters():
+            if self.state.get(p):
+                converted |= dict.fromkeys(self._adopt(p, names[p]))
+        return list(converted)
+
+    def _adopt(self, p: Tensor, parameter_name: str) -> list[str]:
+        """Bring the loaded states of one parameter into this optimizer's formats; returns what was converted."""
+        state, converted = self.state[p], []
+        adopted: dict[str, Tensor] = {"step": state["step"]}
+        if not float(state["step"]) >= 0:
+            raise UserError(f"--resume: the optimizer state step of {parameter_name} is {float(state['step'])}.")
+        for name, wanted in self.options.formats_of(p, self.signed).items():
+            format = saved_format({k: (v.shape, v.dtype) for k, v in state.items()}, name)
+            tensors = {kind: state[key] for kind, key in state_keys(name, format).items()}
+            if not plausible(tensors, format, self.signed[name]):
+                raise UserError(
+                    f"--resume: the optimizer state {name} of {parameter_name} holds NaN, Inf or impossible values; "
+                    "resume from an earlier checkpoint."
+                )
+            if format.id != wanted.id:
+                converted.append(f"{name} {format.name} -> {wanted.name}")
+                tensors = self._convert(tensors, p, format, wanted)
+            adopted |= {key: tensors[kind] for kind, key in state_keys(name, wanted).items()}
+        if MASTER in state and self._has_master(p):
+            check_finite(MASTER, state[MASTER], parameter_name)
+            adopted[MASTER] = state[MASTER]
+        elif MASTER in state or self._has_master(p):  # not needed, or created from the weight at the next step
+            converted.append(f"{MASTER} {'dropped' if MASTER in state else 'created from the weights'}")
+        self.state[p] = adopted
+        return converted
+
+    def _convert(
+        self, tensors: dict[str, Tensor], p: Tensor, format: StateFormat, wanted: StateFormat
+    ) -> dict[str, Tensor]:
+        value = dequantize_state({k: local(v) for k, v in tensors.items()}, format, local(p.data).shape)
+        shapes = wanted.parts(p.shape)
+        return {kind: as_sharded(v, p, shapes[kind][0]) for kind, v in quantize_state(value, wanted).items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        self.synchronize()
+        packed = super().state_dict()
+        if self.states_on_host:  # views of one buffer in several dtypes, which `torch.save` refuses
+            states = packed["state"].items()
+            packed["state"] = {index: {key: t.clone() for key, t in state.items()} for index, state in states}
+        return packed

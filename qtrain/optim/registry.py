@@ -1,0 +1,73 @@
+"""The optimizers by name: this project's, and other libraries' under a prefix such as `torch.`."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from qtrain.optim.optimizer import Optimizer
+from qtrain.registry import Registry
+
+
+@dataclass(frozen=True)
+class ParameterShape:
+    """`count` parameters of one shape. hidden, parts: as in `parameter_groups`."""
+
+    shape: tuple[int, ...]
+    count: int = 1
+    hidden: bool = False
+    parts: tuple[int, ...] = ()
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape) * self.count
+
+
+class OptimizerSpec(ABC):
+    """A choice of `--optim`; its fields are the keys of `--optim_kwargs`."""
+
+    @abstractmethod
+    def state_bytes(self, weight_bytes: int) -> float:
+        """Bytes of optimizer state per parameter, for weights of `weight_bytes` each."""
+
+    def total_state_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int) -> float:
+        """Bytes of device memory that the states of a whole model take."""
+        return self.state_bytes(weight_bytes) * sum(shape.elements for shape in shapes)
+
+    def refuses_partitions(self) -> str | None:
+        """Why the optimizer cannot update a partitioned model (`PartitionedOptimizer`), and the fix; None: it can."""
+        return None
+
+    @abstractmethod
+    def build(self, groups: list[dict[str, Any]], lr: float, seed: int = 0) -> Optimizer:
+        """The optimizer over torch parameter groups. seed: of stochastic rounding and random projections."""
+
+
+class Library(Protocol):
+    """Another package's optimizers, named `<prefix>.<class>`."""
+
+    def make(self, name: str, options: Mapping[str, Any], flag: str) -> OptimizerSpec: ...
+
+    def describe(self) -> str: ...
+
+
+class OptimizerRegistry(Registry[OptimizerSpec]):
+    """This project's optimizers by name; `make` also takes `<prefix>.<class>` of the registered libraries."""
+
+    def __init__(self) -> None:
+        super().__init__("optimizer")
+        self.libraries: dict[str, Library] = {}
+
+    def make(self, name: str, options: Mapping[str, Any], flag: str) -> OptimizerSpec:
+        prefix, dot, _ = name.partition(".")
+        if dot and prefix in self.libraries:
+            return self.libraries[prefix].make(name, options, flag)
+        return super().make(name, options, flag)
+
+    def describe_libraries(self) -> list[tuple[str, str]]:
+        """(`<prefix>.*`, which names there are or how to get them) of every library."""
+        return [(f"{prefix}.*", library.describe()) for prefix, library in self.libraries.items()]
+
+
+OPTIMIZERS = OptimizerRegistry()
