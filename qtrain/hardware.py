@@ -26,8 +26,9 @@ DATASHEET: dict[str, dict[str, float]] = {
 RUNS_AS = {"int4": "int8"}
 """Arithmetic that this package runs on the tensor cores of another: packed INT4 codes are unpacked to INT8."""
 
-FP8_CAPABILITY, MX_CAPABILITY = (8, 9), (10, 0)
-"""The first GPUs whose tensor cores multiply FP8 (Ada) and FP8 with a scale for each 32 elements (Blackwell)."""
+PTX_CAPABILITY, FP8_CAPABILITY, MX_CAPABILITY = (8, 0), (8, 9), (10, 0)
+"""Compute capability of the first GPUs that run the inline PTX of the kernels (Ampere: bf16x2 instructions), that
+convert to and multiply FP8 (Ada), and that multiply FP8 with a scale per 32 elements (Blackwell)."""
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Of glibc's malloc.h."""
@@ -51,9 +52,35 @@ class Hardware:
         return RUNS_AS.get(arithmetic, arithmetic) not in self.peaks
 
 
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """CUDA compute capability (major, minor); (0, 0) of any other device, where kernels are only interpreted."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def has_ptx(device: torch.device) -> bool:
+    """Whether kernels may use inline PTX; Triton's interpreter may not."""
+    return compute_capability(device) >= PTX_CAPABILITY
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether the device converts to FP8 in one instruction and multiplies it on tensor cores."""
+    return compute_capability(device) >= FP8_CAPABILITY
+
+
+def has_mx(device: torch.device) -> bool:
+    """Whether the device's tensor cores multiply MX operands: FP8 with a scale per 32 elements."""
+    return compute_capability(device) >= MX_CAPABILITY
+
+
+@functools.cache  # asked at each launch of a persistent kernel
+def sm_count(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; 2 elsewhere, so that an interpreted persistent kernel loops over tiles."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
 def lacks_fp8(device: torch.device) -> str | None:
     """Why FP8 codes cannot be produced or multiplied on this device; None where they can."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+    if device.type == "cuda" and not has_fp8(device):
         return f"{torch.cuda.get_device_name(device)} has no FP8 arithmetic, which needs Ada, Hopper or later"
     return None
 
@@ -77,12 +104,11 @@ def _measured_peaks(device: torch.device) -> dict[str, float]:
         a = torch.randn(size, size, device=device).mul_(30).clamp_(-127, 127).to(dtype)
         multiply = torch._int_mm if dtype is torch.int8 else torch.mm
         peaks[name] = max(_rate(multiply, a, size) for _ in range(4)) / 1e12
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    if capability >= FP8_CAPABILITY:
+    if has_fp8(device):
         a, one = torch.randn(size, size, device=device).to(torch.float8_e4m3fn), torch.ones((), device=device)
         multiply = functools.partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
         peaks["fp8"] = max(_rate(multiply, a, size) for _ in range(4)) / 1e12
-    if capability >= MX_CAPABILITY:
+    if has_mx(device):
         peaks["mxfp8"] = peaks["fp8"]
     return peaks
 

@@ -109,3 +109,10 @@ def empty_scale(granularity: str, rows: int, columns: int, like: Tensor) -> Tens
 def codes_shape(fmt: str, rows: int, columns: int) -> tuple[int, int]:
     """Shape of the codes of a matrix [rows, columns]."""
     return (rows, -(-columns // FORMATS[fmt].packing))
+
+
+def empty_codes(x: Tensor, fmt: str, granularity: str, transposed: bool = False) -> tuple[Tensor, Tensor]:
+    """Uninitialized codes and scale of x [M, K], or of its transpose."""
+    shape = (x.shape[1], x.shape[0]) if transposed else (x.shape[0], x.shape[1])
+    codes = x.new_empty(codes_shape(fmt, *shape), dtype=FORMATS[fmt].dtype)
+    return codes, empty_scale(granularity, *shape, x)

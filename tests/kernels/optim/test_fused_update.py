@@ -147,6 +147,8 @@ KINDS = [
     {"formats": ("bf16", "bf16"), "dtype": torch.bfloat16},
     {"formats": ("int8", "int8"), "dtype": torch.bfloat16},
     {"formats": ("int4", "int8"), "master": True, "dtype": torch.bfloat16},
+    {"formats": ("fp8", "fp8")},  # in the interpreter: the conversions of GPUs before sm_89
+    {"formats": ("fp8", "fp8"), "dtype": torch.bfloat16},
 ]
 
 
@@ -217,7 +219,7 @@ def test_launches_do_not_grow_with_the_number_of_tensors():
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("formats", [("int8", "int8"), ("int4", "int4"), ("bf16", "bf16")], ids=str)
+@pytest.mark.parametrize("formats", [("int8", "int8"), ("int4", "int4"), ("fp8", "fp8"), ("bf16", "bf16")], ids=str)
 def test_a_bad_gradient_shows_in_its_weight_and_spoils_no_other_block(formats):
     spoil("cpu", formats)
 
@@ -234,12 +236,11 @@ def spoil(device: str, formats: tuple[str, str]) -> None:
 
 
 GPU_SHAPES = [(64, 4096), (129, 896), (33, 1000), (5, 33), (4096,), (7,), (2, 3, 5)]
-FP8 = [{"formats": ("fp8", "fp8")}, {"formats": ("fp8", "fp8"), "dtype": torch.bfloat16}]
 STORED = [{"formats": ("int8", "int8"), "stored": name, "dtype": torch.bfloat16} for name in ("int8", "int4")]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", [*KINDS, *FP8], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_on_the_gpu_the_kernel_is_the_definition(kind):
     compare("adamw", "cuda", True, 3, GPU_SHAPES, **kind)
 

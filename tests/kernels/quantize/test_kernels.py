@@ -10,7 +10,7 @@ from qtrain.kernels.quantize.absmax import absmax_ref
 from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_dual_given_scale, quantize_transposed
 from qtrain.kernels.quantize.reference import quantize_ref, quantize_transposed_ref, scale_ref
 from qtrain.kernels.quantize.rowwise import launch_rowwise
-from qtrain.kernels.quantize.rowwise_bf16x2 import launch_rowwise_bf16x2, supports_rowwise_bf16x2
+from qtrain.kernels.quantize.rowwise_bf16x2 import launch_rowwise_bf16x2, row_blocks, supports_rowwise_bf16x2
 from qtrain.kernels.quantize.tiled import Tile, launch_tiled
 from tests.cases import KINDS, SHAPES, matrix
 
@@ -81,7 +81,7 @@ def check_given(x, fmt, fmt_t, key):
     tensorwise = ("tensorwise", noise(x, key), False, scale)
     expected = [*quantize_ref(x, fmt, *tensorwise), *quantize_transposed_ref(x, fmt_t, *tensorwise)]
     found = launch_tiled(
-        x, fmt, "tensorwise", "tensorwise", Rounding(key, ROLE), scale=scale, fmt_t=fmt_t, scale_t=scale, absmax=most
+        x, fmt, "tensorwise", "tensorwise", Rounding(key, ROLE), scale=scale, fmt_t=fmt_t, scale_t=scale, amax=most
     )
     same(found, expected, (tuple(x.shape), fmt, fmt_t, key is not None))
     same([most.view(torch.float32)], [absmax_ref(x)], tuple(x.shape))
@@ -113,7 +113,7 @@ def test_kernels_in_the_interpreter(fmt, key):
         check_tiles(x, fmt, "32x32", "32x32", key, kind == "outlier", **SMALL)
     x = hostile(3, 40, 1, "zero_row", torch.float32, "cpu")
     check_rows(x, fmt, "rowwise", key, elements=64)
-    check_rows(x, fmt, "rowwise", key, longest=8, piece=16)
+    check_rows(x, fmt, "rowwise", key, longest=8, chunk=16)
     check_tiles(x, fmt, "tensorwise", "rowwise", key, **SMALL)
 
 
@@ -126,6 +126,14 @@ def test_words_of_rows_in_the_interpreter(fmt, key):
         x = hostile(m, k, number, kind, torch.bfloat16, "cpu")
         check_words(x, fmt, "rowwise", key, number == 0)  # 320: two pieces
         check_words(x, fmt, "1x128", key, number == 1)  # 264 and 40: a group that ends early
+
+
+def test_blocks_of_a_row():
+    """Powers of two that hold the row with little padding."""
+    for words in range(8, 20_000, 8):
+        blocks = row_blocks(words)
+        assert words <= sum(blocks) <= max(words + 128, words * 4 // 3), (words, blocks)
+        assert all(block & (block - 1) == 0 for block in blocks)
 
 
 @pytest.mark.parametrize("stochastic,longest", [(False, 24576), (True, 16384)])

@@ -5,7 +5,7 @@ import torch
 
 from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
-from qtrain.kernels.quantize.absmax import absmax_of_columns_ref, absmax_ref
+from qtrain.kernels.quantize.absmax import absmax_ref, column_absmax_ref
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2
 from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_dual_given_scale, quantize_transposed
 from qtrain.kernels.quantize.reference import quantize_ref, quantize_transposed_ref
@@ -19,7 +19,7 @@ from qtrain.kernels.swiglu.quantize import (
     supports_swiglu_dual,
     supports_swiglu_rowwise,
 )
-from qtrain.kernels.swiglu.rowwise import launch_quantize_swiglu_rowwise, pieces
+from qtrain.kernels.swiglu.rowwise import launch_quantize_swiglu_rowwise
 from qtrain.kernels.swiglu.swiglu import launch_swiglu, launch_swiglu_backward, swiglu
 from tests.cases import KINDS, matrix
 from tests.kernels.quantize.test_dual_bf16x2 import STOCHASTIC, rounding_of
@@ -47,7 +47,7 @@ def check(x, dy, fmt, granularity, power_of_two=False, stochastic=""):
     row_bits, column_bits = rounding.bits(y.shape)
     expected = quantize_ref(y, fmt, granularity, row_bits, power_of_two)
     expected += quantize_transposed_ref(y, fmt, granularity, column_bits, power_of_two)
-    found = launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, of_gate=True, dy=dy)
+    found = launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, swiglu=True, dy=dy)
     same(found, expected, (tuple(x.shape), fmt, granularity, dy is None, stochastic))
 
 
@@ -56,7 +56,7 @@ def check_given(x, dy, fmt, value, stochastic=""):
     most = torch.zeros(1, dtype=torch.int32, device=x.device)
     rounding = rounding_of(stochastic, x.device)
     row_bits, column_bits = rounding.bits(y.shape)
-    found = launch_dual_bf16x2(x, fmt, "tensorwise", rounding, False, scale, most, of_gate=True, dy=dy)
+    found = launch_dual_bf16x2(x, fmt, "tensorwise", rounding, False, scale, most, swiglu=True, dy=dy)
     expected = quantize_ref(y, fmt, "tensorwise", row_bits, scale=scale)
     expected += quantize_transposed_ref(y, fmt, "tensorwise", column_bits, scale=scale)
     same([*found, most.view(torch.float32)], [*expected, absmax_ref(y)], (tuple(x.shape), fmt, dy is None, stochastic))
@@ -103,20 +103,20 @@ def check_rows(x, fmt, power_of_two=False, stochastic=False):
     *found, columns = launch_quantize_swiglu_rowwise(x, fmt, rounding, power_of_two)
     note = (tuple(x.shape), fmt, stochastic)
     same(found, quantize_ref(y, fmt, "rowwise", rounding.bits(y.shape)[0], power_of_two), note)
-    assert torch.equal(bits_of(columns), bits_of(absmax_of_columns_ref(y))), note
+    assert torch.equal(bits_of(columns), bits_of(column_absmax_ref(y))), note
 
 
 def check_gradient(x, dy, fmt, power_of_two=False, stochastic=False):
     """Codes of y along columns, and dx with the maxima of its rows and columns."""
     y, dx, rounding = made(x, None), made(x, dy), Rounding(KEY.to(x.device), 2) if stochastic else NEAREST
     codes_t, scale_t, found, (rows, columns) = launch_quantize_swiglu_backward(
-        x, dy, absmax_of_columns_ref(y), fmt, rounding, power_of_two
+        x, dy, column_absmax_ref(y), fmt, rounding, power_of_two
     )
     note = (tuple(x.shape), fmt, stochastic)
     same((codes_t, scale_t), quantize_transposed_ref(y, fmt, "rowwise", rounding.bits(y.shape)[1], power_of_two), note)
     assert torch.equal(found.nan_to_num(nan=-1.0), dx.nan_to_num(nan=-1.0)), note
-    assert torch.equal(bits_of(columns), bits_of(absmax_of_columns_ref(dx))), note
-    assert torch.equal(bits_of(rows), bits_of(absmax_of_columns_ref(dx.t()))), note
+    assert torch.equal(bits_of(columns), bits_of(column_absmax_ref(dx))), note
+    assert torch.equal(bits_of(rows), bits_of(column_absmax_ref(dx.t()))), note
 
 
 @pytest.mark.interpreter
@@ -127,13 +127,6 @@ def test_rows_and_then_columns_in_the_interpreter(fmt):
         x, dy = gate_and_gradient(m, width, seed, kind, "cpu")
         check_rows(x[:32], fmt, kind == "outlier", kind != "outlier")
         check_gradient(x, dy, fmt, kind == "outlier", kind != "outlier")
-
-
-def test_pieces_of_a_row():
-    for words in range(8, 20_000, 8):
-        block, rest = pieces(words)
-        assert words <= block + rest <= max(words + 128, words * 4 // 3), (words, block, rest)
-        assert all(piece & (piece - 1) == 0 for piece in (block, rest))
 
 
 def check_rows_operators(x, dy, fmt, fmt_y, stochastic):
@@ -192,7 +185,7 @@ def check_operators(device):
                 torch.ops.qtrain.quantize_swiglu_given_scale.default,
                 (x, d, "e4m3", torch.ones(1, device=device), *drawn),
             )
-    columns = absmax_of_columns_ref(swiglu(x))
+    columns = column_absmax_ref(swiglu(x))
     torch.library.opcheck(torch.ops.qtrain.quantize_swiglu_rowwise.default, (x, "int8", rounding.key, 0))
     arguments = x, dy, columns, "int8", *rounding, False, "e4m3", None, 0, False
     torch.library.opcheck(torch.ops.qtrain.quantize_swiglu_backward.default, arguments)
@@ -208,8 +201,8 @@ def test_a_scale_of_more_than_a_block_has_no_kernel():
     for fmt, granularity in (("int8", "tensorwise"), ("e4m3", "tensorwise"), ("int8", "rowwise")):
         assert not supports_swiglu_dual(fmt, granularity)
         assert supports_swiglu_rowwise(fmt, granularity) == (granularity == "rowwise")
-        with pytest.raises(AssertionError, match="no pass"):
-            launch_dual_bf16x2(x, fmt, granularity, of_gate=True, dy=dy)
+        with pytest.raises(AssertionError, match="no absmax pass"):
+            launch_dual_bf16x2(x, fmt, granularity, swiglu=True, dy=dy)
 
 
 @pytest.mark.gpu
