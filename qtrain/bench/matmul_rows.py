@@ -95,7 +95,7 @@ def _scaled(who: str, fmt: str, granularity: str, accumulation: float) -> Callab
         if family == "cublas":
             p.only_k_major("cuBLAS takes FP8 operands K-major only")
         q = quantized(p, fmt, granularity, granularity)
-        _need(scaled_mm_names(q.a, q.b, BF16, True), family, p)
+        _need(scaled_mm_names(q.a, q.b, BF16), family, p)
         check = check_product(*q.values, accumulation)
         return Case(q.inputs, lambda a, b, s, t: scaled_mm(a, b, s, t, BF16), check, family)
 
@@ -113,7 +113,7 @@ def fp8_plain(p: Problem) -> Case:
     p.need_capability("FP8", FP8_CAPABILITY)
     a, b = (x.to(torch.float8_e4m3fn) for x in p.normal())
     one = torch.ones(1, device=p.device)
-    _need(scaled_mm_names(a, b, BF16, True), "triton", p)
+    _need(scaled_mm_names(a, b, BF16), "triton", p)
     check = check_product(a.double, b.double, FP8_SUM)
     return Case(p.stored(a, b), lambda a, b: scaled_mm(a, b, one, one, BF16), check, "triton")
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from qtrain.kernels.gemm.mx_mm import multiplies_mx, mx_mm, tiled_scale
+from qtrain.hardware import has_mx
+from qtrain.kernels.gemm.mx_mm import mx_mm, tiled_scale
 from qtrain.kernels.quantize.mx import quantize_mx
 from tests.cases import matrix
 
@@ -48,7 +49,7 @@ def test_tiles_of_scales():
 
 @pytest.mark.gpu
 def test_on_the_gpu():
-    if not multiplies_mx(torch.device("cuda")):
+    if not has_mx(torch.device("cuda")):
         pytest.skip("this GPU multiplies no MX operands")
     a, b = (quantize_mx(matrix(256, 512, seed).cuda()) for seed in (0, 1))
     y = mx_mm(a[0], b[0], a[1], b[1], torch.bfloat16)
