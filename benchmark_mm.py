@@ -17,7 +17,7 @@ from typing import Annotated, Literal, TypeVar
 import torch
 
 from qtrain.bench.arguments import compared_schemes, parse_sizes, split_list, wanted_names
-from qtrain.bench.linears import SHAPES, linear_table, linears_of_model
+from qtrain.bench.linears import SHAPES, linear_table
 from qtrain.bench.matmul_rows import ROWS
 from qtrain.bench.matmuls import Problem, matmul_table
 from qtrain.bench.quantizers import QUANTIZER_ROWS, quantizer_table
@@ -28,6 +28,7 @@ from qtrain.config import as_dict, parse, run_script, versions
 from qtrain.errors import UserError, unknown_name
 from qtrain.hardware import describe_hardware
 from qtrain.models import read_model_source
+from qtrain.models.cost import layer_linears
 from qtrain.quant import SCHEMES, Auto
 from qtrain.train.listing import listing
 from qtrain.train.settings import CountOrNever, choose_device
@@ -131,7 +132,7 @@ def main(argv: list[str]) -> None:
 def products(settings: BenchmarkSettings, device: torch.device) -> Job:
     """The table of matrix products, ready to be measured."""
     if settings.model:
-        tokens, found = settings.tokens, linears_of_model(read_model_source(settings.model).model_config())
+        tokens, found = settings.tokens, layer_linears(read_model_source(settings.model).model_config())
         sizes = {f"{name} {tokens}x{n}x{k}": (tokens, n, k) for name, (n, k) in found.items()}
     else:
         sizes = {text: parse_sizes(text, 3, "--shapes") for text in listed(settings.shapes, "--shapes")}
@@ -153,7 +154,7 @@ def linears(settings: BenchmarkSettings, device: torch.device) -> Job:
         texts = split_list(settings.linear_shapes)
         shapes = {text: parse_sizes(text, 2, "--linear_shapes") for text in texts}
     elif settings.model:
-        shapes = linears_of_model(read_model_source(settings.model).model_config())
+        shapes = layer_linears(read_model_source(settings.model).model_config())
     else:
         shapes = SHAPES if device.type == "cuda" else {"512x256": (512, 256)}
     names = [name for name in SCHEMES.names() if SCHEMES.get(name, "") is not Auto]

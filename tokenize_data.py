@@ -160,7 +160,7 @@ def begin_or_resume(settings: TokenizeSettings, split: str, corpus: Corpus, fold
         earlier = manifest.settings.get(key)
         if earlier != value:
             how = (
-                f"with --{key} {earlier!r}, not {value!r}" if key != "corpus" else "from files that have changed since"
+                "from files that have changed since" if key == "corpus" else f"with --{key} {earlier!r}, not {value!r}"
             )
             raise UserError(f"--output_dir: {folder} was made {how}. Give another folder, or delete this one.")
     check_finished_shards(folder, manifest)

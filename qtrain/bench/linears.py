@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from qtrain.bench.case import Case, Check, Report, UnavailableError, WrongResultError, examine
 from qtrain.bench.tables import Cell, Table
 from qtrain.hardware import Hardware
-from qtrain.models import ModelConfig
 from qtrain.quant import LowBitScheme, Scheme, quantize_linears
 
 SHAPES = {
@@ -28,9 +27,9 @@ SHAPES = {
 }
 """Out- and in-features [N, K] of published models (arXiv:2407.21783, arXiv:2412.19437)."""
 
-LIMITS = {"int4": 0.5, "latent": 1.0}
-"""Relative error (Frobenius norm) of a result, above which it is wrong; EIGHT_BITS for all others."""
-EIGHT_BITS = 0.1
+EIGHT_BITS, FOUR_BITS, LATENT = 0.1, 0.5, 1.0
+"""Relative error (Frobenius norm) above which a result is wrong: of 8-bit and 4-bit formats, and of weights that are
+quantized from latent ones."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +87,9 @@ def linear_case(problem: LinearProblem, scheme: Scheme) -> Case:
 
 def _limit(scheme: Scheme) -> float:
     if isinstance(scheme, LowBitScheme) and scheme.latent:
-        return LIMITS["latent"]
+        return LATENT
     stored = scheme.stored_format if isinstance(scheme, LowBitScheme) else None
-    return LIMITS["int4"] if "int4" in (stored, *scheme.gemm_dtypes().values()) else EIGHT_BITS
+    return FOUR_BITS if {"int4", "nvfp4"} & {stored, *scheme.gemm_dtypes().values()} else EIGHT_BITS
 
 
 def _check(problem: LinearProblem, limit: float) -> Check:
@@ -137,14 +136,3 @@ def linear_table(
             table.put(label, columns[name], cell)
             report(f"{label}, {columns[name]}", cell)
     return table
-
-
-def linears_of_model(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Out- and in-features of the linears in a decoder's layer, as the native decoder fuses them."""
-    width, inner = config.hidden_size, config.intermediate_size
-    return {
-        "qkv": (config.qkv_size, width),
-        "o": (width, config.q_size),
-        "gate_up": (2 * inner, width),
-        "down": (width, inner),
-    }
