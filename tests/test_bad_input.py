@@ -504,3 +504,21 @@ def test_the_shell_sees_exit_code_2_and_one_line_on_stderr(folder, name, mistake
     done = script(name, mistake.argv(), folder)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
     assert tree(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [
+        ("0", "error: WORLD_SIZE: 2 processes were started, but a run trains on one device; start the script with "
+         "python instead of torchrun.\n"),
+        ("1", ""),
+    ],
+)  # fmt: skip
+def test_torchrun_is_refused_once_and_not_by_every_process(folder, rank, message, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    before = tree(folder)
+    done = call(llm_pretrain.main, flags(**GOOD["pretrain"]))
+    assert (done.code, done.out, done.err) == (2, "", message)
+    assert tree(folder) == before

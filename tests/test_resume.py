@@ -30,6 +30,7 @@ from tests.system import (
     only_run,
     place,
     serving,
+    tree,
     wait_until,
     write_model,
 )
@@ -182,6 +183,25 @@ def test_twenty_kills_at_random_moments_of_a_run_that_saves_every_step(server, t
     reference.kill(signal.SIGKILL)
     found, expected = ([row for row in losses(r) if row[0] <= steps] for r in (run, only_run(tmp_path / "whole")))
     assert found == expected and len(found) > steps
+
+
+def test_a_live_run_is_not_resumed_and_a_killed_one_is(server, tmp_path):
+    """Its process is found by the lock: while it lives a second one changes nothing, after kill -9 it takes over."""
+    argv = command(train_ds=TOKEN, **INT8, n_steps=30, ckpt_interval=5, runs_dir=tmp_path)
+    first = server.start("llm_pretrain", argv, hang_at=7)
+    first.until(lambda: last_step(tmp_path) == 7)
+    run = only_run(tmp_path)
+    before = tree(run)
+    for resume in (run, "auto", run / "checkpoints/00000005"):
+        second = server.run("llm_pretrain", [*argv, f"--resume={resume}"])
+        assert second.code == 2 and second.err.count("\n") == 1, second
+        assert second.err.startswith(f"error: --resume: {run} is in use by process {first.pid} on ")
+    assert tree(run) == before
+    first.kill(signal.SIGKILL)
+    assert (run / "run.lock").exists()
+    done = server.run("llm_pretrain", [*argv, f"--resume={run}"])
+    assert done.code == 0, done.err
+    assert [row[0] for row in losses(run) if row[1] is not None] == [*range(1, 31)] and not (run / "run.lock").exists()
 
 
 # ---- signals ---------------------------------------------------------------------------------------------------------

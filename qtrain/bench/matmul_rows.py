@@ -15,8 +15,9 @@ from qtrain.kernels.gemm.int4_mm import int4_mm, scaled_int4_mm
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K, int8_mm
 from qtrain.kernels.gemm.mx_mm import mx_mm, tiled_scale
 from qtrain.kernels.gemm.scaled_mm import scaled_mm, scaled_mm_names
-from qtrain.kernels.quantize.mx import dequantize_mx, quantize_mx
-from qtrain.kernels.quantize.operators import dequantize, quantize
+from qtrain.kernels.numerics.dequantize import dequantize, dequantize_mx
+from qtrain.kernels.quantize.mx import quantize_mx
+from qtrain.kernels.quantize.operators import quantize
 
 FAMILIES = {"cuBLAS": "cublas", "Triton": "triton", "qtrain": None}
 """Who multiplies: one family of implementations, or the dispatch, which takes the fastest."""

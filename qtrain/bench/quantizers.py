@@ -16,8 +16,9 @@ from qtrain.bench.tables import Cell, Table, digits
 from qtrain.bench.timing import copy_bandwidth
 from qtrain.hardware import Hardware
 from qtrain.kernels.gemm.transpose import transpose_8bit
+from qtrain.kernels.numerics.dequantize import dequantize, expand_scale
 from qtrain.kernels.numerics.formats import FORMATS
-from qtrain.kernels.quantize.operators import dequantize, expand_scale, quantize, quantize_dual
+from qtrain.kernels.quantize.operators import quantize, quantize_dual
 
 Outputs = tuple[Tensor, ...]
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.checks import Range
+from qtrain.kernels.numerics.dequantize import dequantize
 from qtrain.kernels.numerics.normal import normal
 from qtrain.kernels.optim.fused_update import FusedUpdate, Slot
 from qtrain.kernels.optim.state_formats import state_format
-from qtrain.kernels.quantize.operators import dequantize, quantize
+from qtrain.kernels.quantize.operators import quantize
 from qtrain.optim.batched_states import state_shapes, state_size, state_tensors
 from qtrain.optim.matrix_optimizer import Matrix, MatrixOptimizer, MatrixOptimizerSpec, Rest
 from qtrain.optim.optimizer import StateShapes

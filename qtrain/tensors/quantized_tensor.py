@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qtrain.kernels.numerics.dequantize import dequantize
 from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES
 from qtrain.kernels.quantize.nf4 import dequantize_nf4, nf4_table
-from qtrain.kernels.quantize.operators import dequantize
 
 
 class OperandFormat(NamedTuple):

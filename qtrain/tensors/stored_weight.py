@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_any, tree_map_only
 
 from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
+from qtrain.kernels.optim.update_rules import LowBitWeight
 from qtrain.kernels.quantize.nf4 import quantize_nf4
 from qtrain.kernels.quantize.operators import quantize
 from qtrain.tensors.quantized_tensor import OperandFormat, QuantizedTensor
@@ -52,7 +53,7 @@ _LIKE = {
 }
 
 
-class StoredWeight(Tensor):
+class StoredWeight(Tensor, LowBitWeight):
     """A [N, K] weight stored in a format of `STORED_FORMATS`; `from_value` quantizes one."""
 
     codes: Tensor

@@ -6,10 +6,11 @@ import torch
 
 from qtrain.optim import OPTIMIZERS, LRSchedule, OptimizerSpec, make_schedule
 from qtrain.quant import SCHEMES, Scheme
+from qtrain.train.distributed import refuse_many_processes
 from qtrain.train.in_backward import check_in_backward
 from qtrain.train.log.trackers import check_trackers
 from qtrain.train.settings import BatchGeometry, TrainSettings, batch_geometry, choose_device, choose_dtype
-from qtrain.train.state.run import RunFolder, find_run_folder
+from qtrain.train.state.run_folder import RunFolder, find_run_folder
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
 
     scheme: takes the place of the one that --quantize names.
     """
+    refuse_many_processes()
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
     geometry = batch_geometry(settings)

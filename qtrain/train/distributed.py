@@ -1,5 +1,7 @@
 """One process or many: who this one is, and how ranks act together."""
 
+import os
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -8,6 +10,20 @@ import torch.distributed as dist
 from qtrain.errors import UserError
 
 T = TypeVar("T")
+
+
+def refuse_many_processes() -> None:
+    """UserError under torchrun with more than one process, each of which would train the whole model. Only rank 0 says
+    so; the others end with the same exit code."""
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size == "1":
+        return
+    if os.environ.get("RANK", "0") != "0":
+        sys.exit(UserError.exit_code)
+    raise UserError(
+        f"WORLD_SIZE: {world_size} processes were started, but a run trains on one device; start the script with "
+        "python instead of torchrun."
+    )
 
 
 def rank() -> int:

@@ -26,7 +26,8 @@ from qtrain.train.log.trackers import open_trackers
 from qtrain.train.plan.plan import Plan
 from qtrain.train.settings import TrainSettings
 from qtrain.train.signals import StopSignals
-from qtrain.train.state.run import Run, resume_command
+from qtrain.train.state.run import Run
+from qtrain.train.state.run_folder import resume_command
 from qtrain.train.step import apply_gradients, compute_gradients, eval_weights, set_rate
 
 log = logging.getLogger("qtrain")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtrain.kernels.quantize.operators import dequantize
+from qtrain.kernels.numerics.dequantize import dequantize
 from qtrain.optim.subspace import leading_subspace
 from tests.optim.problems import Small, adamw, assert_weights, drive, follow, make
 

@@ -14,7 +14,8 @@ from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.train.language import language_forward
 from qtrain.train.settings import LanguageSettings
 from qtrain.train.state.checkpoint import read_meta
-from qtrain.train.state.run import Run, RunFolder
+from qtrain.train.state.run import Run
+from qtrain.train.state.run_folder import RunFolder
 from qtrain.train.state.train_state import TrainState
 from qtrain.train.step import apply_gradients, compute_gradients
 from tests.system import TINY, contents, flags, last_step, only_run, serving, write_model

@@ -11,7 +11,8 @@ from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, QuantizedModel, quantize_linears
 from qtrain.train.language import language_forward
 from qtrain.train.settings import LanguageSettings
-from qtrain.train.state.run import Run, RunFolder
+from qtrain.train.state.run import Run
+from qtrain.train.state.run_folder import RunFolder
 from qtrain.train.state.train_state import TrainState
 from qtrain.train.step import apply_gradients, compute_gradients
 from tests.cases import matrix

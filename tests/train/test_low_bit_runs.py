@@ -16,7 +16,8 @@ from qtrain.train.checked_settings import CheckedSettings, check_settings
 from qtrain.train.plan.auto_scheme import resolve_auto_scheme
 from qtrain.train.settings import LanguageSettings
 from qtrain.train.state.checkpoint import read_meta
-from qtrain.train.state.run import Run, find_run_folder
+from qtrain.train.state.run import Run
+from qtrain.train.state.run_folder import find_run_folder
 from qtrain.train.state.state_dict import model_tensors
 from qtrain.train.state.train_state import TrainState
 from tests.system import TINY

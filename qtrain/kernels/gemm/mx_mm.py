@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qtrain.hardware import MX_CAPABILITY
-from qtrain.kernels.quantize.mx import MX_GROUP, dequantize_mx
+from qtrain.kernels.numerics.dequantize import MX_GROUP, dequantize_mx
 
 
 def mx_mm_ref(

@@ -1,10 +1,9 @@
-"""Pairs of bf16 in the 32-bit words they lie in: absolute maxima of both at once, and the gated activation of both.
+"""Pairs of bf16 in the 32-bit words they lie in: absolute maxima of both at once, and conversion from fp32.
 
 Bits of numbers without sign order as the numbers do, Inf above all numbers and NaN above Inf.
 """
 
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.swiglu.swiglu import swiglu_f32, swiglu_grad_f32
 
 
 @triton.jit
@@ -89,33 +88,3 @@ def paired(first, second, NATIVE: tl.constexpr):
         )
     else:
         return ((bf16_bits(first) >> 16) & 0xFFFF) | (bf16_bits(second) & -65536)
-
-
-@triton.jit
-def _halves(pairs):
-    return lower(pairs).to(tl.float32, bitcast=True), upper(pairs).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def gated(gate, up, NATIVE: tl.constexpr):
-    """Pairs of gate and of up -> pairs of silu(gate) * up."""
-    gate0, gate1 = _halves(gate)
-    up0, up1 = _halves(up)
-    return paired(swiglu_f32(gate0, up0, NATIVE), swiglu_f32(gate1, up1, NATIVE), NATIVE)
-
-
-@triton.jit
-def gate_grad_bf16x2(dy, gate, up, NATIVE: tl.constexpr):
-    """Pairs of the gradient of silu(gate) * up -> those of gate's."""
-    dy0, dy1 = _halves(dy)
-    gate0, gate1 = _halves(gate)
-    up0, up1 = _halves(up)
-    return paired(swiglu_grad_f32(dy0, gate0, up0, NATIVE), swiglu_grad_f32(dy1, gate1, up1, NATIVE), NATIVE)
-
-
-@triton.jit
-def up_grad_bf16x2(dy, gate, NATIVE: tl.constexpr):
-    """Pairs of the gradient of silu(gate) * up -> those of up's."""
-    dy0, dy1 = _halves(dy)
-    gate0, gate1 = _halves(gate)
-    return paired(swiglu_f32(gate0, dy0, NATIVE), swiglu_f32(gate1, dy1, NATIVE), NATIVE)

@@ -35,10 +35,10 @@ from qtrain.kernels.optim.update_rules import (
     RULES,
     SIGNED_STATES,
     UPDATE_ROLE,
+    LowBitWeight,
     Slot,
     is_stochastic,
 )
-from qtrain.tensors.stored_weight import StoredWeight
 
 __all__ = ["HYPER", "RULES", "SIGNED_STATES", "UPDATE_ROLE", "FusedUpdate", "Slot"]
 
@@ -171,7 +171,7 @@ def _update_ref(
     """One tensor's update by the definition."""
     lr, weight_decay, beta1, beta2, eps = hyper
     weight, shape = slot.weight, slot.weight.shape
-    stored = isinstance(weight, StoredWeight)
+    stored = isinstance(weight, LowBitWeight)
     p = weight.dequantize() if stored else (weight.detach() if slot.master is None else slot.master).float()
     g = grad.float() * grad_scale if grad_scale != 1 else grad.float()
     states = [dequantize_state(parts, format, shape) for format, parts in slot.states]
@@ -222,6 +222,6 @@ def _bits(slot: Slot, key: Tensor) -> dict[int, Tensor]:
 
 def _needs_bits(slot: Slot, sr: bool) -> bool:
     """Whether any of a tensor's results is rounded stochastically here (a stored weight draws for itself)."""
-    plain = not isinstance(slot.weight, StoredWeight)
+    plain = not isinstance(slot.weight, LowBitWeight)
     weight = plain and sr and slot.weight.dtype == torch.bfloat16 and slot.master is None
     return weight or any(is_stochastic(format, sr) for format, _ in slot.states)

@@ -10,8 +10,7 @@ from qtrain.kernels.compiler import triton
 from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
 from qtrain.kernels.optim.state_formats import StateFormat, row_shape
 from qtrain.kernels.optim.update_kernel import factors_kernel, update_kernel
-from qtrain.kernels.optim.update_rules import MIX_M, MIX_V, RULES, UPDATE_ROLE, Slot, is_stochastic
-from qtrain.tensors.stored_weight import StoredWeight
+from qtrain.kernels.optim.update_rules import MIX_M, MIX_V, RULES, UPDATE_ROLE, LowBitWeight, Slot, is_stochastic
 
 # Columns of the table: addresses, then sizes.
 _COLUMNS = (
@@ -128,7 +127,7 @@ class Launches:
     def _describe(self, slot: Slot, grad_dtype: torch.dtype | None) -> tuple[_Kind, list[int], int]:
         """A tensor's kind, its row of the table, and how many programs it takes."""
         weight = slot.weight
-        stored = isinstance(weight, StoredWeight)
+        stored = isinstance(weight, LowBitWeight)
         rows, length = row_shape(weight.shape)
         blocks = {format.block for format, _ in slot.states if format.block}
         assert len(blocks) <= 1, f"states of one tensor share a block size, not {sorted(blocks)}"
@@ -142,10 +141,10 @@ class Launches:
         tile, loops = max(TILE, block), LOOPS
         if kind == "int8":  # a scale a row: the tile is the row
             tile, loops = max(triton.next_power_of_2(length), block), 1
-        inner = weight.inner if stored else {"codes": weight.detach()}
-        extra = inner["scale"] if stored else slot.master
+        codes = weight.codes if stored else weight.detach()
+        extra = weight.scale if stored else slot.master
         parts = [dict(parts) for _, parts in slot.states] + [{}] * (2 - len(slot.states))
-        tensors = [inner["codes"]]
+        tensors = [codes]
         for part in parts:
             tensors += [part.get("codes", part.get("value")), part.get("scale")]
         tensors.append(extra)

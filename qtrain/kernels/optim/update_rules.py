@@ -19,11 +19,30 @@ UPDATE_ROLE = ROUNDED_TENSORS.index("update")
 MIX_M, MIX_V = 0x9E3779B1, 0x85EBCA77
 
 
+class LowBitWeight:
+    """What an update asks of a weight that is stored as codes: a base class of the tensor subclass that is one.
+
+    codes, scale: contiguous; format: "int8" (a scale per row) or "int4" (a scale per 128 along a row).
+    """
+
+    codes: Tensor
+    scale: Tensor
+    format: str
+
+    def dequantize(self) -> Tensor:
+        """The values, fp32."""
+        raise NotImplementedError
+
+    def store_(self, value: Tensor, key: Tensor, role: int) -> object:
+        """Requantize `value` in place with stochastic rounding (`philox.random_bits_ref`)."""
+        raise NotImplementedError
+
+
 @dataclass
 class Slot:
     """One tensor and what is updated with it.
 
-    weight: fp32 or bf16, contiguous, or a StoredWeight. states: (format, its tensors) in the rule's order. step: fp32
+    weight: fp32 or bf16, contiguous, or a LowBitWeight. states: (format, its tensors) in the rule's order. step: fp32
     scalar, the updates so far; replaced by a view of the shared counters. master: fp32 copy that is updated in the
     weight's place. number: names the tensor's random bits. first_element: of a shard, its place in the whole tensor.
     """

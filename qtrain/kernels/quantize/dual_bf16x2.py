@@ -14,18 +14,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.numerics.bf16x2 import (
-    gate_grad_bf16x2,
-    gated,
-    larger,
-    larger_half,
-    largest,
-    lower,
-    magnitudes,
-    up_grad_bf16x2,
-    upper,
-    zero_nonfinite_bf16x2,
-)
+from qtrain.kernels.numerics.bf16x2 import larger, larger_half, largest, lower, magnitudes, upper, zero_nonfinite_bf16x2
 from qtrain.kernels.numerics.bf16x2_encode import (
     draw_bf16x2,
     four_codes,
@@ -39,6 +28,7 @@ from qtrain.kernels.numerics.encode import casts_to_fp8, inv_scale_of, scale_fro
 from qtrain.kernels.numerics.formats import EIGHT_BITS, FORMATS, empty_scale
 from qtrain.kernels.numerics.philox import ROUNDED_TENSORS, philox_key
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
+from qtrain.kernels.numerics.silu import gate_grad_bf16x2, swiglu_bf16x2, up_grad_bf16x2
 from qtrain.kernels.quantize.absmax import launch_absmax
 
 BLOCK = 128
@@ -139,7 +129,12 @@ def _blocks_kernel(
         gate_ptrs = x_ptr + start + offset + (tile_m.to(tl.int64) * BLOCK + 4 * i)[:, None] * words
         x0, x1, x2, x3 = _four_rows(gate_ptrs, 2 * words, inside)
         up0, up1, up2, up3 = _four_rows(gate_ptrs + words, 2 * words, inside)
-        x0, x1, x2, x3 = gated(x0, up0, CAST), gated(x1, up1, CAST), gated(x2, up2, CAST), gated(x3, up3, CAST)
+        x0, x1, x2, x3 = (
+            swiglu_bf16x2(x0, up0, CAST),
+            swiglu_bf16x2(x1, up1, CAST),
+            swiglu_bf16x2(x2, up2, CAST),
+            swiglu_bf16x2(x3, up3, CAST),
+        )
     elif GATE == "backward":
         half = tl.multiple_of(words // 2, BLOCK // 2)
         left = tl.multiple_of(tile_k * (BLOCK // 2) % half, BLOCK // 2)

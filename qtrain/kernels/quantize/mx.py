@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.numerics.dequantize import MX_GROUP
 from qtrain.kernels.numerics.encode import abs_bits, casts_to_fp8, encode, zero_nonfinite
 from qtrain.kernels.numerics.formats import FORMATS
 
-MX_GROUP = 32
 LARGEST_EXPONENT = {"e4m3": 8, "e5m2": 15}
 """Exponent of the format's largest number."""
 
@@ -60,12 +60,6 @@ def launch_quantize_mx(x: Tensor, elem: str, *, groups: int = 128, warps: int = 
         elem, fmt.max, LARGEST_EXPONENT[elem], casts_to_fp8(x.device), groups, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scale.view(torch.float8_e8m0fnu)
-
-
-def dequantize_mx(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """codes fp8 [M, K], scale float8_e8m0fnu [M, ceil(K / 32)] -> values [M, K]."""
-    expanded = scale.float().repeat_interleave(MX_GROUP, 1)[:, : codes.shape[1]]
-    return (codes.float() * expanded).to(dtype)
 
 
 @torch.library.custom_op("qtrain::quantize_mx", mutates_args=())

@@ -1,173 +1,26 @@
-"""Quantizers: bf16/fp32 to low-bit codes and fp32 scales, at every granularity, along rows, columns or both.
+"""Quantizers as custom ops: bf16/fp32 -> low-bit codes and fp32 scales, along rows, along columns, or both.
 
-A linear's operand is read by two GEMMs, once along its rows and once along its columns, and 8-bit tensor cores take
-both operands K-major only: so column codes come transposed. `quantize_dual` makes both from one read of x where a
-scale's group fits in a tile (1x128, 128x128, 32x32, or the scale is given: 4 bytes an element for bf16). Where the
-absmax of whole rows and columns is needed there is a pass before, 2 bytes an element more; two separate quantizers and
-a transposition would move 12.
+A linear reads each operand in two GEMMs, once along its rows and once along its columns, and 8-bit tensor cores take
+both operands K-major only: column codes are stored transposed. `quantize_dual` produces both layouts from one read of x
+where a scale's group fits in a tile (1x128, 128x128, 32x32) or the scale is given: 4 bytes per element for bf16. Scales
+of whole rows and columns need an absmax pass first, 2 bytes per element more; two quantizers and a transpose would move
+12.
 
-The code is made with the reciprocal of the very scale that is stored. Rounding is to nearest even, or stochastic: up
-with a probability of the fraction that is lost, so that the mean is right. A group of zeros has the eps scale. A group
-that holds a NaN or an Inf has that for its scale and codes of zero, so that the products are NaN: bad values are never
-hidden. Where the scale is given, FP8 keeps a NaN and everything else saturates.
+Here are the ops, their fakes and the choice of a kernel; the definition is in `reference.py`, kernels and launchers in
+`rowwise.py`, `rowwise_bf16x2.py`, `tiled.py` and `dual_bf16x2.py`.
 """
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from qtrain.kernels.numerics.formats import (
-    FORMATS,
-    SCALE_EPS,
-    Format,
-    codes_shape,
-    empty_scale,
-    group_shape,
-    scale_shape,
-)
-from qtrain.kernels.numerics.packing import pack, pack_int4, pack_ternary, unpack, unpack_int4, unpack_ternary
+from qtrain.kernels.numerics.formats import FORMATS, codes_shape, empty_scale
 from qtrain.kernels.numerics.rounding import Rounding
-from qtrain.kernels.quantize.absmax import absmax, absmax_ref
+from qtrain.kernels.quantize.absmax import absmax_ref
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2, supports_dual_bf16x2
+from qtrain.kernels.quantize.reference import quantize_ref, quantize_transposed_ref, scale_ref
 from qtrain.kernels.quantize.rowwise import launch_rowwise
 from qtrain.kernels.quantize.rowwise_bf16x2 import launch_rowwise_bf16x2, supports_rowwise_bf16x2
 from qtrain.kernels.quantize.tiled import launch_tiled
-
-__all__ = [
-    "absmax",
-    "dequantize",
-    "pack_int4",
-    "pack_ternary",
-    "quantize",
-    "quantize_dual",
-    "quantize_dual_given_scale",
-    "quantize_transposed",
-    "unpack_int4",
-    "unpack_ternary",
-]
-
-
-# ---- definition ------------------------------------------------------------------------------------------------------
-
-
-def scale_ref(x: Tensor, fmt: str, granularity: str, power_of_two: bool = False) -> Tensor:
-    """x [M, K] -> scale of each group, fp32; its shape is `scale_shape`'s. power_of_two: rounded up to one."""
-    groups = _groups(x, granularity)
-    if fmt == "ternary":
-        scale = _mean_abs(groups, x.shape)
-    else:  # times the reciprocal: CUDA does not divide by a number anyway
-        scale = groups.abs().amax(dim=(1, 3)).float() * (1 / FORMATS[fmt].max)
-    scale = scale.clamp(min=SCALE_EPS)
-    if power_of_two:
-        bits = scale.view(torch.int32)
-        raised = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
-        scale = torch.where(scale.isfinite(), raised, scale)
-    return empty_scale(granularity, *x.shape, x).copy_(scale.reshape(scale_shape(granularity, *x.shape)))
-
-
-def quantize_ref(
-    x: Tensor,
-    fmt: str,
-    granularity: str,
-    bits: Tensor | None = None,
-    power_of_two: bool = False,
-    scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """x [M, K] fp32/bf16 -> codes as `codes_shape`, scale fp32 as `scale_shape`.
-
-    bits: 16 random bits for each element, int32 [M, K], for stochastic rounding. scale: fp32 [1], given (tensorwise).
-    """
-    x = x.float()
-    if scale is None:
-        scale = scale_ref(x, fmt, granularity, power_of_two)
-        x = x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # the scale is bad already
-    reciprocal = scale.reciprocal().nan_to_num(nan=0.0)
-    scaled = x * expand_scale(reciprocal, granularity, x.shape)
-    codes = _encode(scaled, FORMATS[fmt], bits).contiguous()  # of a transpose only now, of a byte each
-    return pack(codes, fmt), scale
-
-
-def quantize_transposed_ref(
-    x: Tensor,
-    fmt: str,
-    granularity: str,
-    bits: Tensor | None = None,
-    power_of_two: bool = False,
-    scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`quantize_ref` of the transpose of x; `bits` is [M, K], as x."""
-    if fmt == "ternary" and granularity == "tensorwise" and scale is None:
-        scale = scale_ref(x, fmt, granularity, power_of_two)  # a sum in the order of x: the same as in `quantize_ref`
-    return quantize_ref(x.t(), fmt, granularity, None if bits is None else bits.t(), power_of_two, scale)
-
-
-def expand_scale(scale: Tensor, granularity: str, shape: tuple[int, int]) -> Tensor:
-    """One scale a group -> a tensor that broadcasts with [M, K] = shape."""
-    if granularity == "tensorwise":
-        return scale
-    if granularity == "rowwise":
-        return scale[:, None]
-    (m, k), (group_m, group_k) = shape, group_shape(granularity, *shape)
-    return scale.repeat_interleave(group_m, 0)[:m].repeat_interleave(group_k, 1)[:, :k]
-
-
-def _groups(x: Tensor, granularity: str) -> Tensor:
-    """x [M, K] -> [groups down, rows of one, groups across, columns of one], filled up with zeros."""
-    m, k = x.shape
-    group_m, group_k = group_shape(granularity, m, k)
-    counts = scale_shape(granularity, m, k)
-    down, across = counts if len(counts) == 2 else (counts[0], 1)
-    x = F.pad(x, (0, across * group_k - k, 0, down * group_m - m))
-    return x.reshape(down, group_m, across, group_k)
-
-
-def _mean_abs(groups: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Mean |x| of each group, the zeros that fill up the last ones not counted; in whatever order x lies."""
-    down, group_m, across, group_k = groups.shape
-    rows = (shape[0] - torch.arange(down, device=groups.device) * group_m).clamp(1, group_m)
-    columns = (shape[1] - torch.arange(across, device=groups.device) * group_k).clamp(1, group_k)
-    total = torch.linalg.vector_norm(groups, ord=1, dim=(1, 3), dtype=torch.float64)
-    return (total / (rows[:, None] * columns)).float()
-
-
-def _encode(scaled: Tensor, fmt: Format, bits: Tensor | None) -> Tensor:
-    """x / scale, fp32, to codes one an element: int8 or fp8."""
-    clamped = scaled.clamp(-fmt.max, fmt.max)
-    if not fmt.is_float:
-        clamped.nan_to_num_(nan=0.0)
-        if bits is None:
-            return clamped.round_().to(torch.int8)
-        # Fixed point with 15 bits after the point, the noise added below the point: exact in fp32, and on the GPU
-        # one addition to the bit pattern.
-        fixed = clamped.mul_(2.0**15).round_()
-        return fixed.add_(bits >> 1).mul_(2.0**-15).floor_().to(torch.int8)
-    nan = scaled.isnan()
-    if bits is None:
-        codes = clamped.to(fmt.dtype).view(torch.uint8)
-    else:
-        # Moved to the exponents at which fp32 has its own subnormals, a number's fp32 pattern is the FP8 pattern with
-        # more mantissa bits, subnormals included; the noise is added below the mantissa bits that are kept.
-        dropped = 23 - fmt.mantissa_bits
-        pattern = (clamped * 2.0 ** (fmt.exponent_bias - 127)).view(torch.int32)
-        noise = (bits << (dropped - 16)) + (1 << (dropped - 17))  # centred: right on average, 0 for exact numbers
-        codes = ((pattern & 0x7FFFFFFF) + noise) >> dropped
-        codes = (codes | ((pattern >> 24) & 0x80)).to(torch.uint8)
-    return codes.masked_fill_(nan, 0x7F).view(fmt.dtype)
-
-
-def dequantize(
-    codes: Tensor,
-    scale: Tensor,
-    fmt: str,
-    granularity: str,
-    shape: tuple[int, int],
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """codes and scale as `quantize` gives them for a matrix of this shape -> values [M, K] in dtype."""
-    return (unpack(codes, fmt, shape[1]).float() * expand_scale(scale, granularity, shape)).to(dtype)
-
-
-# ---- operators -------------------------------------------------------------------------------------------------------
 
 
 def _kernel_takes(x: Tensor, rounding: Rounding) -> bool:

@@ -12,20 +12,13 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.numerics.bf16x2 import (
-    gate_grad_bf16x2,
-    gated,
-    larger,
-    largest,
-    largest_of_rows,
-    magnitudes,
-    up_grad_bf16x2,
-)
+from qtrain.kernels.numerics.bf16x2 import larger, largest, largest_of_rows, magnitudes
 from qtrain.kernels.numerics.bf16x2_encode import encode_bf16x2, four_codes, quick_reciprocal, two_halves, two_rows
 from qtrain.kernels.numerics.encode import casts_to_fp8, scale_from_amax
 from qtrain.kernels.numerics.formats import FORMATS, empty_scale
 from qtrain.kernels.numerics.philox import ROUNDED_TENSORS, philox_key
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
+from qtrain.kernels.numerics.silu import gate_grad_bf16x2, swiglu_bf16x2, up_grad_bf16x2
 from qtrain.kernels.quantize.absmax import record_amax_bf16x2
 
 BLOCK_M, BLOCK_K = 32, 128
@@ -50,7 +43,7 @@ def _row(x_ptrs, dy_ptrs, dx_ptrs, row_ptrs, words, inside, rows, CAST: tl.const
     tl.store(dx_ptrs + words, dup, inside)
     dgate, dup = magnitudes(dgate), magnitudes(dup)
     tl.atomic_max(row_ptrs, largest_of_rows(larger(dgate, dup, CAST), CAST), rows, sem="relaxed")
-    return gated(gate, up, CAST), dgate, dup
+    return swiglu_bf16x2(gate, up, CAST), dgate, dup
 
 
 @triton.jit(do_not_specialize=["role"])

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.numerics.bf16x2 import gated, larger, larger_half, largest, magnitudes
+from qtrain.kernels.numerics.bf16x2 import larger, larger_half, largest, magnitudes
 from qtrain.kernels.numerics.bf16x2_encode import quick_reciprocal, store_codes
 from qtrain.kernels.numerics.encode import casts_to_fp8, scale_from_amax
 from qtrain.kernels.numerics.formats import FORMATS, empty_scale
 from qtrain.kernels.numerics.philox import ROUNDED_TENSORS, philox_key
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
+from qtrain.kernels.numerics.silu import swiglu_bf16x2
 from qtrain.kernels.quantize.absmax import record_amax_bf16x2
 from qtrain.kernels.quantize.rowwise_bf16x2 import pieces
 
@@ -31,7 +32,7 @@ memory that an Ada has; a Hopper has more."""
 def _made(gate_ptr, words, first, CAST: tl.constexpr, BLOCK: tl.constexpr):
     """BLOCK words of y from word `first` of a row whose gate is at gate_ptr, its up right behind; 0 beyond its end."""
     j = first + tl.arange(0, BLOCK)
-    return gated(tl.load(gate_ptr + j, j < words, 0), tl.load(gate_ptr + words + j, j < words, 0), CAST)
+    return swiglu_bf16x2(tl.load(gate_ptr + j, j < words, 0), tl.load(gate_ptr + words + j, j < words, 0), CAST)
 
 
 @triton.jit(do_not_specialize=["role", "m"])

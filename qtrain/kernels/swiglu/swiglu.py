@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.numerics.silu import swiglu_f32, swiglu_grad_f32
 
 BLOCK = 1024
 
@@ -27,32 +28,6 @@ def swiglu_backward_ref(dy: Tensor, x: Tensor) -> Tensor:
     gate, up = x.float().chunk(2, dim=-1)
     dy, s = dy.float(), gate.sigmoid()
     return torch.cat([dy * up * s * (1 + gate * (1 - s)), dy * gate * s], dim=-1).to(x.dtype)
-
-
-@triton.jit
-def _sigmoid(x, NATIVE: tl.constexpr):
-    """NATIVE: as a GPU's fast instructions have it, to about 4e-7; exp and a division take four times as many."""
-    if NATIVE:
-        return tl.inline_asm_elementwise(
-            """{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e;
-                 add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }""",
-            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        return tl.sigmoid(x)
-
-
-@triton.jit
-def swiglu_f32(gate, other, NATIVE: tl.constexpr):
-    """silu(gate) * other: the activation of `up`, or the gradient of up of that of the activation."""
-    return gate * _sigmoid(gate, NATIVE) * other
-
-
-@triton.jit
-def swiglu_grad_f32(dy, gate, up, NATIVE: tl.constexpr):
-    """The gradient of gate."""
-    s = _sigmoid(gate, NATIVE)
-    return dy * up * s * (1 + gate * (1 - s))
 
 
 @triton.jit

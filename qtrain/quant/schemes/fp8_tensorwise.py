@@ -16,8 +16,10 @@ from torch import Tensor
 
 from qtrain.checks import Range
 from qtrain.errors import UserError
-from qtrain.kernels.quantize.delayed_scale import delayed_scale, swiglu_delayed_scale
-from qtrain.kernels.quantize.operators import absmax, quantize, quantize_dual_given_scale, quantize_transposed
+from qtrain.kernels.quantize.absmax import absmax
+from qtrain.kernels.quantize.delayed_scale import delayed_scale
+from qtrain.kernels.quantize.operators import quantize, quantize_dual_given_scale, quantize_transposed
+from qtrain.kernels.swiglu.delayed_scale import swiglu_delayed_scale
 from qtrain.kernels.swiglu.quantize import quantize_swiglu_given_scale
 from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.scheme import BOTH, SCHEMES, DelayedScale, NeedsOperand, TensorName

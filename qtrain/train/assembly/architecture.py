@@ -75,8 +75,13 @@ class Architecture(ABC):
     ) -> Plan:
         """The plan of the run; data: lines that describe the data; trained: what trains, None: everything."""
 
+    @property
+    def linear_rows(self) -> Mapping[str, int] | None:
+        """Rows of the input of each linear, by its name; None: the same for all."""
+        return None
+
     def notes(self, linears: Sequence[PlannedLinear]) -> list[str]:
-        """What there is to say of the linears beside the list of them."""
+        """Lines to print below the list of linears."""
         return []
 
 
@@ -166,6 +171,10 @@ class VisionArchitecture(Architecture):
     @property
     def rows(self) -> int:
         return self.cost.rows if self.cost else 1
+
+    @property
+    def linear_rows(self) -> Mapping[str, int] | None:
+        return self.cost.linear_rows if self.cost else None
 
     def head(self, model: nn.Module) -> nn.Module | None:
         return output_head(model)

@@ -14,7 +14,7 @@ from qtrain.quant import describe_choices
 from qtrain.train.assembly.architecture import Architecture
 from qtrain.train.checked_settings import CheckedSettings
 from qtrain.train.plan.auto_scheme import resolve_auto_scheme
-from qtrain.train.plan.linears import PlannedLinear, plan_linears
+from qtrain.train.plan.linears import PlannedLinear, plan_linears, refuse_no_swap, warn_high_precision
 from qtrain.train.plan.plan import Plan
 
 
@@ -42,8 +42,10 @@ def prepare(
         checked, model, head, checked.geometry.micro_batch_size * architecture.rows
     )
     linears = plan_linears(model, checked.scheme, checked.settings, head=head, device=checked.device)
+    refuse_no_swap(linears, checked.scheme, checked.settings.quantize)
     plan = architecture.plan(checked, linears, describe_hardware(checked.device), data, trained)
     lines = [*plan.lines(), *auto_lines, "linears", *describe_choices([linear.choice for linear in linears])]
     lines += architecture.notes(linears)
+    lines += warn_high_precision(linears, checked.scheme, checked.dtype, architecture.linear_rows)
     shared = {f.name: getattr(checked, f.name) for f in dataclasses.fields(CheckedSettings)}
     return Prepared(**shared, architecture=architecture, linears=tuple(linears), plan=plan, text="\n".join(lines))

@@ -52,19 +52,20 @@ def plan_linears(
     ]
 
 
-def refuse_no_swap(linears: Sequence[PlannedLinear], scheme: Scheme, name: str, flag: str) -> None:
-    """UserError where a low-bit scheme swaps no linear at all: the run would be one in high precision."""
+def refuse_no_swap(linears: Sequence[PlannedLinear], scheme: Scheme, quantize: str) -> None:
+    """UserError where a low-bit scheme swaps no linear at all: the run would be one in high precision. quantize: what
+    --quantize says."""
     if not isinstance(scheme, LowBitScheme) or any(linear.scheme for linear in linears):
         return
-    reasons = _reasons(linears) or "it has none"
+    flag, fix = ("--lora.base", '"base":"none"') if scheme.name else ("--quantize", "--quantize bf16")
     raise UserError(
-        f"{flag}: {name!r} would quantize none of the model's {len(linears)} linears: {reasons}. "
-        "Change that, or train in high precision with --quantize bf16."
+        f"{flag}: {scheme.name or quantize!r} quantizes none of the model's {len(linears)} linears: "
+        f"{_reasons(linears) or 'it has none'}. Change that, or train in high precision with {fix}."
     )
 
 
-def high_precision_warning(
-    linears: Sequence[PlannedLinear], scheme: Scheme, dtype: str, rows: Mapping[str, int] | None
+def warn_high_precision(
+    linears: Sequence[PlannedLinear], scheme: Scheme, dtype: torch.dtype, rows: Mapping[str, int] | None
 ) -> list[str]:
     """A line where a low-bit scheme leaves more than half of the linears' FLOPs in high precision; else none.
 
@@ -77,7 +78,8 @@ def high_precision_warning(
     share = sum(left.values()) / max(sum(work.values()), 1)
     if share <= 0.5:
         return []
-    return [f"warning: {100 * share:.0f}% of the linears' FLOPs stay in {dtype}: {_reasons(left)}"]
+    name = "bf16" if dtype == torch.bfloat16 else "fp32"
+    return [f"warning: {100 * share:.0f}% of the linears' FLOPs stay in {name}: {_reasons(left)}"]
 
 
 def _reasons(linears: Iterable[PlannedLinear]) -> str:

@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from qtrain.errors import TrainingStopped, UserError
 from qtrain.train.distributed import gather, rank, together, world
 from qtrain.train.state.checkpoint_index import INDEX, CheckedReader, read_index
+from qtrain.train.state.run_lock import process_exists
 
 MARKER = "COMPLETE"
 META = "meta.json"
@@ -123,16 +124,6 @@ def _seal(path: Path) -> tuple[int, int]:
     """Force a written file to disk; returns its size and CRC-32."""
     _fsync(path)  # DCP's own fsync of its index comes before Python's buffer is flushed
     return path.stat().st_size, _checksum(path)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def newest_complete(folder: Path) -> tuple[Path, Marker] | None:
@@ -257,7 +248,9 @@ class Checkpoints:
         complete = {}
         for path in self.folder.iterdir():
             left = re.fullmatch(r"\.tmp-\d+-(\d+)", path.name)
-            if path.name.startswith(".old-") or (left and (int(left[1]) == os.getpid() or not _alive(int(left[1])))):
+            if path.name.startswith(".old-") or (
+                left and (int(left[1]) == os.getpid() or not process_exists(int(left[1])))
+            ):
                 shutil.rmtree(path, ignore_errors=True)
             elif path.name.isdigit() and path != written:
                 with contextlib.suppress(_Incomplete):

@@ -3,28 +3,27 @@
 import contextlib
 import dataclasses
 import logging
-import re
-import shlex
-import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from qtrain.checks import shown
-from qtrain.config import write_config
 from qtrain.errors import UserError
 from qtrain.optim import Optimizer
 from qtrain.quant import QuantizedModel
 from qtrain.train.log.status import FILE_ONLY, setup_log
 from qtrain.train.settings import TrainSettings
-from qtrain.train.state.checkpoint import Checkpoints, read_meta, resolve_resume
+from qtrain.train.state.checkpoint import Checkpoints, read_meta
 from qtrain.train.state.ema import Ema
 from qtrain.train.state.frozen_weights import check_frozen, fingerprint
+from qtrain.train.state.run_config import changed_settings, save_run_config
+from qtrain.train.state.run_folder import RunFolder, make_run_folder
+from qtrain.train.state.run_lock import locked
 from qtrain.train.state.state_dict import (
     finish_optimizer,
     model_tensors,
@@ -32,47 +31,9 @@ from qtrain.train.state.state_dict import (
     prepare_optimizer,
     rng_state,
     set_rng_state,
+    user_options,
 )
 from qtrain.train.state.train_state import TrainState
-
-
-@dataclass(frozen=True)
-class RunFolder:
-    """Where a run lives, and the checkpoint that it goes on from (None: from the beginning)."""
-
-    path: Path
-    resumed_from: Path | None
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-
-def find_run_folder(settings: TrainSettings, script: str) -> RunFolder:
-    """The folder of a new run, or of the run that --resume names; creates nothing. UserError for a bad --resume."""
-    if not re.fullmatch(r"[\w.-]{1,100}", settings.run_name):
-        name = shown(settings.run_name)
-        raise UserError(f"--run_name: {name} cannot name a folder; use at most 100 letters, digits, '_', '-', '.'.")
-    root = Path(settings.runs_dir) / script
-    checkpoint = None if settings.resume is None else resolve_resume(settings.resume, root, settings.run_name)
-    if checkpoint and checkpoint.parent.name == "checkpoints" and (checkpoint.parents[1] / "config.json").exists():
-        return RunFolder(checkpoint.parents[1], checkpoint)
-    # A checkpoint that lies elsewhere than in a run's folder starts a new run from its state.
-    started = time.time()
-    while (path := root / f"{_timestamp(started)}_{settings.run_name}").exists():
-        started += 1  # another run began in this second; names go on sorting by time
-    return RunFolder(path, checkpoint)
-
-
-def _timestamp(seconds: float) -> str:
-    return time.strftime("%Y%m%d-%H%M%S", time.localtime(seconds))
-
-
-def resume_command(folder: RunFolder, script: str) -> str:
-    """The command that goes on with this run."""
-    program = sys.argv[0] if Path(sys.argv[0]).name == f"{script}.py" else f"{script}.py"
-    config = shlex.quote(str(folder.path / "config.json"))
-    return f"python {shlex.quote(program)} --config {config} --resume {shlex.quote(str(folder.path))}"
 
 
 @dataclass
@@ -91,6 +52,8 @@ class Run:
     optimizer: Optimizer
     state: TrainState
     ema: Ema | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
+    """What `restore` had to say."""
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -122,7 +85,8 @@ class Run:
         return self.checkpoints.save(self.state.step, tensors, meta)
 
     def restore(self) -> None:
-        """Load the checkpoint that the run goes on from, if there is one. UserError where it does not fit."""
+        """Load the checkpoint that the run resumes from, if there is one, and print which settings differ from those
+        that it was saved with. UserError where it does not fit."""
         path = self.folder.resumed_from
         if path is None:
             return
@@ -137,6 +101,7 @@ class Run:
                 f"--n_steps: {self.settings.n_steps} is less than the {state.step} steps of {path}; give more steps."
             )
         rng = rng_state()
+        given = user_options(self.optimizer)
         tensors = {
             "model": model_tensors(self.model, trains=True),
             "optim": prepare_optimizer(self.optimizer, self.model, meta["optim"]),
@@ -147,31 +112,46 @@ class Run:
             tensors["ema"] = self.ema.tensors()
         check_frozen(meta.get("frozen"), self._frozen, path, self.settings.model)
         Checkpoints.load(path, tensors)
-        if converted := finish_optimizer(self.optimizer, self.model):
-            print(f"--resume: optimizer states converted: {', '.join(converted)}", flush=True)
+        converted = finish_optimizer(self.optimizer, self.model)
         set_rng_state(rng)
-        self.quantized.set_step(meta["quantized_step"])  # stochastically rounded codes come from the draws of then
+        self.quantized.set_step(meta["quantized_step"])  # the random bits that stochastically rounded codes came from
         self.quantized.refresh(frozen=True)
         self.state = state
+        pairs = zip(given, user_options(self.optimizer), strict=True)
+        kept = {name: (old[name], now[name]) for old, now in pairs for name in old if old[name] != now[name]}
+        self.notes = [*_changes(changed_settings(path, self.settings), kept)]
+        if converted:
+            self.notes.append(f"--resume: optimizer states converted: {', '.join(converted)}")
+        if self.notes:
+            print("\n".join(self.notes), flush=True)
 
     @contextlib.contextmanager
     def opened_folder(self, text: str = "") -> Iterator[logging.Logger]:
-        """Make the run folder, write config.json and start train.log with `text`; a resumed run loses the checkpoints
-        of later steps. The logger writes to train.log inside."""
-        self._make_folder()
-        log = setup_log(self.folder.path)
-        log.info("%s", text, extra=FILE_ONLY)
-        log.info("run folder  %s", self.folder.path)
-        yield log
+        """Take the run folder for this process, write config.json and start train.log with `text`; a resumed run loses
+        the checkpoints of later steps. The logger writes to train.log inside. Raises UserError."""
+        self.folder = make_run_folder(self.folder, self.settings.run_name)
+        with locked(self.folder.path):
+            try:
+                # Without --resume: this file as a recipe starts a new run.
+                save_run_config(dataclasses.replace(self.settings, resume=None), self.folder.path)
+            except OSError as error:
+                raise UserError(f"--runs_dir: cannot write {self.folder.path}: {error.strerror}.") from None
+            if self.folder.is_resumed:
+                self.checkpoints.discard_after(self.state.step)
+            log = setup_log(self.folder.path)
+            log.info("%s", "\n".join([text, *self.notes]), extra=FILE_ONLY)
+            log.info("run folder  %s", self.folder.path)
+            yield log
 
-    def _make_folder(self) -> None:
-        try:
-            self.folder.path.mkdir(parents=True, exist_ok=self.folder.resumed_from is not None)
-            # Without --resume: whoever takes config.json for a recipe wants a new run.
-            write_config(dataclasses.replace(self.settings, resume=None), self.folder.path / "config.json", sys.argv)
-        except FileExistsError:
-            raise UserError(f"--run_name: {self.folder.path} exists already; start again in a second.") from None
-        except OSError as error:
-            raise UserError(f"--runs_dir: cannot write {self.folder.path}: {error.strerror}.") from None
-        if self.folder.resumed_from and self.folder.resumed_from.parent == self.folder.checkpoints:
-            self.checkpoints.discard_after(self.state.step)
+
+def _changes(settings: Mapping[str, tuple[Any, Any]], kept_options: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
+    """A line for each setting that differs from the checkpoint's run, old > new. kept_options: (given, saved) of the
+    optimizer's options for which the checkpoint's value holds."""
+    kept = {n if n == "weight_decay" else f"optim_kwargs.{n}": options for n, options in kept_options.items()}
+    changed = {name: f"{shown(old)} > {shown(new)}" for name, (old, new) in settings.items() if name not in kept}
+    changed |= {
+        name: f"{shown(saved)} > {shown(given)} has no effect: the checkpoint's optimizer options hold"
+        for name, (given, saved) in kept.items()
+    }
+    for name in sorted(changed):
+        yield f"--resume: {name} {changed[name]}"

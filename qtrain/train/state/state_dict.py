@@ -154,6 +154,15 @@ def prepare_optimizer(optimizer: Optimizer, model: nn.Module, saved: Mapping[str
     return tensors
 
 
+def user_options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The options of each parameter group that the user can set, without the learning rate, which every step sets."""
+    return [
+        {name: list(v) if isinstance(v := group[name], tuple) else v for name in optimizer.defaults if name in group}
+        | {"lr": None}
+        for group in optimizer.param_groups
+    ]
+
+
 def finish_optimizer(optimizer: Optimizer, model: nn.Module) -> list[str]:
     """Check the states that have been loaded, and bring them into the optimizer's formats; returns what was converted.
 

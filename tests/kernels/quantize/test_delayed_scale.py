@@ -1,13 +1,11 @@
-"""A scale that is known, or that of the tensor: as the quantizer would choose it, bit for bit."""
+"""The known scale, or the tensor's own: bit for bit the one that the quantizer would compute."""
 
 import pytest
 import torch
 
-from qtrain.kernels.quantize.delayed_scale import delayed_scale, launch_delayed_scale, swiglu_delayed_scale
-from qtrain.kernels.quantize.operators import scale_ref
-from qtrain.kernels.swiglu.quantize import activation
+from qtrain.kernels.quantize.delayed_scale import delayed_scale, launch_delayed_scale
+from qtrain.kernels.quantize.reference import scale_ref
 from tests.cases import matrix
-from tests.kernels.swiglu.test_quantize import gate_and_gradient, made
 
 
 def check(function, device: str) -> None:
@@ -41,33 +39,3 @@ def test_kernel():
     x = matrix(4096, 4096, 0).cuda().bfloat16()
     zero = torch.zeros(1, device="cuda")
     assert torch.equal(delayed_scale(x, zero, "e4m3"), scale_ref(x, "e4m3", "tensorwise"))
-
-
-def check_gated(device: str) -> None:
-    """Of what a gated MLP makes: of any shape, and with a NaN."""
-    known = torch.tensor([0.37], device=device)
-    for m, width, kind in ((16, 128, "outlier"), (3, 50, "normal"), (16, 128, "bad")):
-        x, dy = gate_and_gradient(m, width, 0, kind, device)
-        for d in (None, dy):
-            own = launch_delayed_scale(x, torch.zeros_like(known), "e4m3", False, True, d)
-            expected = scale_ref(made(x, d), "e4m3", "tensorwise")
-            assert torch.equal(own.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0)), (m, kind, d is None)
-            assert torch.equal(launch_delayed_scale(x, known, "e4m3", False, True, d), known)
-
-
-@pytest.mark.interpreter
-def test_gated_in_the_interpreter():
-    check_gated("cpu")
-
-
-@pytest.mark.gpu
-def test_gated_on_gpu():
-    check_gated("cuda")
-
-
-def test_gated_operator():
-    x, dy = gate_and_gradient(3, 50, 0, "normal", "cpu")
-    for d in (None, dy):
-        zero = torch.zeros(1)
-        assert torch.equal(swiglu_delayed_scale(x, d, zero, "e4m3"), delayed_scale(activation(x, d), zero, "e4m3"))
-        torch.library.opcheck(torch.ops.qtrain.swiglu_delayed_scale.default, (x, d, zero, "e4m3"))

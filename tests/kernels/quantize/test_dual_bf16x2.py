@@ -7,13 +7,8 @@ from qtrain.kernels.numerics.formats import FORMATS
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.quantize.absmax import absmax_ref
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2, supports_dual_bf16x2
-from qtrain.kernels.quantize.operators import (
-    quantize_dual,
-    quantize_dual_given_scale,
-    quantize_ref,
-    quantize_transposed_ref,
-    scale_ref,
-)
+from qtrain.kernels.quantize.operators import quantize_dual, quantize_dual_given_scale
+from qtrain.kernels.quantize.reference import quantize_ref, quantize_transposed_ref, scale_ref
 from tests.cases import KINDS
 from tests.kernels.quantize.test_kernels import KEY, ROLE, hostile, same
 

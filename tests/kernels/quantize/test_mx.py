@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from qtrain.kernels.quantize.mx import dequantize_mx, launch_quantize_mx, quantize_mx, quantize_mx_ref
+from qtrain.kernels.numerics.dequantize import dequantize_mx
+from qtrain.kernels.quantize.mx import launch_quantize_mx, quantize_mx, quantize_mx_ref
 from tests.cases import KINDS, SHAPES, matrix
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from qtrain.kernels.numerics.dequantize import dequantize, expand_scale
 from qtrain.kernels.numerics.formats import (
     FORMATS,
     GRANULARITIES,
@@ -15,16 +16,8 @@ from qtrain.kernels.numerics.formats import (
 from qtrain.kernels.numerics.packing import unpack
 from qtrain.kernels.numerics.philox import random_bits_ref
 from qtrain.kernels.numerics.rounding import Rounding
-from qtrain.kernels.quantize.operators import (
-    dequantize,
-    expand_scale,
-    quantize,
-    quantize_dual,
-    quantize_dual_given_scale,
-    quantize_ref,
-    quantize_transposed,
-    quantize_transposed_ref,
-)
+from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_dual_given_scale, quantize_transposed
+from qtrain.kernels.quantize.reference import quantize_ref, quantize_transposed_ref
 from tests.cases import KINDS, SHAPES, matrix
 from tests.kernels.quantize.test_kernels import KEY, same
 

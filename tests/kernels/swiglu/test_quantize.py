@@ -7,14 +7,8 @@ from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.quantize.absmax import absmax_of_columns_ref, absmax_ref
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2
-from qtrain.kernels.quantize.operators import (
-    quantize,
-    quantize_dual,
-    quantize_dual_given_scale,
-    quantize_ref,
-    quantize_transposed,
-    quantize_transposed_ref,
-)
+from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_dual_given_scale, quantize_transposed
+from qtrain.kernels.quantize.reference import quantize_ref, quantize_transposed_ref
 from qtrain.kernels.swiglu.backward import launch_quantize_swiglu_backward
 from qtrain.kernels.swiglu.quantize import (
     activation,

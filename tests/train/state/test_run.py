@@ -1,6 +1,7 @@
 """The run folder: a new one, or the one of the checkpoint that is gone on from; and all state moved together."""
 
 import json
+import os
 import random
 import shutil
 import sys
@@ -16,10 +17,11 @@ from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.train.language import language_forward
 from qtrain.train.settings import LanguageSettings
-from qtrain.train.state.run import Run, RunFolder, find_run_folder, resume_command
+from qtrain.train.state.run import Run
+from qtrain.train.state.run_folder import RunFolder, find_run_folder, resume_command
 from qtrain.train.state.train_state import TrainState
 from qtrain.train.step import apply_gradients, compute_gradients
-from tests.system import TINY
+from tests.system import TINY, tree
 from tests.train.test_step import masked_batch
 
 
@@ -38,9 +40,11 @@ def new_run(folder: RunFolder, seed: int = 0, **changes) -> Run:
     model = build_model(ModelSource("tiny", TINY, "--model"), seed=seed)
     scheme = SCHEMES.make("int8", {"stochastic_rounding": True}, "--quantize")
     quantized = quantize_linears(model, scheme, seed=3)
-    optimizer = OPTIMIZERS.make("adamw", {}, "--optim").build(parameter_groups(model, 0.1), lr=0.01)
+    chosen = settings(**changes)
+    spec = OPTIMIZERS.make("adamw", chosen.optim_kwargs or {}, "--optim")
+    optimizer = spec.build(parameter_groups(model, chosen.weight_decay), lr=0.01)
     quantized.watch(optimizer)
-    return Run(settings(**changes), "script", folder, torch.device("cpu"), model, quantized, optimizer, TrainState())
+    return Run(chosen, "script", folder, torch.device("cpu"), model, quantized, optimizer, TrainState())
 
 
 def train(run: Run, steps: int) -> list[float]:
@@ -81,6 +85,32 @@ def test_a_second_run_in_the_same_second_gets_another_name_that_sorts_after():
         with run.opened_folder():
             names.append(run.folder.path.name)
     assert len(set(names)) == 4 and names == sorted(names)
+
+
+def test_two_runs_that_chose_a_name_in_the_same_second_get_a_folder_each():
+    one, other = (new_run(find_run_folder(settings(), "script")) for _ in range(2))
+    other.folder = one.folder  # as chosen before the other had made it
+    with one.opened_folder(), other.opened_folder():
+        assert one.folder.path != other.folder.path
+        assert all((run.folder.path / "config.json").exists() for run in (one, other))
+    assert len(list(Path("runs/script").iterdir())) == 2
+
+
+def test_a_run_that_another_process_trains_is_not_resumed():
+    path = str(trained_run().folder.path)
+    found = find_run_folder(settings(resume=path), "script")
+    run = new_run(found)
+    run.restore()
+    with run.opened_folder():
+        with pytest.raises(UserError, match=f"is in use by process {os.getpid()} on "):
+            find_run_folder(settings(resume=path), "script")
+        before = tree(Path("runs"))
+        late = new_run(found)  # it looked before the other one took the folder
+        late.restore()
+        with pytest.raises(UserError, match="is in use"), late.opened_folder():
+            pass
+        assert tree(Path("runs")) == before
+    assert find_run_folder(settings(resume=path), "script") == found
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "a b", "x" * 101, "ü" * 3, "a\n"])
@@ -128,13 +158,55 @@ def test_the_config_of_a_folder_is_a_recipe_without_the_resuming():
     assert config["resume"] is None and config["run_name"] == "small" and config["_command"] == ["script.py"]
 
 
+def resume(run: Run, **changes) -> Run:
+    """The run resumed with other settings, its folder opened and left."""
+    resumed = new_run(find_run_folder(settings(resume=str(run.folder.path)), "script"), **changes)
+    resumed.restore()
+    with resumed.opened_folder():
+        pass
+    return resumed
+
+
+def test_every_configuration_of_a_run_is_kept():
+    run = trained_run()
+    for changes in ({}, {"n_steps": 20}, {"n_steps": 20}, {"n_steps": 20, "lr": 0.5}):
+        resume(run, **changes)
+    names = sorted(path.name for path in run.folder.path.glob("config*.json"))
+    assert names == ["config.0.json", "config.1.json", "config.json"]
+    found = [json.loads((run.folder.path / name).read_text()) for name in names]
+    assert [(config["n_steps"], config["lr"]) for config in found] == [(10, 3e-4), (20, 3e-4), (20, 0.5)]
+
+
+def test_a_resumed_run_says_what_differs_and_which_side_holds(capsys):
+    run = trained_run()
+    capsys.readouterr()
+    assert resume(run).notes == [] and "--resume:" not in capsys.readouterr().out
+    changes = {"lr": 0.5, "weight_decay": 0.3, "optim_kwargs": {"betas": [0.8, 0.9]}, "train_ds": {"type": "x"}}
+    resumed = resume(run, **changes)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--resume:")]
+    no_effect = "has no effect: the checkpoint's optimizer options hold"
+    assert (
+        said
+        == resumed.notes
+        == [
+            "--resume: lr 0.0003 > 0.5",
+            f"--resume: optim_kwargs.betas [0.9, 0.95] > [0.8, 0.9] {no_effect}",
+            "--resume: train_ds.type None > 'x'",
+            f"--resume: weight_decay 0.1 > 0.3 {no_effect}",
+        ]
+    )
+    assert {group["weight_decay"] for group in resumed.optimizer.param_groups} == {0.0, 0.1}
+    assert {group["betas"] for group in resumed.optimizer.param_groups} == {(0.9, 0.95)}
+    assert no_effect in (run.folder.path / "train.log").read_text()
+
+
 @pytest.mark.parametrize("blocked", ["runs", "runs/script"])
 def test_a_folder_that_cannot_be_made_is_a_message(blocked):
     Path(blocked).parent.mkdir(exist_ok=True)
     Path(blocked).touch()
     run = new_run(find_run_folder(settings(), "script"))
     with (
-        pytest.raises(UserError, match=r"--runs_dir: cannot write runs/script.*: Not a directory"),
+        pytest.raises(UserError, match=r"--runs_dir: cannot write runs/script/.*: Not a directory"),
         run.opened_folder(),
     ):
         pass

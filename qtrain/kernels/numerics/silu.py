@@ -1,0 +1,66 @@
+"""SwiGLU and its gradient as device functions, on fp32 and on pairs of bf16; computed in fp32, rounded once.
+
+    y = silu(gate) * up,   silu(x) = x * sigmoid(x)
+    dgate = dy * up * s * (1 + gate * (1 - s)),   dup = silu(gate) * dy,   s = sigmoid(gate)
+
+Kernels that share them are launched with enable_fp_fusion=False, so that all of them round the same way.
+"""
+
+from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.numerics.bf16x2 import lower, paired, upper
+
+
+@triton.jit
+def _sigmoid(x, NATIVE: tl.constexpr):
+    """NATIVE: by approximate PTX instructions, within 4e-7; exp and a division take four times as many."""
+    if NATIVE:
+        return tl.inline_asm_elementwise(
+            """{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e;
+                 add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }""",
+            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.sigmoid(x)
+
+
+@triton.jit
+def swiglu_f32(gate, other, NATIVE: tl.constexpr):
+    """silu(gate) * other: y with `up`, the gradient of `up` with dy."""
+    return gate * _sigmoid(gate, NATIVE) * other
+
+
+@triton.jit
+def swiglu_grad_f32(dy, gate, up, NATIVE: tl.constexpr):
+    """The gradient of gate."""
+    s = _sigmoid(gate, NATIVE)
+    return dy * up * s * (1 + gate * (1 - s))
+
+
+@triton.jit
+def _unpack(pairs):
+    return lower(pairs).to(tl.float32, bitcast=True), upper(pairs).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def swiglu_bf16x2(gate, up, NATIVE: tl.constexpr):
+    """y of pairs of bf16."""
+    gate0, gate1 = _unpack(gate)
+    up0, up1 = _unpack(up)
+    return paired(swiglu_f32(gate0, up0, NATIVE), swiglu_f32(gate1, up1, NATIVE), NATIVE)
+
+
+@triton.jit
+def gate_grad_bf16x2(dy, gate, up, NATIVE: tl.constexpr):
+    """The gradient of gate of pairs of bf16."""
+    dy0, dy1 = _unpack(dy)
+    gate0, gate1 = _unpack(gate)
+    up0, up1 = _unpack(up)
+    return paired(swiglu_grad_f32(dy0, gate0, up0, NATIVE), swiglu_grad_f32(dy1, gate1, up1, NATIVE), NATIVE)
+
+
+@triton.jit
+def up_grad_bf16x2(dy, gate, NATIVE: tl.constexpr):
+    """The gradient of up of pairs of bf16."""
+    dy0, dy1 = _unpack(dy)
+    gate0, gate1 = _unpack(gate)
+    return paired(swiglu_f32(gate0, dy0, NATIVE), swiglu_f32(gate1, dy1, NATIVE), NATIVE)

@@ -1,0 +1,101 @@
+"""The definition of every quantizer, in plain PyTorch: the CPU path, and what the kernels equal bit for bit.
+
+A code is computed with the reciprocal of the scale that is stored, in fp32. Rounding is to nearest even, or stochastic:
+up with a probability equal to the discarded fraction. A group of zeros has the scale SCALE_EPS. A group with a NaN or
+an Inf has a NaN or Inf scale and codes of zero, so that products with it are NaN. Under a given scale FP8 codes keep a
+NaN, and everything else saturates.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qtrain.kernels.numerics.dequantize import expand_scale
+from qtrain.kernels.numerics.formats import FORMATS, SCALE_EPS, Format, empty_scale, group_shape, scale_shape
+from qtrain.kernels.numerics.minifloat import encode_minifloat
+from qtrain.kernels.numerics.packing import pack
+
+
+def scale_ref(x: Tensor, fmt: str, granularity: str, power_of_two: bool = False) -> Tensor:
+    """x [M, K] -> scale of each group, fp32, shaped as `scale_shape`. power_of_two: rounded up to a power of two."""
+    groups = _groups(x, granularity)
+    if fmt == "ternary":
+        scale = _mean_abs(groups, x.shape)
+    else:  # a product with the reciprocal, as on the GPU: CUDA compiles a division by a constant to one
+        scale = groups.abs().amax(dim=(1, 3)).float() * (1 / FORMATS[fmt].max)
+    scale = scale.clamp(min=SCALE_EPS)
+    if power_of_two:
+        bits = scale.view(torch.int32)
+        raised = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+        scale = torch.where(scale.isfinite(), raised, scale)
+    return empty_scale(granularity, *x.shape, x).copy_(scale.reshape(scale_shape(granularity, *x.shape)))
+
+
+def quantize_ref(
+    x: Tensor,
+    fmt: str,
+    granularity: str,
+    bits: Tensor | None = None,
+    power_of_two: bool = False,
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """x [M, K] fp32/bf16 -> codes as `codes_shape`, scale fp32 as `scale_shape`.
+
+    bits: 16 random bits per element, int32 [M, K], for stochastic rounding. scale: fp32 [1], given (tensorwise).
+    """
+    x = x.float()
+    if scale is None:
+        scale = scale_ref(x, fmt, granularity, power_of_two)
+        x = x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # the scale is non-finite already
+    reciprocal = scale.reciprocal().nan_to_num(nan=0.0)
+    scaled = x * expand_scale(reciprocal, granularity, x.shape)
+    codes = _encode(scaled, FORMATS[fmt], bits).contiguous()  # a transpose is copied here, at one byte per element
+    return pack(codes, fmt), scale
+
+
+def quantize_transposed_ref(
+    x: Tensor,
+    fmt: str,
+    granularity: str,
+    bits: Tensor | None = None,
+    power_of_two: bool = False,
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`quantize_ref` of the transpose of x. bits: int32 [M, K], as x."""
+    if fmt == "ternary" and granularity == "tensorwise" and scale is None:
+        scale = scale_ref(x, fmt, granularity, power_of_two)  # the same order of summation as in `quantize_ref`
+    return quantize_ref(x.t(), fmt, granularity, None if bits is None else bits.t(), power_of_two, scale)
+
+
+def _groups(x: Tensor, granularity: str) -> Tensor:
+    """x [M, K] -> [groups down, rows per group, groups across, columns per group], padded with zeros."""
+    m, k = x.shape
+    group_m, group_k = group_shape(granularity, m, k)
+    counts = scale_shape(granularity, m, k)
+    down, across = counts if len(counts) == 2 else (counts[0], 1)
+    x = F.pad(x, (0, across * group_k - k, 0, down * group_m - m))
+    return x.reshape(down, group_m, across, group_k)
+
+
+def _mean_abs(groups: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Mean |x| of each group of a matrix of this shape; padding is not counted."""
+    down, group_m, across, group_k = groups.shape
+    rows = (shape[0] - torch.arange(down, device=groups.device) * group_m).clamp(1, group_m)
+    columns = (shape[1] - torch.arange(across, device=groups.device) * group_k).clamp(1, group_k)
+    total = torch.linalg.vector_norm(groups, ord=1, dim=(1, 3), dtype=torch.float64)
+    return (total / (rows[:, None] * columns)).float()
+
+
+def _encode(scaled: Tensor, fmt: Format, bits: Tensor | None) -> Tensor:
+    """x / scale, fp32 -> codes, one per element: int8 or fp8."""
+    clamped = scaled.clamp(-fmt.max, fmt.max)
+    if not fmt.is_float:
+        clamped.nan_to_num_(nan=0.0)
+        if bits is None:
+            return clamped.round_().to(torch.int8)
+        # Fixed point with 15 fractional bits, to which 15 random bits are added: exact in fp32, and on the GPU one
+        # integer addition to the bit pattern.
+        fixed = clamped.mul_(2.0**15).round_()
+        return fixed.add_(bits >> 1).mul_(2.0**-15).floor_().to(torch.int8)
+    codes = clamped.to(fmt.dtype).view(torch.uint8) if bits is None else encode_minifloat(scaled, fmt, bits)
+    return codes.masked_fill_(scaled.isnan(), 0x7F).view(fmt.dtype)

@@ -1,0 +1,63 @@
+"""The settings of a run on disk: config.json is what it trains with now; config.0.json, config.1.json, ... are what it
+trained with before it was resumed with other settings, oldest first."""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qtrain.config import as_dict, write_config
+from qtrain.train.settings import TrainSettings
+
+NOT_COMPARED = ("resume", "runs_dir", "dry_run")
+"""Settings that say where and how a run is started, not what it is."""
+
+
+def save_run_config(settings: TrainSettings, folder: Path) -> None:
+    """Write config.json; one of other settings or versions becomes the next config.N.json."""
+    path, former = folder / "config.json", _read(folder / "config.json")
+    unfinished = folder / ".config.json.tmp"
+    write_config(settings, unfinished, sys.argv)
+    if former and _without_command(former) != _without_command(_read(unfinished)):
+        numbers = (n for n in range(10**6) if not (folder / f"config.{n}.json").exists())
+        os.rename(path, folder / f"config.{next(numbers)}.json")
+    os.replace(unfinished, path)
+
+
+def changed_settings(checkpoint: Path, settings: TrainSettings) -> dict[str, tuple[Any, Any]]:
+    """(old, new) of every setting that differs from the config.json of the run that saved `checkpoint`, by name; the
+    keys of JSON objects apart, as `optim_kwargs.betas`. Nothing where there is no config.json."""
+    in_run = checkpoint.parent.name == "checkpoints"
+    former = _flat(_read(checkpoint.parent.parent / "config.json")) if in_run else {}
+    if not former:
+        return {}
+    current = _flat(json.loads(json.dumps(as_dict(settings))))
+    return {
+        name: (former.get(name), current.get(name))
+        for name in {**former, **current}
+        if former.get(name) != current.get(name) and name not in NOT_COMPARED
+    }
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if key.startswith("_"):
+            continue
+        flat |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
+    return flat
+
+
+def _without_command(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != "_command"}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A config; empty where there is none, or none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}

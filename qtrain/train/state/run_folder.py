@@ -1,0 +1,74 @@
+"""The folder of a run: a new one, or the one that holds the checkpoint that the run resumes from."""
+
+import re
+import shlex
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from qtrain.checks import shown
+from qtrain.errors import UserError
+from qtrain.train.settings import TrainSettings
+from qtrain.train.state.checkpoint import resolve_resume
+from qtrain.train.state.run_lock import check_unlocked
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where a run lives, and the checkpoint that it resumes from (None: it starts at step 0)."""
+
+    path: Path
+    resumed_from: Path | None
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether it is an earlier run's folder. A checkpoint that lies elsewhere starts a run in a new one."""
+        return self.resumed_from is not None and self.resumed_from.parent == self.checkpoints
+
+
+def find_run_folder(settings: TrainSettings, script: str) -> RunFolder:
+    """The folder of a new run, or of the run that --resume names; creates nothing. UserError for a bad --resume, and
+    for a run that another process is training."""
+    if not re.fullmatch(r"[\w.-]{1,100}", settings.run_name):
+        name = shown(settings.run_name)
+        raise UserError(f"--run_name: {name} cannot name a folder; use at most 100 letters, digits, '_', '-', '.'.")
+    root = Path(settings.runs_dir) / script
+    checkpoint = None if settings.resume is None else resolve_resume(settings.resume, root, settings.run_name)
+    if checkpoint and checkpoint.parent.name == "checkpoints" and (checkpoint.parents[1] / "config.json").exists():
+        check_unlocked(checkpoint.parents[1])
+        return RunFolder(checkpoint.parents[1], checkpoint)
+    return RunFolder(_free_path(root, settings.run_name), checkpoint)
+
+
+def make_run_folder(folder: RunFolder, run_name: str) -> RunFolder:
+    """Make the folder of a new run; where another run has taken its name in the meantime, under the next free one.
+    Raises UserError."""
+    while not folder.is_resumed:
+        try:
+            folder.path.mkdir(parents=True)
+            break
+        except FileExistsError:
+            folder = RunFolder(_free_path(folder.path.parent, run_name), folder.resumed_from)
+        except OSError as error:
+            raise UserError(f"--runs_dir: cannot write {folder.path}: {error.strerror}.") from None
+    return folder
+
+
+def resume_command(folder: RunFolder, script: str) -> str:
+    """The command that resumes this run."""
+    program = sys.argv[0] if Path(sys.argv[0]).name == f"{script}.py" else f"{script}.py"
+    config = shlex.quote(str(folder.path / "config.json"))
+    return f"python {shlex.quote(program)} --config {config} --resume {shlex.quote(str(folder.path))}"
+
+
+def _free_path(root: Path, run_name: str) -> Path:
+    """<root>/<time>_<run_name>, of this second or the first later one without a run: names sort by time."""
+    started = time.time()
+    while (path := root / f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(started))}_{run_name}").exists():
+        started += 1
+    return path
