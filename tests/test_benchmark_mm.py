@@ -45,7 +45,7 @@ def test_layouts_and_models(tmp_path):
     flags = ["--model", str(tmp_path / "tiny.json"), "--tokens", "64", "--rows", "int8 triton, plain"]
     (table,) = run(tmp_path, *flags, "--a_column_major", "--b_column_major")["tables"]
     assert table["title"].startswith("Matrix products Aᵀ·B,")
-    assert table["columns"] == ["qkv 64x96x32", "o 64x32x32", "gate_up 64x96x32", "down 64x32x48"]
+    assert table["columns"] == ["qkv 64x96x32", "o_proj 64x32x32", "gate_up 64x96x32", "down_proj 64x32x48"]
     assert all("value" in cell for cell in table["rows"][0]["cells"].values())
 
 
