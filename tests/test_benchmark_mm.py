@@ -67,7 +67,7 @@ def test_all_tables(tmp_path):
         (["--rows", "int9"], "--rows: no row has 'int9'"),
         (["--model", "qwen9"], "--model: unknown model 'qwen9'"),
         (["--tables", "linears", "--schemes", "int9"], "--schemes: unknown scheme 'int9'"),
-        (["--tables", "linears", "--schemes", "auto"], "--schemes: auto times schemes itself"),
+        (["--tables", "linears", "--schemes", "auto"], "--schemes: auto chooses among schemes itself"),
         (["--tables", "linears", "--linear_shapes", "5"], "--linear_shapes: '5' is no size"),
         (["--tables", "quantizers", "--quantizer_shapes", "1x2x3"], "--quantizer_shapes: '1x2x3' is no size"),
         (["--a_colum_major"], "Did you mean --a_column_major"),

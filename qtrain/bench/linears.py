@@ -1,8 +1,7 @@
 """The table of linears: forward and backward of one linear per scheme, quantization included, against bf16.
 
-A call is one optimizer step's worth of a linear with one micro-batch: the weight's codes are renewed, then come
-`output`, `grad_input` and `grad_weight`. The roofline is the time that the three products take at the dense peaks of
-the arithmetic that the scheme gives each.
+A call is an optimizer step of a linear with one micro-batch: it refreshes the weight's codes and computes `output`,
+`grad_input` and `grad_weight`. The roofline is the time of the three GEMMs at the dense peaks of their arithmetic.
 """
 
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ quantized from latent ones."""
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """x [M, K] through a weight [N, K] and dy [M, N] back: random, in bf16 on a GPU."""
+    """Forward of x [M, K] through a weight [N, K] and backward of dy [M, N]: random, bf16 on a GPU."""
 
     m: int
     n: int
@@ -43,7 +42,7 @@ class LinearProblem:
 
     @cached_property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """x, w, dy; w as small as an initialized one."""
+        """x, w, dy; w has the size of initialized weights."""
         generator = torch.Generator(self.device).manual_seed(0)
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         shapes = ((self.m, self.k), (self.n, self.k), (self.m, self.n))
@@ -52,7 +51,7 @@ class LinearProblem:
 
     @cached_property
     def truth(self) -> tuple[Tensor, ...]:
-        """y, dx, dw of the linear in fp64, kept in fp32: the schemes' errors are far larger."""
+        """y, dx, dw of the linear in fp64, stored in fp32: the schemes' errors are far larger."""
         x, w, dy = (t.double() for t in self.tensors)
         return tuple(t.float() for t in (x @ w.t(), dy @ w, dy.t() @ x))
 
@@ -62,7 +61,7 @@ class LinearProblem:
 
 
 def linear_case(problem: LinearProblem, scheme: Scheme) -> Case:
-    """One linear under a scheme; UnavailableError where the scheme leaves it alone."""
+    """One linear under a scheme. UnavailableError where the scheme does not quantize it."""
     x, w, dy = problem.tensors
     linear = nn.Linear(problem.k, problem.n, bias=False, device=problem.device, dtype=w.dtype)
     model = nn.Sequential(linear)
@@ -97,8 +96,8 @@ def _check(problem: LinearProblem, limit: float) -> Check:
         worst = 0.0
         for name, result, truth in zip(("y", "dx", "dw"), out, problem.truth, strict=True):
             error = float((result.float() - truth).norm() / truth.norm())
-            if not error <= limit:  # NaN is not
-                raise WrongResultError(f"{name} is off by {error:.3g} of its size, over {limit}")
+            if not error <= limit:  # also for NaN
+                raise WrongResultError(f"{name} has a relative error of {error:.3g}, above {limit}")
             worst = max(worst, error)
         return worst / limit
 
@@ -114,8 +113,8 @@ def linear_table(
     hardware: Hardware,
     report: Report,
 ) -> Table:
-    """Milliseconds of forward and backward of every scheme on every shape [N, K]; bf16, if it is among the schemes,
-    is what the others are compared with."""
+    """Milliseconds of forward and backward of every scheme on every shape [N, K], compared with bf16 if it is among the
+    schemes."""
     columns = {name: " ".join(dict.fromkeys([name, f"{n}x{k}"])) for name, (n, k) in shapes.items()}
     unit = "ms of forward and backward; speed over bf16; share of the roofline"
     note = "Quantizing x, w and dy is included; the roofline is the three products at the peak of their arithmetic."
