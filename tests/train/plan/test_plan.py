@@ -11,7 +11,7 @@ from qtrain.hardware import DATASHEET, Hardware
 from qtrain.models import Decoder, Lora, ModelConfig, add_lora, list_models, read_model_source
 from qtrain.models.cost import count_parameters
 from qtrain.models.trained_cost import TrainedPart
-from qtrain.optim import ParameterShape
+from qtrain.optim import OPTIMIZERS, ParameterShape
 from qtrain.quant import Scheme, base_scheme, quantize_linears
 from qtrain.tensors.stored_weight import StoredWeight
 from qtrain.train.checked_settings import CheckedSettings, check_settings
@@ -213,7 +213,11 @@ def test_states_on_the_host_count_with_their_stages():
     """Three of at most 256 MiB, for states of 28 GiB of which the embedding's alone are 2."""
     config = read_model_source("qwen2.5-7b").model_config()
     settings = LanguageSettings(model="qwen2.5-7b", seq_len=1024, batch_size=16, optim_kwargs={"offload": True})
-    plan = plan_for(checked_of(settings), config)
+    on_cpu = checked_of(settings)
+    assert plan_for(on_cpu, config).memory["optimizer"] > 28e9  # there they are in its memory anyway
+    assert on_cpu.notes == ("optim   offload has no effect on a CPU, where optimizer states are in host memory anyway",)
+    on_gpu = dataclasses.replace(on_cpu, optimizer=OPTIMIZERS.make("adamw", {"offload": True}, ""))
+    plan = plan_for(on_gpu, config)
     assert 0.9 * 3 * 2**28 < plan.memory["optimizer"] <= 3 * 2**28
 
 
