@@ -30,7 +30,7 @@ from qtrain.hardware import describe_hardware
 from qtrain.models import read_model_source
 from qtrain.quant import SCHEMES, Auto
 from qtrain.train.listing import listing
-from qtrain.train.settings import CountOrNever, choose_device
+from qtrain.train.settings import CountOrZero, choose_device
 
 SIZES = {
     "cuda": {
@@ -58,7 +58,7 @@ class BenchmarkSettings:
     """Sizes MxNxK of the matrix products, with commas; empty: 1024, 2048 and 4096 cubed, on a CPU 256 and 512."""
     model: str | None = None
     """Take the linears of this model instead, with --tokens rows; a name that llm_pretrain.py --model takes."""
-    tokens: CountOrNever = 0
+    tokens: CountOrZero = 0
     """Rows of the linears' inputs, with --model and in the table of linears; 0: 16384, on a CPU 256."""
     a_column_major: bool = False
     """Store A [M, K] column by column, as backward finds dy for a weight's gradient."""

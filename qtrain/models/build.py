@@ -71,5 +71,5 @@ def init_weights(model: nn.Module, std: float, seed: int) -> None:
             continue
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:8]) >> 1)
-        drawn = torch.empty_like(parameter, dtype=torch.float32).normal_(0.0, std, generator=generator)
-        parameter.copy_(drawn)
+        # No name holds the fp32 copy: it is freed before the next one is allocated.
+        parameter.copy_(torch.empty_like(parameter, dtype=torch.float32).normal_(0.0, std, generator=generator))

@@ -29,13 +29,15 @@ sum is made again. (***) with QK-norm 4·(H + KV heads) more. The compiled colum
 partitioner for this layer's graph: it computes elementwise results again, but keeps what the forward pass has to write
 out for a matrix product. tests/models/test_cost.py counts what real layers keep.
 
-The largest moment is one of three (`MemoryEstimate.moments`):
+The largest moment is one of four (`MemoryEstimate.moments`):
+- build: all weights in the model's dtype, also those that are then stored in low bits, and the largest in fp32, as
+  random weights are drawn, or as loaded;
 - loss: every layer's kept tensors, and the loss: final hidden states, their gradient, the head's gradient in fp32
   (4·V·C) and one chunk of logits;
 - backward: at its start (all kept tensors, and either the head's gradient in fp32 and again in the weight's dtype, or
   the latter and the widest temporaries of one layer: gradients of gate_up and of its activation, or attention's; after
   recomputation also that layer's own tensors) or at its end (all gradients, one layer);
-- optimizer: weights, gradients, states. A fused step adds nothing.
+- optimizer: weights, gradients, states, and what the step takes beside them. A fused step takes nothing.
 
 Where the optimizer runs within the backward pass, `gradients` are those of the largest part that is updated at once: a
 layer's, or an embedding's; a tied one's is there from the head's part on, beside a layer's.
@@ -208,6 +210,14 @@ class MemoryEstimate:
     """Gradients of earlier micro-batches are there during the forward pass."""
     one_layer: int
     """Of `activations`, one layer's share."""
+    plain_weights: int
+    """All weights in the model's dtype, before any is stored in low bits."""
+    initialization: int
+    """The largest weight in fp32, as it is drawn, or as it is loaded."""
+    step: int
+    """Temporaries of the optimizer's step."""
+    in_backward: bool
+    """The optimizer steps within the backward pass."""
 
     @property
     def moments(self) -> dict[str, dict[str, int]]:
@@ -218,10 +228,13 @@ class MemoryEstimate:
             "loss": (held, self.activations, self.loss),
             "backward's start": (held, self.activations, self.backward),
             "backward's end": (self.gradients, self.one_layer, self.backward),
-            "optimizer": (self.gradients, 0, 0),
+            "optimizer": (self.gradients, self.activations if self.in_backward else 0, self.step),
         }
         kinds = ("gradients", "activations", "temporaries")
-        return {name: {**resident, **dict(zip(kinds, sizes, strict=True))} for name, sizes in moments.items()}
+        return {
+            "build": {"weights": self.plain_weights, "initialization": self.initialization},
+            **{name: {**resident, **dict(zip(kinds, sizes, strict=True))} for name, sizes in moments.items()},
+        }
 
     @property
     def at_peak(self) -> dict[str, int]:
@@ -245,6 +258,8 @@ def estimate_memory(
     seq_len: int,
     element: int = 2,
     optimizer_bytes: float = 4.0,
+    step_bytes: float = 0.0,
+    pretrained: bool = False,
     checkpointing: str = "none",
     compiled: bool = True,
     loss_chunks: int = 0,
@@ -258,7 +273,8 @@ def estimate_memory(
     """Memory of training on one GPU.
 
     element: bytes of the dtype of weights, gradients and activations. optimizer_bytes: states' bytes a parameter.
-    accumulates: more than one micro-batch a step. in_backward: the optimizer runs within the backward pass. linears,
+    step_bytes: temporaries of the optimizer's step. pretrained: weights are loaded instead of drawn. accumulates: more
+    than one micro-batch a step. in_backward: the optimizer runs within the backward pass. linears,
     down_input_recomputed: see `saved_per_token`. head_linear: a quantized output head; None: a plain one. trained: what
     trains, where not everything does (`trained_cost.py`).
     """
@@ -317,6 +333,10 @@ def estimate_memory(
         workspace=CUDA_WORKSPACE,
         accumulates=accumulates,
         one_layer=round(tokens * saved),
+        plain_weights=parameters.total * element,
+        initialization=matrix * (element if pretrained else 4),
+        step=round(step_bytes),
+        in_backward=in_backward,
     )
 
 

@@ -92,6 +92,8 @@ def language_memory(
         element=element,
         optimizer_bytes=checked.optimizer.total_state_bytes(shapes, trained.element)
         / count_parameters(model_config).total,
+        step_bytes=checked.optimizer.step_bytes(shapes, trained.element, partitioned=settings.optimizer_in_backward),
+        pretrained=settings.pretrained,
         checkpointing=settings.activation_checkpointing,
         compiled=settings.compile,
         loss_chunks=settings.loss_chunks,
