@@ -31,7 +31,7 @@ from qtrain.models import read_model_source
 from qtrain.models.cost import layer_linears
 from qtrain.quant import SCHEMES, Auto
 from qtrain.train.listing import listing
-from qtrain.train.settings import CountOrNever, choose_device
+from qtrain.train.settings import CountOrZero, choose_device
 
 SIZES = {
     "cuda": {
@@ -59,7 +59,7 @@ class BenchmarkSettings:
     """Sizes MxNxK of the matrix products, separated by commas; empty: 1024, 2048 and 4096 cubed, on a CPU 256, 512."""
     model: str | None = None
     """Use the linears of this model (as for llm_pretrain.py --model) with --tokens rows instead of --shapes."""
-    tokens: CountOrNever = 0
+    tokens: CountOrZero = 0
     """Rows of the inputs of linears, with --model and in the table of linears; 0: 16384, on a CPU 256."""
     a_column_major: bool = False
     """Store A [M, K] column-major, like dy in the gradient of a weight."""

@@ -33,7 +33,7 @@ from qtrain.optim import OPTIMIZERS
 from qtrain.quant import SCHEMES
 from qtrain.train.in_backward import check_in_backward
 from qtrain.train.listing import listing
-from qtrain.train.settings import Count, CountOrNever, LanguageSettings, batch_geometry, choose_device
+from qtrain.train.settings import Count, CountOrZero, LanguageSettings, batch_geometry, choose_device
 
 WORKER = "--cell"
 ROOT = Path(__file__).parents[2]
@@ -44,37 +44,37 @@ class TrainStepSettings:
     """Time training steps of models under schemes, on random tokens."""
 
     models: str = "qwen2.5-0.5b"
-    """Models separated by commas; NAME:{JSON} sets settings of llm_pretrain.py for one model."""
+    """Models to time, separated by commas; NAME:{JSON} overrides settings of llm_pretrain.py for one."""
     schemes: str = "bf16,int8"
-    """Schemes separated by commas; NAME:{JSON} sets a scheme's options."""
+    """Schemes to time, separated by commas; NAME:{JSON} sets the options of one (--quantize_kwargs)."""
     batch_size: Count = 32
     """Sequences per optimizer step."""
-    micro_batch_size: CountOrNever = 0
-    """Sequences per forward pass; 0: all of them."""
+    micro_batch_size: CountOrZero = 0
+    """Sequences per forward pass; 0: batch_size."""
     seq_len: Count = 1024
     """Tokens per sequence."""
     n_steps: Count = 20
-    """Timed steps; the figure is their median."""
+    """Timed steps; the table shows their median."""
     warmup_steps: Count = 6
-    """Untimed steps before them, which compile, tune and record."""
+    """Untimed steps before them, which compile, autotune and record CUDA graphs."""
     optim: str = "adamw"
-    """Optimizer; `python llm_pretrain.py --list` shows all."""
+    """Optimizer; --list shows all."""
     optim_kwargs: JsonDict = None
-    """The optimizer's options as JSON."""
+    """Options of --optim as a JSON object; --list shows them."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What backward recomputes instead of keeping."""
+    """Save memory by recomputing in the backward pass: nothing; norms and activation functions; or whole layers."""
     quantize_lm_head: bool = False
-    """Quantize the output head too."""
+    """Quantize the output head too, not only the linear layers below it."""
     compile: bool = True
-    """Compile each layer and the loss."""
+    """Compile each layer with torch.compile."""
     cuda_graphs: bool = True
-    """With --compile on a GPU: record a step and replay it."""
+    """On a GPU with --compile, record the step as CUDA graphs and replay them."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where to train; auto takes the GPU if there is one."""
+    """Device to train on; auto: the GPU if there is one, else the CPU."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Dtype of weights and activations; auto is bf16 on a GPU, fp32 on a CPU."""
+    """Dtype of weights, gradients and activations; auto: bf16 on a GPU, fp32 on a CPU."""
     json: str | None = None
-    """File for the figures; none: runs/train_step/<time>.json."""
+    """JSON file to write the results to; None: runs/train_step/TIME.json."""
 
 
 def main(argv: list[str]) -> None:

@@ -71,6 +71,7 @@ def init_weights(model: nn.Module, std: float, seed: int) -> None:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
         generator = named_generator(seed, name, parameter.device)
+        # No name holds the fp32 copy: it is freed before the next one is allocated.
         parameter.copy_(torch.empty_like(parameter, dtype=torch.float32).normal_(0.0, std, generator=generator))
 
 

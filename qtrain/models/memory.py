@@ -30,12 +30,14 @@ chooses for this layer's graph: it recomputes elementwise results, but keeps wha
 product. tests/models/test_cost.py measures what real layers keep.
 
 The peak is one of these moments (`MemoryEstimate.moments`):
+- build: all weights in the model's dtype, also those that are then stored in low bits, and the largest one in fp32, in
+  which random weights are drawn, or as loaded;
 - loss: the kept tensors of every layer, and the loss: final hidden states, their gradient, the head's gradient in fp32
   (4·V·C) and one chunk of logits;
 - backward: at its start (all kept tensors, and either the head's gradient in fp32 and again in the weight's dtype, or
   the latter and the widest temporaries of one layer: gradients of gate_up and of its activation, or attention's; after
   recomputation also that layer's own tensors) or at its end (all gradients, one layer);
-- optimizer: weights, gradients, states. A fused step adds nothing.
+- optimizer: weights, gradients, states, and the temporaries of the step. A fused step has none.
 
 Where the optimizer runs within the backward pass, `gradients` are those of the largest partition that is updated at
 once: a layer or an embedding. A tied embedding's gradient exists from the head's backward on, beside a layer's.
@@ -154,6 +156,14 @@ class MemoryEstimate:
     """Gradients of earlier micro-batches exist during the forward pass."""
     one_layer: int
     """One layer's share of `activations`."""
+    plain_weights: int
+    """All weights in the model's dtype, before any is stored in low bits."""
+    initialization: int
+    """The largest weight in fp32, as it is drawn, or as it is loaded."""
+    step: int
+    """Temporaries of the optimizer's step."""
+    in_backward: bool
+    """The optimizer steps within the backward pass."""
 
     @property
     def moments(self) -> dict[str, dict[str, int]]:
@@ -164,10 +174,13 @@ class MemoryEstimate:
             "loss": (held, self.activations, self.loss),
             "backward's start": (held, self.activations, self.backward),
             "backward's end": (self.gradients, self.one_layer, self.backward),
-            "optimizer": (self.gradients, 0, 0),
+            "optimizer": (self.gradients, self.activations if self.in_backward else 0, self.step),
         }
         kinds = ("gradients", "activations", "temporaries")
-        return {name: {**resident, **dict(zip(kinds, sizes, strict=True))} for name, sizes in moments.items()}
+        return {
+            "build": {"weights": self.plain_weights, "initialization": self.initialization},
+            **{name: {**resident, **dict(zip(kinds, sizes, strict=True))} for name, sizes in moments.items()},
+        }
 
     @property
     def at_peak(self) -> dict[str, int]:
@@ -189,13 +202,15 @@ def estimate_memory(
     step: StepShape,
     *,
     optimizer_bytes: float = 4.0,
+    step_bytes: float = 0.0,
+    pretrained: bool = False,
     low_bit: LowBitBytes | None = None,
     trained: TrainedPart | None = None,
 ) -> MemoryEstimate:
     """Memory of training on one GPU.
 
-    optimizer_bytes: of states per parameter. low_bit: None for a model that is not quantized. trained: None where
-    everything trains.
+    optimizer_bytes: of states per parameter. step_bytes: temporaries of the optimizer's step. pretrained: weights are
+    loaded instead of drawn. low_bit: None for a model that is not quantized. trained: None where everything trains.
     """
     trained = trained or all_of(config, step.element)
     low_bit = low_bit or LowBitBytes.plain(step.element)
@@ -206,19 +221,23 @@ def estimate_memory(
 
     saved = kept(step.checkpointing)
     recomputed = kept("none") - saved if step.checkpointing != "none" else 0.0
-    gradients = trained.bytes
+    parameters, gradients = count_parameters(config).total, trained.bytes
     if step.in_backward:
         gradients = min(gradients, step.element * _largest_partition(config))
     return MemoryEstimate(
         weights=_weight_bytes(config, step.element, low_bit, trained),
         gradients=gradients,
-        optimizer=round(count_parameters(config).total * optimizer_bytes),
+        optimizer=round(parameters * optimizer_bytes),
         activations=round(config.num_hidden_layers * step.tokens * saved),
         loss=round(_loss_bytes(config, step, low_bit, trained)),
         backward=round(_backward_bytes(config, step, low_bit, trained, recomputed)),
         workspace=CUDA_WORKSPACE,
         accumulates=step.accumulates,
         one_layer=round(step.tokens * saved),
+        plain_weights=parameters * step.element,
+        initialization=config.vocab_size * config.hidden_size * (step.element if pretrained else 4),
+        step=round(step_bytes),
+        in_backward=step.in_backward,
     )
 
 

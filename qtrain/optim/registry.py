@@ -35,6 +35,11 @@ class OptimizerSpec(ABC):
         """Bytes of device memory that the states of a whole model take."""
         return self.state_bytes(weight_bytes) * sum(shape.elements for shape in shapes)
 
+    def step_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int, *, partitioned: bool) -> float:
+        """Bytes of temporaries at the largest moment of a step, for gradients of `weight_bytes` each. partitioned: each
+        layer is updated by itself. A fused update has none."""
+        return 0.0
+
     def refuses_partitions(self) -> str | None:
         """Why the optimizer cannot update a partitioned model (`PartitionedOptimizer`), and the fix; None: it can."""
         return None

@@ -1,5 +1,6 @@
 """Settings checked against each other and against this machine, and what they name looked up in the registries."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,8 @@ class CheckedSettings:
     optimizer: OptimizerSpec
     schedule: LRSchedule
     folder: RunFolder
+    notes: tuple[str, ...] = ()
+    """Lines for the plan: settings that have no effect."""
 
 
 def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None = None) -> CheckedSettings:
@@ -43,4 +46,8 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
     check_in_backward(settings, geometry, optimizer)
     check_trackers(settings.trackers)
     folder = find_run_folder(settings, script)
-    return CheckedSettings(settings, script, device, dtype, geometry, scheme, optimizer, schedule, folder)
+    notes = []
+    if device.type == "cpu" and getattr(optimizer, "offload", False):
+        optimizer = dataclasses.replace(optimizer, offload=False)
+        notes.append("optim   offload has no effect on a CPU, where optimizer states are in host memory anyway")
+    return CheckedSettings(settings, script, device, dtype, geometry, scheme, optimizer, schedule, folder, tuple(notes))

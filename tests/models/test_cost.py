@@ -12,6 +12,7 @@ from qtrain.models import (
     ModelConfig,
     add_lora,
     apply_activation_checkpointing,
+    build_model,
     compile_layers,
     list_models,
     read_model_source,
@@ -23,6 +24,7 @@ from qtrain.models.trained_cost import only_adapters
 from qtrain.quant import base_scheme, quantize_linears
 from qtrain.tensors.stored_weight import StoredWeight
 from tests.models.families import FAMILIES, drawn, source_of
+from tests.peak_bytes import PeakBytes
 
 CONFIGS = {name: read_model_source(name).model_config() for name, _ in list_models()}
 CONFIGS |= {name: ModelConfig.from_hf(values) for name, values in FAMILIES.items()}
@@ -132,6 +134,16 @@ def test_eager_layers_keep_what_the_table_says(name):
         known += 8 * (config.q_size + config.kv_size)
     found = kept_bytes(model, 2, 24)
     assert found == pytest.approx(sum(expected.values()) - expected["layer input"] + known, rel=0.001)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_building_a_model_takes_its_weights_and_the_largest_in_fp32(tied):
+    """The largest moment of a model that is stored in low bits afterwards and trains one layer at a time."""
+    source = source_of("llama2", vocab_size=4096, tie_word_embeddings=tied)
+    with PeakBytes() as counted:
+        build_model(source, dtype=torch.bfloat16)
+    estimate = estimate_memory(source.model_config(), StepShape(micro_batch_size=1, seq_len=8))
+    assert sum(estimate.moments["build"].values()) == pytest.approx(counted.peak, rel=0.001)
 
 
 def test_memory_grows_and_shrinks_with_what_decides_it():

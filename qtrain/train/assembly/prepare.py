@@ -18,7 +18,7 @@ from qtrain.train.plan.linears import PlannedLinear, plan_linears, refuse_no_swa
 from qtrain.train.plan.plan import Plan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prepared(CheckedSettings):
     """A run that can be built. text: the plan and the list of linears, as printed."""
 
@@ -44,7 +44,13 @@ def prepare(
     linears = plan_linears(model, checked.scheme, checked.settings, head=head, device=checked.device)
     refuse_no_swap(linears, checked.scheme, checked.settings.quantize)
     plan = architecture.plan(checked, linears, describe_hardware(checked.device), data, trained)
-    lines = [*plan.lines(), *auto_lines, "linears", *describe_choices([linear.choice for linear in linears])]
+    lines = [
+        *plan.lines(),
+        *checked.notes,
+        *auto_lines,
+        "linears",
+        *describe_choices([linear.choice for linear in linears]),
+    ]
     lines += architecture.notes(linears)
     lines += warn_high_precision(linears, checked.scheme, checked.dtype, architecture.linear_rows)
     shared = {f.name: getattr(checked, f.name) for f in dataclasses.fields(CheckedSettings)}

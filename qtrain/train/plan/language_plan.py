@@ -92,6 +92,8 @@ def language_memory(
         ),
         optimizer_bytes=checked.optimizer.total_state_bytes(shapes, trained.element)
         / count_parameters(model_config).total,
+        step_bytes=checked.optimizer.step_bytes(shapes, trained.element, partitioned=settings.optimizer_in_backward),
+        pretrained=settings.pretrained,
         low_bit=LowBitBytes(
             layer={name: _linear_bytes(schemes[name], element, adapted) for name in LAYER_LINEARS},
             head=None if head is None else _linear_bytes(head, element, adapted),

@@ -11,7 +11,7 @@ from qtrain.hardware import DATASHEET, Hardware
 from qtrain.models import Decoder, Lora, ModelConfig, add_lora, list_models, read_model_source
 from qtrain.models.cost import count_parameters
 from qtrain.models.trained_cost import TrainedPart
-from qtrain.optim import ParameterShape
+from qtrain.optim import OPTIMIZERS, ParameterShape
 from qtrain.quant import Scheme, base_scheme, quantize_linears
 from qtrain.tensors.stored_weight import StoredWeight
 from qtrain.train.checked_settings import CheckedSettings, check_settings
@@ -159,7 +159,10 @@ def test_seven_billion_parameters_train_in_24_gb():
     chosen = {"quantize": "int8_weight", "optim": "q_galore_adamw", "batch_size": 1, "clip_grad_norm": 0}
     chosen["activation_checkpointing"] = "full"
     assert sum(plan_of("qwen2.5-7b", **chosen).memory.values()) > 24e9
-    assert sum(plan_of("qwen2.5-7b", optimizer_in_backward=True, **chosen).memory.values()) < 18e9
+    plan = plan_of("qwen2.5-7b", optimizer_in_backward=True, **chosen)
+    assert sum(plan.memory.values()) < 18e9
+    # Measured on an H200: 16.6 GiB, while the weights were drawn in bf16, before they became INT8.
+    assert sum(plan.memory.values()) / 2**30 == pytest.approx(16.6, rel=0.03) and "initialization" in plan.memory
 
 
 # ---- what does not train ---------------------------------------------------------------------------------------------
@@ -196,7 +199,7 @@ def test_bytes_where_not_everything_trains_are_those_of_the_model(part):
     ids = torch.randint(0, 96, (1, 9))
     model(ids[:, :-1], ids[:, 1:].contiguous()).loss.backward()
     held = [t for p in model.parameters() for t in (p.inner.values() if isinstance(p, StoredWeight) else [p])]
-    held += [t for name, t in model.named_buffers() if "squares" in name or ("operand" in name and t.ndim == 2)]
+    held += [t for name, t in model.named_buffers() if "squares" in name or ("low_bit_weight" in name and t.ndim == 2)]
     rows = [t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, StoredWeight)]
     scales = {id(t.scale): t.scale.nbytes for t in rows if t.scale.ndim == 1}
     trains = [p for p in model.parameters() if p.requires_grad]
@@ -213,7 +216,11 @@ def test_states_on_the_host_count_with_their_stages():
     """Three of at most 256 MiB, for states of 28 GiB of which the embedding's alone are 2."""
     config = read_model_source("qwen2.5-7b").model_config()
     settings = LanguageSettings(model="qwen2.5-7b", seq_len=1024, batch_size=16, optim_kwargs={"offload": True})
-    plan = plan_for(checked_of(settings), config)
+    on_cpu = checked_of(settings)
+    assert plan_for(on_cpu, config).memory["optimizer"] > 28e9  # there they are in its memory anyway
+    assert on_cpu.notes == ("optim   offload has no effect on a CPU, where optimizer states are in host memory anyway",)
+    on_gpu = dataclasses.replace(on_cpu, optimizer=OPTIMIZERS.make("adamw", {"offload": True}, ""))
+    plan = plan_for(on_gpu, config)
     assert 0.9 * 3 * 2**28 < plan.memory["optimizer"] <= 3 * 2**28
 
 
