@@ -1,6 +1,5 @@
 """Settings checked against each other and against this machine, and what they name looked up in the registries."""
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -46,8 +45,6 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
     check_in_backward(settings, geometry, optimizer)
     check_trackers(settings.trackers)
     folder = find_run_folder(settings, script)
-    notes = []
-    if device.type == "cpu" and getattr(optimizer, "offload", False):
-        optimizer = dataclasses.replace(optimizer, offload=False)
-        notes.append("optim   offload has no effect on a CPU, where optimizer states are in host memory anyway")
-    return CheckedSettings(settings, script, device, dtype, geometry, scheme, optimizer, schedule, folder, tuple(notes))
+    optimizer, note = optimizer.for_device(device)
+    notes = (f"optim   {note}",) if note else ()
+    return CheckedSettings(settings, script, device, dtype, geometry, scheme, optimizer, schedule, folder, notes)
