@@ -81,7 +81,7 @@ FLAGS = [
     ),
     wrong("--optimizer_in_backward: ", "cannot be clipped to 1; give --clip_grad_norm 0", optimizer_in_backward=True),
     wrong(
-        "--optimizer_in_backward: gradients are gone",
+        "--optimizer_in_backward: a micro-batch's gradients are freed",
         "--gradient_accumulation 1 --micro_batch_size 4",
         optimizer_in_backward=True,
         clip_grad_norm=0,

@@ -291,7 +291,7 @@ def test_a_weight_that_is_not_a_number_stops_at_the_first_step(here):
         said = done.err.splitlines()
         assert len(said) == 1 and said[0].startswith("error: step 1: the loss is nan.")
         assert (
-            "First bad tensor: the weight of layers.1.mlp.down_proj.weight (1 NaN and 0 Inf among 2,048 values)."
+            "First non-finite tensor: the weight of layers.1.mlp.down_proj.weight (1 NaN and 0 Inf among 2,048 values)."
             in said[0]
         )
         assert "No checkpoint yet." in said[0]
@@ -305,7 +305,7 @@ def test_a_rate_that_is_too_high_stops_with_the_last_good_checkpoint(here):
     run = only_run(Path("runs"))
     last = sorted((run / "checkpoints").iterdir())[-1]
     step = int(last.name) + 1
-    assert done.err.startswith(f"error: step {step}: the ") and "First bad tensor: the gradient of " in done.err
+    assert done.err.startswith(f"error: step {step}: the ") and "First non-finite tensor: the gradient of " in done.err
     assert f"The last good checkpoint is {last} (--resume {last})." in done.err and "--lr" in done.err
     assert [row[0] for row in losses(run)] == [*range(1, step)]  # the bad step changed nothing
     again = call(llm_pretrain.main, tiny(**options, lr=1e-3, resume=last))

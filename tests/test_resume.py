@@ -209,7 +209,7 @@ def test_a_live_run_is_not_resumed_and_a_killed_one_is(server, tmp_path):
 
 def printed_command(out: str) -> str:
     """The command that a stopped run prints."""
-    found = re.search(r"stopped at step (\d+); go on with:\n\s+(python .*)\n", out)
+    found = re.search(r"stopped at step (\d+); resume with:\n\s+(python .*)\n", out)
     assert found, out
     return found.group(2)
 
@@ -223,7 +223,7 @@ def test_a_signal_finishes_the_step_and_saves(server, tmp_path, name):
     assert done.code == 0 and f"{name}: stopping after this step" in done.err and "Traceback" not in done.err
     (checkpoint,) = (run / "checkpoints").iterdir()
     assert int(checkpoint.name) == last_step(tmp_path) == newest_complete(run / "checkpoints")[1].step
-    assert f"stopped at step {last_step(tmp_path)}; go on with:" in done.out
+    assert f"stopped at step {last_step(tmp_path)}; resume with:" in done.out
     assert not (run / "hf").exists()  # what is exported is a finished model
 
 

@@ -56,7 +56,6 @@ def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, A
         start = _now(device)
         gradients = compute_gradients(model, forward, quantized, batches, step, graphs, in_backward)
         apply_gradients(
-            model,
             run.optimizer,
             quantized,
             gradients,

@@ -50,7 +50,7 @@ def train(
         rows = 2 if step == odd_step else 4
         found = compute_gradients(model, forward, quantized, batches(step, accumulation, rows, **kind), step, graphs)
         seen.append((found.loss, found.norm_value))
-        apply_gradients(model, optimizer, quantized, found, lr=1e-3, clip_grad_norm=1.0, graphs=graphs)
+        apply_gradients(optimizer, quantized, found, lr=1e-3, clip_grad_norm=1.0, graphs=graphs)
     return seen, [p.detach().clone() for p in model.parameters()], graphs
 
 

@@ -1,4 +1,4 @@
-"""The optimizer within the backward pass: the ordinary step bit for bit, with one part's gradients at a time."""
+"""The optimizer in the backward pass: the ordinary step bit for bit, with one partition's gradients at a time."""
 
 import dataclasses
 from pathlib import Path
@@ -14,11 +14,11 @@ from qtrain.models import ModelSource, apply_activation_checkpointing, build_mod
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, QuantizedModel, quantize_linears
 from qtrain.tensors.stored_weight import StoredWeight
-from qtrain.train.in_backward import OptimizerInBackward, check_in_backward, model_parts
+from qtrain.train.in_backward import OptimizerInBackward, check_in_backward, model_partitions
 from qtrain.train.language import language_forward
 from qtrain.train.settings import LanguageSettings, batch_geometry
 from qtrain.train.state.state_dict import optimizer_tensors
-from qtrain.train.step import apply_gradients, compute_gradients, set_rate
+from qtrain.train.step import apply_gradients, compute_gradients, set_lr
 from tests.data.corpora import write_jsonl
 from tests.system import TINY, call, contents, flags, losses, only_run, write_model
 from tests.train.test_loop import go_on, interrupt
@@ -66,14 +66,14 @@ class Trainee:
         found = []
         for step, lr in enumerate(rates):
             if self.in_backward is not None:
-                set_rate(self.optimizer, lr)
+                set_lr(self.optimizer, lr)
             gradients = compute_gradients(
                 self.model, self.forward, self.quantized, [batch(step)], step, in_backward=self.in_backward
             )
             if self.in_backward is not None:
                 self.quantized.refresh()
             else:
-                apply_gradients(self.model, self.optimizer, self.quantized, gradients, lr=lr, clip_grad_norm=0)
+                apply_gradients(self.optimizer, self.quantized, gradients, lr=lr, clip_grad_norm=0)
             found.append((gradients.loss, gradients.norm_value))
         return found
 
@@ -140,14 +140,14 @@ def test_compiled_layers_are_updated_outside_of_what_is_compiled(scheme):
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_one_parts_gradients_exist_at_a_time(tied, monkeypatch):
+def test_one_partitions_gradients_exist_at_a_time(tied, monkeypatch):
     trainee, seen = Trainee("adamw", tie_word_embeddings=tied, in_backward=True), []
-    parts = model_parts(trainee.model)
-    part_of = {p: name for name, part in parts.items() for p in part}
+    partitions = model_partitions(trainee.model)
+    name_of = {p: name for name, members in partitions.items() for p in members}
     step_partition = trainee.optimizer.step_partition
 
     def watched(number: int) -> None:
-        seen.append({part_of[p] for p in trainee.model.parameters() if p.grad is not None})
+        seen.append({name_of[p] for p in trainee.model.parameters() if p.grad is not None})
         step_partition(number)
 
     monkeypatch.setattr(trainee.optimizer, "step_partition", watched)
@@ -157,17 +157,17 @@ def test_one_parts_gradients_exist_at_a_time(tied, monkeypatch):
     assert all(p.grad is None for p in trainee.model.parameters())
 
 
-def test_parts_are_the_blocks_and_every_trained_parameter_is_in_one():
+def test_partitions_are_the_blocks_and_every_trained_parameter_is_in_one():
     model = Trainee("adamw", in_backward=False).model
     model.embed_tokens.weight.requires_grad_(False)
     model.layers[0].attn.qkv.weight.requires_grad_(False)
-    parts = model_parts(model)
-    assert list(parts) == ["layers.0", "layers.1", "norm"]
-    found = [id(p) for part in parts.values() for p in part]
+    partitions = model_partitions(model)
+    assert list(partitions) == ["layers.0", "layers.1", "norm"]
+    found = [id(p) for members in partitions.values() for p in members]
     assert sorted(found) == sorted(id(p) for p in model.parameters() if p.requires_grad)
 
 
-def test_parameters_without_a_gradient_are_left_alone_and_their_parts_are_not():
+def test_parameters_without_a_gradient_are_left_alone_and_their_partitions_are_not():
     ways = [Trainee("adamw", in_backward=False) for _ in range(2)]
     for way in ways:  # a parameter that the forward pass does not use
         way.model.layers[1].unused = torch.nn.Parameter(torch.ones(3))
@@ -283,8 +283,8 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_anything_is_saved(her
     monkeypatch.setattr(OptimizerInBackward, "_update", spoiled)
     done = call(llm_pretrain.main, argv(optimizer_in_backward=True, ckpt_interval=3, **options))
     assert done.code == 1
-    said = "step 4: the gradient norm is nan. First bad tensor: the gradient of layers.1 (norm nan)."
-    assert said in done.err and "are not to be trusted; nothing of it is saved" in done.err
+    said = "step 4: the gradient norm is nan. First non-finite tensor: the gradient of layers.1 (norm nan)."
+    assert said in done.err and "have been updated with it; nothing of this step is saved" in done.err
     assert "--clip_grad_norm 1 without --optimizer_in_backward" in done.err
     (saved,) = (only_run(here / "runs") / "checkpoints").iterdir()
     assert saved.name == "00000003" and f"--resume {saved.relative_to(here)}" in done.err

@@ -95,7 +95,7 @@ def interrupt(patch: pytest.MonkeyPatch, method: str, at_step: int, number: int 
 
 def go_on(out: str) -> list[str]:
     """The arguments of the printed resume command."""
-    return out.split("go on with:\n")[1].split("llm_pretrain.py ")[1].splitlines()[0].split()
+    return out.split("resume with:\n")[1].split("llm_pretrain.py ")[1].splitlines()[0].split()
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_stopped_run_goes_on_to_the_same_end(method, at_step, evaluated):
         done = call(llm_pretrain.main, argv(**settings, ckpt_interval=2 if method == "_save" else 0))
     assert done.code == 0, done.err
     assert steps() == ([*range(1, at_step + 1)], evaluated, [at_step])
-    assert f"stopped at step {at_step}; go on with:" in done.out
+    assert f"stopped at step {at_step}; resume with:" in done.out
     resumed = call(llm_pretrain.main, go_on(done.out))
     assert resumed.code == 0, resumed.err
     assert losses(only_run(Path("runs"))) == losses(only_run(Path("whole")))
@@ -159,7 +159,7 @@ def test_a_model_with_dropout_goes_on_with_the_draws_that_it_would_have_made():
 def test_a_signal_in_the_last_step_changes_nothing(monkeypatch):
     interrupt(monkeypatch, "_step", 7)
     done = call(llm_pretrain.main, argv(export=True))
-    assert done.code == 0 and "go on with" not in done.out
+    assert done.code == 0 and "resume with" not in done.out
     assert steps() == ([*range(1, 8)], [0, 3, 6, 7], [7]) and (only_run(Path("runs")) / "hf").exists()
 
 
@@ -167,7 +167,7 @@ def test_without_checkpoints_a_stopped_run_says_that_nothing_is_saved(monkeypatc
     interrupt(monkeypatch, "_step", 2, signal.SIGUSR1)
     done = call(llm_pretrain.main, argv(keep_ckpts=0))
     assert done.code == 0 and "stopped at step 2; nothing is saved (--keep_ckpts 0)" in done.out
-    assert "go on with" not in done.out
+    assert "resume with" not in done.out
 
 
 def test_a_finished_run_resumed_does_nothing_more_but_export():

@@ -11,7 +11,7 @@ from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, QuantizedModel, quantize_linears
 from qtrain.train.language import document_ids, language_forward
-from qtrain.train.step import apply_gradients, compute_gradients, count_trained, evaluate
+from qtrain.train.step import apply_gradients, compute_gradients, evaluate
 from tests.system import TINY
 
 B, S, V = 8, 24, TINY["vocab_size"]
@@ -108,7 +108,7 @@ def test_a_step_in_which_nothing_is_trained_on_has_loss_and_gradients_zero():
     batch = masked_batch()
     batch.labels.fill_(-100)
     found = compute_gradients(model, language_forward(model, None), quantized, [batch], step=0)
-    assert found.loss == 0 and found.norm_value == 0 and count_trained([batch]) == 0
+    assert found.loss == 0 and found.norm_value == 0 and batch.n_trained == 0
 
 
 def test_documents_in_one_window_train_as_if_each_were_alone():
@@ -156,7 +156,7 @@ def test_gradients_are_clipped_to_the_norm_and_only_above_it(clip, scaled):
 
     optimizer.register_step_pre_hook(used)
     before = {n: p.grad.clone() for n, p in model.named_parameters()}
-    apply_gradients(model, optimizer, quantized, gradients, lr=1e-3, clip_grad_norm=clip)
+    apply_gradients(optimizer, quantized, gradients, lr=1e-3, clip_grad_norm=clip)
     factor = clip / gradients.norm_value if scaled else 1.0
     for name, gradient in before.items():
         torch.testing.assert_close(seen[name], gradient * factor, rtol=1e-4 if scaled else 0, atol=1e-12)
@@ -169,7 +169,7 @@ def test_an_update_sets_the_rate_frees_the_gradients_and_renews_the_codes():
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     codes = quantized.linears[0].low_bit_weight.output_codes.clone()
     gradients = compute_gradients(model, forward, quantized, [masked_batch()], step=0)
-    apply_gradients(model, optimizer, quantized, gradients, lr=0.01, clip_grad_norm=1.0)
+    apply_gradients(optimizer, quantized, gradients, lr=0.01, clip_grad_norm=1.0)
     assert {group["lr"] for group in optimizer.param_groups} == {0.01}
     assert all(p.grad is None for p in model.parameters())
     moved = {n: (p.detach() - weights[n]).abs().max().item() for n, p in model.named_parameters()}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qtrain.train.log.report import MOST_POINTS, _ticks, write_report
+from qtrain.train.log.report import MAX_POINTS, _ticks, write_report
 
 NASTY = '</pre><script>alert("x")</script>&amp; \'"'
 
@@ -109,7 +109,7 @@ def test_a_long_run_is_thinned(tmp_path):
     make_run(tmp_path / "run", [{"step": n, "loss": 1.0 + n % 2} for n in range(5000)], {})
     text = (tmp_path / "run" / "report.html").read_text()
     points = re.search(r'points="([^"]+)"', text)[1].split()
-    assert MOST_POINTS / 2 < len(points) <= MOST_POINTS and len(text) < 60_000
+    assert MAX_POINTS / 2 < len(points) <= MAX_POINTS and len(text) < 60_000
 
 
 def test_a_resumed_log_without_speed_has_no_time(tmp_path):

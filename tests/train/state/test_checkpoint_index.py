@@ -111,7 +111,7 @@ def wanted(**changes: torch.Tensor | None) -> dict:
     ("changes", "expected"),
     [
         ({"more": torch.zeros(1)}, "lacks 1 of this run's tensors, first model.more"),
-        ({"inner__bias": None}, "has 1 tensors that this run has not, first model.inner.bias"),
+        ({"inner__bias": None}, "has 1 tensors that this run lacks, first model.inner.bias"),
         ({"inner__bias": torch.zeros(17)}, "model.inner.bias has shape [16] in it and [17] in this run"),
         ({"inner__bias": torch.zeros(1, 16)}, "has shape [16] in it and [1, 16]"),
         ({"inner__bias": torch.zeros(16).bfloat16()}, "torch.float32 in it and torch.bfloat16 in this run"),

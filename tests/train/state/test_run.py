@@ -54,7 +54,7 @@ def train(run: Run, steps: int) -> list[float]:
         batch = masked_batch(seed=run.state.step)
         forward = language_forward(run.model, None)
         gradients = compute_gradients(run.model, forward, run.quantized, [batch, batch], run.state.step)
-        apply_gradients(run.model, run.optimizer, run.quantized, gradients, lr=0.01, clip_grad_norm=1.0)
+        apply_gradients(run.optimizer, run.quantized, gradients, lr=0.01, clip_grad_norm=1.0)
         run.state.step += 1
         run.state.data = {"sample": run.state.step}
         losses.append(gradients.loss)
