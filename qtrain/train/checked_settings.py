@@ -1,4 +1,4 @@
-"""Settings checked against each other and against this machine, and what they name looked up in the registries."""
+"""Settings checked against each other and this machine, with the registry entries that they name."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from qtrain.train.state.run_folder import RunFolder, find_run_folder
 
 @dataclass(frozen=True)
 class CheckedSettings:
-    """`settings` with all that follows from them alone; script: the name of the script, without .py."""
+    """`settings` and what follows from them alone. script: name of the script, without .py."""
 
     settings: TrainSettings
     script: str
@@ -32,9 +32,9 @@ class CheckedSettings:
 
 
 def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None = None) -> CheckedSettings:
-    """Refuse, as UserError, whatever can be refused without reading the model or the data; creates nothing.
+    """Check everything that needs neither the model nor the data; creates nothing. Raises UserError.
 
-    scheme: takes the place of the one that --quantize names.
+    scheme: replaces the one that --quantize names.
     """
     refuse_many_processes()
     device = choose_device(settings.device)
