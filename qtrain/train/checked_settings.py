@@ -14,7 +14,7 @@ from qtrain.train.settings import BatchGeometry, TrainSettings, batch_geometry, 
 from qtrain.train.state.run_folder import RunFolder, find_run_folder
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CheckedSettings:
     """`settings` and what follows from them alone. script: name of the script, without .py."""
 
@@ -50,4 +50,15 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
     if device.type == "cpu" and getattr(optimizer, "offload", False):
         optimizer = dataclasses.replace(optimizer, offload=False)
         notes.append("optim   offload has no effect on a CPU, where optimizer states are in host memory anyway")
-    return CheckedSettings(settings, script, device, dtype, geometry, scheme, optimizer, schedule, folder, tuple(notes))
+    return CheckedSettings(
+        settings=settings,
+        script=script,
+        device=device,
+        dtype=dtype,
+        geometry=geometry,
+        scheme=scheme,
+        optimizer=optimizer,
+        schedule=schedule,
+        folder=folder,
+        notes=tuple(notes),
+    )

@@ -128,8 +128,8 @@ def prepare_optimizer(optimizer: Optimizer, model: nn.Module, saved: Mapping[str
         now = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         if before != now:
             flat_before, flat_now = {n for g in before for n in g}, {n for g in now for n in g}
-            odd = sorted(flat_before ^ flat_now)
-            why = f"{odd[0]} is trained in only one of them" if odd else "they are grouped differently"
+            in_one = sorted(flat_before ^ flat_now)
+            why = f"{in_one[0]} is trained in only one of them" if in_one else "they are grouped differently"
             raise UserError(f"--resume: the checkpoint's optimizer and this one differ: {why}. Use the run's settings.")
         optimizer.state.clear()
         tensors: dict[str, dict[str, Tensor]] = {}
@@ -164,7 +164,7 @@ def user_options(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def finish_optimizer(optimizer: Optimizer, model: nn.Module) -> list[str]:
-    """Check the states that have been loaded, and bring them into the optimizer's formats; returns what was converted.
+    """Check the loaded states and convert them to the optimizer's formats. Returns the conversions, for a message.
 
     UserError for states that no training leaves behind, such as NaN.
     """

@@ -57,7 +57,7 @@ def test_only_numbers_are_sent():
     assert recorder.rows == [(3, {"loss": 1.5, "tokens": 7})] and recorder.closed
 
 
-def test_a_failing_tracker_is_reported_once_and_the_others_go_on(warnings):
+def test_a_failing_tracker_is_reported_once_and_the_others_continue(warnings):
     bad, good = Recorder(fails_at=2), Recorder()
     opened = Trackers({"bad": lambda: bad, "good": lambda: good})
     for step in range(1, 6):
