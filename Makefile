@@ -23,11 +23,11 @@ lint: setup
 	$(PY) -m ruff format --check .
 
 test: lint
-	$(PY) -m pytest
+	$(PY) -m pytest --numprocesses auto
 
-# The tests marked gpu, on a machine with an NVIDIA GPU.
+# The tests marked gpu, on a machine with an NVIDIA GPU; its workers share that GPU.
 gpu-test: setup
-	$(PY) -m pytest -m gpu
+	$(PY) -m pytest -m gpu --numprocesses auto
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .ruff_cache

@@ -3,6 +3,8 @@
 import os
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: threads of their own would only wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch

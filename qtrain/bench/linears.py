@@ -90,7 +90,8 @@ def _limit(scheme: Scheme) -> float:
     if isinstance(scheme, LowBitScheme) and scheme.latent:
         return LIMITS["latent"]
     stored = scheme.stored_format if isinstance(scheme, LowBitScheme) else None
-    return LIMITS["int4"] if "int4" in (stored, *scheme.gemm_dtypes().values()) else EIGHT_BITS
+    four_bits = {"int4", "nvfp4"} & {stored, *scheme.gemm_dtypes().values()}
+    return LIMITS["int4"] if four_bits else EIGHT_BITS
 
 
 def _check(problem: LinearProblem, limit: float) -> Check:
