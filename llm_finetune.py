@@ -112,10 +112,10 @@ def main(argv: list[str]) -> None:
     # ---- data --------------------------------------------------------------------------------------------------------
     loader = text.loader(run.state.data)
     forward = language_forward(model, text.tokenizer.eos_id if settings.doc_mask else None)
-    held_out_loss = (lambda: evaluate(model, forward, text.eval_windows)) if text.eval_windows else None
+    validation_loss = (lambda: evaluate(model, forward, text.eval_windows)) if text.eval_windows else None
     evaluation = FinetuneEvaluation(
         model=model,
-        held_out_loss=held_out_loss,
+        validation_loss=validation_loss,
         tokenizer=text.tokenizer,
         questions=questions,
         max_new_tokens=settings.answer_tokens,

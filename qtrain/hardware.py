@@ -34,7 +34,7 @@ FP8_CAPABILITY, MX_CAPABILITY = (8, 9), (10, 0)
 """The first GPUs whose tensor cores multiply FP8 (Ada) and FP8 with a scale for each 32 elements (Blackwell)."""
 
 MEASURE_SECONDS, ROUNDS = 0.3, 3
-"""A CPU's arithmetics are measured in turns, a few times each: a disturbance of a moment is not one of all rounds."""
+"""A CPU's arithmetics are measured in turns, ROUNDS times each, so that a short disturbance cannot hit all."""
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Constants of glibc's malloc.h."""
@@ -42,7 +42,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device and its peaks. `peaks`: TFLOP/s by arithmetic; `measured`: timed here, not from a datasheet."""
+    """A device and its peaks. peaks: TFLOP/s by arithmetic; measured: timed here, not from a datasheet."""
 
     name: str
     peaks: dict[str, float]
@@ -50,11 +50,11 @@ class Hardware:
     measured: bool
 
     def peak(self, arithmetic: str) -> float:
-        """TFLOP/s of an arithmetic; one that the device lacks runs, emulated, at the bf16 or fp32 rate."""
+        """TFLOP/s of an arithmetic. One that the device lacks is emulated at the bf16 or fp32 rate."""
         return self.peaks.get(RUNS_AS.get(arithmetic, arithmetic)) or self.peaks.get("bf16") or self.peaks["fp32"]
 
     def emulates(self, arithmetic: str) -> bool:
-        """Whether the device has no such arithmetic."""
+        """Whether the device lacks this arithmetic."""
         return RUNS_AS.get(arithmetic, arithmetic) not in self.peaks
 
 
@@ -99,11 +99,11 @@ def _measured_peaks(device: torch.device) -> dict[str, float]:
 
 @functools.cache
 def _cpu_peaks(threads: int) -> dict[str, float]:
-    """`threads` times the peak of one, which other processes hardly disturb: threads that share a product wait for the
-    slowest of them, on a busy machine twenty times as long as the product takes."""
+    """`threads` times the peak of one thread, which other processes hardly disturb. Threads that share a product wait
+    for the slowest of them: on a busy machine twenty times as long as the product takes."""
     if threads == 1:
         return _one_thread_peaks()
-    with ThreadPoolExecutor(1) as pool:  # the number of threads is a property of the thread that asks for them
+    with ThreadPoolExecutor(1) as pool:  # OpenMP's number of threads belongs to the calling thread
         rates = pool.submit(_one_thread_peaks).result()
     return {name: threads * rate for name, rate in rates.items()}
 

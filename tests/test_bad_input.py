@@ -81,7 +81,7 @@ FLAGS = [
     ),
     wrong("--optimizer_in_backward: ", "cannot be clipped to 1; give --clip_grad_norm 0", optimizer_in_backward=True),
     wrong(
-        "--optimizer_in_backward: gradients are gone",
+        "--optimizer_in_backward: a micro-batch's gradients are freed",
         "--gradient_accumulation 1 --micro_batch_size 4",
         optimizer_in_backward=True,
         clip_grad_norm=0,
@@ -465,7 +465,7 @@ def test_a_mistake_is_one_short_line_and_changes_nothing(folder, mistake, monkey
 
 
 def test_the_table_is_long_enough_and_the_command_lines_are_right_without_the_mistake(folder, monkeypatch):
-    """So that each of them is refused for what it is in the table for."""
+    """So each mistake is refused for its own reason."""
     monkeypatch.chdir(folder)
     assert len(MISTAKES) >= 60
     before = tree(folder)

@@ -164,7 +164,7 @@ def test_the_optimizer_in_the_backward_pass_trains_the_same_model(folder, tmp_pa
 # ---- kill -9 ---------------------------------------------------------------------------------------------------------
 
 
-def test_killed_and_resumed_equals_one_that_never_stopped(folder, tmp_path):
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(folder, tmp_path):
     """Bit for bit: augmentation, mixing, drop path and dropout, stochastic rounding, the average; across an epoch."""
     settings = {**GOOD, "model_kwargs": {**SHAPE, "drop_path_rate": 0.3, "proj_drop_rate": 0.1}, "quantize": "int8"}
     settings |= {"quantize_kwargs": {"stochastic_rounding": True}, "micro_batch_size": 2, "ema_decay": 0.9}

@@ -1,7 +1,7 @@
-"""From checked settings to a run that is ready to be built: the scheme of every linear, and the plan.
+"""From checked settings to a run that can be built: the scheme of every linear, and the plan.
 
-Everything that can be refused has been refused when `prepare` returns. Nothing has been written, and no weight has
-memory.
+When `prepare` returns, everything that can be refused has been refused; nothing has been written, and no weight has
+been allocated.
 """
 
 import dataclasses
@@ -34,8 +34,10 @@ def prepare(
     data: Sequence[str],
     trained: TrainedPart | None = None,
 ) -> Prepared:
-    """Choose the scheme of every linear, and plan the run. data: lines that describe the data; trained: what trains,
-    where not everything does. Raises UserError."""
+    """Choose the scheme of every linear and plan the run. Raises UserError.
+
+    data: lines that describe the data. trained: what trains, if not everything does.
+    """
     model = architecture.empty
     head = architecture.head(model)
     checked, auto_lines = resolve_auto_scheme(
