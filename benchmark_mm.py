@@ -53,36 +53,37 @@ class BenchmarkSettings:
     """Time matrix products, quantizers and linears. Every result is checked against fp64 before it is timed."""
 
     tables: str = "mm"
-    """Which tables, with commas: mm (matrix products), quantizers, linears."""
+    """Tables to measure, separated by commas: mm (matrix products), quantizers, linears."""
     shapes: str = ""
-    """Sizes MxNxK of the matrix products, with commas; empty: 1024, 2048 and 4096 cubed, on a CPU 256 and 512."""
+    """Sizes MxNxK of the matrix products, separated by commas; empty: 1024, 2048 and 4096 cubed, on a CPU 256 and 512."""
     model: str | None = None
-    """Take the linears of this model instead, with --tokens rows; a name that llm_pretrain.py --model takes."""
+    """Take the shapes of this model's linears instead, with --tokens rows; any --model of llm_pretrain.py."""
     tokens: CountOrZero = 0
-    """Rows of the linears' inputs, with --model and in the table of linears; 0: 16384, on a CPU 256."""
+    """Rows of the linears' inputs, for --model and the table of linears; 0: 16384, on a CPU 256."""
     a_column_major: bool = False
-    """Store A [M, K] column by column, as backward finds dy for a weight's gradient."""
+    """Store A [M, K] column-major, the layout of dy in grad_weight."""
     b_column_major: bool = False
-    """Store B [N, K] column by column: A·B instead of A·Bᵀ, as backward finds the weight."""
+    """Store B [N, K] column-major, which makes A·Bᵀ an A·B: the layout of the weight in grad_input."""
     rows: str = ""
-    """Only rows whose name holds one of these words, with commas: int8, cublas, 128x128."""
+    """Measure only rows whose name contains one of these words, separated by commas, such as int8,cublas,128x128."""
     skip: str = ""
-    """No rows whose name holds one of these words."""
+    """Leave out rows whose name contains one of these words, separated by commas."""
     quantizer_shapes: str = ""
-    """Sizes MxK of the quantizers' inputs, with commas; empty: 16384x4096, 16384x14336, on a CPU 256x1024."""
+    """Sizes MxK of the quantizers' inputs, separated by commas; empty: 16384x4096, 16384x14336, on a CPU 256x1024."""
     linear_shapes: str = ""
-    """Sizes NxK of the linears, with commas; empty: those of --model, of Llama and DeepSeek-V3, on a CPU 512x256."""
+    """Sizes NxK of the linears, separated by commas; empty: those of --model, else of Llama and DeepSeek-V3, on a CPU
+    512x256."""
     schemes: str = ""
-    """Schemes of the table of linears, with commas; NAME:{JSON} gives one its options. Empty: all, int8 also with
-    stochastic rounding nowhere and everywhere."""
+    """Schemes in the table of linears, separated by commas; NAME:{JSON} sets the options of one. Empty: all, and int8
+    also with stochastic rounding nowhere and everywhere."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where; auto takes the GPU if there is one."""
+    """Device to measure; auto: the GPU if there is one, else the CPU."""
     budget_ms: Annotated[float, Range(1, 10_000)] = 150.0
-    """Milliseconds of calls that a figure is the median of."""
+    """Time to spend on each measurement, in milliseconds; the result is the median of the calls."""
     json: str | None = None
-    """File for all figures; none: runs/benchmark_mm/<time>.json."""
+    """JSON file to write the results to; None: runs/benchmark_mm/TIME.json."""
     png: str | None = None
-    """Draw the tables as bars into this file; needs matplotlib."""
+    """PNG file to draw the tables into as bars; needs matplotlib."""
 
 
 def main(argv: list[str]) -> None:

@@ -30,27 +30,28 @@ class TokenizeSettings:
     """Tokenize a dataset of the Hugging Face hub, or local files, into shards for the dataset type `token`."""
 
     dataset: str | None = None
-    """tinystories, c4_realnewslike, fineweb_edu, or any hub dataset ORG/NAME."""
+    """Dataset to tokenize: tinystories, c4_realnewslike, fineweb_edu, or any hub dataset ORG/NAME."""
     files: tuple[str, ...] = ()
-    """Local text instead of a dataset: .txt, .py, .jsonl, .parquet files, globs, folders, or python:stdlib."""
+    """Local text to tokenize instead: .txt, .py, .jsonl or .parquet files, globs, folders, or python:stdlib."""
     subset: str | None = None
     """Subset (configuration) of the hub dataset."""
     split: str = "train"
-    """Split, or several with commas. Local files: train, validation (split by file) or all."""
+    """Split to tokenize, or several separated by commas; of local files: train, validation (by file), or all."""
     text_column: str = "text"
     """Column or key that holds the text."""
     validation_fraction: Annotated[float, Range(0, 1)] = 0.05
-    """Share of the local files, by a hash of their path, that is the validation split."""
+    """Fraction of the local files in the validation split, chosen by a hash of their path."""
     tokenizer: str | None = None
-    """llama2, llama3, mistral, qwen2.5, byte, a .model file, a tokenizer.json, a folder or a hub id. None: llama2."""
+    """Tokenizer: llama2, llama3, mistral, qwen2.5, byte, a .model file, a tokenizer.json, a folder or a hub id; None:
+    llama2."""
     train_tokenizer: Annotated[int, Range(0)] = 0
-    """Train a sentencepiece tokenizer of this many pieces on the train split instead; 0: do not."""
+    """Train a sentencepiece tokenizer with this vocabulary size on the train split, and use it; 0: do not."""
     n_procs: Annotated[int, Range(0)] = 0
-    """Processes that encode; 0: one for each CPU core."""
+    """Processes that tokenize; 0: one per CPU core."""
     shard_tokens: Annotated[int, Range(1, 200_000_000)] = 100_000_000
-    """Tokens in a shard, at most."""
+    """Tokens per shard file at most."""
     output_dir: str | None = None
-    """Folder to write; with several splits _SPLIT is added. None: <dataset>_<split>."""
+    """Folder to write the shards to, with _SPLIT appended if there are several; None: DATASET_SPLIT."""
 
 
 def main(argv: list[str]) -> None:
