@@ -55,7 +55,7 @@ class BenchmarkSettings:
     tables: str = "mm"
     """Tables to measure, separated by commas: mm (matrix products), quantizers, linears."""
     shapes: str = ""
-    """Sizes MxNxK of the matrix products, separated by commas; empty: 1024, 2048 and 4096 cubed, on a CPU 256 and 512."""
+    """Sizes MxNxK of the products, separated by commas; empty: 1024, 2048 and 4096 cubed, on a CPU 256 and 512."""
     model: str | None = None
     """Take the shapes of this model's linears instead, with --tokens rows; any --model of llm_pretrain.py."""
     tokens: CountOrZero = 0
