@@ -98,7 +98,7 @@ class ApolloMini(MatrixOptimizerSpec):
     method: ClassVar = ApolloMiniOptimizer
 
     def direction_bytes(self, weight_bytes: int) -> float:
-        return 8 if weight_bytes == 2 else 4  # the gradients in fp32, unless they are, and the directions
+        return 8 if weight_bytes == 2 else 4  # fp32 copies of bf16 gradients, and the directions
 
     def matrix_bytes(self, rows: int, columns: int, weight_bytes: int) -> float:
         return 4 * (2 * max(rows, columns) + 1)

@@ -22,7 +22,7 @@ from qtrain.errors import UserError
 from qtrain.kernels.optim.fused_update import SIGNED_STATES, FusedUpdate, Slot
 from qtrain.kernels.optim.state_formats import StateFormat, dequantize_state, quantize_state, zero_state
 from qtrain.optim.offload import OffloadedUpdate, host_sizes, staging_bytes
-from qtrain.optim.optimizer import StateShapes, check_finite
+from qtrain.optim.optimizer import Optimizer, StateShapes, check_finite
 from qtrain.optim.partitioned_optimizer import PartitionedOptimizer
 from qtrain.optim.registry import OptimizerSpec, ParameterShape
 from qtrain.optim.state_layout import (
@@ -51,10 +51,18 @@ class LowBitSpec(OptimizerSpec):
     offload: bool = False
     """keep states in host memory; they stream through the GPU during the step"""
 
+    optimizer: ClassVar[type["LowBitOptimizer"]]
+    group_options: ClassVar[tuple[str, ...]]
+    """The fields that are options of the parameter groups."""
+
     @property
     @abstractmethod
     def state_options(self) -> StateOptions:
         """How states are stored."""
+
+    def build(self, groups: list[dict[str, Any]], lr: float, seed: int = 0) -> Optimizer:
+        options = {name: getattr(self, name) for name in self.group_options}
+        return self.optimizer(groups, {"lr": lr, "weight_decay": 0.0, **options}, self.state_options, seed=seed)
 
     def state_bytes(self, weight_bytes: int) -> float:
         return 0.0 if self.state_options.offload else self.state_options.bytes_per_parameter(weight_bytes)
@@ -103,8 +111,10 @@ class LowBitOptimizer(PartitionedOptimizer):
         super().__init__(groups, defaults)
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
-        """A group's options as the hyperparameters of the rule."""
-        raise NotImplementedError
+        """A group's options as the hyperparameters of the rule (`update_rules.HYPER`)."""
+        decay_rates = group["betas"] if "betas" in group else (group["momentum"],)
+        named = {name: group[name] for name in ("lr", "weight_decay", "eps") if name in group}
+        return named | dict(zip(("beta1", "beta2"), decay_rates, strict=False))
 
     @property
     def signed(self) -> dict[str, bool]:

@@ -79,11 +79,11 @@ class MatrixOptimizerSpec(OptimizerSpec):
 
     @abstractmethod
     def direction_bytes(self, weight_bytes: int) -> float:
-        """Bytes per element that `directions` takes at its largest moment, its result counted, beside its arguments."""
+        """Peak bytes per element of `directions`, with its result and without its arguments."""
 
     def step_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int, *, partitioned: bool) -> float:
-        """As `MatrixOptimizer._step_batch`: the stacked gradients and `directions`; where projections are fused, their
-        gradients stacked again and the result in fp32."""
+        """As in `MatrixOptimizer._step_batch`: the stacked gradients and `directions`; for fused projections also their
+        stacked gradients and the result in fp32."""
         largest = 0.0
         for shape in shapes:
             if shape.hidden:

@@ -1,5 +1,6 @@
 """The cost model against real modules: parameters exactly, kept tensors by counting them, arithmetic by the design."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -16,14 +17,8 @@ from qtrain.models import (
     list_models,
     read_model_source,
 )
-from qtrain.models.cost import (
-    LAYER_LINEARS,
-    LinearBytes,
-    count_parameters,
-    estimate_memory,
-    flops_per_token,
-    saved_per_token,
-)
+from qtrain.models.cost import LAYER_LINEARS, count_parameters, flops_per_token, layer_linears
+from qtrain.models.memory import LinearBytes, LowBitBytes, StepShape, estimate_memory, saved_per_token
 from qtrain.models.rope import rope_tables
 from qtrain.models.trained_cost import only_adapters
 from qtrain.quant import base_scheme, quantize_linears
@@ -46,6 +41,11 @@ def test_parameter_counts_are_those_of_the_module(name):
     assert counted.embedding == sum(p.numel() for p in embedding)
     linear = [m.weight for m in model.layers.modules() if isinstance(m, torch.nn.Linear)]
     assert counted.linear == sum(p.numel() for p in linear)
+
+
+def test_linears_of_a_layer():
+    found = layer_linears(CONFIGS["qwen2.5-7b"])
+    assert found == {"qkv": (4608, 3584), "o_proj": (3584, 3584), "gate_up": (37888, 3584), "down_proj": (3584, 18944)}
 
 
 def test_flops_follow_the_designs_formula():
@@ -142,15 +142,16 @@ def test_building_a_model_takes_its_weights_and_the_largest_in_fp32(tied):
     source = source_of("llama2", vocab_size=4096, tie_word_embeddings=tied)
     with PeakBytes() as counted:
         build_model(source, dtype=torch.bfloat16)
-    estimate = estimate_memory(source.model_config(), micro_batch_size=1, seq_len=8)
+    estimate = estimate_memory(source.model_config(), StepShape(micro_batch_size=1, seq_len=8))
     assert sum(estimate.moments["build"].values()) == pytest.approx(counted.peak, rel=0.001)
 
 
 def test_memory_grows_and_shrinks_with_what_decides_it():
     config = CONFIGS["qwen2.5-0.5b"]
 
-    def peak(**changes) -> int:
-        return estimate_memory(config, **{"micro_batch_size": 8, "seq_len": 1024, **changes}).peak
+    def peak(optimizer_bytes=4.0, low_bit=None, **changes) -> int:
+        step = StepShape(**{"micro_batch_size": 8, "seq_len": 1024, **changes})
+        return estimate_memory(config, step, optimizer_bytes=optimizer_bytes, low_bit=low_bit).peak
 
     base = peak()
     assert peak(micro_batch_size=16) > 1.5 * base
@@ -159,11 +160,12 @@ def test_memory_grows_and_shrinks_with_what_decides_it():
     assert peak(accumulates=True) - base == 2 * count_parameters(config).total
     assert peak(loss_chunks=8) < base < peak(loss_chunks=1, micro_batch_size=9)
     assert peak(compiled=False) >= base
-    low_bit = {"linears": dict.fromkeys(LAYER_LINEARS, LinearBytes(2, kept_input=1.0))}
-    assert peak(**low_bit, down_input_recomputed=True) < peak(**low_bit) < base
-    one = {"linears": {**dict.fromkeys(LAYER_LINEARS, LinearBytes(2)), "gate_up": LinearBytes(2, kept_input=1.0)}}
-    assert peak(**low_bit) < peak(**one) < base
-    estimate = estimate_memory(config, micro_batch_size=8, seq_len=1024)
+    low_bit = LowBitBytes(dict.fromkeys(LAYER_LINEARS, LinearBytes(2, kept_input=1.0)))
+    recomputed = dataclasses.replace(low_bit, down_input_recomputed=True)
+    assert peak(low_bit=recomputed) < peak(low_bit=low_bit) < base
+    one = LowBitBytes({**LowBitBytes.plain(2).layer, "gate_up": LinearBytes(2, kept_input=1.0)})
+    assert peak(low_bit=low_bit) < peak(low_bit=one) < base
+    estimate = estimate_memory(config, StepShape(micro_batch_size=8, seq_len=1024))
     assert (
         estimate.peak == max(sum(kinds.values()) for kinds in estimate.moments.values())
         and estimate.weights == 2 * count_parameters(config).total

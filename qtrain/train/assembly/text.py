@@ -40,15 +40,7 @@ class TextData:
 
     def loader(self, position: Mapping[str, Any] | None) -> Loader:
         """Micro-batches from `position` on; None: from the start. UserError for a position of other data."""
-        return Loader(
-            self.settings.train_ds,
-            self.context,
-            self.micro_batch_size,
-            "--train_ds",
-            num_workers=self.settings.num_workers,
-            position=position,
-            stream=self.stream,
-        )
+        return Loader(self.stream, self.micro_batch_size, num_workers=self.settings.num_workers, position=position)
 
 
 def open_text(

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from qtrain.data import ExampleDataset, StreamContext, Tokenizer, make_dataset
+from qtrain.data import DATASETS, ExampleDataset, StreamContext, Tokenizer
 from qtrain.errors import UserError
 from qtrain.models import answer, rows_at_once
 
@@ -60,10 +60,10 @@ def load_written_questions(
     if spec is None:
         raise UserError("--accuracy: questions come from --eval_ds; give that, or leave --accuracy out.")
     flag, ctx = "--eval_ds", dataclasses.replace(ctx, seed=0, shuffle=False)
-    dataset = make_dataset(spec, flag)
+    dataset = DATASETS.make_typed(spec, flag)
     if not isinstance(dataset, ExampleDataset):
         raise UserError(f"--accuracy: {flag} holds no prompts and answers; give one of type instruct or chat.")
-    found = (parts for parts in dataset.records(ctx, flag) if final_answer(_last_answer(parts)) is not None)
+    found = (parts for parts in dataset.examples(ctx, flag) if final_answer(_last_answer(parts)) is not None)
     texts = [("".join(p.text for p in parts[: _last(parts)]), _last_answer(parts)) for parts in islice(found, count)]
     prompts = ctx.tokenizer.encode_batch([prompt for prompt, _ in texts])
     begin = [ctx.tokenizer.bos_id] if dataset.begin_token and ctx.tokenizer.bos_id is not None else []
