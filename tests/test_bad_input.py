@@ -349,7 +349,7 @@ TOKENIZE = [
         "--output_dir: tokens was made", "--tokenizer 'byte', not", tokenizer="words.json", output_dir="tokens"
     ),
     wrong_tokenize("--output_dir", "empty.txt", output_dir="empty.txt"),
-    wrong_tokenize("none of the 2 files falls in the split 'validation'", split="validation", validation_fraction=0),
+    wrong_tokenize("none of the 2 files is in the split 'validation'", split="validation", validation_fraction=0),
     wrong_tokenize("has no column 'content'", "text", text_column="content"),
     wrong_tokenize("--text_colum: unknown flag", "--text_column", words=("--text_colum=x",)),
     wrong_tokenize("--config (typo.json): unknown key 'batchsize'", config="typo.json"),

@@ -241,7 +241,7 @@ MISTAKES = [
         "Did you mean 'dog'?",
         **images(type="image_folder", path="images", split="dgo"),
     ),
-    wrong("flat holds no folders", "one folder for each class", **images(type="image_folder", path="flat")),
+    wrong("flat holds no folders", "one folder per class", **images(type="image_folder", path="flat")),
     wrong("the class 'dog' has no image files", **images(type="image_folder", path="hollow")),
     wrong("there is only one class, 'cat'", **images(type="image_folder", path="one")),
     wrong("000.png cannot be read as an image", **images(type="image_folder", path="broken"), batch_size=2),
