@@ -60,7 +60,7 @@ def test_all_tables(tmp_path):
 @pytest.mark.parametrize(
     "flags,message",
     [
-        (["--shapes", "12x13"], "--shapes: '12x13' is no size"),
+        (["--shapes", "12x13"], "--shapes: '12x13' is not a size"),
         (["--shapes", ","], "--shapes: it is empty"),
         (["--tables", "mn"], "--tables: unknown table 'mn'. Did you mean 'mm'"),
         (["--tables", ""], "--tables: it is empty"),
@@ -68,8 +68,8 @@ def test_all_tables(tmp_path):
         (["--model", "qwen9"], "--model: unknown model 'qwen9'"),
         (["--tables", "linears", "--schemes", "int9"], "--schemes: unknown scheme 'int9'"),
         (["--tables", "linears", "--schemes", "auto"], "--schemes: auto chooses among schemes itself"),
-        (["--tables", "linears", "--linear_shapes", "5"], "--linear_shapes: '5' is no size"),
-        (["--tables", "quantizers", "--quantizer_shapes", "1x2x3"], "--quantizer_shapes: '1x2x3' is no size"),
+        (["--tables", "linears", "--linear_shapes", "5"], "--linear_shapes: '5' is not a size"),
+        (["--tables", "quantizers", "--quantizer_shapes", "1x2x3"], "--quantizer_shapes: '1x2x3' is not a size"),
         (["--a_colum_major"], "Did you mean --a_column_major"),
         (["--budget_ms", "0"], "--budget_ms: 0.0 is out of range"),
     ],

@@ -45,7 +45,7 @@ def parse_sizes(text: str, count: int, flag: str) -> tuple[int, ...]:
     numbers = text.lower().split("x")
     if len(numbers) != count or not all(n.isascii() and n.isdigit() and int(n) for n in numbers):
         example = "x".join(["4096"] * count)
-        raise UserError(f"{flag}: {text!r} is no size; write {count} whole numbers of at least 1 as in {example}.")
+        raise UserError(f"{flag}: {text!r} is not a size; write {count} whole numbers of at least 1 as in {example}.")
     return tuple(map(int, numbers))
 
 

@@ -10,7 +10,7 @@ knowing which optimizer wrote it.
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -80,6 +80,12 @@ class LowBitSpec(OptimizerSpec):
             master = options.master and dtype == torch.bfloat16
             tensors += [host_sizes(weight.shape, formats, master=master)] * shape.count
         return staging_bytes(tensors)
+
+    def for_device(self, device: torch.device) -> tuple[OptimizerSpec, str | None]:
+        if not self.offload or device.type != "cpu":
+            return self, None
+        note = "offload has no effect on a CPU, where optimizer states are in host memory anyway"
+        return replace(self, offload=False), note
 
     def refuses_partitions(self) -> str | None:
         if self.state_options.offload:

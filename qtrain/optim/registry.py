@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from qtrain.optim.optimizer import Optimizer
 from qtrain.registry import Registry
 
@@ -39,6 +41,10 @@ class OptimizerSpec(ABC):
         """Bytes of temporaries at the largest moment of a step, for gradients of `weight_bytes` each. partitioned: each
         layer is updated by itself. A fused update has none."""
         return 0.0
+
+    def for_device(self, device: torch.device) -> tuple["OptimizerSpec", str | None]:
+        """The spec that takes effect on `device`, and a note for the user where that is not this one."""
+        return self, None
 
     def refuses_partitions(self) -> str | None:
         """Why the optimizer cannot update a partitioned model (`PartitionedOptimizer`), and the fix; None: it can."""

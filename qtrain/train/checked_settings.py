@@ -1,6 +1,5 @@
 """Settings checked against each other and this machine, with the registry entries that they name."""
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -46,10 +45,7 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
     check_in_backward(settings, geometry, optimizer)
     check_trackers(settings.trackers)
     folder = find_run_folder(settings, script)
-    notes = []
-    if device.type == "cpu" and getattr(optimizer, "offload", False):
-        optimizer = dataclasses.replace(optimizer, offload=False)
-        notes.append("optim   offload has no effect on a CPU, where optimizer states are in host memory anyway")
+    optimizer, note = optimizer.for_device(device)
     return CheckedSettings(
         settings=settings,
         script=script,
@@ -60,5 +56,5 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
         optimizer=optimizer,
         schedule=schedule,
         folder=folder,
-        notes=tuple(notes),
+        notes=(f"optim   {note}",) if note else (),
     )

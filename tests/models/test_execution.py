@@ -1,17 +1,10 @@
 """Recomputation and compilation change speed and memory, not results."""
 
-import importlib
-import re
-from pathlib import Path
-
 import pytest
 import torch
-from torch.utils.checkpoint import CheckpointPolicy
 
-import qtrain
 from qtrain.errors import UserError
 from qtrain.models import RECOMPUTE_MODES, apply_activation_checkpointing, compile_layers
-from qtrain.models.selective_recompute import GEMM_OPERATORS, keep_products
 from tests.models.families import DOC_IDS, batch, drawn, source_of
 
 
@@ -55,26 +48,6 @@ def test_each_mode_computes_again_what_it_says():
         calls[mode] = products
     # Backward has two products a linear; full makes forward's four again but for the last, which nothing reads.
     assert calls == {"none": 8, "selective": 8, "full": 11}
-
-
-def test_selective_keeps_every_product_of_this_project_and_no_quantizer():
-    """Every operator of kernels/gemm but the transpose and the one that adds in place, which only backward runs."""
-    kernels = Path(qtrain.__file__).parent / "kernels"
-    defined = {name for file in kernels.rglob("*.py") for name in re.findall(r'"qtrain::(\w+)"', file.read_text())}
-    products = {n for f in (kernels / "gemm").glob("*.py") for n in re.findall(r'"qtrain::(\w+)"', f.read_text())}
-    products = {name for name in products if name != "transpose_8bit" and not name.endswith("_")}
-    assert len(products) >= 6 and products <= defined
-    for file in kernels.rglob("*.py"):
-        importlib.import_module(".".join(file.relative_to(Path(qtrain.__file__).parents[1]).with_suffix("").parts))
-    kept = {
-        name
-        for name in defined
-        if keep_products(None, getattr(torch.ops.qtrain, name).default) == CheckpointPolicy.MUST_SAVE
-    }
-    assert kept == products == set(GEMM_OPERATORS)
-    assert keep_products(None, torch.ops.aten.bmm.default) == CheckpointPolicy.MUST_SAVE
-    assert keep_products(None, torch.ops.higher_order.flex_attention) == CheckpointPolicy.MUST_SAVE
-    assert keep_products(None, torch.ops.aten._int_mm.default) == CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def test_selective_is_sound_for_a_custom_autograd_function():

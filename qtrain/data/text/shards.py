@@ -89,9 +89,9 @@ def open_shard(path: Path, manifest: Manifest | None, flag: str) -> Shard:
         shard = Shard(path, size // 2, "uint16")
     expected = shard.mask_offset + ((shard.tokens + 7) // 8 if shard.masked else 0)
     if size != expected:
-        said = "the manifest" if manifest is not None else "its header"
+        source = "the manifest" if manifest is not None else "its header"
         raise UserError(
-            f"{flag}: {path} has {size} bytes, but {said} says {shard.tokens} tokens, {expected} bytes. "
+            f"{flag}: {path} has {size} bytes, but {source} says {shard.tokens} tokens, {expected} bytes. "
             "It is truncated or damaged: write or copy it again."
         )
     return shard
