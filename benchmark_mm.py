@@ -1,7 +1,7 @@
-"""Time every way to multiply: problems > rows > check > time > tables. What is wrong or cannot run says so.
+"""Time every implementation of matrix products: problems > rows > check > time > tables.
 
 python benchmark_mm.py                                      matrix products at 1024, 2048 and 4096 cubed
-python benchmark_mm.py --a_column_major --b_column_major    the same for Aᵀ·B, which is a weight's gradient
+python benchmark_mm.py --a_column_major --b_column_major    the same for Aᵀ·B, the gradient of a weight
 python benchmark_mm.py --model qwen2.5-7b                   the products of that model's linears
 python benchmark_mm.py --tables mm,quantizers,linears --png runs/benchmark_mm.png
 """
@@ -17,20 +17,21 @@ from typing import Annotated, Literal, TypeVar
 import torch
 
 from qtrain.bench.arguments import compared_schemes, parse_sizes, split_list, wanted_names
-from qtrain.bench.linears import SHAPES, linear_table, linears_of_model
+from qtrain.bench.linears import SHAPES, linear_table
 from qtrain.bench.matmul_rows import ROWS
 from qtrain.bench.matmuls import Problem, matmul_table
 from qtrain.bench.quantizers import QUANTIZER_ROWS, quantizer_table
-from qtrain.bench.tables import Cell, Table, check_png, write_json, write_png
+from qtrain.bench.tables import Cell, Table, about_run, check_png, write_json, write_png
 from qtrain.bench.timing import watching_clocks
 from qtrain.checks import Range
-from qtrain.config import as_dict, parse, run_script, versions
+from qtrain.config import parse, run_script
 from qtrain.errors import UserError, unknown_name
 from qtrain.hardware import describe_hardware
 from qtrain.models import read_model_source
+from qtrain.models.cost import layer_linears
 from qtrain.quant import SCHEMES, Auto
 from qtrain.train.listing import listing
-from qtrain.train.settings import CountOrNever, choose_device
+from qtrain.train.settings import CountOrZero, choose_device
 
 SIZES = {
     "cuda": {
@@ -40,11 +41,11 @@ SIZES = {
     },
     "cpu": {"shapes": "256x256x256,512x512x512", "quantizer_shapes": "256x1024", "tokens": 256},
 }
-"""What is measured where nothing is said: on a CPU enough to see that all of it works."""
+"""Default sizes; on a CPU small ones that show that everything works."""
 INT8_ROUNDINGS = ('int8:{"stochastic_rounding":false}', 'int8:{"stochastic_rounding":true}')
-"""Beside `int8` as it comes, which rounds one of its three products stochastically: none, and all."""
+"""Beside the default of int8, stochastic rounding in one of its three products: in none, and in all."""
 Job = Callable[..., Table]
-"""Measures a table, given `hardware` and `report`."""
+"""Measures a table; takes `hardware` and `report`."""
 R = TypeVar("R")
 
 
@@ -53,36 +54,37 @@ class BenchmarkSettings:
     """Time matrix products, quantizers and linears. Every result is checked against fp64 before it is timed."""
 
     tables: str = "mm"
-    """Which tables, with commas: mm (matrix products), quantizers, linears."""
+    """Tables, separated by commas: mm (matrix products), quantizers, linears."""
     shapes: str = ""
-    """Sizes MxNxK of the matrix products, with commas; empty: 1024, 2048 and 4096 cubed, on a CPU 256 and 512."""
+    """Sizes MxNxK of the matrix products, separated by commas; empty: 1024, 2048 and 4096 cubed, on a CPU 256, 512."""
     model: str | None = None
-    """Take the linears of this model instead, with --tokens rows; a name that llm_pretrain.py --model takes."""
-    tokens: CountOrNever = 0
-    """Rows of the linears' inputs, with --model and in the table of linears; 0: 16384, on a CPU 256."""
+    """Use the linears of this model (as for llm_pretrain.py --model) with --tokens rows instead of --shapes."""
+    tokens: CountOrZero = 0
+    """Rows of the inputs of linears, with --model and in the table of linears; 0: 16384, on a CPU 256."""
     a_column_major: bool = False
-    """Store A [M, K] column by column, as backward finds dy for a weight's gradient."""
+    """Store A [M, K] column-major, like dy in the gradient of a weight."""
     b_column_major: bool = False
-    """Store B [N, K] column by column: A·B instead of A·Bᵀ, as backward finds the weight."""
+    """Store B [N, K] column-major: A·B instead of A·Bᵀ, like the weight in the gradient of the input."""
     rows: str = ""
-    """Only rows whose name holds one of these words, with commas: int8, cublas, 128x128."""
+    """Only rows whose name contains one of these words, separated by commas: int8, cublas, 128x128."""
     skip: str = ""
-    """No rows whose name holds one of these words."""
+    """No rows whose name contains one of these words."""
     quantizer_shapes: str = ""
-    """Sizes MxK of the quantizers' inputs, with commas; empty: 16384x4096, 16384x14336, on a CPU 256x1024."""
+    """Sizes MxK of the quantizers' inputs, separated by commas; empty: 16384x4096, 16384x14336, on a CPU 256x1024."""
     linear_shapes: str = ""
-    """Sizes NxK of the linears, with commas; empty: those of --model, of Llama and DeepSeek-V3, on a CPU 512x256."""
+    """Sizes NxK of the linears, separated by commas; empty: of --model, or of Llama and DeepSeek-V3, on a CPU
+    512x256."""
     schemes: str = ""
-    """Schemes of the table of linears, with commas; NAME:{JSON} gives one its options. Empty: all, int8 also with
-    stochastic rounding nowhere and everywhere."""
+    """Schemes of the table of linears, separated by commas; NAME:{JSON} sets options; empty: all schemes, and int8 also
+    with stochastic rounding in none and in all of its GEMMs."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where; auto takes the GPU if there is one."""
+    """Device; auto is the GPU if there is one."""
     budget_ms: Annotated[float, Range(1, 10_000)] = 150.0
-    """Milliseconds of calls that a figure is the median of."""
+    """Milliseconds of calls per figure, which is their median."""
     json: str | None = None
     """File for all figures; none: runs/benchmark_mm/<time>.json."""
     png: str | None = None
-    """Draw the tables as bars into this file; needs matplotlib."""
+    """Draw the tables as bar charts into this file; needs matplotlib."""
 
 
 def main(argv: list[str]) -> None:
@@ -92,7 +94,7 @@ def main(argv: list[str]) -> None:
         return
     settings = parse(BenchmarkSettings, argv, "benchmark_mm.py")
 
-    # ---- what is asked for: refused here, if it can be ---------------------------------------------------------------
+    # ---- tables: whatever can be refused is refused here -------------------------------------------------------------
     device = choose_device(settings.device)
     settings = replace(settings, **{key: v for key, v in SIZES[device.type].items() if not getattr(settings, key)})
     chosen = split_list(settings.tables)
@@ -115,23 +117,22 @@ def main(argv: list[str]) -> None:
             print("\n" + tables[-1].markdown() + "\n", flush=True)
     print(clocks.line())
 
-    # ---- keep --------------------------------------------------------------------------------------------------------
-    about = {"command": sys.argv, "versions": versions(), "device": hardware.name, "clocks": clocks.record()}
+    # ---- write -------------------------------------------------------------------------------------------------------
     path = Path(settings.json or f"runs/benchmark_mm/{time.strftime('%Y%m%d-%H%M%S')}.json")
-    write_json(tables, path, {**about, "settings": as_dict(settings)})
+    write_json(tables, path, about_run(settings, hardware.name, clocks.record()))
     print(f"figures     {path}")
     if settings.png:
         write_png(tables, Path(settings.png))
         print(f"bars        {settings.png}")
     if any(cell.details.get("wrong") for table in tables for row in table.rows.values() for cell in row.values()):
-        print("error: a result was wrong; the footnotes say which", file=sys.stderr)
+        print("error: a result was wrong; see the footnotes", file=sys.stderr)
         sys.exit(1)
 
 
 def products(settings: BenchmarkSettings, device: torch.device) -> Job:
     """The table of matrix products, ready to be measured."""
     if settings.model:
-        tokens, found = settings.tokens, linears_of_model(read_model_source(settings.model).model_config())
+        tokens, found = settings.tokens, layer_linears(read_model_source(settings.model).model_config())
         sizes = {f"{name} {tokens}x{n}x{k}": (tokens, n, k) for name, (n, k) in found.items()}
     else:
         sizes = {text: parse_sizes(text, 3, "--shapes") for text in listed(settings.shapes, "--shapes")}
@@ -153,7 +154,7 @@ def linears(settings: BenchmarkSettings, device: torch.device) -> Job:
         texts = split_list(settings.linear_shapes)
         shapes = {text: parse_sizes(text, 2, "--linear_shapes") for text in texts}
     elif settings.model:
-        shapes = linears_of_model(read_model_source(settings.model).model_config())
+        shapes = layer_linears(read_model_source(settings.model).model_config())
     else:
         shapes = SHAPES if device.type == "cuda" else {"512x256": (512, 256)}
     names = [name for name in SCHEMES.names() if SCHEMES.get(name, "") is not Auto]
@@ -176,7 +177,7 @@ def listed(text: str, flag: str) -> list[str]:
 
 
 def rows_among(settings: BenchmarkSettings, rows: Sequence[R]) -> list[R]:
-    """The rows that --rows and --skip leave."""
+    """The rows that --rows and --skip select."""
     names = [row.name for row in (*ROWS, *QUANTIZER_ROWS)]
     wanted = wanted_names(settings.rows, settings.skip, names, "--rows")
     return [row for row in rows if row.name in wanted]

@@ -32,7 +32,7 @@ from qtrain.train.freezing import describe_trained, freeze_embedding, trained_pa
 from qtrain.train.language import language_forward
 from qtrain.train.listing import listing
 from qtrain.train.loop import Training, explain_out_of_memory, log_results
-from qtrain.train.settings import Count, CountOrNever, LanguageSettings, NotNegative
+from qtrain.train.settings import Count, CountOrZero, LanguageSettings, NotNegative
 from qtrain.train.step import eval_weights, evaluate
 
 SCRIPT = Path(__file__).stem
@@ -40,34 +40,35 @@ SCRIPT = Path(__file__).stem
 
 @dataclass(frozen=True)
 class FinetuneSettings(LanguageSettings):
-    """Fine-tune a language model on instructions or chats: in full, or adapters on a frozen base."""
+    """Fine-tune a language model on instructions or chats: all weights, or adapters on frozen ones (--lora)."""
 
     model: str = "HuggingFaceTB/SmolLM-1.7B"
-    """Hub id or local folder of the model to start from; with --no_pretrained also a shape in configs/models."""
+    """Model to start from: a Hugging Face hub id or a local folder; with --no_pretrained also a name from --list."""
     pretrained: bool = True
-    """Load the model's weights instead of drawing random ones."""
+    """Start from the model's weights instead of random ones."""
     train_ds: JsonDict = dataclasses.field(default_factory=lambda: {"type": "instruct"})
-    """Training data as JSON with a "type": instruct (MetaMathQA by default), chat, or any that --list shows."""
+    """Training data as a JSON object, {"type":"TYPE", ...}: instruct (MetaMathQA by default), chat, or any that --list
+    shows."""
     lr: NotNegative = 1e-5
-    """Peak learning rate; adapters want about ten times as much as all weights do."""
+    """Peak learning rate; adapters need about ten times the default, which suits all weights."""
     weight_decay: NotNegative = 0.0
-    """Decoupled weight decay of matrices; norms and biases are not decayed."""
-    seq_len_multiple: CountOrNever = 0
-    """0: several examples are packed into a sequence; N: one each, padded to a multiple of N tokens, like lengths
-    together."""
+    """Decoupled weight decay of weight matrices and embeddings; norms and biases have none."""
+    seq_len_multiple: CountOrZero = 0
+    """0: pack several examples into a sequence; N: one example per sequence, padded to a multiple of N tokens, with
+    examples of similar length batched together."""
     freeze_embedding_layer: bool = False
-    """Do not train the embedding (nor the output head where it is the same matrix)."""
+    """Do not train the embedding, nor the output head if both are the same matrix."""
     lora: JsonDict = None
-    """Train low-rank adapters on a frozen model, as JSON: r, alpha, dropout, targets, rslora, dora, base (none, nf4,
-    int8, fp8: what the frozen weights are stored in), adapter (a folder to go on from). Give {} for the defaults."""
-    accuracy: CountOrNever = 0
-    """Questions of --eval_ds that are answered at every evaluation, right if the final answers agree; 0: none."""
+    """Train low-rank adapters on frozen weights; options as a JSON object: r, alpha, dropout, targets, rslora, dora,
+    base (format of the frozen weights: none, nf4, int8, fp8), adapter (folder of one to continue). {}: the defaults."""
+    accuracy: CountOrZero = 0
+    """At every evaluation, let the model answer N questions of --eval_ds and compare final answers; 0: none."""
     answer_tokens: Count = 256
-    """Tokens generated for an answer at most."""
+    """Longest answer to a question of --accuracy, in tokens."""
     lm_eval: str | None = None
-    """Tasks of lm_eval that the exported model is measured on at the end, separated by commas."""
+    """Run these tasks of lm-evaluation-harness, separated by commas, on the exported model at the end."""
     export: bool = True
-    """Write the trained model, adapters merged, in Hugging Face format when the run ends."""
+    """Write the trained model, adapters merged in, as a Hugging Face folder, RUN/hf, when the run ends."""
 
 
 def main(argv: list[str]) -> None:
@@ -111,10 +112,10 @@ def main(argv: list[str]) -> None:
     # ---- data --------------------------------------------------------------------------------------------------------
     loader = text.loader(run.state.data)
     forward = language_forward(model, text.tokenizer.eos_id if settings.doc_mask else None)
-    held_out_loss = (lambda: evaluate(model, forward, text.eval_windows)) if text.eval_windows else None
+    validation_loss = (lambda: evaluate(model, forward, text.eval_windows)) if text.eval_windows else None
     evaluation = FinetuneEvaluation(
         model=model,
-        held_out_loss=held_out_loss,
+        validation_loss=validation_loss,
         tokenizer=text.tokenizer,
         questions=questions,
         max_new_tokens=settings.answer_tokens,

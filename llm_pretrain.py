@@ -21,7 +21,7 @@ from qtrain.train.eval.language import LanguageEvaluation
 from qtrain.train.language import language_forward
 from qtrain.train.listing import listing
 from qtrain.train.loop import Training, explain_out_of_memory, log_results
-from qtrain.train.settings import CountOrNever, LanguageSettings
+from qtrain.train.settings import CountOrZero, LanguageSettings
 from qtrain.train.step import eval_weights
 
 SCRIPT = Path(__file__).stem
@@ -29,20 +29,20 @@ SCRIPT = Path(__file__).stem
 
 @dataclass(frozen=True)
 class PretrainSettings(LanguageSettings):
-    """Pretrain a language model from random weights, or go on from published ones (--pretrained)."""
+    """Pretrain a language model from random weights, or continue from published ones (--pretrained)."""
 
     sample_prompts: tuple[str, ...] = ()
-    """Prompts that text is sampled from at every evaluation."""
-    sample_tokens: CountOrNever = 64
-    """Tokens sampled from each prompt."""
+    """At every evaluation, let the model continue these texts and log what it writes."""
+    sample_tokens: CountOrZero = 64
+    """Tokens that continue each of --sample_prompts."""
     hellaswag: bool = False
-    """Measure HellaSwag accuracy at every evaluation."""
+    """At every evaluation, measure accuracy on HellaSwag (choosing one of four endings)."""
     hellaswag_file: str | None = None
-    """A .jsonl of HellaSwag questions; none: the hub's."""
-    hellaswag_limit: CountOrNever = 0
-    """Questions asked; 0: all."""
+    """Local .jsonl file of HellaSwag questions; None: download them from the hub."""
+    hellaswag_limit: CountOrZero = 0
+    """Use the first N HellaSwag questions; 0: all."""
     export: bool = True
-    """Write the trained model in Hugging Face format when the run ends."""
+    """Write the trained model as a Hugging Face folder, RUN/hf, when the run ends."""
 
 
 def main(argv: list[str]) -> None:

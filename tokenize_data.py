@@ -3,11 +3,12 @@
 python tokenize_data.py --dataset tinystories --split train
 python tokenize_data.py --files python:stdlib --split train,validation --train_tokenizer 4096 --output_dir data/stdlib
 
-Stopped at any moment, the same command goes on where it was; the files come out the same, byte for byte.
+After an interruption the same command resumes where it stopped; the files are the same, byte for byte.
 """
 
 import os
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,21 +37,21 @@ class TokenizeSettings:
     subset: str | None = None
     """Subset (configuration) of the hub dataset."""
     split: str = "train"
-    """Split, or several with commas. Local files: train, validation (split by file) or all."""
+    """Split, or several separated by commas; of local files: train, validation (divided by file) or all."""
     text_column: str = "text"
     """Column or key that holds the text."""
     validation_fraction: Annotated[float, Range(0, 1)] = 0.05
-    """Share of the local files, by a hash of their path, that is the validation split."""
+    """Share of the local files in the validation split, chosen by a hash of their path."""
     tokenizer: str | None = None
-    """llama2, llama3, mistral, qwen2.5, byte, a .model file, a tokenizer.json, a folder or a hub id. None: llama2."""
+    """llama2, llama3, mistral, qwen2.5, byte, a .model file, a tokenizer.json, a folder or a hub id; none: llama2."""
     train_tokenizer: Annotated[int, Range(0)] = 0
-    """Train a sentencepiece tokenizer of this many pieces on the train split instead; 0: do not."""
+    """Train a sentencepiece tokenizer with this many pieces on the train split instead; 0: do not."""
     n_procs: Annotated[int, Range(0)] = 0
-    """Processes that encode; 0: one for each CPU core."""
+    """Encoding processes; 0: one per CPU core."""
     shard_tokens: Annotated[int, Range(1, 200_000_000)] = 100_000_000
-    """Tokens in a shard, at most."""
+    """Tokens per shard at most."""
     output_dir: str | None = None
-    """Folder to write; with several splits _SPLIT is added. None: <dataset>_<split>."""
+    """Folder to write; with several splits _SPLIT is appended; none: <dataset>_<split>."""
 
 
 def main(argv: list[str]) -> None:
@@ -71,7 +72,7 @@ def main(argv: list[str]) -> None:
     # ---- tokenizer ---------------------------------------------------------------------------------------------------
     model: bytes | None = None
     if settings.train_tokenizer:
-        model = trained_before(folders.values()) or train(settings, corpora)
+        model = saved_tokenizer(folders.values()) or train(settings, corpora)
         tokenizer: Tokenizer = FastTokenizer(TRAINED, *convert_sentencepiece(model, TRAINED, "--train_tokenizer"))
     else:
         tokenizer = load_tokenizer(settings.tokenizer or "llama2", "--tokenizer")
@@ -86,7 +87,7 @@ def main(argv: list[str]) -> None:
             continue
         if manifest.tokenizer:
             check_tokenizer(manifest, tokenizer, folder)
-            print(f"{folder}: going on after {len(manifest.shards)} finished shards, {manifest.tokens:,} tokens.")
+            print(f"{folder}: resuming after {len(manifest.shards)} finished shards, {manifest.tokens:,} tokens.")
         else:
             prepare_folder(folder, manifest, tokenizer, model)
         n_procs = settings.n_procs or available_cores()
@@ -137,7 +138,7 @@ def output_folder(settings: TokenizeSettings, split: str, several: bool) -> Path
 
 
 def begin_or_resume(settings: TokenizeSettings, split: str, corpus: Corpus, folder: Path) -> Manifest:
-    """A new manifest, or the one that an earlier run of the same command left in `folder`."""
+    """A new manifest, or that of an interrupted run of the same command in `folder`."""
     asked: dict[str, Any] = {
         "dataset": settings.dataset,
         "files": list(settings.files),
@@ -156,21 +157,24 @@ def begin_or_resume(settings: TokenizeSettings, split: str, corpus: Corpus, fold
         raise UserError(f"--output_dir: {folder} exists and holds other files; give another folder.")
     manifest = read_manifest(folder, "--output_dir")
     for key, value in asked.items():
-        then = manifest.settings.get(key)
-        if then != value:
-            how = f"with --{key} {then!r}, not {value!r}" if key != "corpus" else "from files that have changed since"
+        earlier = manifest.settings.get(key)
+        if earlier != value:
+            how = (
+                "from files that have changed since" if key == "corpus" else f"with --{key} {earlier!r}, not {value!r}"
+            )
             raise UserError(f"--output_dir: {folder} was made {how}. Give another folder, or delete this one.")
     check_finished_shards(folder, manifest)
     return manifest
 
 
-def trained_before(folders: Any) -> bytes | None:
+def saved_tokenizer(folders: Iterable[Path]) -> bytes | None:
+    """The .model file that an earlier run of the same command trained."""
     return next(((folder / TRAINED).read_bytes() for folder in folders if (folder / TRAINED).is_file()), None)
 
 
 def train(settings: TokenizeSettings, corpora: dict[str, Corpus]) -> bytes:
-    """The .model file of a tokenizer trained on the train split, whichever splits are being written: so each of them,
-    tokenized on its own, gets the same one."""
+    """The .model file of a tokenizer trained on the train split, whichever splits are written: commands that write the
+    splits separately train the same tokenizer."""
     split = "train" if settings.dataset or settings.split != "all" else "all"
     corpus = corpora.get(split) or open_corpus(settings, split)
     print(f"training a tokenizer of {settings.train_tokenizer} pieces on the split {split!r}", flush=True)
@@ -186,22 +190,22 @@ def check_tokenizer(manifest: Manifest, tokenizer: Tokenizer, folder: Path) -> N
 
 
 def prepare_folder(folder: Path, manifest: Manifest, tokenizer: Tokenizer, model: bytes | None) -> None:
-    """Make the folder: the tokenizer's files, so that the dataset needs nothing else, and the manifest, last."""
+    """Create the folder with the tokenizer's files, so that the dataset is self-contained, and the manifest, last."""
     try:
-        making = folder.with_name(folder.name + ".tmp")
-        shutil.rmtree(making, ignore_errors=True)
-        making.mkdir(parents=True)
-        tokenizer.save_hf(making)
+        temporary = folder.with_name(folder.name + ".tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        tokenizer.save_hf(temporary)
         if model is not None:
-            write_atomic(making / TRAINED, model)
+            write_atomic(temporary / TRAINED, model)
         names = ("name", "vocab_size", "bos_id", "eos_id")
         manifest.tokenizer = {n: getattr(tokenizer, n) for n in names} | {"fingerprint": tokenizer.fingerprint()}
         manifest.dtype = dtype_for(tokenizer.vocab_size)
-        manifest.write(making)
-        making.replace(folder)
+        manifest.write(temporary)
+        temporary.replace(folder)
     except OSError as error:
         raise UserError(f"--output_dir: cannot write {folder}: {error.strerror or error}") from None
 
 
 if __name__ == "__main__":
-    run_script(main, interrupted="stopped; the same command goes on after the last finished shard")
+    run_script(main, interrupted="stopped; the same command resumes after the last finished shard")

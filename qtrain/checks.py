@@ -1,4 +1,4 @@
-"""Checks a value against a field's declared type and range: the same for flags, recipes and nested JSON choices."""
+"""Checks values against a field's declared type and range: in flags, recipes and nested JSON objects alike."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from qtrain.errors import UserError, nearest, unknown_name
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Bounds of a number, both allowed; put it in `Annotated[int, Range(1)]`."""
+    """Inclusive bounds of a number, for `Annotated[int, Range(1)]`."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -30,7 +30,7 @@ class Range:
 
 
 def type_name(annotation: Any) -> str:
-    """A type as a user would say it: 'a whole number', 'true or false', "one of 'a', 'b'"."""
+    """A type in words for messages: 'a whole number', 'true or false', "one of 'a', 'b'"."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         bounds = [str(a) for a in args[1:] if isinstance(a, Range)]
@@ -47,13 +47,13 @@ def type_name(annotation: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A given value for a message: as Python spells it, cut where it is long."""
+    """A value for messages: its repr, truncated."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:60]}...{text[-12:]}"
 
 
 def _coerce(value: Any, annotation: Any) -> Any:
-    """JSON has one number type and no tuples: let 1 stand for 1.0 and a list for a tuple, nothing else."""
+    """JSON has one number type and no tuples: accept 1 for 1.0 and a list for a tuple, nothing else."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _coerce(value, args[0])
@@ -73,7 +73,7 @@ def _coerce(value: Any, annotation: Any) -> Any:
 
 def _matches(value: Any, annotation: Any) -> bool:
     if annotation in (int, float) and isinstance(value, bool):
-        return False  # Python's bool is an int; a user's true is not 1
+        return False  # a bool is an int in Python, but true is not 1
     try:
         typeguard.check_type(value, annotation)
     except typeguard.TypeCheckError:
@@ -82,7 +82,7 @@ def _matches(value: Any, annotation: Any) -> bool:
 
 
 def check_value(flag: str, value: Any, annotation: Any) -> Any:
-    """Return `value` as `annotation` wants it, or raise UserError naming the flag, the value and what is allowed."""
+    """`value` converted to `annotation`. UserError naming the flag, the value and what is allowed."""
     value = _coerce(value, annotation)
     bounds = [a for a in getattr(annotation, "__metadata__", ()) if isinstance(a, Range)]
     base = get_args(annotation)[0] if bounds else annotation
@@ -96,7 +96,7 @@ def check_value(flag: str, value: Any, annotation: Any) -> Any:
 
 
 def check_fields(cls: type, values: Mapping[str, Any], flag: str) -> dict[str, Any]:
-    """Check `values` against the fields of the dataclass `cls`; unknown, missing and wrongly typed keys are refused."""
+    """`values` checked against the fields of the dataclass `cls`. UserError for unknown, missing and mistyped keys."""
     hints = typing.get_type_hints(cls, include_extras=True)
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
     for key in values:
@@ -110,7 +110,7 @@ def check_fields(cls: type, values: Mapping[str, Any], flag: str) -> dict[str, A
 
 
 def parse_json(text: str, where: str) -> Any:
-    """Parse JSON, refusing duplicate keys and non-numbers such as NaN; `where` names the flag or file in errors."""
+    """Parse JSON. UserError, naming `where` (a flag or file), for duplicate keys and for constants such as NaN."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: dict[str, Any] = {}
@@ -125,12 +125,12 @@ def parse_json(text: str, where: str) -> Any:
 
     try:
         return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets nested as deep
+    except (ValueError, RecursionError) as error:  # numbers with thousands of digits, thousands of nested brackets
         raise UserError(f"{where}: not valid JSON ({str(error)[:100]}). Given: {shown(text)}.") from None
 
 
 def read_json(path: str | Path, flag: str) -> Any:
-    """Read a JSON file; a missing or broken file is a UserError that names `flag` and the file."""
+    """Read a JSON file. UserError naming `flag` and the file if it is missing or broken."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")

@@ -1,10 +1,10 @@
 """Recipe file + flags > one checked, frozen dataclass > config.json of the run.
 
 A script declares its settings as a frozen dataclass: the docstring under a field is its help, and
-`Annotated[int, Range(1)]` its range. `parse` reads `--config FILE` first, checks every key of it, and hands the result
-to tyro as the defaults of the flags: so flags win, and `--help` shows the recipe's values. tyro parses; the wording of
-errors is ours. Keys that begin with an underscore (`_comment`, and `_versions` in a run's config.json) are notes and
-are skipped, which makes the config.json of any run a recipe.
+`Annotated[int, Range(1)]` its range. `parse` reads `--config FILE` first, checks every key, and passes the result to
+tyro as the defaults of the flags: so flags win, and `--help` shows the recipe's values. tyro parses; error messages are
+reworded. Keys that begin with an underscore (`_comment`, and `_versions` in a run's config.json) are notes and are
+skipped, so the config.json of any run is a recipe.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ from qtrain.errors import TrainingStopped, UserError, nearest
 C = TypeVar("C")
 
 
-def _json_object(words: list[str]) -> dict[str, Any]:
+def _json_object(arguments: list[str]) -> dict[str, Any]:
     try:
-        value = parse_json(words[0], "JSON")
+        value = parse_json(arguments[0], "JSON")
     except UserError as error:
         raise ValueError(str(error)) from None  # tyro adds the flag's name to a ValueError
     if not isinstance(value, dict):
-        raise ValueError(f"JSON: {shown(words[0])} is not a JSON object; write it in braces.")
+        raise ValueError(f"JSON: {shown(arguments[0])} is not a JSON object; write it in braces.")
     return value
 
 
@@ -50,7 +50,7 @@ JsonDict = Annotated[
         str_from_instance=lambda value: [json.dumps(value)],
     ),
 ]
-"""A field that holds a JSON object, in the flag and in the recipe alike."""
+"""A field that is a JSON object, both as a flag and in a recipe."""
 
 
 def parse(cls: type[C], argv: list[str], prog: str) -> C:
@@ -81,9 +81,9 @@ def parse(cls: type[C], argv: list[str], prog: str) -> C:
 
 
 def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupted") -> None:
-    """Run a script's main on the command line; an error that is a message is printed on stderr, without traceback.
+    """Run a script's main on the command line. UserError and TrainingStopped are printed on stderr, without traceback.
 
-    `interrupted` is what Ctrl-C is answered with, where main does not answer it."""
+    interrupted: the message for a Ctrl-C that main does not handle."""
     try:
         main(sys.argv[1:])
     except (UserError, TrainingStopped) as error:
@@ -95,18 +95,18 @@ def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupte
 
 
 def as_dict(config: Any) -> dict[str, Any]:
-    """The settings as a JSON-able dictionary, keys in the order of their definition."""
+    """The settings as a dictionary for JSON, keys in the order of their definition."""
     return {f.name: getattr(config, f.name) for f in _fields(type(config))}
 
 
 def write_config(config: Any, path: Path, command: list[str]) -> None:
-    """Write the resolved settings with versions and git hash; the file is itself a recipe."""
+    """Write the resolved settings with versions and git hash. The file is a recipe itself."""
     record = {"_command": command, "_versions": versions(), **as_dict(config)}
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what decides a run's numbers, and the git hash of this code (None outside a checkout)."""
+    """Versions of the packages that affect a run's results, and the git hash of this code (None outside a checkout)."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in ("torch", "triton", "transformers", "datasets", "tokenizers", "sentencepiece", "numpy"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -124,13 +124,13 @@ def _fields(cls: type) -> list[dataclasses.Field]:
 
 
 def _take_option(argv: list[str], option: str) -> tuple[str | None, list[str]]:
-    """Remove `option VALUE` or `option=VALUE` from argv; given twice or without a value it is refused."""
-    value, rest, words = None, [], iter(argv)
-    for word in words:
-        if word != option and not word.startswith(option + "="):
-            rest.append(word)
+    """Remove `option VALUE` or `option=VALUE` from argv. UserError if it is given twice or without a value."""
+    value, rest, arguments = None, [], iter(argv)
+    for argument in arguments:
+        if argument != option and not argument.startswith(option + "="):
+            rest.append(argument)
             continue
-        given = word[len(option) + 1 :] if "=" in word else next(words, "")
+        given = argument[len(option) + 1 :] if "=" in argument else next(arguments, "")
         if not given or given.startswith("--"):
             raise UserError(f"{option}: the file is missing; write {option} FILE.")
         if value is not None:
@@ -146,31 +146,33 @@ def _read_recipe(cls: type, path: str) -> dict[str, Any]:
     return check_fields(cls, {k: v for k, v in recipe.items() if not k.startswith("_")}, f"--config ({path})")
 
 
-def _flag_name(word: str) -> str:
-    return word[2:].split("=", 1)[0].replace("-", "_")
+def _flag_name(argument: str) -> str:
+    return argument[2:].split("=", 1)[0].replace("-", "_")
 
 
 def _refuse_unknown_flags(cls: type, argv: list[str], prog: str) -> None:
     hints = typing.get_type_hints(cls)
     known = {f.name for f in _fields(cls)}
     allowed = known | {f"no_{f.name}" for f in _fields(cls) if hints[f.name] is bool} | {"help"}
-    for position, word in enumerate(argv):
-        if word.startswith("--") and _flag_name(word) not in allowed:
-            close = nearest(_flag_name(word), known)
+    for position, argument in enumerate(argv):
+        if not argument.startswith("--"):
+            continue
+        name, following = _flag_name(argument), argv[position + 1 : position + 2]
+        if name not in allowed:
+            close = nearest(name, known)
             hint = f" Did you mean --{close}?" if close else ""
-            raise UserError(f"{word.split('=')[0]}: unknown flag.{hint} All flags: python {prog} --help")
-        if word.startswith("--") and hints.get(_flag_name(word)) is bool:
-            name, value = _flag_name(word), word.split("=", 1)[1] if "=" in word else argv[position + 1 : position + 2]
-            if "=" in word or (value and not value[0].startswith("-")):
-                raise UserError(f"--{name}: a switch takes no value; write --{name} or --no_{name}.")
+            raise UserError(f"{argument.split('=')[0]}: unknown flag.{hint} All flags: python {prog} --help")
+        has_value = "=" in argument or bool(following and not following[0].startswith("-"))
+        if hints.get(name) is bool and has_value:
+            raise UserError(f"--{name}: a switch takes no value; write --{name} or --no_{name}.")
 
 
 def _reworded(cls: type, argv: list[str], box: str, prog: str) -> UserError:
-    """tyro's boxed complaint as one line in our wording."""
+    """tyro's boxed error message as one line."""
     lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()[1:]]
-    # A rule ends the complaint; where the output is no UTF-8, rules are dashes and one stands above it too.
-    complaint = itertools.dropwhile(lambda line: not line.strip("─-"), lines)
-    text = " ".join(itertools.takewhile(lambda line: line.strip("─-"), complaint))
+    # A rule ends the message. Where the output is not UTF-8, rules consist of dashes, and one comes first too.
+    message = itertools.dropwhile(lambda line: not line.strip("─-"), lines)
+    text = " ".join(itertools.takewhile(lambda line: line.strip("─-"), message))
     found = re.search(r"--([\w-]+)", text)
     hints = typing.get_type_hints(cls, include_extras=True)
     name = found.group(1).replace("-", "_") if found else ""
@@ -185,11 +187,11 @@ def _reworded(cls: type, argv: list[str], box: str, prog: str) -> UserError:
 
 
 def _given(argv: list[str], name: str) -> str | None:
-    """What the command line gives for the flag `name`, the last time, which counts; None when no value follows it."""
-    for position, word in reversed(list(enumerate(argv))):
-        if word.startswith("--") and _flag_name(word) == name:
-            if "=" in word:
-                return word.split("=", 1)[1]
+    """The last value of the flag `name` on the command line; None if no value follows it."""
+    for position, argument in reversed(list(enumerate(argv))):
+        if argument.startswith("--") and _flag_name(argument) == name:
+            if "=" in argument:
+                return argument.split("=", 1)[1]
             following = argv[position + 1 : position + 2]
             return following[0] if following and not following[0].startswith("--") else None
     return None

@@ -3,13 +3,16 @@
 import contextlib
 import ctypes
 import functools
+import re
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
-# Dense datasheet peaks in TFLOP/s (TOPS for int8), fp32 accumulation, and memory bandwidth in TB/s. Keyed by how
-# torch names the device; the first key that the name contains wins, so longer names come first.
+# Dense datasheet peaks in TFLOP/s (TOPS for int8), fp32 accumulation, and memory bandwidth in TB/s, by product name
+# (`_product`). Products that are not listed are measured: laptop, NVL and other variants have peaks of their own.
 DATASHEET: dict[str, dict[str, float]] = {
     "H100 PCIe": {"bf16": 756.4, "fp8": 1512.9, "int8": 1512.9, "fp32": 51.2, "bandwidth": 2.0},
     "H100": {"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "fp32": 66.9, "bandwidth": 3.35},
@@ -17,6 +20,7 @@ DATASHEET: dict[str, dict[str, float]] = {
     "H800": {"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "fp32": 66.9, "bandwidth": 3.35},
     "B200": {"bf16": 2250.0, "fp8": 4500.0, "mxfp8": 4500.0, "int8": 4500.0, "fp32": 75.0, "bandwidth": 8.0},
     "A100": {"bf16": 311.9, "int8": 623.7, "fp32": 19.5, "bandwidth": 2.04},
+    "A100 PCIe": {"bf16": 311.9, "int8": 623.7, "fp32": 19.5, "bandwidth": 1.94},
     "L40S": {"bf16": 362.1, "fp8": 733.0, "int8": 733.0, "fp32": 91.6, "bandwidth": 0.864},
     "RTX 4090": {"bf16": 165.2, "fp8": 330.3, "int8": 660.6, "fp32": 82.6, "bandwidth": 1.008},
     "RTX 5090": {"bf16": 209.5, "fp8": 419.0, "mxfp8": 419.0, "int8": 838.0, "fp32": 104.8, "bandwidth": 1.792},
@@ -30,13 +34,16 @@ PTX_CAPABILITY, FP8_CAPABILITY, MX_CAPABILITY = (8, 0), (8, 9), (10, 0)
 """Compute capability of the first GPUs that run the inline PTX of the kernels (Ampere: bf16x2 instructions), that
 convert to and multiply FP8 (Ada), and that multiply FP8 with a scale per 32 elements (Blackwell)."""
 
+MEASURE_SECONDS, ROUNDS = 0.3, 3
+"""A CPU's arithmetics are measured in turns, ROUNDS times each, so that a short disturbance cannot hit all."""
+
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Of glibc's malloc.h."""
+"""Constants of glibc's malloc.h."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device and its peaks. `peaks`: TFLOP/s by arithmetic; `measured`: timed here, not from a datasheet."""
+    """A device and its peaks. peaks: TFLOP/s by arithmetic; measured: timed here, not from a datasheet."""
 
     name: str
     peaks: dict[str, float]
@@ -44,11 +51,11 @@ class Hardware:
     measured: bool
 
     def peak(self, arithmetic: str) -> float:
-        """TFLOP/s of an arithmetic; one that the device lacks runs, emulated, at the bf16 or fp32 rate."""
+        """TFLOP/s of an arithmetic. One that the device lacks is emulated at the bf16 or fp32 rate."""
         return self.peaks.get(RUNS_AS.get(arithmetic, arithmetic)) or self.peaks.get("bf16") or self.peaks["fp32"]
 
     def emulates(self, arithmetic: str) -> bool:
-        """Whether the device has no such arithmetic."""
+        """Whether the device lacks this arithmetic."""
         return RUNS_AS.get(arithmetic, arithmetic) not in self.peaks
 
 
@@ -86,39 +93,83 @@ def lacks_fp8(device: torch.device) -> str | None:
 
 
 def describe_hardware(device: torch.device) -> Hardware:
-    """The hardware behind `device`; where no datasheet entry matches, its rates are measured in under a second."""
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        for key, peaks in DATASHEET.items():
-            if key in properties.name:
-                return Hardware(properties.name, peaks, properties.total_memory, measured=False)
-        return Hardware(properties.name, _measured_peaks(device), properties.total_memory, measured=True)
-    return Hardware(f"CPU, {torch.get_num_threads()} threads", _measured_peaks(device), None, measured=True)
+    """The hardware behind `device`; the rates of one that is not in DATASHEET are measured in under a second."""
+    if device.type != "cuda":
+        return Hardware(f"CPU, {torch.get_num_threads()} threads", _measured_peaks(device), None, measured=True)
+    properties = torch.cuda.get_device_properties(device)
+    peaks = DATASHEET.get(_product(properties.name))
+    measured = peaks is None
+    return Hardware(properties.name, _measured_peaks(device) if measured else peaks, properties.total_memory, measured)
+
+
+def _product(name: str) -> str:
+    """The product in a device's name as torch gives it: 'H100' of 'NVIDIA H100 80GB HBM3'."""
+    words = name.replace("-PCIE-", " PCIe ").removeprefix("NVIDIA ").removeprefix("GeForce ").replace("-", " ").split()
+    # The size and kind of the memory come before PCIe in some names and after it in others.
+    return " ".join(word for word in words if not re.fullmatch(r"SXM\d|HBM\d\w?|\d+GB", word))
 
 
 def _measured_peaks(device: torch.device) -> dict[str, float]:
-    """Best of a few square products, random data: 1024 wide on a CPU, 8192 on a GPU."""
-    size = 8192 if device.type == "cuda" else 1024
-    peaks = {}
+    """TFLOP/s by arithmetic, of square products of random data."""
+    if device.type != "cuda":
+        return _cpu_peaks(torch.get_num_threads())
+    rates = {name: max(_rate(*product) for _ in range(4)) for name, product in _products(8192, device).items()}
+    if has_fp8(device):
+        a, one = torch.randn(8192, 8192, device=device).to(torch.float8_e4m3fn), torch.ones((), device=device)
+        multiply = functools.partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        rates["fp8"] = max(_rate(multiply, a) for _ in range(4))
+    if has_mx(device):
+        rates["mxfp8"] = rates["fp8"]
+    return rates
+
+
+@functools.cache
+def _cpu_peaks(threads: int) -> dict[str, float]:
+    """`threads` times the peak of one thread, which other processes hardly disturb. Threads that share a product wait
+    for the slowest of them: on a busy machine twenty times as long as the product takes."""
+    if threads == 1:
+        return _one_thread_peaks()
+    with ThreadPoolExecutor(1) as pool:  # OpenMP's number of threads belongs to the calling thread
+        rates = pool.submit(_one_thread_peaks).result()
+    return {name: threads * rate for name, rate in rates.items()}
+
+
+def _one_thread_peaks() -> dict[str, float]:
+    """The best of many small products, in rounds over MEASURE_SECONDS."""
+    threads = torch.get_num_threads()
+    if threads > 1:
+        torch.set_num_threads(1)
+    try:
+        products, rates = _products(512, torch.device("cpu")), {}
+        for _ in range(ROUNDS):
+            for name, product in products.items():
+                end = time.perf_counter() + MEASURE_SECONDS / ROUNDS / len(products)
+                while True:
+                    rates[name] = max(rates.get(name, 0.0), _rate(*product))
+                    if time.perf_counter() >= end:
+                        break
+        return rates
+    finally:
+        if threads > 1:
+            torch.set_num_threads(threads)
+
+
+def _products(size: int, device: torch.device) -> dict[str, tuple[Callable[..., torch.Tensor], torch.Tensor]]:
+    """By arithmetic, a product and its operand: a random matrix [size, size], multiplied by its transpose."""
+    found = {}
     for name, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}.items():
         a = torch.randn(size, size, device=device).mul_(30).clamp_(-127, 127).to(dtype)
-        multiply = torch._int_mm if dtype is torch.int8 else torch.mm
-        peaks[name] = max(_rate(multiply, a, size) for _ in range(4)) / 1e12
-    if has_fp8(device):
-        a, one = torch.randn(size, size, device=device).to(torch.float8_e4m3fn), torch.ones((), device=device)
-        multiply = functools.partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-        peaks["fp8"] = max(_rate(multiply, a, size) for _ in range(4)) / 1e12
-    if has_mx(device):
-        peaks["mxfp8"] = peaks["fp8"]
-    return peaks
+        found[name] = (torch._int_mm if dtype is torch.int8 else torch.mm, a)
+    return found
 
 
-def _rate(multiply, a: torch.Tensor, size: int) -> float:
+def _rate(multiply: Callable[..., torch.Tensor], a: torch.Tensor) -> float:
+    """TFLOP/s of one call."""
     _wait(a.device)
     start = time.perf_counter()
     multiply(a, a.t())
     _wait(a.device)
-    return 2 * size**3 / (time.perf_counter() - start)
+    return 2 * len(a) ** 3 / (time.perf_counter() - start) / 1e12
 
 
 def _wait(device: torch.device) -> None:
@@ -127,9 +178,8 @@ def _wait(device: torch.device) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep what freed tensors occupied for the next ones, for a CPU's sake: as glibc comes, large
-    tensors go back to the system and cost a training step a sixth of its time in new pages. Other libraries are left
-    as they are."""
+    """Have glibc keep freed memory for the next allocation. By default large tensors go back to the system, and a
+    training step on a CPU spends a sixth of its time on page faults. Other C libraries are left as they are."""
     with contextlib.suppress(AttributeError, OSError, TypeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_MMAP_THRESHOLD, 1 << 30)

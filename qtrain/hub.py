@@ -1,4 +1,4 @@
-"""The Hugging Face hub: reached when it can be, its cache used when it cannot, and one message when neither helps."""
+"""The Hugging Face hub: its cache where it cannot be reached, and one message where neither helps."""
 
 import contextlib
 import functools
@@ -13,21 +13,21 @@ from qtrain.errors import UserError
 
 @functools.cache
 def hub_reachable() -> bool:
-    """Whether the hub's host answers. Where it does not, the hub libraries are switched to their offline mode:
-    cached files still load, and a missing one fails at once instead of after a minute of retries."""
+    """Whether the hub's host answers. If not, the hub libraries are switched to offline mode: cached files still load,
+    and a missing one fails at once instead of after a minute of retries."""
     import huggingface_hub.constants
 
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return False
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        return True  # the proxy resolves the name, so a look-up here would prove nothing
+        return True  # the proxy resolves host names, so a look-up here says nothing
     url = urllib.parse.urlsplit(huggingface_hub.constants.ENDPOINT)
     try:
         socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout=5).close()
         return True
     except OSError:
         pass
-    os.environ["HF_HUB_OFFLINE"] = "1"  # for the worker processes, and for libraries not imported yet
+    os.environ["HF_HUB_OFFLINE"] = "1"  # for worker processes, and for libraries not imported yet
     huggingface_hub.constants.HF_HUB_OFFLINE = True
     with contextlib.suppress(ImportError):
         import datasets.config
@@ -38,7 +38,8 @@ def hub_reachable() -> bool:
 
 @contextlib.contextmanager
 def reaching_hub(flag: str, what: str, fix: str) -> Iterator[None]:
-    """Wrap any call that may ask the hub for `what` (given by `flag`): its failures become one UserError with `fix`."""
+    """Wrap any call that may request `what`, the value of `flag`, from the hub: failures become one UserError with
+    `fix`."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -68,7 +69,7 @@ def reaching_hub(flag: str, what: str, fix: str) -> Iterator[None]:
     except RepositoryNotFoundError:
         raise UserError(f"{flag}: {what} is not on the hub, or it is private. {fix}") from None
     except EntryNotFoundError as error:
-        raise UserError(f"{flag}: {what} lacks a file that is needed: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{flag}: {what} lacks a required file: {str(error).splitlines()[0]}") from None
     except (HfHubHTTPError, OSError) as error:  # ConnectionError is an OSError
         if not reachable:
             raise unreachable from None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 from qtrain.checks import check_fields, type_name
-from qtrain.errors import unknown_name
+from qtrain.errors import UserError, unknown_name
 
 T = TypeVar("T")
 
@@ -55,6 +55,12 @@ class Registry(Generic[T]):
         """Build the entry `name` from JSON `options`, checked against its fields. `flag` is named in errors."""
         cls = self.get(name, flag)
         return cls(**check_fields(cls, options, f"{flag} ({name})"))
+
+    def make_typed(self, spec: Mapping[str, Any], flag: str) -> T:
+        """Build the entry that `spec["type"]` names from the other keys of `spec`."""
+        if "type" not in spec:
+            raise UserError(f"{flag}: the key 'type' is missing; allowed: {', '.join(self.names())}.")
+        return self.make(str(spec["type"]), {key: value for key, value in spec.items() if key != "type"}, flag)
 
     def describe(self) -> list[tuple[str, str]]:
         """(name, first line of the docstring) of every entry, sorted by name."""

@@ -3,6 +3,8 @@
 import os
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: threads of their own would only wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -21,3 +23,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if skipped in item.keywords:
             item.add_marker(pytest.mark.skip(reason=reason))
+        elif "sweep" in item.keywords and not os.environ.get("QTRAIN_FULL_SWEEP"):
+            item.add_marker(pytest.mark.skip(reason="full sweep: make test-full"))

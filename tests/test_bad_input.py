@@ -81,7 +81,7 @@ FLAGS = [
     ),
     wrong("--optimizer_in_backward: ", "cannot be clipped to 1; give --clip_grad_norm 0", optimizer_in_backward=True),
     wrong(
-        "--optimizer_in_backward: gradients are gone",
+        "--optimizer_in_backward: a micro-batch's gradients are freed",
         "--gradient_accumulation 1 --micro_batch_size 4",
         optimizer_in_backward=True,
         clip_grad_norm=0,
@@ -349,7 +349,7 @@ TOKENIZE = [
         "--output_dir: tokens was made", "--tokenizer 'byte', not", tokenizer="words.json", output_dir="tokens"
     ),
     wrong_tokenize("--output_dir", "empty.txt", output_dir="empty.txt"),
-    wrong_tokenize("none of the 2 files falls in the split 'validation'", split="validation", validation_fraction=0),
+    wrong_tokenize("none of the 2 files is in the split 'validation'", split="validation", validation_fraction=0),
     wrong_tokenize("has no column 'content'", "text", text_column="content"),
     wrong_tokenize("--text_colum: unknown flag", "--text_column", words=("--text_colum=x",)),
     wrong_tokenize("--config (typo.json): unknown key 'batchsize'", config="typo.json"),
@@ -465,7 +465,7 @@ def test_a_mistake_is_one_short_line_and_changes_nothing(folder, mistake, monkey
 
 
 def test_the_table_is_long_enough_and_the_command_lines_are_right_without_the_mistake(folder, monkeypatch):
-    """So that each of them is refused for what it is in the table for."""
+    """So each mistake is refused for its own reason."""
     monkeypatch.chdir(folder)
     assert len(MISTAKES) >= 60
     before = tree(folder)

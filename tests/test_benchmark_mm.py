@@ -45,7 +45,7 @@ def test_layouts_and_models(tmp_path):
     flags = ["--model", str(tmp_path / "tiny.json"), "--tokens", "64", "--rows", "int8 triton, plain"]
     (table,) = run(tmp_path, *flags, "--a_column_major", "--b_column_major")["tables"]
     assert table["title"].startswith("Matrix products Aᵀ·B,")
-    assert table["columns"] == ["qkv 64x96x32", "o 64x32x32", "gate_up 64x96x32", "down 64x32x48"]
+    assert table["columns"] == ["qkv 64x96x32", "o_proj 64x32x32", "gate_up 64x96x32", "down_proj 64x32x48"]
     assert all("value" in cell for cell in table["rows"][0]["cells"].values())
 
 
@@ -60,16 +60,16 @@ def test_all_tables(tmp_path):
 @pytest.mark.parametrize(
     "flags,message",
     [
-        (["--shapes", "12x13"], "--shapes: '12x13' is no size"),
+        (["--shapes", "12x13"], "--shapes: '12x13' is not a size"),
         (["--shapes", ","], "--shapes: it is empty"),
         (["--tables", "mn"], "--tables: unknown table 'mn'. Did you mean 'mm'"),
         (["--tables", ""], "--tables: it is empty"),
         (["--rows", "int9"], "--rows: no row has 'int9'"),
         (["--model", "qwen9"], "--model: unknown model 'qwen9'"),
         (["--tables", "linears", "--schemes", "int9"], "--schemes: unknown scheme 'int9'"),
-        (["--tables", "linears", "--schemes", "auto"], "--schemes: auto times schemes itself"),
-        (["--tables", "linears", "--linear_shapes", "5"], "--linear_shapes: '5' is no size"),
-        (["--tables", "quantizers", "--quantizer_shapes", "1x2x3"], "--quantizer_shapes: '1x2x3' is no size"),
+        (["--tables", "linears", "--schemes", "auto"], "--schemes: auto chooses among schemes itself"),
+        (["--tables", "linears", "--linear_shapes", "5"], "--linear_shapes: '5' is not a size"),
+        (["--tables", "quantizers", "--quantizer_shapes", "1x2x3"], "--quantizer_shapes: '1x2x3' is not a size"),
         (["--a_colum_major"], "Did you mean --a_column_major"),
         (["--budget_ms", "0"], "--budget_ms: 0.0 is out of range"),
     ],

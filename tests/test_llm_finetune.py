@@ -1,4 +1,4 @@
-"""llm_finetune.py: what carries weight, packing, a killed run, adapters from the command line, and mistakes."""
+"""llm_finetune.py: which labels count, packing, a killed run, adapters from the command line, and mistakes."""
 
 import json
 import re
@@ -73,7 +73,7 @@ def test_packed_equals_one_example_a_row_in_loss_and_gradients(here):
         assert (a - b).norm() <= 1e-5 * b.norm()
 
 
-def test_a_prompts_label_has_no_weight_and_the_end_tokens_has(here):
+def test_a_prompts_labels_do_not_count_and_the_end_tokens_does(here):
     batch = Batch.of(all_samples(0)[:2])
     loss, gradients = loss_and_gradients([batch])
     row, place_ = next((r, i) for r, i in (batch.labels == 257).nonzero().tolist())
@@ -117,7 +117,7 @@ def test_answers_come_back_in_the_order_of_the_questions(here):
 
 
 def test_a_run_from_a_folder_with_adapters_on_a_4_bit_base(here):
-    """Evaluates, asks, saves an adapter that a second run goes on from, and exports the merged model."""
+    """Evaluates, answers questions, saves an adapter that a second run continues, and exports the merged model."""
     source = read_model_source("tiny.json")
     export_hf(build_model(source, seed=1), source, Path("start"), _tokenizer())
     train_ds = {k: v for k, v in INSTRUCT.items() if k != "tokenizer"}
@@ -184,7 +184,7 @@ def server(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_killed_and_resumed_run_is_the_run_that_never_stopped(server, tmp_path, case):
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(server, tmp_path, case):
     settings = {**CASES[case], "n_steps": 20, "ckpt_interval": 7, "keep_ckpts": 9, "lr": 0.01, "eval_interval": 5}
     settings |= {"eval_ds": INSTRUCT, "eval_sequences": 4, "accuracy": 2, "answer_tokens": 4}
     whole = server.start("llm_finetune", command(**settings, runs_dir=tmp_path / "whole"))
@@ -208,8 +208,8 @@ def test_a_killed_and_resumed_run_is_the_run_that_never_stopped(server, tmp_path
     ("frozen", "held"),
     [({"lora": {"r": 2, "base": "nf4"}}, "lora_"), ({"freeze_embedding_layer": True}, "layers.|norm.")],
 )
-def test_a_checkpoint_holds_what_trains_and_does_not_go_on_from_another_base(here, frozen, held):
-    """Neither from other random weights nor from another folder's; from the same it does."""
+def test_a_checkpoint_holds_what_trains_and_does_not_resume_on_another_base(here, frozen, held):
+    """Neither on other random weights nor on those of another folder."""
     source = read_model_source("tiny.json")
     for name, seed in (("start", 1), ("other", 2)):
         export_hf(build_model(source, seed=seed), source, Path(name), _tokenizer())
@@ -251,7 +251,7 @@ MISTAKES = [
     ("has no column 'anser'", "Did you mean 'answer'?", own(answer="{anser}")),
     ("template: unknown template 'gsm8'", "Did you mean 'gsm8k'?", {"train_ds": {**INSTRUCT, "template": "gsm8"}}),
     ("the template is broken", "{{", own(prompt="{question")),
-    ("only a column's name", "__class__", own(prompt="{question.__class__}")),
+    ("only the name of a column", "__class__", own(prompt="{question.__class__}")),
     ("answer: it names no column", "", own(answer="yes")),
     ("template: the key 'answer' is missing", "", {"train_ds": {**INSTRUCT, "template": {"prompt": "x"}}}),
     ("unknown key 'promt'", "Did you mean 'prompt'?", own(promt="x")),
@@ -278,7 +278,7 @@ MISTAKES = [
     ("both say how linears multiply", "leave one out", {"lora": {"base": "nf4"}, "quantize": "int8"}),
     ("--lora.adapter: nowhere is no adapter", "adapter_config.json", {"lora": {"adapter": "nowhere"}}),
     ("is an adapter of another model", "has no place", {"lora": {"adapter": "other"}}),
-    ("describes no LoRA adapter, but 'IA3'", "", {"lora": {"adapter": "ia3"}}),
+    ("describes 'IA3', not a LoRA adapter", "", {"lora": {"adapter": "ia3"}}),
     ("--activation_checkpointing", "dropout", {"lora": {"dropout": 0.1}, "activation_checkpointing": "full"}),
     ("--lora.dropout: 0.1 does not go with DoRA", "set 0", {"lora": {"dora": True, "dropout": 0.1}}),
     ("--quantize: 'int8' does not go with DoRA", '"base"', {"lora": {"dora": True}, "quantize": "int8"}),

@@ -101,7 +101,7 @@ COMMANDS = [  # the design's, as they stand, and others that need the hub; what 
 
 @pytest.mark.timeout(60)
 def test_commands_that_need_the_hub_say_so_at_once_and_write_nothing(tmp_path):
-    """With a hub that does not answer and an empty cache. A process each, so that one does not learn from another."""
+    """With an unreachable hub and an empty cache, each in its own process, so that none uses what another found."""
     nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": ""}
     proxies = dict.fromkeys(("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"), "")
     with serving(tmp_path, **nowhere, **proxies) as server:
@@ -170,6 +170,12 @@ def test_every_shipped_model_plans(here, name):
     assert read_model_source(name).model_config().vocab_size > 0
 
 
+def test_options_without_effect_on_a_cpu_are_one_line(here):
+    for offload in (True, False):
+        done = call(llm_pretrain.main, tiny(optim_kwargs={"offload": offload}, n_steps=1))
+        assert done.code == 0 and done.out.count("offload has no effect on a CPU") == offload, done.err
+
+
 def test_a_dry_run_prints_the_plan_and_writes_nothing(here):
     before = tree(here)
     eval_ds = {"type": "text", "paths": "jsonl/0.jsonl", "tokenizer": "byte"}
@@ -217,7 +223,7 @@ def test_the_run_folder_holds_what_the_design_says(here):
         assert any(line.startswith(said) and str(run / path) in line for line in done.out.splitlines())
 
 
-def test_the_command_tried_next_works_as_printed(here):
+def test_the_suggested_command_works_as_printed(here):
     options = {"stochastic_rounding": True}
     first = call(llm_pretrain.main, tiny(quantize="int8", quantize_kwargs=options, export=True))
     (line,) = [line for line in first.out.splitlines() if line.startswith("try next")]
@@ -247,7 +253,7 @@ def test_runs_of_one_second_get_folders_of_their_own_and_auto_finds_the_last(her
 
 
 @pytest.mark.parametrize("impl", ["native", "hf"])
-def test_a_foreign_architecture_and_our_own_train_through_the_same_loop(here, impl):
+def test_native_and_transformers_models_train_in_the_same_loop(here, impl):
     write_model(Path("model.json"), **({} if impl == "native" else {"model_type": "gpt_neox"}))
     done = call(llm_pretrain.main, tiny(model="model.json", model_impl=impl, n_steps=30, lr=0.01, quantize="int8"))
     assert done.code == 0, done.err
@@ -255,7 +261,7 @@ def test_a_foreign_architecture_and_our_own_train_through_the_same_loop(here, im
     assert found[-1] < found[0] - 0.5
 
 
-def test_an_empty_prompt_and_unusual_options_do_not_trip(here):
+def test_an_empty_prompt_and_unusual_options_work(here):
     options = {"sample_prompts": [""], "sample_tokens": 2, "loss_chunks": 3, "z_loss": 1e-4, "clip_grad_norm": 0}
     options |= {
         "doc_mask": True,
@@ -273,7 +279,7 @@ def test_an_empty_prompt_and_unusual_options_do_not_trip(here):
 # ---- why a run stops -------------------------------------------------------------------------------------------------
 
 
-def test_a_weight_that_is_not_a_number_stops_at_the_first_step(here):
+def test_a_nan_weight_stops_at_the_first_step(here):
     source = read_model_source("tiny.json")
     export_hf(build_model(source), source, Path("bad"))
     tensors = load_file("bad/model.safetensors")
@@ -285,13 +291,13 @@ def test_a_weight_that_is_not_a_number_stops_at_the_first_step(here):
         said = done.err.splitlines()
         assert len(said) == 1 and said[0].startswith("error: step 1: the loss is nan.")
         assert (
-            "First bad tensor: the weight of layers.1.mlp.down_proj.weight (1 NaN and 0 Inf among 2,048 values)."
+            "First non-finite tensor: the weight of layers.1.mlp.down_proj.weight (1 NaN and 0 Inf among 2,048 values)."
             in said[0]
         )
         assert "No checkpoint yet." in said[0]
 
 
-def test_a_rate_that_is_too_high_stops_with_the_last_good_checkpoint(here):
+def test_a_learning_rate_that_diverges_stops_and_names_the_last_good_checkpoint(here):
     schedule = {"warmup": 0.5, "decay": 0}
     options = {"n_steps": 400, "ckpt_interval": 1, "clip_grad_norm": 0, "lr_schedule_kwargs": schedule}
     done = call(llm_pretrain.main, tiny(**options, lr=1e30))
@@ -299,14 +305,14 @@ def test_a_rate_that_is_too_high_stops_with_the_last_good_checkpoint(here):
     run = only_run(Path("runs"))
     last = sorted((run / "checkpoints").iterdir())[-1]
     step = int(last.name) + 1
-    assert done.err.startswith(f"error: step {step}: the ") and "First bad tensor: the gradient of " in done.err
+    assert done.err.startswith(f"error: step {step}: the ") and "First non-finite tensor: the gradient of " in done.err
     assert f"The last good checkpoint is {last} (--resume {last})." in done.err and "--lr" in done.err
     assert [row[0] for row in losses(run)] == [*range(1, step)]  # the bad step changed nothing
     again = call(llm_pretrain.main, tiny(**options, lr=1e-3, resume=last))
     assert again.code in (0, 1)
 
 
-def test_running_out_of_memory_is_answered_with_the_plan_and_the_flags_to_change(here, monkeypatch):
+def test_running_out_of_memory_prints_the_plan_and_the_flags_to_change(here, monkeypatch):
     def exhausted(*_args, **_kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
@@ -328,7 +334,7 @@ def test_running_out_of_memory_is_answered_with_the_plan_and_the_flags_to_change
     assert call(llm_pretrain.main, [*tiny(batch_size=16), *given]).code == 0  # the advice works as it is printed
 
 
-def test_a_model_that_does_not_fit_is_answered_alike_and_writes_nothing(here, monkeypatch):
+def test_a_model_that_does_not_fit_prints_the_same_and_writes_nothing(here, monkeypatch):
     def exhausted(*_args, **_kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
@@ -338,7 +344,7 @@ def test_a_model_that_does_not_fit_is_answered_alike_and_writes_nothing(here, mo
     assert not Path("runs").exists()
 
 
-def test_other_errors_are_not_taken_for_running_out_of_memory(here, monkeypatch):
+def test_other_errors_are_not_reported_as_out_of_memory(here, monkeypatch):
     def broken(*_args, **_kwargs):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
@@ -347,7 +353,7 @@ def test_other_errors_are_not_taken_for_running_out_of_memory(here, monkeypatch)
         call(llm_pretrain.main, tiny())
 
 
-def test_data_that_turns_out_broken_in_the_middle_is_a_message(here):
+def test_data_that_breaks_in_the_middle_is_a_message(here):
     lines = [json.dumps({"text": "word " * 8})] * 40 + ["{broken"]
     Path("late.jsonl").write_text("\n".join(lines))
     done = call(

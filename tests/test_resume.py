@@ -1,4 +1,4 @@
-"""A run that was killed and resumed is the run that never stopped: losses, evaluations, weights and all states, bit for
+"""A run that was killed and resumed equals an uninterrupted one: losses, evaluations, weights and all states, bit for
 bit. The processes are real; kill -9 comes from outside."""
 
 import json
@@ -133,7 +133,7 @@ def test_40_steps_equal_13_and_a_kill_and_the_rest(server, case, tmp_path):
     assert_same_run(run, whole_run)
 
 
-def test_another_checkpoint_on_the_way_may_be_resumed_and_the_later_ones_go(server, tmp_path):
+def test_an_earlier_checkpoint_may_be_resumed_and_later_ones_are_removed(server, tmp_path):
     whole = server.run("llm_pretrain", command(train_ds=TOKEN, **INT8, runs_dir=tmp_path))
     assert whole.code == 0, whole.err
     run = only_run(tmp_path)
@@ -149,7 +149,7 @@ def test_another_checkpoint_on_the_way_may_be_resumed_and_the_later_ones_go(serv
 
 
 def test_twenty_kills_at_random_moments_of_a_run_that_saves_every_step(server, tmp_path):
-    """Every start finds the last complete checkpoint by itself, and in the end nothing has been lost or done twice."""
+    """Every start finds the last complete checkpoint, and in the end no step was lost or repeated."""
     constant = {"warmup": 0, "decay": 0}
     settings = {"train_ds": TOKEN, **INT8, "n_steps": 100_000, "lr_schedule_kwargs": constant, "eval_interval": 7}
     argv = command(**settings, runs_dir=tmp_path / "killed", ckpt_interval=1, keep_ckpts=2, resume="auto")
@@ -186,7 +186,7 @@ def test_twenty_kills_at_random_moments_of_a_run_that_saves_every_step(server, t
 
 
 def test_a_live_run_is_not_resumed_and_a_killed_one_is(server, tmp_path):
-    """Its process is found by the lock: while it lives a second one changes nothing, after kill -9 it takes over."""
+    """While its process lives a second one changes nothing; after kill -9 it takes over."""
     argv = command(train_ds=TOKEN, **INT8, n_steps=30, ckpt_interval=5, runs_dir=tmp_path)
     first = server.start("llm_pretrain", argv, hang_at=7)
     first.until(lambda: last_step(tmp_path) == 7)
@@ -209,7 +209,7 @@ def test_a_live_run_is_not_resumed_and_a_killed_one_is(server, tmp_path):
 
 def printed_command(out: str) -> str:
     """The command that a stopped run prints."""
-    found = re.search(r"stopped at step (\d+); go on with:\n\s+(python .*)\n", out)
+    found = re.search(r"stopped at step (\d+); resume with:\n\s+(python .*)\n", out)
     assert found, out
     return found.group(2)
 
@@ -223,11 +223,11 @@ def test_a_signal_finishes_the_step_and_saves(server, tmp_path, name):
     assert done.code == 0 and f"{name}: stopping after this step" in done.err and "Traceback" not in done.err
     (checkpoint,) = (run / "checkpoints").iterdir()
     assert int(checkpoint.name) == last_step(tmp_path) == newest_complete(run / "checkpoints")[1].step
-    assert f"stopped at step {last_step(tmp_path)}; go on with:" in done.out
+    assert f"stopped at step {last_step(tmp_path)}; resume with:" in done.out
     assert not (run / "hf").exists()  # what is exported is a finished model
 
 
-def test_the_printed_command_goes_on_as_it_stands(server, tmp_path):
+def test_the_printed_command_resumes_as_it_stands(server, tmp_path):
     """In a process started as a user starts it, ended by SIGTERM; then the printed line in a shell."""
     folder: Path = server.folder
     argv = command(train_ds=TOKEN, **INT8, n_steps=120, runs_dir=tmp_path / "a run's")

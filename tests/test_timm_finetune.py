@@ -164,7 +164,7 @@ def test_the_optimizer_in_the_backward_pass_trains_the_same_model(folder, tmp_pa
 # ---- kill -9 ---------------------------------------------------------------------------------------------------------
 
 
-def test_killed_and_resumed_equals_one_that_never_stopped(folder, tmp_path):
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(folder, tmp_path):
     """Bit for bit: augmentation, mixing, drop path and dropout, stochastic rounding, the average; across an epoch."""
     settings = {**GOOD, "model_kwargs": {**SHAPE, "drop_path_rate": 0.3, "proj_drop_rate": 0.1}, "quantize": "int8"}
     settings |= {"quantize_kwargs": {"stochastic_rounding": True}, "micro_batch_size": 2, "ema_decay": 0.9}
@@ -241,7 +241,7 @@ MISTAKES = [
         "Did you mean 'dog'?",
         **images(type="image_folder", path="images", split="dgo"),
     ),
-    wrong("flat holds no folders", "one folder for each class", **images(type="image_folder", path="flat")),
+    wrong("flat holds no folders", "one folder per class", **images(type="image_folder", path="flat")),
     wrong("the class 'dog' has no image files", **images(type="image_folder", path="hollow")),
     wrong("there is only one class, 'cat'", **images(type="image_folder", path="one")),
     wrong("000.png cannot be read as an image", **images(type="image_folder", path="broken"), batch_size=2),

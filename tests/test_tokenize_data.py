@@ -143,7 +143,7 @@ def test_stopped_at_any_shard_it_goes_on_to_the_same_bytes(here, source, monkeyp
                 assert not read_manifest(here / out, "test").complete
                 with pytest.raises(UserError, match="not finished"):
                     open_stream({"type": "token", "dataset_dir": out}, StreamContext(32), "--train_ds")
-        assert calls > 4 and "going on after" in capsys.readouterr().out
+        assert calls > 4 and "resuming after" in capsys.readouterr().out
         assert contents(here / out) == contents(here / "whole")
 
 
@@ -166,7 +166,7 @@ def test_killed_processes_leave_nothing_wrong_behind(here):
     done = len(read_manifest(here / "killed", "test").shards)
     assert shards // 2 - 1 <= done < shards
     result = subprocess.run([*command, "killed"], env=environment, check=True, capture_output=True, text=True)
-    assert f"going on after {done} finished shards" in result.stdout
+    assert f"resuming after {done} finished shards" in result.stdout
     assert contents(here / "killed") == contents(here / "whole")
 
 

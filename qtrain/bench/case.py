@@ -1,4 +1,4 @@
-"""What is measured, that it is right before it is timed, and the reasons why some of it cannot run."""
+"""A case to measure: its result is checked before it is timed, or there is a reason why it cannot run."""
 
 import contextlib
 import dataclasses
@@ -13,9 +13,9 @@ from qtrain.bench.tables import Cell
 from qtrain.bench.timing import measure
 
 Check = Callable[[object], float]
-"""Takes a call's result; returns its largest error as a share of what is allowed, or raises WrongResultError."""
+"""Takes a call's result; returns its largest error as a fraction of the tolerance, or raises WrongResultError."""
 Report = Callable[[str, Cell], None]
-"""Told of each cell as it is filled: a table takes minutes."""
+"""Called with each cell as it is filled: a table takes minutes."""
 
 
 class UnavailableError(Exception):
@@ -23,13 +23,13 @@ class UnavailableError(Exception):
 
 
 class WrongResultError(Exception):
-    """A result is not what it should be: it is not timed."""
+    """A result is outside its tolerance: it is not timed."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call run(*inputs) whose result `check` judges. `family`: which implementations a dispatch may take
-    (QTRAIN_IMPL), None for all."""
+    """A call run(*inputs), and the `check` of its result. family: the implementations that a dispatch may choose from
+    (QTRAIN_IMPL); None: all."""
 
     inputs: Sequence[Tensor]
     run: Callable[..., object]
@@ -40,9 +40,9 @@ class Case:
 def examine(
     prepare: Callable[[], Case], device: torch.device, show: Callable[[Case, float], Cell], budget_ms: float
 ) -> Cell:
-    """Prepare, check and time a case; a cell with its figure, or with the reason why there is none.
+    """Prepare, check and time a case. Returns a cell with its figure, or with the reason why there is none.
 
-    show: the case and its milliseconds -> a cell, to whose details the timing is added.
+    show: (case, milliseconds) -> the cell; the timing is added to its details.
     """
     try:
         case = prepare()
@@ -53,7 +53,7 @@ def examine(
         return Cell(reason=str(error))
     except WrongResultError as error:
         return Cell(reason=f"wrong result, not timed: {error}", details={"wrong": True})
-    except Exception as error:  # one row that fails must not end the table
+    except Exception as error:  # a failing row must not end the table
         lines = str(error).strip().splitlines() or [""]
         return Cell(reason=f"{type(error).__name__}: {lines[0][:160]}")
     finally:
@@ -66,7 +66,7 @@ def examine(
 
 @contextlib.contextmanager
 def implementation(family: str | None) -> Iterator[None]:
-    """Inside, operators that choose among implementations take this family; None leaves the choice as it is."""
+    """Inside, operators with several implementations choose from this family; None does not change the choice."""
     before = os.environ.get("QTRAIN_IMPL")
     if family is not None:
         os.environ["QTRAIN_IMPL"] = family
@@ -80,14 +80,14 @@ def implementation(family: str | None) -> Iterator[None]:
 
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-23, torch.int32: 0.0}
-"""Share of a result that is lost at most where it is rounded to its dtype; fp32 may be rounded twice."""
+"""Largest relative error of rounding a result to its dtype; fp32 may be rounded twice."""
 
 
 def check_product(a: Callable[[], Tensor], b: Callable[[], Tensor], accumulation: float) -> Check:
-    """A check of A · Bᵀ against fp64; `a` and `b` give the values that are multiplied, fp64 [M, K] and [N, K].
+    """A check of A · Bᵀ against fp64; `a` and `b` return the multiplied values, fp64 [M, K] and [N, K].
 
-    An element may be off by the rounding of its dtype, and by `accumulation` times the sum of the magnitudes of its
-    products. Integers are exact.
+    The tolerance of an element is the rounding of its dtype plus `accumulation` times the sum of the magnitudes of its
+    products. Integers must be exact.
     """
 
     def check(out: object) -> float:
@@ -96,14 +96,14 @@ def check_product(a: Callable[[], Tensor], b: Callable[[], Tensor], accumulation
         if out.shape != (x.shape[0], w.shape[0]):
             raise WrongResultError(f"shape {tuple(out.shape)}, not {(x.shape[0], w.shape[0])}")
         worst = 0.0
-        for start in range(0, len(x), 4096):  # pieces, so that the fp64 matrices stay small
-            rows, part = x[start : start + 4096], out[start : start + 4096]
+        for start in range(0, len(x), 4096):  # in chunks, which keeps the fp64 matrices small
+            rows, result = x[start : start + 4096], out[start : start + 4096]
             truth = rows @ w.t()
             allowed = ROUNDING[out.dtype] * truth.abs() + accumulation * (rows.abs() @ w.abs().t()) + 1e-30
-            share = ((part.double() - truth).abs() / allowed).max()
+            share = ((result.double() - truth).abs() / allowed).max()
             worst = max(worst, float(share.nan_to_num(nan=torch.inf)))
         if worst > 1:
-            raise WrongResultError(f"an error {worst:.3g} times what is allowed")
+            raise WrongResultError(f"an error {worst:.3g} times the tolerance")
         return worst
 
     return check

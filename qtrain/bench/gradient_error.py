@@ -1,28 +1,29 @@
-"""How far the gradient under a scheme is from the one without it: of one step, by chance, and on average.
+"""Error of the gradient under a scheme: of one step, its noise, and its bias.
 
 python -m qtrain.bench.gradient_error --model runs/llm_pretrain/.../hf --data '{"type":"token","dataset_dir":"DIR"}'
 
-One batch and the same weights for all; g0 is the gradient of the layers' matrices in fp32, g that under a scheme. The
-figures are shares of |g0|:
+All use one batch and the same weights. g0 is the gradient of the layers' matrices in fp32, g that under a scheme. The
+figures are relative to |g0|:
 
     error   |g - g0| of one step
-    noise   how far the draws of stochastic rounding spread around their mean
-    bias    |mean of g over the draws - g0|, less what is left of the noise in a mean of so many
+    noise   standard deviation of g over draws of stochastic rounding
+    bias    |mean of g over the draws - g0|, corrected for the noise that remains in that mean
 
-Where a scheme's three GEMMs can be chosen, one alone shows its part: int8:{"output":"bf16","grad_input":"bf16"}. A
-batch's bias is not a training's: rounding to nearest errs otherwise in every batch.
+Where a scheme's GEMMs can be chosen, quantizing one alone gives its share: int8:{"output":"bf16","grad_input":"bf16"}.
+The bias of one batch is not that of a training: rounding to nearest errs differently in every batch.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from qtrain.bench.arguments import compared_schemes, split_list
-from qtrain.bench.tables import Cell, Table
+from qtrain.bench.tables import Cell, Table, about_run, write_json
 from qtrain.bench.training import random_batch
 from qtrain.config import JsonDict, parse, run_script
 from qtrain.data import Batch, StreamContext, eval_batches
@@ -39,33 +40,35 @@ from qtrain.train.step import compute_gradients
 
 @dataclass(frozen=True)
 class GradientErrorSettings:
-    """Compare the gradients of schemes with the one of high precision, on one batch."""
+    """Compare the gradients of schemes with the gradient in fp32, on one batch."""
 
     model: str = "llama-100m"
-    """Folder or hub id of a trained model; or a shape, whose weights are drawn at random and tell less."""
+    """Folder or hub id of a trained model; or a shape, whose random weights are less representative."""
     data: JsonDict = None
     """Data as --eval_ds of llm_pretrain.py takes it; none: random tokens."""
     schemes: str = (
         'bf16,int8,int8:{"stochastic_rounding":false},int8:{"stochastic_rounding":true},fp8_rowwise,fp8_tensorwise'
     )
-    """Schemes with commas; NAME:{JSON} gives a scheme its options."""
+    """Schemes separated by commas; NAME:{JSON} sets a scheme's options."""
     sequences: Count = 16
     """Sequences in the batch."""
     seq_len: Count = 256
     """Tokens per sequence."""
     draws: Count = 8
-    """Steps whose random bits are drawn, of schemes that round stochastically."""
+    """Repetitions with new random bits, for schemes that round stochastically."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where; auto takes the GPU if there is one."""
+    """Device; auto is the GPU if there is one."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Dtype of weights and activations under the schemes; auto is bf16 on a GPU, fp32 on a CPU."""
     seed: int = 0
-    """Of random weights and tokens, and of stochastic rounding."""
+    """Seed of random weights, random tokens and stochastic rounding."""
+    json: str | None = None
+    """File for the figures."""
 
 
 @dataclass(frozen=True)
 class GradientError:
-    """Shares of |g0|, as above."""
+    """Figures relative to |g0|, as above."""
 
     error: float
     noise: float
@@ -73,7 +76,7 @@ class GradientError:
 
 
 def gradient_error(gradients: Iterator[list[Tensor]], true: list[Tensor]) -> GradientError:
-    """Of gradients under several draws, or one, each a list of tensors as `true`, fp64."""
+    """From the gradients of one or several draws; each, like `true`, is a list of fp64 tensors."""
     size = _norm(true)
     first, mean, squares, draws = 0.0, [torch.zeros_like(t) for t in true], 0.0, 0
     for found in gradients:
@@ -104,7 +107,7 @@ def gradients_of(
     device: torch.device,
     settings: GradientErrorSettings,
 ) -> Iterator[list[Tensor]]:
-    """Gradients of the layers' matrices, fp64, one a step; a single one where nothing is drawn."""
+    """Gradients of the layers' matrices, fp64, one per draw; a single one for a deterministic scheme."""
     model = build_model(source, device=device, dtype=dtype, pretrained=source.has_weights, seed=settings.seed)
     model.loss_chunks, model.z_loss = 0, 0.0
     names = [f"{names[0]}.weight" for linear, names in find_linears(model).items() if linear is not model.lm_head]
@@ -130,7 +133,7 @@ def main(argv: list[str]) -> None:
     batch = read_batch(settings, source.model_config().vocab_size)
     (true,) = gradients_of(source, SCHEMES.make("bf16", {}, "--schemes"), batch, torch.float32, device, settings)
     columns = ["error", "noise", "bias"]
-    what = f"{source.name}{'' if source.has_weights else ', weights at random'}"
+    what = f"{source.name}{'' if source.has_weights else ', random weights'}"
     title = (
         f"Gradients of {what}, {settings.sequences} x {settings.seq_len} tokens, on {describe_hardware(device).name}"
     )
@@ -141,10 +144,12 @@ def main(argv: list[str]) -> None:
         for column in columns:
             table.put(word, column, Cell(100 * getattr(found, column)))
     print(table.markdown())
+    if settings.json:
+        write_json([table], Path(settings.json), about_run(settings, describe_hardware(device).name))
 
 
 def read_batch(settings: GradientErrorSettings, vocab_size: int) -> Batch:
-    """The batch that all gradients are of, on the CPU. UserError for data that does not hold it."""
+    """The batch of all gradients, on the CPU. UserError for data that has fewer windows."""
     rows, length = settings.sequences, settings.seq_len
     if settings.data is None:
         return random_batch(vocab_size, rows, length, torch.Generator().manual_seed(settings.seed))

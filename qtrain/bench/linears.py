@@ -1,8 +1,7 @@
 """The table of linears: forward and backward of one linear per scheme, quantization included, against bf16.
 
-A call is one optimizer step's worth of a linear with one micro-batch: the weight's codes are renewed, then come
-`output`, `grad_input` and `grad_weight`. The roofline is the time that the three products take at the dense peaks of
-the arithmetic that the scheme gives each.
+A call is an optimizer step of a linear with one micro-batch: it refreshes the weight's codes and computes `output`,
+`grad_input` and `grad_weight`. The roofline is the time of the three GEMMs at the dense peaks of their arithmetic.
 """
 
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from qtrain.bench.case import Case, Check, Report, UnavailableError, WrongResultError, examine
 from qtrain.bench.tables import Cell, Table
 from qtrain.hardware import Hardware
-from qtrain.models import ModelConfig
 from qtrain.quant import LowBitScheme, Scheme, quantize_linears
 
 SHAPES = {
@@ -28,14 +26,14 @@ SHAPES = {
 }
 """Out- and in-features [N, K] of published models (arXiv:2407.21783, arXiv:2412.19437)."""
 
-LIMITS = {"int4": 0.5, "latent": 1.0}
-"""Relative error (Frobenius norm) of a result, above which it is wrong; EIGHT_BITS for all others."""
-EIGHT_BITS = 0.1
+EIGHT_BITS, FOUR_BITS, LATENT = 0.1, 0.5, 1.0
+"""Relative error (Frobenius norm) above which a result is wrong: of 8-bit and 4-bit formats, and of weights that are
+quantized from latent ones."""
 
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """x [M, K] through a weight [N, K] and dy [M, N] back: random, in bf16 on a GPU."""
+    """Forward of x [M, K] through a weight [N, K] and backward of dy [M, N]: random, bf16 on a GPU."""
 
     m: int
     n: int
@@ -44,7 +42,7 @@ class LinearProblem:
 
     @cached_property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """x, w, dy; w as small as an initialized one."""
+        """x, w, dy; w has the size of initialized weights."""
         generator = torch.Generator(self.device).manual_seed(0)
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         shapes = ((self.m, self.k), (self.n, self.k), (self.m, self.n))
@@ -53,7 +51,7 @@ class LinearProblem:
 
     @cached_property
     def truth(self) -> tuple[Tensor, ...]:
-        """y, dx, dw of the linear in fp64, kept in fp32: the schemes' errors are far larger."""
+        """y, dx, dw of the linear in fp64, stored in fp32: the schemes' errors are far larger."""
         x, w, dy = (t.double() for t in self.tensors)
         return tuple(t.float() for t in (x @ w.t(), dy @ w, dy.t() @ x))
 
@@ -63,7 +61,7 @@ class LinearProblem:
 
 
 def linear_case(problem: LinearProblem, scheme: Scheme) -> Case:
-    """One linear under a scheme; UnavailableError where the scheme leaves it alone."""
+    """One linear under a scheme. UnavailableError where the scheme does not quantize it."""
     x, w, dy = problem.tensors
     linear = nn.Linear(problem.k, problem.n, bias=False, device=problem.device, dtype=w.dtype)
     model = nn.Sequential(linear)
@@ -88,9 +86,9 @@ def linear_case(problem: LinearProblem, scheme: Scheme) -> Case:
 
 def _limit(scheme: Scheme) -> float:
     if isinstance(scheme, LowBitScheme) and scheme.latent:
-        return LIMITS["latent"]
+        return LATENT
     stored = scheme.stored_format if isinstance(scheme, LowBitScheme) else None
-    return LIMITS["int4"] if "int4" in (stored, *scheme.gemm_dtypes().values()) else EIGHT_BITS
+    return FOUR_BITS if {"int4", "nvfp4"} & {stored, *scheme.gemm_dtypes().values()} else EIGHT_BITS
 
 
 def _check(problem: LinearProblem, limit: float) -> Check:
@@ -98,8 +96,8 @@ def _check(problem: LinearProblem, limit: float) -> Check:
         worst = 0.0
         for name, result, truth in zip(("y", "dx", "dw"), out, problem.truth, strict=True):
             error = float((result.float() - truth).norm() / truth.norm())
-            if not error <= limit:  # NaN is not
-                raise WrongResultError(f"{name} is off by {error:.3g} of its size, over {limit}")
+            if not error <= limit:  # also for NaN
+                raise WrongResultError(f"{name} has a relative error of {error:.3g}, above {limit}")
             worst = max(worst, error)
         return worst / limit
 
@@ -115,8 +113,8 @@ def linear_table(
     hardware: Hardware,
     report: Report,
 ) -> Table:
-    """Milliseconds of forward and backward of every scheme on every shape [N, K]; bf16, if it is among the schemes,
-    is what the others are compared with."""
+    """Milliseconds of forward and backward of every scheme on every shape [N, K], compared with bf16 if it is among the
+    schemes."""
     columns = {name: " ".join(dict.fromkeys([name, f"{n}x{k}"])) for name, (n, k) in shapes.items()}
     unit = "ms of forward and backward; speed over bf16; share of the roofline"
     note = "Quantizing x, w and dy is included; the roofline is the three products at the peak of their arithmetic."
@@ -137,14 +135,3 @@ def linear_table(
             table.put(label, columns[name], cell)
             report(f"{label}, {columns[name]}", cell)
     return table
-
-
-def linears_of_model(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Out- and in-features of the linears in a decoder's layer, as the native decoder fuses them."""
-    width, inner = config.hidden_size, config.intermediate_size
-    return {
-        "qkv": (config.qkv_size, width),
-        "o": (width, config.q_size),
-        "gate_up": (2 * inner, width),
-        "down": (width, inner),
-    }

@@ -1,7 +1,8 @@
-"""The matmul table: products of one size each, the ways to compute them (`matmul_rows.py`), and their rates.
+"""The matmul table: rates of matrix products, one column per problem size, one row per implementation
+(`matmul_rows.py`).
 
 A row takes a `Problem` and returns a `Case`, or raises UnavailableError with the reason why it cannot run here.
-Quantizing is not part of a product, so it is not timed; making an operand K-major is.
+Quantizing the operands is not timed; converting an operand to K-major is.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Problem:
-    """A product's size, and how its operands lie in memory: rows of K each, or column by column."""
+    """The size of a product, and the memory layout of its operands: K-major, or column-major."""
 
     m: int
     n: int
@@ -33,13 +34,13 @@ class Problem:
         return 2.0 * self.m * self.n * self.k
 
     def normal(self, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
-        """Random normal A [M, K] and B [N, K], K-major; always the same."""
+        """Random normal A [M, K] and B [N, K], K-major, from a fixed seed."""
         generator = torch.Generator(self.device).manual_seed(self.m + self.n + self.k)
         shapes = ((self.m, self.k), (self.n, self.k))
         return tuple(torch.randn(*s, device=self.device, generator=generator).to(dtype) for s in shapes)
 
     def stored(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """The operands, laid out as the problem says."""
+        """The operands in the problem's layout."""
         return (
             a.t().contiguous().t() if self.a_column_major else a,
             b.t().contiguous().t() if self.b_column_major else b,
@@ -50,7 +51,7 @@ class Problem:
             raise UnavailableError(why)
 
     def need_capability(self, what: str, capability: tuple[int, int]) -> None:
-        """Refuse a GPU below the compute capability; a CPU computes everything."""
+        """Refuse a GPU below the compute capability; a CPU runs every row's reference."""
         if self.device.type == "cuda" and compute_capability(self.device) < capability:
             needs, has = (".".join(map(str, c)) for c in (capability, compute_capability(self.device)))
             raise UnavailableError(f"{what} needs compute capability {needs}; this GPU has {has}")
@@ -58,7 +59,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table. `arithmetic`: whose peak bounds it, as `Hardware.peaks` has it."""
+    """A line of the table. arithmetic: key of `Hardware.peaks` whose peak bounds it."""
 
     name: str
     arithmetic: str
@@ -69,7 +70,7 @@ ROWS: list[Row] = []
 
 
 def row(name: str, arithmetic: str) -> Callable[[Callable[[Problem], Case]], Callable[[Problem], Case]]:
-    """Registers a function as a row of the table."""
+    """Decorator that registers a function as a row of the table."""
 
     def add(prepare: Callable[[Problem], Case]) -> Callable[[Problem], Case]:
         ROWS.append(Row(name, arithmetic, prepare))
@@ -81,13 +82,13 @@ def row(name: str, arithmetic: str) -> Callable[[Callable[[Problem], Case]], Cal
 def matmul_table(
     problems: dict[str, Problem], rows: Sequence[Row], budget_ms: float, hardware: Hardware, report: Report
 ) -> Table:
-    """TFLOP/s of every row on every problem, with the device's peaks below."""
+    """TFLOP/s of every row on every problem, and the device's peaks."""
     first = next(iter(problems.values()))
     a, b = "Aᵀ" if first.a_column_major else "A", "B" if first.b_column_major else "Bᵀ"
-    table = Table(f"Matrix products {a}·{b}, M x N x K", "TFLOP/s, of integers TOPS", list(problems))
+    table = Table(f"Matrix products {a}·{b}, M x N x K", "TFLOP/s; TOPS for integers", list(problems))
     if first.device.type == "cpu":
         table.notes.append(
-            "On a CPU, Triton's rows run their plain PyTorch definitions, and cuBLAS's what PyTorch has."
+            "On a CPU, Triton's rows run their PyTorch references, and cuBLAS's rows PyTorch's own products."
         )
     for r in rows:
         peak = hardware.peaks.get(r.arithmetic)

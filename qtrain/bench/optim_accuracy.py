@@ -1,28 +1,29 @@
-"""How far optimizers with low-bit states stray from fp32 AdamW when all are fed the same gradients.
+"""How far optimizers with low-bit states end from fp32 AdamW, given the same gradients.
 
 python -m qtrain.bench.optim_accuracy --steps 500
 
-The gradients are those of a small network that fp32 AdamW trains to predict the next byte of Python's standard library:
-an embedding, whose gradients are sparse, and two matrices. Every optimizer starts from the same weights and gets the
-recorded gradients; the figure is |w - w_fp32| / |w_fp32 - w_start| for each weight: 0 is fp32 AdamW, 1 as far from it
-as the start is. Weights are fp32, so that it is the states alone that differ.
+The gradients are recorded from a small network that fp32 AdamW trains to predict the next byte of Python's standard
+library: an embedding, whose gradients are sparse, and two matrices. Every optimizer starts from the same weights and
+gets the recorded gradients. The figure is |w - w_fp32| / |w_fp32 - w_start| of each weight: 0 for fp32 AdamW, 1 for the
+distance of the start. Weights are fp32, so that only the states differ.
 """
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
-import tyro
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qtrain.bench.tables import Cell, Table, about_run, write_json
+from qtrain.config import parse, run_script
 from qtrain.errors import UserError
+from qtrain.hardware import describe_hardware
 from qtrain.optim import OPTIMIZERS
-from qtrain.train.settings import choose_device
+from qtrain.train.settings import Count, choose_device
 
 NAMES = (
     "adamw_8bit", "bnb.AdamW8bit", "torchao.AdamW8bit", "adamw_fp8", "torchao.AdamWFp8", "adamw_4bit",
@@ -33,21 +34,23 @@ LR, WEIGHT_DECAY, BATCH, WIDTH, INNER = 1e-3, 0.1, 256, 64, 256
 
 @dataclass(frozen=True)
 class AccuracySettings:
-    """Compare optimizers' states with fp32."""
+    """Compare low-bit optimizer states with fp32 states."""
 
-    steps: int = 500
-    """Steps."""
+    steps: Count = 500
+    """Optimizer steps."""
     beta2: tuple[float, ...] = (0.95, 0.999)
-    """Decay of the second moment; a table for each."""
+    """Decay rates of the second moment; one table each."""
     names: tuple[str, ...] = NAMES
-    """Optimizers, as for --optim; those whose library is missing are left out."""
+    """Optimizers, as for --optim; those whose library is missing have a footnote."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where."""
+    """Device; auto is the GPU if there is one."""
+    json: str | None = None
+    """File for the figures."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A run of fp32 AdamW: the weights at its start and end, and every step's gradients."""
+    """A run of fp32 AdamW: the weights at its start and end, and the gradients of every step."""
 
     start: list[Tensor]
     end: list[Tensor]
@@ -56,7 +59,7 @@ class Recording:
 
 
 def record(steps: int, beta2: float, device: torch.device) -> Recording:
-    """Train the small network for some steps, with a batch of its own each."""
+    """Train the small network for `steps` steps, each with a new batch."""
     text = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py"))[:40])
     generator = torch.Generator().manual_seed(0)
     shapes = [(256, WIDTH), (INNER, 2 * WIDTH), (WIDTH, INNER)]
@@ -78,7 +81,7 @@ def record(steps: int, beta2: float, device: torch.device) -> Recording:
 
 
 def distances(name: str, recording: Recording) -> list[float]:
-    """How far an optimizer ends from fp32 AdamW, for each weight."""
+    """The distance of an optimizer's result from fp32 AdamW's, for each weight."""
     spec = OPTIMIZERS.make(name, {"betas": [0.9, recording.beta2]}, "--names")
     weights = [nn.Parameter(w.clone()) for w in recording.start]
     optimizer = spec.build([{"params": weights, "weight_decay": WEIGHT_DECAY}], LR, seed=0)
@@ -90,25 +93,29 @@ def distances(name: str, recording: Recording) -> list[float]:
     return [float((w.detach() - end).norm() / (end - start).norm()) for w, end, start in triples]
 
 
-def table(recording: Recording, names: Sequence[str]) -> list[str]:
-    lines = ["| | embedding | first matrix | second matrix |", "|---|---|---|---|"]
+def accuracy_table(recording: Recording, names: Sequence[str]) -> Table:
+    """The distances of the named optimizers, in percent."""
+    steps, columns = len(recording.gradients), ("embedding", "first matrix", "second matrix")
+    table = Table(f"Distance from fp32 AdamW after {steps} steps, beta2 {recording.beta2}", "%", columns)
     for name in names:
         try:
-            found = distances(name, recording)
-        except UserError as error:
-            print(f"{name}: {error}", file=sys.stderr)
-            continue
-        lines.append(f"| {name} | " + " | ".join(f"{100 * x:.2f}%" for x in found) + " |")
-    return lines
+            cells = [Cell(100 * x, text=f"{100 * x:.2f}") for x in distances(name, recording)]
+        except UserError as error:  # a library that is not installed
+            cells = [Cell(reason=str(error))] * len(columns)
+        for column, cell in zip(columns, cells, strict=True):
+            table.put(name, column, cell)
+    return table
 
 
 def main(argv: list[str]) -> None:
-    settings = tyro.cli(AccuracySettings, args=argv)
-    device = choose_device(settings.device)
+    settings = parse(AccuracySettings, argv, "-m qtrain.bench.optim_accuracy")
+    device, tables = choose_device(settings.device), []
     for beta2 in settings.beta2:
-        print(f"beta2 {beta2}, {settings.steps} steps")
-        print("\n".join(table(record(settings.steps, beta2, device), settings.names)), flush=True)
+        tables.append(accuracy_table(record(settings.steps, beta2, device), settings.names))
+        print(tables[-1].markdown() + "\n", flush=True)
+    if settings.json:
+        write_json(tables, Path(settings.json), about_run(settings, describe_hardware(device).name))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_script(main)

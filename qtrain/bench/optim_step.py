@@ -1,74 +1,63 @@
-"""Optimizer steps over a model's real parameter shapes: time, bytes, launches, states; beside other libraries'.
+"""Optimizer steps over a model's parameter shapes: time, bytes, launches and states, beside other libraries'.
 
 python -m qtrain.bench.optim_step --model qwen2.5-1.5b
 python -m qtrain.bench.optim_step --model quickstart --device cpu --names adamw torch.AdamW
 
-The bytes of a step are the weight, its gradient and its states, each read and, but for the gradient, written once;
-their share of the copy bandwidth is how near a step is to the floor. Names are those of --optim; `torch.AdamW` stands
-for torch's own, fused. A name whose library is not installed is left out, and said so.
+The bytes of a step are the weight, its gradient and its states, each read once and, except the gradient, written once.
+Bytes / time relative to the copy bandwidth tells how close a step is to the memory bound. Names are those of --optim;
+`torch.AdamW` is torch's fused implementation. Names whose library is not installed have a footnote instead of figures.
 """
 
-import json
 import sys
-from dataclasses import asdict, dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import torch
-import tyro
 from torch import Tensor, nn
 
+from qtrain.bench.tables import Cell, Table, about_run, write_json
 from qtrain.bench.timing import copy_bandwidth, measure, watching_clocks
 from qtrain.checks import Range
+from qtrain.config import JsonDict, parse, run_script
 from qtrain.errors import UserError
+from qtrain.hardware import describe_hardware
 from qtrain.kernels.optim import update_launch
 from qtrain.models import empty_model, read_model_source
-from qtrain.optim import OPTIMIZERS, parameter_groups
+from qtrain.optim import OPTIMIZERS, Optimizer, parameter_groups
 from qtrain.train.settings import choose_device
 
 OURS = ("adamw", "adamw_bf16_sr", "adamw_8bit", "adamw_fp8", "adamw_4bit")
 PEERS = ("torch.AdamW", "bnb.AdamW8bit", "torchao.AdamW8bit", "torchao.AdamW4bit", "torchao.AdamWFp8")
+COLUMNS = ("ms", "of the copy bandwidth", "launches", "state bytes per parameter", "bytes per parameter")
 
 
 @dataclass(frozen=True)
 class StepSettings:
-    """Time optimizer steps."""
+    """Time optimizer steps over a model's parameters."""
 
     model: str = "qwen2.5-1.5b"
-    """Model whose parameters' shapes are taken, as for llm_pretrain.py."""
+    """Model whose parameter shapes are used, as for llm_pretrain.py."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where."""
+    """Device; auto is the GPU if there is one."""
     dtype: Literal["bf16", "fp32"] = "bf16"
-    """Of weights and gradients."""
+    """Dtype of weights and gradients."""
     names: tuple[str, ...] = (*OURS, *PEERS)
     """Optimizers, as for --optim."""
-    kwargs: str = "{}"
-    """Their options as JSON, the same for all."""
+    kwargs: JsonDict = None
+    """Options of qtrain's optimizers as JSON."""
     json: str | None = None
-    """File to append a line a result to."""
+    """File for the figures."""
     tile: Annotated[int, Range(256)] = update_launch.TILE
-    """Elements of a kernel's tile; for tuning."""
+    """Elements of a kernel tile; for tuning."""
     loops: Annotated[int, Range(1)] = update_launch.LOOPS
-    """Tiles a program works on; for tuning."""
+    """Tiles per program; for tuning."""
     thread: Annotated[int, Range(1)] = update_launch.ELEMENTS_A_THREAD
-    """Elements a thread works on; for tuning."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """ms: median of a step; share: of the copy bandwidth; launches: kernels a step, None where not counted;
-    state_bytes: a parameter; moved: bytes a parameter."""
-
-    name: str
-    parameters: int
-    ms: float
-    share: float
-    launches: int | None
-    state_bytes: float
-    moved: float
+    """Elements per thread; for tuning."""
 
 
 def stand_in(model: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The model on `device` with small random weights, and gradients."""
+    """The model on `device` with small random weights and gradients."""
     module = empty_model(read_model_source(model)).to(dtype).to_empty(device=device)
     module.tie()
     generator = torch.Generator(device).manual_seed(0)
@@ -79,8 +68,8 @@ def stand_in(model: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
     return module
 
 
-def state_size(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all states, codes and scales of tensor subclasses included."""
+def state_size(optimizer: Optimizer) -> int:
+    """Bytes of all states, inner tensors of tensor subclasses included."""
     inner = [t for state in optimizer.state.values() for v in state.values() for t in _plain(v)]
     return sum(t.numel() * t.element_size() for t in inner)
 
@@ -91,8 +80,10 @@ def _plain(value: object) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else []
 
 
-def time_step(name: str, options: dict, module: nn.Module, device: torch.device, copy: float) -> StepResult:
-    """One optimizer over the module's parameters; its states are freed afterwards."""
+def time_step(
+    name: str, options: dict[str, Any], module: nn.Module, device: torch.device, copy: float
+) -> dict[str, Cell]:
+    """The cells of one optimizer over the module's parameters. copy: copy bandwidth, TB/s."""
     if name == "torch.AdamW":
         options = {"fused": True, **options}
     spec = OPTIMIZERS.make(name, options, "--names")
@@ -103,11 +94,14 @@ def time_step(name: str, options: dict, module: nn.Module, device: torch.device,
     count = sum(p.numel() for p in parameters)
     states = state_size(optimizer)
     moved = sum(p.numel() * (2 * p.element_size() + p.grad.element_size()) for p in parameters) + 2 * states
-    launches = _launches(optimizer) if device.type == "cuda" else None
-    return StepResult(name, count, ms, moved / ms / 1e9 / copy, launches, states / count, moved / count)
+    share = moved / ms / 1e9 / copy
+    cells = [Cell(ms, text=f"{ms:.2f}"), Cell(share, text=f"{100 * share:.0f}%")]
+    cells.append(Cell(float(_launches(optimizer))) if device.type == "cuda" else Cell())
+    cells += [Cell(states / count, text=f"{states / count:.3f}"), Cell(moved / count, text=f"{moved / count:.2f}")]
+    return dict(zip(COLUMNS, cells, strict=True))
 
 
-def _launches(optimizer: torch.optim.Optimizer) -> int:
+def _launches(optimizer: Optimizer) -> int:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
@@ -117,35 +111,31 @@ def _launches(optimizer: torch.optim.Optimizer) -> int:
 
 
 def main(argv: list[str]) -> None:
-    settings = tyro.cli(StepSettings, args=argv)
+    settings = parse(StepSettings, argv, "-m qtrain.bench.optim_step")
     update_launch.TILE, update_launch.LOOPS = settings.tile, settings.loops
     update_launch.ELEMENTS_A_THREAD = settings.thread
     device = choose_device(settings.device)
-    dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
-    options, copy = json.loads(settings.kwargs), copy_bandwidth(device)
-    module = stand_in(settings.model, dtype, device)
-    print(f"{settings.model}, {settings.dtype}, copy bandwidth {copy:.2f} TB/s")
-    print("| | ms | of the copy bandwidth | launches | state bytes a parameter | bytes a parameter |")
-    print("|---|---|---|---|---|---|")
+    module = stand_in(settings.model, {"bf16": torch.bfloat16, "fp32": torch.float32}[settings.dtype], device)
+    copy = copy_bandwidth(device)
+    note = f"Copy bandwidth {copy:.2f} TB/s."
+    table = Table(f"Optimizer steps over {settings.model}", f"{settings.dtype} weights", COLUMNS, [note])
     with watching_clocks(device) as clocks:
         for name in settings.names:
+            options = (settings.kwargs or {}) if name in OURS else {}
             try:
-                found = time_step(name, options if name in OURS else {}, module, device, copy)
-            except UserError as error:
-                print(f"{name}: {error}", file=sys.stderr)
-                continue
-            print(
-                f"| {name} | {found.ms:.2f} | {100 * found.share:.0f}% | {found.launches or ''} | "
-                f"{found.state_bytes:.3f} | {found.moved:.2f} |",
-                flush=True,
-            )
-            if settings.json:
-                with open(settings.json, "a", encoding="utf-8") as file:
-                    file.write(json.dumps({"model": settings.model, "dtype": settings.dtype, **asdict(found)}) + "\n")
+                cells = time_step(name, options, module, device, copy)
+            except UserError as error:  # a library that is not installed
+                cells = {COLUMNS[0]: Cell(reason=str(error))}
+            for column, cell in cells.items():
+                table.put(name, column, cell)
+            first = cells[COLUMNS[0]]
+            print(f"{name}: {first.reason or first.shown() + ' ms'}", file=sys.stderr, flush=True)
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    print(clocks.line())
+    print(table.markdown(), clocks.line(), sep="\n\n")
+    if settings.json:
+        write_json([table], Path(settings.json), about_run(settings, describe_hardware(device).name, clocks.record()))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_script(main)

@@ -1,7 +1,7 @@
-"""The table of quantizers: TB/s over the fewest bytes that each must move, beside the device's copy bandwidth.
+"""The table of quantizers: TB/s over the minimal bytes of each, beside the device's copy bandwidth.
 
-The fewest bytes are the input read once and every output written once. A quantizer that needs the absmax of a row or of
-the tensor before it can write a code may have to read twice, which then shows.
+The minimal bytes are the input read once and every output written once. A quantizer that needs the absmax of a row or
+of the tensor before it writes a code may read its input twice, which lowers its rate.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ Outputs = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Quantizer:
-    """What is quantized to what. dual: transposed codes too, from the same read; given: with the scale known before."""
+    """A quantizer. dual: also transposed codes, from the same read; given: with a given scale."""
 
     fmt: str
     granularity: str
@@ -35,12 +35,12 @@ class Quantizer:
 
     @property
     def name(self) -> str:
-        parts = [
+        words = [
             f"{self.fmt} {'scale given' if self.given else self.granularity}",
             *(["both layouts"] if self.dual else []),
             *(["SR"] if self.stochastic else []),
         ]
-        return ", ".join(parts)
+        return ", ".join(words)
 
 
 _FORMS = [
@@ -55,7 +55,7 @@ QUANTIZERS = [Quantizer(*form, stochastic=stochastic) for form in _FORMS for sto
 
 
 def quantizer_case(q: Quantizer, shape: tuple[int, int], device: torch.device) -> Case:
-    """The quantizer on random bf16 numbers of this shape [M, K]."""
+    """The quantizer on random bf16 values of shape [M, K]."""
     x = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(0)).bfloat16()
     key = torch.tensor([1, 2, 3], device=device) if q.stochastic else None
     scale = (x.abs().amax().float() / FORMATS[q.fmt].max).view(1) if q.given else None
@@ -69,7 +69,7 @@ def quantizer_case(q: Quantizer, shape: tuple[int, int], device: torch.device) -
 
 
 def check_quantized(x: Tensor, q: Quantizer) -> Check:
-    """Every value is at most half a step from its code, rounded stochastically at most one, but for saturation."""
+    """Each value is at most half a step from its code, with stochastic rounding at most one, saturation aside."""
 
     def check(out: object) -> float:
         codes, scale, *transposed = out
@@ -77,20 +77,18 @@ def check_quantized(x: Tensor, q: Quantizer) -> Check:
         if transposed:
             share = max(share, _error(x.t(), *transposed, q))
         if share > 1:
-            raise WrongResultError(f"an error {share:.3g} times what rounding may do")
+            raise WrongResultError(f"an error {share:.3g} times that of rounding")
         return share
 
     return check
 
 
 def _error(x: Tensor, codes: Tensor, scale: Tensor, q: Quantizer) -> float:
-    """The largest error, as a share of what rounding may do."""
+    """The largest error, relative to that of rounding."""
     fmt, shape, x = FORMATS[q.fmt], (x.shape[0], x.shape[1]), x.float()
     value = dequantize(codes, scale, q.fmt, q.granularity, shape)
     unit = step = expand_scale(scale, q.granularity, shape)
-    if (
-        fmt.is_float
-    ):  # of a number 2**e <= |x| < 2**(e + 1) a step is 2**(e - mantissa bits); of subnormals, one for all
+    if fmt.is_float:  # for 2**e <= |x| < 2**(e + 1) a step is 2**(e - mantissa bits); all subnormals have the same
         power = (x / unit).abs().log2().floor().exp2().clamp(min=2.0 ** (1 - fmt.exponent_bias))
         step = power * 2.0**-fmt.mantissa_bits * unit
     allowed = step * ((1.0 if q.stochastic else 0.5) * 1.01) + (x.abs() - fmt.max * unit).clamp(min=0)
@@ -110,7 +108,7 @@ def transpose_case(shape: tuple[int, int], device: torch.device) -> Case:
 
 @dataclass(frozen=True)
 class QuantizerRow:
-    """A line of the table; `prepare` takes the input's shape."""
+    """A line of the table. prepare: takes the input's shape."""
 
     name: str
     prepare: Callable[[tuple[int, int], torch.device], Case]
@@ -130,7 +128,7 @@ def quantizer_table(
     hardware: Hardware,
     report: Report,
 ) -> Table:
-    """TB/s, and percent of the copy bandwidth, of every row on every shape [M, K]."""
+    """TB/s of every row on every shape [M, K], and its percentage of the copy bandwidth."""
     copy, data = copy_bandwidth(device), hardware.peaks.get("bandwidth")
     columns = [f"{m}x{k}" for m, k in shapes]
     datasheet = f" (datasheet {digits(data)})" if data and not hardware.measured else ""

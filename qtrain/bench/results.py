@@ -3,8 +3,8 @@
 python -m qtrain.bench.results                                   # rewrite the tables in docs/ and README.md
 python benchmark_mm.py --tables quantizers --json docs/results/quantizers.json
 
-A file is what `benchmark_mm.py` and the benches write with --json. A document names it between two comments,
-`<!-- results: quantizers -->` and `<!-- end -->`; what is between them is generated.
+A file is what `benchmark_mm.py` and the benchmarks of this package write with --json. A document names it between
+two comments, `<!-- results: quantizers -->` and `<!-- end -->`; the text between them is generated.
 """
 
 import json
@@ -39,7 +39,7 @@ def section_of(results: dict[str, Any]) -> str:
 
 
 def rendered(text: str) -> str:
-    """A document with its sections made anew from docs/results/."""
+    """The text of a document with its sections regenerated from docs/results/."""
     return _SECTION.sub(
         lambda match: match[1] + section_of(json.loads((RESULTS / f"{match[2]}.json").read_text())) + match[3], text
     )

@@ -1,23 +1,25 @@
-"""Tables of measurements: markdown for the screen, JSON for the books, bars for the eye.
+"""Tables of measurements as markdown, JSON and bar charts.
 
-A cell holds a figure or the reason why there is none; reasons are footnotes.
+A cell has a figure or the reason why there is none; reasons become footnotes.
 """
 
 import json
 import math
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from qtrain.config import as_dict, versions
 from qtrain.errors import UserError, missing_package
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A figure in the table's unit, or why there is none. `text`: how it is shown, where digits alone are too little;
-    `details`: what else the JSON file holds of it."""
+    """A figure in the table's unit, or the reason why there is none. text: what is shown instead of its digits;
+    details: further entries in the JSON file."""
 
     value: float | None = None
     reason: str | None = None
@@ -29,7 +31,7 @@ class Cell:
 
 
 def digits(value: float) -> str:
-    """Three significant digits, or all that stand before the point."""
+    """Three significant digits, or all digits before the point."""
     if not math.isfinite(value) or value == 0:
         return str(value)
     return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
@@ -37,7 +39,7 @@ def digits(value: float) -> str:
 
 @dataclass
 class Table:
-    """Rows by name, each with a cell a column."""
+    """Rows by name, each with one cell per column."""
 
     title: str
     unit: str
@@ -50,7 +52,7 @@ class Table:
         self.rows.setdefault(row, {})[column] = cell
 
     def markdown(self) -> str:
-        """The table with its title above and its footnotes below, columns aligned for a screen."""
+        """The table with its title above and its footnotes below, columns aligned."""
         footnotes: list[str] = []
         grid = [["", *self.columns]]
         for name, cells in self.rows.items():
@@ -69,7 +71,7 @@ class Table:
         return "\n".join([title, "", *lines, *([""] if below else []), *below])
 
     def record(self) -> dict[str, Any]:
-        """The table as a JSON-able dictionary; a cell without a figure has its reason."""
+        """The table as a JSON-serializable dictionary; a cell without a figure has its reason."""
         rows = [
             {"name": name, "cells": {column: _cell_record(cell) for column, cell in cells.items()}}
             for name, cells in self.rows.items()
@@ -89,8 +91,19 @@ def _cell_record(cell: Cell) -> dict[str, Any]:
     return {"value": cell.value, **({"text": cell.text} if cell.text else {}), **cell.details}
 
 
+def about_run(settings: Any, device: str, clocks: dict[str, float] | None = None) -> dict[str, Any]:
+    """What a JSON file says about its measurement: command, versions, device, clocks and settings."""
+    return {
+        "command": sys.argv,
+        "versions": versions(),
+        "device": device,
+        "clocks": clocks,
+        "settings": as_dict(settings),
+    }
+
+
 def write_json(tables: Sequence[Table], path: Path, about: dict[str, Any]) -> None:
-    """Write all tables and what they were measured on; UserError where the file cannot be written."""
+    """Write all tables, and `about` the measurement. UserError if the file cannot be written."""
     record = {"date": time.strftime("%Y-%m-%d"), **about, "tables": [table.record() for table in tables]}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +113,7 @@ def write_json(tables: Sequence[Table], path: Path, about: dict[str, Any]) -> No
 
 
 def write_png(tables: Sequence[Table], path: Path) -> None:
-    """Draw each table as groups of bars, one group a column."""
+    """Draw each table as a bar chart with one group per column."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(
         len(tables), 1, figsize=(12, 1 + 5 * len(tables)), squeeze=False, layout="constrained"
@@ -126,7 +139,7 @@ def write_png(tables: Sequence[Table], path: Path) -> None:
 
 
 def check_png() -> None:
-    """Refuse --png where nothing can draw, before an hour of measurements."""
+    """Refuse --png without matplotlib, before an hour of measurements."""
     _pyplot()
 
 

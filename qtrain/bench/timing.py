@@ -1,7 +1,7 @@
-"""How long something takes on a device: inputs that never come from the L2 cache, medians, and the clocks of the time.
+"""Time of a call on a device: medians, with inputs that are not in the L2 cache, and the GPU's clocks meanwhile.
 
-On a GPU a batch of calls is timed by CUDA events, issued behind a kernel that only waits: so that the time to launch
-from Python is not in it, as it is not in a captured graph. On a CPU each call is timed by the clock on the wall.
+On a GPU a batch of calls is timed by CUDA events and issued behind a kernel that waits, so that launch overhead of
+Python is not included, as in a CUDA graph. On a CPU each call is timed by the wall clock.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 GPU_CYCLES_PER_S = 2e9
-"""At least what a GPU's clock makes: what a waiting kernel is told is counted in cycles."""
+"""An upper bound of the GPU clock: the waiting kernel counts cycles."""
 COPY_ELEMENTS = {"cuda": 2**29, "cpu": 2**22}
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds a call: the median over batches of calls, the quartiles, and how many calls there were."""
+    """Milliseconds per call: the median over batches of calls and the quartiles; and the number of calls."""
 
     ms: float
     low: float
@@ -31,7 +31,7 @@ class Timing:
 
 
 def rotated(inputs: Sequence[Tensor], device: torch.device) -> list[tuple[Tensor, ...]]:
-    """Copies of `inputs`, with their strides, that together are three times the L2 cache; the inputs are the first."""
+    """`inputs` and copies of them, strides included, of three times the size of the L2 cache together."""
     size = sum(x.untyped_storage().nbytes() for x in inputs)
     cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
     copies = min(-(-3 * cache // max(size, 1)), 256)
@@ -41,7 +41,7 @@ def rotated(inputs: Sequence[Tensor], device: torch.device) -> list[tuple[Tensor
 def measure(
     run: Callable[..., object], inputs: Sequence[Tensor], device: torch.device, budget_ms: float = 150.0
 ) -> Timing:
-    """Time run(*inputs), which is called once before; about `budget_ms` of calls, at least five batches."""
+    """Time run(*inputs) after one warm-up call, for about `budget_ms` and at least five batches."""
     sets = rotated(inputs, device)
     calls = _Calls(run, sets)
     calls.issue(1)
@@ -52,7 +52,7 @@ def measure(
 
 @dataclass
 class _Calls:
-    """Calls over the sets of inputs in turn."""
+    """Calls over the sets of inputs, in rotation."""
 
     run: Callable[..., object]
     sets: list[tuple[Tensor, ...]]
@@ -76,15 +76,15 @@ def _measure_cpu(calls: _Calls, budget_ms: float) -> Timing:
 def _measure_gpu(calls: _Calls, budget_ms: float) -> Timing:
     torch.cuda.synchronize()
     issue_s, first = _gpu_batch(calls, 5, 0.0)
-    count = min(max(int(10 / max(first / 5, 1e-3)), 1), 100)  # about 10 ms; queues hold some 1,000 launches
-    wait_s = 3 * count * issue_s / 5  # other programs may hold the CPU up
-    _gpu_batch(calls, count, wait_s)  # warm clocks
+    count = min(max(int(10 / max(first / 5, 1e-3)), 1), 100)  # about 10 ms; the launch queue holds about 1,000
+    wait_s = 3 * count * issue_s / 5  # the CPU may be busy with other programs
+    _gpu_batch(calls, count, wait_s)  # raises the clocks
     repeats = max(5, min(int(budget_ms / max(count * first / 5, 1e-3)), 30))
     return _timing([_gpu_batch(calls, count, wait_s)[1] / count for _ in range(repeats)], count)
 
 
 def _gpu_batch(calls: _Calls, count: int, wait_s: float) -> tuple[float, float]:
-    """Issue `count` calls while the GPU waits; (seconds to issue them, milliseconds that they took)."""
+    """Issue `count` calls while the GPU waits; returns (seconds to issue them, milliseconds that they ran)."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(int(wait_s * GPU_CYCLES_PER_S))
     start.record()
@@ -102,7 +102,7 @@ def _timing(times: list[float], runs_each: int) -> Timing:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """TB/s of a copy within the device's memory, bytes read and bytes written."""
+    """TB/s of a copy within device memory, bytes read plus bytes written."""
     x = torch.ones(COPY_ELEMENTS[device.type], dtype=torch.bfloat16, device=device)
     y = torch.empty_like(x)
     timing = measure(lambda source: y.copy_(source), (x,), device)
@@ -114,13 +114,13 @@ def copy_bandwidth(device: torch.device) -> float:
 
 @dataclass
 class Clocks:
-    """Samples of a GPU's clock and power, taken while a benchmark runs; empty on a CPU and without NVIDIA's tools."""
+    """Samples of a GPU's clock and power during a benchmark; empty on a CPU and without NVIDIA's tools."""
 
     sm_mhz: list[float] = field(default_factory=list)
     power_w: list[float] = field(default_factory=list)
 
     def record(self) -> dict[str, float] | None:
-        """Median and range, for the books."""
+        """Median and range, for the JSON file; None without samples."""
         if not self.sm_mhz:
             return None
         return {
@@ -133,7 +133,7 @@ class Clocks:
     def line(self) -> str:
         found = self.record()
         if found is None:
-            return "clocks: not known here"
+            return "clocks: unknown"
         return (
             f"clocks: SM {found['sm_mhz_median']:.0f} MHz ({found['sm_mhz_min']:.0f} to {found['sm_mhz_max']:.0f}), "
             f"power up to {found['power_w_max']:.0f} W"
@@ -166,10 +166,10 @@ def watching_clocks(device: torch.device, seconds: float = 0.5) -> Iterator[Cloc
 
 
 def _clock_reader(device: torch.device) -> Callable[[], tuple[float, float]] | None:
-    """A function -> (SM clock in MHz, power in W): by pynvml where it is installed, else by nvidia-smi."""
+    """A function that returns (SM clock in MHz, power in W), by pynvml if it is installed, else by nvidia-smi."""
     if device.type != "cuda":
         return None
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # numbers differ under CUDA_VISIBLE_DEVICES
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # indices differ under CUDA_VISIBLE_DEVICES
     try:
         import pynvml
 
@@ -179,7 +179,7 @@ def _clock_reader(device: torch.device) -> Callable[[], tuple[float, float]] | N
             float(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)),
             pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
         )
-    except Exception:  # not installed, or an error of its own kind
+    except Exception:  # not installed, or an NVML error
         pass
     query = ["nvidia-smi", "-i", uuid, "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
 

@@ -1,10 +1,10 @@
-"""Training speed of models x schemes in one table: tokens a second, share of the speed of light, peak memory.
+"""Training speed of models x schemes in one table: tokens per second, share of the speed of light, peak memory.
 
 python -m qtrain.bench.train_step --models qwen2.5-0.5b,qwen2.5-1.5b --schemes bf16,int8,fp8_rowwise --batch_size 32
 
-The steps are those of llm_pretrain.py, the same functions in the same order, on random tokens. Each cell runs in a
-process of its own: one that runs out of memory takes nothing with it. A model or a scheme may carry options of its own:
-any setting of llm_pretrain.py after a model, its kwargs after a scheme.
+The steps are those of llm_pretrain.py, the same functions in the same order, on random tokens. Each cell runs in its
+own process, so one that runs out of memory does not affect the others. Models and schemes may have their own options:
+any setting of llm_pretrain.py after a model, the scheme's options after a scheme.
 
     --models 'qwen2.5-0.5b,qwen2.5-7b:{"batch_size":64,"micro_batch_size":8}'
     --schemes 'bf16,int8,int8:{"stochastic_rounding":true}'
@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qtrain.bench.arguments import name_and_options, split_list
-from qtrain.bench.tables import Cell, Table, digits, write_json
+from qtrain.bench.tables import Cell, Table, about_run, digits, write_json
 from qtrain.bench.timing import watching_clocks
 from qtrain.bench.training import time_training
 from qtrain.checks import check_fields, parse_json
-from qtrain.config import JsonDict, as_dict, parse, run_script, versions
+from qtrain.config import JsonDict, as_dict, parse, run_script
 from qtrain.errors import UserError
 from qtrain.hardware import describe_hardware
 from qtrain.models import read_model_source
@@ -33,7 +33,7 @@ from qtrain.optim import OPTIMIZERS
 from qtrain.quant import SCHEMES
 from qtrain.train.in_backward import check_in_backward
 from qtrain.train.listing import listing
-from qtrain.train.settings import Count, CountOrNever, LanguageSettings, batch_geometry, choose_device
+from qtrain.train.settings import Count, CountOrZero, LanguageSettings, batch_geometry, choose_device
 
 WORKER = "--cell"
 ROOT = Path(__file__).parents[2]
@@ -44,37 +44,37 @@ class TrainStepSettings:
     """Time training steps of models under schemes, on random tokens."""
 
     models: str = "qwen2.5-0.5b"
-    """Models with commas; NAME:{JSON} gives a model settings of llm_pretrain.py for itself."""
+    """Models to time, separated by commas; NAME:{JSON} overrides settings of llm_pretrain.py for one."""
     schemes: str = "bf16,int8"
-    """Schemes with commas; NAME:{JSON} gives a scheme its options."""
+    """Schemes to time, separated by commas; NAME:{JSON} sets the options of one (--quantize_kwargs)."""
     batch_size: Count = 32
     """Sequences per optimizer step."""
-    micro_batch_size: CountOrNever = 0
-    """Sequences per forward pass; 0: all of them."""
+    micro_batch_size: CountOrZero = 0
+    """Sequences per forward pass; 0: batch_size."""
     seq_len: Count = 1024
     """Tokens per sequence."""
     n_steps: Count = 20
-    """Steps that are timed; the figure is their median."""
+    """Timed steps; the table shows their median."""
     warmup_steps: Count = 6
-    """Steps before that, which compile, tune and record."""
+    """Untimed steps before them, which compile, autotune and record CUDA graphs."""
     optim: str = "adamw"
-    """Optimizer; `python llm_pretrain.py --list` shows all."""
+    """Optimizer; --list shows all."""
     optim_kwargs: JsonDict = None
-    """The optimizer's options as JSON."""
+    """Options of --optim as a JSON object; --list shows them."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What backward computes again instead of keeping."""
+    """Save memory by recomputing in the backward pass: nothing; norms and activation functions; or whole layers."""
     quantize_lm_head: bool = False
-    """Quantize the output head too."""
+    """Quantize the output head too, not only the linear layers below it."""
     compile: bool = True
-    """Compile each layer and the loss."""
+    """Compile each layer with torch.compile."""
     cuda_graphs: bool = True
-    """With --compile on a GPU: record a step and replay it."""
+    """On a GPU with --compile, record the step as CUDA graphs and replay them."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where to train; auto takes the GPU if there is one."""
+    """Device to train on; auto: the GPU if there is one, else the CPU."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Dtype of weights and activations; auto is bf16 on a GPU, fp32 on a CPU."""
+    """Dtype of weights, gradients and activations; auto: bf16 on a GPU, fp32 on a CPU."""
     json: str | None = None
-    """File for the figures; none: runs/train_step/<time>.json."""
+    """JSON file to write the results to; None: runs/train_step/TIME.json."""
 
 
 def main(argv: list[str]) -> None:
@@ -98,14 +98,13 @@ def main(argv: list[str]) -> None:
     hardware = describe_hardware(device)
     table = make_table(results, f"Training steps on {hardware.name}")
     print(table.markdown(), clocks.line(), sep="\n\n")
-    about = {"command": sys.argv, "versions": versions(), "device": hardware.name, "clocks": clocks.record()}
     path = Path(settings.json or f"runs/train_step/{time.strftime('%Y%m%d-%H%M%S')}.json")
-    write_json([table], path, {**about, "settings": as_dict(settings)})
+    write_json([table], path, about_run(settings, hardware.name, clocks.record()))
     print(f"figures     {path}")
 
 
 def make_cells(settings: TrainStepSettings) -> dict[tuple[str, str], LanguageSettings]:
-    """The run of each (model, scheme), in order. UserError for whatever can be refused before anything runs."""
+    """The settings of each (model, scheme), in order. UserError for whatever can be refused before anything runs."""
     own = {f.name for f in dataclasses.fields(LanguageSettings)}
     shared = {key: value for key, value in as_dict(settings).items() if key in own}
     cells = {}
@@ -126,7 +125,7 @@ def make_cells(settings: TrainStepSettings) -> dict[tuple[str, str], LanguageSet
 
 
 def run_apart(settings: LanguageSettings, warmup_steps: int) -> dict[str, Any]:
-    """`time_training` in a process of its own; whatever ends that process is the reason."""
+    """`time_training` in its own process; if that fails, {"reason": its last line}."""
     cell = json.dumps({"settings": as_dict(settings), "warmup_steps": warmup_steps})
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
@@ -140,8 +139,8 @@ def run_apart(settings: LanguageSettings, warmup_steps: int) -> dict[str, Any]:
 
 
 def make_table(results: dict[tuple[str, str], dict[str, Any]], title: str) -> Table:
-    """A row for each result; speed is also given over that of the model's first scheme."""
-    columns = ["tok/s", "over first", "sol", "mfu", "ms a step", "peak GiB", "planned GiB"]
+    """One row per result, with the speed relative to the model's first scheme."""
+    columns = ["tok/s", "over first", "sol", "mfu", "ms/step", "peak GiB", "planned GiB"]
     table = Table(title, "median step; sol, mfu: share of the peak", columns)
     firsts: dict[str, float] = {}
     for (model, scheme), result in results.items():
@@ -155,7 +154,7 @@ def make_table(results: dict[tuple[str, str], dict[str, Any]], title: str) -> Ta
         table.put(row, "over first", Cell(over, text=f"{over:.2f}x"))
         for column, key in (("sol", "sol"), ("mfu", "mfu")):
             table.put(row, column, Cell(result[key], text=f"{100 * result[key]:.1f}%"))
-        for column, key in (("ms a step", "step_ms"), ("peak GiB", "peak_gib"), ("planned GiB", "planned_gib")):
+        for column, key in (("ms/step", "step_ms"), ("peak GiB", "peak_gib"), ("planned GiB", "planned_gib")):
             table.put(row, column, Cell(result[key], text=f"{result[key]:,.2f}"))
     return table
 

@@ -1,4 +1,4 @@
-"""Training steps of one model under one scheme, timed: what `train_step.py` runs in a process of its own."""
+"""Training steps of one model with one scheme, timed; `train_step.py` runs each in its own process."""
 
 import statistics
 import time
@@ -52,11 +52,10 @@ def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, A
         batches = [
             random_batch(architecture.vocab_size, geometry.micro_batch_size, settings.seq_len, generator).to(device)
         ]
-        batches *= geometry.gradient_accumulation  # which tokens they are makes no difference
+        batches *= geometry.gradient_accumulation  # the tokens do not affect the speed
         start = _now(device)
         gradients = compute_gradients(model, forward, quantized, batches, step, graphs, in_backward)
         apply_gradients(
-            model,
             run.optimizer,
             quantized,
             gradients,
@@ -80,7 +79,7 @@ def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, A
 
 
 def random_batch(vocab_size: int, sequences: int, seq_len: int, generator: torch.Generator) -> Batch:
-    """Random tokens, each but the first of a sequence to be predicted, where the generator is."""
+    """Random tokens on the generator's device; every next token is a label."""
     tokens = torch.randint(0, vocab_size, (sequences, seq_len + 1), generator=generator)
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 

@@ -1,6 +1,10 @@
-"""Data: token shards, text, mixtures, images and tokenizers; streams of samples that resume exactly; the loader."""
+"""Data: token shards, text, mixtures, examples, images and tokenizers; streams that resume exactly; the loaders.
 
-# Modules imported for no name register a dataset type: a further type is one file and one line here.
+Import order: tokenizers < this folder's own files < text, examples, images.
+"""
+
+# Modules imported for no name register dataset types: a new type is one file and one line here.
+from qtrain.data.batch import IGNORED, Batch, Sample, TensorBatch
 from qtrain.data.examples import chat_dataset, instruct_dataset  # noqa: F401
 from qtrain.data.examples.examples import ExampleDataset
 from qtrain.data.images import image_folder, image_rows, image_wds, sklearn_digits  # noqa: F401
@@ -8,18 +12,7 @@ from qtrain.data.images.augment import Augmentation, ImageTransform, Mixer, make
 from qtrain.data.images.image_loader import BatchMaker, ImageBatch, ImageLoader
 from qtrain.data.images.images import IMAGE_SETS, Images, check_same_classes, open_images
 from qtrain.data.loader import Loader
-from qtrain.data.stream import (
-    DATASETS,
-    IGNORED,
-    Batch,
-    Sample,
-    Stream,
-    StreamContext,
-    TensorBatch,
-    dataset_tokenizer,
-    make_dataset,
-    open_stream,
-)
+from qtrain.data.stream import DATASETS, Stream, StreamContext, dataset_tokenizer, open_stream
 from qtrain.data.text import hf_text_dataset, mix_dataset, text_dataset, token_dataset  # noqa: F401
 from qtrain.data.text.eval_windows import EvalWindows, eval_batches
 from qtrain.data.tokenizers.tokenizer import TOKENIZERS, Tokenizer, load_tokenizer
@@ -50,7 +43,6 @@ __all__ = [
     "eval_batches",
     "load_tokenizer",
     "make_augmentation",
-    "make_dataset",
     "open_images",
     "open_stream",
 ]

@@ -1,4 +1,4 @@
-"""Which files a user means: paths, globs, folders, `python:stdlib`; and a split of them that never changes."""
+"""The files that a user names: paths, globs, folders, `python:stdlib`; and their stable split."""
 
 import glob
 import hashlib
@@ -12,13 +12,13 @@ from qtrain.errors import UserError, nearest
 
 SUFFIXES = (".txt", ".py", ".jsonl", ".parquet")
 STDLIB = "python:stdlib"
-STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 SPLITS = ("all", "train", "validation")
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file of text. `relative` is its path from the folder that was given, and decides its split."""
+    """A text file. `relative`: its path from the folder that the user gave, which decides its split."""
 
     path: Path
     relative: str
@@ -29,7 +29,7 @@ def as_list(value: str | list[str]) -> list[str]:
 
 
 def match_files(entry: str, suffixes: Iterable[str], flag: str, fix: str = "") -> list[TextFile]:
-    """Files meant by a path, a glob (`**` allowed) or a folder, sorted. UserError, with `fix`, when there are none."""
+    """The files of a path, a glob (`**` allowed) or a folder, sorted. UserError, with `fix`, when there are none."""
     suffixes = tuple(suffixes)
     path = Path(entry).expanduser()
     if path.is_dir():
@@ -50,20 +50,31 @@ def match_files(entry: str, suffixes: Iterable[str], flag: str, fix: str = "") -
     return [TextFile(p, p.relative_to(root).as_posix()) for p in found]
 
 
+def match_globs(patterns: str | list[str], flag: str) -> list[str]:
+    """The files of globs (`**` allowed), sorted within each. UserError for one that matches none."""
+    files: list[str] = []
+    for pattern in as_list(patterns):
+        found = sorted(glob.glob(pattern, recursive=True))
+        if not found:
+            raise UserError(f"{flag}: {pattern!r} matches no file.")
+        files += found
+    return files
+
+
 def stdlib_files(flag: str) -> list[TextFile]:
     """The .py files of the running Python's standard library, without its tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     kept = []
     for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if name not in STDLIB_LEFT_OUT]  # not walked into
+        inner[:] = [name for name in inner if name not in STDLIB_SKIPPED]  # not walked into
         kept += [Path(folder, name) for name in names if name.endswith(".py")]
     if not kept:
-        raise UserError(f"{flag}: {STDLIB}: this Python keeps no .py files at {root}; give other files.")
+        raise UserError(f"{flag}: {STDLIB}: this Python has no .py files at {root}; give other files.")
     return [TextFile(path, path.relative_to(root).as_posix()) for path in sorted(kept)]
 
 
 def text_files(paths: str | list[str], split: str, validation_fraction: float, flag: str) -> list[TextFile]:
-    """The files of `paths` that fall in `split`, in a fixed order, each once."""
+    """The files of `paths` that are in `split`, in a fixed order, each once."""
     found: dict[Path, TextFile] = {}
     for entry in as_list(paths):
         for file in stdlib_files(flag) if entry == STDLIB else match_files(entry, SUFFIXES, flag):
@@ -73,13 +84,13 @@ def text_files(paths: str | list[str], split: str, validation_fraction: float, f
     kept = [f for f in found.values() if split == "all" or split == split_of(f.relative, validation_fraction)]
     if not kept:
         raise UserError(
-            f"{flag}: none of the {len(found)} files falls in the split {split!r} with validation_fraction "
+            f"{flag}: none of the {len(found)} files is in the split {split!r} with validation_fraction "
             f"{validation_fraction:g}. Files are split whole: give more files, another fraction, or separate files."
         )
     return kept
 
 
-def split_of(relative: str, validation_fraction: float) -> str:
-    """'train' or 'validation' for a file: by a hash of its relative path, so that no other file can move it."""
-    place = int.from_bytes(hashlib.sha256(relative.encode()).digest()[:8], "little") / 2**64
-    return "validation" if place < validation_fraction else "train"
+def split_of(key: str, validation_fraction: float) -> str:
+    """'train' or 'validation' for an item by a hash of its key alone, so that no other item can move it."""
+    uniform = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") / 2**64
+    return "validation" if uniform < validation_fraction else "train"

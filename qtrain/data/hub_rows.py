@@ -1,8 +1,7 @@
-"""Rows of a dataset read through the `datasets` library as a stream, shard by shard, resumable at any row.
+"""Rows of a dataset, streamed through the `datasets` library shard by shard, resumable at any row.
 
-The library's own `shuffle(buffer)` does not resume exactly, so the order is made here: shards (the files of a dataset)
-in a computed permutation for each epoch, each read from front to back as a dataset of one shard, whose `state_dict` is
-exact.
+The library's own `shuffle(buffer)` does not resume exactly, so the order is computed here: each epoch permutes the
+shards (the files of a dataset), and each shard is read in order as a dataset of its own, whose `state_dict` is exact.
 """
 
 import contextlib
@@ -13,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qtrain.data.columns import missing_column, valid_unicode
 from qtrain.data.files import as_list
 from qtrain.data.permutation import Permutation
-from qtrain.data.text.documents import missing_column, valid_unicode
 from qtrain.errors import UserError, unknown_name
 from qtrain.hub import reaching_hub
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     import datasets
 
 LOCAL_READERS = ("arrow", "csv", "json", "parquet", "text")
-"""Names that `datasets` takes for a file format instead of a hub id, with the files in `data_files`."""
+"""Dataset names that mean a file format instead of a hub id; the files are in `data_files`."""
 
 FIX = "Check the name, or use local files, which need no network (dataset type text, or tokenize_data.py --files)."
 
@@ -31,7 +30,7 @@ FIX = "Check the name, or use local files, which need no network (dataset type t
 @dataclass(frozen=True)
 class RowSource:
     """What to read: a hub id, a local folder, or a file format with `data_files` (paths or globs; a dictionary names
-    splits). Of its rows it is `columns`: one of text or, with `records`, all of them, of any type."""
+    splits). `columns`: a single text column or, with `records`, columns of any type."""
 
     dataset: str
     subset: str | None
@@ -40,19 +39,20 @@ class RowSource:
     data_files: str | list[str] | dict[str, Any] | None
     records: bool = False
     fix: str = FIX
-    """What helps where the hub does not."""
+    """What to do where the hub cannot serve it."""
 
     def open(self, flag: str) -> "datasets.IterableDataset":
         """The streaming dataset; files, split and columns are checked. Raises UserError naming `flag`."""
         import datasets
 
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its complaints become one UserError
-        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # a call home for each opening, of local files too
+        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else each opening calls the hub, of local files too
         self._check_files(flag)
         with self.reading(flag):
             splits = datasets.load_dataset(self.dataset, self.subset, data_files=self.data_files, streaming=True)
             if self.split not in splits:
-                raise unknown_name(flag, f"split of {self.dataset!r}", self.split, map(str, splits))
+                fix = 'To divide the rows of a file, give "part" instead.' if self.records and self._is_local() else ""
+                raise unknown_name(flag, f"split of {self.dataset!r}", self.split, map(str, splits), fix)
             rows = splits[self.split]
             first = next(iter(rows), None)
         if first is None:
@@ -66,7 +66,7 @@ class RowSource:
         return rows.select_columns(list(self.columns))
 
     def n_rows(self, flag: str) -> int | None:
-        """Rows of the split, if the dataset says."""
+        """Number of rows of the split, where the dataset states it."""
         import datasets
 
         with self.reading(flag):
@@ -75,7 +75,7 @@ class RowSource:
 
     @contextlib.contextmanager
     def reading(self, flag: str) -> Iterator[None]:
-        """Wrap any reading of this source: the hub's failures and the library's own become one UserError."""
+        """Wrap any reading of this source: failures of the hub and of the library become one UserError."""
         file = self.records and isinstance(self.data_files, str)
         what = f"the dataset {self.data_files if file else self.dataset!r}"
         local = self._is_local() and not any("://" in file for file in self._files())
@@ -114,14 +114,14 @@ class RowSource:
 
 class RowReader:
     """Texts (or records) of one rank's rows, epoch after epoch. A cursor is {epoch, shard, row, state}: shards finished
-    in this epoch, rows read of the next one, and the library's own state there (None at its start)."""
+    in this epoch, rows read from the next one, and the library's state there (None at its start)."""
 
     def __init__(self, source: RowSource, seed: int, shuffle: bool, rank: int, world: int, flag: str):
         self._source, self._flag = source, flag
         self._dataset = source.open(flag)
         self.shards: int = self._dataset.num_shards
         self._seed, self._shuffle = seed, shuffle
-        # With fewer shards than ranks every rank reads all of them and keeps every world-th row.
+        # With fewer shards than ranks, each rank reads all of them and keeps every world-th row.
         self._by_shard = self.shards >= world
         self._rank, self._world = rank, world
         self._cursor: dict[str, Any] | None = None
@@ -146,8 +146,8 @@ class RowReader:
         self._rows = iter(self._shard)
 
     def read(self, cursor: Mapping[str, Any], count: int) -> tuple[list[Any], dict[str, Any]]:
-        """Up to `count` texts or records from `cursor` on and the cursor after them. Fewer than `count` only at an
-        epoch's end, where the cursor is the start of the next epoch."""
+        """Up to `count` texts or records from `cursor` on, and the cursor after them. Fewer than `count` only at the
+        end of an epoch, where the cursor is the start of the next one."""
         with self._source.reading(self._flag):
             if cursor != self._cursor:
                 self._open(cursor)
@@ -171,7 +171,7 @@ class RowReader:
         (column,) = self._source.columns
         text = row[column]
         if not isinstance(text, str | None):
-            raise UserError(f"{self._flag}: the column {column!r} holds {text!r}, which is no text.")
+            raise UserError(f"{self._flag}: the column {column!r} holds {text!r}, which is not text.")
         return valid_unicode(text or "")
 
 

@@ -1,9 +1,9 @@
-"""Shuffles that are computed, not stored: a seeded bijection on 0..n-1 in constant memory, and a counter-based hash.
+"""Computed shuffles: a seeded bijection on 0..n-1 in constant memory, and a counter-based hash.
 
-A Feistel network permutes the smallest power of two that holds n. A value that lands outside 0..n-1 is sent through
-again until it falls inside ("cycle walking", Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002); the
-domain is less than twice n, so that takes two rounds on average. Any place of an epoch can then be looked up directly,
-which is what makes a stream's position a few integers.
+A Feistel network permutes the integers below the smallest power of two that is at least n. A value outside 0..n-1 goes
+through it again until it is inside ("cycle walking", Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002);
+the domain is less than twice n, so that takes less than two passes on average. Any place of an epoch can be looked up
+directly, which is why a stream's position is a few integers.
 """
 
 from typing import TypeVar
@@ -32,12 +32,12 @@ def hash64(*parts: int) -> int:
 
 
 def uniform(*parts: int) -> float:
-    """A number in [0, 1) that depends on `parts` alone."""
+    """A uniform number in [0, 1) that depends on `parts` alone."""
     return (hash64(*parts) >> 11) * 2.0**-53
 
 
 class Permutation:
-    """A bijection on range(n), n >= 1, chosen by the integers of `key`. Called with an index or an array of them."""
+    """A bijection on range(n), n >= 1, keyed by the integers `key`."""
 
     def __init__(self, n: int, *key: int):
         assert n >= 1
@@ -55,7 +55,7 @@ class Permutation:
         return high << self._low_bits | low
 
     def __call__(self, index: int) -> int:
-        """Where place `index` of the shuffled order comes from."""
+        """The item at place `index` of the shuffled order."""
         assert 0 <= index < self.n
         index = self._network(index)
         while index >= self.n:
@@ -63,7 +63,7 @@ class Permutation:
         return index
 
     def all(self) -> np.ndarray:
-        """The whole permutation as int64 [n]: the same as calling it on 0..n-1, at numpy's speed."""
+        """The whole permutation, int64 [n]: the values of all indices, vectorized."""
         values = self._network(np.arange(self.n, dtype=np.uint64))
         while len(outside := np.flatnonzero(values >= self.n)):
             values[outside] = self._network(values[outside])

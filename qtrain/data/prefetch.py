@@ -1,10 +1,10 @@
-"""What makes micro-batches ahead of the training loop, in threads and processes, and the loader over it.
+"""Prefetching: items are produced ahead of the training loop by threads or processes, and handed out in order.
 
-Every producer gives (batch, position right after it), however far it has run ahead, so that a run resumes exactly. A
-batch comes out of a process as the shapes and dtypes of its tensors and then their bytes, which are received in place.
+The position that comes with a batch is the one right after it, however far a producer has run ahead, so a run resumes
+exactly. A process sends a batch as the shapes and dtypes of its tensors, then their bytes, which are received in place.
 
-Not a torch DataLoader: that one raises in the middle of whatever the main thread is doing, a checkpoint perhaps, when
-its worker is ended by a signal that was meant for the whole process group.
+Not a torch DataLoader: when one of its workers is killed by a signal to the process group, it raises in the middle of
+whatever the main thread is doing, such as writing a checkpoint.
 """
 
 import atexit
@@ -16,67 +16,34 @@ import signal
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, Protocol, Self
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import torch
 
-from qtrain.data.stream import TensorBatch
+from qtrain.data.batch import TensorBatch
 from qtrain.errors import UserError
 
 Item = tuple[TensorBatch, dict[str, Any]]
+"""A batch and the position right after it."""
+
+T = TypeVar("T")
 
 
-class Producer(Protocol):
-    """Gives items until StopIteration; `close` ends what it has started."""
+class PrefetchThread(Generic[T]):
+    """Runs an iterator ahead in a daemon thread. An exception of the iterator is raised by `get`, once."""
 
-    def get(self) -> Item: ...
-    def close(self) -> None: ...
-
-
-class PrefetchLoader:
-    """Iterates what a producer gives, pinned where there is a GPU. `close`, or `with`, stops what it started."""
-
-    def __init__(self, producer: Producer, pin_memory: bool | None = None):
-        self._producer = producer
-        self._pin = torch.cuda.is_available() if pin_memory is None else pin_memory
-        atexit.register(_close, weakref.ref(producer))  # a forgotten one would disturb Python's exit
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Item:
-        batch, position = self._producer.get()
-        return (batch.pin_memory() if self._pin else batch), position
-
-    def close(self) -> None:
-        self._producer.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _close(producer: weakref.ref) -> None:
-    if (alive := producer()) is not None:
-        alive.close()
-
-
-class PrefetchThread:
-    """Runs an iterator ahead in a daemon thread; what it raises is raised by `get`, once."""
-
-    def __init__(self, items: Iterator[Item], prefetch: int):
-        self._queue: queue.Queue[Item | BaseException] = queue.Queue(maxsize=prefetch)
+    def __init__(self, items: Iterator[T], prefetch: int):
+        self._queue: queue.Queue[T | BaseException] = queue.Queue(maxsize=prefetch)
         self._stop = threading.Event()
         self._ended = False
         self._thread = threading.Thread(target=self._run, args=(items,), name="data", daemon=True)
         self._thread.start()
+        atexit.register(_close, weakref.ref(self))  # an open one would disturb the interpreter's exit
 
-    def _run(self, items: Iterator[Item]) -> None:
+    def _run(self, items: Iterator[T]) -> None:
         try:
             for item in items:
                 if not self._put(item):
@@ -85,7 +52,7 @@ class PrefetchThread:
         except BaseException as error:
             self._put(error)
 
-    def _put(self, item: Item | BaseException) -> bool:
+    def _put(self, item: T | BaseException) -> bool:
         while not self._stop.is_set():
             try:
                 self._queue.put(item, timeout=0.1)
@@ -94,12 +61,13 @@ class PrefetchThread:
                 continue
         return False
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[T]:
         with contextlib.suppress(StopIteration):
             while True:
                 yield self.get()
 
-    def get(self) -> Item:
+    def get(self) -> T:
+        """The next item. Raises StopIteration at the end."""
         if self._ended:
             raise StopIteration
         item = self._queue.get()
@@ -114,31 +82,73 @@ class PrefetchThread:
         self._thread.join(timeout=10)
 
 
-class PrefetchProcess:
-    """Runs `produce(*args)`, a function of a module, in a process of its own; a thread here receives its items."""
+class PrefetchProcess(PrefetchThread[Item]):
+    """Runs `produce(*args)`, a function of a module, in a process; a thread here receives its items."""
 
     def __init__(self, produce: Callable[..., Iterator[Item]], args: tuple, prefetch: int = 2):
         context = multiprocessing.get_context("spawn")  # a forked process may not use the thread pools of its parent
         receiver, sender = context.Pipe(duplex=False)
-        self._process = context.Process(target=_run, args=(sender, produce, args), name="data", daemon=True)
-        self._process.start()
-        sender.close()  # now only the process holds it: when the process dies, receiving ends
-        self._received = PrefetchThread(_receive(receiver), prefetch)
-
-    def get(self) -> Item:
-        return self._received.get()
+        self.process = context.Process(target=_serve, args=(sender, produce, args), name="data", daemon=True)
+        self.process.start()
+        sender.close()  # only the process holds it now: when the process dies, receiving ends
+        super().__init__(_receive(receiver), prefetch)
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.join()
-        self._received.close()
+        self.process.kill()
+        self.process.join()
+        super().close()
 
 
-def _run(sender: Connection, produce: Callable[..., Iterator[Item]], args: tuple) -> None:
-    """What the process runs. The end (None) and errors travel as items."""
+class PrefetchLoader:
+    """Iterates the items of `producers` in turn. `close`, or `with`, stops them.
+
+    finish: makes the (batch, position) of a produced item, in the thread of the caller; None: it is one. pin_memory:
+    pin batches for copies to the GPU; None: where there is a GPU.
+    """
+
+    def __init__(
+        self,
+        producers: Sequence[PrefetchThread],
+        *,
+        finish: Callable[[Any], Item] | None = None,
+        pin_memory: bool | None = None,
+    ):
+        self.producers, self._finish, self._turn = producers, finish, 0
+        self._pin = torch.cuda.is_available() if pin_memory is None else pin_memory
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Item:
+        item = self.producers[self._turn % len(self.producers)].get()
+        self._turn += 1
+        batch, position = item if self._finish is None else self._finish(item)
+        return (batch.pin_memory() if self._pin else batch), position
+
+    def close(self) -> None:
+        for producer in self.producers:
+            producer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _close(producer: weakref.ref) -> None:
+    if (alive := producer()) is not None:
+        alive.close()
+
+
+# ---- across processes ------------------------------------------------------------------------------------------------
+
+
+def _serve(sender: Connection, produce: Callable[..., Iterator[Item]], args: tuple) -> None:
+    """The main function of the process. The end (None) and errors are sent like items."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # a stop meant for the whole group: training still finishes its step
-    with contextlib.suppress(BrokenPipeError):  # the receiver is gone, and its process perhaps with it
+        signal.signal(number, signal.SIG_IGN)  # a signal to the process group: training still finishes its step
+    with contextlib.suppress(BrokenPipeError):  # the receiver is gone, perhaps with its process
         try:
             for batch, position in produce(*args):
                 _send(sender, batch, position)

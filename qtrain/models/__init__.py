@@ -1,4 +1,4 @@
-"""Models: the native decoder, Hugging Face load and export, the cost of a shape."""
+"""Models: the native decoder, Hugging Face load and export, adapters, vision models, and the cost of training them."""
 
 from qtrain.models.build import MODEL_IMPLS, build_model, empty_model
 from qtrain.models.config import ModelConfig

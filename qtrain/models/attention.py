@@ -1,8 +1,8 @@
 """Causal grouped-query attention with rotary positions, over fused q, k, v.
 
-Three ways to the same sums. Without a mask: PyTorch's fused causal kernels (on CUDA cuDNN, then flash). With documents
-or a sliding window: on CPU a boolean mask through the same call; on CUDA flex_attention over a block mask, built once a
-forward and shared by all layers, which skips blocks that hold nothing.
+Without a mask: PyTorch's fused causal kernels (on CUDA cuDNN, then flash). With documents or a sliding window: on CPU a
+boolean mask through the same call; on CUDA flex_attention over a block mask, which is built once per forward, shared by
+all layers, and skips empty blocks.
 """
 
 import functools
@@ -26,14 +26,13 @@ _CUDA_BACKENDS = [
     SDPBackend.MATH,
 ]
 
-_compiled = functools.cache(torch.compile)  # flex_attention and its mask would write out [B, H, S, S] uncompiled
+_compiled = functools.cache(torch.compile)  # uncompiled, flex_attention and its mask would materialize [B, H, S, S]
 
 
 def attention_mask(doc_ids: Tensor | None, batch: int, seq_len: int, window: int | None, device: torch.device) -> Mask:
-    """Which keys a query sees beyond plain causality; None when that is all.
+    """Which keys a query sees: bool [B or 1, 1, S, S] on CPU, a BlockMask on CUDA; None for plain causal attention.
 
-    doc_ids [B, S] keeps attention within equal ids; `window` keeps it to the last `window` positions. CPU: bool
-    [B or 1, 1, S, S]. CUDA: a BlockMask.
+    doc_ids [B, S]: attention stays within equal ids. window: it stays within the last `window` positions.
     """
     if window is not None and seq_len <= window:
         window = None
@@ -71,7 +70,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
 
 
 class KVCache(Protocol):
-    """What attention asks of a cache."""
+    """The interface of a cache of keys and values."""
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
 
@@ -83,21 +82,21 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.split_sizes = [config.q_size, config.kv_size, config.kv_size]
-        self.fused_rows = {"qkv": self.split_sizes}  # read by optimizers that work on whole matrices
+        self.fused_rows = {"qkv": self.split_sizes}  # `optim.parameter_groups` reads it
         self.qkv = nn.Linear(config.hidden_size, config.qkv_size, bias=config.qkv_bias)
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
         self.sub_norm = nn.RMSNorm(config.q_size, eps=config.rms_norm_eps) if config.sub_norm else None
         self.o_proj = nn.Linear(config.q_size, config.hidden_size, bias=config.o_bias)
-        self.cache: KVCache | None = None  # set while answers are generated (`decode.py`)
+        self.cache: KVCache | None = None  # set during generation (`greedy_decode.py`)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
-        heads = [part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x).split(self.split_sizes, dim=-1)]
-        q, k, v = heads  # [B, S, heads, D]
+        split = self.qkv(x).split(self.split_sizes, dim=-1)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in split)  # [B, S, heads, D]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         else:
-            v = v.contiguous()  # as a view it would keep all of qkv's output for backward, where v alone is needed
+            v = v.contiguous()  # a view would keep all of qkv's output for backward, which needs v alone
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if self.cache is not None:

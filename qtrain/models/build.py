@@ -1,4 +1,4 @@
-"""From a model source to a model with weights: built on the meta device, then materialized and drawn, or loaded."""
+"""From a model source to a model with weights: built on the meta device, materialized, then initialized or loaded."""
 
 import hashlib
 
@@ -12,7 +12,7 @@ from qtrain.models.hf_impl import build_hf_model
 from qtrain.models.source import ModelSource
 
 MODEL_IMPLS = {
-    "native": "the decoder of this package",
+    "native": "qtrain's own decoder",
     "hf": "any causal language model of transformers",
 }
 
@@ -26,9 +26,10 @@ def build_model(
     pretrained: bool = False,
     seed: int = 0,
 ) -> nn.Module:
-    """A model on `device` in `dtype`, its weights drawn from `seed` or, with `pretrained`, read from the source.
+    """A model on `device` in `dtype`, its weights initialized from `seed` or, with `pretrained`, loaded from the
+    source.
 
-    Raises UserError for an architecture that is not covered, and for weights that are not there or do not fit.
+    Raises UserError for an architecture that is not covered, and for weights that are missing or do not fit.
     """
     if impl not in MODEL_IMPLS:
         raise unknown_name("--model_impl", "implementation", impl, MODEL_IMPLS)
@@ -50,7 +51,7 @@ def build_model(
 
 
 def empty_model(source: ModelSource, impl: str = "native") -> nn.Module:
-    """The model on the meta device: its modules and shapes, no memory."""
+    """The model on the meta device: modules and shapes without memory."""
     if impl == "hf":
         return build_hf_model(source, "meta", torch.float32, pretrained=False, seed=0)
     config = source.model_config()
@@ -60,16 +61,21 @@ def empty_model(source: ModelSource, impl: str = "native") -> nn.Module:
 
 @torch.no_grad()
 def init_weights(model: nn.Module, std: float, seed: int) -> None:
-    """Draw matrices from normal(0, std) as transformers does; biases are 0, norms 1.
+    """Initialize matrices from normal(0, std) as transformers does, biases to 0 and norms to 1.
 
-    Every parameter has a generator of its own, on its device, seeded by (seed, name): a parameter's values do not
-    depend on which others there are. They are drawn in fp32, so a bf16 model is the fp32 one, rounded.
+    Every parameter has its own generator, on its device, seeded by (seed, name), so its values do not depend on the
+    other parameters. They are drawn in fp32, so a bf16 model is the rounded fp32 model.
     """
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:8]) >> 1)
-        drawn = torch.empty_like(parameter, dtype=torch.float32).normal_(0.0, std, generator=generator)
-        parameter.copy_(drawn)
+        generator = named_generator(seed, name, parameter.device)
+        # No name holds the fp32 copy: it is freed before the next one is allocated.
+        parameter.copy_(torch.empty_like(parameter, dtype=torch.float32).normal_(0.0, std, generator=generator))
+
+
+def named_generator(seed: int, name: str, device: torch.device) -> torch.Generator:
+    """A generator on `device`, seeded by a hash of (seed, name)."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8]) >> 1)

@@ -2,7 +2,7 @@
 
 One frozen dataclass covers Llama 2/3.x, Mistral, SmolLM(2), Qwen2/2.5, Qwen3 and BitNet: they differ in which
 projections have a bias, in QK-norm, in norms before the output projections, in rotary scaling and in a sliding window.
-What would change the arithmetic and is not covered here is refused by name, never ignored.
+Keys that would change the arithmetic and are not covered are refused by name, never ignored.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ _Positive = Annotated[float, Range(1e-30)]
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary positions: base frequency and, for contexts longer than the pretraining one, how it is stretched."""
+    """Rotary positions: base frequency, and its scaling for contexts longer than in pretraining."""
 
     theta: float = 10_000.0
     kind: Literal["default", "linear", "llama3"] = "default"
@@ -74,33 +74,46 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True)
 class _Family:
-    """What a `model_type` fixes, and what its transformers class assumes where `config.json` is silent."""
+    """What a `model_type` fixes, which keys its `config.json` has, and what its transformers class assumes for missing
+    ones."""
 
     architecture: str
     max_positions: int
-    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    head_dim: int | None = None
+    """Where the key is missing; None: hidden_size / num_attention_heads."""
     qk_norm: bool = False
     sub_norm: bool = False
-    silent: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what a missing key means, where unusual
+    qkv_bias: bool = False
+    """The q, k, v projections always have a bias."""
+    attention_bias: bool = False
+    """The key of this name decides over the biases of attention."""
+    mlp_bias: bool = False
+    """The key of this name decides over the biases of the MLP."""
+    window: Literal["none", "all_layers", "by_layer"] = "none"
+    """Sliding window: none, in all layers, or by the keys use_sliding_window and max_window_layers."""
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Unusual values of missing keys."""
 
 
 _FAMILIES = {
-    "llama": _Family("LlamaForCausalLM", 2048),
-    "mistral": _Family("MistralForCausalLM", 131072),
-    "qwen2": _Family("Qwen2ForCausalLM", 32768),
-    "qwen3": _Family("Qwen3ForCausalLM", 32768, head_dim=128, qk_norm=True),
+    "llama": _Family("LlamaForCausalLM", 2048, attention_bias=True, mlp_bias=True),
+    "mistral": _Family("MistralForCausalLM", 131072, window="all_layers"),
+    "qwen2": _Family("Qwen2ForCausalLM", 32768, qkv_bias=True, window="by_layer"),
+    "qwen3": _Family("Qwen3ForCausalLM", 32768, head_dim=128, qk_norm=True, attention_bias=True, window="by_layer"),
     "bitnet": _Family(
         "BitNetForCausalLM",
         2048,
         sub_norm=True,
-        silent={"hidden_act": "relu2", "rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
+        attention_bias=True,
+        window="by_layer",
+        defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
     ),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder's architecture. Names are those of Hugging Face; sizes are in elements."""
+    """A decoder's architecture, with the names of Hugging Face; sizes in elements."""
 
     model_type: str
     vocab_size: int
@@ -120,9 +133,9 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     sub_norm: bool = False
-    """An RMSNorm in front of the attention's output projection and of the MLP's down projection (BitNet)."""
+    """An RMSNorm before the output projection of attention and before the down projection of the MLP (BitNet)."""
     sliding_window: int | None = None
-    """Positions a query sees, itself included; None is all of them."""
+    """Positions that a query sees, itself included; None: all of them."""
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
@@ -134,7 +147,7 @@ class ModelConfig:
 
     @property
     def kv_size(self) -> int:
-        """Width of all key heads together; values have the same."""
+        """Width of all key heads together, and of all value heads."""
         return self.num_key_value_heads * self.head_dim
 
     @property
@@ -150,79 +163,56 @@ class ModelConfig:
         """
 
         def read(key: str, kind: Any, default: Any = dataclasses.MISSING) -> Any:
-            """A key's value, checked. With a default of None the key may be null or absent."""
-            if key not in values and default is dataclasses.MISSING:
-                raise UserError(f"{where}: the key {key!r} is missing; it must be {type_name(kind)}.")
-            value = values.get(key, default)
-            return None if value is None and default is None else check_value(f"{where}: {key}", value, kind)
+            return _read(values, key, kind, where, default)
 
         model_type = read("model_type", str)
         if model_type not in _FAMILIES:
             raise unknown_name(where, "model_type", model_type, _FAMILIES, USE_HF)
         family = _FAMILIES[model_type]
-        values = {**family.silent, **values}
+        values = {**family.defaults, **values}
         _refuse_unsupported(values, where)
-
-        hidden, heads, layers = (read(k, _Count) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-        if model_type != "llama" and "num_key_value_heads" not in values:  # each class of transformers guesses its own
-            raise UserError(f"{where}: the key 'num_key_value_heads' is missing; it must be {type_name(_Count)}.")
-        kv_heads = read("num_key_value_heads", _Count, None) or heads
-        head_dim = read("head_dim", _Count, None) or family.head_dim
-        if hidden % heads and (head_dim is None or model_type == "llama"):  # transformers holds Llama to it always
-            raise UserError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}.")
-        head_dim = head_dim or hidden // heads
-        if heads % kv_heads:
-            raise UserError(
-                f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}."
-            )
-        if head_dim % 2:
-            raise UserError(f"{where}: head_dim {head_dim} is odd; rotary positions need pairs.")
-
-        attention_bias = model_type in ("llama", "qwen3", "bitnet") and read("attention_bias", bool, False)
+        attention_bias = family.attention_bias and read("attention_bias", bool, False)
         max_positions = read("max_position_embeddings", _Count, family.max_positions)
         return cls(
             model_type=model_type,
             vocab_size=read("vocab_size", _Count),
-            hidden_size=hidden,
             intermediate_size=read("intermediate_size", _Count),
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
+            num_hidden_layers=read("num_hidden_layers", _Count),
+            **_read_heads(values, model_type, where),
             max_position_embeddings=max_positions,
             rope=Rope.from_hf(values, max_positions, where),
             rms_norm_eps=read("rms_norm_eps", Annotated[float, Range(0)], 1e-6),
             initializer_range=read("initializer_range", Annotated[float, Range(0)], 0.02),
             tie_word_embeddings=read("tie_word_embeddings", bool, False),
-            qkv_bias=attention_bias or model_type == "qwen2",
+            qkv_bias=attention_bias or family.qkv_bias,
             o_bias=attention_bias,
-            mlp_bias=model_type == "llama" and read("mlp_bias", bool, False),
+            mlp_bias=family.mlp_bias and read("mlp_bias", bool, False),
             qk_norm=family.qk_norm,
             sub_norm=family.sub_norm,
-            sliding_window=_read_window(values, model_type, layers, where),
+            sliding_window=_read_window(values, family, where),
             bos_token_id=read("bos_token_id", int, None),
             eos_token_id=read("eos_token_id", int | list[int], None),
             pad_token_id=read("pad_token_id", int, None),
         )
 
     def with_sub_norms(self, flag: str) -> "ModelConfig":
-        """This architecture as BitNet has it: with a norm before each output projection.
+        """This architecture with BitNet's norms before the output projections.
 
-        UserError naming `flag` where it has what transformers' BitNet has no place for: it could not be exported.
+        UserError naming `flag` where it has features that transformers' BitNet lacks: it could not be exported.
         """
         if self.sub_norm:
             return self
-        odd = {
+        heads = f"heads of {self.q_size} elements together for a width of {self.hidden_size}"
+        features = {
             "QK-norm": self.qk_norm,
             "biases in its MLP": self.mlp_bias,
             "a sliding window": self.sliding_window is not None,
-            f"heads of {self.q_size} elements together for a width of {self.hidden_size}": self.q_size
-            != self.hidden_size,
+            heads: self.q_size != self.hidden_size,
         }
-        for what, there in odd.items():
-            if there:
+        for feature, present in features.items():
+            if present:
                 raise UserError(
-                    f"{flag}: the norms of BitNet cannot be exported with this model, which has {what}. "
+                    f"{flag}: the norms of BitNet cannot be exported with this model, which has {feature}. "
                     "Leave them out with --quantize_kwargs '{\"sub_norm\":false}'."
                 )
         return dataclasses.replace(self, model_type="bitnet", sub_norm=True)
@@ -232,22 +222,23 @@ class ModelConfig:
         same = ["model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"]
         same += ["num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"]
         same += ["initializer_range", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"]
+        family = _FAMILIES[self.model_type]
         config = {
-            "architectures": [_FAMILIES[self.model_type].architecture],
+            "architectures": [family.architecture],
             **{key: getattr(self, key) for key in same},
             "hidden_act": "silu",
             "attention_dropout": 0.0,
             **self.rope.to_hf(),
         }
-        if self.model_type != "qwen2" or self.head_dim * self.num_attention_heads != self.hidden_size:
+        if self.model_type != "qwen2" or self.q_size != self.hidden_size:
             config["head_dim"] = self.head_dim
-        if self.model_type in ("llama", "qwen3", "bitnet"):
+        if family.attention_bias:
             config["attention_bias"] = self.qkv_bias
-        if self.model_type == "llama":
+        if family.mlp_bias:
             config["mlp_bias"] = self.mlp_bias
-        if self.model_type == "mistral":
+        if family.window == "all_layers":
             config["sliding_window"] = self.sliding_window
-        if self.model_type in ("qwen2", "qwen3"):
+        elif self.model_type in ("qwen2", "qwen3"):
             sliding = self.sliding_window is not None
             config["use_sliding_window"] = sliding
             config["sliding_window"] = self.sliding_window
@@ -255,8 +246,38 @@ class ModelConfig:
         return config
 
 
+def _read(values: Mapping[str, Any], key: str, kind: Any, where: str, default: Any = dataclasses.MISSING) -> Any:
+    """A key's checked value. With a default of None the key may be null or missing."""
+    if key not in values and default is dataclasses.MISSING:
+        raise UserError(f"{where}: the key {key!r} is missing; it must be {type_name(kind)}.")
+    value = values.get(key, default)
+    return None if value is None and default is None else check_value(f"{where}: {key}", value, kind)
+
+
+def _read_heads(values: Mapping[str, Any], model_type: str, where: str) -> dict[str, int]:
+    """The width and the sizes of the attention heads."""
+    hidden, heads = (_read(values, key, _Count, where) for key in ("hidden_size", "num_attention_heads"))
+    if model_type != "llama" and "num_key_value_heads" not in values:  # the classes of transformers differ here
+        raise UserError(f"{where}: the key 'num_key_value_heads' is missing; it must be {type_name(_Count)}.")
+    kv_heads = _read(values, "num_key_value_heads", _Count, where, None) or heads
+    head_dim = _read(values, "head_dim", _Count, where, None) or _FAMILIES[model_type].head_dim
+    if hidden % heads and (head_dim is None or model_type == "llama"):  # transformers requires it of Llama always
+        raise UserError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}.")
+    head_dim = head_dim or hidden // heads
+    if heads % kv_heads:
+        raise UserError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
+    if head_dim % 2:
+        raise UserError(f"{where}: head_dim {head_dim} is odd; rotary positions need pairs.")
+    return {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+    }
+
+
 def _refuse_unsupported(values: Mapping[str, Any], where: str) -> None:
-    """Refuse keys that would change the arithmetic and that the native decoder does not compute."""
+    """Refuse keys that change the arithmetic in a way that the native decoder does not compute."""
     neutral = {
         "hidden_act": ("silu", "swish"),
         "attention_dropout": (0, None),
@@ -269,20 +290,19 @@ def _refuse_unsupported(values: Mapping[str, Any], where: str) -> None:
             raise UserError(f"{where}: {key} {values[key]!r} is not supported natively. {USE_HF}")
 
 
-def _read_window(values: Mapping[str, Any], model_type: str, layers: int, where: str) -> int | None:
-    """The sliding window, where every layer has it. Some layers with and some without are refused."""
-    if model_type == "llama":
+def _read_window(values: Mapping[str, Any], family: _Family, where: str) -> int | None:
+    """The sliding window of every layer. A window in only some layers is refused."""
+    if family.window == "none":
         return None
     window = values.get("sliding_window", 4096)
-    if window is None or (model_type != "mistral" and not values.get("use_sliding_window", False)):
+    if window is None or (family.window == "by_layer" and not values.get("use_sliding_window", False)):
         return None
     window = check_value(f"{where}: sliding_window", window, _Count)
-    if model_type == "mistral":
+    if family.window == "all_layers":
         return window
     first = check_value(f"{where}: max_window_layers", values.get("max_window_layers", 28), Annotated[int, Range(0)])
-    kinds = values.get("layer_types") or [
-        "sliding_attention" if i >= first else "full_attention" for i in range(layers)
-    ]
+    layers = range(values["num_hidden_layers"])
+    kinds = values.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in layers]
     if len(set(kinds)) > 1:
         raise UserError(f"{where}: a sliding window in only some layers is not supported natively. {USE_HF}")
     return window if kinds[0] == "sliding_attention" else None

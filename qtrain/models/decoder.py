@@ -1,7 +1,7 @@
 """The native decoder: embedding, pre-norm layers of attention and gated MLP, norm, head.
 
-Projections that read the same input are one linear (`qkv`, `gate_up`): one quantization of that input, and larger
-GEMMs. Linears are always called as modules, so a quantized one can take their place after the model is built.
+Projections that read the same input are one linear (`qkv`, `gate_up`): the input is quantized once, and GEMMs are
+larger. Linears are always called as modules, so they can be swapped for quantized ones after the model is built.
 """
 
 import functools
@@ -29,27 +29,24 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.gate_up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
-        self.fused_rows = {"gate_up": [config.intermediate_size] * 2}  # as in Attention
+        self.fused_rows = {"gate_up": [config.intermediate_size] * 2}  # as in `Attention`
         self.sub_norm = nn.RMSNorm(config.intermediate_size, eps=config.rms_norm_eps) if config.sub_norm else None
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda and self.sub_norm is None and supports_swiglu_mlp(self.gate_up, self.down_proj):
             return swiglu_mlp(self.gate_up, self.down_proj, x)
-        y = gated(self.gate_up(x))
+        gate_up = self.gate_up(x)  # [B, S, 2I]
+        if x.is_cuda:
+            y = swiglu(gate_up)
+        else:  # PyTorch's operations are faster than the kernel's reference
+            gate, up = gate_up.chunk(2, dim=-1)
+            y = F.silu(gate) * up
         return self.down_proj(y if self.sub_norm is None else self.sub_norm(y))
 
 
-def gated(x: Tensor) -> Tensor:
-    """silu(gate) * up of x [..., 2I], gate then up. PyTorch's own operations do it best on a CPU, a kernel on a GPU."""
-    if x.is_cuda:
-        return swiglu(x)
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
 class DecoderLayer(nn.Module):
-    """One layer, [B, S, C] -> [B, S, C]. `recompute` says what its backward computes again instead of keeping."""
+    """One layer, [B, S, C] -> [B, S, C]. `recompute`: what its backward recomputes instead of keeping."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -62,7 +59,7 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self._forward(x, cos, sin, mask)
-        run = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing here draws
+        run = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # a layer has no dropout
         if self.recompute == "selective":
             return run(self._forward, x, cos, sin, mask, context_fn=selective_contexts)
         return run(self._forward, x, cos, sin, mask)
@@ -75,10 +72,10 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """A causal language model.
 
-    `loss_chunks` (0: chosen by size) and `z_loss` are plain settings, read at every call; see `linear_cross_entropy`.
+    `loss_chunks` (0: chosen by size) and `z_loss` are read at every call; see `linear_cross_entropy`.
     """
 
-    fullgraph = True  # a layer compiles whole, or it is a bug
+    fullgraph = True  # a graph break in a layer is a bug
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -92,22 +89,22 @@ class Decoder(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Make the head's weight the embedding's, where the config says so. Needed again after `to_empty`."""
+        """Share the embedding's weight with the head, if the config says so. Needed again after `to_empty`."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
     def add_sub_norms(self, flag: str) -> None:
-        """Put a norm, its weight 1, before each output projection, unless they are there: BitNet's architecture.
+        """Add BitNet's norms, with weights of 1, before each output projection, unless they exist.
 
-        UserError naming `flag` where that could not be exported (`ModelConfig.with_sub_norms`).
+        UserError naming `flag` where the model could not be exported (`ModelConfig.with_sub_norms`).
         """
         if self.config.sub_norm:
             return
         self.config = self.config.with_sub_norms(flag)
         for layer in self.layers:
-            for part, output in ((layer.attn, layer.attn.o_proj), (layer.mlp, layer.mlp.down_proj)):
+            for module, output in ((layer.attn, layer.attn.o_proj), (layer.mlp, layer.mlp.down_proj)):
                 like = {"device": output.weight.device, "dtype": output.weight.dtype}
-                part.sub_norm = nn.RMSNorm(output.in_features, eps=self.config.rms_norm_eps, **like)
+                module.sub_norm = nn.RMSNorm(output.in_features, eps=self.config.rms_norm_eps, **like)
 
     def set_recompute(self, mode: Recompute) -> None:
         for layer in self.layers:
@@ -118,8 +115,8 @@ class Decoder(nn.Module):
     ) -> Tensor | LossSums:
         """input_ids, labels, doc_ids: int [B, S].
 
-        Without labels: logits [B, S, V] in the model's dtype. With labels (already shifted; -100 is not trained on):
-        sums over the trained tokens. doc_ids: attention stays within equal ids, and positions restart at each document.
+        Without labels: logits [B, S, V] in the model's dtype. With labels (already shifted; -100 is ignored): sums over
+        the trained tokens. doc_ids: attention stays within equal ids, and positions restart at each document.
         """
         batch, seq_len = input_ids.shape
         x = self.embed_tokens(input_ids)  # [B, S, C]

@@ -1,4 +1,4 @@
-"""Sampling a continuation, for the log of a run: every step reads the whole text again, so keep it short."""
+"""Sampling a continuation, for the log of a run. There is no KV cache: each step reads the whole text."""
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,9 @@ def generate(
 ) -> Tensor:
     """Continue prompt_ids, int64 [B, T] with T >= 1, to int64 [B, T + n], n <= max_new_tokens.
 
-    temperature 0 takes the likeliest token; otherwise one is drawn from the top_k likeliest (None: all), the same ones
-    for the same seed. A row that drew eos_id goes on with eos_id; when all have, sampling stops. Only ids below
-    vocab_size are drawn: a model's vocabulary is often padded beyond its tokenizer's.
+    temperature 0 takes the most likely token; otherwise one is sampled from the top_k most likely (None: all), the same
+    ones for the same seed. A row that sampled eos_id continues with eos_id; when all have, sampling stops. Only ids
+    below vocab_size are sampled: a model's vocabulary is often padded beyond its tokenizer's.
     """
     if prompt_ids.ndim != 2 or prompt_ids.shape[1] == 0:
         raise UserError(f"generate: the prompt has the shape {tuple(prompt_ids.shape)}; give at least one token.")
@@ -34,7 +34,7 @@ def generate(
         with torch.compiler.set_stance("force_eager"):  # every length is a new shape
             for _ in range(max_new_tokens):
                 logits = model(ids)[:, -1, :vocab_size].float()  # [B, V]
-                token = _choose(logits, temperature, top_k, generator)
+                token = _sample(logits, temperature, top_k, generator)
                 if eos_id is not None:
                     token = torch.where(done, eos_id, token)
                     done = done | (token == eos_id)
@@ -46,8 +46,8 @@ def generate(
     return ids
 
 
-def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
-    """One token id a row, int64 [B], from logits [B, V]."""
+def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
+    """One token id per row, int64 [B], from logits [B, V]."""
     if temperature == 0:
         return logits.argmax(dim=-1)
     if top_k is not None:

@@ -1,8 +1,8 @@
-"""Greedy answers to many prompts at once, with keys and values of what has been read kept (a KV cache).
+"""Greedy answers to a batch of prompts, with a KV cache.
 
-Prompts of unlike length stand in rows that are filled up at their end. A row's next token goes to its own next place,
-over the filling, so keys lie at their positions and a query sees the places up to its own. A model of transformers
-(--model_impl hf) reads the whole text again for every token.
+Prompts of different lengths are padded at their end. A row's next token overwrites its first padding token, so keys are
+at their positions and a query sees the places up to its own. A model of transformers (--model_impl hf) has no cache
+here and reads the whole text for every token.
 """
 
 from collections.abc import Sequence
@@ -14,29 +14,29 @@ from qtrain.models.decoder import Decoder
 from qtrain.models.rope import rope_tables
 
 CACHE_BYTES = 4 * 2**30
-"""What all layers' caches of prompts that are answered together may take."""
-MOST_ROWS, ROWS_WITHOUT_CACHE = 256, 64
+"""Size of all layers' caches together at most."""
+MAX_ROWS, ROWS_WITHOUT_CACHE = 256, 64
 
 
 def rows_at_once(model: nn.Module, places: int) -> int:
-    """How many prompts to answer together, of at most `places` tokens with their answers: a step costs Python the same
-    for one as for many."""
+    """How many prompts to answer together, of at most `places` tokens with their answers. A step has the same Python
+    overhead for one as for many."""
     if not _cacheable(model, places):
         return ROWS_WITHOUT_CACHE
     config, element = model.config, model.norm.weight.element_size()
     row = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * places * element
-    return min(max(CACHE_BYTES // row, 1), MOST_ROWS)
+    return min(max(CACHE_BYTES // row, 1), MAX_ROWS)
 
 
 class KVCache:
-    """Keys and values [B, KV heads, T, D] of one layer, of at most T places a row."""
+    """Keys and values [B, KV heads, T, D] of one layer, for at most T places per row."""
 
     def __init__(self, batch: int, heads: int, places: int, head_dim: int, like: Tensor):
         self.keys, self.values = like.new_zeros(2, batch, heads, places, head_dim)
         self.at: Tensor | None = None  # int64 [B]: where each row's one new token goes; None: many, from 0 on
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep k, v [B, KV heads, S, D]; returns what is to be attended to."""
+        """Store k, v [B, KV heads, S, D]; returns the keys and values to attend to."""
         if self.at is None:
             self.keys[:, :, : k.shape[2]], self.values[:, :, : v.shape[2]] = k, v
             return k, v
@@ -49,7 +49,7 @@ class KVCache:
 def answer(
     model: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_id: int | None, vocab_size: int | None
 ) -> list[list[int]]:
-    """The likeliest continuation of each prompt (at least one id long), up to eos_id, which is left out."""
+    """The greedy continuation of each prompt (of at least one id), up to and without eos_id."""
     device, was_training = next(model.parameters()).device, model.training
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     places = int(lengths.max()) + max_new_tokens
@@ -61,40 +61,40 @@ def answer(
     rows, done = torch.arange(len(prompts), device=device), torch.zeros(len(prompts), dtype=torch.bool, device=device)
     try:
         with torch.compiler.set_stance("force_eager"):  # every length is a new shape
-            for number in range(max_new_tokens):
-                at = lengths + number
-                token = read(ids, at, number)[:, :vocab_size].argmax(dim=-1)
+            for step in range(max_new_tokens):
+                at = lengths + step
+                token = read(ids, at, step)[:, :vocab_size].argmax(dim=-1)
                 ids[rows, at] = token
                 done = done | (token == eos_id) if eos_id is not None else done
-                if number % 8 == 7 and bool(done.all()):
+                if step % 8 == 7 and bool(done.all()):  # synchronizes with the device
                     break
     finally:
         if isinstance(read, _Cached):
             read.close()
         model.train(was_training)
     written = [row[start:].tolist() for row, start in zip(ids[:, : int(at.max()) + 1], lengths.tolist(), strict=True)]
-    written = [row[: number + 1] for row in written]
+    written = [row[: step + 1] for row in written]
     return [row[: row.index(eos_id)] if eos_id in row else row for row in written]
 
 
 def _cacheable(model: nn.Module, places: int) -> bool:
-    """A sliding window that is shorter than the text would need a mask that the cache does not make."""
+    """Whether the model can use the cache, which has no mask for a sliding window shorter than the text."""
     return isinstance(model, Decoder) and (model.config.sliding_window is None or places <= model.config.sliding_window)
 
 
 class _Whole:
-    """Logits of the last tokens [B, V] from a pass over all."""
+    """Logits of the last tokens, [B, V], from a pass over the whole text."""
 
     def __init__(self, model: nn.Module):
         self._model = model
 
-    def __call__(self, ids: Tensor, at: Tensor, number: int) -> Tensor:
+    def __call__(self, ids: Tensor, at: Tensor, step: int) -> Tensor:
         logits = self._model(ids[:, : int(at.max())])
         return logits[torch.arange(len(ids), device=ids.device), at - 1]
 
 
 class _Cached:
-    """The same from a pass over the prompts, then over one token a row."""
+    """The same from a pass over the prompts, then over one token per row."""
 
     def __init__(self, model: Decoder, batch: int, places: int):
         config = model.config
@@ -103,20 +103,20 @@ class _Cached:
         for layer in model.layers:
             layer.attn.cache = KVCache(batch, config.num_key_value_heads, places, config.head_dim, like)
 
-    def __call__(self, ids: Tensor, at: Tensor, number: int) -> Tensor:
+    def __call__(self, ids: Tensor, at: Tensor, step: int) -> Tensor:
         model, last = self._model, at - 1  # the place of the newest token
         cos, sin = self._tables
         mask = None
-        if number == 0:
+        if step == 0:
             width = int(at.max())
             x, positions = model.embed_tokens(ids[:, :width]), torch.arange(width, device=ids.device).unsqueeze(0)
         else:
             x, positions = model.embed_tokens(ids.gather(1, last.unsqueeze(1))), last.unsqueeze(1)
             mask = (torch.arange(ids.shape[1], device=ids.device) <= positions)[:, None, None]  # [B, 1, 1, T]
         for layer in model.layers:
-            layer.attn.cache.at = last if number else None
+            layer.attn.cache.at = last if step else None
             x = layer(x, cos[positions].unsqueeze(-2), sin[positions].unsqueeze(-2), mask)
-        x = x[torch.arange(len(ids), device=ids.device), last] if number == 0 else x[:, 0]
+        x = x[torch.arange(len(ids), device=ids.device), last] if step == 0 else x[:, 0]
         return model.lm_head(model.norm(x))
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """Hugging Face checkpoints: safetensors in, safetensors out, under the names that transformers uses.
 
-The native decoder fuses q, k, v and gate, up; a checkpoint has them apart. `layout` says which rows of which parameter
-a checkpoint's tensor is, and both directions follow it, one tensor (in) or one file (out) at a time, so host memory
-stays small. What is exported is plain and in the model's dtype, whatever scheme the model was trained in.
+The native decoder fuses q, k, v and gate, up; a checkpoint stores them separately. `layout` maps each tensor of a
+checkpoint to rows of a parameter. Loading and exporting follow it, one tensor or one file at a time, so host memory
+stays small. Exported weights are dense and in the model's dtype, whatever the scheme of the training.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _WEIGHT_FILES = ["model*.safetensors", _INDEX, "config.json", "generation_config
 
 
 class Tokenizer(Protocol):
-    """What export needs of a tokenizer."""
+    """The interface of a tokenizer that export needs."""
 
     bos_id: int | None
     eos_id: int | None
@@ -39,8 +39,8 @@ class Tokenizer(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
-    """A checkpoint's tensor `hf_name` is rows [start, stop) of the parameter `name`; stop None means all of it.
+class TensorSlice:
+    """The checkpoint's tensor `hf_name` is rows [start, stop) of the parameter `name`; stop None: all rows.
 
     name None: it is zeros [stop], which the native decoder does not have.
     """
@@ -54,71 +54,71 @@ class Piece:
         return parameter[self.start : self.stop]
 
 
-def layout(config: ModelConfig) -> Iterator[Piece]:
-    """Every tensor of a checkpoint. A tied head is not one of them."""
-    yield Piece("model.embed_tokens.weight", "embed_tokens.weight")
+def layout(config: ModelConfig) -> Iterator[TensorSlice]:
+    """Every tensor of a checkpoint, without a tied head."""
+    yield TensorSlice("model.embed_tokens.weight", "embed_tokens.weight")
     q, k, inner = config.q_size, config.q_size + config.kv_size, config.intermediate_size
     for i in range(config.num_hidden_layers):
         here, there = f"layers.{i}.", f"model.layers.{i}."
-        yield Piece(there + "input_layernorm.weight", here + "attn_norm.weight")
-        yield Piece(there + "post_attention_layernorm.weight", here + "mlp_norm.weight")
+        yield TensorSlice(there + "input_layernorm.weight", here + "attn_norm.weight")
+        yield TensorSlice(there + "post_attention_layernorm.weight", here + "mlp_norm.weight")
         if config.qk_norm:
-            yield Piece(there + "self_attn.q_norm.weight", here + "attn.q_norm.weight")
-            yield Piece(there + "self_attn.k_norm.weight", here + "attn.k_norm.weight")
+            yield TensorSlice(there + "self_attn.q_norm.weight", here + "attn.q_norm.weight")
+            yield TensorSlice(there + "self_attn.k_norm.weight", here + "attn.k_norm.weight")
         for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
-            yield Piece(f"{there}self_attn.q_proj.{kind}", f"{here}attn.qkv.{kind}", 0, q)
-            yield Piece(f"{there}self_attn.k_proj.{kind}", f"{here}attn.qkv.{kind}", q, k)
-            yield Piece(f"{there}self_attn.v_proj.{kind}", f"{here}attn.qkv.{kind}", k, config.qkv_size)
+            yield TensorSlice(f"{there}self_attn.q_proj.{kind}", f"{here}attn.qkv.{kind}", 0, q)
+            yield TensorSlice(f"{there}self_attn.k_proj.{kind}", f"{here}attn.qkv.{kind}", q, k)
+            yield TensorSlice(f"{there}self_attn.v_proj.{kind}", f"{here}attn.qkv.{kind}", k, config.qkv_size)
         for kind in ("weight", "bias") if config.o_bias else ("weight",):
-            yield Piece(f"{there}self_attn.o_proj.{kind}", f"{here}attn.o_proj.{kind}")
+            yield TensorSlice(f"{there}self_attn.o_proj.{kind}", f"{here}attn.o_proj.{kind}")
         if config.sub_norm:
-            yield Piece(there + "self_attn.attn_sub_norm.weight", here + "attn.sub_norm.weight")
-            yield Piece(there + "mlp.ffn_sub_norm.weight", here + "mlp.sub_norm.weight")
-            if config.qkv_bias and not config.o_bias:  # of Qwen2's; transformers' BitNet has all biases or none
-                yield Piece(there + "self_attn.o_proj.bias", None, 0, config.hidden_size)
+            yield TensorSlice(there + "self_attn.attn_sub_norm.weight", here + "attn.sub_norm.weight")
+            yield TensorSlice(there + "mlp.ffn_sub_norm.weight", here + "mlp.sub_norm.weight")
+            if config.qkv_bias and not config.o_bias:  # Qwen2's; transformers' BitNet has all biases or none
+                yield TensorSlice(there + "self_attn.o_proj.bias", None, 0, config.hidden_size)
         for kind in ("weight", "bias") if config.mlp_bias else ("weight",):
-            yield Piece(f"{there}mlp.gate_proj.{kind}", f"{here}mlp.gate_up.{kind}", 0, inner)
-            yield Piece(f"{there}mlp.up_proj.{kind}", f"{here}mlp.gate_up.{kind}", inner, 2 * inner)
-            yield Piece(f"{there}mlp.down_proj.{kind}", f"{here}mlp.down_proj.{kind}")
-    yield Piece("model.norm.weight", "norm.weight")
+            yield TensorSlice(f"{there}mlp.gate_proj.{kind}", f"{here}mlp.gate_up.{kind}", 0, inner)
+            yield TensorSlice(f"{there}mlp.up_proj.{kind}", f"{here}mlp.gate_up.{kind}", inner, 2 * inner)
+            yield TensorSlice(f"{there}mlp.down_proj.{kind}", f"{here}mlp.down_proj.{kind}")
+    yield TensorSlice("model.norm.weight", "norm.weight")
     if not config.tie_word_embeddings:
-        yield Piece("lm_head.weight", "lm_head.weight")
+        yield TensorSlice("lm_head.weight", "lm_head.weight")
 
 
 @torch.no_grad()
 def load_hf_weights(model: nn.Module, source: ModelSource) -> None:
     """Fill a native decoder from its source's safetensors, tensor by tensor, converted to the parameters' dtype.
 
-    Raises UserError naming every tensor that is missing, that the architecture has no place for, or whose shape is off.
+    Raises UserError naming tensors that are missing, that the architecture does not have, or that have another shape.
     """
     folder = weights_folder(source)
     where = f"--pretrained ({source.name})"
     files = _files_of_tensors(folder, where)
     config: ModelConfig = model.config
-    pieces = {piece.hf_name: piece for piece in layout(config)}
-    extra = {name for name in files.keys() - pieces.keys() if not name.endswith("rotary_emb.inv_freq")}
-    tied_head = config.tie_word_embeddings and "lm_head.weight" in extra  # some files hold the tied matrix twice
+    slices = {entry.hf_name: entry for entry in layout(config)}
+    extra = {name for name in files.keys() - slices.keys() if not name.endswith("rotary_emb.inv_freq")}
+    tied_head = config.tie_word_embeddings and "lm_head.weight" in extra  # some files store the tied matrix twice
     if tied_head:
         extra.remove("lm_head.weight")
-        pieces["lm_head.weight"] = Piece("lm_head.weight", "lm_head.weight")
-    _refuse(where, "lacks the tensors", pieces.keys() - files.keys())
+        slices["lm_head.weight"] = TensorSlice("lm_head.weight", "lm_head.weight")
+    _refuse(where, "lacks the tensors", slices.keys() - files.keys())
     _refuse(where, "has tensors that this architecture does not", extra)
 
     parameters = dict(model.named_parameters(remove_duplicate=False))
     device = str(parameters["embed_tokens.weight"].device)
-    by_file: dict[Path, list[Piece]] = {}
-    for name, piece in pieces.items():
-        by_file.setdefault(files[name], []).append(piece)
+    by_file: dict[Path, list[TensorSlice]] = {}
+    for name, entry in slices.items():
+        by_file.setdefault(files[name], []).append(entry)
     wrong = []
     for file, members in sorted(by_file.items()):
         with _opened(file, where, device) as opened:
-            for piece in members:
-                target = piece.of(parameters[piece.name])
-                shape = tuple(opened.get_slice(piece.hf_name).get_shape())
+            for entry in members:
+                target = entry.of(parameters[entry.name])
+                shape = tuple(opened.get_slice(entry.hf_name).get_shape())
                 if shape != tuple(target.shape):
-                    wrong.append(f"{piece.hf_name} {list(shape)} (expected {list(target.shape)})")
-                elif piece.hf_name != "lm_head.weight" or not tied_head:
-                    target.copy_(opened.get_tensor(piece.hf_name))
+                    wrong.append(f"{entry.hf_name} {list(shape)} (expected {list(target.shape)})")
+                elif entry.hf_name != "lm_head.weight" or not tied_head:
+                    target.copy_(opened.get_tensor(entry.hf_name))
     _refuse(where, "has tensors of another shape than its config says", wrong)
     if tied_head:
         with _opened(files["lm_head.weight"], where, device) as opened:
@@ -131,7 +131,7 @@ def load_hf_weights(model: nn.Module, source: ModelSource) -> None:
 
 
 def weights_folder(source: ModelSource) -> Path:
-    """The local folder of a source's safetensors, downloaded where it is a hub id."""
+    """The local folder of a source's safetensors, downloaded for a hub id."""
     if source.hub_id is None:
         assert source.folder is not None, "a source without weights"
         return source.folder
@@ -144,8 +144,8 @@ def weights_folder(source: ModelSource) -> Path:
 def export_hf(model: nn.Module, source: ModelSource, folder: Path | str, tokenizer: Tokenizer | None = None) -> None:
     """Write what `AutoModelForCausalLM` (and, with a tokenizer, `AutoTokenizer`) loads from `folder`.
 
-    Weights keep their dtype; low-bit ones are written dequantized. Everything is written to a temporary folder beside
-    it, which then takes its name; a folder of that name is replaced.
+    Weights keep their dtype; low-bit ones are dequantized. Everything is written to a temporary folder, which then
+    replaces `folder`.
     """
     with _replacing(Path(folder)) as temporary:
         if hasattr(model, "save_pretrained"):
@@ -154,7 +154,7 @@ def export_hf(model: nn.Module, source: ModelSource, folder: Path | str, tokeniz
         else:
             dtype = _write_weights(model, temporary)
             config = {**source.config, **model.config.to_hf(), "torch_dtype": str(dtype).removeprefix("torch.")}
-            config.pop("dtype", None)  # transformers 5 reads torch_dtype too; two that disagree would be one too many
+            config.pop("dtype", None)  # transformers 5 reads torch_dtype too, and the two must not disagree
         generation = _generation_config(source, config)
         if tokenizer is not None:
             _adopt_special_ids(config, tokenizer)
@@ -165,31 +165,31 @@ def export_hf(model: nn.Module, source: ModelSource, folder: Path | str, tokeniz
 
 
 def _write_weights(model: nn.Module, folder: Path) -> torch.dtype:
-    """Write the checkpoint's tensors into one file or, above MAX_SHARD_BYTES, several with an index."""
+    """Write the checkpoint's tensors into one file or, above MAX_SHARD_BYTES, into several with an index."""
     from huggingface_hub import split_state_dict_into_shards_factory
     from safetensors.torch import save_file
 
     parameters = dict(model.named_parameters(remove_duplicate=False))
     values, dtype = exported_tensors(model), parameters["embed_tokens.weight"].dtype
-    pieces = {piece.hf_name: piece for piece in layout(model.config)}
+    slices = {entry.hf_name: entry for entry in layout(model.config)}
 
-    def on(device: str, piece: Piece) -> Tensor:
-        if piece.name is None:
-            return torch.zeros(piece.stop, dtype=dtype, device=device)
+    def on(device: str, entry: TensorSlice) -> Tensor:
+        if entry.name is None:
+            return torch.zeros(entry.stop, dtype=dtype, device=device)
         if device == "meta":
-            like = parameters[piece.name]
-            return piece.of(torch.empty(like.shape, dtype=like.dtype, device=device))
-        return piece.of(values[piece.name]()).to(device, copy=True).contiguous()
+            like = parameters[entry.name]
+            return entry.of(torch.empty(like.shape, dtype=like.dtype, device=device))
+        return entry.of(values[entry.name]()).to(device, copy=True).contiguous()
 
     plan = split_state_dict_into_shards_factory(
-        {name: on("meta", piece) for name, piece in pieces.items()},
+        {name: on("meta", entry) for name, entry in slices.items()},
         get_storage_size=lambda tensor: tensor.numel() * tensor.element_size(),
         get_storage_id=lambda tensor: None,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=MAX_SHARD_BYTES,
     )
     for file, names in plan.filename_to_tensors.items():
-        save_file({name: on("cpu", pieces[name]) for name in names}, folder / file, metadata={"format": "pt"})
+        save_file({name: on("cpu", slices[name]) for name in names}, folder / file, metadata={"format": "pt"})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         _write_json(folder / _INDEX, index)
@@ -197,7 +197,7 @@ def _write_weights(model: nn.Module, folder: Path) -> torch.dtype:
 
 
 def _generation_config(source: ModelSource, config: dict[str, Any]) -> dict[str, Any]:
-    """The source's own generation settings where they are at hand, else its special tokens."""
+    """The source's generation settings if they are available locally, else its special tokens."""
     from huggingface_hub import try_to_load_from_cache
 
     own = source.folder / "generation_config.json" if source.folder else None
@@ -211,7 +211,7 @@ def _generation_config(source: ModelSource, config: dict[str, Any]) -> dict[str,
 
 
 def _adopt_special_ids(config: dict[str, Any], tokenizer: Tokenizer) -> None:
-    """The ids of the tokenizer that was trained with; a config that has its end token among several keeps them all."""
+    """Set the ids of the training's tokenizer; a config with several end tokens, its own among them, keeps them."""
     known = config.get("eos_token_id")
     if tokenizer.eos_id is not None and tokenizer.eos_id not in (known if isinstance(known, list) else [known]):
         config["eos_token_id"] = tokenizer.eos_id
@@ -220,7 +220,7 @@ def _adopt_special_ids(config: dict[str, Any], tokenizer: Tokenizer) -> None:
 
 
 def _files_of_tensors(folder: Path, where: str) -> dict[str, Path]:
-    """Which file of the folder holds each tensor."""
+    """Name of each tensor -> the file of the folder that holds it."""
     if (folder / _INDEX).is_file():
         weight_map = read_json(folder / _INDEX, where).get("weight_map", {})
         files = {name: folder / file for name, file in weight_map.items()}
@@ -234,7 +234,7 @@ def _files_of_tensors(folder: Path, where: str) -> dict[str, Path]:
 
 @contextlib.contextmanager
 def _opened(file: Path, where: str, device: str = "cpu") -> Iterator[Any]:
-    """An open safetensors file whose tensors arrive on `device`; a broken file is a UserError."""
+    """An open safetensors file that loads tensors to `device`. UserError for a damaged file."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -254,10 +254,10 @@ def _refuse(where: str, what: str, names: Any) -> None:
 
 @contextlib.contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder` that takes its name at the end, or disappears when writing fails."""
+    """A temporary folder beside `folder` that replaces it at the end, or is deleted when writing fails."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    temporary.chmod(0o755)  # mkdtemp makes it private
+    temporary.chmod(0o755)  # mkdtemp creates it private
     try:
         yield temporary
         if folder.exists():

@@ -1,8 +1,8 @@
-"""`--model_impl hf`: any causal language model of transformers behind the native decoder's call and attributes.
+"""`--model_impl hf`: any causal language model of transformers behind the interface of the native decoder.
 
-Two things cannot be read off a foreign model's config, so they are tried on it with a few tokens: whether its logits
-are its head over its last hidden state (then the loss goes through the head in chunks, else through whole logits), and
-whether positions that restart keep documents apart in its attention.
+Two properties of a model are not in its config, so they are tested with a few tokens: whether its logits are its head
+applied to its last hidden state (then the loss is computed through the head in chunks, else from whole logits), and
+whether its attention keeps documents apart when positions restart.
 """
 
 import copy
@@ -23,9 +23,9 @@ from qtrain.quant.export import exported_tensors
 
 
 class HfModel(nn.Module):
-    """A transformers model under the native decoder's contract. `layers` and `lm_head` are the model's own modules."""
+    """A transformers model with the native decoder's interface. `layers` and `lm_head` are the model's own modules."""
 
-    fullgraph = False  # foreign layers may break the graph
+    fullgraph = False  # its layers may have graph breaks
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -68,18 +68,18 @@ class HfModel(nn.Module):
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
     def save_pretrained(self, folder: Path, max_shard_size: int) -> None:
-        """Write safetensors, config.json and generation_config.json as transformers does."""
+        """Write safetensors, config.json and generation_config.json through transformers."""
         values = {name: make() for name, make in exported_tensors(self.model).items()}
         self.model.save_pretrained(folder, state_dict=values, max_shard_size=max_shard_size)
 
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, doc_ids: Tensor | None = None
     ) -> Tensor | LossSums:
-        """As `Decoder.forward`. Raises UserError when doc_ids are given and the model cannot keep documents apart."""
+        """As `Decoder.forward`. Raises UserError for doc_ids if the model does not keep documents apart."""
         options: dict[str, Any] = {"use_cache": False}
         if doc_ids is not None:
             if self._keeps_documents is None:
-                self._keeps_documents = self._try_documents()
+                self._keeps_documents = self._separates_documents()
             if not self._keeps_documents:
                 raise UserError(
                     f"--doc_mask: {type(self.model).__name__} does not keep documents apart in its attention. "
@@ -89,7 +89,7 @@ class HfModel(nn.Module):
         if labels is None:
             return self.model(input_ids=input_ids, **options).logits
         if self._plain_head is None:
-            self._plain_head = self._try_head()
+            self._plain_head = self._has_plain_head()
         if self._plain_head:
             hidden = self.model.base_model(input_ids=input_ids, **options)[0]
             return linear_cross_entropy(
@@ -103,8 +103,8 @@ class HfModel(nn.Module):
         return torch.arange(1, 9, device=device).remainder(self.model.config.vocab_size).unsqueeze(0)
 
     @torch.no_grad()
-    def _try_head(self) -> bool:
-        """Whether the model's logits are its head over its last hidden state, and nothing more."""
+    def _has_plain_head(self) -> bool:
+        """Whether the model's logits are its head applied to its last hidden state."""
         if self.lm_head is None:
             return False
         ids = self._probe_ids()
@@ -115,8 +115,8 @@ class HfModel(nn.Module):
             return hidden.shape[-1] == width and torch.equal(logits, self.lm_head(hidden))
 
     @torch.no_grad()
-    def _try_documents(self) -> bool:
-        """Whether a second document's logits are the same behind any first one, and as if it were alone."""
+    def _separates_documents(self) -> bool:
+        """Whether a second document's logits are independent of the first document, and those of the document alone."""
         ids = self._probe_ids()
         other = torch.cat((ids[:, 4:], ids[:, 4:]), dim=1)
         positions = document_positions(torch.tensor([[0] * 4 + [1] * 4], device=ids.device))
@@ -133,7 +133,7 @@ class HfModel(nn.Module):
 
 
 class _evaluating:
-    """Evaluation mode inside, the former mode afterwards."""
+    """Evaluation mode inside; the previous mode is restored on exit."""
 
     def __init__(self, model: nn.Module):
         self.model, self.was_training = model, model.training
@@ -148,7 +148,7 @@ class _evaluating:
 def build_hf_model(
     source: ModelSource, device: torch.device | str, dtype: torch.dtype, pretrained: bool, seed: int
 ) -> HfModel:
-    """Build from the config with weights drawn from `seed` by transformers' own rules, or load the source's weights."""
+    """Build from the config with weights initialized from `seed` as transformers does, or load the source's weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -1,18 +1,18 @@
 """Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): y = base(x) + scale · (x·Aᵀ)·Bᵀ, only A and B train.
 
-A linear of the native decoder may hold several projections in its rows (q, k and v; gate and up). Each has an adapter
-of its own, A [r, K] and B [its rows, r], so that what is trained is what PEFT trains on the projections apart, and is
-saved and loaded in its format (`peft_format.py`). The base is any linear, a low-bit one too. Adapters are fp32, and
-multiply in the dtype of the activations. They cost two GEMMs a linear, bound by memory: the A of all its projections
-are stacked, so x is read once, and their B stand in a block-diagonal matrix, so the result is written once.
+A linear of the native decoder may fuse several projections in its rows (q, k and v; gate and up). Each has its own
+adapter, A [r, K] and B [rows, r], so the same parameters are trained as by PEFT on separate projections, and they are
+saved and loaded in its format (`peft_format.py`). The base is any linear, also a low-bit one. Adapters are fp32 and
+multiply in the dtype of the activations. They add two memory-bound GEMMs per linear: the A of all projections are
+concatenated, so x is read once, and their B form a block-diagonal matrix, so the result is written once.
 
-DoRA (Liu et al. 2024, arXiv:2402.09353) trains the length of each of the weight's rows apart from its direction:
-y = m / ||W + scale · B·A|| · (W + scale · B·A)·x + bias, with m [N] trained from ||W|| on and the norm a constant to
-the gradient. B·A is not made for it: its square is, row by row, ||W||² + 2 scale · W·Aᵀ·Bᵀ + scale² · B·A·Aᵀ·Bᵀ.
+DoRA (Liu et al. 2024, arXiv:2402.09353) trains the norm of each row of the weight separately from its direction:
+y = m / ||W + scale · B·A|| · (W + scale · B·A)·x + bias, with m [N] initialized to ||W|| and the norm treated as a
+constant by the gradient. B·A is not materialized: the squared norm of a row is ||W||² + 2 scale · W·Aᵀ·Bᵀ
++ scale² · B·A·Aᵀ·Bᵀ.
 """
 
 import dataclasses
-import hashlib
 import math
 from typing import Annotated, Literal
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from qtrain.checks import Range
 from qtrain.errors import UserError, unknown_name
+from qtrain.models.build import named_generator
 from qtrain.models.decoder import Decoder
 from qtrain.models.hf import layout
 from qtrain.quant.export import exported_weight
@@ -32,8 +33,8 @@ ALL = "all-linear"
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """The options of --lora. `adapter` is a folder to go on from: r, alpha, targets, rslora and dora are then its
-    own."""
+    """The options of --lora. adapter: a folder to continue from, whose r, alpha, targets, rslora and dora then
+    apply."""
 
     r: Annotated[int, Range(1)] = 16
     alpha: Annotated[float, Range(1e-6)] = 16.0
@@ -52,7 +53,7 @@ class Lora:
 
 @dataclasses.dataclass(frozen=True)
 class Projection:
-    """A projection of a linear: its name in a Hugging Face model, and the rows of the linear that it is."""
+    """A projection fused in a linear: its name in a Hugging Face model, and its rows."""
 
     hf_name: str
     start: int
@@ -60,7 +61,7 @@ class Projection:
 
     @property
     def word(self) -> str:
-        """What targets name: q_proj, up_proj, ..."""
+        """Its name in `targets`: q_proj, up_proj, ..."""
         return self.hf_name.rpartition(".")[2]
 
 
@@ -77,7 +78,7 @@ class LoraLinear(nn.Module):
         self.magnitude: nn.ParameterList | None = None
         if lora.dora:
             with torch.no_grad():
-                squares = exported_weight(base).float().square().sum(dim=1)  # [N], of a weight that does not change
+                squares = exported_weight(base).float().square().sum(dim=1)  # [N], of a frozen weight
             self.register_buffer("base_squares", squares, persistent=False)
             norms = squares.sqrt()
             self.magnitude = nn.ParameterList(nn.Parameter(norms[p.start : p.stop].clone()) for p in adapted)
@@ -103,39 +104,39 @@ class LoraLinear(nn.Module):
         return gain * y if self.bias is None else gain * y + (1 - gain) * self.bias
 
     def _a(self) -> Tensor:
-        """All A, one under the other [P·r, K]."""
+        """All A, concatenated: [P·r, K]."""
         return self.lora_a[0] if len(self.lora_a) == 1 else torch.cat(list(self.lora_a))
 
     def _b(self) -> Tensor:
-        """scale · B of each projection in its rows and in the columns of its A; else 0. [N, P·r]"""
+        """scale · B of each projection, block-diagonal: [N, P·r]."""
         rank, last = self.lora_b[0].shape[1], len(self.lora_b) - 1
         spread = [F.pad(b, (i * rank, (last - i) * rank)) if last else b for i, b in enumerate(self.lora_b)]
         return self.scale * self._over_rows(spread)
 
-    def _over_rows(self, parts: list[Tensor], fill: float = 0.0) -> Tensor:
-        """What each adapted projection has, in its rows; `fill` in the others."""
+    def _over_rows(self, values: list[Tensor], fill: float = 0.0) -> Tensor:
+        """The value of each adapted projection in its rows, `fill` in the other rows: [N, ...]."""
         rows, at = [], 0
-        for projection, part in zip(self.adapted, parts, strict=True):
+        for projection, value in zip(self.adapted, values, strict=True):
             if projection.start > at:
-                rows.append(part.new_full((projection.start - at, *part.shape[1:]), fill))
-            rows.append(part)
+                rows.append(value.new_full((projection.start - at, *value.shape[1:]), fill))
+            rows.append(value)
             at = projection.stop
         if at < self.out_features:
-            rows.append(parts[-1].new_full((self.out_features - at, *parts[-1].shape[1:]), fill))
+            rows.append(values[-1].new_full((self.out_features - at, *values[-1].shape[1:]), fill))
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     @torch.no_grad()
     def _norms(self) -> Tensor:
-        """||W + scale · B·A|| of each row, fp32 [N]."""
+        """Norm of each row of W + scale · B·A, fp32 [N]."""
         a, b = self._a(), self._b()
-        product = self.base(a.to(self.weight.dtype))  # A·Wᵀ [P·r, N], in the arithmetic that the base multiplies in
+        product = self.base(a.to(self.weight.dtype))  # A·Wᵀ [P·r, N], in the base's arithmetic
         product = (product if self.bias is None else product - self.bias).float()
         squares = self.base_squares + 2 * (b * product.t()).sum(dim=1) + (b * (b @ (a @ a.t()))).sum(dim=1)
         return squares.clamp(min=torch.finfo(torch.float32).tiny).sqrt()
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
-        """One plain linear that computes the same, in the weight's dtype."""
+        """The equivalent plain linear, in the weight's dtype."""
         weight = exported_weight(self.base).float().clone()
         for i, (projection, a, b) in enumerate(zip(self.adapted, self.lora_a, self.lora_b, strict=True)):
             rows = weight[projection.start : projection.stop]
@@ -150,22 +151,22 @@ class LoraLinear(nn.Module):
 
 
 def projections(model: nn.Module) -> dict[str, list[Projection]]:
-    """Name of each linear that adapters can go on -> its projections: all but the output head."""
+    """Name of each linear that can have adapters, all but the output head -> its projections."""
     kinds = (nn.Linear, LowBitLinear)
     linears = {n: m for n, m in model.named_modules() if isinstance(m, kinds) and m is not model.lm_head}
-    if not isinstance(model, Decoder):  # of transformers: projections are apart
+    if not isinstance(model, Decoder):  # transformers does not fuse projections
         return {n: [Projection(n.removeprefix("model."), 0, m.out_features)] for n, m in linears.items()}
     found: dict[str, list[Projection]] = {}
-    for piece in layout(model.config):
-        owner, _, kind = (piece.name or "").rpartition(".")
+    for entry in layout(model.config):
+        owner, _, kind = (entry.name or "").rpartition(".")
         if kind == "weight" and owner in linears:
-            stop = linears[owner].out_features if piece.stop is None else piece.stop
-            found.setdefault(owner, []).append(Projection(piece.hf_name.removesuffix(".weight"), piece.start, stop))
+            stop = linears[owner].out_features if entry.stop is None else entry.stop
+            found.setdefault(owner, []).append(Projection(entry.hf_name.removesuffix(".weight"), entry.start, stop))
     return found
 
 
 def chosen_targets(lora: Lora, words: list[str], flag: str = "--lora") -> list[str]:
-    """The projections among `words` that adapters go on. UserError for a target that is none of them."""
+    """The projections among `words` that get adapters. UserError for a target that is none of them."""
     targets = words if lora.targets == ALL else [lora.targets] if isinstance(lora.targets, str) else lora.targets
     for target in targets:
         if target not in words:
@@ -176,21 +177,20 @@ def chosen_targets(lora: Lora, words: list[str], flag: str = "--lora") -> list[s
 
 
 def add_lora(model: nn.Module, lora: Lora, seed: int, flag: str = "--lora") -> list[LoraLinear]:
-    """Freeze every parameter, and put adapters on the linears that `lora.targets` names; B is 0, A is drawn as PEFT
-    draws it (Kaiming uniform), from (seed, name). UserError for a target that the model does not have."""
+    """Freeze every parameter and add adapters to the projections that `lora.targets` names. B is 0, A is initialized as
+    in PEFT (Kaiming uniform) from (seed, name). UserError for a target that the model does not have."""
     model.requires_grad_(False)
-    known = projections(model)
-    targets = chosen_targets(lora, sorted({p.word for parts in known.values() for p in parts}), flag)
+    fused = projections(model)
+    targets = chosen_targets(lora, sorted({p.word for linear in fused.values() for p in linear}), flag)
     added = []
-    for name, parts in known.items():
-        chosen = [part for part in parts if part.word in targets]
+    for name, candidates in fused.items():
+        chosen = [projection for projection in candidates if projection.word in targets]
         if not chosen:
             continue
         base = model.get_submodule(name)
         linear = LoraLinear(base, chosen, lora).train(base.training)
-        for part, a in zip(chosen, linear.lora_a, strict=True):
-            digest = hashlib.sha256(f"{seed}/{part.hf_name}.lora_A".encode()).digest()
-            generator = torch.Generator(a.device).manual_seed(int.from_bytes(digest[:8]) >> 1)
+        for projection, a in zip(chosen, linear.lora_a, strict=True):
+            generator = named_generator(seed, f"{projection.hf_name}.lora_A", a.device)
             nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
         model.set_submodule(name, linear)
         added.append(linear)
@@ -198,14 +198,14 @@ def add_lora(model: nn.Module, lora: Lora, seed: int, flag: str = "--lora") -> l
 
 
 def check_combination(lora: Lora, quantize: str, activation_checkpointing: str, flag: str = "--lora") -> None:
-    """UserError for options of --lora that do not go with each other, or with the settings named."""
+    """UserError for options of --lora that exclude each other or one of these settings."""
     if lora.dropout and activation_checkpointing != "none":
-        raise UserError("--activation_checkpointing: what is computed again would drop other values; set dropout to 0.")
+        raise UserError("--activation_checkpointing: recomputed layers would drop other values; set dropout to 0.")
     if lora.dora and lora.dropout:
-        raise UserError(f"{flag}.dropout: {lora.dropout} does not go with DoRA, which scales all that is added; set 0.")
+        raise UserError(f"{flag}.dropout: {lora.dropout} does not go with DoRA, which scales the whole sum; set 0.")
     if lora.dora and quantize != "bf16":
         raise UserError(
-            f"--quantize: {quantize!r} does not go with DoRA, which needs the length of the weights as they multiply; "
+            f"--quantize: {quantize!r} does not go with DoRA, which needs the norms of the multiplied weights; "
             f'leave it out, or give {flag} a "base".'
         )
 
@@ -215,6 +215,6 @@ def lora_linears(model: nn.Module) -> dict[str, LoraLinear]:
 
 
 def merge_lora(model: nn.Module) -> None:
-    """Put plain linears with the adapters' work in their weights in the place of all adapted ones."""
+    """Replace every adapted linear by the equivalent plain one."""
     for name, linear in lora_linears(model).items():
         model.set_submodule(name, linear.merged())

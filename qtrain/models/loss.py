@@ -1,13 +1,13 @@
-"""Cross-entropy through the head, a chunk of tokens at a time, so that the logits of a long sequence never exist whole.
+"""Cross-entropy through the head in chunks of tokens, so that the logits of a long sequence are never materialized.
 
-The head is 28% of a 0.5 B model's arithmetic, so nothing of it is done twice. The forward pass makes a chunk's logits
-[t, V] in the model's dtype, takes softmax statistics in fp32, overwrites the logits with their own gradient in the same
-pass, and multiplies that into the gradients of hidden and weight at once; backward only scales what is there. What is
-traded: the weight's gradient is held from the forward pass on, in fp32, so that many chunks add up without loss. The
-losses are sums, so gradients of logits are of order 1 and bf16 holds them well.
+The head is 28% of a 0.5 B model's FLOPs, so nothing of it is computed twice. For each chunk, forward computes the
+logits [t, V] in the model's dtype and softmax statistics in fp32, overwrites the logits with their gradient in the same
+pass, and multiplies it into the gradients of hidden and weight; backward only scales these. The trade-off: the weight's
+gradient exists from the forward pass on, in fp32, so that chunks accumulate accurately. The losses are sums, so the
+gradients of logits are of order 1, which suits bf16.
 
-Where the head is some other module (a quantized linear), its own backward is used: each chunk is a checkpoint, whose
-logits are made a second time in backward.
+For any other module as head (a quantized linear), its own backward is used: each chunk is checkpointed, and its logits
+are recomputed in backward.
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ class LossSums(NamedTuple):
     """Sums over the trained tokens, fp32 scalars. The caller divides by the step's token count."""
 
     loss: Tensor
-    """What is backpropagated: negative log-likelihood, and z-loss if asked for."""
+    """What is backpropagated: negative log-likelihood, plus z-loss if it is on."""
     nll: Tensor
     """Negative log-likelihood alone, detached, for the log."""
 
@@ -33,8 +33,8 @@ def linear_cross_entropy(
 ) -> LossSums:
     """Cross-entropy of head(hidden) against labels, summed.
 
-    hidden [T, C], labels int64 [T] (-100 is not trained on), chunks >= 1, or 0 to choose. z_loss adds
-    z_loss * logsumexp(logits)² a token (PaLM, arXiv:2204.02311).
+    hidden [T, C], labels int64 [T] (-100 is ignored), chunks >= 1, or 0 to choose by size. z_loss adds
+    z_loss * logsumexp(logits)² per token (PaLM, arXiv:2204.02311).
     """
     rows = chunk_rows(hidden.shape[0], chunks, hidden.is_cuda)
     if torch.is_grad_enabled() and type(head).forward is nn.Linear.forward and head.bias is None:
@@ -54,20 +54,20 @@ def linear_cross_entropy(
 
 
 def cross_entropy_sums(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> LossSums:
-    """The same sums from logits [T, V] that exist already. Their memory is taken for their gradient."""
+    """The same sums from logits [T, V], whose memory is overwritten with their gradient."""
     if torch.is_grad_enabled():
         return LossSums(*_SoftmaxLoss.apply(logits, labels, z_loss))
     return LossSums(*cross_entropy(logits, labels, z_loss, False).sum(dim=1))
 
 
 def chunk_rows(tokens: int, chunks: int, large: bool) -> int:
-    """Tokens a chunk: `tokens` over `chunks`, or for 0 about 8192 where `large` (GPUs want large GEMMs), else 1024."""
+    """Tokens per chunk: `tokens` / `chunks`; for 0 chunks about 8192 if `large` (GPUs need large GEMMs), else 1024."""
     chunks = chunks or -(-tokens // (8192 if large else 1024))
     return max(1, -(-tokens // max(1, chunks)))
 
 
 class _PlainHead(torch.autograd.Function):
-    """Loss of hidden·weightᵀ; gradients are made in the forward pass."""
+    """Loss of hidden·weightᵀ; the forward pass computes the gradients."""
 
     @staticmethod
     def forward(
@@ -77,14 +77,14 @@ class _PlainHead(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
 
-        def one_chunk(start: int) -> Tensor:  # a function, so that its logits are gone before the next are made
-            part = slice(start, start + rows)
-            logits = hidden[part] @ weight.t()  # [t, V]
-            sums = cross_entropy(logits, labels[part], z_loss, needs_hidden or needs_weight).sum(dim=1)
+        def one_chunk(start: int) -> Tensor:  # a function, so that its logits are freed before the next are allocated
+            chunk = slice(start, start + rows)
+            logits = hidden[chunk] @ weight.t()  # [t, V]
+            sums = cross_entropy(logits, labels[chunk], z_loss, needs_hidden or needs_weight).sum(dim=1)
             if grad_hidden is not None:
-                torch.mm(logits, weight, out=grad_hidden[part])
+                torch.mm(logits, weight, out=grad_hidden[chunk])
             if grad_weight is not None:
-                _add_product(grad_weight, logits.t(), hidden[part])
+                _add_product(grad_weight, logits.t(), hidden[chunk])
             return sums
 
         sums = hidden.new_zeros((2,), dtype=torch.float32)
@@ -102,12 +102,12 @@ class _PlainHead(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = _scaled(grad_hidden, grad_loss)
         if grad_weight is not None:
-            grad_weight = grad_weight.mul_(grad_loss).to(ctx.dtype)  # in place: [V, C] fp32 once is enough
+            grad_weight = grad_weight.mul_(grad_loss).to(ctx.dtype)  # in place: no second fp32 [V, C]
         return grad_hidden, grad_weight, None, None, None
 
 
 class _SoftmaxLoss(torch.autograd.Function):
-    """Loss of logits [t, V], whose memory then holds their gradient."""
+    """Loss of logits [t, V], whose memory is overwritten with their gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
@@ -122,16 +122,16 @@ class _SoftmaxLoss(torch.autograd.Function):
         return _scaled(grad, grad_loss), None, None
 
 
-def _scaled(grad: Tensor, by: Tensor) -> Tensor:
-    """grad * by, where `by` is an fp32 scalar that plain multiplication would first round to grad's dtype."""
-    return grad * by if grad.dtype == torch.float32 else (grad.float() * by).to(grad.dtype)
+def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
+    """grad * factor for an fp32 scalar, which a plain multiplication would first round to grad's dtype."""
+    return grad * factor if grad.dtype == torch.float32 else (grad.float() * factor).to(grad.dtype)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a·b, with total fp32 [N, K] and a, b of any one dtype."""
+    """total += a·b; total fp32 [N, K], a and b of one dtype."""
     if a.dtype == torch.float32:
         total.addmm_(a, b)
-    elif total.is_cuda:  # the GEMM accumulates and writes fp32 itself
+    elif total.is_cuda:  # a GEMM with fp32 output
         torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
     else:
         total.add_(a @ b)

@@ -1,5 +1,5 @@
-"""Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors, as `peft.PeftModel.from_pretrained`
-reads them, and back."""
+"""Adapters in PEFT's format, saved for and loaded like `peft.PeftModel.from_pretrained`: adapter_config.json and
+adapter_model.safetensors."""
 
 import dataclasses
 import json
@@ -21,21 +21,21 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The adapters' parameters under PEFT's names."""
     found: dict[str, Tensor] = {}
     for linear in lora_linears(model).values():
-        for part, a, b in zip(linear.adapted, linear.lora_a, linear.lora_b, strict=True):
-            found[f"{PREFIX}{part.hf_name}.lora_A.weight"] = a
-            found[f"{PREFIX}{part.hf_name}.lora_B.weight"] = b
-        for part, magnitude in zip(linear.adapted, linear.magnitude or (), strict=linear.magnitude is not None):
-            found[f"{PREFIX}{part.hf_name}.lora_magnitude_vector"] = magnitude
+        for projection, a, b in zip(linear.adapted, linear.lora_a, linear.lora_b, strict=True):
+            found[f"{PREFIX}{projection.hf_name}.lora_A.weight"] = a
+            found[f"{PREFIX}{projection.hf_name}.lora_B.weight"] = b
+        for projection, magnitude in zip(linear.adapted, linear.magnitude or (), strict=linear.magnitude is not None):
+            found[f"{PREFIX}{projection.hf_name}.lora_magnitude_vector"] = magnitude
     return found
 
 
 def save_adapter(model: nn.Module, lora: Lora, base: str, folder: Path | str) -> None:
-    """Write the adapters into `folder`. `base` is the model that they are for: a hub id or a folder."""
+    """Write the adapters into `folder`. base: the model that they adapt, a hub id or a folder."""
     from safetensors.torch import save_file
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    words = {part.word for linear in lora_linears(model).values() for part in linear.adapted}
+    words = {projection.word for linear in lora_linears(model).values() for projection in linear.adapted}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -57,7 +57,7 @@ def save_adapter(model: nn.Module, lora: Lora, base: str, folder: Path | str) ->
 
 
 def with_adapter_config(lora: Lora, flag: str = "--lora") -> Lora:
-    """`lora` with r, alpha, targets, rslora and dora of the adapter that it goes on from, if it names one."""
+    """`lora` with r, alpha, targets, rslora and dora of the adapter that it continues, if it names one."""
     if lora.adapter is None:
         return lora
     where, path = f"{flag}.adapter", Path(lora.adapter).expanduser()
@@ -66,7 +66,7 @@ def with_adapter_config(lora: Lora, flag: str = "--lora") -> Lora:
     config = read_json(path / CONFIG, where)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
-        raise UserError(f"{where}: {path / CONFIG} describes no LoRA adapter, but {kind!r}.")
+        raise UserError(f"{where}: {path / CONFIG} describes {kind!r}, not a LoRA adapter.")
     unsupported = {"bias": "none", "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None}
     for key, plain in unsupported.items():
         if config.get(key) not in (plain, None):
@@ -89,7 +89,7 @@ def with_adapter_config(lora: Lora, flag: str = "--lora") -> Lora:
 
 @torch.no_grad()
 def load_adapter(model: nn.Module, folder: str, flag: str = "--lora") -> None:
-    """Fill the adapters of `model` from a folder. UserError for an adapter that was made for another model."""
+    """Fill the adapters of `model` from a folder. UserError for adapters of another model."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -110,5 +110,5 @@ def load_adapter(model: nn.Module, folder: str, flag: str = "--lora") -> None:
 
 
 def as_lora(values: dict[str, Any], flag: str = "--lora") -> Lora:
-    """The checked options of --lora, completed by those of the adapter that it names."""
+    """The checked options of --lora, with those of the adapter that it names."""
     return with_adapter_config(Lora(**check_fields(Lora, values, flag)), flag)

@@ -1,5 +1,5 @@
-"""Rotary positions: angle tables and rotation, both in fp32 whatever the model's dtype (bf16 cannot tell position
-1025 from 1026). Pairs are (d, d + D/2), the layout of Hugging Face checkpoints."""
+"""Rotary positions: angle tables and rotation, in fp32 for every model dtype (bf16 does not distinguish positions 1025
+and 1026). Pairs are (d, d + D/2), the layout of Hugging Face checkpoints."""
 
 import functools
 import math
@@ -11,7 +11,7 @@ from qtrain.models.config import Rope
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device | str = "cpu") -> Tensor:
-    """Radians a position for each of the D/2 pairs, fp32 [D/2].
+    """Radians per position for each of the D/2 pairs, fp32 [D/2].
 
     `linear` divides every frequency by `factor` (Chen et al. 2023, arXiv:2306.15595). `llama3` divides those whose
     wavelength exceeds the pretraining context, keeps the short ones and blends between (Llama 3.1's reference code).
@@ -31,14 +31,14 @@ def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device | str = 
 @functools.lru_cache(maxsize=8)
 def rope_tables(rope: Rope, head_dim: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines of positions 0..length-1, fp32 [length, D/2] each."""
-    with torch.inference_mode(False), torch.no_grad():  # a table first asked for in evaluation must serve training too
+    with torch.inference_mode(False), torch.no_grad():  # a table cached in evaluation must be usable in training
         positions = torch.arange(length, dtype=torch.float32, device=device)
         angles = torch.outer(positions, inverse_frequencies(rope, head_dim, device))
         return angles.cos(), angles.sin()
 
 
 def document_positions(doc_ids: Tensor) -> Tensor:
-    """Positions that restart at every document: int64 [B, S] from doc_ids [B, S]; a run of one id is a document."""
+    """doc_ids [B, S] -> positions that restart at every document, int64 [B, S]; a run of equal ids is a document."""
     index = torch.arange(doc_ids.shape[1], device=doc_ids.device).expand_as(doc_ids)
     starts = torch.ones_like(doc_ids, dtype=torch.bool)
     starts[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]

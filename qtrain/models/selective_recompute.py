@@ -1,11 +1,10 @@
-"""Selective recomputation: backward keeps what a matrix product or attention made and computes the rest again.
+"""Selective recomputation: backward keeps the results of matrix products and attention, and recomputes everything else.
 
-Norms, rotary positions, activations and, under a low-bit scheme, quantization are cheap to compute again and as large
-as what they read. A kept operation is found by its operator, so a linear of any scheme takes part: PyTorch's products
-below, and custom operators of this package that have `mm` in their name. `_int_mm` is left out on purpose, for its
-int32 output is twice the size of the bf16 result that is made from it. What is computed again must give the same
-values: stochastic rounding here is counter-based, so it does. A product over few columns, such as that of an adapter's
-B, is no dearer to make than to read, and is made again.
+Norms, rotary positions, activations and, under a low-bit scheme, quantization are cheap to recompute and as large as
+their inputs. The policy decides by operator, so it covers the linears of every scheme. `aten._int_mm` is not kept: its
+int32 output is twice the size of the bf16 result computed from it. Recomputed values must be identical; stochastic
+rounding is counter-based, so they are. A product that sums over few columns, such as that of an adapter's B, is no more
+expensive to compute than to read, and is recomputed.
 """
 
 import functools
@@ -26,18 +25,20 @@ _KEPT = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
 }
+GEMM_OPERATORS = ("scaled_mm", "int8_mm", "int4_mm", "scaled_int4_mm", "blockwise_mm", "mx_mm", "fp16_mm")
+"""This project's matrix products (`kernels/gemm`)."""
+_KEPT_NAMES = {f"qtrain::{name}" for name in GEMM_OPERATORS}
 
-
-_FEW = 128
-"""Terms of a sum: at 2 operations each, a GPU takes less time for so many than for moving the 2 bytes of the result."""
+_FEW_COLUMNS = 128
+"""At 2 FLOPs per term, a GPU sums fewer terms than this in less time than it moves the 2 bytes of the result."""
 
 
 def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """The policy for `create_selective_checkpoint_contexts`: keep products and attention, recompute the rest."""
-    if op is _aten.mm.default and args[0].shape[1] < _FEW <= args[1].shape[1]:
+    if op is _aten.mm.default and args[0].shape[1] < _FEW_COLUMNS <= args[1].shape[1]:
         return CheckpointPolicy.PREFER_RECOMPUTE
-    own = getattr(op, "namespace", "") == "qtrain" and "mm" in op.__name__
-    return CheckpointPolicy.MUST_SAVE if own or op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    kept = op in _KEPT or op.name() in _KEPT_NAMES
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 selective_contexts = functools.partial(create_selective_checkpoint_contexts, keep_products)

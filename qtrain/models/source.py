@@ -1,4 +1,4 @@
-"""What `--model` names: a JSON file, a shipped shape (configs/models), a local folder, or a hub id."""
+"""The values of `--model`: a JSON file, a shipped shape (configs/models), a local folder, or a hub id."""
 
 import dataclasses
 from pathlib import Path
@@ -15,10 +15,10 @@ FIX = "Give a local folder, a .json file, or a name that `--list` shows."
 
 @dataclasses.dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from. At most one of `folder` and `hub_id` is set; with neither there are no weights."""
+    """The origin of a model. At most one of `folder` and `hub_id` is set; with neither there are no weights."""
 
     name: str
-    """As the user gave it."""
+    """As given by the user."""
     config: dict[str, Any]
     """The Hugging Face config, without notes (keys that begin with an underscore)."""
     where: str
@@ -28,7 +28,7 @@ class ModelSource:
 
     @property
     def has_weights(self) -> bool:
-        """Whether there is a place to read weights, and a tokenizer, from."""
+        """Whether it can have weights and a tokenizer."""
         return self.folder is not None or self.hub_id is not None
 
     def model_config(self) -> ModelConfig:
@@ -37,10 +37,10 @@ class ModelSource:
 
 
 def read_model_source(name: str, flag: str = "--model") -> ModelSource:
-    """Find and read the config that `name` stands for. Raises UserError naming `flag`.
+    """Find and read the config that `name` refers to. Raises UserError naming `flag`.
 
-    A name without a slash is looked up among the shipped shapes first (upper and lower case are the same), then as a
-    folder. Anything with exactly one slash that is not a local path is a hub id.
+    A name without a slash is looked up among the shipped shapes first (ignoring case), then as a folder. A name with
+    exactly one slash that is not a local path is a hub id.
     """
     path = Path(name).expanduser()
     shipped = {p.stem: p for p in SHIPPED.glob("*.json")}

@@ -1,11 +1,13 @@
-"""What a run costs in which not everything trains: frozen weights have neither gradient nor optimizer state, and of
-their three products two; adapters add parameters of their own, and keep the inputs that a frozen linear would not.
+"""The cost of a run in which not everything trains.
 
-An adapted layer keeps, a token, beyond what a frozen one does (b bytes an element, P projections of rank r a linear):
+Frozen weights have no gradient, no optimizer state, and two of their three GEMMs. Adapters add parameters, and keep the
+inputs that a frozen linear would not.
 
-    input of each adapted linear    its width · b, where the layer does not keep it for other reasons (`cost.py`)
+Bytes per token that an adapted layer keeps beyond a frozen one (b bytes per element, P projections of rank r a linear):
+
+    input of each adapted linear    its width · b, unless the layer keeps it anyway (`memory.py`)
     that input times A              P·r·b
-    DoRA: what is scaled            its rows · b, of qkv and down; elsewhere it stands for the scaled, made again
+    DoRA: what is scaled            its rows · b, for qkv and down; the others recompute the scaled result
 """
 
 import dataclasses
@@ -13,18 +15,16 @@ import math
 from collections.abc import Mapping
 
 from qtrain.models.config import ModelConfig
+from qtrain.models.cost import ParameterGroup, layer_linears
 from qtrain.models.lora import Lora, chosen_targets
 
-Shapes = list[tuple[tuple[int, ...], int, bool, tuple[int, ...]]]
-"""Shape, how many, whether a hidden layer's matrix, rows of fused projections: as `cost.parameter_shapes`."""
-
 _KEPT_FOR = {"qkv": "attn_norm output", "gate_up": "mlp_norm output", "down_proj": "down input"}
-"""The tensor of `cost.saved_per_token` that is kept as a linear's input and for nothing else."""
+"""Linear -> the tensor of `memory.saved_per_token` that is kept only as its input."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AdaptedLinear:
-    """A linear of every layer with adapters: columns is P·r, rows those of its adapted projections."""
+    """A linear with adapters, in every layer. columns: P·r; rows: of each adapted projection."""
 
     name: str
     in_features: int
@@ -35,12 +35,10 @@ class AdaptedLinear:
 
 @dataclasses.dataclass(frozen=True)
 class TrainedPart:
-    """What of a model trains. head: its output head does; adapters: nothing else than these, in fp32.
+    """The parameters that train. element: bytes of each, and of its gradient. head: the output head trains; adapters:
+    only these train, in fp32."""
 
-    element: bytes of a trained parameter and of its gradient.
-    """
-
-    shapes: Shapes
+    shapes: list[ParameterGroup]
     element: int
     head: bool
     adapters: tuple[AdaptedLinear, ...] = ()
@@ -49,21 +47,21 @@ class TrainedPart:
     @property
     def bytes(self) -> int:
         """Bytes of the trained parameters, and of their gradients."""
-        return self.element * sum(math.prod(shape) * count for shape, count, *_ in self.shapes)
+        return self.element * sum(math.prod(group.shape) * group.count for group in self.shapes)
 
     def added_bytes(self, layers: int, element: int) -> int:
-        """Bytes of what a model of this element size has not without it: adapters, their copies in its dtype, and with
-        DoRA the lengths of the frozen rows."""
+        """Bytes that adapters add to a model of this element size: themselves, their copies in its dtype, and with DoRA
+        the norms of the frozen rows."""
         if not self.adapters:
             return 0
         copies = sum(a.columns * (a.in_features + a.out_features) for a in self.adapters) * element
-        lengths = 4 * sum(a.out_features for a in self.adapters)
-        return self.bytes + layers * (copies * (element < self.element) + lengths * self.dora)
+        norms = 4 * sum(a.out_features for a in self.adapters)
+        return self.bytes + layers * (copies * (element < self.element) + norms * self.dora)
 
     def kept(self, kept: Mapping[str, float], element: int) -> dict[str, float]:
-        """`cost.saved_per_token`, given for plain linears, of a layer with these adapters."""
+        """`memory.saved_per_token` of a layer with these adapters, given that of plain linears."""
         found = dict(kept)
-        if not self.adapters or len(kept) == 1:  # the layer is computed again
+        if not self.adapters or len(kept) == 1:  # the layer is recomputed
             return found
         adapted = {adapted.name for adapted in self.adapters}
         for name, tensor in _KEPT_FOR.items():
@@ -76,7 +74,7 @@ class TrainedPart:
         return found
 
     def flops(self, flops: Mapping[str, float], layers: int) -> dict[str, float]:
-        """FLOPs a token by kind, given those of a model in which everything trains."""
+        """FLOPs per token by kind, given those of a model in which everything trains."""
         if not self.adapters:
             return {**flops, "head": flops["head"] * (1 if self.head else 2 / 3)}
         frozen = {kind: flops[kind] * 2 / 3 for kind in ("blocks", "head")}
@@ -84,31 +82,31 @@ class TrainedPart:
         return {**flops, **frozen, "adapters": 6.0 * layers * own}
 
 
-def all_but_embedding(config: ModelConfig, shapes: Shapes, element: int) -> TrainedPart:
-    """A model (`shapes`: all of its parameters) whose embedding is frozen, and the head where that is the same."""
+def all_but_embedding(config: ModelConfig, shapes: list[ParameterGroup], element: int) -> TrainedPart:
+    """A model, `shapes` its parameters, with a frozen embedding, and a frozen head where that is the same matrix."""
     matrix = (config.vocab_size, config.hidden_size)
-    rest = [(shape, count - (shape == matrix and not hidden), hidden, parts) for shape, count, hidden, parts in shapes]
+    rest = [g._replace(count=g.count - (g.shape == matrix and not g.hidden)) for g in shapes]
     return TrainedPart(rest, element, head=not config.tie_word_embeddings)
 
 
 def only_adapters(config: ModelConfig, lora: Lora) -> TrainedPart:
     """A frozen model with adapters. UserError for a target that it does not have."""
-    c, inner, kv = config.hidden_size, config.intermediate_size, config.kv_size
-    linears = {
-        "qkv": (c, {"q_proj": config.q_size, "k_proj": kv, "v_proj": kv}),
-        "o_proj": (config.q_size, {"o_proj": c}),
-        "gate_up": (c, {"gate_proj": inner, "up_proj": inner}),
-        "down_proj": (inner, {"down_proj": c}),
+    inner, kv = config.intermediate_size, config.kv_size
+    fused = {
+        "qkv": {"q_proj": config.q_size, "k_proj": kv, "v_proj": kv},
+        "gate_up": {"gate_proj": inner, "up_proj": inner},
     }
-    targets = chosen_targets(lora, sorted(word for _, rows in linears.values() for word in rows))
+    linears = {name: (n, k, fused.get(name, {name: n})) for name, (n, k) in layer_linears(config).items()}
+    targets = chosen_targets(lora, sorted(word for _, _, rows in linears.values() for word in rows))
     layers, shapes, adapters = config.num_hidden_layers, [], []
-    for name, (in_features, projections) in linears.items():
+    for name, (out_features, in_features, projections) in linears.items():
         rows = tuple(size for word, size in projections.items() if word in targets)
         if rows:
-            adapters.append(
-                AdaptedLinear(name, in_features, sum(projections.values()), rows, columns=lora.r * len(rows))
-            )
+            adapters.append(AdaptedLinear(name, in_features, out_features, rows, columns=lora.r * len(rows)))
         for size in rows:
-            shapes += [((lora.r, in_features), layers, True, ()), ((size, lora.r), layers, True, ())]
-            shapes += [((size,), layers, False, ())] if lora.dora else []
+            shapes += [
+                ParameterGroup((lora.r, in_features), layers, True),
+                ParameterGroup((size, lora.r), layers, True),
+            ]
+            shapes += [ParameterGroup((size,), layers)] if lora.dora else []
     return TrainedPart(shapes, 4, head=False, adapters=tuple(adapters), dora=lora.dora)

@@ -1,4 +1,4 @@
-"""Vision models by timm's names: built, run and exported in timm's own format. Needs timm only when it is called."""
+"""Vision models of timm, built, run and exported in timm's format. timm is imported only when it is needed."""
 
 import contextlib
 import json
@@ -18,18 +18,18 @@ from qtrain.hub import reaching_hub
 from qtrain.models.selective_recompute import selective_contexts
 
 RESERVED = {
-    "pretrained": "--pretrained says it",
-    "num_classes": "the training data says it",
+    "pretrained": "--pretrained decides it",
+    "num_classes": "the training data decide it",
     "checkpoint_path": "only published weights are loaded",
     "pretrained_cfg": "only published weights are loaded",
     "pretrained_cfg_overlay": "only published weights are loaded",
     "cache_dir": "the hub's own cache is used",
 }
-"""Keys of --model_kwargs that are decided elsewhere."""
+"""Keys of --model_kwargs that are not allowed, and why."""
 
 
 def import_timm(flag: str = "--model") -> ModuleType:
-    """timm, or a UserError that says how to install it."""
+    """The module timm. UserError with the command that installs it if it is missing."""
     try:
         import timm
     except ImportError:
@@ -38,7 +38,7 @@ def import_timm(flag: str = "--model") -> ModuleType:
 
 
 def check_vision_model(name: str, kwargs: Mapping[str, Any], pretrained: bool) -> str:
-    """timm's own spelling of `name` (`timm/NAME` or NAME). UserError for names, tags and keys that it does not know."""
+    """timm's name for `name` (`timm/NAME` or NAME). UserError for names, tags and keys that timm does not know."""
     timm = import_timm()
     short = name.removeprefix("timm/").removeprefix("hf-hub:timm/")
     base, _, tag = short.partition(".")
@@ -62,12 +62,12 @@ def check_vision_model(name: str, kwargs: Mapping[str, Any], pretrained: bool) -
 
 
 def empty_vision_model(name: str, kwargs: Mapping[str, Any], classes: int) -> nn.Module:
-    """The model on the meta device: shapes without memory. UserError where it does not take `kwargs`."""
+    """The model on the meta device: shapes without memory. UserError for `kwargs` that it does not take."""
     timm = import_timm()
     try:
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             return timm.create_model(name, num_classes=classes, **kwargs)
-    except Exception as error:  # whatever a model's constructor raises at options that do not fit it
+    except Exception as error:  # a model's constructor may raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"--model_kwargs: {name} cannot be built with {json.dumps(dict(kwargs))}: {reason}.") from None
 
@@ -75,13 +75,13 @@ def empty_vision_model(name: str, kwargs: Mapping[str, Any], classes: int) -> nn
 def build_vision_model(
     name: str, kwargs: Mapping[str, Any], classes: int, *, pretrained: bool, device: torch.device, dtype: torch.dtype
 ) -> nn.Module:
-    """The model on `device`, with published weights or random ones of torch's global generator; its head is new."""
+    """The model on `device`, with published weights or random ones from torch's global generator, and a new head."""
     timm = import_timm()
     fix = "Train from random weights with --no_pretrained."
     reach = reaching_hub("--pretrained", f"the weights of {name!r}", fix) if pretrained else contextlib.nullcontext()
     with reach, device:
         model = timm.create_model(name, pretrained=pretrained, num_classes=classes, **kwargs)
-    for module in model.modules():  # optimizers that work on matrices take the three projections apart
+    for module in model.modules():  # `optim.parameter_groups` reads it
         qkv = getattr(module, "qkv", None)
         if isinstance(qkv, nn.Linear) and qkv.out_features == 3 * qkv.in_features:
             module.fused_rows = {"qkv": (qkv.in_features,) * 3}
@@ -89,8 +89,7 @@ def build_vision_model(
 
 
 def image_config(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What images the model wants: `input_size` (channels, height, width), mean, std, interpolation, crop_pct and
-    crop_mode."""
+    """The model's input: `input_size` (channels, height, width), mean, std, interpolation, crop_pct and crop_mode."""
     from timm.data import resolve_data_config
 
     known = model.pretrained_cfg
@@ -98,7 +97,7 @@ def image_config(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     height, width = (size, size) if isinstance(size, int) else size
     channels = kwargs.get("in_chans", 3)
     if channels not in (1, 3):
-        raise UserError(f"--model_kwargs.in_chans: {channels} is not allowed; images have 1 channel (grey) or 3 (RGB).")
+        raise UserError(f"--model_kwargs.in_chans: {channels} is not allowed; images have 1 channel (gray) or 3 (RGB).")
     wanted: dict[str, Any] = {"input_size": (channels, height, width)}
     if channels == 1:
         wanted |= {key: (sum(known[key]) / len(known[key]),) for key in ("mean", "std") if known.get(key)}
@@ -115,7 +114,7 @@ def output_head(model: nn.Module) -> nn.Module | None:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks that a model repeats, in their order, as timm names them; empty where it has none."""
+    """The blocks that a model repeats, in order, found by timm's name for them; empty if there are none."""
     return [
         block
         for name, module in model.named_modules()
@@ -125,7 +124,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def recompute_blocks(model: nn.Module, mode: str) -> None:
-    """Set what backward computes again (`RECOMPUTE_MODES`) of each repeated block. UserError where there are none."""
+    """Set what backward recomputes (`RECOMPUTE_MODES`) in each repeated block. UserError if there are none."""
     if mode == "none":
         return
     blocks = repeated_blocks(model)
@@ -147,7 +146,7 @@ def _recomputed(forward: Callable[..., Tensor], mode: str) -> Callable[..., Tens
 
 
 def compile_vision(model: nn.Module) -> None:
-    """Compile each repeated block in place, which share their code, or the whole model where it has none."""
+    """Compile the repeated blocks in place, which share their code, or the whole model if it has none."""
     for module in repeated_blocks(model) or [model]:
         module.compile()
 
@@ -163,7 +162,7 @@ def export_timm(
     image: Mapping[str, Any],
 ) -> None:
     """Write model.safetensors and config.json in timm's format, for `timm.create_model(name, checkpoint_path=...)` and
-    `timm.create_model("local-dir:FOLDER")`. tensors: what makes each value, by its name in `state_dict`."""
+    `timm.create_model("local-dir:FOLDER")`. tensors: name in `state_dict` -> function that returns the value."""
     folder.mkdir(parents=True, exist_ok=True)
     values = {
         key.replace("_orig_mod.", ""): make().detach().cpu().contiguous().clone() for key, make in tensors.items()

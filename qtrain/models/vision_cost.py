@@ -1,4 +1,4 @@
-"""What training a vision model on one image costs, counted by running it once without memory, on the meta device."""
+"""The cost of training a vision model on one image, measured by one forward pass on the meta device."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 @dataclass(frozen=True)
 class VisionCost:
-    """Of one image, forward and backward, two operations a multiply-add; what backward computes again is not counted.
+    """Of one image. FLOPs of forward and backward, two per multiply-add, without recomputation.
 
-    blocks, head: linears, other: convolutions and whatever else multiplies. rows: of the input of most linears, its
-    tokens. kept: bytes that backward keeps, each operation for itself. linear_rows: rows of the input of each linear,
-    by its name. bypassed: linears whose weight the model reads without calling them.
+    blocks, head: linears; other: convolutions and other products. rows: of the input of most linears (its tokens).
+    kept: bytes that backward keeps, each operation on its own. linear_rows: name of each linear -> rows of its input.
+    bypassed: linears whose weight the model reads without calling them.
     """
 
     blocks: float
@@ -36,7 +36,7 @@ class VisionCost:
 
 
 def vision_cost(model: nn.Module, head: nn.Module | None, input_size: tuple[int, int, int]) -> VisionCost | None:
-    """Run `model`, which is on the meta device, on one image; None where it does not run there."""
+    """Run `model`, on the meta device, on one image; None if it cannot run there."""
     model.train()
     linears = {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     rows: dict[nn.Module, int] = {}
@@ -79,7 +79,8 @@ def vision_cost(model: nn.Module, head: nn.Module | None, input_size: tuple[int,
 
 
 class _Attention(TorchFunctionMode):
-    """Lets attention keep what the fused kernels keep (q, k, v and the output, no scores), and counts its work."""
+    """Replaces attention by one that keeps what fused kernels keep (q, k, v, output; no scores), and counts its
+    FLOPs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +95,7 @@ class _Attention(TorchFunctionMode):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """The shapes of attention: q [..., S, D], k [..., T, D], v [..., T, E] -> [..., S, E]. It computes nothing."""
+    """Attention without arithmetic: q [..., S, D], k [..., T, D], v [..., T, E] -> [..., S, E]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -4,34 +4,18 @@ One class, registered under a name for each usual choice of formats. Without a m
 rounding: a typical update is smaller than half a unit in the last place, so rounding to nearest would drop it.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
-
-from torch import Tensor
+from typing import Annotated, ClassVar, Literal
 
 from qtrain.checks import Range
 from qtrain.optim.elementwise import LowBitOptimizer, LowBitSpec
-from qtrain.optim.optimizer import Optimizer
 from qtrain.optim.registry import OPTIMIZERS
 from qtrain.optim.state_layout import FormatChoice, StateOptions
 
 
 class AdamWOptimizer(LowBitOptimizer):
-    """AdamW over torch parameter groups; `betas` and `eps` are group options."""
-
     RULE = "adamw"
     STATES = ("exp_avg", "exp_avg_sq")
-
-    def hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
-        beta1, beta2 = group["betas"]
-        return {
-            "lr": group["lr"],
-            "weight_decay": group["weight_decay"],
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": group["eps"],
-        }
 
 
 @OPTIMIZERS.register("adamw")
@@ -50,6 +34,9 @@ class AdamW(LowBitSpec):
     master: Literal["none", "fp32"] = "none"
     """keep an fp32 master copy of bf16 weights"""
 
+    optimizer: ClassVar = AdamWOptimizer
+    group_options: ClassVar = ("betas", "eps")
+
     @property
     def state_options(self) -> StateOptions:
         return StateOptions(
@@ -60,10 +47,6 @@ class AdamW(LowBitSpec):
             small=self.small,
             offload=self.offload,
         )
-
-    def build(self, groups: list[dict[str, Any]], lr: float, seed: int = 0) -> Optimizer:
-        defaults = {"lr": lr, "betas": self.betas, "eps": self.eps, "weight_decay": 0.0}
-        return AdamWOptimizer(groups, defaults, self.state_options, seed=seed)
 
 
 @OPTIMIZERS.register("adamw_bf16_sr")

@@ -97,5 +97,8 @@ class ApolloMini(MatrixOptimizerSpec):
 
     method: ClassVar = ApolloMiniOptimizer
 
+    def direction_bytes(self, weight_bytes: int) -> float:
+        return 8 if weight_bytes == 2 else 4  # fp32 copies of bf16 gradients, and the directions
+
     def matrix_bytes(self, rows: int, columns: int, weight_bytes: int) -> float:
         return 4 * (2 * max(rows, columns) + 1)

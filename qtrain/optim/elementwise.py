@@ -10,7 +10,7 @@ knowing which optimizer wrote it.
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -22,7 +22,7 @@ from qtrain.errors import UserError
 from qtrain.kernels.optim.fused_update import SIGNED_STATES, FusedUpdate, Slot
 from qtrain.kernels.optim.state_formats import StateFormat, dequantize_state, quantize_state, zero_state
 from qtrain.optim.offload import OffloadedUpdate, host_sizes, staging_bytes
-from qtrain.optim.optimizer import StateShapes, check_finite
+from qtrain.optim.optimizer import Optimizer, StateShapes, check_finite
 from qtrain.optim.partitioned_optimizer import PartitionedOptimizer
 from qtrain.optim.registry import OptimizerSpec, ParameterShape
 from qtrain.optim.state_layout import (
@@ -51,10 +51,18 @@ class LowBitSpec(OptimizerSpec):
     offload: bool = False
     """keep states in host memory; they stream through the GPU during the step"""
 
+    optimizer: ClassVar[type["LowBitOptimizer"]]
+    group_options: ClassVar[tuple[str, ...]]
+    """The fields that are options of the parameter groups."""
+
     @property
     @abstractmethod
     def state_options(self) -> StateOptions:
         """How states are stored."""
+
+    def build(self, groups: list[dict[str, Any]], lr: float, seed: int = 0) -> Optimizer:
+        options = {name: getattr(self, name) for name in self.group_options}
+        return self.optimizer(groups, {"lr": lr, "weight_decay": 0.0, **options}, self.state_options, seed=seed)
 
     def state_bytes(self, weight_bytes: int) -> float:
         return 0.0 if self.state_options.offload else self.state_options.bytes_per_parameter(weight_bytes)
@@ -72,6 +80,12 @@ class LowBitSpec(OptimizerSpec):
             master = options.master and dtype == torch.bfloat16
             tensors += [host_sizes(weight.shape, formats, master=master)] * shape.count
         return staging_bytes(tensors)
+
+    def for_device(self, device: torch.device) -> tuple[OptimizerSpec, str | None]:
+        if not self.offload or device.type != "cpu":
+            return self, None
+        note = "offload has no effect on a CPU, where optimizer states are in host memory anyway"
+        return replace(self, offload=False), note
 
     def refuses_partitions(self) -> str | None:
         if self.state_options.offload:
@@ -103,8 +117,10 @@ class LowBitOptimizer(PartitionedOptimizer):
         super().__init__(groups, defaults)
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
-        """A group's options as the hyperparameters of the rule."""
-        raise NotImplementedError
+        """A group's options as the hyperparameters of the rule (`update_rules.HYPER`)."""
+        decay_rates = group["betas"] if "betas" in group else (group["momentum"],)
+        named = {name: group[name] for name in ("lr", "weight_decay", "eps") if name in group}
+        return named | dict(zip(("beta1", "beta2"), decay_rates, strict=False))
 
     @property
     def signed(self) -> dict[str, bool]:

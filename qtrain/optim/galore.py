@@ -218,6 +218,9 @@ class GaLore(MatrixOptimizerSpec):
 
     method: ClassVar = GaLoreOptimizer
 
+    def direction_bytes(self, weight_bytes: int) -> float:
+        return weight_bytes + (4 if weight_bytes == 2 else 0)  # in a refresh: finite gradients, and fp32 copies
+
     def matrix_bytes(self, rows: int, columns: int, weight_bytes: int) -> float:
         small, large = sorted((rows, columns))
         rank = min(self.rank, small)

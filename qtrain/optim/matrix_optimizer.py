@@ -6,6 +6,7 @@ applies w <- w · (1 - lr · weight_decay) - lr · direction, rounded stochastic
 low bits. A linear that fuses several projections (q, k and v) is updated projection by projection.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from qtrain.checks import Range
 from qtrain.errors import UserError
 from qtrain.kernels.optim.fused_update import FusedUpdate, Slot
-from qtrain.optim.batched_states import batches_by_shape
+from qtrain.optim.batched_states import BATCH_ELEMENTS, batches_by_shape
 from qtrain.optim.elementwise import LowBitOptimizer
 from qtrain.optim.optimizer import Optimizer, StateShapes, check_finite
 from qtrain.optim.partitioned_optimizer import PartitionedOptimizer
@@ -75,6 +76,23 @@ class MatrixOptimizerSpec(OptimizerSpec):
             for rows in shape.parts or shape.shape[:1]
         )
         return own + self._rest().total_state_bytes(others, weight_bytes)
+
+    @abstractmethod
+    def direction_bytes(self, weight_bytes: int) -> float:
+        """Peak bytes per element of `directions`, with its result and without its arguments."""
+
+    def step_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int, *, partitioned: bool) -> float:
+        """As in `MatrixOptimizer._step_batch`: the stacked gradients and `directions`; for fused projections also their
+        stacked gradients and the result in fp32."""
+        largest = 0.0
+        for shape in shapes:
+            if shape.hidden:
+                numel = math.prod(shape.shape)
+                batch = 1 if partitioned else min(shape.count, max(1, BATCH_ELEMENTS // numel))
+                fused = weight_bytes + 4 if shape.parts else 0
+                size = numel * batch * (weight_bytes + fused + self.direction_bytes(weight_bytes))
+                largest = max(largest, size)
+        return largest
 
     def build(self, groups: Groups, lr: float, seed: int = 0) -> Optimizer:
         options = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in self._SPEC_ONLY}

@@ -67,5 +67,10 @@ class Muon(MatrixOptimizerSpec):
 
     method: ClassVar = MuonOptimizer
 
+    def direction_bytes(self, weight_bytes: int) -> float:
+        # fp32: copies of bf16 gradients, the momentum, the update; bf16: the update, two iterates of Newton-Schulz and,
+        # for square matrices, as much for Gram matrices.
+        return (4 if weight_bytes == 2 else 0) + 8 + 2 + 4 + 4
+
     def matrix_bytes(self, rows: int, columns: int, weight_bytes: int) -> float:
         return state_size(state_format(self.state, signed=True), (rows, columns))

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from qtrain.optim.optimizer import Optimizer
 from qtrain.registry import Registry
 
@@ -34,6 +36,15 @@ class OptimizerSpec(ABC):
     def total_state_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int) -> float:
         """Bytes of device memory that the states of a whole model take."""
         return self.state_bytes(weight_bytes) * sum(shape.elements for shape in shapes)
+
+    def step_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int, *, partitioned: bool) -> float:
+        """Bytes of temporaries at the largest moment of a step, for gradients of `weight_bytes` each. partitioned: each
+        layer is updated by itself. A fused update has none."""
+        return 0.0
+
+    def for_device(self, device: torch.device) -> tuple["OptimizerSpec", str | None]:
+        """The spec that takes effect on `device`, and a note for the user where that is not this one."""
+        return self, None
 
     def refuses_partitions(self) -> str | None:
         """Why the optimizer cannot update a partitioned model (`PartitionedOptimizer`), and the fix; None: it can."""

@@ -1,28 +1,21 @@
 """SGD with classical (Polyak 1964) or Nesterov momentum, in torch's formulation, with low-bit momentum and weights."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-from torch import Tensor
+from typing import Annotated, Any, ClassVar
 
 from qtrain.checks import Range
 from qtrain.optim.elementwise import LowBitOptimizer, LowBitSpec
-from qtrain.optim.optimizer import Optimizer
 from qtrain.optim.registry import OPTIMIZERS
 from qtrain.optim.state_layout import StateOptions
 
 
 class SGDOptimizer(LowBitOptimizer):
-    """Group option: momentum; 0 keeps no state. Weight decay is decoupled: it does not enter the momentum."""
+    """Without momentum it keeps no state. Weight decay is decoupled: it does not enter the momentum."""
 
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], options: StateOptions, *, seed: int = 0):
         self.STATES = tuple(options.formats)
         self.RULE = "apply" if not self.STATES else "sgd_nesterov" if defaults["nesterov"] else "sgd"
         super().__init__(groups, defaults, options, seed=seed)
-
-    def hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
-        return {"lr": group["lr"], "weight_decay": group["weight_decay"], "beta1": group["momentum"]}
 
 
 @OPTIMIZERS.register("sgd")
@@ -35,11 +28,10 @@ class SGD(LowBitSpec):
     nesterov: bool = False
     """Nesterov's momentum"""
 
+    optimizer: ClassVar = SGDOptimizer
+    group_options: ClassVar = ("momentum", "nesterov")
+
     @property
     def state_options(self) -> StateOptions:
         formats = {"momentum_buffer": self.m} if self.momentum else {}
         return StateOptions(formats, sr=self.sr, small=self.small, offload=self.offload)
-
-    def build(self, groups: list[dict[str, Any]], lr: float, seed: int = 0) -> Optimizer:
-        defaults = {"lr": lr, "momentum": self.momentum, "nesterov": self.nesterov, "weight_decay": 0.0}
-        return SGDOptimizer(groups, defaults, self.state_options, seed=seed)

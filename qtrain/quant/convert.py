@@ -1,7 +1,7 @@
-"""Swaps a model's linears by scheme, says which it swapped and why it left the others, and keeps their codes fresh.
+"""Swaps a model's linears by scheme, states which were swapped and why others were not, and refreshes their codes.
 
-Any model is taken: linears are found as modules, so they are those that the model calls. What a model says of itself is
-only its output head and, for schemes that want every linear's input normed, a method `add_sub_norms`.
+Any nn.Module works: its nn.Linear submodules are swapped. The caller names the output head; for schemes that normalize
+the input of every linear, the model may have a method `add_sub_norms`.
 """
 
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ SIBLINGS = (
     {"q", "k", "v"},
     {"w1", "w3"},
 )
-"""Names of a module's linears that read the same input. They draw the same random bits for it, so that a compiled model
-finds that it is quantized alike for each and does it once; in no product do the two meet."""
+"""Names of a module's linears that read the same input. They share a Philox key, so that a compiler finds equal
+quantizations of the input and keeps one. The shared bits never meet in one product."""
 
 
 @dataclass(frozen=True)
 class LinearChoice:
-    """What became of one linear: `reason` is None where it was swapped, then `scheme` says to which scheme."""
+    """The decision on one linear: `reason` says why it stays in high precision; None: it is swapped, to `scheme`."""
 
     name: str
     in_features: int
@@ -38,57 +38,59 @@ class LinearChoice:
 
 @dataclass
 class QuantizedModel:
-    """A model's swapped linears, the counters that key their rounding, and what delayed scaling remembers."""
+    """A model's swapped linears, the Philox keys of their rounding, and the state of delayed scaling."""
 
     choices: list[LinearChoice]
     linears: list[LowBitLinear]
-    keys: Tensor  # int64 [linears, 3]: seed, step, number of each; a linear holds its row, or its first sibling's
+    keys: Tensor  # int64 [linears, 3]: seed, micro-step, number of the linear; SIBLINGS hold the row of the first
     amax: AmaxHistory | None = None
 
     @property
     def step(self) -> int:
-        """The micro-step whose random bits are drawn; it decides a stochastically rounded weight's codes too."""
+        """The micro-step that keys the random bits, of stochastically rounded weights too."""
         return int(self.keys[0, 1]) if len(self.keys) else 0
 
     def set_step(self, step: int) -> None:
-        """Name the micro-step whose random bits are drawn next."""
+        """Set the micro-step that keys the next random bits."""
         self.keys[:, 1].fill_(step)
 
     @property
     def changes(self) -> bool:
-        """Whether a step leaves anything to renew."""
+        """Whether `refresh` has anything to do after a step."""
         return self.amax is not None or any(linear.weight.requires_grad for linear in self.linears)
 
     def refresh(self, frozen: bool = False) -> None:
-        """Renew the codes of every weight that trains, and every scale; once after each optimizer step. After loading a
-        checkpoint, with `frozen`, those of the others too."""
+        """Requantize every trained weight and update delayed scales; to be called after each optimizer step.
+
+        frozen: requantize frozen weights too, after a checkpoint is loaded.
+        """
         if self.amax is not None:
             self.amax.roll()
         self.refresh_weights(frozen)
 
     def refresh_weights(self, frozen: bool = False) -> None:
-        """Renew the codes alone: where weights change for a while, between two steps."""
+        """Requantize weights without a step of delayed scaling: where averaged weights are swapped in and out."""
         for linear in self.linears:
             if frozen or linear.weight.requires_grad:
                 linear.refresh()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state that a checkpoint holds besides the model's: the very tensors, to be followed by `refresh`."""
+        """The state tensors that a checkpoint holds besides the model's; loading them requires `refresh`."""
         return {} if self.amax is None else {"amax_history": self.amax.history}
 
     def mark_fresh(self) -> None:
-        """Say that every weight's codes have just been renewed by other means than `refresh`: by its recording."""
+        """State that the replay of a recorded `refresh` has updated all codes."""
         for linear in self.linears:
             linear.mark_fresh()
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have each optimizer step count as a change of the weights: torch's fused optimizers do not count it."""
+        """Increment the weights' versions after each optimizer step, which torch's fused optimizers do not."""
         weights = [linear.weight for linear in self.linears if linear.weight.requires_grad]
         if weights:
             optimizer.register_step_post_hook(lambda *_: torch.autograd.graph.increment_version(weights))
 
     def assert_fresh(self) -> None:
-        """An assertion that no weight has changed since its codes were made (counted by torch's version counter)."""
+        """Assert that no weight has changed since its codes were computed."""
         stale = [i for i, linear in enumerate(self.linears) if linear.stale]
         names = [choice.name for choice in self.choices if choice.reason is None]
         assert not stale, f"stale codes: {', '.join(names[i] for i in stale[:3])} changed after the last refresh"
@@ -103,13 +105,13 @@ def choose_linears(
     quantize_head: bool = False,
     min_size: int = 0,
 ) -> list[LinearChoice]:
-    """What `quantize_linears` does with each linear, in its order. The model may be on the meta device: `device` is
-    where it trains."""
+    """The decision of `quantize_linears` on each linear. `model` may be on the meta device; `device` is where it
+    trains."""
     choices, shared = [], _shared_weights(model)
-    nothing = not isinstance(scheme, LowBitScheme) and [part for _, part in scheme.parts()] == [scheme]
+    high_precision = not isinstance(scheme, LowBitScheme) and [part for _, part in scheme.parts()] == [scheme]
     for linear, names in find_linears(model).items():
         taken = ""
-        if nothing:
+        if high_precision:
             reason = "the scheme quantizes nothing"
         elif linear is head and not quantize_head:
             reason = "output head (--quantize_lm_head takes it too)"
@@ -134,21 +136,22 @@ def quantize_linears(
     quantize_head: bool = False,
     min_size: int = 0,
 ) -> QuantizedModel:
-    """Swap the linears of `model` in place. `head` is its output head, left alone unless `quantize_head`.
+    """Swap the linears of `model` in place, except its output head `head` unless `quantize_head`.
 
-    min_size: a linear with fewer in- or out-features is left alone. A scheme that stores weights in low bits makes new
-    parameters, so an optimizer comes after. UserError where a scheme asks for norms that this model cannot have.
+    min_size: linears with fewer in- or out-features stay in high precision. A scheme that stores weights in low bits
+    replaces parameters, so the optimizer must be built afterwards. UserError where a scheme requires norms that this
+    model cannot have.
     """
     if isinstance(scheme, LowBitScheme) and scheme.sub_norm and hasattr(model, "add_sub_norms"):
         model.add_sub_norms("--quantize")
     device = next(model.parameters()).device
-    linears, rows = find_linears(model), {}
+    linears, key_of_group = find_linears(model), {}
     keys = torch.tensor([[seed, 0, number] for number in range(len(linears))], dtype=torch.int64, device=device)
     choices = choose_linears(model, scheme, device=device, head=head, quantize_head=quantize_head, min_size=min_size)
     quantized = QuantizedModel(choices, [], keys.view(-1, 3))
     for (linear, names), choice in zip(linears.items(), choices, strict=True):
         if choice.reason is None:
-            key = rows.setdefault(_drawing_group(names[0]), quantized.keys[len(quantized.linears)])
+            key = key_of_group.setdefault(_key_group(names[0]), quantized.keys[len(quantized.linears)])
             swapped = _swap(linear, scheme.for_linear(linear.in_features, linear.out_features), key)
             for name in names:
                 model.set_submodule(name, swapped)
@@ -159,10 +162,10 @@ def quantize_linears(
     return quantized
 
 
-def _drawing_group(name: str) -> tuple[str, int | str]:
-    """The same of linears that draw alike: the module and the group of SIBLINGS; of others themselves."""
-    module, _, own = name.rpartition(".")
-    return module, next((i for i, names in enumerate(SIBLINGS) if own in names), own)
+def _key_group(name: str) -> tuple[str, int | str]:
+    """Equal for linears that share a Philox key: their parent module and their set of SIBLINGS, or their own name."""
+    parent, _, own = name.rpartition(".")
+    return parent, next((i for i, names in enumerate(SIBLINGS) if own in names), own)
 
 
 def _swap(linear: nn.Linear, scheme: Scheme, key: Tensor) -> LowBitLinear:
@@ -174,16 +177,16 @@ def _swap(linear: nn.Linear, scheme: Scheme, key: Tensor) -> LowBitLinear:
 
 
 def _refusal(linear: nn.Linear, scheme: Scheme, shared: bool, device: torch.device) -> str | None:
-    """Why `scheme` does not take this linear on `device`; shared: its weight is another module's too."""
+    """Why this linear stays in high precision on `device`; shared: another module holds its weight too."""
     if not isinstance(scheme, LowBitScheme):
-        return "the fastest as it is"
+        return "the fastest in high precision"
     if shared and (scheme.latent or scheme.stored_format is not None):
-        return "its weight is another module's too, which needs it in high precision"
+        return "another module shares its weight and needs it in high precision"
     return scheme.refusal(linear.in_features, linear.out_features, device)
 
 
 def find_linears(model: nn.Module) -> dict[nn.Linear, list[str]]:
-    """Every linear of a model, each once, with all the names that it goes by."""
+    """Every nn.Linear of a model, each once, with all of its names."""
     found: dict[nn.Linear, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Linear):
@@ -201,7 +204,7 @@ def _shared_weights(model: nn.Module) -> set[int]:
 
 
 def describe_choices(choices: list[LinearChoice]) -> list[str]:
-    """A line for each (shape, reason), with how many linears share it: what the plan prints."""
+    """The plan's lines: one per (kind, shape, decision), with the number of linears."""
     mixed = len({c.scheme for c in choices if c.reason is None}) > 1
     groups: dict[tuple[str, int, int, str], int] = {}
     for c in choices:

@@ -1,14 +1,14 @@
-"""Delayed scaling: x and dy are quantized under scales from the absmax of earlier steps, and are read once.
+"""Delayed scaling: x and dy are quantized with scales from the absmax of earlier steps, so they are read once.
 
-    scale of a step = max of its tensor's absmax over the last `amax_history` steps / largest code
+    scale of a step = max of the tensor's absmax over the last `amax_history` steps / largest code
 
-(Micikevicius et al., arXiv:2209.05433; NVIDIA Transformer Engine.) A linear holds the scale in force and the absmax
-that it has seen since; both change between steps only, in `roll`, all linears together. So every micro-batch of a step
-and whatever is computed again in backward read the same scale, and recording an absmax twice changes nothing. An
-evaluation records nothing. A tensor without history, as in the first step, is scaled by its own absmax
-(`kernels/quantize/delayed_scale.py`). Weights need no history: their codes are made once a step from the weight itself.
+(Micikevicius et al., arXiv:2209.05433; NVIDIA Transformer Engine.) A linear holds the scale of this step and the absmax
+seen since the last one. Both change only between steps, in `roll`, for all linears at once: every micro-batch and every
+recompute of a step read the same scale, and recording an absmax twice changes nothing. Evaluation records nothing. A
+tensor without history, as in the first step, is scaled by its own absmax (`kernels/quantize/delayed_scale.py`). Weights
+need no history: they are quantized once per step.
 
-All of it happens on the device. The history is the state: checkpoints hold it, the scales follow from it.
+Everything stays on the device. The history is the state that checkpoints hold; the scales are derived from it.
 """
 
 import torch
@@ -19,7 +19,7 @@ from qtrain.quant.linear import LowBitLinear
 
 
 class AmaxHistory:
-    """What the linears of a model remember; all of one scheme."""
+    """The absmax history of all linears of a model, which share one scheme."""
 
     def __init__(self, linears: list[LowBitLinear]):
         scheme = linears[0].scheme
@@ -30,17 +30,17 @@ class AmaxHistory:
         self._seen = [amax for linear in linears for amax in (linear.x_amax, linear.dy_amax)]
         device = linears[0].weight.device
         self.history = torch.zeros(len(linears), 2, scheme.amax_history, device=device)
-        """fp32 [linears, x and dy, steps], the latest step first; 0: nothing was seen."""
+        """fp32 [linears, 2 (x, dy), steps], the latest step first; 0: no absmax yet."""
 
     @torch.no_grad()
     def roll(self) -> None:
-        """Take what was seen since the last call as the latest step, and renew the scales in force."""
-        seen = torch.cat(self._seen).view(-1, 2)
-        if dist.is_initialized():  # ranks see other data, and scale alike
-            dist.all_reduce(seen, dist.ReduceOp.MAX)
-        seen = torch.where(seen.isfinite(), seen, 0.0)
-        rolled = torch.cat([seen[..., None], self.history[..., :-1]], dim=-1)
-        self.history.copy_(torch.where((seen > 0)[..., None], rolled, self.history))
+        """Append the absmax seen since the last call to the history and update the scales of the next step."""
+        amax = torch.cat(self._seen).view(-1, 2)
+        if dist.is_initialized():  # ranks see different data and must use one scale
+            dist.all_reduce(amax, dist.ReduceOp.MAX)
+        amax = torch.where(amax.isfinite(), amax, 0.0)
+        rolled = torch.cat([amax[..., None], self.history[..., :-1]], dim=-1)
+        self.history.copy_(torch.where((amax > 0)[..., None], rolled, self.history))
         largest = self.history.amax(dim=-1)
         scales = [
             scale_ref(column[:, None], fmt, "rowwise", self._power_of_two)

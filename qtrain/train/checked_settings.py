@@ -1,4 +1,4 @@
-"""Settings checked against each other and against this machine, and what they name looked up in the registries."""
+"""Settings checked against each other and this machine, with the registry entries that they name."""
 
 from dataclasses import dataclass
 
@@ -13,9 +13,9 @@ from qtrain.train.settings import BatchGeometry, TrainSettings, batch_geometry, 
 from qtrain.train.state.run_folder import RunFolder, find_run_folder
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CheckedSettings:
-    """`settings` with all that follows from them alone; script: the name of the script, without .py."""
+    """`settings` and what follows from them alone. script: name of the script, without .py."""
 
     settings: TrainSettings
     script: str
@@ -26,12 +26,14 @@ class CheckedSettings:
     optimizer: OptimizerSpec
     schedule: LRSchedule
     folder: RunFolder
+    notes: tuple[str, ...] = ()
+    """Lines for the plan: settings that have no effect."""
 
 
 def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None = None) -> CheckedSettings:
-    """Refuse, as UserError, whatever can be refused without reading the model or the data; creates nothing.
+    """Check everything that needs neither the model nor the data; creates nothing. Raises UserError.
 
-    scheme: takes the place of the one that --quantize names.
+    scheme: replaces the one that --quantize names.
     """
     refuse_many_processes()
     device = choose_device(settings.device)
@@ -43,4 +45,16 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
     check_in_backward(settings, geometry, optimizer)
     check_trackers(settings.trackers)
     folder = find_run_folder(settings, script)
-    return CheckedSettings(settings, script, device, dtype, geometry, scheme, optimizer, schedule, folder)
+    optimizer, note = optimizer.for_device(device)
+    return CheckedSettings(
+        settings=settings,
+        script=script,
+        device=device,
+        dtype=dtype,
+        geometry=geometry,
+        scheme=scheme,
+        optimizer=optimizer,
+        schedule=schedule,
+        folder=folder,
+        notes=(f"optim   {note}",) if note else (),
+    )

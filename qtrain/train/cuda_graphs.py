@@ -1,13 +1,13 @@
-"""A training step recorded as CUDA graphs: what Python would launch kernel by kernel, one call replays.
+"""A training step recorded as CUDA graphs: one call replays what Python would launch kernel by kernel.
 
-A step of a 0.5B model is some thousands of kernels, and with quantization around every product Python takes as long to
-launch them as the GPU to run them. Shapes, addresses and order are the same at every step, so after a few ordinary
-steps (which compile and tune) the work is recorded once: forward and backward of a step's first micro-batch, which
-makes the gradients; those of a further one, which adds to them; and the renewal of all weights' codes. What changes
-from step to step is read from tensors: tokens, labels, documents (the mask is made of them within the recording), the
-count of trained tokens, the keys of stochastic rounding.
+A step of a 0.5B model launches thousands of kernels; with quantization around every GEMM, launching them takes Python
+as long as the GPU takes to run them. Shapes, addresses and order are the same in every step. So after a few ordinary
+steps, which compile and autotune, three graphs are captured: forward and backward of a step's first micro-batch, which
+writes the gradients; of a further one, which adds to them; and the refresh of all weights' codes. What changes from
+step to step is read from tensors: tokens, labels, document ids (the attention mask is computed inside the graph), the
+count of trained tokens, the Philox keys of stochastic rounding.
 
-A recording gives the same bits as the ordinary step. Its memory is laid out as the ordinary step's and stays reserved.
+A replay gives the same bits as the ordinary step. A graph reserves as much memory as the ordinary step takes.
 """
 
 import logging
@@ -24,56 +24,58 @@ from qtrain.train.state.run import Run
 log = logging.getLogger("qtrain")
 
 WARM_UP = 3
-"""Ordinary runs of each kind before it is recorded: compiling, tuning and lazy set-up must not be part of it."""
+"""Ordinary runs before a graph is captured: compiling, autotuning and lazy initialization must not be part of it."""
 
 
 def step_graphs(run: Run, forward: Forward, *, recordable: bool = True) -> "StepGraphs | None":
-    """Recordings for a run; None where --cuda_graphs does not apply.
+    """The graphs of a run; None where --cuda_graphs does not apply.
 
-    recordable: whether micro-batches are of one shape, and the model does the same for all of them.
+    recordable: whether all micro-batches have one shape, and the model launches the same kernels for each.
     """
     settings = run.settings
     recordable = recordable and settings.compile and settings.cuda_graphs and not settings.optimizer_in_backward
     return StepGraphs(run.model, forward, run.quantized) if recordable and run.device.type == "cuda" else None
 
 
-def backward_of(forward: Forward, batch: TensorBatch, trained: Tensor) -> Tensor:
-    """Forward and backward of one micro-batch; the summed negative log-likelihood, detached. trained: fp32 scalar."""
+def forward_backward(forward: Forward, batch: TensorBatch, trained: Tensor) -> Tensor:
+    """Forward and backward of one micro-batch. Returns the summed negative log-likelihood, detached.
+
+    trained: count of the step's trained tokens, an fp32 scalar on the device."""
     sums = forward(batch)
     (sums.loss / trained).backward()
     return sums.nll
 
 
 class StepGraphs:
-    """Recordings for one model, one shape of micro-batch and one set of trained parameters."""
+    """The graphs of one model, one shape of micro-batch and one set of trained parameters."""
 
     def __init__(self, model: nn.Module, forward: Forward, quantized: QuantizedModel):
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._forward, self._quantized = forward, quantized
         self._device = self._parameters[0].device
         self._pool = torch.cuda.graph_pool_handle()
-        self._batch: TensorBatch | None = None  # what the recordings read
+        self._batch: TensorBatch | None = None  # static inputs of the graphs
         self._trained = torch.ones((), device=self._device)
-        self._gradients: list[Tensor | None] = []  # where the recordings write
-        self._micro_steps: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by: does it add to gradients
+        self._gradients: list[Tensor | None] = []  # static outputs of the graphs
+        self._micro_steps: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by `accumulate`
         self._refresh: torch.cuda.CUDAGraph | None = None
         self._runs: dict[object, int] = {}
         self._refused = False
 
     def micro_step(self, batch: TensorBatch, trained: Tensor, accumulate: bool) -> Tensor:
-        """`backward_of`, replayed where it can be. accumulate: gradients of this step are there already."""
+        """`forward_backward`, replayed where possible. accumulate: add to the gradients of this step's earlier ones."""
         if not self._fits(batch, accumulate):
-            return backward_of(self._forward, batch, trained)
-        for mine, given in zip(self._batch.tensors(), batch.tensors(), strict=True):
-            mine.copy_(given, non_blocking=True)
+            return forward_backward(self._forward, batch, trained)
+        for static, tensor in zip(self._batch.tensors(), batch.tensors(), strict=True):
+            static.copy_(tensor, non_blocking=True)
         self._trained.copy_(trained)
         if accumulate not in self._micro_steps:
             before = [p.grad for p in self._parameters]
-            recorded = self._record(lambda: backward_of(self._forward, self._batch, self._trained))
+            recorded = self._record(lambda: forward_backward(self._forward, self._batch, self._trained))
             if recorded is None:
                 for p, gradient in zip(self._parameters, before, strict=True):
                     p.grad = gradient
-                return backward_of(self._forward, batch, trained)
+                return forward_backward(self._forward, batch, trained)
             self._micro_steps[accumulate] = recorded
             if not accumulate:
                 self._gradients = [p.grad for p in self._parameters]
@@ -84,7 +86,7 @@ class StepGraphs:
         return nll
 
     def _fits(self, batch: TensorBatch, accumulate: bool) -> bool:
-        """Whether this micro-batch goes through a recording; the first ones, and odd shapes, do not."""
+        """Whether this micro-batch is replayed; warm-up steps and batches of another shape are not."""
         if self._batch is None:
             self._batch = batch.each(lambda t: torch.empty_like(t, device=self._device))
         shapes = [t.shape for t in batch.tensors()]
@@ -92,12 +94,12 @@ class StepGraphs:
             return False
         if not accumulate:
             return True
-        # Adding needs the gradients to lie where the recordings have them.
-        where = [p.grad for p in self._parameters]
-        return bool(self._gradients) and all(a is b for a, b in zip(where, self._gradients, strict=True))
+        # A graph adds to the static gradients: they must be the parameters' own.
+        current = [p.grad for p in self._parameters]
+        return bool(self._gradients) and all(a is b for a, b in zip(current, self._gradients, strict=True))
 
     def refresh(self) -> None:
-        """`QuantizedModel.refresh`, replayed where it can be."""
+        """`QuantizedModel.refresh`, replayed where possible."""
         if self._refused or not self._quantized.changes or not self._warm("refresh"):
             self._quantized.refresh()
             return
@@ -115,20 +117,20 @@ class StepGraphs:
         return self._runs[kind] > WARM_UP
 
     def _record(self, run: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object] | None:
-        """Record what `run` launches, without running it; None, for good, where something in it cannot be recorded."""
+        """Capture what `run` launches, without running it. None where that fails; it is not tried again then."""
         graph = torch.cuda.CUDAGraph()
         try:
-            # thread_local: the thread that prepares batches may go on calling CUDA.
+            # thread_local: the prefetching thread may call CUDA during the capture.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 result = run()
         except torch.cuda.OutOfMemoryError:
             raise
         except RuntimeError as error:
             self._refused = True
-            # The generator still believes that it is being recorded, and would draw nothing outside of it.
+            # The generator still believes that it is being captured, and would fail outside of a capture.
             generator = torch.cuda.default_generators[self._device.index]
             generator.graphsafe_set_state(generator.clone_state())
             reason = str(error).strip().splitlines()[0]
-            log.warning("the step is not recorded as a CUDA graph and goes on as before (%s)", reason)
+            log.warning("the step cannot be captured as a CUDA graph and runs without (%s)", reason)
             return None
         return graph, result

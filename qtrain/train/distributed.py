@@ -1,4 +1,4 @@
-"""One process or many: who this one is, and how ranks act together."""
+"""Rank and world size, with or without a process group, and actions that all ranks take or fail together."""
 
 import os
 import sys
@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 def refuse_many_processes() -> None:
-    """UserError under torchrun with more than one process, each of which would train the whole model. Only rank 0 says
-    so; the others end with the same exit code."""
+    """UserError under torchrun with more than one process, each of which would train the whole model. Only rank 0
+    raises it; the others exit with the same code."""
     world_size = os.environ.get("WORLD_SIZE", "1")
     if world_size == "1":
         return
@@ -34,23 +34,23 @@ def world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def gather(mine: T) -> list[T]:
-    """`mine` of every rank, on every rank."""
+def all_gather(value: T) -> list[T]:
+    """`value` of every rank, on every rank."""
     if not dist.is_initialized():
-        return [mine]
-    found: list[Any] = [None] * world()
-    dist.all_gather_object(found, mine)
-    return found
+        return [value]
+    values: list[Any] = [None] * world()
+    dist.all_gather_object(values, value)
+    return values
 
 
-def together(action: Callable[[], T]) -> T:
-    """Run `action` on every rank; an error of any rank is raised on all, so that no rank waits for one that gave up."""
+def on_all_ranks(action: Callable[[], T]) -> T:
+    """Run `action` on every rank. An error of any rank is raised on all, so that none waits for a rank that failed."""
     result, error = None, None
     try:
         result = action()
     except (UserError, OSError) as raised:
         error = raised
-    for raised in gather(error):
+    for raised in all_gather(error):
         if raised is not None:
             raise raised
     return result

@@ -1,4 +1,4 @@
-"""What of a model trains: said to the model, to the log and to the plan."""
+"""Which parameters train: frozen in the model, reported in the log, counted in the plan."""
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from qtrain.train.log.status import short_number
 
 
 def freeze_embedding(model: nn.Module) -> list[str]:
-    """Freeze the embedding; returns the names of the parameters, each with why where it is more than one module's."""
+    """Freeze the embedding. Returns the line to print; none for a model without an embedding."""
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     for embedding in embeddings:
         embedding.weight.requires_grad_(False)
@@ -20,21 +20,17 @@ def freeze_embedding(model: nn.Module) -> list[str]:
     return [f"frozen: the embedding{', which is the output head too' if tied else ''}"] if embeddings else []
 
 
-def trained_parameters(model: nn.Module) -> tuple[int, int]:
-    """(parameters that train, all of them)."""
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    return sum(n for n, trains in sizes if trains), sum(n for n, _ in sizes)
-
-
 def describe_trained(model: nn.Module) -> str:
-    trained, whole = trained_parameters(model)
-    return f"trained: {short_number(trained)} of {short_number(whole)} parameters ({100 * trained / whole:.3g}%)"
+    """How many of the model's parameters train."""
+    total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return f"trained: {short_number(trained)} of {short_number(total)} parameters ({100 * trained / total:.3g}%)"
 
 
 def trained_part(
     config: ModelConfig | None, lora: Lora | None, freeze_embedding: bool, dtype: torch.dtype
 ) -> TrainedPart | None:
-    """What trains, for the plan; None: everything, or a model that has no figures in it."""
+    """What trains, for the plan; None: everything, or a model whose plan has no figures."""
     if config is None or (lora is None and not freeze_embedding):
         return None
     if lora is not None:

@@ -1,4 +1,4 @@
-"""What the backward passes of a step leave behind."""
+"""What the backward passes of a step produce besides the gradients themselves."""
 
 import math
 from collections.abc import Sequence
@@ -9,21 +9,22 @@ from torch import Tensor
 
 
 def norm_of(gradients: Sequence[Tensor]) -> Tensor:
-    """The norm of all gradients together: fp32 scalar on their device, also where they are bf16."""
+    """L2 norm over all `gradients`: an fp32 scalar on their device, for bf16 gradients too."""
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What a step's backward passes left behind, besides the gradients themselves."""
+    """The result of a step's backward passes."""
 
     loss: float
     """Mean over the step's trained tokens, without z-loss."""
     norm: Tensor
-    """Norm of all gradients together, before clipping; fp32 scalar on the device."""
+    """L2 norm of all gradients, before clipping; fp32 scalar on the device."""
     norm_value: float
+    """The same on the host."""
     tokens: int
-    """All tokens read, trained on or not."""
+    """Tokens read, trained on or not."""
 
     @property
     def finite(self) -> bool:

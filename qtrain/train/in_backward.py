@@ -1,13 +1,14 @@
-"""The optimizer within the backward pass: a block is updated as soon as its gradients are there, and they are freed.
+"""The optimizer in the backward pass: a block is updated as soon as its gradients are complete, and they are freed.
 
-Gradients of a whole model are as large as bf16 weights, and twice as large as INT8 ones. Here those of one part of the
-model exist at a time: of one repeated block, of the embedding, of the head. It is LOMO's idea (Lv et al. 2023,
-arXiv:2306.09782), by the hooks of PyTorch's tutorial "How to save memory by fusing the optimizer step into the backward
-pass", with a block and not a parameter as the unit, so that launches stay few. The result is the ordinary step's.
+The gradients of a whole model are as large as bf16 weights, and twice as large as INT8 ones. Here those of one
+partition exist at a time: a repeated block, the embedding, or the head. The idea is LOMO's (Lv et al. 2023,
+arXiv:2306.09782), with the hooks of PyTorch's tutorial "How to save memory by fusing the optimizer step into the
+backward pass"; the unit is a block and not a parameter, so that launches stay few. The result is that of the ordinary
+step, bit for bit.
 
-What is traded: weights change before the whole gradient is known. So it cannot be clipped nor added up over
-micro-batches, and one that is not finite is in the weights when it is noticed: the run stops, and its checkpoints are
-from before. A tied embedding's gradient waits, from the head's part on, for the embedding's at the very end.
+What is traded: weights change before the whole gradient is known. So the gradient can be neither clipped nor
+accumulated over micro-batches, and a non-finite one has updated weights before it is detected: the run stops, and its
+checkpoints date from before. A tied embedding's gradient is held from the head's backward to the embedding's.
 """
 
 import functools
@@ -23,13 +24,13 @@ from qtrain.train.settings import BatchGeometry, TrainSettings
 
 
 def check_in_backward(settings: TrainSettings, geometry: BatchGeometry, optimizer: OptimizerSpec) -> None:
-    """UserError where --optimizer_in_backward is asked for and something that it cannot do is too."""
+    """UserError for settings that --optimizer_in_backward cannot be combined with."""
     if not settings.optimizer_in_backward:
         return
     flag, micro = "--optimizer_in_backward", geometry.micro_batch_size * geometry.gradient_accumulation
     if geometry.gradient_accumulation > 1:
         raise UserError(
-            f"{flag}: gradients are gone before those of a further micro-batch could be added; give "
+            f"{flag}: a micro-batch's gradients are freed before the next one's could be added; give "
             f"--gradient_accumulation 1 --micro_batch_size {micro}, or a smaller --batch_size."
         )
     if settings.clip_grad_norm:
@@ -41,70 +42,72 @@ def check_in_backward(settings: TrainSettings, geometry: BatchGeometry, optimize
         raise UserError(f"{flag}: {reason}")
 
 
-def model_parts(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """What is updated at once: the trained parameters of each repeated block, and of the rest those of each module."""
+def model_partitions(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """The trained parameters that are updated together, by the name of their module: those of each repeated block, and
+    of the remaining modules each one's own."""
     blocks = {id(block) for block in repeated_blocks(model) or getattr(model, "layers", ())}
     names = {module: name for name, module in model.named_modules() if id(module) in blocks}
-    parts: dict[str, list[nn.Parameter]] = {}
-    taken: set[int] = set()
+    partitions: dict[str, list[nn.Parameter]] = {}
+    assigned: set[int] = set()
     for module, name in names.items():
-        parts[name] = [p for p in module.parameters() if p.requires_grad and id(p) not in taken]
-        taken |= {id(p) for p in parts[name]}
+        partitions[name] = [p for p in module.parameters() if p.requires_grad and id(p) not in assigned]
+        assigned |= {id(p) for p in partitions[name]}
     for name, p in model.named_parameters():
-        if p.requires_grad and id(p) not in taken:
-            parts.setdefault(name.rpartition(".")[0], []).append(p)
-    return {name: part for name, part in parts.items() if part}
+        if p.requires_grad and id(p) not in assigned:
+            partitions.setdefault(name.rpartition(".")[0], []).append(p)
+    return {name: parameters for name, parameters in partitions.items() if parameters}
 
 
 class OptimizerInBackward:
-    """The hooks that update a model's parts, from `begin` before a step's one backward pass to `finish` after it."""
+    """The hooks that update a model's partitions. `begin` comes before a step's backward pass, `finish` after it."""
 
     def __init__(self, model: nn.Module, optimizer: PartitionedOptimizer):
-        parts = model_parts(model)
+        partitions = model_partitions(model)
         self.optimizer = optimizer
-        self._names = list(parts)
-        optimizer.partition(list(parts.values()))
-        self._missing: list[int] = []  # by part: gradients that have not come yet
-        self._norms: dict[int, Tensor] = {}  # by part, in the order of the updates: fp32 scalars on the device
-        for number, part in enumerate(parts.values()):
-            for p in part:
-                p.register_post_accumulate_grad_hook(functools.partial(self._arrived, number))
+        self._names = list(partitions)
+        optimizer.partition(list(partitions.values()))
+        self._missing: list[int] = []  # by partition: gradients that backward has not produced yet
+        self._norms: dict[int, Tensor] = {}  # by partition, in the order of the updates: fp32 scalars on the device
+        for index, parameters in enumerate(partitions.values()):
+            for p in parameters:
+                p.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, index))
 
     def begin(self) -> None:
-        """The next backward pass is a step, at the rates that the optimizer's groups have now."""
-        self._missing = [len(part) for part in self.optimizer.partitions]
+        """The next backward pass is an optimizer step, at the learning rates that the optimizer's groups have now."""
+        self._missing = [len(parameters) for parameters in self.optimizer.partitions]
         self._norms = {}
         self.optimizer.begin_step()
 
     def finish(self) -> Tensor:
-        """Update parts of which some parameters got no gradient; the norm of all gradients, an fp32 scalar."""
-        for number, missing in enumerate(self._missing):
+        """Update the partitions in which some parameters got no gradient. Returns the norm of all gradients, an fp32
+        scalar on the device."""
+        for index, missing in enumerate(self._missing):
             if missing:
-                self._update(number)
+                self._update(index)
         return torch.linalg.vector_norm(torch.stack(list(self._norms.values())))
 
-    def first_bad(self) -> str | None:
-        """The first part to be updated with a gradient that is not finite. Waits for the device."""
-        for number, norm in self._norms.items():
+    def first_nonfinite(self) -> str | None:
+        """The first partition that was updated with a non-finite gradient. Synchronizes with the device."""
+        for index, norm in self._norms.items():
             if not bool(norm.isfinite()):
-                return f"the gradient of {self._names[number]} (norm {norm.item()})"
+                return f"the gradient of {self._names[index]} (norm {norm.item()})"
         return None
 
-    def _arrived(self, number: int, _: Tensor) -> None:
-        self._missing[number] -= 1
-        if not self._missing[number]:
-            self._update(number)
+    def _on_gradient(self, index: int, _: Tensor) -> None:
+        self._missing[index] -= 1
+        if not self._missing[index]:
+            self._update(index)
 
     @torch.no_grad()
-    def _update(self, number: int) -> None:
-        trained = [p for p in self.optimizer.partitions[number] if p.grad is not None]
+    def _update(self, index: int) -> None:
+        trained = [p for p in self.optimizer.partitions[index] if p.grad is not None]
         if not trained:
             return
-        assert number not in self._norms, f"a second gradient of {self._names[number]} in one step"
-        self._norms[number] = norm_of([p.grad for p in trained])
-        self.optimizer.step_partition(number)
-        # Kernels do not count as changes by themselves: autograd refuses to read these weights for this pass from here
-        # on, and codes made of them are stale.
+        assert index not in self._norms, f"a second gradient of {self._names[index]} in one step"
+        self._norms[index] = norm_of([p.grad for p in trained])
+        self.optimizer.step_partition(index)
+        # The kernels do not bump version counters. With them autograd refuses to read these weights later in this
+        # backward pass, and their low-bit codes count as stale.
         torch.autograd.graph.increment_version(trained)
         for p in trained:
             p.grad = None

@@ -1,4 +1,4 @@
-"""How a batch of text goes through a language model: the loss for training and evaluation, and sampled text."""
+"""Batches of text through a language model: the loss for training and evaluation, and sampled text."""
 
 from collections.abc import Callable, Iterable
 
@@ -12,14 +12,16 @@ Forward = Callable[[Batch], LossSums]
 
 
 def document_ids(input_ids: Tensor, eos_id: int) -> Tensor:
-    """input_ids [B, S] -> document number of each token [B, S]; the end token belongs to the document it ends."""
+    """input_ids [B, S] -> index of each token's document [B, S]. An end token belongs to the document that it ends."""
     ends = (input_ids == eos_id).int()
     return ends.cumsum(dim=1) - ends
 
 
 def language_forward(model: nn.Module, doc_mask_eos: int | None) -> Forward:
-    """The function batch -> summed losses. Attention stays within the documents that the batch names or, with
-    `doc_mask_eos`, that end by it."""
+    """The function batch -> summed losses.
+
+    Attention stays within documents: those of the batch's `doc_ids` or, with `doc_mask_eos`, those that end with this
+    token id."""
     device = next(model.parameters()).device
 
     def forward(batch: Batch) -> LossSums:
@@ -36,7 +38,7 @@ def language_forward(model: nn.Module, doc_mask_eos: int | None) -> Forward:
 def sample_texts(
     model: nn.Module, tokenizer: Tokenizer, prompts: Iterable[str], max_new_tokens: int, seed: int
 ) -> list[tuple[str, str]]:
-    """(prompt, continuation) for each prompt, at temperature 0.8 among the 50 likeliest; the same for the same seed."""
+    """(prompt, continuation) of each prompt: temperature 0.8, top-k 50, deterministic in `seed`."""
     device = next(model.parameters()).device
     samples = []
     for prompt in prompts:

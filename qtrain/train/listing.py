@@ -1,4 +1,4 @@
-"""What `--list` prints: every registry with one line an entry."""
+"""What `--list` prints: every registry, with one line per entry."""
 
 import textwrap
 
@@ -10,7 +10,7 @@ from qtrain.registry import Registry
 
 
 def listing() -> str:
-    """All registries as text: every entry with its line, and the keys of its JSON options below it."""
+    """All registries as text: each entry with its description and the keys of its JSON options."""
     blocks = [
         _block("schemes (--quantize)", SCHEMES.describe(), SCHEMES),
         _block("optimizers (--optim)", OPTIMIZERS.describe(), OPTIMIZERS),

@@ -1,7 +1,8 @@
-"""The training loop of every script: steps, evaluations, checkpoints and signals, in order."""
+"""The training loop of all scripts: steps, evaluations, checkpoints and stop signals."""
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from qtrain.train.cuda_graphs import WARM_UP, StepGraphs
 from qtrain.train.gradients import Gradients
 from qtrain.train.in_backward import OptimizerInBackward
 from qtrain.train.language import Forward
-from qtrain.train.log.failures import first_bad_tensor, is_out_of_memory, not_finite, out_of_memory
+from qtrain.train.log.failures import first_nonfinite_tensor, is_out_of_memory, nonfinite, out_of_memory
 from qtrain.train.log.metrics import MetricsLog, Throughput, read_metrics
 from qtrain.train.log.profile import StepProfiler
 from qtrain.train.log.report import write_report
@@ -28,16 +29,16 @@ from qtrain.train.settings import TrainSettings
 from qtrain.train.signals import StopSignals
 from qtrain.train.state.run import Run
 from qtrain.train.state.run_folder import resume_command
-from qtrain.train.step import apply_gradients, compute_gradients, eval_weights, set_rate
+from qtrain.train.step import apply_gradients, compute_gradients, eval_weights, set_lr
 
 log = logging.getLogger("qtrain")
 
 Evaluation = Callable[[], dict[str, Any]]
-"""Measures the model as it is: a dictionary for the metrics, with `eval_loss` in it where there is one."""
+"""Evaluates the model in its current state. Returns metrics by name, `eval_loss` among them if there is one."""
 
 
 class Training:
-    """One call of `fit`: the run, what feeds and measures it, and the books that are kept."""
+    """A run with its data, evaluation, metrics and trackers; `fit` trains it, once."""
 
     def __init__(
         self,
@@ -57,12 +58,12 @@ class Training:
             keep_freed_memory()
         self.in_backward: OptimizerInBackward | None = None
         if settings.optimizer_in_backward:
-            assert graphs is None, "a recorded step updates nothing in its backward pass"
+            assert graphs is None, "hooks do not run in the replay of a captured backward pass"
             self.in_backward = OptimizerInBackward(run.model, run.optimizer)
         self.first_step = state.step
         resumed = run.folder.resumed_from is not None
         self.metrics = MetricsLog(run.folder.path / "metrics.jsonl", state.step if resumed else None)
-        # A signal ends a run before the evaluation that may be due: it is made up for when the run goes on.
+        # A stop signal skips an evaluation that is due: the resumed run makes up for it.
         self._evaluated = any(r["step"] == state.step and "loss" not in r for r in read_metrics(self.metrics.path))
         self.trackers = open_trackers(
             settings.trackers,
@@ -72,12 +73,11 @@ class Training:
             settings.run_name,
             state.step,
         )
-        # Steps that compile, tune and record are not what a run's speed is.
+        # Steps that compile, autotune and capture graphs do not count into the speed.
         self.throughput = Throughput(run.device, skip_steps=2 if graphs is None else WARM_UP + 2)
-        self.started = time.perf_counter()
 
     def fit(self) -> bool:
-        """Train to the last step; False if a signal ended it before. Raises TrainingStopped when it cannot go on."""
+        """Train to the last step; False if a signal stopped it earlier. Raises TrainingStopped if training fails."""
         run, settings = self.run, self.run.settings
         try:
             with contextlib.ExitStack() as stack:
@@ -101,7 +101,7 @@ class Training:
             log.warning("stopped at step %d; nothing is saved (--keep_ckpts 0)", run.state.step)
             return False
         if run.state.step < settings.n_steps:
-            log.info("stopped at step %d; go on with:\n  %s", run.state.step, resume_command(run.folder, run.script))
+            log.info("stopped at step %d; resume with:\n  %s", run.state.step, resume_command(run.folder, run.script))
             return False
         return True
 
@@ -110,14 +110,13 @@ class Training:
         batches, positions = zip(*self._next_batches(), strict=True)
         lr = settings.lr * self.schedule.factor(state.step, settings.n_steps)
         if self.in_backward is not None:
-            set_rate(run.optimizer, lr)
+            set_lr(run.optimizer, lr)
         gradients = compute_gradients(
             run.model, self.forward, run.quantized, list(batches), state.step, self.graphs, self.in_backward
         )
         if not gradients.finite:
-            raise self._not_finite(gradients)
+            raise self._nonfinite(gradients)
         apply_gradients(
-            run.model,
             run.optimizer,
             run.quantized,
             gradients,
@@ -141,8 +140,8 @@ class Training:
             with self.throughput.waiting():
                 return [next(self.batches) for _ in range(self.plan.geometry.gradient_accumulation)]
         except Exception:
-            # A file that cannot be read must not cost the steps since the last checkpoint. Other processes may have
-            # read theirs, and would not come to save.
+            # A file that cannot be read must not lose the steps since the last checkpoint. With several ranks, those
+            # whose data were readable would not take part in saving.
             if self.run.state.step > self.first_step and self.plan.geometry.world == 1:
                 self._save()
             raise
@@ -174,7 +173,7 @@ class Training:
         )
 
     def _between_steps(self) -> None:
-        """Evaluate and save where it is time; records come before the checkpoint that covers them."""
+        """Evaluate and save if due. Metrics of a step are written before its checkpoint."""
         settings, step = self.run.settings, self.run.state.step
         if self._evaluation_due():
             self._evaluate()
@@ -210,18 +209,18 @@ class Training:
         self.metrics.write(record)
         self.trackers.log(record, record["step"])
 
-    def _not_finite(self, gradients: Gradients) -> TrainingStopped:
+    def _nonfinite(self, gradients: Gradients) -> TrainingStopped:
         what, value = ("gradient norm", gradients.norm_value)
-        if gradients.loss != gradients.loss or abs(gradients.loss) == float("inf"):
+        if not math.isfinite(gradients.loss):
             what, value = "loss", gradients.loss
         updated = self.in_backward is not None
-        bad = self.in_backward.first_bad() if updated else first_bad_tensor(self.run.model)
+        tensor = self.in_backward.first_nonfinite() if updated else first_nonfinite_tensor(self.run.model)
         step, last_good = self.run.state.step + 1, self.run.checkpoints.latest()
-        return not_finite(step, what, value, bad, last_good, updated=updated)
+        return nonfinite(step, what, value, tensor, last_good, updated=updated)
 
 
 def log_results(run: Run) -> None:
-    """Write report.html, and say where it and the last checkpoint are."""
+    """Write report.html; log where it and the last checkpoint are."""
     log.info("report      %s", write_report(run.folder.path))
     if run.settings.keep_ckpts:
         log.info("checkpoint  %s", run.checkpoints.latest())
@@ -231,7 +230,9 @@ def log_results(run: Run) -> None:
 def explain_out_of_memory(
     plan: Plan, settings: TrainSettings, device: torch.device, step: Callable[[], int] = lambda: 0
 ) -> Iterator[None]:
-    """Turn memory that runs out inside into TrainingStopped with the plan, the peak, and the flags to change."""
+    """Turn an out-of-memory error inside into TrainingStopped: the plan, the peak, and which flags to change.
+
+    step: the step that is running."""
     try:
         yield
     except Exception as error:
@@ -244,7 +245,7 @@ def explain_out_of_memory(
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes that were ever in use: allocated on a GPU, resident in this process on a CPU."""
+    """Peak bytes of this process so far: allocated tensors on a GPU, resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource

@@ -13,7 +13,7 @@ from qtrain.config import JsonDict
 from qtrain.errors import UserError
 
 Count = Annotated[int, Range(1)]
-CountOrNever = Annotated[int, Range(0)]
+CountOrZero = Annotated[int, Range(0)]
 NotNegative = Annotated[float, Range(0, 1e30)]
 
 
@@ -22,85 +22,88 @@ class TrainSettings:
     """Settings of any training run."""
 
     model: str = "llama2-470m"
-    """Hub id, local folder, JSON file, or the name of a file in configs/models."""
+    """Model to train: a name that --list shows, a Hugging Face hub id, a local folder, or a config.json."""
     pretrained: bool = False
-    """Load the model's weights instead of drawing random ones."""
+    """Start from the published weights of --model instead of random ones."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where to train; auto takes the GPU if there is one."""
+    """Device to train on; auto: the GPU if there is one, else the CPU."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Dtype of weights and activations; auto is bf16 on a GPU, fp32 on a CPU."""
+    """Dtype of weights, gradients and activations; auto: bf16 on a GPU, fp32 on a CPU."""
 
     quantize: str = "bf16"
-    """Scheme of the linears' matmuls; --list shows all."""
+    """Scheme that the matrix products of linear layers run in; --list shows all, bf16 quantizes nothing."""
     quantize_kwargs: JsonDict = None
-    """The scheme's options as JSON."""
+    """Options of --quantize as a JSON object, such as {"grad_weight":"bf16"}; --list shows them."""
     quantize_lm_head: bool = False
-    """Quantize the output head too."""
-    quantize_min_size: CountOrNever = 0
-    """Leave linears alone that have fewer in-features or fewer out-features than this; 0: none."""
+    """Quantize the output head too, not only the linear layers below it."""
+    quantize_min_size: CountOrZero = 0
+    """Leave a linear layer in --dtype if it has fewer in-features or out-features than this number; 0: leave none."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What backward computes again instead of keeping: nothing, cheap operations, or whole layers."""
+    """Save memory by recomputing in the backward pass: nothing; norms and activation functions; or whole layers."""
     compile: bool = False
-    """Compile each layer and the loss with torch.compile."""
+    """Compile each layer with torch.compile: faster steps after a minute or so of compiling."""
     cuda_graphs: bool = True
-    """With --compile on a GPU: record a step once its shapes are known and replay it, which costs Python no time."""
+    """On a GPU with --compile, record the step as CUDA graphs and replay them: no launch overhead in Python."""
 
     train_ds: JsonDict = None
-    """Training data as JSON with a "type"; --list shows all types."""
+    """Training data as a JSON object, {"type":"TYPE", ...}; --list shows the types and their options."""
     eval_ds: JsonDict = None
-    """Validation data as JSON, in the same form; none: no evaluation."""
-    num_workers: CountOrNever = 0
-    """0: data are read and tokenized by a thread; N: by a process of its own that tokenizes on N threads."""
+    """Validation data, a JSON object like --train_ds; null: no validation loss."""
+    num_workers: CountOrZero = 0
+    """0: a thread reads and tokenizes the data; N: a separate process does, tokenizing on N threads."""
 
     n_steps: Count = 1000
-    """Optimizer steps."""
+    """Optimizer steps to train."""
     batch_size: Count = 4
-    """Sequences per optimizer step, over all devices."""
-    micro_batch_size: CountOrNever = 0
-    """Sequences per forward pass on one device; 0: batch_size / gradient_accumulation."""
-    gradient_accumulation: CountOrNever = 0
-    """Forward passes per optimizer step; 0: batch_size / micro_batch_size."""
+    """Sequences per optimizer step."""
+    micro_batch_size: CountOrZero = 0
+    """Sequences per forward pass; 0: batch_size / gradient_accumulation."""
+    gradient_accumulation: CountOrZero = 0
+    """Forward and backward passes per optimizer step; 0: batch_size / micro_batch_size."""
 
     optim: str = "adamw"
-    """Optimizer; --list shows all."""
+    """Optimizer; --list shows all, torch.NAME takes one of PyTorch's."""
     optim_kwargs: JsonDict = None
-    """The optimizer's options as JSON."""
+    """Options of --optim as a JSON object, such as {"betas":[0.9,0.95]}; --list shows them."""
     lr: NotNegative = 3e-4
     """Peak learning rate."""
     weight_decay: NotNegative = 0.1
-    """Decoupled weight decay of matrices; norms and biases are not decayed."""
+    """Decoupled weight decay of weight matrices and embeddings; norms and biases have none."""
     lr_schedule_kwargs: JsonDict = None
-    """JSON: warmup and decay (shares of the run; 0.02 and 0.2), decay_type (linear, cosine, sqrt), final (share)."""
+    """Learning-rate schedule as a JSON object: warmup and decay, fractions of the steps (0.02 and 0.2 by default),
+    decay_type (linear, cosine or sqrt; linear), final, the last rate as a fraction of --lr (0)."""
     clip_grad_norm: NotNegative = 1.0
-    """Largest norm of all gradients together; 0: no clipping."""
+    """Clip the gradient to this L2 norm, over all parameters; 0: no clipping."""
     optimizer_in_backward: bool = False
-    """Update each layer within the backward pass and free its gradients; wants --clip_grad_norm 0, no accumulation."""
+    """Save memory by updating each layer during the backward pass, as soon as it has its gradients; needs
+    --clip_grad_norm 0 and no gradient accumulation."""
 
-    eval_interval: CountOrNever = 100
-    """Steps between evaluations; 0: only before the first and after the last step."""
-    ckpt_interval: CountOrNever = 1000
-    """Steps between checkpoints; 0: only at the end and on a signal."""
-    keep_ckpts: CountOrNever = 2
-    """Complete checkpoints to keep; 0: write none, not even at the end."""
+    eval_interval: CountOrZero = 100
+    """Steps between evaluations; 0: evaluate before the first and after the last step only."""
+    ckpt_interval: CountOrZero = 1000
+    """Steps between checkpoints; 0: save at the end, and when a signal stops the run, only."""
+    keep_ckpts: CountOrZero = 2
+    """Newest checkpoints to keep, older ones are deleted; 0: save none at all."""
     resume: str | None = None
-    """auto: continue the newest run of this name; or a checkpoint folder or a run folder."""
+    """Continue a run: its folder, one of its checkpoints, or auto for the newest run called --run_name; None: start a
+    new run."""
     log_interval: Count = 1
     """Steps between lines of metrics.jsonl."""
 
     project: str = "qtrain"
-    """Project name for the trackers."""
+    """Project name that trackers show."""
     run_name: str = "run"
-    """Name of the run; its folder is <runs_dir>/<script>/<time>_<run_name>."""
+    """Name of the run; its folder is RUNS_DIR/SCRIPT/TIME_NAME."""
     runs_dir: str = "runs"
-    """Folder that holds the runs."""
+    """Folder that holds the folders of all runs."""
     trackers: tuple[str, ...] = ()
-    """Where metrics go besides metrics.jsonl: wandb, tensorboard, trackio."""
+    """Also send metrics to wandb, tensorboard or trackio; metrics.jsonl is always written."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 42
-    """Seed of initialization, data order and stochastic rounding."""
+    """Seed of random weights, data order, dropout and stochastic rounding."""
     profile: bool = False
-    """Write a trace of a few steps into the run folder."""
+    """Record three steps with PyTorch's profiler and write the trace into the run folder."""
     dry_run: bool = False
-    """Print the plan and stop."""
+    """Print the plan (sizes, memory, shortest time, what is quantized) and stop without training or writing."""
 
 
 @dataclass(frozen=True)
@@ -108,17 +111,19 @@ class LanguageSettings(TrainSettings):
     """Settings of a language model's training run."""
 
     model_impl: Literal["native", "hf"] = "native"
-    """native: this project's decoder; hf: any AutoModelForCausalLM of transformers."""
+    """Implementation of the model; native: qtrain's decoder; hf: transformers' AutoModelForCausalLM."""
     seq_len: Annotated[int, Range(2)] = 2048
     """Tokens per sequence."""
     eval_sequences: Count = 128
-    """Sequences per evaluation, always the same ones."""
+    """Sequences of --eval_ds per evaluation, the same ones each time."""
     doc_mask: bool = False
-    """Keep attention within documents, and restart positions at each; documents end by the end token."""
-    loss_chunks: CountOrNever = 0
-    """Pieces that a micro-batch's tokens are cut into for the loss, so that logits never exist whole; 0: by size."""
+    """Let a token attend only to tokens of its own document, and start each document at position 0; documents end with
+    the tokenizer's end token."""
+    loss_chunks: CountOrZero = 0
+    """Compute the loss in this many chunks of a micro-batch's tokens, so that the logits of all never exist at once;
+    0: chosen by size."""
     z_loss: NotNegative = 0.0
-    """Weight of the squared log of the softmax's normalizer in the loss (1e-4 is usual); the logged loss is without."""
+    """Weight of the z-loss, the squared log of the softmax's normalizer, 1e-4 is usual; not in the logged loss."""
 
 
 @dataclass(frozen=True)
@@ -126,46 +131,49 @@ class VisionSettings(TrainSettings):
     """Train a vision model of timm, from published weights or from random ones (--no_pretrained)."""
 
     model: str = "timm/vit_base_patch14_dinov2.lvd142m"
-    """Any model of timm: NAME or timm/NAME, with a tag that names its weights or without."""
+    """Model of timm, NAME or timm/NAME; NAME.TAG chooses among its published weights."""
     model_kwargs: JsonDict = None
-    """Arguments of the model as JSON, such as img_size, depth or drop_path_rate."""
+    """Arguments of the model as a JSON object, such as {"img_size":224}."""
     pretrained: bool = True
-    """Load the model's published weights instead of drawing random ones; the head is new."""
+    """Start from the model's published weights instead of random ones; the classifier is random either way."""
     quantize_lm_head: bool = False
-    """Quantize the classifier's linear too."""
+    """Quantize the classifier's linear layer too, not only the linear layers below it."""
     compile: bool = False
-    """Compile each block of the model with torch.compile, or all of it where it has no blocks."""
+    """Compile each block with torch.compile (or the whole model, if it repeats no block): faster steps after a minute
+    or so of compiling."""
     train_ds: JsonDict = None
-    """Training images as JSON with a "type"; --list shows all types; none: RESISC45 from the hub."""
+    """Training images as a JSON object, {"type":"TYPE", ...}; --list shows the types; null: RESISC45 from the hub."""
     eval_ds: JsonDict = None
-    """Held-out images as JSON, in the same form; none: no evaluation (of RESISC45 its validation split)."""
+    """Validation images, a JSON object like --train_ds; null: no evaluation, but with RESISC45 its validation split."""
     augment: JsonDict = None
-    """How images are varied, as JSON: auto_augment, scale, hflip, re_prob, mixup, cutmix, label_smoothing, ..."""
-    num_workers: CountOrNever = 0
-    """0: threads decode images and this process augments them; N: N processes do both."""
-    n_epochs: CountOrNever = 0
-    """Times that all images are gone through; 0: as the number of steps says, and once if that is 0 too."""
-    n_steps: CountOrNever = 0
-    """Optimizer steps; 0: as the number of epochs says."""
+    """Data augmentation as a JSON object: auto_augment, scale, ratio, hflip, color_jitter, re_prob, mixup, cutmix,
+    label_smoothing, ...; null: random crops, flips and changes of color."""
+    num_workers: CountOrZero = 0
+    """0: threads decode images and the main process augments them; N: N processes decode and augment."""
+    n_epochs: CountOrZero = 0
+    """Passes over the training images; 0: as many as --n_steps makes, one if that is 0 too."""
+    n_steps: CountOrZero = 0
+    """Optimizer steps to train; 0: as many as the epochs have."""
     batch_size: Count = 64
-    """Images per optimizer step, over all devices."""
-    micro_batch_size: CountOrNever = 0
-    """Images per forward pass on one device; 0: batch_size / gradient_accumulation."""
+    """Images per optimizer step."""
+    micro_batch_size: CountOrZero = 0
+    """Images per forward pass; 0: batch_size / gradient_accumulation."""
     lr: NotNegative = 1e-5
-    """Peak learning rate; random weights want about a hundred times as much as published ones."""
+    """Peak learning rate; random weights need about a hundred times the default, which suits published ones."""
     weight_decay: NotNegative = 0.05
-    """Decoupled weight decay of matrices; norms and biases are not decayed."""
+    """Decoupled weight decay of weight matrices and embeddings; norms and biases have none."""
     ema_decay: Annotated[float, Range(0, 1)] = 0.0
-    """Evaluate and export a running average of the weights, of this decay a step (0.9999 is usual); 0: the weights."""
-    eval_interval: CountOrNever = 0
-    """Steps between evaluations; 0: after every epoch."""
-    eval_images: CountOrNever = 0
-    """Images per evaluation, always the same ones; 0: all."""
+    """Evaluate and export an exponential moving average of the weights with this decay per step, 0.9999 is usual; 0:
+    the weights themselves."""
+    eval_interval: CountOrZero = 0
+    """Steps between evaluations; 0: evaluate after every epoch."""
+    eval_images: CountOrZero = 0
+    """Images of --eval_ds per evaluation, the same ones each time; 0: all."""
 
 
 @dataclass(frozen=True)
 class BatchGeometry:
-    """How an optimizer step's sequences are split: batch = micro x accumulation x world."""
+    """How the sequences of an optimizer step are divided: batch = micro x accumulation x world."""
 
     micro_batch_size: int
     gradient_accumulation: int
@@ -173,7 +181,8 @@ class BatchGeometry:
 
 
 def batch_geometry(settings: TrainSettings, world: int = 1) -> BatchGeometry:
-    """Fill in whichever of micro_batch_size and gradient_accumulation is 0, or refuse sizes that do not multiply."""
+    """The geometry, with whichever of micro_batch_size and gradient_accumulation is 0 filled in. UserError for sizes
+    that do not multiply to the batch."""
     batch, micro, accumulation = settings.batch_size, settings.micro_batch_size, settings.gradient_accumulation
     if batch % world:
         raise UserError(f"--batch_size: {batch} sequences cannot be shared equally by {world} devices.")
@@ -192,7 +201,7 @@ def batch_geometry(settings: TrainSettings, world: int = 1) -> BatchGeometry:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device that --device means here."""
+    """The device that --device names on this machine."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("--device: cuda was asked for, but torch sees no GPU. Use --device cpu or auto.")
     if name == "auto":
@@ -201,7 +210,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype that --dtype means on this device."""
+    """The dtype that --dtype names on this device."""
     if name == "auto":
         name = "bf16" if device.type == "cuda" else "fp32"
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C end a run at the end of its current step, in time to save."""
+"""SIGTERM, SIGUSR1 and Ctrl-C stop a run after its current step, so that it can save."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ SAME_PRESS_SECONDS = 0.5
 
 
 class StopSignals:
-    """While open, a stop signal only sets `requested` (its name); the loop looks at it after each step.
+    """Inside, a stop signal only sets `requested` (its name), which the training loop checks after each step.
 
         with StopSignals() as stop:
             for step in ...:
@@ -19,8 +19,8 @@ class StopSignals:
                 if stop.requested:
                     save(); break
 
-    SIGUSR1 is what schedulers send ahead of a preemption. A second Ctrl-C ends the process at once. To be opened in the
-    main thread; the handlers that were there come back at the end.
+    Schedulers send SIGUSR1 before a preemption. A second Ctrl-C ends the process at once. To be entered in the main
+    thread; on exit the former handlers are restored.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class StopSignals:
             return
         now = time.monotonic()
         if number == signal.SIGINT and self._first_interrupt is not None:
-            # A launcher passes Ctrl-C on to processes that the terminal has told already.
+            # A launcher forwards Ctrl-C to processes that have received it from the terminal already.
             if now - self._first_interrupt > SAME_PRESS_SECONDS:
                 _die(number)
             return
@@ -51,17 +51,17 @@ class StopSignals:
             self._first_interrupt = now
         if self.requested is None:
             self.requested = signal.Signals(number).name
-            # Not print: a handler may interrupt a print that holds the stream.
+            # os.write, as the signal may have interrupted a print that holds the stream's lock.
             text = f"\n{self.requested}: stopping after this step, then saving. Ctrl-C (again) stops at once.\n"
             os.write(2, text.encode())
 
     def _handle_in_child(self, number: int) -> None:
-        """A forked data worker inherits the handler: it must die when told to, but work on while the step finishes."""
+        """A forked data worker inherits this handler: SIGTERM ends it, other signals let the current step finish."""
         if number == signal.SIGTERM:
             _die(number)
 
 
 def _die(number: int) -> None:
-    """End this process as if it had no handler, so that the parent sees which signal ended it."""
+    """End this process by the signal's default action, so that its parent sees the signal in the exit status."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

@@ -1,4 +1,4 @@
-"""One optimizer step in its two halves, gradients and update; and one evaluation."""
+"""One optimizer step in two halves, gradients and update; and one evaluation."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -9,16 +9,11 @@ from torch import Tensor, nn
 from qtrain.data import Batch
 from qtrain.optim import Optimizer
 from qtrain.quant import QuantizedModel
-from qtrain.train.cuda_graphs import StepGraphs, backward_of
+from qtrain.train.cuda_graphs import StepGraphs, forward_backward
 from qtrain.train.gradients import Gradients, norm_of
 from qtrain.train.in_backward import OptimizerInBackward
 from qtrain.train.language import Forward
 from qtrain.train.state.ema import Ema
-
-
-def count_trained(batches: Iterable[Batch]) -> int:
-    """How many tokens have a label that is trained on."""
-    return sum(batch.n_trained for batch in batches)
 
 
 def compute_gradients(
@@ -30,34 +25,33 @@ def compute_gradients(
     graphs: StepGraphs | None = None,
     in_backward: OptimizerInBackward | None = None,
 ) -> Gradients:
-    """Forward and backward over the micro-batches of one step, launched one by one or replayed from `graphs`.
+    """Forward and backward over the micro-batches of one step, launched kernel by kernel or replayed from `graphs`.
 
-    The loss of every micro-batch is divided by the trained tokens of the whole step, so that the gradient is the same
-    however the step is split. With `in_backward` there is one micro-batch, and the weights are updated by the end.
+    Every micro-batch's loss is divided by the trained tokens of the whole step, so the gradient does not depend on how
+    the step is split. With `in_backward` there is one micro-batch, and the weights are updated on return.
     """
     quantized.assert_fresh()
     device = next(model.parameters()).device
-    trained = torch.full((), float(max(count_trained(batches), 1)), device=device)
+    trained = torch.full((), float(max(sum(batch.n_trained for batch in batches), 1)), device=device)
     nll = torch.zeros((), device=device)
     if in_backward is not None:
         in_backward.begin()
-    for number, batch in enumerate(batches):
-        quantized.set_step(step * len(batches) + number)
+    for index, batch in enumerate(batches):
+        quantized.set_step(step * len(batches) + index)
         if graphs is None:
-            nll += backward_of(forward, batch, trained)
+            nll += forward_backward(forward, batch, trained)
         else:
-            nll += graphs.micro_step(batch, trained, accumulate=number > 0)
+            nll += graphs.micro_step(batch, trained, accumulate=index > 0)
     if in_backward is not None:
         norm = in_backward.finish()
     else:
         norm = norm_of([p.grad for p in model.parameters() if p.grad is not None])
-    # The only wait for the GPU in a step: a gradient that is not finite must not touch weights that are ever saved.
+    # The only synchronization of a step: a non-finite gradient must not reach weights that are ever saved.
     loss, norm_value = torch.stack([nll / trained, norm]).tolist()
     return Gradients(loss, norm, norm_value, sum(batch.size for batch in batches))
 
 
 def apply_gradients(
-    model: nn.Module,
     optimizer: Optimizer,
     quantized: QuantizedModel,
     gradients: Gradients,
@@ -67,9 +61,9 @@ def apply_gradients(
     graphs: StepGraphs | None = None,
     in_backward: OptimizerInBackward | None = None,
 ) -> None:
-    """Clip (0: do not), update the weights at rate `lr`, free the gradients, and renew the codes of every weight.
+    """Clip (0: do not), update the weights with learning rate `lr`, free the gradients, and refresh all weights' codes.
 
-    With `in_backward` all but the last is done already.
+    With `in_backward` only the refresh is left to do.
     """
     if in_backward is None:
         _update_weights(optimizer, gradients, lr, clip_grad_norm)
@@ -79,13 +73,13 @@ def apply_gradients(
 def _update_weights(optimizer: Optimizer, gradients: Gradients, lr: float, clip_grad_norm: float) -> None:
     if clip_grad_norm and gradients.norm_value > clip_grad_norm:
         optimizer.clip_gradients(gradients.norm, clip_grad_norm)
-    set_rate(optimizer, lr)
+    set_lr(optimizer, lr)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 
-def set_rate(optimizer: Optimizer, lr: float) -> None:
-    """Have the next step run at rate `lr`."""
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Set the learning rate of the next step."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)
@@ -95,10 +89,8 @@ def set_rate(optimizer: Optimizer, lr: float) -> None:
 
 @contextlib.contextmanager
 def eval_weights(optimizer: Optimizer, quantized: QuantizedModel, ema: Ema | None = None) -> Iterator[None]:
-    """Inside, the model has the weights that it is evaluated and exported with; most optimizers train those very ones.
-
-    Schedule-free ones average them, and with `ema` it is that average. Afterwards every bit is as it was.
-    """
+    """Inside, the model has the weights that it is evaluated and exported with: those that train, but for schedule-free
+    optimizers and with `ema`, which average them. On exit the training weights are back, bit for bit."""
     if ema is None and not optimizer.averages_weights:
         yield
         return
@@ -112,7 +104,7 @@ def eval_weights(optimizer: Optimizer, quantized: QuantizedModel, ema: Ema | Non
 
 @contextlib.contextmanager
 def _averaged(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, a schedule-free optimizer's average is in the weights."""
+    """Inside, the model has a schedule-free optimizer's average."""
     optimizer.eval()
     try:
         yield
@@ -122,13 +114,13 @@ def _averaged(optimizer: Optimizer) -> Iterator[None]:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, forward: Forward, batches: Iterable[Batch]) -> float:
-    """Mean loss per trained token over all batches, without z-loss; the model comes back in the mode it had."""
+    """Mean loss per trained token over all batches, without z-loss. The model keeps its training mode."""
     was_training = model.training
     model.eval()
     nll = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     trained = 0
     for batch in batches:
         nll += forward(batch).nll
-        trained += count_trained([batch])
+        trained += batch.n_trained
     model.train(was_training)
     return float(nll) / max(trained, 1)

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from qtrain.bench.case import WrongResultError
-from qtrain.bench.linears import LinearProblem, linear_case, linear_table, linears_of_model
+from qtrain.bench.linears import LinearProblem, linear_case, linear_table
 from qtrain.hardware import Hardware
-from qtrain.models import read_model_source
 from qtrain.quant import SCHEMES, Auto
 
 CPU = torch.device("cpu")
@@ -48,11 +47,6 @@ def test_runs_do_not_add_up():
     case = linear_case(LinearProblem(64, 32, 48, CPU), SCHEMES.make("bf16", {}, ""))
     first, second = case.run(*case.inputs), case.run(*case.inputs)
     assert torch.equal(first[2], second[2])
-
-
-def test_linears_of_a_model():
-    found = linears_of_model(read_model_source("qwen2.5-7b").model_config())
-    assert found == {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}
 
 
 @pytest.mark.gpu

@@ -16,10 +16,10 @@ def test_a_documents_tables_are_the_results(path):
     assert rendered(text) == text, "run python -m qtrain.bench.results"
 
 
-def test_every_result_is_in_one_document():
+def test_every_result_is_in_a_document():
     texts = [path.read_text() for path in DOCUMENTS]
     for path in RESULTS.glob("*.json"):
-        assert sum(f"<!-- results: {path.stem} -->" in text for text in texts) == 1, path.name
+        assert any(f"<!-- results: {path.stem} -->" in text for text in texts), path.name
         record = json.loads(path.read_text())
         assert {"date", "device", "versions", "command", "tables"} <= record.keys(), path.name
 

@@ -36,7 +36,7 @@ def test_copy_bandwidth_is_that_of_a_memory():
 def test_clocks():
     with watching_clocks(CPU) as clocks:
         pass
-    assert clocks.record() is None and "not known" in clocks.line()
+    assert clocks.record() is None and "unknown" in clocks.line()
     clocks = Clocks([1000.0, 1980.0, 1755.0], [300.0, 650.0, 500.0])
     assert clocks.line() == "clocks: SM 1755 MHz (1000 to 1980), power up to 650 W"
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from qtrain.data import IGNORED, Loader, Sample, StreamContext, open_stream
-from qtrain.data.stream import Batch
+from qtrain.data import IGNORED, Batch, Loader, Sample, StreamContext, open_stream
 from qtrain.errors import UserError
 from tests.data.corpora import specs, write_raw
 
@@ -45,12 +44,12 @@ def test_batches_are_the_streams_and_positions_resume(datasets, kind, before, af
     spec, ctx = datasets[kind][-1], StreamContext(100, seed=9, rank=1, world=2)
     stream = open_stream(spec, ctx, FLAG)
     expected = [Batch.of([stream.next_sample() for _ in range(3)]) for _ in range(24)]
-    with Loader(spec, ctx, 3, FLAG, num_workers=before, prefetch=4) as loader:
+    with Loader(open_stream(spec, ctx, FLAG), 3, num_workers=before, prefetch=4) as loader:
         got = [next(loader) for _ in range(14)]
     for (batch, _), wanted in zip(got, expected, strict=False):
         assert torch.equal(batch.input_ids, wanted.input_ids) and torch.equal(batch.labels, wanted.labels)
     position = json.loads(json.dumps(got[-1][1]))
-    with Loader(spec, ctx, 3, FLAG, num_workers=after, position=position) as loader:
+    with Loader(open_stream(spec, ctx, FLAG), 3, num_workers=after, position=position) as loader:
         for wanted in expected[14:]:
             assert torch.equal(next(loader)[0].input_ids, wanted.input_ids)
 
@@ -59,7 +58,7 @@ def test_batches_are_the_streams_and_positions_resume(datasets, kind, before, af
 def test_a_users_mistake_met_on_the_way_is_raised_once(num_workers, tmp_path):
     write_raw(tmp_path / "x.bin", np.arange(1000))
     spec, ctx = {"type": "token", "dataset_dir": str(tmp_path)}, StreamContext(9, shuffle=False, vocab_size=500)
-    with Loader(spec, ctx, 2, FLAG, num_workers=num_workers) as loader:
+    with Loader(open_stream(spec, ctx, FLAG), 2, num_workers=num_workers) as loader:
         with pytest.raises(UserError, match=r"x\.bin, token 50\d: the token id .* beyond") as caught:
             for _ in range(100):
                 next(loader)
@@ -68,16 +67,29 @@ def test_a_users_mistake_met_on_the_way_is_raised_once(num_workers, tmp_path):
             next(loader)
 
 
-def test_what_is_wrong_at_the_start_is_said_before_anything_runs(tmp_path):
-    with pytest.raises(UserError, match="matches no file"):
-        Loader({"type": "token", "dataset_dir": f"{tmp_path}/*.bin"}, StreamContext(9), 2, FLAG, num_workers=2)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_opened_stream_is_read_on_from_where_it_is(datasets, num_workers):
+    """Scripts open the data once, read a sample to see that it can be read, and train on that stream."""
+    ctx = StreamContext(100, seed=9)
+    whole, stream = (open_stream(datasets["mix"][0], ctx, FLAG) for _ in range(2))
+    expected = [Batch.of([whole.next_sample()]) for _ in range(3)]
+    stream.next_sample()
+    with Loader(stream, 1, num_workers=num_workers) as loader:
+        for wanted in expected[1:]:
+            assert torch.equal(next(loader)[0].input_ids, wanted.input_ids)
+
+
+def test_a_position_of_other_data_is_refused_before_anything_runs(datasets):
+    stream = open_stream(datasets["token"][0], StreamContext(9, seed=1), FLAG)
+    with pytest.raises(UserError, match=r"cannot resume: .* has seed 2"):
+        Loader(stream, 2, num_workers=2, position={**stream.position(), "seed": 2})
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_ending_stream_ends_the_loader_with_full_batches_only(num_workers, tmp_path):
     write_raw(tmp_path / "x.bin", np.arange(101))
     spec, ctx = {"type": "token", "dataset_dir": str(tmp_path)}, StreamContext(10, epochs=1)
-    with Loader(spec, ctx, 3, FLAG, num_workers=num_workers) as loader:
+    with Loader(open_stream(spec, ctx, FLAG), 3, num_workers=num_workers) as loader:
         assert [batch.input_ids.shape for batch, _ in loader] == [(3, 10)] * 3
 
 
@@ -86,7 +98,7 @@ def test_the_next_batch_is_prepared_while_this_one_is_used(datasets, monkeypatch
 
     next_sample = token_dataset.TokenStream.next_sample
     monkeypatch.setattr(token_dataset.TokenStream, "next_sample", lambda s: (time.sleep(0.05), next_sample(s))[1])
-    with Loader(datasets["token"][0], StreamContext(10), 2, FLAG) as loader:
+    with Loader(open_stream(datasets["token"][0], StreamContext(10), FLAG), 2) as loader:
         next(loader)
         time.sleep(0.5)
         started = time.perf_counter()
@@ -95,9 +107,9 @@ def test_the_next_batch_is_prepared_while_this_one_is_used(datasets, monkeypatch
 
 
 def test_a_producer_that_dies_is_noticed(datasets):
-    with Loader(datasets["token"][0], StreamContext(10), 2, FLAG, num_workers=1) as loader:
+    with Loader(open_stream(datasets["token"][0], StreamContext(10), FLAG), 2, num_workers=1) as loader:
         next(loader)
-        loader._producer._process.kill()
+        loader.producers[0].process.kill()
         with pytest.raises(RuntimeError, match="the data process has died"):
             for _ in range(100_000):
                 next(loader)
@@ -105,11 +117,11 @@ def test_a_producer_that_dies_is_noticed(datasets):
 
 FORGETFUL = """
 import os, signal, sys
-from qtrain.data import Loader, StreamContext
+from qtrain.data import Loader, StreamContext, open_stream
 if __name__ == "__main__":
-    loader = Loader({spec!r}, StreamContext(100), 2, "--train_ds", num_workers={num_workers})
+    loader = Loader(open_stream({spec!r}, StreamContext(100), "--train_ds"), 2, num_workers={num_workers})
     next(loader)
-    print(loader._producer._process.pid if {num_workers} else 0, flush=True)
+    print(loader.producers[0].process.pid if {num_workers} else 0, flush=True)
     if {killed}:
         os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -132,6 +144,6 @@ def test_a_loader_that_is_not_closed_does_not_disturb_the_end(datasets, num_work
 
 @pytest.mark.gpu
 def test_batches_are_pinned_for_the_gpu(datasets):
-    with Loader(datasets["token"][0], StreamContext(10), 2, FLAG) as loader:
+    with Loader(open_stream(datasets["token"][0], StreamContext(10), FLAG), 2) as loader:
         batch, _ = next(loader)
     assert batch.input_ids.is_pinned() and batch.to("cuda", non_blocking=True).labels.is_cuda

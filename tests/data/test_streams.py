@@ -200,10 +200,11 @@ def test_more_ranks_than_documents_all_get_text(tmp_path):
         assert len(take(open_stream(spec, ctx, FLAG), 50)) == 50
 
 
-def test_stream_of_a_split_reads_that_split(datasets):
+@pytest.mark.parametrize("key", ["split", "part"])
+def test_stream_of_a_split_reads_that_split(key):
     counts = {}
     for split in ("all", "train", "validation"):
-        spec = {"type": "text", "paths": "python:stdlib", "tokenizer": "byte", "split": split}
+        spec = {"type": "text", "paths": "python:stdlib", "tokenizer": "byte", key: split}
         counts[split] = open_stream(spec, StreamContext(64), FLAG).position()["documents"]
     assert counts["all"] == counts["train"] + counts["validation"] and counts["validation"] > 10
 
@@ -257,6 +258,7 @@ def bad_specs(root) -> list[tuple[dict, str]]:
         ({**text, "paths": f"{root}/blank.jsonl"}, "every document is empty"),
         ({**text, "paths": f"{root}/bad.parquet"}, "bad.parquet is not a readable parquet file"),
         ({**text, "paths": "python:stdlib", "split": "test"}, "one of 'all', 'train', 'validation'"),
+        ({**text, "paths": "python:stdlib", "split": "train", "part": "validation"}, "they mean the same, give one"),
         ({**text, "paths": "python:stdlib", "validation_fraction": 2}, "from 0 to 1"),
         ({**text, "paths": "python:stdlib", "tokeniser": "byte"}, "Did you mean 'tokenizer'"),
         ({**text, "paths": "python:stdlib", "tokenizer": "bytes"}, "Did you mean 'byte'"),

@@ -16,7 +16,7 @@ from qtrain.models import (
     read_model_source,
 )
 from qtrain.models.attention import attention_mask
-from qtrain.models.cost import estimate_memory
+from qtrain.models.memory import StepShape, estimate_memory
 from tests.models.families import ModelSource, source_of
 
 pytestmark = pytest.mark.gpu
@@ -168,9 +168,8 @@ def test_memory_estimate_is_within_a_tenth_of_the_peak(mode, accumulates):
     """Three steps of a 100 M parameter model, compiled, fused AdamW in bf16."""
     torch._dynamo.reset()
     source: ModelSource = read_model_source("llama-100m")
-    estimate = estimate_memory(
-        source.model_config(), micro_batch_size=16, seq_len=1024, checkpointing=mode, accumulates=accumulates
-    )
+    step = StepShape(micro_batch_size=16, seq_len=1024, checkpointing=mode, accumulates=accumulates)
+    estimate = estimate_memory(source.model_config(), step)
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()

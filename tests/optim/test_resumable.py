@@ -47,7 +47,7 @@ def train(run: Run, until: int) -> list[float]:
         batch = masked_batch(seed=run.state.step)
         forward = language_forward(run.model, None)
         gradients = compute_gradients(run.model, forward, run.quantized, [batch], run.state.step)
-        apply_gradients(run.model, run.optimizer, run.quantized, gradients, lr=0.003, clip_grad_norm=0.5)
+        apply_gradients(run.optimizer, run.quantized, gradients, lr=0.003, clip_grad_norm=0.5)
         run.state.step += 1
         run.state.data = {"sample": run.state.step}
         losses.append(gradients.loss)

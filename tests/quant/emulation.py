@@ -94,9 +94,10 @@ def _fake_nvfp4(x: Tensor, bits: Tensor | None) -> Tensor:
 
 def rotate(x: Tensor) -> Tensor:
     """x [R, C], fp64: each 16 columns times diag(signs) and the orthonormal Hadamard matrix, C padded with zeros."""
-    hadamard = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(16)] for i in range(16)]).double() / 4
+    hadamard = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(16)] for i in range(16)]) / 4
+    rotation = (torch.tensor(SIGNS)[:, None] * hadamard).to(x.device, torch.float64)
     groups = nn.functional.pad(x.double(), (0, -x.shape[1] % 16)).unflatten(1, (-1, 16))
-    return (groups * torch.tensor(SIGNS) @ hadamard).flatten(1)
+    return (groups @ rotation).flatten(1)
 
 
 def same(a: Reading | None, b: Reading | None = None) -> dict[str, tuple[Reading, Reading] | None]:

@@ -164,7 +164,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
             batches = [masked_batch(seed=run.state.step), masked_batch(seed=run.state.step + 50)]
             forward = language_forward(run.model, None)
             gradients = compute_gradients(run.model, forward, run.quantized, batches, run.state.step)
-            apply_gradients(run.model, run.optimizer, run.quantized, gradients, lr=0.01, clip_grad_norm=1.0)
+            apply_gradients(run.optimizer, run.quantized, gradients, lr=0.01, clip_grad_norm=1.0)
             run.state.step += 1
             losses.append(gradients.loss)
         return losses

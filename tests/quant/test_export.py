@@ -19,7 +19,15 @@ SHAPE = {
     "max_position_embeddings": 64,
     "initializer_range": 0.1,
 }
-ROUNDING = {"bf16": 1e-6, "int8_weight": 1e-6, "int4_weight": 1e-6, "int8": 0.005, "bitnet": 0.005, "int4": 0.1}
+ROUNDING = {
+    "nvfp4": 0.1,
+    "bf16": 1e-6,
+    "int8_weight": 1e-6,
+    "int4_weight": 1e-6,
+    "int8": 0.005,
+    "bitnet": 0.005,
+    "int4": 0.1,
+}
 """Relative difference of losses; where it is not given, that of FP8, which keeps half the bits of INT8."""
 
 

@@ -1,4 +1,4 @@
-"""A small real run to save and load: a model with all that a checkpoint must keep, its optimizer, its steps."""
+"""A small real run to save and load: a model with everything that a checkpoint must hold, its optimizer, its steps."""
 
 import random
 from pathlib import Path
@@ -41,7 +41,7 @@ def adamw(model: nn.Module, **kwargs) -> torch.optim.Optimizer:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
-    """Steps on data drawn from all three generators, so that a wrong one shows; returns the losses."""
+    """Steps on data drawn from all three generators, so that a wrong one shows. Returns the losses."""
     losses = []
     for _ in range(steps):
         ids = torch.randint(32, (8,))

@@ -1,4 +1,4 @@
-"""A step replayed from CUDA graphs gives the very bits of an ordinary one; where it cannot be recorded it goes on."""
+"""A replayed step gives the same bits as an ordinary one; a step that cannot be captured runs without graphs."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ STEPS = WARM_UP + 4
 
 @pytest.fixture(autouse=True)
 def nothing_compiled():
-    """Each scheme compiles the same code anew; dynamo stops at a few variants of one function."""
+    """Each scheme recompiles the same code, and dynamo limits the variants of a function."""
     torch.compiler.reset()
 
 
@@ -50,7 +50,7 @@ def train(
         rows = 2 if step == odd_step else 4
         found = compute_gradients(model, forward, quantized, batches(step, accumulation, rows, **kind), step, graphs)
         seen.append((found.loss, found.norm_value))
-        apply_gradients(model, optimizer, quantized, found, lr=1e-3, clip_grad_norm=1.0, graphs=graphs)
+        apply_gradients(optimizer, quantized, found, lr=1e-3, clip_grad_norm=1.0, graphs=graphs)
     return seen, [p.detach().clone() for p in model.parameters()], graphs
 
 
@@ -81,7 +81,7 @@ def test_same_bits_as_the_ordinary_step(scheme, options, accumulation):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["bf16", "fp8_tensorwise"])
-def test_the_mask_of_packed_documents_is_part_of_a_recording(scheme):
+def test_the_mask_of_packed_documents_is_part_of_the_graph(scheme):
     packed = {"length": 256, "documents": True}
     ordinary, weights, _ = train(scheme, {}, 1, graphed=False, **packed)
     replayed, weights_replayed, graphs = train(scheme, {}, 1, graphed=True, **packed)
@@ -92,7 +92,7 @@ def test_the_mask_of_packed_documents_is_part_of_a_recording(scheme):
 
 
 @pytest.mark.gpu
-def test_a_batch_of_another_shape_runs_as_before():
+def test_a_batch_of_another_shape_runs_without_a_graph():
     for odd_step in (0, STEPS - 2):
         ordinary, weights, _ = train("int8", {}, 2, graphed=False, odd_step=odd_step, compiled=False)
         replayed, weights_replayed, _ = train("int8", {}, 2, graphed=True, odd_step=odd_step, compiled=False)
@@ -101,7 +101,7 @@ def test_a_batch_of_another_shape_runs_as_before():
 
 
 @pytest.mark.gpu
-def test_what_cannot_be_recorded_goes_on_as_before(caplog):
+def test_a_step_that_cannot_be_captured_runs_without_graphs(caplog):
     class Waiting(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):

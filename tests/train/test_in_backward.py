@@ -1,4 +1,4 @@
-"""The optimizer within the backward pass: the ordinary step bit for bit, with one part's gradients at a time."""
+"""The optimizer in the backward pass: the ordinary step bit for bit, with one partition's gradients at a time."""
 
 import dataclasses
 from pathlib import Path
@@ -14,14 +14,14 @@ from qtrain.models import ModelSource, apply_activation_checkpointing, build_mod
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, QuantizedModel, quantize_linears
 from qtrain.tensors.stored_weight import StoredWeight
-from qtrain.train.in_backward import OptimizerInBackward, check_in_backward, model_parts
+from qtrain.train.in_backward import OptimizerInBackward, check_in_backward, model_partitions
 from qtrain.train.language import language_forward
 from qtrain.train.settings import LanguageSettings, batch_geometry
 from qtrain.train.state.state_dict import optimizer_tensors
-from qtrain.train.step import apply_gradients, compute_gradients, set_rate
+from qtrain.train.step import apply_gradients, compute_gradients, set_lr
 from tests.data.corpora import write_jsonl
 from tests.system import TINY, call, contents, flags, losses, only_run, write_model
-from tests.train.test_loop import go_on, interrupt
+from tests.train.test_loop import interrupt, resume_arguments
 
 OPTIONS = {
     "galore_adamw": {"rank": 4, "update_proj_gap": 2},
@@ -66,14 +66,14 @@ class Trainee:
         found = []
         for step, lr in enumerate(rates):
             if self.in_backward is not None:
-                set_rate(self.optimizer, lr)
+                set_lr(self.optimizer, lr)
             gradients = compute_gradients(
                 self.model, self.forward, self.quantized, [batch(step)], step, in_backward=self.in_backward
             )
             if self.in_backward is not None:
                 self.quantized.refresh()
             else:
-                apply_gradients(self.model, self.optimizer, self.quantized, gradients, lr=lr, clip_grad_norm=0)
+                apply_gradients(self.optimizer, self.quantized, gradients, lr=lr, clip_grad_norm=0)
             found.append((gradients.loss, gradients.norm_value))
         return found
 
@@ -125,14 +125,14 @@ def test_a_head_whose_gradient_comes_in_chunks_is_updated_once(scheme):
 
 @pytest.mark.parametrize("scheme", ["bf16", "int8", "int8_weight"])
 @pytest.mark.parametrize("mode", ["selective", "full"])
-def test_recomputed_layers_are_computed_before_their_weights_change(scheme, mode):
+def test_layers_are_recomputed_before_their_weights_change(scheme, mode):
     ways = [Trainee("adamw", scheme, in_backward=way) for way in (False, True)]
     apply_activation_checkpointing(ways[1].model, mode)
     assert_same(*ways)
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int8_weight"])
-def test_compiled_layers_are_updated_outside_of_what_is_compiled(scheme):
+def test_compiled_layers_are_updated_outside_the_compiled_graph(scheme):
     ways = [Trainee("q_galore_adamw", scheme, tie_word_embeddings=False, in_backward=way) for way in (False, True)]
     for way in ways:
         compile_layers(way.model)
@@ -140,14 +140,14 @@ def test_compiled_layers_are_updated_outside_of_what_is_compiled(scheme):
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_one_parts_gradients_exist_at_a_time(tied, monkeypatch):
+def test_one_partitions_gradients_exist_at_a_time(tied, monkeypatch):
     trainee, seen = Trainee("adamw", tie_word_embeddings=tied, in_backward=True), []
-    parts = model_parts(trainee.model)
-    part_of = {p: name for name, part in parts.items() for p in part}
+    partitions = model_partitions(trainee.model)
+    name_of = {p: name for name, members in partitions.items() for p in members}
     step_partition = trainee.optimizer.step_partition
 
     def watched(number: int) -> None:
-        seen.append({part_of[p] for p in trainee.model.parameters() if p.grad is not None})
+        seen.append({name_of[p] for p in trainee.model.parameters() if p.grad is not None})
         step_partition(number)
 
     monkeypatch.setattr(trainee.optimizer, "step_partition", watched)
@@ -157,17 +157,17 @@ def test_one_parts_gradients_exist_at_a_time(tied, monkeypatch):
     assert all(p.grad is None for p in trainee.model.parameters())
 
 
-def test_parts_are_the_blocks_and_every_trained_parameter_is_in_one():
+def test_partitions_are_the_blocks_and_every_trained_parameter_is_in_one():
     model = Trainee("adamw", in_backward=False).model
     model.embed_tokens.weight.requires_grad_(False)
     model.layers[0].attn.qkv.weight.requires_grad_(False)
-    parts = model_parts(model)
-    assert list(parts) == ["layers.0", "layers.1", "norm"]
-    found = [id(p) for part in parts.values() for p in part]
+    partitions = model_partitions(model)
+    assert list(partitions) == ["layers.0", "layers.1", "norm"]
+    found = [id(p) for members in partitions.values() for p in members]
     assert sorted(found) == sorted(id(p) for p in model.parameters() if p.requires_grad)
 
 
-def test_parameters_without_a_gradient_are_left_alone_and_their_parts_are_not():
+def test_parameters_without_a_gradient_are_left_alone_and_their_partitions_are_not():
     ways = [Trainee("adamw", in_backward=False) for _ in range(2)]
     for way in ways:  # a parameter that the forward pass does not use
         way.model.layers[1].unused = torch.nn.Parameter(torch.ones(3))
@@ -181,14 +181,14 @@ def test_parameters_without_a_gradient_are_left_alone_and_their_parts_are_not():
 @pytest.mark.parametrize("optim", ["adamw", "adamw_8bit", "adamw_4bit", "lion", "sgd", "adamw_schedule_free"])
 @pytest.mark.parametrize("scheme", ["bf16", "int8_weight"])
 def test_elementwise_updates_on_a_gpu_are_the_ordinary_ones_bit_for_bit(optim, scheme):
-    """Methods on whole matrices multiply them in batches of other sizes, which cuBLAS may round differently."""
+    """Matrix methods multiply in batches of other sizes, which cuBLAS may round differently."""
     chosen = {"device": "cuda", "dtype": torch.bfloat16, "tie_word_embeddings": False}
     assert_same(*(Trainee(optim, scheme, in_backward=way, **chosen) for way in (False, True)))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("optim", ["adamw_8bit", "q_galore_adamw"])
-def test_a_gpu_holds_no_more_gradients_than_a_parts(optim):
+def test_a_gpu_holds_the_gradients_of_one_partition(optim):
     config = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 16, "tie_word_embeddings": False}
     taken = []
     for way in (False, True):
@@ -215,7 +215,7 @@ def test_a_gpu_holds_no_more_gradients_than_a_parts(optim):
         ({}, "torch.AdamW", {}, "torch.AdamW comes from another library"),
     ],
 )
-def test_what_it_cannot_do_is_refused_with_the_fix(changes, optim, options, says):
+def test_incompatible_settings_are_refused_with_the_fix(changes, optim, options, says):
     settings = LanguageSettings(optimizer_in_backward=True, clip_grad_norm=0)
     settings, spec = dataclasses.replace(settings, **changes), OPTIMIZERS.make(optim, options, "--optim")
     with pytest.raises(UserError, match="--optimizer_in_backward: ") as refused:
@@ -225,7 +225,7 @@ def test_what_it_cannot_do_is_refused_with_the_fix(changes, optim, options, says
     check_in_backward(settings, batch_geometry(settings), spec)
 
 
-def test_every_optimizer_of_this_project_can():
+def test_every_own_optimizer_supports_it():
     settings = LanguageSettings(optimizer_in_backward=True, clip_grad_norm=0)
     for name in OPTIMIZERS.names():
         check_in_backward(settings, batch_geometry(settings), OPTIMIZERS.make(name, {}, "--optim"))
@@ -250,14 +250,14 @@ def argv(**settings) -> list[str]:
     return flags(**{**chosen, **settings})
 
 
-def test_a_run_is_the_ordinary_one_and_is_saved_and_resumed_as_it_is(here, monkeypatch):
+def test_a_run_equals_the_ordinary_one_also_when_resumed(here, monkeypatch):
     for name, in_backward in (("ordinary", False), ("whole", True)):
         done = call(llm_pretrain.main, argv(runs_dir=name, optimizer_in_backward=in_backward))
         assert done.code == 0, done.err
     with monkeypatch.context() as patch:
         interrupt(patch, "_step", 4)
         done = call(llm_pretrain.main, argv(optimizer_in_backward=True))
-    assert call(llm_pretrain.main, go_on(done.out)).code == 0
+    assert call(llm_pretrain.main, resume_arguments(done.out)).code == 0
     runs = {name: only_run(here / name) for name in ("ordinary", "whole", "runs")}
     assert losses(runs["runs"]) == losses(runs["whole"])
     without_norm = [[row[:2] + row[3:] for row in losses(runs[name])] for name in ("ordinary", "whole")]
@@ -269,8 +269,8 @@ def test_a_run_is_the_ordinary_one_and_is_saved_and_resumed_as_it_is(here, monke
 
 
 @pytest.mark.parametrize("optim", ["q_galore_adamw", "muon"])
-def test_a_gradient_that_is_not_finite_ends_the_run_before_anything_is_saved(here, monkeypatch, optim):
-    """In a step that takes subspaces anew, from gradients of which some are not finite."""
+def test_a_nonfinite_gradient_stops_the_run_before_anything_is_saved(here, monkeypatch, optim):
+    """In a step that refreshes subspaces from gradients some of which are non-finite."""
     options = {"optim": optim, "optim_kwargs": {"update_proj_gap": 1} if optim == "q_galore_adamw" else {}}
     made = OptimizerInBackward._update
 
@@ -283,8 +283,8 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_anything_is_saved(her
     monkeypatch.setattr(OptimizerInBackward, "_update", spoiled)
     done = call(llm_pretrain.main, argv(optimizer_in_backward=True, ckpt_interval=3, **options))
     assert done.code == 1
-    said = "step 4: the gradient norm is nan. First bad tensor: the gradient of layers.1 (norm nan)."
-    assert said in done.err and "are not to be trusted; nothing of it is saved" in done.err
+    said = "step 4: the gradient norm is nan. First non-finite tensor: the gradient of layers.1 (norm nan)."
+    assert said in done.err and "have been updated with it; nothing of this step is saved" in done.err
     assert "--clip_grad_norm 1 without --optimizer_in_backward" in done.err
     (saved,) = (only_run(here / "runs") / "checkpoints").iterdir()
     assert saved.name == "00000003" and f"--resume {saved.relative_to(here)}" in done.err

@@ -1,4 +1,4 @@
-"""Documents told apart by their end token, and text sampled from a model."""
+"""Documents separated by their end token, and text sampled from a model."""
 
 import torch
 
@@ -14,7 +14,7 @@ def test_an_end_token_belongs_to_the_document_that_it_ends():
     assert document_ids(ids, eos_id=9).tolist() == expected
 
 
-def test_document_numbers_reach_the_model_only_when_asked_for():
+def test_document_ids_reach_the_model_only_on_request():
     seen = []
 
     class Model(torch.nn.Linear):

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from qtrain.data import DATASETS, TOKENIZERS
+from qtrain.data import DATASETS, IMAGE_SETS, TOKENIZERS
 from qtrain.models import list_models
 from qtrain.optim import OPTIMIZERS
 from qtrain.quant import SCHEMES
@@ -38,12 +38,12 @@ def test_entries_are_listed_with_their_options(title: str, registry: Registry):
 
 
 def test_options_say_what_they_are():
-    """Every option of every optimizer has a docstring, which the listing shows."""
+    """Every option of every optimizer and dataset has a docstring, which the listing shows."""
     text = " ".join(listing().split())
-    for name, cls in ((name, OPTIMIZERS.get(name, "")) for name in OPTIMIZERS.names()):
-        docs = field_docs(cls)
-        for field in dataclasses.fields(cls):
-            assert f"{field.name}: {docs[field.name]}; " in text, name
+    for registry in (OPTIMIZERS, DATASETS, IMAGE_SETS):
+        for name in registry.names():
+            docs, cls = field_docs(registry.get(name, "")), registry.get(name, "")
+            assert all(f"{field.name}: {docs[field.name]}; " in text for field in dataclasses.fields(cls)), name
 
 
 def test_other_libraries_are_listed(monkeypatch):

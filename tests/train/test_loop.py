@@ -1,4 +1,4 @@
-"""When the loop evaluates, logs and saves; what a signal does at every moment of it."""
+"""When the loop evaluates, logs and saves, and what a signal does at each moment."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def argv(**settings) -> list[str]:
 
 
 def steps(runs: str = "runs") -> tuple[list[int], list[int], list[int]]:
-    """Steps that were logged, evaluated, and are saved."""
+    """Steps that are logged, evaluated and saved."""
     run = only_run(Path(runs))
     records = read_metrics(run / "metrics.jsonl")
     trained = [r["step"] for r in records if "loss" in r]
@@ -56,7 +56,7 @@ def test_intervals_mean_what_they_say(settings, expected):
     assert steps() == expected
 
 
-def test_the_rate_follows_the_schedule_to_its_end():
+def test_the_learning_rate_follows_the_schedule_to_its_end():
     schedule = {"warmup": 0.4, "decay": 0.4, "final": 0.1}
     assert call(llm_pretrain.main, argv(n_steps=10, lr=1e-3, lr_schedule_kwargs=schedule)).code == 0
     rates = [row[3] for row in losses(only_run(Path("runs"))) if row[3] is not None]
@@ -82,7 +82,7 @@ def test_accumulating_gives_the_losses_of_the_whole_batch():
 
 
 def interrupt(patch: pytest.MonkeyPatch, method: str, at_step: int, number: int = signal.SIGTERM) -> None:
-    """Have a signal come at the end of Training's `method` at a step."""
+    """Send a signal at the end of Training's `method` at a step."""
     original = getattr(Training, method)
 
     def interrupted(self, *args):
@@ -93,9 +93,9 @@ def interrupt(patch: pytest.MonkeyPatch, method: str, at_step: int, number: int 
     patch.setattr(Training, method, interrupted)
 
 
-def go_on(out: str) -> list[str]:
+def resume_arguments(out: str) -> list[str]:
     """The arguments of the printed resume command."""
-    return out.split("go on with:\n")[1].split("llm_pretrain.py ")[1].splitlines()[0].split()
+    return out.split("resume with:\n")[1].split("llm_pretrain.py ")[1].splitlines()[0].split()
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def go_on(out: str) -> list[str]:
         ("_save", 2, [0]),
     ],
 )
-def test_a_stopped_run_goes_on_to_the_same_end(method, at_step, evaluated):
+def test_a_stopped_and_resumed_run_ends_the_same(method, at_step, evaluated):
     settings = {"quantize": "int8", "quantize_kwargs": {"stochastic_rounding": True}}
     assert call(llm_pretrain.main, argv(**settings, runs_dir="whole")).code == 0
     with pytest.MonkeyPatch.context() as patch:
@@ -116,14 +116,14 @@ def test_a_stopped_run_goes_on_to_the_same_end(method, at_step, evaluated):
         done = call(llm_pretrain.main, argv(**settings, ckpt_interval=2 if method == "_save" else 0))
     assert done.code == 0, done.err
     assert steps() == ([*range(1, at_step + 1)], evaluated, [at_step])
-    assert f"stopped at step {at_step}; go on with:" in done.out
-    resumed = call(llm_pretrain.main, go_on(done.out))
+    assert f"stopped at step {at_step}; resume with:" in done.out
+    resumed = call(llm_pretrain.main, resume_arguments(done.out))
     assert resumed.code == 0, resumed.err
     assert losses(only_run(Path("runs"))) == losses(only_run(Path("whole")))
 
 
-def test_data_that_cannot_be_read_costs_no_step():
-    """What was trained before a broken line is saved; with that mended the run goes on as if nothing had been."""
+def test_unreadable_data_loses_no_step():
+    """Steps before a broken line are saved; once it is repaired, the run resumes as if nothing had happened."""
     file = Path("train.jsonl")
     good = [json.dumps({"text": text}).encode() + b"\n" for text in functions()]
     file.write_bytes(b"".join(good))
@@ -142,8 +142,8 @@ def test_data_that_cannot_be_read_costs_no_step():
     assert losses(only_run(Path("runs"))) == losses(only_run(Path("whole")))
 
 
-def test_a_model_with_dropout_goes_on_with_the_draws_that_it_would_have_made():
-    """And --seed decides them: a foreign model draws from the global generators."""
+def test_a_resumed_model_with_dropout_draws_the_same_masks():
+    """They depend on --seed: a transformers model draws from the global generators."""
     write_model(Path("gpt.json"), model_type="gpt2", n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.3)
     foreign = {"model": "gpt.json", "model_impl": "hf", "dtype": "fp32"}
     for runs, seed in (("whole", 42), ("again", 42), ("other", 43)):
@@ -151,7 +151,7 @@ def test_a_model_with_dropout_goes_on_with_the_draws_that_it_would_have_made():
     with pytest.MonkeyPatch.context() as patch:
         interrupt(patch, "_step", 4)
         done = call(llm_pretrain.main, argv(**foreign))
-    assert call(llm_pretrain.main, go_on(done.out)).code == 0
+    assert call(llm_pretrain.main, resume_arguments(done.out)).code == 0
     whole, again, other, resumed = (losses(only_run(Path(p))) for p in ("whole", "again", "other", "runs"))
     assert resumed == whole == again != other
 
@@ -159,7 +159,7 @@ def test_a_model_with_dropout_goes_on_with_the_draws_that_it_would_have_made():
 def test_a_signal_in_the_last_step_changes_nothing(monkeypatch):
     interrupt(monkeypatch, "_step", 7)
     done = call(llm_pretrain.main, argv(export=True))
-    assert done.code == 0 and "go on with" not in done.out
+    assert done.code == 0 and "resume with" not in done.out
     assert steps() == ([*range(1, 8)], [0, 3, 6, 7], [7]) and (only_run(Path("runs")) / "hf").exists()
 
 
@@ -167,10 +167,10 @@ def test_without_checkpoints_a_stopped_run_says_that_nothing_is_saved(monkeypatc
     interrupt(monkeypatch, "_step", 2, signal.SIGUSR1)
     done = call(llm_pretrain.main, argv(keep_ckpts=0))
     assert done.code == 0 and "stopped at step 2; nothing is saved (--keep_ckpts 0)" in done.out
-    assert "go on with" not in done.out
+    assert "resume with" not in done.out
 
 
-def test_a_finished_run_resumed_does_nothing_more_but_export():
+def test_a_finished_run_when_resumed_only_exports():
     assert call(llm_pretrain.main, argv()).code == 0
     run = only_run(Path("runs"))
     before = (run / "metrics.jsonl").read_text()
@@ -184,7 +184,7 @@ def test_more_steps_than_planned_may_be_added():
     assert steps() == ([*range(1, 10)], [0, 3, 6, 7, 9], [7, 9])
 
 
-def test_a_stop_that_is_no_signal_leaves_the_log_whole():
+def test_an_error_leaves_the_log_complete():
     """Every line of metrics.jsonl is written before the stop, and the status line's last state too."""
     done = call(llm_pretrain.main, argv(lr=1e30, clip_grad_norm=0, n_steps=400))
     assert done.code == 1 and "Traceback" not in done.err

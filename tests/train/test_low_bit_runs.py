@@ -1,4 +1,4 @@
-"""Runs whose weights live in low bits, and runs whose schemes were measured: saved, and gone on from bit for bit."""
+"""Runs with weights stored in low bits, and runs with timed schemes: saved and resumed bit for bit."""
 
 import dataclasses
 import sys
@@ -34,7 +34,7 @@ def here(tmp_path, monkeypatch):
 
 
 class Momentum(Optimizer):
-    """The least optimizer that has a state and rounds stored weights stochastically."""
+    """A minimal optimizer with a state that rounds stored weights stochastically."""
 
     @torch.no_grad()
     def step(self):
@@ -67,7 +67,7 @@ def new_run(scheme: str, options: dict | None = None, seed: int = 0, **changes) 
     ("scheme", "options"),
     [("int8_weight", {}), ("int8_weight", {"activations": "int8_sr"}), ("int4_weight", {}), ("bitnet", {})],
 )
-def test_goes_on_bit_for_bit(scheme, options):
+def test_a_resumed_run_continues_bit_for_bit(scheme, options):
     run = new_run(scheme, options)
     with run.opened_folder():
         train(run, 2)
@@ -106,8 +106,8 @@ def resolved(settings: LanguageSettings) -> CheckedSettings:
     return resolve_auto_scheme(check_settings(settings, "script"), model, model.lm_head, tokens=16)[0]
 
 
-def test_a_run_that_goes_on_takes_what_it_began_with(monkeypatch):
-    """Whatever the times are by then, and whether or not the flags carry the choice."""
+def test_a_resumed_run_keeps_its_schemes(monkeypatch):
+    """Independent of new timings, and of whether the flags contain the choice."""
     fastest = {"int8": 1.0, "bf16": 2.0}
     monkeypatch.setattr(auto, "time_linear", lambda scheme, *_: fastest[SCHEMES.name_of(scheme)])
     options = {"candidates": ["bf16", "int8"]}

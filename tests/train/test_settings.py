@@ -1,4 +1,4 @@
-"""Batch sizes that multiply, and the device and dtype that are meant."""
+"""Batch sizes that multiply, and the device and dtype that --device and --dtype name."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ def geometry(batch: int, micro: int, accumulation: int, world: int = 1) -> tuple
         ((64, 0, 8, 8), (1, 8, 8)),
     ],
 )
-def test_what_is_left_open_is_filled_in(given, expected):
+def test_zeros_are_filled_in(given, expected):
     assert geometry(*given) == expected
     micro, accumulation, world = expected
     assert micro * accumulation * world == given[0]
@@ -46,7 +46,7 @@ def test_a_batch_that_devices_cannot_share_is_refused():
         geometry(10, 0, 0, 8)
 
 
-def test_the_defaults_obey_their_own_rules():
+def test_the_defaults_pass_their_own_checks():
     defaults = LanguageSettings()
     values = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(defaults)}
     assert check_fields(LanguageSettings, values, "default") == values

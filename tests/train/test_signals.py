@@ -57,7 +57,7 @@ def test_a_second_interrupt_ends_the_process_at_once():
     assert process.returncode == -signal.SIGINT and "saved" not in out
 
 
-def test_the_same_key_press_passed_on_by_a_launcher_counts_once():
+def test_a_key_press_that_a_launcher_forwards_counts_once():
     process = start(slow=0.5)
     process.send_signal(signal.SIGINT)
     time.sleep(0.05)
@@ -83,7 +83,7 @@ def test_a_forked_worker_dies_by_terminate_and_survives_interrupts():
         assert stop.requested is None
 
 
-def test_the_former_handlers_come_back():
+def test_the_former_handlers_are_restored():
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     with StopSignals() as stop:
         os.kill(os.getpid(), signal.SIGUSR1)

@@ -1,4 +1,4 @@
-"""The books of a step: what loss is logged, which gradients come of it however the step is split, what is updated."""
+"""One step: the logged loss, gradients that do not depend on how the step is split, and what is updated."""
 
 import math
 
@@ -11,7 +11,7 @@ from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, QuantizedModel, quantize_linears
 from qtrain.train.language import document_ids, language_forward
-from qtrain.train.step import apply_gradients, compute_gradients, count_trained, evaluate
+from qtrain.train.step import apply_gradients, compute_gradients, evaluate
 from tests.system import TINY
 
 B, S, V = 8, 24, TINY["vocab_size"]
@@ -25,7 +25,7 @@ def model_of(scheme: str = "bf16", z_loss: float = 0.0, **options) -> tuple[torc
 
 
 def masked_batch(seed: int = 0) -> Batch:
-    """[8, 24] with labels masked as llm.q masks them: rows of every share from none to all."""
+    """[8, 24] with labels masked as llm.q masks them: rows with every fraction of trained tokens from none to all."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, V, (B, S + 1), generator=generator)
     labels = tokens[:, 1:].clone()
@@ -46,7 +46,7 @@ def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    """To a few roundings of fp32 sums."""
+    """Up to the rounding of a few fp32 sums."""
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=2e-6 * b[name].abs().max().item(), msg=name)
 
@@ -54,7 +54,7 @@ def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None
 @pytest.mark.parametrize("micro_batch_size", [8, 4, 2, 1])
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
 def test_loss_and_gradients_are_those_of_the_mean_over_the_steps_tokens(micro_batch_size, z_loss):
-    """Against plain autograd over the whole batch, with unequal shares of trained tokens in the micro-batches."""
+    """Against plain autograd over the whole batch, with unequal counts of trained tokens in the micro-batches."""
     batch = masked_batch()
     model, quantized = model_of(z_loss=z_loss)
     logits = model(batch.input_ids).double()
@@ -84,7 +84,7 @@ def test_int8_gives_the_same_gradients_however_the_step_is_split(micro_batch_siz
     assert_close(gradients_of(model), expected)
 
 
-def test_every_micro_batch_rounds_with_bits_of_its_own():
+def test_every_micro_batch_rounds_with_its_own_random_bits():
     model, quantized = model_of("int8", stochastic_rounding=True)
     seen, set_step = [], quantized.set_step
     quantized.set_step = lambda step: (seen.append(step), set_step(step))
@@ -103,16 +103,16 @@ def gradients_of_step(model: torch.nn.Module, quantized: QuantizedModel, step: i
     return gradients_of(model)
 
 
-def test_a_step_in_which_nothing_is_trained_on_has_loss_and_gradients_zero():
+def test_a_step_without_trained_tokens_has_zero_loss_and_gradients():
     model, quantized = model_of()
     batch = masked_batch()
     batch.labels.fill_(-100)
     found = compute_gradients(model, language_forward(model, None), quantized, [batch], step=0)
-    assert found.loss == 0 and found.norm_value == 0 and count_trained([batch]) == 0
+    assert found.loss == 0 and found.norm_value == 0 and batch.n_trained == 0
 
 
 def test_documents_in_one_window_train_as_if_each_were_alone():
-    """doc_mask: loss and gradients of a packed window are those of its documents one by one."""
+    """doc_mask: loss and gradients of a packed window equal those of its documents one by one."""
     model, quantized = model_of()
     tokens = torch.randint(0, EOS, (2, S + 1), generator=torch.Generator().manual_seed(3))
     for row, ends in enumerate([(4, 5, 17), (11,)]):  # a document of one token among them
@@ -156,20 +156,20 @@ def test_gradients_are_clipped_to_the_norm_and_only_above_it(clip, scaled):
 
     optimizer.register_step_pre_hook(used)
     before = {n: p.grad.clone() for n, p in model.named_parameters()}
-    apply_gradients(model, optimizer, quantized, gradients, lr=1e-3, clip_grad_norm=clip)
+    apply_gradients(optimizer, quantized, gradients, lr=1e-3, clip_grad_norm=clip)
     factor = clip / gradients.norm_value if scaled else 1.0
     for name, gradient in before.items():
         torch.testing.assert_close(seen[name], gradient * factor, rtol=1e-4 if scaled else 0, atol=1e-12)
 
 
-def test_an_update_sets_the_rate_frees_the_gradients_and_renews_the_codes():
+def test_an_update_sets_the_learning_rate_frees_the_gradients_and_refreshes_the_codes():
     model, quantized = model_of("int8")
     optimizer = optimizer_for(model, quantized)
     forward = language_forward(model, None)
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     codes = quantized.linears[0].low_bit_weight.output_codes.clone()
     gradients = compute_gradients(model, forward, quantized, [masked_batch()], step=0)
-    apply_gradients(model, optimizer, quantized, gradients, lr=0.01, clip_grad_norm=1.0)
+    apply_gradients(optimizer, quantized, gradients, lr=0.01, clip_grad_norm=1.0)
     assert {group["lr"] for group in optimizer.param_groups} == {0.01}
     assert all(p.grad is None for p in model.parameters())
     moved = {n: (p.detach() - weights[n]).abs().max().item() for n, p in model.named_parameters()}
@@ -178,7 +178,7 @@ def test_an_update_sets_the_rate_frees_the_gradients_and_renews_the_codes():
     quantized.assert_fresh()
 
 
-def test_codes_that_are_stale_are_caught_before_they_are_used():
+def test_stale_codes_are_detected_before_they_are_used():
     model, quantized = model_of("int8")
     optimizer = optimizer_for(model, quantized)
     forward = language_forward(model, None)
@@ -188,7 +188,7 @@ def test_codes_that_are_stale_are_caught_before_they_are_used():
         compute_gradients(model, forward, quantized, [masked_batch()], step=1)
 
 
-def test_a_gradient_that_is_not_finite_is_noticed():
+def test_a_nonfinite_gradient_is_detected():
     model, quantized = model_of()
     with torch.no_grad():
         model.norm.weight[3] = math.inf
@@ -198,7 +198,7 @@ def test_a_gradient_that_is_not_finite_is_noticed():
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 
 
-def test_evaluation_is_the_mean_over_all_tokens_of_unequal_batches_and_leaves_no_trace():
+def test_evaluation_is_the_mean_over_all_tokens_of_unequal_batches_and_has_no_side_effects():
     model, _ = model_of(z_loss=0.5)
     batches = [*split(masked_batch(), 3), masked_batch(seed=5)]
     logits = torch.cat([model(b.input_ids) for b in batches]).double()

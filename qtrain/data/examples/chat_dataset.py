@@ -1,9 +1,9 @@
-"""Dataset type `chat`: conversations, written as text by the tokenizer's chat template or by a named one.
+"""Dataset type `chat`: conversations, rendered as text by the tokenizer's chat template or by a named one.
 
-Which text is the assistant's is worked out from the template itself: a conversation is rendered up to each of its
-turns, with the opening of an answer (`add_generation_prompt`) and with the answer, and the difference is what the
-assistant is to write. That holds for every template that only ever appends; one that rewrites earlier turns is refused.
-Templates run in transformers' sandbox.
+The assistant's text is found by rendering: each conversation is rendered up to each of the assistant's turns, once with
+the opening of the answer (`add_generation_prompt`) and once with the answer; the difference is trained on. That holds
+for every template that only appends. One that rewrites earlier turns is refused. Templates run in transformers'
+sandbox.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qtrain.checks import shown
-from qtrain.data.examples.examples import ExampleDataset, Part, Renderer
+from qtrain.data.examples.examples import ExampleDataset, Renderer, Segment
 from qtrain.data.stream import DATASETS
 from qtrain.data.tokenizers.tokenizer import Tokenizer
 from qtrain.errors import UserError, unknown_name
@@ -24,19 +24,19 @@ CHAT_TEMPLATES = {
 }
 """Named templates, for tokenizers that have none."""
 
-ROLES = {"human": "user", "gpt": "assistant"}
-"""Other words for roles (ShareGPT's)."""
+ROLE_ALIASES = {"human": "user", "gpt": "assistant"}
+"""ShareGPT's names of roles."""
 
 
 @DATASETS.register("chat")
 @dataclass(frozen=True)
 class ChatDataset(ExampleDataset):
-    """Conversations through the tokenizer's chat template or a named one; only the assistant's turns are learned
-
-    `messages` names the column: a list of {"role", "content"} or of {"from", "value"}."""
+    """Conversations, rendered by the tokenizer's chat template or a named one; only assistant turns are trained on"""
 
     template: str | None = None
+    """name of a chat template, such as chatml; null: the tokenizer's own"""
     messages: str = "messages"
+    """column of the conversation, a list of {"role", "content"} or {"from", "value"}"""
 
     def renderer(self, tokenizer: Tokenizer, flag: str) -> Renderer:
         if self.template is not None and self.template not in CHAT_TEMPLATES:
@@ -51,7 +51,7 @@ class ChatDataset(ExampleDataset):
 
 
 class ChatRenderer(Renderer):
-    """Parts in turn: what the assistant reads, what it writes."""
+    """Segments that alternate: what the assistant reads, what it writes."""
 
     def __init__(self, template: str, column: str, tokenizer: Tokenizer, flag: str):
         self._template, self._column, self._flag = template, column, flag
@@ -59,27 +59,28 @@ class ChatRenderer(Renderer):
         ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
         self._tokens = {name: "" if i is None else tokenizer.decode([i]) for name, i in ids.items()}
 
-    def parts(self, row: Mapping[str, Any]) -> list[Part]:
+    def segments(self, row: Mapping[str, Any]) -> list[Segment]:
         messages = self._messages(row[self._column])
-        whole, parts, at = self._render(messages, False), [], 0
-        for number, message in enumerate(messages):
+        whole, segments, at = self._render(messages, False), [], 0
+        for turn, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            start = self._render(messages[:number], True)
-            end = self._render(messages[: number + 1], False)
+            start = self._render(messages[:turn], True)
+            end = self._render(messages[: turn + 1], False)
             if not (whole.startswith(end) and end.startswith(start) and len(start) >= at):
                 raise UserError(
                     f"{self._flag}: this chat template rewrites earlier turns, so the assistant's text cannot be told "
                     'apart. Use another, such as "template":"chatml".'
                 )
-            parts += [Part(whole[at : len(start)], False), Part(end[len(start) :], bool(message["content"].strip()))]
+            answered = bool(message["content"].strip())
+            segments += [Segment(whole[at : len(start)], False), Segment(end[len(start) :], answered)]
             at = len(end)
-        return [*parts, Part(whole[at:], False)] if at < len(whole) or not parts else parts
+        return [*segments, Segment(whole[at:], False)] if at < len(whole) or not segments else segments
 
-    def ends(self, parts: Sequence[Part]) -> bool:
-        """A template may write the end token itself."""
+    def needs_end_token(self, segments: Sequence[Segment]) -> bool:
+        """A template may render the end token itself."""
         eos = self._tokens["eos_token"]
-        return parts[-1].trained and not (eos and eos in parts[-1].text)
+        return segments[-1].trained and not (eos and eos in segments[-1].text)
 
     def _messages(self, value: Any) -> list[dict[str, str]]:
         if not isinstance(value, list) or not value or not all(isinstance(m, Mapping) for m in value):
@@ -89,18 +90,18 @@ class ChatRenderer(Renderer):
             role, content = message.get("role") or message.get("from"), message.get("content") or message.get("value")
             if not isinstance(role, str) or not isinstance(content, str | None):
                 raise UserError(f"{self._flag}: a message has no role or no text as content: {shown(dict(message))}.")
-            found.append({"role": ROLES.get(role, role), "content": content or ""})
+            found.append({"role": ROLE_ALIASES.get(role, role), "content": content or ""})
         return found
 
-    def _render(self, messages: Sequence[Mapping[str, str]], opens_answer: bool) -> str:
+    def _render(self, messages: Sequence[Mapping[str, str]], open_answer: bool) -> str:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        if not messages and not opens_answer:
+        if not messages and not open_answer:
             return ""
         try:
             rendered, _ = render_jinja_template(
-                [list(messages)], chat_template=self._template, add_generation_prompt=opens_answer, **self._tokens
+                [list(messages)], chat_template=self._template, add_generation_prompt=open_answer, **self._tokens
             )
         except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)

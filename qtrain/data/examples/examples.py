@@ -1,11 +1,9 @@
-"""Datasets of examples, each with text to read and text to learn to write: what `instruct` and `chat` share.
+"""Datasets of examples, each with text to read and text to train on: what `instruct` and `chat` share.
 
-Rows come through `hub_rows`, from the hub or from local files alike. A window of them is rendered, tokenized and
-arranged into samples at once (`arrange.py`); the samples of a window are then given in a computed order. A position is
-the window's start, the place in it, and what has been counted so far.
-"""
+Rows come through `hub_rows`, from the hub and from local files alike. A window of rows is rendered, tokenized and
+packed into samples together (`example_packing.py`); the samples of a window are then given in a computed order. A
+position is the start of the window, the place in it, and the counts so far."""
 
-import hashlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,23 +13,25 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 
 from qtrain.checks import Range
+from qtrain.data.batch import Sample
+from qtrain.data.columns import valid_unicode
 from qtrain.data.examples.example_packing import Example, pack, pad
+from qtrain.data.files import split_of
 from qtrain.data.hub_rows import RowReader, RowSource
 from qtrain.data.permutation import Permutation
-from qtrain.data.stream import Dataset, Sample, Stream, StreamContext, check_position, run_tokenizer
-from qtrain.data.text.documents import valid_unicode
+from qtrain.data.stream import Dataset, Stream, StreamContext, check_position, checked_tokenizer
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from qtrain.errors import UserError
 
-FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-"""Endings of local files, and what `datasets` calls them."""
+READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+"""Suffix of a local file -> the name of its reader in `datasets`."""
 
 COUNTS = ("read", "dropped", "cut", "empty")
-"""Examples read; too long and left out; too long and cut; without anything to learn, and left out."""
+"""Examples read; too long and dropped; too long and cut; without anything to train on, and dropped."""
 
 
-class Part(NamedTuple):
-    """A stretch of an example's text; `trained`: whether it is to be learned."""
+class Segment(NamedTuple):
+    """A stretch of an example's text. trained: whether it is trained on."""
 
     text: str
     trained: bool
@@ -39,23 +39,34 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class ExampleDataset(Dataset):
-    """The options that every dataset of examples has; a further one says how a row becomes parts of text."""
+    """The options of every dataset of examples; a subclass defines how a row becomes segments of text."""
 
     dataset: str
+    """hub id; a local .jsonl, .json, .csv or .parquet file or glob; or a file format with data_files"""
     tokenizer: str | None = None
+    """name, file, folder or hub id of the tokenizer; null: the model's"""
     subset: str | None = None
+    """subset (configuration) of the dataset"""
     split: str = "train"
+    """split of the dataset; a local file has only train"""
     data_files: str | list[str] | dict[str, str | list[str]] | None = None
+    """files or globs, or an object of them by split"""
     part: Literal["all", "train", "validation"] = "all"
+    """which examples of the split, by a hash of their prompt"""
     validation_fraction: Annotated[float, Range(0, 1)] = 0.05
+    """share of the examples in the validation part"""
     train_on_all: bool = False
+    """train on prompts too"""
     too_long: Literal["drop", "cut"] = "drop"
+    """what happens to examples of more than seq_len+1 tokens"""
     begin_token: bool = False
+    """start each example with the tokenizer's begin token"""
     window: Annotated[int, Range(1)] = 1024
+    """rows that are packed and shuffled together"""
 
     @abstractmethod
     def renderer(self, tokenizer: Tokenizer, flag: str) -> "Renderer":
-        """What turns rows into parts. UserError for options that cannot be used."""
+        """What turns rows into segments. UserError for options that cannot be used."""
 
     def load_tokenizer(self, flag: str) -> Tokenizer | None:
         return None if self.tokenizer is None else load_tokenizer(self.tokenizer, flag)
@@ -63,57 +74,58 @@ class ExampleDataset(Dataset):
     def open(self, ctx: StreamContext, flag: str) -> Stream:
         return ExampleStream(*self._reader(ctx, flag), ctx, self, flag)
 
-    def records(self, ctx: StreamContext, flag: str) -> Iterator[list[Part]]:
-        """The examples of one epoch as text, those of this rank."""
+    def examples(self, ctx: StreamContext, flag: str) -> Iterator[list[Segment]]:
+        """This rank's examples of one epoch as text."""
         reader, renderer, _ = self._reader(ctx, flag)
         cursor = reader.first_cursor()
         while cursor["epoch"] == 0:
             rows, cursor = reader.read(cursor, self.window)
-            yield from (parts for row in rows if self.takes(parts := renderer.parts(row)) and any_answer(parts))
+            yield from filter(has_target, self.render(rows, renderer))
 
-    def takes(self, parts: Sequence[Part]) -> bool:
-        """Whether an example is in the chosen part: by a hash of its prompt, so that no other row can move it."""
-        if self.part == "all":
-            return True
-        digest = hashlib.sha256(parts[0].text.encode()).digest()
-        in_validation = int.from_bytes(digest[:8], "little") / 2**64 < self.validation_fraction
-        return in_validation == (self.part == "validation")
+    def render(self, rows: Sequence[Mapping[str, Any]], renderer: "Renderer") -> Iterator[list[Segment]]:
+        """The segments of the rows that are in `part`."""
+        for row in rows:
+            segments = [Segment(valid_unicode(text), trained) for text, trained in renderer.segments(row)]
+            if self.part == "all" or split_of(segments[0].text, self.validation_fraction) == self.part:
+                yield segments
 
     def _reader(self, ctx: StreamContext, flag: str) -> tuple[RowReader, "Renderer", Tokenizer]:
         name = self.tokenizer if ctx.tokenizer is None or self.tokenizer else ctx.tokenizer.name
         if name is None:
             raise UserError(f'{flag}: it does not say its tokenizer; add "tokenizer":"NAME" to it.')
-        tokenizer = run_tokenizer(name, ctx, flag)
+        tokenizer = checked_tokenizer(name, ctx, flag)
         renderer = self.renderer(tokenizer, flag)
         dataset, files = self.dataset, self.data_files
-        if files is None and Path(dataset).suffix in FORMATS:  # a local file stands for itself
-            dataset, files = FORMATS[Path(dataset).suffix], dataset
+        if files is None and Path(dataset).suffix in READERS:  # a local file
+            dataset, files = READERS[Path(dataset).suffix], dataset
         source = RowSource(dataset, self.subset, self.split, renderer.columns, files, records=True)
         return RowReader(source, ctx.seed, ctx.shuffle, ctx.rank, ctx.world, flag), renderer, tokenizer
 
 
 class Renderer:
-    """Rows to parts of text."""
+    """Turns rows into segments of text."""
 
     columns: tuple[str, ...]
 
-    def parts(self, row: Mapping[str, Any]) -> list[Part]:
-        """The example's text, in order; the first part is its prompt. UserError for a row that cannot be used."""
+    def segments(self, row: Mapping[str, Any]) -> list[Segment]:
+        """The example's text in order; the first segment is its prompt. UserError for a row that cannot be used."""
         raise NotImplementedError
 
-    def ends(self, parts: Sequence[Part]) -> bool:
-        """Whether the tokenizer's end token is still to be put after them."""
+    def needs_end_token(self, segments: Sequence[Segment]) -> bool:
+        """Whether the tokenizer's end token is to be appended."""
         return True
 
 
-def any_answer(parts: Sequence[Part]) -> bool:
-    return any(part.trained and part.text.strip() for part in parts)
+def has_target(segments: Sequence[Segment]) -> bool:
+    """Whether there is any text to train on."""
+    return any(segment.trained and segment.text.strip() for segment in segments)
 
 
 class ExampleStream(Stream):
-    """Samples of arranged windows, without end, or until `ctx.epochs` are over.
+    """Samples of packed windows.
 
-    Position: RowReader's cursor of the window, `at`, the place in it, and COUNTS, with those of a window begun."""
+    Position: RowReader's cursor of the window's start, `at`, the place in it, and COUNTS, those of a started window
+    included."""
 
     def __init__(
         self,
@@ -139,11 +151,11 @@ class ExampleStream(Stream):
     def _start(self, cursor: dict[str, Any], at: int, counts: dict[str, int]) -> None:
         self._cursor, self._at, self._counts = cursor, 0, counts
         self._samples: list[Sample] = []
-        self._barren: bool | None = None  # whether no example could be used since an epoch's start; None: one could
+        self._unusable: bool | None = None  # whether no example was usable since an epoch's start; None: one was
         if at:
             self._samples, self._after, _ = self._window(cursor)
             if at >= len(self._samples):
-                raise UserError(f"{self._flag}: cannot resume: the data have fewer examples here now.")
+                raise UserError(f"{self._flag}: cannot resume: the data now have fewer examples here.")
             self._at = at
 
     def position(self) -> dict[str, Any]:
@@ -170,26 +182,26 @@ class ExampleStream(Stream):
         self._samples, self._after, counts = self._window(start)
         self._counts = {key: self._counts[key] + counts[key] for key in COUNTS}
         if self._samples:
-            self._barren = None
+            self._unusable = None
             return
         self._cursor = self._after
-        if self._barren is None:
-            self._barren = start["shard"] == start["row"] == 0
+        if self._unusable is None:
+            self._unusable = start["shard"] == start["row"] == 0
         if self._after["epoch"] > start["epoch"]:
-            if self._barren:
-                raise self._nothing()
-            self._barren = True
+            if self._unusable:
+                raise self._no_usable_example()
+            self._unusable = True
 
-    def _nothing(self) -> UserError:
+    def _no_usable_example(self) -> UserError:
         counts, length = self._counts, self._ctx.seq_len + 1
         why = [f"{counts['empty']} have nothing to learn"] if counts["empty"] else []
         why += [f"{counts['dropped']} are longer than seq_len+1 = {length} tokens"] if counts["dropped"] else []
         why += [f"none is in the part {self._options.part!r}"] if not counts["read"] else []
-        fix = "Raise --seq_len, or set too_long to 'cut'." if counts["dropped"] else "Give other data."
+        fix = "Raise --seq_len, or set too_long to 'cut'." if counts["dropped"] else "Use other data."
         return UserError(f"{self._flag}: of {counts['read']} examples none can be used: {', '.join(why)}. {fix}")
 
     def _window(self, cursor: Mapping[str, Any]) -> tuple[list[Sample], dict[str, Any], dict[str, int]]:
-        """The samples of the window that starts at `cursor`, the cursor after it, and what it counts."""
+        """The samples of the window that starts at `cursor`, the cursor after it, and its counts."""
         ctx = self._ctx
         rows, after = self._reader.read(cursor, self._options.window)
         examples, counts = self._examples(rows)
@@ -202,35 +214,32 @@ class ExampleStream(Stream):
         order = range(len(groups))
         if ctx.shuffle:
             order = Permutation(len(groups), ctx.seed, cursor["epoch"], cursor["shard"], cursor["row"]).all().tolist()
-        return [sample for number in order for sample in groups[number]], after, counts
+        return [sample for index in order for sample in groups[index]], after, counts
 
     def _examples(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[Example], dict[str, int]]:
         counts, longest = dict.fromkeys(COUNTS, 0), self._ctx.seq_len + 1
-        kept: list[list[Part]] = []
-        for row in rows:
-            parts = [Part(valid_unicode(text), trained) for text, trained in self._renderer.parts(row)]
-            if self._options.takes(parts):
-                counts["read"] += 1
-                counts["empty"] += not any_answer(parts)
-                kept += [parts] if any_answer(parts) else []
-        encoded = iter(self._tokenizer.encode_batch([part.text for parts in kept for part in parts]))
+        rendered = list(self._options.render(rows, self._renderer))
+        usable = list(filter(has_target, rendered))
+        counts |= {"read": len(rendered), "empty": len(rendered) - len(usable)}
+        encoded = iter(self._tokenizer.encode_batch([segment.text for segments in usable for segment in segments]))
         examples = []
-        for parts in kept:
-            example = self._example(parts, [next(encoded) for _ in parts])
+        for segments in usable:
+            example = self._example(segments, [next(encoded) for _ in segments])
             if len(example.ids) > longest:
                 example = example.cut(longest)
-                usable = self._options.too_long == "cut" and example.trained[1:].any()
-                counts["cut" if usable else "dropped"] += 1
-                if not usable:
+                kept = self._options.too_long == "cut" and bool(example.trained[1:].any())
+                counts["cut" if kept else "dropped"] += 1
+                if not kept:
                     continue
             examples.append(example)
         return examples, counts
 
-    def _example(self, parts: Sequence[Part], encoded: Sequence[list[int]]) -> Example:
-        """The ids of an example's parts, between the begin token, if asked for, and the end token."""
+    def _example(self, segments: Sequence[Segment], encoded: Sequence[list[int]]) -> Example:
+        """The ids of an example's segments, between the begin token, if asked for, and the end token."""
         begin = [self._tokenizer.bos_id] if self._options.begin_token and self._tokenizer.bos_id is not None else []
-        end = [self._tokenizer.eos_id] if self._renderer.ends(parts) else []
-        ids = [begin, *encoded, end]
-        trained = [self._options.train_on_all, *(part.trained or self._options.train_on_all for part in parts), True]
-        mask = [flag for flag, of_part in zip(trained, ids, strict=True) for _ in of_part]
-        return Example(np.array([i for of_part in ids for i in of_part], dtype=np.int64), np.array(mask, dtype=bool))
+        end = [self._tokenizer.eos_id] if self._renderer.needs_end_token(segments) else []
+        everything = self._options.train_on_all
+        stretches = [(begin, everything), *zip(encoded, (s.trained or everything for s in segments), strict=True)]
+        stretches.append((end, True))
+        ids = np.array([i for stretch, _ in stretches for i in stretch], dtype=np.int64)
+        return Example(ids, np.array([trained for stretch, trained in stretches for _ in stretch], dtype=bool))

@@ -1,10 +1,10 @@
-"""Dataset type `instruct`: rows whose columns a template makes into a prompt and its answer."""
+"""Dataset type `instruct`: a template turns the columns of a row into a prompt and its answer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qtrain.data.examples.examples import ExampleDataset, Part, Renderer
+from qtrain.data.examples.examples import ExampleDataset, Renderer, Segment
 from qtrain.data.examples.templates import Template, make_template
 from qtrain.data.stream import DATASETS
 from qtrain.data.tokenizers.tokenizer import Tokenizer
@@ -13,23 +13,22 @@ from qtrain.data.tokenizers.tokenizer import Tokenizer
 @DATASETS.register("instruct")
 @dataclass(frozen=True)
 class InstructDataset(ExampleDataset):
-    """Prompts and answers made from columns by a template; only answers are learned
-
-    `dataset` is a hub id, a local .jsonl, .json, .csv or .parquet file or glob, or a format with `data_files`."""
+    """Prompts and answers that a template makes from columns; only answers are trained on"""
 
     dataset: str = "meta-math/MetaMathQA"
     template: str | dict[str, Any] = "metamathqa"
+    """alpaca, gsm8k, metamathqa, or {"prompt": "... {column} ...", "answer": "{column}"}"""
 
     def renderer(self, tokenizer: Tokenizer, flag: str) -> Renderer:
         return InstructRenderer(make_template(self.template, f"{flag}.template"), flag)
 
 
 class InstructRenderer(Renderer):
-    """A prompt and an answer; the end token follows."""
+    """A prompt and an answer, then the end token."""
 
     def __init__(self, template: Template, flag: str):
         self._template, self._flag, self.columns = template, flag, template.columns
 
-    def parts(self, row: Mapping[str, Any]) -> list[Part]:
+    def segments(self, row: Mapping[str, Any]) -> list[Segment]:
         prompt, answer = self._template.fill(row, self._flag)
-        return [Part(prompt, False), Part(answer, True)]
+        return [Segment(prompt, False), Segment(answer, True)]

@@ -1,7 +1,7 @@
-"""How the columns of a row become a prompt and an answer: templates with column names in braces, filled in as text.
+"""Templates that turn the columns of a row into a prompt and an answer: text with column names in braces.
 
-A template is read once. What stands in braces is a column's name and nothing else: no attributes, no indices, no
-formats, so a template can do nothing but put text into text.
+A template is parsed once. Braces contain the name of a column and nothing else, no attributes, indices or formats, so a
+template cannot do more than insert text.
 """
 
 import string
@@ -30,21 +30,21 @@ PRESETS: dict[str, dict[str, Any]] = {
         "answer": "{response}",
     },
 }
-"""Named templates. `prompt_without` has the prompt of rows whose column of that name is empty."""
+"""Named templates. `prompt_without`: column -> the prompt of rows in which that column is empty."""
 
 
 class Text:
-    """A template that has been read: literal text and columns in turn."""
+    """A parsed template: literal text and columns, alternating."""
 
     def __init__(self, template: Any, where: str):
         if not isinstance(template, str):
             raise UserError(f"{where}: {template!r} is not allowed; it must be text with {{column}} names in it.")
-        self._parts: list[tuple[str, str | None]] = []
+        self._fields: list[tuple[str, str | None]] = []
         try:
             for literal, name, spec, conversion in string.Formatter().parse(template):
                 if name is not None and (spec or conversion or not name or set(name) & set(".[]{}")):
-                    raise ValueError(f"only a column's name may stand in braces, not {name!r}")
-                self._parts.append((literal, name))
+                    raise ValueError(f"braces may contain only the name of a column, not {name!r}")
+                self._fields.append((literal, name))
         except ValueError as error:
             raise UserError(
                 f"{where}: the template is broken: {error}. A brace itself is written {{{{ or }}}}."
@@ -52,16 +52,16 @@ class Text:
 
     @property
     def columns(self) -> list[str]:
-        return [name for _, name in self._parts if name is not None]
+        return [name for _, name in self._fields if name is not None]
 
     def fill(self, row: Mapping[str, Any], where: str) -> str:
-        """The text for a row; an empty column (null) is no text. UserError for a column that holds no text."""
-        return "".join(literal + (_text(row, name, where) if name else "") for literal, name in self._parts)
+        """The text for a row; null columns are empty. UserError for a column that does not hold text."""
+        return "".join(literal + (_text(row, name, where) if name else "") for literal, name in self._fields)
 
 
 @dataclass(frozen=True)
 class Template:
-    """What is asked and what is to be answered."""
+    """The prompt and the answer."""
 
     prompt: Text
     answer: Text
@@ -69,7 +69,7 @@ class Template:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Every column that is read, each once."""
+        """The columns that are read, each once."""
         texts = [self.prompt, self.answer, *self.prompt_without.values()]
         return tuple(dict.fromkeys(name for text in texts for name in text.columns))
 
@@ -80,7 +80,7 @@ class Template:
 
 
 def make_template(spec: str | Mapping[str, Any], flag: str) -> Template:
-    """The preset called `spec`, or one's own: {"prompt": ..., "answer": ...}. Raises UserError naming `flag`."""
+    """The preset called `spec`, or the template {"prompt": ..., "answer": ...}. Raises UserError naming `flag`."""
     if isinstance(spec, str):
         if spec not in PRESETS:
             raise unknown_name(flag, "template", spec, PRESETS, 'Or write {"prompt": "...", "answer": "..."}.')

@@ -1,8 +1,8 @@
-"""From a decoded image to what a model sees: timm's transforms, and timm's mixup over a micro-batch.
+"""From a decoded image to the model's input: timm's transforms, and timm's mixup over a micro-batch.
 
-timm draws from Python's, numpy's and torch's global generators. Here every image, at every epoch, has a seed of its
-own, and the generators are put back afterwards. So an image's augmentation depends on nothing else: not on how many
-processes share the work, not on where a run was resumed; and the model's own draws (dropout) do not notice it.
+timm draws from the global generators of Python, numpy and torch. Here each (image, epoch) has its own seed, and the
+generators are restored afterwards. So an augmentation does not depend on the number of processes or on where a run was
+resumed, and does not change the model's own draws (dropout).
 """
 
 import contextlib
@@ -25,32 +25,32 @@ Share = Annotated[float, Range(0, 1)]
 
 @dataclass(frozen=True)
 class Augmentation:
-    """The keys of `--augment`; names and meanings are timm's."""
+    """The keys of `--augment`, with timm's names and meanings."""
 
     auto_augment: str | None = None
-    """Policy, such as rand-m9-mstd0.5-inc1 (RandAugment), augmix-m3-w3 or original."""
+    """policy, such as rand-m9-mstd0.5-inc1 (RandAugment), augmix-m3-w3 or original"""
     scale: tuple[float, float] = (0.08, 1.0)
-    """Share of the image's area that a random crop takes, smallest and largest."""
+    """range of a random crop's area, as a fraction of the image's"""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    """Aspect ratio of a random crop, smallest and largest."""
+    """range of a random crop's aspect ratio"""
     hflip: Share = 0.5
-    """Probability of a horizontal flip."""
+    """probability of a horizontal flip"""
     vflip: Share = 0.0
-    """Probability of a vertical flip."""
+    """probability of a vertical flip"""
     color_jitter: Annotated[float, Range(0, 10)] = 0.4
-    """Strength of changes in brightness, contrast and saturation, where there is no auto_augment."""
+    """strength of changes in brightness, contrast and saturation, without auto_augment"""
     re_prob: Share = 0.0
-    """Probability that a rectangle is erased."""
+    """probability that a random rectangle is erased"""
     mixup: Annotated[float, Range(0, 100)] = 0.0
-    """Alpha of mixup; 0: none."""
+    """alpha of mixup; 0: none"""
     cutmix: Annotated[float, Range(0, 100)] = 0.0
-    """Alpha of CutMix; 0: none. With both, each micro-batch gets one of them."""
+    """alpha of CutMix; 0: none; with mixup too, each micro-batch gets one of the two"""
     mixup_prob: Share = 1.0
-    """Share of the micro-batches that are mixed."""
+    """fraction of the micro-batches that are mixed"""
     label_smoothing: Annotated[float, Range(0, 1)] = 0.0
-    """Share of the target that is spread over all classes."""
+    """fraction of the target that is spread over all classes"""
     crop_pct: Annotated[float, Range(0.1, 1)] | None = None
-    """Share of the image that evaluation looks at, from its middle; none: the model's own."""
+    """side of the center crop in evaluation, as a fraction of the image's; none: the model's own"""
 
     @property
     def mixes(self) -> bool:
@@ -58,7 +58,7 @@ class Augmentation:
 
 
 def make_augmentation(options: Mapping[str, Any] | None, flag: str = "--augment") -> Augmentation:
-    """A checked augmentation from the flag's JSON."""
+    """The augmentation that the flag's JSON describes. UserError naming `flag` for options that are not allowed."""
     chosen = Augmentation(**check_fields(Augmentation, options or {}, flag))
     for name, (low, high) in (("scale", chosen.scale), ("ratio", chosen.ratio)):
         if not 0 < low <= high < float("inf") or (name == "scale" and high > 1):
@@ -68,15 +68,15 @@ def make_augmentation(options: Mapping[str, Any] | None, flag: str = "--augment"
 
 
 @contextlib.contextmanager
-def generators_kept() -> Iterator[None]:
-    """Inside, the global generators of the CPU may be seeded at will; afterwards they are as they were."""
-    python, numpy, of_torch = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+def restored_generators() -> Iterator[None]:
+    """Restores the state of the global CPU generators (Python, numpy, torch) on exit."""
+    python, numpy, torch_state = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-        torch.default_generator.set_state(of_torch)
+        torch.default_generator.set_state(torch_state)
 
 
 def seed_generators(*parts: int) -> None:
@@ -88,13 +88,13 @@ def seed_generators(*parts: int) -> None:
 
 
 class ImageTransform:
-    """PIL image -> float32 [C, H, W], as the model wants it.
+    """PIL image -> float32 [C, H, W], the model's input.
 
-    data_config: the model's own (`input_size`, `mean`, `std`, `interpolation`, `crop_pct`, `crop_mode`).
+    data_config: the model's `input_size`, `mean`, `std`, `interpolation`, `crop_pct` and `crop_mode`.
     """
 
     def __init__(self, data_config: Mapping[str, Any], augmentation: Augmentation | None, flag: str = "--augment"):
-        """augmentation: None for evaluation. UserError where timm does not know its policy."""
+        """augmentation: None for evaluation. UserError for a policy that timm does not know."""
         from timm.data import create_transform
 
         self.mode = {1: "L", 3: "RGB"}[data_config["input_size"][0]]
@@ -104,7 +104,7 @@ class ImageTransform:
             names = ("auto_augment", "scale", "ratio", "hflip", "vflip", "color_jitter", "re_prob")
             options |= {"is_training": True, **{name: getattr(augmentation, name) for name in names}}
         try:
-            with generators_kept():
+            with restored_generators():
                 self._transform: Callable[[Image.Image], Tensor] = create_transform(**options)
         except (AssertionError, KeyError, ValueError, IndexError, AttributeError, NotImplementedError):
             policy = shown(augmentation.auto_augment if augmentation else None)
@@ -117,7 +117,7 @@ class ImageTransform:
 
 
 class Mixer:
-    """Labels of a micro-batch -> targets over all classes; with mixup or CutMix the images are mixed too, in place."""
+    """Labels of a micro-batch -> targets over all classes; mixup and CutMix also mix the images, in place."""
 
     def __init__(self, augmentation: Augmentation, classes: int):
         from timm.data import Mixup
@@ -133,7 +133,7 @@ class Mixer:
         self._smoothing, self._classes, self._mixes = augmentation.label_smoothing, classes, augmentation.mixes
 
     def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """images [B, C, H, W], labels int64 [B] -> (images, targets fp32 [B, classes]); B even where it mixes."""
+        """images [B, C, H, W], labels int64 [B] -> (images, targets fp32 [B, classes]); mixing needs an even B."""
         from timm.data.mixup import mixup_target
 
         if self._mixes:

@@ -1,4 +1,4 @@
-"""Images as files: a folder for each class."""
+"""Image files in one folder per class."""
 
 import os
 from dataclasses import dataclass
@@ -18,19 +18,20 @@ class _Folder(Images):
         self.classes, self.labels = tuple(classes), np.array(labels, np.int64)
         self._root, self._files, self._flag = root, files, flag
 
-    def read(self, number: int) -> Image.Image:
-        path = self._root / self._files[number]
+    def read(self, index: int) -> Image.Image:
+        path = self._root / self._files[index]
         return decode(path, str(path), self._flag)
 
 
 @IMAGE_SETS.register("image_folder")
 @dataclass(frozen=True)
 class ImageFolder(ImageSet):
-    """Image files in a folder for each class, at any depth below it: path/[split/]class/**/file."""
+    """Image files in one folder per class, at any depth below it: path/[split/]class/**/file"""
 
     path: str
+    """folder of the classes, or of the splits"""
     split: str | None = None
-    """A folder between `path` and the classes, such as train or validation."""
+    """folder between path and the classes, such as train or validation"""
 
     def open(self, flag: str) -> Images:
         root = Path(self.path).expanduser()
@@ -43,7 +44,7 @@ class ImageFolder(ImageSet):
             root /= self.split
         classes = sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
         if not classes:
-            raise UserError(f"{flag}: {root} holds no folders; images lie in one folder for each class.")
+            raise UserError(f"{flag}: {root} holds no folders; there must be one folder per class.")
         files: list[str] = []
         labels: list[int] = []
         for label, name in enumerate(classes):
@@ -58,7 +59,7 @@ class ImageFolder(ImageSet):
 
 
 def _image_files(folder: Path) -> list[str]:
-    """Paths of the image files below a folder, in an order that is the same on every machine."""
+    """Paths of the image files below a folder, in the same order on every machine."""
     found = []
     for where, folders, names in os.walk(folder):
         folders.sort()

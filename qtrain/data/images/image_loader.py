@@ -1,14 +1,14 @@
-"""Micro-batches of images. Each is a function of its number alone, so that any process can make any of them.
+"""Micro-batches of images. Each is a function of its index alone, so any process can produce any of them.
 
-An epoch is a permutation of the images, cut to whole batches; what is left over differs from epoch to epoch. A position
-is the epoch and the number of images read in it. With `num_workers` 0 images are decoded ahead by threads and augmented
-where the batch is asked for; with N, process n of N makes every N-th micro-batch whole.
+An epoch is a permutation of the images, truncated to whole batches; the remainder differs from epoch to epoch. A
+position is the epoch and the number of images read in it. With `num_workers` 0 images are decoded ahead by threads and
+augmented where the batch is asked for, because augmentation draws from global generators. With N, process n of N
+produces the micro-batches n, n + N, ....
 """
 
 import itertools
-from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,24 +16,24 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from qtrain.data.images.augment import ImageTransform, Mixer, generators_kept, seed_generators
+from qtrain.data.batch import TensorBatch
+from qtrain.data.images.augment import ImageTransform, Mixer, restored_generators, seed_generators
 from qtrain.data.images.images import Images
 from qtrain.data.permutation import Permutation
-from qtrain.data.prefetch import PrefetchLoader, PrefetchProcess
-from qtrain.data.stream import TensorBatch
-from qtrain.errors import UserError
+from qtrain.data.prefetch import PrefetchLoader, PrefetchProcess, PrefetchThread
+from qtrain.data.stream import check_position
 
 Item = tuple["ImageBatch", dict[str, int]]
 
-DECODED_AHEAD = 2
-"""Micro-batches that threads decode, or a process makes, ahead of time."""
+PREFETCH = 2
+"""Micro-batches that are decoded ahead, or produced ahead by a process."""
 DECODING_THREADS = 4
-MIXING = 1  # tells the seeds of mixing from those of single images
+MIXING = 1  # separates the seeds of mixing from those of images
 
 
 @dataclass(frozen=True)
 class ImageBatch(TensorBatch):
-    """`images` [B, C, H, W]; `targets` fp32 [B, classes]: how much of each class; a label alone is a single 1."""
+    """`images` [B, C, H, W]. `targets` fp32 [B, classes]: the weight of each class; one-hot for a plain label."""
 
     images: Tensor
     targets: Tensor
@@ -49,7 +49,7 @@ class ImageBatch(TensorBatch):
 
 
 class BatchMaker:
-    """Makes the micro-batch of any number."""
+    """Produces the micro-batch of any index."""
 
     def __init__(
         self, images: Images, transform: ImageTransform, mixer: Mixer, seed: int, micro_batch_size: int, batch_size: int
@@ -58,101 +58,69 @@ class BatchMaker:
         self._transform, self._mixer = transform, mixer
         self.per_epoch = len(images) // batch_size * (batch_size // micro_batch_size)
 
-    def numbers(self, number: int) -> list[int]:
-        """The images of micro-batch `number`."""
-        epoch, place = divmod(number, self.per_epoch)
+    def members(self, index: int) -> list[int]:
+        """The images of micro-batch `index`."""
+        epoch, place = divmod(index, self.per_epoch)
         order = Permutation(len(self.images), self.seed, epoch)
         return [order(i) for i in range(place * self.micro_batch_size, (place + 1) * self.micro_batch_size)]
 
-    def decode(self, number: int) -> list[Image.Image]:
-        return [self.images.read(i) for i in self.numbers(number)]
+    def decode(self, index: int) -> list[Image.Image]:
+        return [self.images.read(i) for i in self.members(index)]
 
-    def make(self, number: int, decoded: list[Image.Image]) -> ImageBatch:
-        """Micro-batch `number` of its decoded images."""
-        epoch, chosen = number // self.per_epoch, self.numbers(number)
-        with generators_kept():
+    def make(self, index: int, decoded: list[Image.Image]) -> Item:
+        """Micro-batch `index` from its decoded images, and the position after it."""
+        epoch, members = index // self.per_epoch, self.members(index)
+        with restored_generators():
             tensors = []
-            for i, image in zip(chosen, decoded, strict=True):
+            for i, image in zip(members, decoded, strict=True):
                 seed_generators(self.seed, epoch, i)
                 tensors.append(self._transform(image))
-            seed_generators(self.seed, number, MIXING, len(self.images))
-            labels = torch.from_numpy(self.images.labels[chosen])
-            return ImageBatch(*self._mixer(torch.stack(tensors), labels))
+            seed_generators(self.seed, index, MIXING, len(self.images))
+            labels = torch.from_numpy(self.images.labels[members])
+            batch = ImageBatch(*self._mixer(torch.stack(tensors), labels))
+        return batch, self.position(index + 1)
 
-    def position(self, number: int) -> dict[str, int]:
-        """Where micro-batch `number` begins."""
-        epoch, place = divmod(number, self.per_epoch)
-        at = {"epoch": epoch, "image": place * self.micro_batch_size}
-        return at | {"images": len(self.images), "batch_size": self.batch_size, "seed": self.seed}
+    def position(self, index: int) -> dict[str, int]:
+        """Where micro-batch `index` starts."""
+        epoch, place = divmod(index, self.per_epoch)
+        return {"epoch": epoch, "image": place * self.micro_batch_size, **self._fixed}
+
+    @property
+    def _fixed(self) -> dict[str, int]:
+        """What the order of the images depends on."""
+        return {"images": len(self.images), "batch_size": self.batch_size, "seed": self.seed}
 
     def find(self, position: Mapping[str, Any], flag: str) -> int:
-        """The number of the micro-batch at `position`. UserError where another set, seed or batch size gave it."""
-        own = self.position(0)
-        for key in ("images", "batch_size", "seed"):
-            if position.get(key) != own[key]:
-                was = position.get(key)
-                raise UserError(
-                    f"{flag}: cannot resume: the position was saved with {key} {was}, now it is {own[key]}."
-                )
+        """The index of the micro-batch at `position`. UserError for one of another set, seed or batch size."""
+        check_position(position, self._fixed, flag)
         return position["epoch"] * self.per_epoch + position["image"] // self.micro_batch_size
 
 
 class ImageLoader(PrefetchLoader):
-    """Iterates (ImageBatch, position after it), for ever."""
+    """Iterates (ImageBatch, position after it), without end."""
 
     def __init__(
         self, maker: BatchMaker, flag: str, *, num_workers: int = 0, position: Mapping[str, Any] | None = None
     ):
         start = 0 if position is None else maker.find(position, flag)
-        super().__init__(_Processes(maker, start, num_workers) if num_workers else _Threads(maker, start))
+        if num_workers:
+            ranges = [(maker, start + n, num_workers) for n in range(num_workers)]
+            super().__init__([PrefetchProcess(_every_nth, args, PREFETCH) for args in ranges])
+        else:
+            # One waits in the queue and one to be put into it.
+            decoded = PrefetchThread(_decoded(maker, start), PREFETCH - 1)
+            super().__init__([decoded], finish=lambda item: maker.make(*item))
 
 
-class _Threads:
-    """Decodes ahead in threads, which draw no random number; the rest happens in the caller's."""
-
-    def __init__(self, maker: BatchMaker, start: int):
-        self._maker, self._number = maker, start
-        self._pool = ThreadPoolExecutor(DECODING_THREADS, "data")
-        self._ahead: deque[list[Future[Image.Image]]] = deque()
-        for number in range(start, start + DECODED_AHEAD):
-            self._submit(number)
-
-    def _submit(self, number: int) -> None:
-        read = self._maker.images.read
-        self._ahead.append([self._pool.submit(read, i) for i in self._maker.numbers(number)])
-
-    def get(self) -> Item:
-        decoded = [future.result() for future in self._ahead.popleft()]
-        self._submit(self._number + DECODED_AHEAD)
-        batch = self._maker.make(self._number, decoded)
-        self._number += 1
-        return batch, self._maker.position(self._number)
-
-    def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-
-class _Processes:
-    """Process n of N makes micro-batches n, n + N, ...."""
-
-    def __init__(self, maker: BatchMaker, start: int, count: int):
-        self._turn = 0
-        self._processes = [
-            PrefetchProcess(_every_nth, (maker, start + number, count), DECODED_AHEAD) for number in range(count)
-        ]
-
-    def get(self) -> Item:
-        item = self._processes[self._turn % len(self._processes)].get()
-        self._turn += 1
-        return item
-
-    def close(self) -> None:
-        for process in self._processes:
-            process.close()
+def _decoded(maker: BatchMaker, start: int) -> Iterator[tuple[int, list[Image.Image]]]:
+    """(index, decoded images) of the micro-batches from `start` on. Decoding draws no random number."""
+    with ThreadPoolExecutor(DECODING_THREADS, "data") as pool:
+        for index in itertools.count(start):
+            yield index, list(pool.map(maker.images.read, maker.members(index)))
 
 
 def _every_nth(maker: BatchMaker, start: int, stride: int) -> Iterator[Item]:
-    """Micro-batches start, start + stride, ..., made by this process alone."""
+    """The micro-batches start, start + stride, ..., on one thread."""
     torch.set_num_threads(1)
-    for number in itertools.count(start, stride):
-        yield maker.make(number, maker.decode(number)), maker.position(number + 1)
+    for index in itertools.count(start, stride):
+        yield maker.make(index, maker.decode(index))

@@ -1,24 +1,24 @@
-"""Images as rows of a table, through the `datasets` library: a set of the hub, or local parquet files.
+"""Images as rows of a table, through the `datasets` library: a dataset of the hub, or local parquet files.
 
-The library keeps the rows as memory-mapped Arrow files in its cache, so that any row is at hand without reading others.
+The library stores the rows as memory-mapped Arrow files in its cache, which give random access.
 """
 
-import glob
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
 
+from qtrain.data.columns import missing_column
+from qtrain.data.files import as_list, match_globs
 from qtrain.data.hub_rows import RowSource
 from qtrain.data.images.images import IMAGE_SETS, Images, ImageSet, class_names, decode
-from qtrain.data.text.documents import missing_column
 from qtrain.errors import UserError, unknown_name
 
 if TYPE_CHECKING:
     import datasets
 
-FIX = "Check the name, or use images on this machine: the dataset types image_folder, parquet, wds and sklearn:digits."
+FIX = "Check the name, or use local images: the dataset types image_folder, parquet, wds and sklearn:digits."
 
 
 class _Rows(Images):
@@ -43,8 +43,8 @@ class _Rows(Images):
         else:
             raise UserError(f"{flag}: the column {label_column!r} of {what} holds neither whole numbers nor names.")
 
-    def read(self, number: int) -> Image.Image:
-        value, name = self._rows[number][self._column], f"row {number} of {self._what}"
+    def read(self, index: int) -> Image.Image:
+        value, name = self._rows[index][self._column], f"row {index} of {self._what}"
         data = value.get("bytes") if isinstance(value, dict) else value
         if not isinstance(data, bytes):
             raise UserError(f"{self._flag}: {name} has no image bytes in the column {self._column!r}.")
@@ -73,13 +73,18 @@ def _open(source: RowSource, what: str, image_column: str, label_column: str, fl
 @IMAGE_SETS.register("hf_image")
 @dataclass(frozen=True)
 class HubImages(ImageSet):
-    """A set of images on the Hugging Face hub that fits on the disk, by its id; RESISC45 if none is named."""
+    """An image dataset of the Hugging Face hub, downloaded into its cache"""
 
     dataset: str = "timm/resisc45"
+    """hub id"""
     subset: str | None = None
+    """subset (configuration) of the dataset"""
     split: str = "train"
+    """split of the dataset"""
     image_column: str = "image"
+    """column of the images"""
     label_column: str = "label"
+    """column of the labels, whole numbers or names"""
 
     def open(self, flag: str) -> Images:
         source = RowSource(self.dataset, self.subset, self.split, (), None, records=True, fix=FIX)
@@ -89,20 +94,17 @@ class HubImages(ImageSet):
 @IMAGE_SETS.register("parquet")
 @dataclass(frozen=True)
 class ParquetImages(ImageSet):
-    """Local parquet files with a column of image bytes (or {bytes, path}) and one of labels (numbers or names)."""
+    """Local parquet files with a column of image bytes and one of labels"""
 
     paths: str | list[str]
+    """files or globs"""
     image_column: str = "image"
+    """column of the images: bytes, or {bytes, path}"""
     label_column: str = "label"
+    """column of the labels, whole numbers or names"""
 
     def open(self, flag: str) -> Images:
-        patterns = [self.paths] if isinstance(self.paths, str) else self.paths
-        files: list[str] = []
-        for pattern in patterns:
-            found = sorted(glob.glob(pattern, recursive=True))
-            if not found:
-                raise UserError(f"{flag}: {pattern!r} matches no file.")
-            files += found
+        files, patterns = match_globs(self.paths, flag), as_list(self.paths)
         source = RowSource("parquet", None, "train", (), files, records=True)
         what = f"{patterns[0]!r}" if len(patterns) == 1 else f"{len(files)} parquet files"
         return _open(source, what, self.image_column, self.label_column, flag)

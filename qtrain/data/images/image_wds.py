@@ -1,10 +1,9 @@
 """Web datasets: images in tar files, each beside a file of the same stem that holds its label.
 
-A tar file is read through an index of where its members lie, made once when the set is opened. So its images can be
-shuffled over the whole set, and a run resumes at any of them, which a stream through the tar files cannot offer.
+Opening a set indexes the offsets of all members. So images can be shuffled over the whole set and a run can resume at
+any of them, which a stream through the tar files cannot do.
 """
 
-import glob
 import json
 import tarfile
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from qtrain.data.files import match_globs
 from qtrain.data.images.image_folder import ENDINGS
 from qtrain.data.images.images import IMAGE_SETS, Images, ImageSet, class_names, decode
 from qtrain.errors import UserError, unknown_name
@@ -24,14 +24,14 @@ FIX = "Check the name, or give local tar files in paths."
 
 
 class _Tars(Images):
-    """places: int64 [images, 3]: tar file, offset, bytes."""
+    """places: int64 [images, 3]: index of the tar file, offset, size in bytes."""
 
     def __init__(self, files: list[Path], places: np.ndarray, labels: np.ndarray, names: list[str] | None, flag: str):
         self.classes, self.labels = class_names(labels, names), labels
         self._files, self._places, self._flag = files, places, flag
 
-    def read(self, number: int) -> Image.Image:
-        file, offset, size = self._places[number].tolist()
+    def read(self, index: int) -> Image.Image:
+        file, offset, size = self._places[index].tolist()
         with self._files[file].open("rb") as tar:
             tar.seek(offset)
             data = tar.read(size)
@@ -41,21 +41,21 @@ class _Tars(Images):
 @IMAGE_SETS.register("wds")
 @dataclass(frozen=True)
 class WebDataset(ImageSet):
-    """Web dataset: tar files of images, each with a .cls (or .json with "label") beside it; local, or a hub id."""
+    """Web dataset: tar files of images, each beside a .cls file (or a .json file with "label"); local, or of the hub"""
 
     paths: str | list[str] = ()
-    """Local tar files or globs."""
+    """local tar files or globs"""
     dataset: str | None = None
-    """A hub id such as timm/imagenet-1k-wds; its tar files are downloaded into the hub's cache."""
+    """hub id such as timm/imagenet-1k-wds; its tar files are downloaded into the hub's cache"""
     split: str = "train"
-    """Of a hub id: the word in its tar files' names."""
+    """with dataset: the word in the names of the tar files"""
     classes: str | None = None
-    """A text file with the name of a class a line."""
+    """text file with the name of one class per line"""
 
     def open(self, flag: str) -> Images:
         if (self.dataset is None) == (not self.paths):
             raise UserError(f"{flag}: give either paths or dataset.")
-        files = self._local_files(flag) if self.dataset is None else self._hub_files(flag)
+        files = [*map(Path, match_globs(self.paths, flag))] if self.dataset is None else self._hub_files(flag)
         names = None
         if self.classes is not None:
             try:
@@ -71,35 +71,25 @@ class WebDataset(ImageSet):
         table = np.array(rows, np.int64)
         return _Tars(files, table[:, :3].copy(), table[:, 3].copy(), names, flag)
 
-    def _local_files(self, flag: str) -> list[Path]:
-        files: list[str] = []
-        for pattern in [self.paths] if isinstance(self.paths, str) else self.paths:
-            found = sorted(glob.glob(pattern, recursive=True))
-            if not found:
-                raise UserError(f"{flag}: {pattern!r} matches no file.")
-            files += found
-        return [Path(file) for file in files]
-
     def _hub_files(self, flag: str) -> list[Path]:
         from huggingface_hub import HfApi
 
         with reaching_hub(flag, f"the dataset {self.dataset!r}", FIX):
-            every = [
-                name for name in HfApi().list_repo_files(self.dataset, repo_type="dataset") if name.endswith(".tar")
-            ]
-        chosen = sorted(name for name in every if self.split in name)
+            names = HfApi().list_repo_files(self.dataset, repo_type="dataset")
+        tars = [name for name in names if name.endswith(".tar")]
+        chosen = sorted(name for name in tars if self.split in name)
         if not chosen:
-            words = {part for name in every for part in Path(name).stem.split("-") if not part.isdigit()}
+            words = {word for name in tars for word in Path(name).stem.split("-") if not word.isdigit()}
             raise unknown_name(flag, f"split of {self.dataset!r}", self.split, words)
         return [hub_file(self.dataset, name, flag, FIX, repo_type="dataset") for name in chosen]
 
 
 def _members(path: Path, flag: str) -> Iterator[tuple[int, int, int]]:
-    """(offset, bytes, label) of every image of a tar file, in its order."""
+    """(offset, size, label) of each image of a tar file, in the file's order."""
     images: dict[str, tuple[int, int]] = {}
     labels: dict[str, int] = {}
     try:
-        with tarfile.open(path, "r:") as tar:  # no compression: members must be found by their offsets
+        with tarfile.open(path, "r:") as tar:  # without compression, which would have no offsets
             for member in tar:
                 stem, dot, ending = member.name.rpartition(".")
                 if not member.isfile():

@@ -1,8 +1,8 @@
-"""What every set of images gives to training: classes, a label for each image, and any image at once by its number.
+"""The interface of image datasets: classes, a label per image, and random access to the images.
 
-An image set is a frozen dataclass in IMAGE_SETS whose fields are its JSON options. It opens as `Images`. That images
-can be read in any order is what makes a run's position a single number (`image_loader.py`). Opened sets are pickled to
-the processes that read them.
+An image set is a frozen dataclass in IMAGE_SETS whose fields are its JSON options. It opens as `Images`. Because of the
+random access, a run's position is a single number (`image_loader.py`). Opened sets are pickled to the processes that
+read them.
 """
 
 import io
@@ -17,12 +17,12 @@ from PIL import Image
 from qtrain.errors import UserError
 from qtrain.registry import Registry
 
-LARGEST = 2**27
-"""Pixels of an image that is still read: beyond it PIL suspects a decompression bomb."""
+MAX_PIXELS = 2**27
+"""Pixels of an image at most: above it PIL suspects a decompression bomb."""
 
 
 class Images(ABC):
-    """An opened set. classes: their names, in the order of the labels; labels: int64 [images]."""
+    """An opened set. classes: names, indexed by label; labels: int64 [images]."""
 
     classes: tuple[str, ...]
     labels: np.ndarray
@@ -31,8 +31,8 @@ class Images(ABC):
         return len(self.labels)
 
     @abstractmethod
-    def read(self, number: int) -> Image.Image:
-        """The image of this number, decoded, in any of PIL's modes. UserError where it is none."""
+    def read(self, index: int) -> Image.Image:
+        """The decoded image, in any of PIL's modes. UserError where it is not an image."""
 
 
 class ImageSet(ABC):
@@ -40,7 +40,7 @@ class ImageSet(ABC):
 
     @abstractmethod
     def open(self, flag: str) -> Images:
-        """Open the set; everything that can be refused without reading all images is refused here."""
+        """Open the set. Whatever can be refused without reading all images is refused here."""
 
 
 IMAGE_SETS: Registry[ImageSet] = Registry("image dataset type")
@@ -48,12 +48,9 @@ IMAGE_SETS: Registry[ImageSet] = Registry("image dataset type")
 
 def open_images(spec: Mapping[str, Any], flag: str) -> Images:
     """Open the image set that the JSON of a flag describes. Raises UserError that names `flag`."""
-    if "type" not in spec:
-        raise UserError(f"{flag}: the key 'type' is missing; allowed: {', '.join(IMAGE_SETS.names())}.")
-    options = {key: value for key, value in spec.items() if key != "type"}
-    images = IMAGE_SETS.make(str(spec["type"]), options, flag).open(flag)
+    images = IMAGE_SETS.make_typed(spec, flag).open(flag)
     if not len(images):
-        raise UserError(f"{flag}: there are no images in it.")
+        raise UserError(f"{flag}: it has no images.")
     if len(images.classes) < 2:
         raise UserError(f"{flag}: there is only one class, {images.classes[0]!r}; training needs at least two.")
     low, high = int(images.labels.min()), int(images.labels.max())
@@ -76,22 +73,21 @@ def check_same_classes(train: Images, other: Images, flag: str) -> None:
 
 
 def decode(source: bytes | Path, name: str, flag: str) -> Image.Image:
-    """The image in a file or in its bytes; `name` is what an error calls it."""
+    """The image in a file or in bytes. name: for errors."""
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
-            if image.width * image.height > LARGEST:
+            if image.width * image.height > MAX_PIXELS:
                 raise UserError(f"{flag}: {name} has {image.width:,} x {image.height:,} pixels, which is too large.")
             image.load()
             return image
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        reason = (
-            "" if "cannot identify" in str(error) else f" ({str(error).splitlines()[0][:100]})" if str(error) else ""
-        )
+        known = str(error) and "cannot identify" not in str(error)
+        reason = f" ({str(error).splitlines()[0][:100]})" if known else ""
         raise UserError(f"{flag}: {name} cannot be read as an image{reason}.") from None
 
 
 def class_names(labels: np.ndarray, names: list[str] | None = None) -> tuple[str, ...]:
-    """`names`, or, where a set has only numbers, these as text."""
+    """`names`, or the numbers as text where a set has no names."""
     if names:
         return tuple(names)
     return tuple(str(label) for label in range(int(labels.max()) + 1 if len(labels) else 0))

@@ -1,4 +1,4 @@
-"""Handwritten digits that the scikit-learn wheel carries: real images without any download."""
+"""The handwritten digits in the scikit-learn package: real images without a download."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +11,7 @@ from qtrain.data.permutation import Permutation
 from qtrain.errors import missing_package
 
 HELD_OUT = 360
-"""Images of the validation split, of 1,797; which ones is fixed."""
+"""Images of the validation split, always the same of the 1,797."""
 
 
 class _Digits(Images):
@@ -19,16 +19,17 @@ class _Digits(Images):
         self.classes = tuple(str(digit) for digit in range(10))
         self.labels, self._pixels = labels.astype(np.int64), pixels  # uint8 [images, 8, 8]
 
-    def read(self, number: int) -> Image.Image:
-        return Image.fromarray(self._pixels[number])
+    def read(self, index: int) -> Image.Image:
+        return Image.fromarray(self._pixels[index])
 
 
 @IMAGE_SETS.register("sklearn:digits")
 @dataclass(frozen=True)
 class Digits(ImageSet):
-    """1,797 handwritten digits of 8 x 8 pixels, from the scikit-learn package (UCI, Alpaydin and Kaynak 1998)."""
+    """1,797 handwritten digits of 8 x 8 pixels, from the scikit-learn package (UCI, Alpaydin and Kaynak 1998)"""
 
     split: Literal["train", "validation"] = "train"
+    """validation: 360 of them"""
 
     def open(self, flag: str) -> Images:
         try:
@@ -38,5 +39,5 @@ class Digits(ImageSet):
         digits = load_digits()
         order = Permutation(len(digits.target), 0).all()
         chosen = order[:HELD_OUT] if self.split == "validation" else order[HELD_OUT:]
-        pixels = np.round(digits.images[chosen] * (255 / 16)).astype(np.uint8)  # 17 shades of grey
+        pixels = np.round(digits.images[chosen] * (255 / 16)).astype(np.uint8)  # 17 gray levels
         return _Digits(pixels, digits.target[chosen])

@@ -1,4 +1,4 @@
-"""What tokenize_data.py reads: documents in a fixed order, in chunks, each with a state to go on from."""
+"""What tokenize_data.py reads: documents in a fixed order, in chunks, each with a state to resume from."""
 
 import hashlib
 from collections.abc import Iterator
@@ -17,21 +17,21 @@ NAMED_SETS = {
     "c4_realnewslike": ("allenai/c4", "realnewslike"),
     "fineweb_edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
 }
-"""Short names of datasets: hub id and subset."""
+"""Short names of datasets -> hub id and subset."""
 
 
 class Corpus(Protocol):
-    """`n_documents` is None when the source does not say. `fingerprint` tells a changed source from the same one."""
+    """`n_documents`: None when the source does not state it. `fingerprint`: differs when the source has changed."""
 
     n_documents: int | None
     fingerprint: str
 
     def chunks(self, state: dict[str, Any] | None) -> Iterator[tuple[dict[str, Any], list[str]]]:
-        """(state, texts) of each chunk from `state` on (None: from the start). Reading again from a chunk's state
-        gives that chunk and the ones after it."""
+        """(state, texts) of each chunk from `state` on (None: from the start). Reading from a chunk's state gives that
+        chunk and those after it."""
 
     def sample(self) -> Iterator[str]:
-        """All texts, in an order fit for training a tokenizer on the first of them."""
+        """All texts, in an order whose first texts a tokenizer can be trained on."""
 
 
 class LocalCorpus:
@@ -60,7 +60,7 @@ class LocalCorpus:
 
 
 class HubCorpus:
-    """A dataset of the Hugging Face hub, streamed in its own order."""
+    """A dataset of the Hugging Face hub, streamed in its stored order."""
 
     def __init__(self, dataset: str, subset: str | None, split: str, text_column: str, flag: str):
         close = nearest(dataset, NAMED_SETS) if "/" not in dataset and dataset not in NAMED_SETS else None

@@ -1,10 +1,10 @@
-"""Local text as numbered documents: any of them can be read at any time, so an order needs no storage.
+"""Local text as indexed documents with random access, so a shuffled order needs no storage.
 
-A .txt or .py file is one document, a .jsonl file has one a line and a .parquet file one a row. Opening a .jsonl file
-indexes the starts of its lines (8 bytes a line); a .txt or .py file is read, so that what is no text is refused then,
-not in the middle of a run; a .parquet file is read by row group, and the groups in use are kept decoded.
-`DocumentOrder` shuffles with that in mind: it permutes blocks (files, row groups), takes as many at a time as fit the
-cache, and permutes the documents among them. Without .parquet files that is one permutation of everything.
+A .txt or .py file is one document, a .jsonl file has one per line and a .parquet file one per row. Opening a .jsonl
+file indexes the starts of its lines (8 bytes per line). Opening a .txt or .py file reads it, so that one that is not
+text is refused before the run. A .parquet file is read by row group, and recently used groups are cached decoded.
+`DocumentOrder` accounts for that: it permutes blocks (files, row groups), takes as many at a time as fit the cache, and
+permutes the documents within them. Without .parquet files that is one permutation of all documents.
 """
 
 import json
@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qtrain.data.columns import missing_column, valid_unicode
 from qtrain.data.files import TextFile
 from qtrain.data.permutation import Permutation
-from qtrain.errors import UserError, nearest
+from qtrain.errors import UserError
 
 if TYPE_CHECKING:
     import pyarrow
@@ -34,11 +35,11 @@ class Block:
     count: int
     starts: np.ndarray | None = None  # int64 [count + 1], .jsonl: where each line starts, and the end of the last
     row_group: int = -1  # .parquet
-    decoded_bytes: int = 0  # .parquet: size in memory, as far as the file knows
+    decoded_bytes: int = 0  # .parquet: size in memory, as the file states it
 
 
 class Documents:
-    """All documents of `files`, numbered in order. Raises UserError naming the file that cannot be used."""
+    """The documents of `files`, indexed in order. Raises UserError naming a file that cannot be used."""
 
     def __init__(self, files: list[TextFile], text_column: str, flag: str):
         self._column, self._flag = text_column, flag
@@ -62,7 +63,7 @@ class Documents:
                 starts = _line_starts(file.path)
                 block = Block(file, len(starts) - 1, starts)
                 if block.count:
-                    self._read_line(block, 0)  # a wrong column is refused now, not in the middle of a run
+                    self._read_line(block, 0)  # refuses a wrong column before the run
                 return [block]
             return [Block(file, int(len(self._text(file.path)) > 0))]
         except OSError as error:
@@ -93,12 +94,12 @@ class Documents:
 
     def read(self, index: int) -> str:
         """Text of document `index`; may be empty."""
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        block = self.blocks[number]
-        row = index - (int(self._ends[number]) - block.count)
+        at = int(np.searchsorted(self._ends, index, side="right"))
+        block = self.blocks[at]
+        row = index - (int(self._ends[at]) - block.count)
         try:
             if block.row_group >= 0:
-                return self._rows(number)[row].as_py() or ""
+                return self._rows(at)[row].as_py() or ""
             if block.starts is not None:
                 return self._read_line(block, row)
             return self._text(block.file.path)
@@ -106,7 +107,7 @@ class Documents:
             raise UserError(f"{self._flag}: cannot read {block.file.path}: {error.strerror or error}") from None
 
     def _text(self, path: Path) -> str:
-        """The whole of a .txt or .py file."""
+        """The contents of a .txt or .py file."""
         try:
             return path.read_bytes().decode()
         except UnicodeDecodeError as error:
@@ -133,21 +134,21 @@ class Documents:
             raise UserError(f"{self._flag}: {where}: {self._column!r} is {type(text).__name__}, not text.")
         return valid_unicode(text or "")
 
-    def _rows(self, number: int) -> "pyarrow.ChunkedArray":
-        """The text column of row group block `number`, decoded; the least recently used ones are dropped."""
+    def _rows(self, index: int) -> "pyarrow.ChunkedArray":
+        """The decoded text column of block `index`, a row group; the least recently used ones are evicted."""
         import pyarrow
         import pyarrow.parquet
 
-        if number in self._cache:
-            self._cache.move_to_end(number)
-            return self._cache[number]
-        block = self.blocks[number]
+        if index in self._cache:
+            self._cache.move_to_end(index)
+            return self._cache[index]
+        block = self.blocks[index]
         try:
             with pyarrow.parquet.ParquetFile(block.file.path) as parquet:
                 rows = parquet.read_row_group(block.row_group, columns=[self._column])[self._column]
         except pyarrow.ArrowException as error:
             raise UserError(f"{self._flag}: {block.file.path} is damaged: {error}") from None
-        self._cache[number] = rows
+        self._cache[index] = rows
         self._cached_bytes += rows.nbytes
         while self._cached_bytes > 2 * CACHE_BYTES and len(self._cache) > 1:
             self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
@@ -155,7 +156,7 @@ class Documents:
 
 
 class DocumentOrder:
-    """The order of documents in each epoch: stored order, or shuffled anew by (seed, epoch)."""
+    """The order of documents in each epoch: as stored, or shuffled by (seed, epoch)."""
 
     def __init__(self, documents: Documents, seed: int, shuffle: bool):
         self._counts = np.array([b.count for b in documents.blocks], dtype=np.int64)
@@ -164,7 +165,7 @@ class DocumentOrder:
         self._seed, self._shuffle, self._epoch = seed, shuffle, -1
 
     def __call__(self, epoch: int, place: int) -> int:
-        """Number of the document at `place` of `epoch`."""
+        """Index of the document at `place` of `epoch`."""
         if not self._shuffle:
             return place
         if epoch != self._epoch:
@@ -190,21 +191,6 @@ class DocumentOrder:
         self._epoch = epoch
 
 
-def missing_column(
-    flag: str, where: str, column: str, columns: list[str], fix: str = "Set text_column to one."
-) -> UserError:
-    close = nearest(column, columns)
-    hint = f" Did you mean {close!r}?" if close else ""
-    return UserError(f"{flag}: {where} has no column {column!r}.{hint} Its columns: {', '.join(columns)}. {fix}")
-
-
-def valid_unicode(text: str) -> str:
-    """JSON can spell half a surrogate pair, which is no character and cannot be encoded: it becomes U+FFFD."""
-    if text.isascii():
-        return text
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-
-
 def _list(files: list[TextFile]) -> str:
     return ", ".join(str(f.path) for f in files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
 
@@ -215,9 +201,9 @@ def _column_bytes(group: Any, index: int, column: str) -> int:
 
 
 def _line_starts(path: Path) -> np.ndarray:
-    """Offsets of the lines that are not blank, and the end of the last one: int64 [lines + 1].
+    """Offsets of the non-blank lines, and the end of the last one: int64 [lines + 1].
 
-    A blank line becomes the tail of the line before it, where JSON ignores it."""
+    A blank line belongs to the line before it, where the JSON parser ignores it."""
     starts, offset, after_newline = [], 0, True
     with path.open("rb") as stream:
         while data := stream.read(READ_BYTES):

@@ -1,5 +1,5 @@
-"""Dataset type `hf_text`: a dataset of the Hugging Face hub (or any that `datasets` can stream), tokenized while
-training, nothing stored on disk."""
+"""Dataset type `hf_text`: a dataset of the Hugging Face hub, or any that `datasets` streams, tokenized during training.
+Nothing is stored on disk."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from qtrain.checks import Range
 from qtrain.data.hub_rows import RowReader, RowSource
 from qtrain.data.permutation import Permutation
-from qtrain.data.stream import DATASETS, Dataset, Stream, StreamContext, run_tokenizer
+from qtrain.data.stream import DATASETS, Dataset, Stream, StreamContext, checked_tokenizer
 from qtrain.data.text.packing import Document, PackedStream
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
@@ -16,33 +16,37 @@ from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 @DATASETS.register("hf_text")
 @dataclass(frozen=True)
 class HfTextDataset(Dataset):
-    """A Hugging Face dataset, streamed and tokenized while training
-
-    `dataset` is a hub id, or "json", "parquet", "csv", "text" or "arrow" with `data_files`. `shuffle_buffer`: rows that
-    are shuffled among themselves, after the dataset's files are put in random order."""
+    """A Hugging Face dataset, streamed and tokenized during training"""
 
     dataset: str
+    """hub id; or json, parquet, csv, text or arrow with data_files"""
     tokenizer: str
+    """name, file, folder or hub id of the tokenizer"""
     subset: str | None = None
+    """subset (configuration) of the dataset"""
     split: str = "train"
+    """split of the dataset"""
     text_column: str = "text"
+    """column that holds the text"""
     data_files: str | list[str] | dict[str, str | list[str]] | None = None
+    """files or globs, or an object of them by split"""
     shuffle_buffer: Annotated[int, Range(1)] = 1000
+    """rows that are shuffled together, after the dataset's files are shuffled"""
 
     def load_tokenizer(self, flag: str) -> Tokenizer:
         return load_tokenizer(self.tokenizer, flag)
 
     def open(self, ctx: StreamContext, flag: str) -> Stream:
-        tokenizer = run_tokenizer(self.tokenizer, ctx, flag)
+        tokenizer = checked_tokenizer(self.tokenizer, ctx, flag)
         source = RowSource(self.dataset, self.subset, self.split, (self.text_column,), self.data_files)
         reader = RowReader(source, ctx.seed, ctx.shuffle, ctx.rank, ctx.world, flag)
         return HfTextStream(reader, self.shuffle_buffer, ctx, tokenizer, flag)
 
 
 class HfTextStream(PackedStream):
-    """Rows in windows of `window` (one rank's), each window in a computed order.
+    """One rank's rows in windows of `window` rows, each window in a computed order.
 
-    Cursor: where the window starts (RowReader's cursor) and `index`, the document's place in the window's order."""
+    Cursor: RowReader's cursor of the window's start, and `index`, the document's place in the window's order."""
 
     def __init__(self, reader: RowReader, window: int, ctx: StreamContext, tokenizer: Tokenizer, flag: str):
         self._reader, self._window = reader, window
@@ -56,7 +60,7 @@ class HfTextStream(PackedStream):
             texts, after = self._reader.read(start, self._window)
             for place in range(index, len(texts)):
                 yield Document({**start, "index": place}, start["epoch"], texts[self._place(start, place, len(texts))])
-            if not texts:  # an epoch without rows: let the packing see that it passed
+            if not texts:  # an epoch without rows: PackedStream counts epochs without text
                 yield Document({**start, "index": 0}, start["epoch"], "")
             start, index = after, 0
 

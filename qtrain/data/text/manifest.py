@@ -1,4 +1,4 @@
-"""manifest.json: what a folder of token shards holds, and how far its making has come."""
+"""manifest.json: the contents of a folder of token shards, and the progress of its tokenization."""
 
 import json
 import os
@@ -11,12 +11,12 @@ from qtrain.errors import UserError
 
 FILE_NAME = "manifest.json"
 DTYPES = {"uint16": 2, "uint32": 4}
-"""Allowed token types, little-endian, and their bytes."""
+"""Token dtypes, little-endian, and their size in bytes."""
 
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """One file of the folder: raw token ids, nothing else."""
+    """One file of raw token ids."""
 
     file: str
     tokens: int
@@ -25,9 +25,9 @@ class ShardEntry:
 
 @dataclass
 class Manifest:
-    """The fields of manifest.json. `cursor` says where an unfinished tokenization goes on; finished ones have none.
+    """The fields of manifest.json. `cursor`: where an unfinished tokenization continues; None when it is complete.
 
-    `tokenizer`: name, fingerprint, vocab_size, bos_id, eos_id. `settings`: what was asked for."""
+    `tokenizer`: name, fingerprint, vocab_size, bos_id, eos_id. `settings`: the command that wrote the folder."""
 
     settings: dict[str, Any]
     tokenizer: dict[str, Any] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path, flag: str) -> Manifest:
-    """Read and check the manifest of `folder`; UserError when it is not one of ours."""
+    """Read and check the manifest of `folder`. UserError when it is not one of tokenize_data.py."""
     path = folder / FILE_NAME
     where = f"{flag} ({path})"
     record = read_json(path, flag)
@@ -63,12 +63,12 @@ def read_manifest(folder: Path, flag: str) -> Manifest:
     values["shards"] = [ShardEntry(**check_fields(ShardEntry, shard, f"{where}.shards")) for shard in shards]
     manifest = Manifest(**values)
     if manifest.complete and not {"name", "fingerprint"} <= manifest.tokenizer.keys():
-        raise UserError(f"{where}: it does not name its tokenizer; make the folder again with tokenize_data.py.")
+        raise UserError(f"{where}: it does not name its tokenizer; write the folder again with tokenize_data.py.")
     return manifest
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file that is either the old one or whole: temporary file, fsync, rename, fsync of the folder."""
+    """Replace a file atomically: write a temporary file, fsync it, `publish`."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as stream:
         stream.write(data)
@@ -78,7 +78,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Rename a written and synced file to its name, and make the renaming last."""
+    """Rename a written and synced file to its final name, and sync the folder."""
     os.replace(temporary, path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:

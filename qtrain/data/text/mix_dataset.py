@@ -7,16 +7,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from qtrain.data.batch import Sample
 from qtrain.data.permutation import hash64, uniform
-from qtrain.data.stream import (
-    DATASETS,
-    Dataset,
-    Sample,
-    Stream,
-    StreamContext,
-    check_position,
-    make_dataset,
-)
+from qtrain.data.stream import DATASETS, Dataset, Stream, StreamContext, check_position
 from qtrain.data.tokenizers.tokenizer import Tokenizer
 from qtrain.errors import UserError
 
@@ -24,53 +17,53 @@ from qtrain.errors import UserError
 @DATASETS.register("mix")
 @dataclass(frozen=True)
 class MixDataset(Dataset):
-    """A weighted mixture: each sample comes from one of `datasets`, drawn by its "weight"
-
-    `datasets`: [{"weight": 3, "type": ..., ...}, ...]; weights are relative."""
+    """A weighted mixture of datasets: each sample comes from one of them, drawn by its weight"""
 
     datasets: list[dict[str, Any]]
+    """[{"weight": 3, "type": ..., ...}, ...]; weights are relative"""
 
-    def _parts(self, flag: str) -> list[tuple[float, Dataset, str]]:
+    def _components(self, flag: str) -> list[tuple[float, Dataset, str]]:
         if not self.datasets:
             raise UserError(f"{flag}.datasets: the list is empty; give at least one dataset with a weight.")
-        parts = []
+        components = []
         for i, spec in enumerate(self.datasets):
             where = f"{flag}.datasets[{i}]"
             weight = spec.get("weight")
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
                 raise UserError(f"{where}.weight: {weight!r} is not allowed; it must be a number above 0.")
-            parts.append((weight, make_dataset({k: v for k, v in spec.items() if k != "weight"}, where), where))
-        return parts
+            dataset = DATASETS.make_typed({k: v for k, v in spec.items() if k != "weight"}, where)
+            components.append((weight, dataset, where))
+        return components
 
     def load_tokenizer(self, flag: str) -> Tokenizer | None:
         found: Tokenizer | None = None
-        for _, dataset, where in self._parts(flag):
+        for _, dataset, where in self._components(flag):
             tokenizer = dataset.load_tokenizer(where)
             if found and tokenizer and found.fingerprint() != tokenizer.fingerprint():
                 raise UserError(
                     f"{where}: its tokenizer {tokenizer.name!r} differs from {found.name!r} of a dataset before it. "
-                    "All datasets of a mix must be tokenized alike."
+                    "All datasets of a mix must use the same tokenizer."
                 )
             found = found or tokenizer
         return found
 
     def open(self, ctx: StreamContext, flag: str) -> Stream:
-        parts = self._parts(flag)
+        components = self._components(flag)
         if ctx.tokenizer is None:
             ctx = dataclasses.replace(ctx, tokenizer=self.load_tokenizer(flag))
         streams = [
-            # A seed of its own for each part: the same dataset given twice is not read in the same order twice.
+            # Each component has its own seed: the same dataset given twice is read in two orders.
             dataset.open(dataclasses.replace(ctx, seed=hash64(ctx.seed, i) >> 1), where)
-            for i, (_, dataset, where) in enumerate(parts)
+            for i, (_, dataset, where) in enumerate(components)
         ]
-        return MixStream([weight for weight, _, _ in parts], streams, ctx, flag)
+        return MixStream([weight for weight, _, _ in components], streams, ctx, flag)
 
 
 class MixStream(Stream):
-    """The choice for a sample is a hash of (seed, number of the sample), so only the number is stored.
+    """The component of a sample is a hash of (seed, index of the sample), so only the index is stored.
 
-    With `epochs`, the stream ends when the dataset that is drawn has ended.
-    Position: `sample`, how many this rank has taken, and the positions of the parts."""
+    With `epochs`, the stream ends when the drawn component has ended. Position: `sample`, how many this rank has taken,
+    and the positions of the components."""
 
     def __init__(self, weights: list[float], streams: list[Stream], ctx: StreamContext, flag: str):
         self._streams, self._ctx, self._flag = streams, ctx, flag
@@ -91,5 +84,5 @@ class MixStream(Stream):
     def seek(self, position: Mapping[str, Any]) -> None:
         check_position(position, self._fixed, self._flag)
         self._sample = position["sample"]
-        for stream, part in zip(self._streams, position["datasets"], strict=True):
-            stream.seek(part)
+        for stream, own_position in zip(self._streams, position["datasets"], strict=True):
+            stream.seek(own_position)

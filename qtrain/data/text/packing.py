@@ -1,4 +1,4 @@
-"""Documents packed into windows: ids of one document after the other, each ended by eos, cut every seq_len ids."""
+"""Documents packed into windows: their ids are concatenated, each document ended by eos, and cut every seq_len ids."""
 
 import dataclasses
 from abc import abstractmethod
@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from qtrain.data.stream import Sample, Stream, StreamContext, check_position
+from qtrain.data.batch import Sample
+from qtrain.data.stream import Stream, StreamContext, check_position
 from qtrain.data.tokenizers.tokenizer import Tokenizer
 from qtrain.errors import UserError
 
@@ -18,7 +19,7 @@ ENCODE_DOCUMENTS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A document, and the cursor at which to start reading so that it comes first."""
+    """A document, and the cursor from which it is read first."""
 
     cursor: dict[str, Any]
     epoch: int
@@ -28,8 +29,9 @@ class Document:
 class PackedStream(Stream):
     """Windows of seq_len+1 ids; the last id of one is the first of the next, so every id but the first is a label.
 
-    Position: the cursor of the document that the next window starts in, `token`, the place inside it, and `fixed`, what
-    the order depends on: resuming with other values is refused. A subclass says which documents come after a cursor."""
+    Position: the cursor of the document that the next window starts in, `token`, the offset inside it, and `fixed`,
+    what the order depends on: resuming with other values is refused. A subclass defines the documents after a
+    cursor."""
 
     def __init__(
         self, ctx: StreamContext, tokenizer: Tokenizer, first_cursor: dict[str, Any], fixed: dict[str, Any], flag: str
@@ -40,7 +42,7 @@ class PackedStream(Stream):
 
     @abstractmethod
     def documents(self, cursor: Mapping[str, Any]) -> Iterator[Document]:
-        """Documents from `cursor` on: without end, or until `ctx.epochs` are over."""
+        """Documents from `cursor` on, until the end of `ctx.epochs` if it is set."""
 
     def position(self) -> dict[str, Any]:
         return {**self._cursor, "token": self._token, **self._fixed}
@@ -60,15 +62,15 @@ class PackedStream(Stream):
         length = self._ctx.seq_len + 1
         while self._buffered < length:
             self._read_more()
-        parts, missing, at = [], length, self._token
+        pieces, missing, at = [], length, self._token
         for _, ids in self._buffer:
-            parts.append(ids[at : at + missing])
-            missing -= len(parts[-1])
+            pieces.append(ids[at : at + missing])
+            missing -= len(pieces[-1])
             if not missing:
                 break
             at = 0
         self._advance(self._ctx.seq_len)
-        return Sample(np.concatenate(parts))
+        return Sample(np.concatenate(pieces))
 
     def _advance(self, count: int) -> None:
         self._token += count
@@ -78,7 +80,7 @@ class PackedStream(Stream):
         self._cursor = self._buffer[0][0]
 
     def _read_more(self) -> None:
-        """Encode some more documents, many at once: a tokenizer may use several threads for them."""
+        """Encode a batch of documents, which a tokenizer may do on several threads."""
         batch, characters = [], 0
         for document in self._source:
             if document.text:
@@ -98,4 +100,4 @@ class PackedStream(Stream):
             self._buffer.append((document.cursor, np.array([*ids, eos], dtype=np.int64)))
             self._buffered += len(ids) + 1
         if self._token >= len(self._buffer[0][1]):
-            raise UserError(f"{self._flag}: cannot resume: the document that training stopped in is shorter now.")
+            raise UserError(f"{self._flag}: cannot resume: the document in which the position lies is shorter now.")

@@ -1,4 +1,4 @@
-"""How far tokenization has come: a live line on a terminal, a plain line every few seconds elsewhere."""
+"""Progress of a tokenization: a live line on a terminal, a plain line every few seconds elsewhere."""
 
 import time
 from types import TracebackType
@@ -7,7 +7,7 @@ PLAIN_INTERVAL_S = 5.0
 
 
 class TokenizeProgress:
-    """Counts documents and tokens since `start` (documents done by an earlier run). Use with `with`."""
+    """Counts documents and tokens. start: documents that an earlier run has finished. Use with `with`."""
 
     def __init__(self, title: str, total_documents: int | None, start: int):
         from rich.console import Console
@@ -38,7 +38,7 @@ class TokenizeProgress:
 
     @property
     def speed(self) -> float:
-        """Tokens a second, of this run."""
+        """Tokens per second of this run."""
         return self._tokens / max(self.seconds, 1e-9)
 
     def advance(self, documents: int, tokens: int) -> None:

@@ -1,9 +1,9 @@
-"""Token shards (.bin), read through memory maps: four formats, recognised by the file.
+"""Token shards (.bin), read through memory maps: four formats, recognised by their contents.
 
-- ours: no header, uint16 or uint32 tokens as the manifest.json beside the file says;
+- tokenize_data.py: no header, uint16 or uint32 tokens as the manifest.json beside the file says;
 - raw: no header, uint16 tokens;
-- llm.q: 1024 bytes of header: "BIN.TOK\\n", then as int32 [2] version (1 or 2), [3] bytes a token, [4] token count,
-  [5] vocabulary, [6] mask flag; then the tokens, then, where flagged, one bit a token;
+- llm.q: 1024 bytes of header: "BIN.TOK\\n", then as int32 [2] version (1 or 2), [3] bytes per token, [4] token count,
+  [5] vocabulary, [6] mask flag; then the tokens, then, if flagged, one bit per token;
 - llm.c: 1024 bytes of header: int32 [0] magic, [1] version, [2] token count; then uint16 or uint32 tokens.
 
 All are little-endian. llm.q's mask bit of position i is 0 where that position's target, token i+1, is not trained on.
@@ -27,7 +27,7 @@ LLMC_MAGICS = (20240520, 20240801)  # GPT-2's tokens, Llama 3's tokens
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of `tokens` token ids of type `dtype` from byte `offset` on; `masked` when mask bits follow them."""
+    """A file with `tokens` ids of type `dtype` from byte `offset` on. masked: mask bits follow them."""
 
     path: Path
     tokens: int
@@ -41,7 +41,7 @@ class Shard:
 
 
 def find_shards(dataset_dir: str | list[str], flag: str) -> tuple[list[Shard], list[tuple[Path, Manifest]]]:
-    """The shards of folders, .bin files and globs of them, in order, and the manifests met on the way."""
+    """The shards of folders, .bin files and globs, in order, and the manifests of their folders."""
     shards: list[Shard] = []
     manifests: dict[Path, Manifest] = {}
     for entry in as_list(dataset_dir):
@@ -89,10 +89,10 @@ def open_shard(path: Path, manifest: Manifest | None, flag: str) -> Shard:
         shard = Shard(path, size // 2, "uint16")
     expected = shard.mask_offset + ((shard.tokens + 7) // 8 if shard.masked else 0)
     if size != expected:
-        said = "the manifest" if manifest is not None else "its header"
+        source = "the manifest" if manifest is not None else "its header"
         raise UserError(
-            f"{flag}: {path} has {size} bytes, but {said} says {shard.tokens} tokens, {expected} bytes. "
-            "It is truncated or damaged: make or copy it again."
+            f"{flag}: {path} has {size} bytes, but {source} says {shard.tokens} tokens, {expected} bytes. "
+            "It is truncated or damaged: write or copy it again."
         )
     return shard
 
@@ -108,8 +108,8 @@ def _llmq(path: Path, header: bytes, flag: str) -> Shard:
     version, token_bytes, tokens, _, masked = np.frombuffer(header, "<i4")[2:7].tolist()
     if version not in (1, 2) or token_bytes not in DTYPES.values() or tokens < 0:
         raise UserError(
-            f"{flag}: {path}: an llm.q header with version {version}, {token_bytes} bytes a token and {tokens} tokens; "
-            "known are versions 1 and 2 with 2 or 4 bytes."
+            f"{flag}: {path}: an llm.q header with version {version}, {token_bytes} bytes per token and {tokens} "
+            "tokens; supported are versions 1 and 2 with 2 or 4 bytes."
         )
     return Shard(path, tokens, "uint16" if token_bytes == 2 else "uint32", HEADER_BYTES, version == 2 and masked == 1)
 
@@ -122,45 +122,46 @@ def _llmc(path: Path, header: bytes, size: int, flag: str) -> Shard:
 
 
 class TokenArray:
-    """The tokens of many shards as one long array, read in pieces; a piece may span shards."""
+    """The tokens of many shards as one array; a read may span shards."""
 
     def __init__(self, shards: list[Shard]):
         self.shards = shards
         self._ends = np.cumsum([shard.tokens for shard in shards], dtype=np.int64)
         self.masked = any(shard.masked for shard in shards)
-        # A memory map holds a file descriptor: keep the recently used ones only.
+        # A memory map holds a file descriptor, so only the recently used ones are kept.
         self._tokens = functools.lru_cache(maxsize=64)(self._map_tokens)
         self._mask = functools.lru_cache(maxsize=64)(self._map_mask)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def _map_tokens(self, number: int) -> np.ndarray:
-        shard = self.shards[number]
+    def _map_tokens(self, shard_index: int) -> np.ndarray:
+        shard = self.shards[shard_index]
         dtype = np.dtype(shard.dtype).newbyteorder("<")
         return np.memmap(shard.path, dtype, mode="r", offset=shard.offset, shape=(shard.tokens,))
 
-    def _map_mask(self, number: int) -> np.ndarray:
-        shard = self.shards[number]
+    def _map_mask(self, shard_index: int) -> np.ndarray:
+        shard = self.shards[shard_index]
         return np.memmap(shard.path, np.uint8, mode="r", offset=shard.mask_offset, shape=((shard.tokens + 7) // 8,))
 
     def shard_at(self, index: int) -> tuple[int, int]:
-        """(number of the shard that holds token `index`, place of the token in it)."""
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        return number, index - (int(self._ends[number]) - self.shards[number].tokens)
+        """(index of the shard that holds token `index`, offset of the token in it)."""
+        shard_index = int(np.searchsorted(self._ends, index, side="right"))
+        return shard_index, index - (int(self._ends[shard_index]) - self.shards[shard_index].tokens)
 
     def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Tokens `start` to `start + count`, int64 [count], and whether each position's target is trained on."""
+        """Tokens `start` to `start + count`, int64 [count]; and bool [count], whether each position's target is trained
+        on, or None where no shard has a mask."""
         tokens = np.empty(count, np.int64)
         trained = np.ones(count, bool) if self.masked else None
         done = 0
         while done < count:
-            number, at = self.shard_at(start + done)
-            n = min(count - done, self.shards[number].tokens - at)
-            tokens[done : done + n] = self._tokens(number)[at : at + n]
-            if trained is not None and self.shards[number].masked:
+            shard_index, at = self.shard_at(start + done)
+            n = min(count - done, self.shards[shard_index].tokens - at)
+            tokens[done : done + n] = self._tokens(shard_index)[at : at + n]
+            if trained is not None and self.shards[shard_index].masked:
                 first = at // 8
-                bits = np.unpackbits(self._mask(number)[first : (at + n + 7) // 8], bitorder="little")
+                bits = np.unpackbits(self._mask(shard_index)[first : (at + n + 7) // 8], bitorder="little")
                 trained[done : done + n] = bits[at - 8 * first : at - 8 * first + n]
             done += n
         return tokens, trained

@@ -1,4 +1,4 @@
-"""Dataset type `text`: local files, tokenized while training."""
+"""Dataset type `text`: local files, tokenized during training."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -6,35 +6,46 @@ from typing import Annotated, Any, Literal
 
 from qtrain.checks import Range
 from qtrain.data.files import text_files
-from qtrain.data.stream import DATASETS, Dataset, Stream, StreamContext, run_tokenizer
+from qtrain.data.stream import DATASETS, Dataset, Stream, StreamContext, checked_tokenizer
 from qtrain.data.text.documents import DocumentOrder, Documents
 from qtrain.data.text.packing import Document, PackedStream
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from qtrain.errors import UserError
 
 
 @DATASETS.register("text")
 @dataclass(frozen=True)
 class TextDataset(Dataset):
-    """Local .txt, .py, .jsonl and .parquet files (or python:stdlib), tokenized while training"""
+    """Local .txt, .py, .jsonl and .parquet files (or python:stdlib), tokenized during training"""
 
     paths: str | list[str]
+    """files, globs or folders; python:stdlib is the standard library's source"""
     tokenizer: str
-    split: Literal["all", "train", "validation"] = "all"
+    """name, file, folder or hub id of the tokenizer"""
+    split: Literal["all", "train", "validation"] | None = None
+    """which files, by a hash of their path; null: all"""
+    part: Literal["all", "train", "validation"] | None = None
+    """another name for split"""
     validation_fraction: Annotated[float, Range(0, 1)] = 0.05
+    """share of the files in the validation split"""
     text_column: str = "text"
+    """column or key that holds the text"""
 
     def load_tokenizer(self, flag: str) -> Tokenizer:
         return load_tokenizer(self.tokenizer, flag)
 
     def open(self, ctx: StreamContext, flag: str) -> Stream:
-        files = text_files(self.paths, self.split, self.validation_fraction, flag)
-        return TextStream(Documents(files, self.text_column, flag), ctx, run_tokenizer(self.tokenizer, ctx, flag), flag)
+        if self.split and self.part and self.split != self.part:
+            raise UserError(f"{flag}: split is {self.split!r} and part is {self.part!r}; they mean the same, give one.")
+        files = text_files(self.paths, self.split or self.part or "all", self.validation_fraction, flag)
+        tokenizer = checked_tokenizer(self.tokenizer, ctx, flag)
+        return TextStream(Documents(files, self.text_column, flag), ctx, tokenizer, flag)
 
 
 class TextStream(PackedStream):
-    """Rank r of W reads the documents r, r+W, ... of the shuffled epochs, one epoch after the other.
+    """Rank r of W reads the documents r, r+W, ... of the shuffled epochs, epoch after epoch.
 
-    Cursor: `document`, the number in that order, counted over epochs and ranks."""
+    Cursor: `document`, the index in that order, counted over epochs and ranks."""
 
     def __init__(self, documents: Documents, ctx: StreamContext, tokenizer: Tokenizer, flag: str):
         self._documents = documents
@@ -42,8 +53,8 @@ class TextStream(PackedStream):
         super().__init__(ctx, tokenizer, {"document": ctx.rank}, {"documents": len(documents)}, flag)
 
     def documents(self, cursor: Mapping[str, Any]) -> Iterator[Document]:
-        number, count = cursor["document"], len(self._documents)
-        while self._ctx.epochs is None or number < self._ctx.epochs * count:
-            epoch, place = divmod(number, count)
-            yield Document({"document": number}, epoch, self._documents.read(self._order(epoch, place)))
-            number += self._ctx.world
+        index, count = cursor["document"], len(self._documents)
+        while self._ctx.epochs is None or index < self._ctx.epochs * count:
+            epoch, place = divmod(index, count)
+            yield Document({"document": index}, epoch, self._documents.read(self._order(epoch, place)))
+            index += self._ctx.world

@@ -1,4 +1,4 @@
-"""Dataset type `token`: shards of token ids, made by tokenize_data.py or by another tool."""
+"""Dataset type `token`: shards of token ids, written by tokenize_data.py or by another tool."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,16 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from qtrain.data.batch import Sample
 from qtrain.data.permutation import Permutation
-from qtrain.data.stream import (
-    DATASETS,
-    Dataset,
-    Sample,
-    Stream,
-    StreamContext,
-    check_position,
-    check_same_tokenizer,
-)
+from qtrain.data.stream import DATASETS, Dataset, Stream, StreamContext, check_position, check_same_tokenizer
 from qtrain.data.text.shards import TokenArray, find_shards
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from qtrain.errors import UserError
@@ -24,12 +17,12 @@ from qtrain.errors import UserError
 @DATASETS.register("token")
 @dataclass(frozen=True)
 class TokenDataset(Dataset):
-    """Shards of token ids: ours, raw uint16, llm.q's (with masks) and llm.c's
-
-    `dataset_dir`: folders, .bin files or globs. `tokenizer` says where the ids come from when no manifest does."""
+    """Shards of token ids: tokenize_data.py's, raw uint16, llm.q's (with masks) and llm.c's"""
 
     dataset_dir: str | list[str]
+    """folders, .bin files or globs"""
     tokenizer: str | None = None
+    """tokenizer of the ids, where no manifest names it"""
 
     def load_tokenizer(self, flag: str) -> Tokenizer | None:
         _, manifests = find_shards(self.dataset_dir, flag)
@@ -37,17 +30,17 @@ class TokenDataset(Dataset):
             byte = manifest.tokenizer["name"] == "byte"
             tokenizer = load_tokenizer("byte" if byte else str(folder), flag)
             if tokenizer.fingerprint() != manifest.tokenizer["fingerprint"]:
-                raise UserError(f"{flag}: the tokenizer in {folder} is not the one that its shards were made with.")
+                raise UserError(f"{flag}: the tokenizer in {folder} is not the one that its shards were written with.")
             return tokenizer
         return load_tokenizer(self.tokenizer, flag) if self.tokenizer else None
 
     def open(self, ctx: StreamContext, flag: str) -> Stream:
         shards, manifests = find_shards(self.dataset_dir, flag)
         for folder, manifest in manifests:
-            made_with = manifest.tokenizer
-            if made_with["fingerprint"] != manifests[0][1].tokenizer["fingerprint"]:
-                raise UserError(f"{flag}: {manifests[0][0]} and {folder} were made with different tokenizers.")
-            check_same_tokenizer(ctx, made_with["name"], made_with["fingerprint"], flag)
+            tokenizer = manifest.tokenizer
+            if tokenizer["fingerprint"] != manifests[0][1].tokenizer["fingerprint"]:
+                raise UserError(f"{flag}: {manifests[0][0]} and {folder} were written with different tokenizers.")
+            check_same_tokenizer(ctx, tokenizer["name"], tokenizer["fingerprint"], flag)
             if ctx.vocab_size is not None and manifest.max_token_id >= ctx.vocab_size:
                 raise _beyond_vocabulary(flag, str(folder), manifest.max_token_id, ctx.vocab_size)
         tokens = TokenArray(shards)
@@ -60,11 +53,11 @@ class TokenDataset(Dataset):
 
 
 class TokenStream(Stream):
-    """Windows of seq_len+1 tokens every seq_len tokens of all shards in a row: a window may span two files, and less
-    than one window at the very end is left over. Each epoch takes the windows in a new computed order.
+    """Windows of seq_len+1 tokens that start every seq_len tokens of the concatenated shards: a window may span two
+    files, and a remainder at the end is dropped. Each epoch takes the windows in a new computed order.
 
-    Sample i of rank r is number i * world + r of the order, so the global order is the same for any number of ranks,
-    and so is the position: `sample`, how many samples all ranks have taken together."""
+    Sample i of rank r has index i * world + r, so the global order is the same for any number of ranks, and so is the
+    position: `sample`, how many samples all ranks have taken together."""
 
     def __init__(self, tokens: TokenArray, ctx: StreamContext, flag: str):
         self._tokens, self._ctx, self._flag = tokens, ctx, flag
@@ -102,6 +95,6 @@ class TokenStream(Stream):
 
 def _beyond_vocabulary(flag: str, where: str, token_id: int, vocab_size: int | None) -> UserError:
     return UserError(
-        f"{flag}: {where}: the token id {token_id} is beyond the model's vocabulary of {vocab_size}. The data was made "
-        "with another tokenizer than the model's, or the file is not what it seems."
+        f"{flag}: {where}: the token id {token_id} is beyond the model's vocabulary of {vocab_size}. The data was "
+        "written with another tokenizer than the model's, or the file has another format."
     )

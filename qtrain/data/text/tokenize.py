@@ -2,8 +2,8 @@
 
 The main process reads chunks of documents and writes; the others encode. Results are taken in the order of the chunks,
 and shards are cut at exactly `shard_tokens`, so the files depend neither on the number of processes nor on where an
-earlier run was stopped. A shard gets its name only when it is whole and on disk; then the manifest is replaced by one
-that lists it and says where in the corpus the next begins. What a stopped run had not finished is made again.
+earlier run stopped. A shard is renamed to its final name when it is complete and on disk. Then the manifest is replaced
+by one that lists it and has the place in the corpus where the next shard starts. Resuming discards unfinished shards.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from qtrain.errors import UserError
 
 
 class Encoded(NamedTuple):
-    """A chunk's ids [n], the documents in it that are not empty, and the corpus state that the chunk starts from."""
+    """A chunk's ids [n], its number of non-empty documents, and the corpus state at its start."""
 
     state: dict[str, Any]
     ids: np.ndarray
@@ -44,9 +44,9 @@ def dtype_for(vocab_size: int) -> str:
 def tokenize(
     corpus: Corpus, tokenizer: Tokenizer, folder: Path, manifest: Manifest, shard_tokens: int, n_procs: int
 ) -> tuple[Manifest, float]:
-    """Write the shards that `manifest` (new, or of an interrupted run) still lacks into `folder`.
+    """Write into `folder` the shards that `manifest` (new, or of an interrupted run) lacks.
 
-    Returns the finished manifest and the tokens a second. UserError when the disk is full or there is no text."""
+    Returns the complete manifest and the tokens per second. UserError when the disk is full or there is no text."""
     cursor = manifest.cursor or {"source": None, "documents": 0, "tokens": 0}
     writer = ShardWriter(folder, manifest, shard_tokens)
     chunks = encode_chunks(corpus, tokenizer, cursor["source"], np.dtype(manifest.dtype), n_procs)
@@ -68,7 +68,7 @@ def tokenize(
 
 
 class ShardWriter:
-    """Cuts a run of ids into files of `shard_tokens` and keeps the manifest up with them."""
+    """Cuts a sequence of ids into files of `shard_tokens` and updates the manifest after each."""
 
     def __init__(self, folder: Path, manifest: Manifest, shard_tokens: int):
         self._folder, self._manifest, self._shard_tokens = folder, manifest, shard_tokens
@@ -76,17 +76,17 @@ class ShardWriter:
         self._stream: Any = None
 
     def write(self, chunk: Encoded, documents_before: int, skip: int) -> None:
-        """Append the chunk's ids from place `skip` on; `documents_before` were in the chunks before it."""
+        """Append the chunk's ids from index `skip` on. documents_before: documents in the chunks before it."""
         while skip < len(chunk.ids):
             if self._stream is None:
                 self._begin()
-            part = chunk.ids[skip : skip + self._shard_tokens - self._tokens]
-            data = part.astype(self._dtype).tobytes()
+            ids = chunk.ids[skip : skip + self._shard_tokens - self._tokens]
+            data = ids.astype(self._dtype).tobytes()
             self._stream.write(data)
             self._sha256.update(data)
-            self._tokens += len(part)
-            self._max = max(self._max, int(part.max()))
-            skip += len(part)
+            self._tokens += len(ids)
+            self._max = max(self._max, int(ids.max()))
+            skip += len(ids)
             if self._tokens == self._shard_tokens:
                 self._end()
                 self._manifest.cursor = {"source": chunk.state, "documents": documents_before, "tokens": skip}
@@ -118,7 +118,7 @@ class ShardWriter:
 
 
 def check_finished_shards(folder: Path, manifest: Manifest) -> None:
-    """Refuse to go on from shards that are not what the manifest says (their sha256)."""
+    """Refuse to resume from shards whose sha256 is not the manifest's."""
     for shard in manifest.shards:
         try:
             with (folder / shard.file).open("rb") as stream:
@@ -134,7 +134,7 @@ def encode_chunks(
 ) -> Iterator[Encoded]:
     """The corpus from `state` on, encoded by `n_procs` processes, in the order of the corpus."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread a process
-    # Forked where that is safe: a fresh interpreter would take seconds to import what this one has.
+    # Forked where that is safe: a fresh interpreter takes seconds to import the same modules.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     prepare = (tokenizer, dtype, os.getpid())
     waiting: deque[tuple[dict[str, Any], Future]] = deque()
@@ -162,12 +162,12 @@ def encode_chunks(
 def _prepare_process(tokenizer: Tokenizer, dtype: np.dtype, parent: int) -> None:
     global _tokenizer, _dtype
     _tokenizer, _dtype = tokenizer, dtype
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to answer
-    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C
+    threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
 
 
-def _leave_with(parent: int) -> None:
-    """End this process when `parent` is gone: a killed parent cannot end it, and it would wait for ever."""
+def _exit_with(parent: int) -> None:
+    """Exit when `parent` is gone: a killed parent cannot stop its workers, which would wait forever."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)

@@ -1,16 +1,16 @@
-"""sentencepiece .model files: read into the `tokenizers` library, and trained for code.
+"""sentencepiece .model files: converted for the `tokenizers` library, and trained for code.
 
-A .model file is a protocol buffer (sentencepiece_model.proto): pieces with scores and types, the trainer's and the
-normalizer's settings. The few fields that matter are read here, and the same machine is built from `tokenizers` parts:
-normalizer (spaces become U+2581), BPE or unigram with byte fallback, and a decoder that undoes it. BPE merges follow
-from the pieces: sentencepiece joins the pair whose joint piece has the best score, so the pairs sorted by that score
-are the merge list. The ids are sentencepiece's own; only where two cuts of a unigram model are exactly as likely may
-the two libraries choose differently (in about one line of code in a thousand).
+A .model file is a protocol buffer (sentencepiece_model.proto): pieces with scores and types, and the settings of the
+trainer and the normalizer. This file reads the few fields that matter and builds the same tokenizer from components of
+`tokenizers`: normalizer (spaces become U+2581), BPE or unigram with byte fallback, and the inverse decoder. BPE merges
+follow from the pieces: sentencepiece joins the pair whose joint piece has the best score, so the pairs sorted by that
+score are the merge list. Ids are identical to sentencepiece's, except that the two libraries may break ties between
+equally likely segmentations of a unigram model differently (in about one line of code in a thousand).
 
-Models trained here are lossless for every text: no normalization, no dummy prefix, whitespace kept, bytes for what has
-no piece. One character stands in the way: sentencepiece writes U+2581 for a space, so a U+2581 in the text would come
-back as a space. A private character ESCAPE, which those models carry as a user-defined piece, spells the two: ESCAPE
-"1" is U+2581 and ESCAPE "0" is ESCAPE itself.
+Models trained here are lossless for every text: no normalization, no dummy prefix, whitespace kept, byte fallback. One
+character needs an escape: sentencepiece encodes a space as U+2581, so a U+2581 in the text would decode to a space. A
+private-use character ESCAPE, a user-defined piece of these models, encodes both: ESCAPE "1" is U+2581 and ESCAPE "0" is
+ESCAPE itself.
 """
 
 import io
@@ -33,7 +33,7 @@ MAX_LINE_BYTES = 1 << 16
 
 
 def convert_sentencepiece(model: bytes, path: str | Path, flag: str) -> tuple[str, dict[str, Any]]:
-    """(tokenizer.json text, tokenizer_config) of a .model file's bytes. UserErrors name `flag` and `path`."""
+    """(text of tokenizer.json, tokenizer_config) from the bytes of a .model file. UserErrors name `flag` and `path`."""
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Backend
 
@@ -56,7 +56,7 @@ def convert_sentencepiece(model: bytes, path: str | Path, flag: str) -> tuple[st
     backend.add_special_tokens([piece for piece, _, type_ in pieces if type_ in (UNKNOWN, CONTROL)])
     symbols = [p for p, _, type_ in pieces if type_ == USER_DEFINED and p != ESCAPE and " " not in p]
     backend.add_tokens([AddedToken(p, normalized=True, special=False) for p in symbols])
-    config: dict[str, Any] = {"split_special_tokens": True}  # sentencepiece never reads "</s>" in a text as eos
+    config: dict[str, Any] = {"split_special_tokens": True}  # sentencepiece never encodes "</s>" in a text as eos
     for key, field, default in (("unk_token", 40, 0), ("bos_token", 41, 1), ("eos_token", 42, 2)):
         if 0 <= trainer.get(field, default) < len(pieces):
             config[key] = pieces[trainer.get(field, default)][0]
@@ -83,7 +83,7 @@ def _model(pieces: list[tuple[str, float, int]], kind: int, byte_fallback: bool)
 
 
 def _set_text_rules(backend: Any, normalizer: dict[int, Any], escaped: bool) -> None:
-    """Give the backend what NormalizerSpec says, and a decoder that undoes it."""
+    """Set the backend's normalizer as NormalizerSpec says, and the inverse decoder."""
     from tokenizers import Regex, decoders, normalizers
 
     before, after = [], [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -104,7 +104,7 @@ def _set_text_rules(backend: Any, normalizer: dict[int, Any], escaped: bool) -> 
 
 
 def _read_model(data: bytes) -> tuple[list[tuple[str, float, int]], dict[int, Any], dict[int, Any]]:
-    """([(piece, score, type)], trainer settings, normalizer settings) of a ModelProto, settings by field number."""
+    """([(piece, score, type)], trainer settings, normalizer settings) of a ModelProto; settings by field number."""
     pieces, trainer, normalizer = [], {}, {}
     for field, value in _fields(data):
         if field == 1:
@@ -120,7 +120,7 @@ def _read_model(data: bytes) -> tuple[list[tuple[str, float, int]], dict[int, An
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """(field number, value) of a protocol buffer message: integers decoded, everything else as bytes."""
+    """(field number, value) of a protocol buffer message; integers are decoded, other values are bytes."""
     at = 0
 
     def varint() -> int:
@@ -148,9 +148,9 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, flag: str) -> bytes:
-    """Train a BPE model of `vocab_size` pieces (256 bytes, unk, bos and eos included); returns the .model file's bytes.
+    """Train a BPE model of `vocab_size` pieces (256 bytes, unk, bos and eos included); returns the bytes of the .model.
 
-    Reads `texts` up to TRAINING_CHARACTERS, so give them in random order. The same texts give the same file."""
+    Reads at most TRAINING_CHARACTERS of `texts`, so give them in random order. The same texts give the same file."""
     import sentencepiece
 
     file = io.BytesIO()
@@ -173,7 +173,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, flag: str) -> bytes:
             bos_id=1,
             eos_id=2,
             pad_id=-1,
-            num_threads=8,  # fixed: it is written into the file
+            num_threads=8,  # fixed, because it is stored in the file
             minloglevel=2,
         )
     except RuntimeError as error:

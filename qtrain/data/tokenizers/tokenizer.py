@@ -1,8 +1,8 @@
-"""Text to token ids and back: one small interface over bytes, sentencepiece files, tokenizer.json and the hub.
+"""Text to token ids and back: one interface over bytes, sentencepiece files, tokenizer.json and the hub.
 
-Everything but `byte` runs on the Rust library `tokenizers`, sentencepiece files included (they are converted when
-read, see `sentencepiece_model.py`). So the ids a model is trained on come from the same code that
-`AutoTokenizer.from_pretrained` later runs on the files that `save_hf` wrote.
+All but `byte` run on the Rust library `tokenizers`, sentencepiece files included, which are converted when read
+(`sentencepiece_model.py`). So training uses the same code as `AutoTokenizer.from_pretrained` on the files that
+`save_hf` writes.
 """
 
 import hashlib
@@ -29,10 +29,10 @@ ALIASES = {
 }
 
 TOKENIZERS: dict[str, str] = {
-    "byte": "256 bytes, bos and eos: needs no file",
+    "byte": "the 256 bytes, bos and eos; needs no file",
     **{name: f"{line} ({repo})" for name, (repo, line) in ALIASES.items()},
 }
-"""Names that `load_tokenizer` knows, with their lines in listings."""
+"""Names that `load_tokenizer` knows -> their lines in `--list`."""
 
 OTHER_FORMS = "a sentencepiece .model file, a tokenizer.json, a folder with one of them, or a hub id"
 
@@ -48,14 +48,14 @@ PROBE = (
 
 
 class Tokenizer(ABC):
-    """Text to ids without any special token added. `vocab_size` is the largest id plus one."""
+    """Text to ids, without added special tokens. `vocab_size`: the largest id plus one."""
 
     name: str
     vocab_size: int
     bos_id: int | None
     eos_id: int | None
     chat_template: str | None = None
-    """How it writes a conversation as text: Jinja, as transformers reads it."""
+    """Jinja template that renders a conversation as text, as in transformers."""
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -63,7 +63,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, special tokens written out; bytes that are no UTF-8 become U+FFFD."""
+        """Text of `ids`, special tokens included; invalid UTF-8 becomes U+FFFD."""
 
     @abstractmethod
     def save_hf(self, folder: str | Path) -> None:
@@ -71,21 +71,21 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def pieces(self) -> list[tuple[str, int]]:
-        """(piece, id) of the whole vocabulary, as tokenizer.json spells the pieces, in the order of ids."""
+        """(piece, id) of the whole vocabulary in the order of ids, spelled as in tokenizer.json."""
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
 
     def fingerprint(self) -> str:
-        """16 hex digits, equal for tokenizers with the same pieces that cut a text of many scripts the same way.
+        """16 hex digits, equal for tokenizers with the same pieces that segment PROBE, a text of many scripts, equally.
 
-        It does not depend on the file format, so a dataset's own copy of a tokenizer matches its origin."""
-        seen = [self.vocab_size, self.bos_id, self.eos_id, self.pieces(), self.encode(PROBE)]
-        return hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:16]
+        It does not depend on the file format, so the copy of a tokenizer in a dataset matches its original."""
+        described = [self.vocab_size, self.bos_id, self.eos_id, self.pieces(), self.encode(PROBE)]
+        return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
 
 
 class ByteTokenizer(Tokenizer):
-    """Ids 0-255 are the bytes of the text's UTF-8, 256 is bos, 257 is eos."""
+    """Ids 0-255 are the bytes of the UTF-8 text, 256 is bos, 257 is eos."""
 
     name = "byte"
     bos_id, eos_id, vocab_size = 256, 257, 258
@@ -98,7 +98,7 @@ class ByteTokenizer(Tokenizer):
         return b"".join(special.get(i) or bytes([i]) for i in ids).decode(errors="replace")
 
     def pieces(self) -> list[tuple[str, int]]:
-        # Byte-level tokenizer.json files spell a byte as a printable character: itself, or one above U+0100.
+        # Byte-level tokenizer.json files spell a byte as a printable character: itself, or one from U+0100 on.
         printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
         others = [b for b in range(256) if b not in printable]
         spelled = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
@@ -117,9 +117,9 @@ class ByteTokenizer(Tokenizer):
 
 
 class FastTokenizer(Tokenizer):
-    """A tokenizer.json run by the `tokenizers` library. `config` is what tokenizer_config.json says.
+    """A tokenizer.json run by the `tokenizers` library. `config`: the contents of tokenizer_config.json.
 
-    With `split_special_tokens` in the config, "</s>" inside a text is four characters and never the eos id."""
+    With `split_special_tokens` in the config, "</s>" in a text is four characters, not the eos id."""
 
     def __init__(self, name: str, tokenizer_json: str, config: dict[str, Any], chat_template: str | None = None):
         from tokenizers import Tokenizer as Backend
@@ -138,7 +138,7 @@ class FastTokenizer(Tokenizer):
         token = self._config.get(key)
         return self._backend.token_to_id(token) if isinstance(token, str) else None
 
-    def __reduce__(self) -> tuple:  # the backend's own pickling forgets encode_special_tokens
+    def __reduce__(self) -> tuple:  # the backend's pickle omits encode_special_tokens
         return FastTokenizer, (self.name, self._json, self._config, self._chat_template)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -155,8 +155,8 @@ class FastTokenizer(Tokenizer):
 
 
 def write_hf_files(folder: Path, tokenizer_json: str, config: dict[str, Any], chat_template: str | None = None) -> None:
-    """Write a tokenizer's Hugging Face files. The class named is the one that runs tokenizer.json as it is: a model's
-    own class (LlamaTokenizer, ...) rebuilds the pipeline from the vocabulary and may cut the text differently."""
+    """Write a tokenizer's Hugging Face files. They name the class that runs tokenizer.json unchanged: a model's own
+    class (LlamaTokenizer, ...) rebuilds the pipeline from the vocabulary and may segment text differently."""
     folder.mkdir(parents=True, exist_ok=True)
     kept = {k: v for k, v in config.items() if k not in ("auto_map", "name_or_path", "tokenizer_file", "backend")}
     kept |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -167,7 +167,7 @@ def write_hf_files(folder: Path, tokenizer_json: str, config: dict[str, Any], ch
 
 
 def load_tokenizer(name: str, flag: str) -> Tokenizer:
-    """The tokenizer `name`: a key of TOKENIZERS, or one of OTHER_FORMS. Raises UserError that names `flag`."""
+    """The tokenizer `name`: a key of TOKENIZERS, or one of OTHER_FORMS. Raises UserError naming `flag`."""
     if name == "byte":
         return ByteTokenizer()
     if name in ALIASES:
@@ -194,7 +194,7 @@ def _from_hub(name: str, repo: str, flag: str) -> Tokenizer:
     with reaching_hub(flag, f"the tokenizer {name!r}" + (f" ({repo})" if repo != name else ""), fix):
         folder = Path(snapshot_download(repo, allow_patterns=[*HUB_FILES, "tokenizer.model"]))
         if not hub_reachable() and not any((folder / f).exists() for f in ("tokenizer.json", "tokenizer.model")):
-            raise ConnectionError  # the cache holds other files of this repository, not its tokenizer
+            raise ConnectionError  # the cache has other files of this repository, not its tokenizer
     return _from_folder(name, folder, flag)
 
 
@@ -206,7 +206,7 @@ def _from_folder(name: str, folder: Path, flag: str) -> Tokenizer:
 
 
 def _plain_token(value: Any) -> Any:
-    """The text of a serialized AddedToken, also in lists of them; its other properties are in tokenizer.json."""
+    """The text of a serialized AddedToken, or of a list of them; their properties are in tokenizer.json."""
     if isinstance(value, list):
         return [_plain_token(v) for v in value]
     return value["content"] if isinstance(value, dict) and {"content", "lstrip"} <= value.keys() else value
@@ -230,7 +230,7 @@ def _from_file(name: str, path: Path, flag: str) -> Tokenizer:
     try:
         text = path.read_text(encoding="utf-8")
         known = {token["content"] for token in json.loads(text).get("added_tokens", [])}
-        if not config:  # a tokenizer.json alone does not say which of its tokens end a document
+        if not config:  # tokenizer.json alone does not tell which of its tokens is the end token
             for key, usual in (("bos_token", USUAL_BOS), ("eos_token", USUAL_EOS)):
                 config[key] = next((token for token in usual if token in known), None)
         return FastTokenizer(name, text, config, chat_template)

@@ -1,9 +1,9 @@
-"""`--quantize auto`: for each shape of linear the scheme that runs it fastest on this device, measured before the run.
+"""`--quantize auto`: for each linear shape the fastest scheme on this device, measured before the run.
 
-A low-bit product is not always faster: a small linear spends more on quantizing its operands than the product saves. So
-each candidate's linear is timed as it will train: forward and backward over a micro-batch's tokens, quantization of
-input and gradient included, and that of the weight shared among a step's micro-batches. Which schemes are worth trying
-is the user's choice (`candidates`): all of them are taken to learn equally well.
+Low-bit products are not always faster: a small linear can spend more on quantizing its operands than the products save.
+Each candidate is timed as it will train: forward and backward over a micro-batch's tokens, including the quantization
+of input and gradient, and the weight's quantization divided by the micro-batches of a step. The user chooses the
+`candidates`; all are assumed to learn equally well.
 """
 
 import statistics
@@ -22,25 +22,25 @@ Shape = tuple[int, int]
 """In-features and out-features."""
 
 _QUEUE_CYCLES = 20_000_000
-"""About 10 ms of a GPU's clock, in which the CPU hands it the work to be timed: launching is not what is measured."""
+"""About 10 ms of GPU clocks: the device spins while the host enqueues, so that launch overhead is not measured."""
 
 
 @SCHEMES.register("auto")
 @dataclass(frozen=True)
 class Auto(Scheme):
-    """for each shape of linear the fastest of several schemes, timed on this device when the run begins"""
+    """the fastest of several schemes for each linear shape, timed on this device when the run begins"""
 
     candidates: tuple[str, ...] = ("bf16", "int8", "fp8_tensorwise", "fp8_rowwise")
     chosen: dict[str, str] | None = None
 
     def gemm_dtypes(self) -> dict[Gemm, str]:
-        raise AssertionError("auto is not a scheme itself: choose_per_shape makes one of it")
+        raise AssertionError("choose_per_shape resolves auto first")
 
     def parts(self) -> list[tuple[float, Scheme]]:
-        raise AssertionError("auto is not a scheme itself: choose_per_shape makes one of it")
+        raise AssertionError("choose_per_shape resolves auto first")
 
     def schemes(self) -> dict[str, Scheme]:
-        """The candidates, by name. UserError for one that is not a matter of speed alone."""
+        """The candidates, by name. UserError for a scheme that changes more than speed."""
         flag = "--quantize_kwargs.candidates"
         if not self.candidates:
             raise UserError(f"{flag}: the list is empty; name at least one scheme.")
@@ -54,13 +54,13 @@ class Auto(Scheme):
         return made
 
     def former(self) -> dict[str, str]:
-        """What an earlier choice took, scheme by shape ('896 -> 1152')."""
+        """The schemes chosen by an earlier run, by shape ('896 -> 1152')."""
         return self.chosen or {}
 
 
 @dataclass(frozen=True)
 class PerShape(Scheme):
-    """What `auto` has become: a scheme for each shape of linear."""
+    """`auto` resolved: a scheme for each linear shape."""
 
     taken: dict[Shape, str]
     schemes: dict[str, Scheme]
@@ -79,7 +79,7 @@ class PerShape(Scheme):
         return self.schemes[self.taken[in_features, out_features]]
 
     def as_json(self) -> dict[str, str]:
-        """For `chosen`, so that a run that goes on takes the same."""
+        """For `chosen`, so that a resumed run takes the same schemes."""
         return {_text(shape): name for shape, name in self.taken.items()}
 
 
@@ -88,7 +88,7 @@ def _text(shape: Shape) -> str:
 
 
 def linear_shapes(model: nn.Module, leave: nn.Module | None = None, min_size: int = 0) -> dict[Shape, int]:
-    """How many linears of each shape a model has; `leave` and those with a side under `min_size` are not counted."""
+    """The number of linears of each shape, except `leave` and those with fewer than `min_size` in- or out-features."""
     counts: dict[Shape, int] = {}
     for linear in find_linears(model):
         shape = (linear.in_features, linear.out_features)
@@ -106,9 +106,9 @@ def choose_per_shape(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[PerShape, list[str]]:
-    """Take the fastest candidate for each shape, and say so in a table; what `scheme.chosen` has is not timed again.
+    """The fastest candidate for each shape, and the lines of a table; shapes in `scheme.chosen` are not timed again.
 
-    tokens: of a micro-batch. accumulation: micro-batches a step, over which quantizing the weight is shared.
+    tokens: per micro-batch. accumulation: micro-batches per step, which share one quantization of the weight.
     """
     schemes, former = scheme.schemes(), scheme.former()
     taken: dict[Shape, str] = {}
@@ -119,7 +119,7 @@ def choose_per_shape(
     for shape, count in counts.items():
         if _text(shape) in former:
             taken[shape] = former[_text(shape)]
-            shown = "as before"
+            shown = "chosen earlier"
         else:
             times: dict[str, float] = {}
             for name in names:
@@ -141,7 +141,7 @@ def choose_per_shape(
 def time_linear(
     scheme: Scheme, shape: Shape, tokens: int, accumulation: int, dtype: torch.dtype, device: torch.device
 ) -> float:
-    """Seconds of forward and backward of one linear in `scheme`, and its share of quantizing the weight."""
+    """Seconds of forward and backward of one linear in `scheme`, plus its share of quantizing the weight."""
     in_features, out_features = shape
     generator = torch.Generator(device).manual_seed(0)
     like = {"dtype": dtype, "device": device, "generator": generator}
@@ -161,7 +161,7 @@ def time_linear(
 
 
 def _seconds(work: Callable[[], None], device: torch.device) -> float:
-    """Median time of a call, after a first one that may compile and tune."""
+    """Median seconds of a call, after a first one that may compile and autotune."""
     work()
     if device.type != "cuda":
         return statistics.median(_elapsed(work) for _ in range(3))

@@ -1,4 +1,4 @@
-"""What a run trains: how its model is built, planned, recomputed and compiled, one class a kind of model."""
+"""The kinds of model that a run can train: how each is built, planned, checkpointed and compiled."""
 
 import dataclasses
 from abc import ABC, abstractmethod
@@ -36,7 +36,7 @@ from qtrain.train.settings import LanguageSettings
 
 
 class Architecture(ABC):
-    """A model's shape, known without its weights."""
+    """A model without its weights."""
 
     @cached_property
     @abstractmethod
@@ -46,7 +46,7 @@ class Architecture(ABC):
     @property
     @abstractmethod
     def rows(self) -> int:
-        """Rows that a sample gives the input of most linears: tokens of a sequence, patches of an image."""
+        """Rows per sample of the input of most linears: tokens of a sequence, patches of an image."""
 
     @abstractmethod
     def head(self, model: nn.Module) -> nn.Module | None:
@@ -54,7 +54,7 @@ class Architecture(ABC):
 
     @abstractmethod
     def build(self, checked: CheckedSettings) -> nn.Module:
-        """The model with its weights, on the device. Raises UserError for weights that are not there or do not fit."""
+        """The model on the device, with weights. UserError for weights that are missing or do not fit."""
 
     @abstractmethod
     def recompute(self, model: nn.Module, mode: str) -> None:
@@ -73,7 +73,7 @@ class Architecture(ABC):
         data: Sequence[str],
         trained: TrainedPart | None,
     ) -> Plan:
-        """The plan of the run; data: lines that describe the data; trained: what trains, None: everything."""
+        """The plan of the run. data: lines that describe the data; trained: what trains, None: everything."""
 
     @property
     def linear_rows(self) -> Mapping[str, int] | None:
@@ -161,7 +161,7 @@ class VisionArchitecture(Architecture):
 
     @cached_property
     def image(self) -> dict[str, Any]:
-        """What images the model takes (`models.image_config`)."""
+        """The format of the model's images (`models.image_config`)."""
         return image_config(self.empty, self.kwargs)
 
     @cached_property

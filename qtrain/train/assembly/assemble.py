@@ -1,4 +1,4 @@
-"""From a prepared run to one that can train: model > quantize > (the script's own changes) > optimizer > resume."""
+"""From a prepared run to one that can train: model > quantize > (the script's changes) > optimizer > resume."""
 
 from torch import nn
 
@@ -12,7 +12,7 @@ from qtrain.train.state.train_state import TrainState
 
 
 def build_quantized(prepared: Prepared) -> tuple[nn.Module, QuantizedModel]:
-    """The model with its weights, on the device, its linears swapped as planned. Seeds every random generator."""
+    """The model on the device, with weights, its linears swapped as planned. Seeds all random generators."""
     settings, architecture = prepared.settings, prepared.architecture
     seed_rng(settings.seed)
     model = architecture.build(prepared)
@@ -29,8 +29,8 @@ def build_quantized(prepared: Prepared) -> tuple[nn.Module, QuantizedModel]:
 
 
 def assemble(prepared: Prepared, model: nn.Module, quantized: QuantizedModel, *, ema_decay: float = 0.0) -> Run:
-    """The run of a built model: activation checkpointing, compiling, the optimizer, and the state of the checkpoint
-    that it resumes from. ema_decay: of an average of the weights; 0: none. Writes nothing."""
+    """The run of a built model: activation checkpointing, compilation, the optimizer, and the state of the checkpoint
+    that it resumes from. Writes nothing. ema_decay: of a moving average of the weights; 0: none."""
     settings, architecture = prepared.settings, prepared.architecture
     architecture.recompute(model, settings.activation_checkpointing)
     if settings.compile:

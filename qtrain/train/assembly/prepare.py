@@ -1,7 +1,7 @@
-"""From checked settings to a run that is ready to be built: the scheme of every linear, and the plan.
+"""From checked settings to a run that can be built: the scheme of every linear, and the plan.
 
-Everything that can be refused has been refused when `prepare` returns. Nothing has been written, and no weight has
-memory.
+When `prepare` returns, everything that can be refused has been refused; nothing has been written, and no weight has
+been allocated.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from qtrain.train.plan.linears import PlannedLinear, plan_linears, refuse_no_swa
 from qtrain.train.plan.plan import Plan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prepared(CheckedSettings):
     """A run that can be built. text: the plan and the list of linears, as printed."""
 
@@ -34,8 +34,10 @@ def prepare(
     data: Sequence[str],
     trained: TrainedPart | None = None,
 ) -> Prepared:
-    """Choose the scheme of every linear, and plan the run. data: lines that describe the data; trained: what trains,
-    where not everything does. Raises UserError."""
+    """Choose the scheme of every linear and plan the run. Raises UserError.
+
+    data: lines that describe the data. trained: what trains, if not everything does.
+    """
     model = architecture.empty
     head = architecture.head(model)
     checked, auto_lines = resolve_auto_scheme(
@@ -44,7 +46,13 @@ def prepare(
     linears = plan_linears(model, checked.scheme, checked.settings, head=head, device=checked.device)
     refuse_no_swap(linears, checked.scheme, checked.settings.quantize)
     plan = architecture.plan(checked, linears, describe_hardware(checked.device), data, trained)
-    lines = [*plan.lines(), *auto_lines, "linears", *describe_choices([linear.choice for linear in linears])]
+    lines = [
+        *plan.lines(),
+        *checked.notes,
+        *auto_lines,
+        "linears",
+        *describe_choices([linear.choice for linear in linears]),
+    ]
     lines += architecture.notes(linears)
     lines += warn_high_precision(linears, checked.scheme, checked.dtype, architecture.linear_rows)
     shared = {f.name: getattr(checked, f.name) for f in dataclasses.fields(CheckedSettings)}

@@ -1,4 +1,4 @@
-"""A language model's data: the training stream, opened once, and the windows that the run is evaluated on."""
+"""A language model's data: the training stream, opened once, and the windows for evaluation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from qtrain.train.settings import LanguageSettings
 
 @dataclass(frozen=True)
 class TextData:
-    """tokenizer: None where neither the data nor the model names one. stream: open, at its start."""
+    """tokenizer: None if neither the data nor the model names one. stream: open, at its start."""
 
     settings: LanguageSettings
     context: StreamContext
@@ -35,20 +35,12 @@ class TextData:
 
     @property
     def described(self) -> list[str]:
-        """The lines of the plan about the data."""
+        """Lines for the plan that describe the data."""
         return [str(spec) for spec in (self.settings.train_ds, self.settings.eval_ds) if spec]
 
     def loader(self, position: Mapping[str, Any] | None) -> Loader:
         """Micro-batches from `position` on; None: from the start. UserError for a position of other data."""
-        return Loader(
-            self.settings.train_ds,
-            self.context,
-            self.micro_batch_size,
-            "--train_ds",
-            num_workers=self.settings.num_workers,
-            position=position,
-            stream=self.stream,
-        )
+        return Loader(self.stream, self.micro_batch_size, num_workers=self.settings.num_workers, position=position)
 
 
 def open_text(
@@ -60,7 +52,7 @@ def open_text(
 ) -> TextData:
     """Open --train_ds and read its first sample; read the windows of --eval_ds. Raises UserError.
 
-    model_tokenizer: where the data name no tokenizer, take the model's own. seq_len_multiple: see `StreamContext`.
+    model_tokenizer: use the model's tokenizer if the data name none. seq_len_multiple: see `StreamContext`.
     """
     settings, micro_batch_size = checked.settings, checked.geometry.micro_batch_size
     if settings.train_ds is None:

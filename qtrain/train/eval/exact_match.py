@@ -1,4 +1,4 @@
-"""Questions with answers that can be checked: asked by greedy generation, right where the final answers agree."""
+"""Questions with answers that can be compared: answered greedily, correct if the final answers are equal."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from qtrain.data import ExampleDataset, StreamContext, Tokenizer, make_dataset
+from qtrain.data import DATASETS, ExampleDataset, StreamContext, Tokenizer
 from qtrain.errors import UserError
 from qtrain.models import answer, rows_at_once
 
@@ -26,7 +26,7 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 @dataclass(frozen=True)
 class WrittenQuestion:
-    """`ids` are those of `prompt`; `answer` is the whole text that the data give."""
+    """prompt, its token ids, and the reference answer: the whole text of the dataset."""
 
     prompt: str
     ids: list[int]
@@ -34,16 +34,16 @@ class WrittenQuestion:
 
 
 def final_answer(text: str) -> str | None:
-    """What a worked answer ends in: behind its mark (####, "The answer is:", a box), else its last number."""
+    """The final answer of a solution: what follows a marker (####, "The answer is:", a box), else the last number."""
     for pattern in _MARKED:
         if found := pattern.findall(text):
-            return _plain(found[-1])
+            return _normalized(found[-1])
     numbers = _NUMBER.findall(text)
-    return _plain(numbers[-1]) if numbers else None
+    return _normalized(numbers[-1]) if numbers else None
 
 
-def _plain(text: str) -> str:
-    """One spelling of an answer: 1,234.00 dollars. and 1234 are the same."""
+def _normalized(text: str) -> str:
+    """A canonical spelling: "1,234.00 dollars." becomes "1234"."""
     text = text.strip().strip("$").rstrip(".").strip()
     if number := _NUMBER.match(text.lstrip("$")):
         value = float(number.group().replace(",", ""))
@@ -60,10 +60,10 @@ def load_written_questions(
     if spec is None:
         raise UserError("--accuracy: questions come from --eval_ds; give that, or leave --accuracy out.")
     flag, ctx = "--eval_ds", dataclasses.replace(ctx, seed=0, shuffle=False)
-    dataset = make_dataset(spec, flag)
+    dataset = DATASETS.make_typed(spec, flag)
     if not isinstance(dataset, ExampleDataset):
         raise UserError(f"--accuracy: {flag} holds no prompts and answers; give one of type instruct or chat.")
-    found = (parts for parts in dataset.records(ctx, flag) if final_answer(_last_answer(parts)) is not None)
+    found = (parts for parts in dataset.examples(ctx, flag) if final_answer(_last_answer(parts)) is not None)
     texts = [("".join(p.text for p in parts[: _last(parts)]), _last_answer(parts)) for parts in islice(found, count)]
     prompts = ctx.tokenizer.encode_batch([prompt for prompt, _ in texts])
     begin = [ctx.tokenizer.bos_id] if dataset.begin_token and ctx.tokenizer.bos_id is not None else []
@@ -83,40 +83,40 @@ def _last_answer(parts: Sequence[Any]) -> str:
 
 
 def ask(model: nn.Module, tokenizer: Tokenizer, questions: Sequence[WrittenQuestion], max_new_tokens: int) -> list[str]:
-    """The model's answer to each question."""
-    order = sorted(range(len(questions)), key=lambda i: len(questions[i].ids))  # of like length together
+    """The model's answer to each question, in their order."""
+    order = sorted(range(len(questions)), key=lambda i: len(questions[i].ids))  # similar lengths together
     answers: dict[int, str] = {}
     rows = rows_at_once(model, max(len(q.ids) for q in questions) + max_new_tokens)
     for start in range(0, len(order), rows):
         batch = order[start : start + rows]
         ids = answer(model, [questions[i].ids for i in batch], max_new_tokens, tokenizer.eos_id, tokenizer.vocab_size)
-        answers |= {i: tokenizer.decode(written) for i, written in zip(batch, ids, strict=True)}
+        answers |= {i: tokenizer.decode(answer_ids) for i, answer_ids in zip(batch, ids, strict=True)}
     return [answers[i] for i in range(len(questions))]
 
 
 @dataclass(kw_only=True)
 class FinetuneEvaluation:
-    """Called by the training loop: held-out loss, and accuracy over questions where there are any."""
+    """Called by the training loop: validation loss, and accuracy over questions, if there are any."""
 
     model: nn.Module
-    held_out_loss: Callable[[], float] | None
+    validation_loss: Callable[[], float] | None
     tokenizer: Tokenizer
     questions: Sequence[WrittenQuestion]
     max_new_tokens: int
 
     def __call__(self) -> dict[str, Any]:
-        """`eval_loss`, `accuracy` (a share), `samples` [(prompt, answer and what was expected)]."""
+        """`eval_loss`, `accuracy` (a fraction), `samples` [(prompt, answer with the expected one)]."""
         found: dict[str, Any] = {}
-        if self.held_out_loss is not None:
-            found["eval_loss"] = self.held_out_loss()
+        if self.validation_loss is not None:
+            found["eval_loss"] = self.validation_loss()
         if self.questions:
             answers = ask(self.model, self.tokenizer, self.questions, self.max_new_tokens)
-            right = [
+            correct = [
                 final_answer(given) == final_answer(q.answer) for q, given in zip(self.questions, answers, strict=True)
             ]
-            found["accuracy"] = sum(right) / len(right)
+            found["accuracy"] = sum(correct) / len(correct)
             found["samples"] = [
                 (q.prompt, f"{given} [expected {final_answer(q.answer)}: {'right' if ok else 'wrong'}]")
-                for q, given, ok in list(zip(self.questions, answers, right, strict=True))[:SHOWN]
+                for q, given, ok in list(zip(self.questions, answers, correct, strict=True))[:SHOWN]
             ]
         return found

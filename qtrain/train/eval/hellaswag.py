@@ -1,8 +1,8 @@
-"""HellaSwag: which of four endings does the model find likeliest? Text, tokens and scores as in lm-evaluation-harness.
+"""HellaSwag: which of four endings is most likely to the model? Text, tokens and scores as in lm-evaluation-harness.
 
-A context and an ending are one text, "context ending", and the ending's tokens are those beyond the context's own. The
-ending's score is the sum of their log probabilities. Accuracy takes the highest score; normalised accuracy the highest
-score per character of the ending, which is the figure that is usually quoted (acc_norm).
+A context and an ending are one text, "context ending"; the ending's tokens are those after the context's own. The
+score of an ending is the sum of their log probabilities. Accuracy takes the highest score; normalized accuracy the
+highest score per character of the ending, which is the figure that is usually quoted (acc_norm).
 Source: Zellers et al., "HellaSwag: Can a Machine Really Finish Your Sentence?", 2019.
 """
 
@@ -20,18 +20,18 @@ from qtrain.errors import UserError
 from qtrain.hub import reaching_hub
 
 HUB = "Rowan/hellaswag"
-PAD_TO = 64  # lengths are rounded up to this: few shapes, so that a compiled model compiles few times
+PAD_TO = 64  # lengths are rounded up to a multiple of it: few shapes, few compilations
 
 
 class Encoder(Protocol):
-    """What is needed of a tokenizer; no special tokens are to be added."""
+    """What is needed of a tokenizer; it adds no special tokens."""
 
     def encode(self, text: str) -> list[int]: ...
 
 
 @dataclass(frozen=True)
 class HellaSwagQuestion:
-    """A context, its possible endings, and the number of the right one."""
+    """A context, its possible endings, and the index of the correct one."""
 
     context: str
     endings: tuple[str, ...]
@@ -40,7 +40,7 @@ class HellaSwagQuestion:
 
 @dataclass(frozen=True)
 class Score:
-    """Questions answered rightly by plain and by normalised score, of `total`. Scores of ranks add up."""
+    """Questions answered correctly by plain and by normalized score, out of `total`. Scores of ranks add up."""
 
     right: int
     right_norm: int
@@ -59,7 +59,7 @@ class Score:
 
 
 def _clean(text: str) -> str:
-    """The data set's text without the marks that its WikiHow part carries."""
+    """The dataset's text without the markers of its WikiHow part."""
     text = text.strip().replace(" [title]", ". ")
     text = re.sub(r"\[.*?\]", "", text)
     return text.replace("  ", " ")
@@ -81,17 +81,17 @@ def read_question(row: dict[str, Any], where: str) -> HellaSwagQuestion:
             "ctx, or ctx_a, ctx_b and activity_label; the published test split has no labels."
         ) from None
     if not 0 <= answer < len(endings):
-        raise UserError(f"{where}: label {answer} names none of the {len(endings)} endings; they are counted from 0.")
+        raise UserError(f"{where}: label {answer} names none of the {len(endings)} endings; they count from 0.")
     return HellaSwagQuestion(context, endings, answer)
 
 
 def load_hellaswag(source: str, limit: int | None, flag: str) -> list[HellaSwagQuestion]:
-    """The first `limit` questions of a local .jsonl, or, if `source` is "hub", of the hub's validation split."""
+    """The first `limit` questions (None: all) of a local .jsonl or, for the source "hub", of the validation split."""
     if source == "hub":
         fix = (
             f"Download {HUB} where there is a network, or give a local .jsonl of its questions: --hellaswag_file FILE."
         )
-        with reaching_hub(flag, f"the data set {HUB}", fix):
+        with reaching_hub(flag, f"the dataset {HUB}", fix):
             from datasets import load_dataset
 
             rows = load_dataset(HUB, split="validation")
@@ -139,7 +139,9 @@ def _candidates(questions: Sequence[HellaSwagQuestion], tokenizer: Encoder, max_
 
 
 def _batches(candidates: list[_Candidate], size: int) -> Iterator[list[_Candidate]]:
-    ordered = sorted(candidates, key=lambda c: len(c.tokens), reverse=True)  # the longest first: memory is known early
+    ordered = sorted(
+        candidates, key=lambda c: len(c.tokens), reverse=True
+    )  # the longest first: running out of memory shows early
     for start in range(0, len(ordered), size):
         yield ordered[start : start + size]
 
@@ -150,7 +152,7 @@ def _log_likelihoods(
 ) -> list[float]:
     longest = max(len(c.tokens) - 1 for c in batch)
     length = min(-(-longest // PAD_TO) * PAD_TO, max_len)
-    ids = torch.zeros(size, length, dtype=torch.int64)  # padded on the right, which a causal model does not see
+    ids = torch.zeros(size, length, dtype=torch.int64)  # padded on the right, where a causal model does not look
     for row, candidate in enumerate(batch):
         ids[row, : len(candidate.tokens) - 1] = torch.tensor(candidate.tokens[:-1])
     out = logits(ids.to(device))  # [size, length, V]
@@ -175,7 +177,8 @@ def evaluate(
 ) -> Score:
     """Answer `questions` with the model `logits`: ids int64 [batch_size, S <= max_len] -> logits [batch_size, S, V].
 
-    A text of more than max_len + 1 tokens loses its beginning. Over ranks, give each `questions[rank::world]` and add.
+    A text of more than max_len + 1 tokens is truncated on the left. With several ranks, give each
+    `questions[rank::world]` and add the scores.
     """
     scores = [[0.0] * len(asked.endings) for asked in questions]
     for batch in _batches(_candidates(questions, tokenizer, max_len), batch_size):

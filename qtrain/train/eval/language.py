@@ -1,4 +1,4 @@
-"""What a language model is measured by while it trains: loss over fixed windows, HellaSwag, and text to read."""
+"""Evaluation of a language model during training: loss over fixed windows, HellaSwag, and sampled text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from qtrain.train.step import evaluate
 
 @dataclass(kw_only=True)
 class LanguageEvaluation:
-    """Called by the training loop; measures what it was given and leaves the rest out."""
+    """Called by the training loop. Empty windows, questions or prompts are skipped."""
 
     model: nn.Module
     forward: Forward

@@ -1,4 +1,4 @@
-"""`--lm_eval`: EleutherAI's evaluation harness on an exported folder, where it is installed."""
+"""`--lm_eval`: EleutherAI's lm-evaluation-harness on an exported folder."""
 
 import importlib.util
 from pathlib import Path
@@ -7,7 +7,7 @@ from qtrain.errors import missing_package
 
 
 def check_lm_eval(tasks: str | None) -> None:
-    """UserError naming the command that installs it, where tasks are asked for and it is not there."""
+    """UserError with the command that installs lm_eval, if tasks are given and it is not installed."""
     if tasks is not None and importlib.util.find_spec("lm_eval") is None:
         raise missing_package("lm_eval", f"--lm_eval {tasks}")
 

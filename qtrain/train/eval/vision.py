@@ -1,4 +1,4 @@
-"""How a batch of images goes through a classifier, and what it is measured by."""
+"""Batches of images through a classifier: the loss for training, and evaluation."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +15,7 @@ from qtrain.models import LossSums
 
 
 def vision_forward(model: nn.Module) -> Callable[[ImageBatch], LossSums]:
-    """The function batch -> cross-entropy against its targets, summed over the images."""
+    """The function batch -> cross-entropy with its targets, summed over the images."""
     parameter = next(model.parameters())
     device, dtype = parameter.device, parameter.dtype
 
@@ -30,9 +30,9 @@ def vision_forward(model: nn.Module) -> Callable[[ImageBatch], LossSums]:
 
 @dataclass
 class VisionEvaluation:
-    """Called by the training loop: loss and accuracy over the images of a held-out set, always the same ones.
+    """Called by the training loop: loss and accuracy over validation images, the same ones each time.
 
-    limit: images; 0: all. threads: that read and decode."""
+    images: None: nothing is evaluated. limit: number of images; 0: all. threads: for reading and decoding."""
 
     model: nn.Module
     images: Images | None
@@ -42,7 +42,7 @@ class VisionEvaluation:
     threads: int
 
     def __call__(self) -> dict[str, Any]:
-        """`eval_loss` (mean cross-entropy), `top1` and `top5` (shares of 1)."""
+        """`eval_loss` (mean cross-entropy), `top1` and `top5` (fractions)."""
         if self.images is None:
             return {}
         was_training = self.model.training
@@ -57,30 +57,30 @@ class VisionEvaluation:
         return min(self.limit, len(self.images)) if self.limit else len(self.images)
 
     def _batches(self):
-        """(images [B, C, H, W], labels [B]), read one batch ahead."""
+        """(images [B, C, H, W], labels [B]), prefetched by one batch."""
         order = Permutation(len(self.images), 0).all()[: self._count] if self.limit else range(self._count)
         starts = range(0, self._count, self.batch_size)
         with ThreadPoolExecutor(self.threads, "evaluation") as pool:
-            ahead = None
+            prefetched = None
             for start in [*starts, None]:
-                coming = None
+                submitted = None
                 if start is not None:
-                    numbers = [int(i) for i in order[start : start + self.batch_size]]
-                    coming = numbers, [pool.submit(self._read, i) for i in numbers]
-                if ahead is not None:
-                    numbers, futures = ahead
-                    yield torch.stack([f.result() for f in futures]), torch.from_numpy(self.images.labels[numbers])
-                ahead = coming
+                    indices = [int(i) for i in order[start : start + self.batch_size]]
+                    submitted = indices, [pool.submit(self._read, i) for i in indices]
+                if prefetched is not None:
+                    indices, futures = prefetched
+                    yield torch.stack([f.result() for f in futures]), torch.from_numpy(self.images.labels[indices])
+                prefetched = submitted
 
-    def _read(self, number: int) -> Tensor:
-        return self.transform(self.images.read(number))
+    def _read(self, index: int) -> Tensor:
+        return self.transform(self.images.read(index))
 
     @torch.no_grad()
     def _measure(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Sums over a batch: cross-entropy, right answers, right answers among the five likeliest; float64 [3]."""
+        """Sums over a batch: cross-entropy, top-1 hits, top-5 hits; float64 [3]."""
         parameter = next(self.model.parameters())
         labels = labels.to(parameter.device)
         logits = self.model(images.to(parameter.device).to(parameter.dtype)).float()
-        best = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels.unsqueeze(1)
+        hits = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels.unsqueeze(1)
         loss = F.cross_entropy(logits, labels, reduction="sum")
-        return torch.stack([loss.double(), best[:, 0].sum().double(), best.sum().double()])
+        return torch.stack([loss.double(), hits[:, 0].sum().double(), hits.sum().double()])

@@ -1,4 +1,4 @@
-"""Why a run stops by itself: a value that is no longer finite, or memory that ran out. One message, no traceback."""
+"""Why a run stops by itself: a non-finite value, or no memory left. One message, no traceback."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,8 +12,8 @@ from qtrain.errors import TrainingStopped
 GIB = 1024**3
 
 
-def _bad_values(tensor: Tensor | None) -> str | None:
-    """How many values of `tensor` (of its local shard, if sharded) are NaN or Inf; None if there are none."""
+def _count_nonfinite(tensor: Tensor | None) -> str | None:
+    """How many values of `tensor` (of the local shard of a DTensor) are NaN or Inf; None if all are finite."""
     if tensor is None or not tensor.dtype.is_floating_point:
         return None
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -25,48 +25,48 @@ def _bad_values(tensor: Tensor | None) -> str | None:
 
 
 @torch.no_grad()
-def first_bad_tensor(model: nn.Module) -> str | None:
-    """The first parameter, in the model's order, whose weight, or else whose gradient, has a NaN or Inf; None if all
-    are finite. Weights come first because one bad weight makes all gradients bad.
+def first_nonfinite_tensor(model: nn.Module) -> str | None:
+    """The first parameter, in the model's order, whose weight or else whose gradient has a NaN or Inf; None if all are
+    finite. Weights come first because one non-finite weight makes all gradients non-finite.
 
-    Meant for the moment of failure: it waits for the device once per tensor.
+    Meant for the moment of failure: it synchronizes once per tensor.
     """
     parameters = list(model.named_parameters())
     weights = [("weight", name, parameter) for name, parameter in parameters]
     gradients = [("gradient", name, parameter.grad) for name, parameter in parameters]
     for kind, name, tensor in weights + gradients:
-        if found := _bad_values(tensor):
+        if found := _count_nonfinite(tensor):
             return f"the {kind} of {name} ({found})"
     return None
 
 
-def not_finite(
-    step: int, what: str, value: float, bad: str | None, last_good: Path | None, *, updated: bool = False
+def nonfinite(
+    step: int, what: str, value: float, tensor: str | None, last_good: Path | None, *, updated: bool = False
 ) -> TrainingStopped:
-    """The stop for `what` ("loss", "gradient norm") being NaN or Inf at `step`; `bad` is from first_bad_tensor.
+    """The error for `what` ("loss", "gradient norm") being NaN or Inf at `step`. tensor: from first_nonfinite_tensor.
 
     updated: the weights have been updated with it already (--optimizer_in_backward).
     """
-    where = f"First bad tensor: {bad}." if bad else "All weights and gradients are finite."
+    where = f"First non-finite tensor: {tensor}." if tensor else "All weights and gradients are finite."
     clip = "a smaller --clip_grad_norm"
     if updated:
-        where = f"First bad tensor: {bad}." if bad else "All gradients are finite."
-        where += " The weights have taken this step and are not to be trusted; nothing of it is saved."
+        where = f"First non-finite tensor: {tensor}." if tensor else "All gradients are finite."
+        where += " The weights have been updated with it; nothing of this step is saved."
         clip = "--clip_grad_norm 1 without --optimizer_in_backward"
-    again = f"The last good checkpoint is {last_good} (--resume {last_good})." if last_good else "No checkpoint yet."
+    resume = f"The last good checkpoint is {last_good} (--resume {last_good})." if last_good else "No checkpoint yet."
     return TrainingStopped(
-        f"step {step}: the {what} is {value}. {where} {again} "
+        f"step {step}: the {what} is {value}. {where} {resume} "
         f"Try a lower --lr, a longer warmup (--lr_schedule_kwargs) or {clip}; "
-        "--quantize bf16 tells whether the scheme is the cause."
+        "--quantize bf16 shows whether the scheme is the cause."
     )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that the device's, or the host's, memory ran out."""
+    """Whether an exception means that the memory of the device or of the host is exhausted."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    says = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in says)
+    messages = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in messages)
 
 
 def _largest_divisor(number: int, at_most: int) -> int:
@@ -74,21 +74,21 @@ def _largest_divisor(number: int, at_most: int) -> int:
 
 
 def memory_advice(settings: Mapping[str, Any], optimizers: Iterable[str] = ()) -> list[str]:
-    """Flags to change when memory runs out, the cheapest first; what is already at its limit is left out.
+    """Flags to change when memory runs out, the cheapest first; the global batch stays the same.
 
-    `settings` holds the values in force (micro_batch_size worked out, not 0); a flag that is not in it is not advised.
-    `optimizers` are the names that --optim takes: those with low-bit states are advised. The global batch stays.
+    settings: the values in force (micro_batch_size not 0); flags that are missing in it, or at their limit, are left
+    out. optimizers: the names that --optim takes; one with 8-bit states is advised.
     """
     advice, names = [], list(optimizers)
     micro = settings.get("micro_batch_size", 1)
-    if micro > 1 and not settings.get("optimizer_in_backward"):  # which cannot accumulate
+    if micro > 1 and not settings.get("optimizer_in_backward"):  # it cannot accumulate
         smaller = _largest_divisor(micro, micro // 2)
         accumulation = settings.get("gradient_accumulation", 0) * micro // smaller
         also = f" --gradient_accumulation {accumulation}" if accumulation else ""
         advice.append(f"--micro_batch_size {smaller}{also} (now {micro}; the batch and the result stay the same)")
     kept = settings.get("activation_checkpointing")
     if kept == "none":
-        advice.append("--activation_checkpointing selective (now none; some slower)")
+        advice.append("--activation_checkpointing selective (now none; a little slower)")
     if kept in ("none", "selective"):
         advice.append(f"--activation_checkpointing full (now {kept}; about a quarter slower)")
     own, one_pass = settings.get("optim") in names, settings.get("gradient_accumulation") == 1
@@ -96,7 +96,7 @@ def memory_advice(settings: Mapping[str, Any], optimizers: Iterable[str] = ()) -
         advice.append("--optimizer_in_backward --clip_grad_norm 0 (gradients of one layer at a time; no clipping)")
     chunks = settings.get("loss_chunks")
     if chunks is not None and chunks < 64:
-        advice.append(f"--loss_chunks {max(2, chunks * 4)} (now {chunks}; smaller pieces of the logits)")
+        advice.append(f"--loss_chunks {max(2, chunks * 4)} (now {chunks}; smaller chunks of logits)")
     optim = settings.get("optim")
     if optim is not None and not any(bits in optim for bits in ("8bit", "4bit")):
         lighter = sorted(name for name in names if "8bit" in name)
@@ -114,9 +114,9 @@ def out_of_memory(
     capacity: int | None,
     optimizers: Iterable[str] = (),
 ) -> TrainingStopped:
-    """The stop for exhausted memory: the plan's estimate by kind, the measured peak, and what to change, in order.
+    """The error for exhausted memory: the plan's estimate by kind, the measured peak, and what to change, in order.
 
-    `estimate` maps a kind ("weights", "activations", ...) to bytes; `peak` and `capacity` are bytes of the device.
+    estimate: bytes by kind ("weights", "activations", ...). peak, capacity: bytes of the device.
     """
     kinds = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in estimate.items())
     of = f" of {capacity / GIB:.1f}" if capacity else ""

@@ -1,4 +1,4 @@
-"""metrics.jsonl, and how fast the run is: tokens a second without compile, evaluation and checkpoint time."""
+"""metrics.jsonl, and the throughput: tokens per second without compile, evaluation and checkpoint time."""
 
 import contextlib
 import json
@@ -16,12 +16,12 @@ import torch
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN or Inf: null stands for them."""
+    """None for NaN and Inf, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """A whole line of the log as a record; None for one that was cut off."""
+    """A complete line of the log as a record; None for a truncated one."""
     try:
         record = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:
@@ -30,7 +30,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, in order; a missing file has none, a line cut off by a kill is left out."""
+    """The records of a metrics.jsonl in order, without a line truncated by a kill; none of a missing file."""
     try:
         with Path(path).open("rb") as file:
             return [record for line in file if (record := _record(line)) is not None]
@@ -39,10 +39,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class MetricsLog:
-    """Appends one JSON object a line to `path`, each written through at once. Every record has a `step`.
+    """Appends one JSON object per line to `path`, each flushed at once. Every record has a `step`.
 
-    Resumed after step `resumed_step`, the lines of later steps go, as does a line cut off by a kill: the log of a
-    resumed run is that of one that never stopped. So a step's records belong before its checkpoint.
+    On resuming after `resumed_step`, lines of later steps and a line truncated by a kill are removed: the log of a
+    resumed run equals that of an uninterrupted one, if a step's records are written before its checkpoint.
     """
 
     def __init__(self, path: Path, resumed_step: int | None = None):
@@ -62,8 +62,8 @@ class MetricsLog:
         os.replace(shorter, self.path)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record of numbers, texts and flat lists; NaN and Inf become null."""
-        assert isinstance(record.get("step"), int), "a record without a step could not be truncated on resume"
+        """Append one record of numbers, strings and flat lists. NaN and Inf become null."""
+        assert isinstance(record.get("step"), int), "a record without a step could not be removed on resume"
         self._file.write(json.dumps({key: _finite(value) for key, value in record.items()}) + "\n")
         self._file.flush()
 
@@ -76,7 +76,7 @@ class MetricsLog:
 
 @dataclass(frozen=True)
 class Rate:
-    """Speed over some steps. `tok_s` tokens a second, `step_s` seconds a step, `data_wait` share of time (0 to 1)."""
+    """Speed over some steps: tokens per second, seconds per step, fraction of the time spent waiting for data."""
 
     tok_s: float
     step_s: float
@@ -88,20 +88,20 @@ class _Sums:
     tokens: int = 0
     steps: int = 0
     seconds: float = 0.0
-    waited: float = 0.0
+    data_wait: float = 0.0
 
     def rate(self) -> Rate | None:
         if not self.steps or self.seconds <= 0:
             return None
-        return Rate(self.tokens / self.seconds, self.seconds / self.steps, min(self.waited / self.seconds, 1.0))
+        return Rate(self.tokens / self.seconds, self.seconds / self.steps, min(self.data_wait / self.seconds, 1.0))
 
 
 class Throughput:
-    """Counts tokens against the time spent training.
+    """Tokens over the time spent training.
 
     The first `skip_steps` steps (compilation, first allocations) and everything inside `pause()` (evaluation,
-    checkpoints, samples) are not counted. On a GPU the device is waited for where counted time begins or ends, so that
-    work still queued falls on the right side; `step()` itself does not wait.
+    checkpoints, samples) do not count. A GPU is synchronized where counted time begins or ends, so that queued work
+    counts on the right side; `step()` itself does not synchronize.
     """
 
     def __init__(self, device: torch.device, skip_steps: int = 2):
@@ -123,7 +123,7 @@ class Throughput:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Time that is not training."""
+        """Time inside does not count as training."""
         self._count_time()
         try:
             yield
@@ -132,13 +132,13 @@ class Throughput:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Time in which training waits for data; it counts as training time, and into `data_wait`."""
+        """Time inside is spent waiting for data: it counts as training time, and into `data_wait`."""
         begin = time.perf_counter()
         try:
             yield
         finally:
             if not self._to_skip:
-                self._window.waited += time.perf_counter() - begin
+                self._window.data_wait += time.perf_counter() - begin
 
     def step(self, tokens: int) -> None:
         """An optimizer step over `tokens` tokens (of all ranks) has been issued."""
@@ -151,7 +151,7 @@ class Throughput:
         self._window.steps += 1
 
     def read(self) -> Rate | None:
-        """Speed since the last `read`; None while no step has been counted."""
+        """Speed since the last `read`; None if no step has been counted since."""
         self._count_time()
         window, self._window = self._window, _Sums()
         return window.rate()

@@ -1,4 +1,4 @@
-"""`--profile`: a trace of a few steps for chrome://tracing or Perfetto, and a table of the costliest operators."""
+"""`--profile`: a trace of a few steps for Perfetto or chrome://tracing, and a table of the slowest operators."""
 
 import logging
 from pathlib import Path
@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 
 class StepProfiler:
-    """Records `steps` steps after `skip` and one of warm-up; nothing at all when not `enabled`.
+    """Records `steps` steps after `skip` steps and one of warm-up; does nothing unless `enabled`.
 
         with StepProfiler(run_dir, logger, enabled=settings.profile) as profiler:
             for ...:
@@ -23,8 +23,7 @@ class StepProfiler:
     ):
         self._logger = logger
         self._trace = Path(run_dir) / "profile" / f"trace_rank{rank}.json.gz"
-        self._left = skip + 1 + steps if enabled else 0
-        self._needed = self._left
+        self._remaining = self._needed = skip + 1 + steps if enabled else 0
         self._profiler = None
         if enabled:
             self._profiler = profile(
@@ -39,21 +38,21 @@ class StepProfiler:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._left:
+        if self._remaining:
             self._stop()
             if kind is None and not self._trace.exists():
                 self._logger.warning("--profile: the run ended before the trace; it needs %d steps.", self._needed)
 
     def step(self) -> None:
         """A training step has ended."""
-        if self._left:
+        if self._remaining:
             self._profiler.step()
-            self._left -= 1
-            if not self._left:
+            self._remaining -= 1
+            if not self._remaining:
                 self._stop()
 
     def _stop(self) -> None:
-        self._left = 0
+        self._remaining = 0
         self._profiler.stop()
         self._profiler = None
 

@@ -1,7 +1,7 @@
-"""report.html: a run at a glance, drawn from its metrics.jsonl and config.json alone; one file that loads nothing else.
+"""report.html: curves and results of a run, from its metrics.jsonl and config.json alone; self-contained.
 
-Read of a record: loss, eval_loss, lr, grad_norm, tok_s, sol (share), mem (bytes, peak), tokens (so far; of
-images: img_s, images), accuracy, top1, top5, hellaswag and hellaswag_norm (shares), samples (list of [prompt, text]).
+Keys of a record: loss, eval_loss, lr, grad_norm, tok_s, sol (fraction), mem (peak bytes), tokens (so far; for images
+img_s, images), accuracy, top1, top5, hellaswag and hellaswag_norm (fractions), samples (list of [prompt, text]).
 All but `step` may be missing; what no record has is not drawn.
 """
 
@@ -20,7 +20,7 @@ from qtrain.train.plan.units import IMAGES, TOKENS, Unit
 
 Points = list[tuple[float, float]]
 
-# (title, [(key, legend)], what a value is multiplied by)
+# (title, [(key, legend)], factor)
 CHARTS: tuple[tuple[str, tuple[tuple[str, str], ...], float], ...] = (
     ("Loss", (("loss", "training"), ("eval_loss", "validation")), 1.0),
     ("Learning rate", (("lr", "lr"),), 1.0),
@@ -29,11 +29,11 @@ CHARTS: tuple[tuple[str, tuple[tuple[str, str], ...], float], ...] = (
     ("Images per second", (("img_s", "img_s"),), 1.0),
     ("Speed of light (%)", (("sol", "sol"),), 100.0),
     ("Accuracy (%)", (("accuracy", "exact match"), ("top1", "top-1"), ("top5", "top-5")), 100.0),
-    ("HellaSwag (%)", (("hellaswag", "accuracy"), ("hellaswag_norm", "length-normalised")), 100.0),
+    ("HellaSwag (%)", (("hellaswag", "accuracy"), ("hellaswag_norm", "length-normalized")), 100.0),
 )
 WIDTH, HEIGHT = 560, 240
 LEFT, RIGHT, TOP, BOTTOM = 62, 10, 10, 24  # margins
-MOST_POINTS = 600
+MAX_POINTS = 600
 
 STYLE = """
 :root { color-scheme: light dark; }
@@ -60,17 +60,17 @@ def _points(records: Iterable[Mapping[str, Any]], key: str, scale: float = 1.0) 
     return [(r["step"], r[key] * scale) for r in records if _number(r.get(key))]
 
 
-def _thinned(points: Points) -> Points:
-    """At most MOST_POINTS points: means of equal runs of them."""
-    if len(points) <= MOST_POINTS:
+def _averaged_points(points: Points) -> Points:
+    """At most MAX_POINTS points: means over intervals of equally many."""
+    if len(points) <= MAX_POINTS:
         return points
-    size = -(-len(points) // MOST_POINTS)
+    size = -(-len(points) // MAX_POINTS)
     runs = [points[start : start + size] for start in range(0, len(points), size)]
     return [(sum(x for x, _ in run) / len(run), sum(y for _, y in run) / len(run)) for run in runs]
 
 
 def _ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten apart) within [low, high]."""
+    """Round numbers within [low, high], 1, 2 or 5 times a power of ten apart."""
     raw = (high - low) / about
     power = 10.0 ** math.floor(math.log10(raw))
     gap = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
@@ -81,12 +81,12 @@ def _spread(values: Iterable[float]) -> tuple[float, float]:
     low, high = min(values := list(values)), max(values)
     if high - low > 1e-12 * max(abs(low), abs(high)):
         return low, high
-    half = abs(low) * 0.05 or 0.5  # a flat curve still needs a height
+    half = abs(low) * 0.05 or 0.5  # a constant needs a height
     return low - half, high + half
 
 
 def _chart(title: str, series: Sequence[tuple[str, Points]]) -> str:
-    """An SVG of up to two curves over the step."""
+    """An SVG of one or two curves over the step."""
     x_low, x_high = _spread(x for _, points in series for x, _ in points)
     y_low, y_high = _spread(y for _, points in series for _, y in points)
 
@@ -103,10 +103,10 @@ def _chart(title: str, series: Sequence[tuple[str, Points]]) -> str:
     for x in _ticks(x_low, x_high, 6):
         parts.append(f'<text x="{x_at(x):.1f}" y="{HEIGHT - 6}" text-anchor="middle">{short_number(x, 4)}</text>')
     for color, (name, points) in zip("ab", series, strict=False):
-        thin = _thinned(points)
-        path = " ".join(f"{x_at(x):.1f},{y_at(y):.1f}" for x, y in thin)
+        shown = _averaged_points(points)
+        path = " ".join(f"{x_at(x):.1f},{y_at(y):.1f}" for x, y in shown)
         parts.append(f'<polyline class="line {color}" points="{path}"/>')
-        for x, y in thin if len(thin) <= 60 else ():
+        for x, y in shown if len(shown) <= 60 else ():
             tip = f"<title>{name}, step {x:g}: {y:.6g}</title>"
             parts.append(f'<circle class="{color}" cx="{x_at(x):.1f}" cy="{y_at(y):.1f}" r="2.2">{tip}</circle>')
     if len(series) > 1:
@@ -121,7 +121,7 @@ def _chart(title: str, series: Sequence[tuple[str, Points]]) -> str:
 
 
 def _training_seconds(records: Iterable[Mapping[str, Any]], unit: Unit) -> float:
-    """Time spent training: each record's new tokens (or what the run counts) over its speed."""
+    """Time spent training: each record's new tokens (or images) over its speed."""
     seconds, tokens_before = 0.0, 0
     for record in records:
         if _number(tokens := record.get(unit.many)):
@@ -154,7 +154,7 @@ def _summary(records: list[dict[str, Any]], config: Mapping[str, Any]) -> list[t
     add("Final validation loss", "eval_loss", last, lambda value, at: f"{value:.4f} (step {at:,})")
     add("Best validation loss", "eval_loss", lowest, lambda value, at: f"{value:.4f} (step {at:,})")
     add("HellaSwag", "hellaswag", last, lambda value, at: f"{100 * value:.2f}% (step {at:,})")
-    add("HellaSwag, length-normalised", "hellaswag_norm", last, lambda value, at: f"{100 * value:.2f}% (step {at:,})")
+    add("HellaSwag, length-normalized", "hellaswag_norm", last, lambda value, at: f"{100 * value:.2f}% (step {at:,})")
     add("Top-1 accuracy", "top1", last, lambda value, at: f"{100 * value:.2f}% (step {at:,})")
     add("Best top-1 accuracy", "top1", highest, lambda value, at: f"{100 * value:.2f}% (step {at:,})")
     add("Top-5 accuracy", "top5", last, lambda value, at: f"{100 * value:.2f}% (step {at:,})")
@@ -177,7 +177,7 @@ def _table(rows: Iterable[tuple[str, Any]]) -> str:
 
 
 def _samples(records: Iterable[Mapping[str, Any]]) -> str:
-    """The samples of the last record that has some."""
+    """The samples of the last record with any."""
     found = [(r["step"], r["samples"]) for r in records if isinstance(r.get("samples"), list) and r["samples"]]
     if not found:
         return ""
@@ -191,7 +191,7 @@ def _samples(records: Iterable[Mapping[str, Any]]) -> str:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write report.html into a run folder, finished or not; returns its path."""
+    """Write report.html into the folder of a finished or unfinished run. Returns its path."""
     run_dir = Path(run_dir)
     records = read_metrics(run_dir / "metrics.jsonl")
     config: dict[str, Any] = {}

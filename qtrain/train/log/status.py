@@ -1,4 +1,4 @@
-"""What a run says while it runs: one live line in a terminal, plain lines elsewhere, all of it in train.log."""
+"""Progress output: one live line in a terminal, plain lines elsewhere; everything goes to train.log."""
 
 import logging
 import time
@@ -9,11 +9,11 @@ from rich.live import Live
 from rich.text import Text
 
 FILE_ONLY = {"file_only": True}
-"""Pass as `extra` to log into train.log without showing it."""
+"""Pass as `extra` to write to train.log only."""
 
 
 class _ConsoleHandler(logging.Handler):
-    """Prints through rich's console, which puts the text above the live line."""
+    """Prints through rich's console, above the live line."""
 
     def __init__(self, console: Console):
         super().__init__()
@@ -24,14 +24,14 @@ class _ConsoleHandler(logging.Handler):
         text = self.format(record)
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname.lower()}: {text}"
-        # soft_wrap: a pipe or a file has no width to wrap at; Text: brackets in a message are not markup
+        # soft_wrap: a pipe has no width to wrap at; Text: brackets in messages are not markup
         self._console.print(Text(text), soft_wrap=True)
 
 
 def setup_log(run_dir: Path | None, console: Console | None = None, rank: int = 0) -> logging.Logger:
-    """The logger "qtrain", writing to the console and, with a run folder, appending to its train.log.
+    """The logger "qtrain": writes to the console and, with a run folder, appends to its train.log.
 
-    Calling it again replaces the former set-up. Ranks other than 0 show warnings only and write no file.
+    Calling it again replaces the handlers. Ranks other than 0 only show warnings and write no file.
     """
     logger = logging.getLogger("qtrain")
     for handler in list(logger.handlers):
@@ -51,7 +51,7 @@ def setup_log(run_dir: Path | None, console: Console | None = None, rank: int = 
 
 
 def short_number(value: float, digits: int = 3) -> str:
-    """1234567 as 1.23M: `digits` (3 or more) significant digits and a unit."""
+    """`digits` (at least 3) significant digits and a suffix: 1.23M for 1234567."""
     for unit in ("", "k", "M", "G"):
         if abs(value) < 999.5:
             return f"{value:.{digits}g}{unit}"
@@ -60,7 +60,7 @@ def short_number(value: float, digits: int = 3) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time span in its two largest units: 1h 02m, 3m 05s, 12s."""
+    """A duration in its two largest units: 1h 02m, 3m 05s, 12s."""
     whole = round(seconds)
     days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
     if days:
@@ -71,9 +71,9 @@ def duration(seconds: float) -> str:
 
 
 class StatusLine:
-    """The state of a run in one line, live in a terminal; without one, a plain line every `interval_s` seconds.
+    """A context that shows progress: a live line in a terminal, else a plain line every `interval_s` seconds.
 
-    `total` is the number of the last step. In a terminal the plain lines go to train.log only. Used as a context.
+    total: the last step. In a terminal the plain lines go to train.log only.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class StatusLine:
         self._interval = interval_s
         self._unit = unit
         self._written_at: float | None = None
-        self._unseen = ""
+        self._not_logged = ""
         console = console or _console_of(logger)
         self._live = (
             Live(Text(""), console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
@@ -103,8 +103,8 @@ class StatusLine:
     def __exit__(self, *_: object) -> None:
         if self._live:
             self._live.stop()
-        if self._unseen:
-            self._logger.info("%s", self._unseen)
+        if self._not_logged:
+            self._logger.info("%s", self._not_logged)
 
     def update(
         self,
@@ -116,9 +116,9 @@ class StatusLine:
         memory: int | None = None,
         step_s: float | None = None,
     ) -> None:
-        """Show `step`. What is None is left out.
+        """Show `step`; values that are None are omitted.
 
-        `tok_s` is in the unit of the run, `sol` a share (0 to 1), `memory` bytes, `step_s` seconds a step."""
+        tok_s: in the run's unit; sol: a fraction; memory: bytes; step_s: seconds per step."""
         parts = [f"step {step:,}/{self._total:,} {100 * step / max(self._total, 1):.1f}%"]
         parts += [f"loss {loss:.4f}"] if loss is not None else []
         parts += [f"{short_number(tok_s)} {self._unit}"] if tok_s is not None else []
@@ -133,11 +133,11 @@ class StatusLine:
         if due:
             self._written_at = now
             self._logger.info("%s", line, extra=FILE_ONLY if self._live else None)
-        self._unseen = "" if due and not self._live else line
+        self._not_logged = "" if due and not self._live else line
 
 
 def _console_of(logger: logging.Logger) -> Console:
-    """The console that the logger prints on: the live line must share it, else the two overwrite each other."""
+    """The console of the logger, which the live line must share: two consoles would overwrite each other."""
     for handler in logger.handlers:
         if isinstance(handler, _ConsoleHandler):
             return handler._console

@@ -1,4 +1,4 @@
-"""Metrics to Weights & Biases, TensorBoard or trackio. None of them is needed, and none can stop a run."""
+"""Metrics for Weights & Biases, TensorBoard or trackio. All are optional, and none can stop a run."""
 
 import importlib.util
 import logging
@@ -14,10 +14,10 @@ log = logging.getLogger("qtrain")
 
 
 class Tracker(ABC):
-    """One place that metrics go to; the constructor opens it."""
+    """A destination for metrics; the constructor opens it."""
 
     package: str
-    """What it needs installed; also the name that is imported."""
+    """The pip package, which is also the name of the import."""
 
     @abstractmethod
     def __init__(self, config: Mapping[str, Any], run_dir: Path, project: str, run_name: str, start_step: int): ...
@@ -30,14 +30,14 @@ class Tracker(ABC):
 
 
 class WandbTracker(Tracker):
-    """Weights & Biases; a resumed run continues its own page."""
+    """Weights & Biases; a resumed run continues its page."""
 
     package = "wandb"
 
     def __init__(self, config: Mapping[str, Any], run_dir: Path, project: str, run_name: str, start_step: int):
         import wandb
 
-        run_id = re.sub(r"[^\w.-]", "-", run_dir.name)  # the run folder is the run, also when resumed
+        run_id = re.sub(r"[^\w.-]", "-", run_dir.name)  # the same after resuming
         self._run = wandb.init(
             project=project, name=run_name, id=run_id, resume="allow", config=dict(config), dir=str(run_dir)
         )
@@ -57,7 +57,7 @@ class TensorBoardTracker(Tracker):
     def __init__(self, config: Mapping[str, Any], run_dir: Path, project: str, run_name: str, start_step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        # purge_step hides what a killed run had logged beyond the step that it resumes from
+        # purge_step hides the steps that a killed run logged after its last checkpoint
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step + 1 if start_step else None)
         rows = "\n".join(f"| {key} | {value} |" for key, value in config.items())
         self._writer.add_text("config", f"| setting | value |\n| --- | --- |\n{rows}", global_step=start_step)
@@ -78,7 +78,7 @@ class TrackioTracker(Tracker):
     def __init__(self, config: Mapping[str, Any], run_dir: Path, project: str, run_name: str, start_step: int):
         import trackio
 
-        # The run folder's name tells runs of one name apart, and a resumed run finds its own again.
+        # The run folder's name is unique, and the same after resuming.
         self._trackio = trackio
         trackio.init(project=project, name=run_dir.name or run_name, config=dict(config), resume="allow")
 
@@ -97,7 +97,7 @@ TRACKERS: dict[str, type[Tracker]] = {
 
 
 class Trackers:
-    """All trackers of a run. One that fails is reported once and left out from then on."""
+    """All trackers of a run. One that fails is reported once and dropped."""
 
     def __init__(self, openers: Mapping[str, Callable[[], Tracker]]):
         self._open: dict[str, Tracker] = {}
@@ -107,13 +107,13 @@ class Trackers:
     def _guard(self, name: str, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # whatever it is, it is not worth the run
+        except Exception as error:  # no error of a tracker may stop the run
             self._open.pop(name, None)
             what = (str(error).splitlines() or [""])[0]
-            log.warning("tracker %s failed and is left out from now on: %s: %s", name, type(error).__name__, what)
+            log.warning("tracker %s failed and is dropped: %s: %s", name, type(error).__name__, what)
 
     def log(self, record: Mapping[str, Any], step: int) -> None:
-        """Send a record's numbers; texts, lists and nulls stay in metrics.jsonl."""
+        """Send the numbers of a record; strings, lists and nulls are in metrics.jsonl only."""
         values = {
             key: value
             for key, value in record.items()
@@ -128,13 +128,13 @@ class Trackers:
         self._open.clear()
 
 
-def check_trackers(names: Sequence[str], flag: str = "--trackers") -> None:
-    """UserError for a name that is no tracker, or one whose package is not installed; imports nothing."""
+def check_trackers(names: Sequence[str]) -> None:
+    """UserError for an unknown tracker, or one whose package is not installed. Imports nothing."""
     for name in names:
         if name not in TRACKERS:
-            raise unknown_name(flag, "tracker", name, TRACKERS)
+            raise unknown_name("--trackers", "tracker", name, TRACKERS)
         if importlib.util.find_spec(TRACKERS[name].package) is None:
-            raise missing_package(TRACKERS[name].package, f"{flag} {name}")
+            raise missing_package(TRACKERS[name].package, f"--trackers {name}")
 
 
 def open_trackers(
@@ -145,7 +145,7 @@ def open_trackers(
     run_name: str,
     start_step: int = 0,
 ) -> Trackers:
-    """Open the trackers called `names` for the run in `run_dir`, which goes on from `start_step`."""
+    """Open the trackers `names` for the run in `run_dir`, which starts or resumes at `start_step`."""
     check_trackers(names)
     arguments = (config, Path(run_dir), project, run_name, start_step)
     return Trackers({name: lambda name=name: TRACKERS[name](*arguments) for name in names})

@@ -5,15 +5,8 @@ from collections.abc import Sequence
 from qtrain.hardware import Hardware
 from qtrain.kernels.autotune import forced
 from qtrain.models import ModelConfig
-from qtrain.models.cost import (
-    LAYER_LINEARS,
-    LinearBytes,
-    MemoryEstimate,
-    all_of,
-    count_parameters,
-    estimate_memory,
-    flops_per_token,
-)
+from qtrain.models.cost import LAYER_LINEARS, count_parameters, flops_per_token
+from qtrain.models.memory import LinearBytes, LowBitBytes, MemoryEstimate, StepShape, all_of, estimate_memory
 from qtrain.models.trained_cost import TrainedPart
 from qtrain.optim import ParameterShape
 from qtrain.quant import LowBitScheme
@@ -87,19 +80,25 @@ def language_memory(
     shapes = [ParameterShape(*found) for found in trained.shapes]
     return estimate_memory(
         model_config,
-        micro_batch_size=checked.geometry.micro_batch_size,
-        seq_len=settings.seq_len,
-        element=element,
+        StepShape(
+            micro_batch_size=checked.geometry.micro_batch_size,
+            seq_len=settings.seq_len,
+            element=element,
+            checkpointing=settings.activation_checkpointing,
+            compiled=settings.compile,
+            loss_chunks=settings.loss_chunks,
+            accumulates=checked.geometry.gradient_accumulation > 1,
+            in_backward=settings.optimizer_in_backward,
+        ),
         optimizer_bytes=checked.optimizer.total_state_bytes(shapes, trained.element)
         / count_parameters(model_config).total,
-        checkpointing=settings.activation_checkpointing,
-        compiled=settings.compile,
-        loss_chunks=settings.loss_chunks,
-        accumulates=checked.geometry.gradient_accumulation > 1,
-        in_backward=settings.optimizer_in_backward,
-        linears={name: _linear_bytes(schemes[name], element, adapted) for name in LAYER_LINEARS},
-        head_linear=None if head is None else _linear_bytes(head, element, adapted),
-        down_input_recomputed=bool(in_one_function and down.rowwise_swiglu("x") and up.rowwise_swiglu("dy")),
+        step_bytes=checked.optimizer.step_bytes(shapes, trained.element, partitioned=settings.optimizer_in_backward),
+        pretrained=settings.pretrained,
+        low_bit=LowBitBytes(
+            layer={name: _linear_bytes(schemes[name], element, adapted) for name in LAYER_LINEARS},
+            head=None if head is None else _linear_bytes(head, element, adapted),
+            down_input_recomputed=bool(in_one_function and down.rowwise_swiglu("x") and up.rowwise_swiglu("dy")),
+        ),
         trained=trained,
     )
 

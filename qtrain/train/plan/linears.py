@@ -1,4 +1,4 @@
-"""What the swap will do to each linear, known before the model has memory: what the plan counts, prints and refuses."""
+"""What the swap will do to each linear, known before the model has memory, for the plan and its refusals."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -83,13 +83,13 @@ def warn_high_precision(
 
 
 def _reasons(linears: Iterable[PlannedLinear]) -> str:
-    """Why linears are left, each reason once with how many it holds for."""
+    """Why linears are left, each reason once with the number of linears."""
     counts = Counter(linear.choice.reason for linear in linears if linear.choice.reason)
     return "; ".join(f"{count} x {reason}" for reason, count in counts.items())
 
 
 def shares(linears: Iterable[PlannedLinear], work: Mapping[str, float]) -> dict[LowBitScheme | None, float]:
-    """The share of `work` (by name of the linear) that runs in each scheme; None: in the model's dtype."""
+    """The fraction of `work` (by name of the linear) that runs in each scheme; None: in the model's dtype."""
     found: dict[LowBitScheme | None, float] = {}
     for linear in linears:
         found[linear.scheme] = found.get(linear.scheme, 0.0) + work.get(linear.name, 0.0)

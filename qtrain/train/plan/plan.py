@@ -1,4 +1,4 @@
-"""What a run will be, before anything is allocated: sizes, memory by kind, and the shortest time physics allows."""
+"""The plan of a run, made before anything is allocated: sizes, memory by kind, and the shortest possible time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ class Plan:
     unit: Unit = TOKENS
 
     def efficiency(self, tok_s: float) -> dict[str, float | None]:
-        """`sol`: share of the speed of light; `mfu`: share of the dense bf16 peak. None where the work is unknown."""
+        """`sol`: fraction of the speed of light; `mfu`: of the dense bf16 peak. None if the FLOPs are unknown."""
         if not self.flops:
             return {"sol": None, "mfu": None}
         per_device = tok_s / self.geometry.world
@@ -47,7 +47,7 @@ class Plan:
         return {"sol": per_device * sum(self.seconds.values()), "mfu": per_device * sum(self.flops.values()) / peak}
 
     def settings_in_force(self, settings: TrainSettings) -> dict[str, Any]:
-        """The settings with the batch geometry worked out."""
+        """The settings with the values of the batch geometry in place of zeros."""
         micro, accumulation = self.geometry.micro_batch_size, self.geometry.gradient_accumulation
         return {**as_dict(settings), "micro_batch_size": micro, "gradient_accumulation": accumulation}
 
@@ -70,7 +70,7 @@ class Plan:
         ]
         if self.emulated:
             rows.append(
-                ("", f"no {' or '.join(self.emulated)} arithmetic: emulated, for its results and not its speed")
+                ("", f"no {' or '.join(self.emulated)} arithmetic: emulated, with the same results but no speedup")
             )
         rows += self._memory_rows() + self._time_rows(tokens)
         return [f"{name:8}{text}" for name, text in rows]
@@ -105,5 +105,5 @@ class Plan:
 
 
 def _billions(number: int) -> str:
-    """Parameters are counted in billions (B), not giga."""
+    """A number with B for billions, as parameters are counted."""
     return short_number(number).replace("G", "B")

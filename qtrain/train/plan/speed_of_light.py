@@ -1,4 +1,4 @@
-"""The shortest time that a run's arithmetic can take: each GEMM's FLOPs over the dense peak of its dtype."""
+"""The speed of light: the shortest time of a run's FLOPs, each GEMM at the dense peak of its dtype."""
 
 from collections.abc import Iterable, Mapping
 
@@ -8,7 +8,7 @@ from qtrain.hardware import Hardware
 from qtrain.quant import LowBitScheme
 
 Shares = Mapping[LowBitScheme | None, float]
-"""Share of some linears' FLOPs by the scheme that they run in; None: the model's dtype."""
+"""Fraction of some linears' FLOPs by the scheme that they run in; None: the model's dtype."""
 
 
 def shortest_seconds(

@@ -1,12 +1,12 @@
-"""What a run counts: the work that its speed and its totals are given in."""
+"""The unit of a run's speed and totals: tokens or images."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Unit:
-    """one, many: in words, the second also the key of the total in metrics.jsonl; rate: the key of the speed there;
-    per_second: the speed in words; batch: what a batch consists of."""
+    """one, many: words for one and several; many is also the key of the total in metrics.jsonl, rate that of the speed.
+    per_second: the unit of the speed. batch: what a batch consists of."""
 
     one: str
     many: str

@@ -9,7 +9,7 @@ from qtrain.kernels.autotune import forced
 from qtrain.models import VisionCost, repeated_blocks
 from qtrain.optim import ParameterShape, parameter_groups
 from qtrain.train.checked_settings import CheckedSettings
-from qtrain.train.in_backward import model_parts
+from qtrain.train.in_backward import model_partitions
 from qtrain.train.plan.linears import PlannedLinear, shares
 from qtrain.train.plan.plan import Plan
 from qtrain.train.plan.speed_of_light import emulated_arithmetics, shortest_seconds
@@ -76,7 +76,7 @@ def _memory(
         kept = kept / blocks + blocks * cost.rows * width * element
     gradients = parameters
     if settings.optimizer_in_backward:
-        gradients = max(sum(p.numel() for p in part) for part in model_parts(model).values())
+        gradients = max(sum(p.numel() for p in members) for members in model_partitions(model).values())
     found = {
         "weights": weights,
         "gradients": element * gradients,

@@ -1,4 +1,4 @@
-"""Checkpoints that are either whole or not there, whenever the process dies.
+"""Checkpoints that are either complete or absent, whenever the process dies.
 
     checkpoints/00000100/
         __<rank>_<n>.distcp   tensors, written by torch.distributed.checkpoint (DCP), each rank its shards
@@ -6,15 +6,15 @@
         meta.json             everything that is not a tensor
         COMPLETE              JSON: step, time, and size and CRC-32 of each file above
 
-A checkpoint is written as `.tmp-<step>-<pid>`; every file is fsynced, then COMPLETE is written and fsynced, then the
-folder, and only then is it renamed to its step. COMPLETE comes before the rename because the rename is the one atomic
-operation here: a folder with a step for a name has been whole on disk since it got that name. (Marked after the rename,
-a kill between the two would leave a whole checkpoint that nobody may trust.) A reader still trusts the marker and the
-sizes in it, never the name: folders also get copied, and deleted, halfway.
+A checkpoint is written as `.tmp-<step>-<pid>`: every file is fsynced, then COMPLETE is written and fsynced, then the
+folder, and only then is the folder renamed to its step. COMPLETE comes before the rename because the rename is the only
+atomic operation: a folder named by its step has been complete on disk since it got that name. (With the marker after
+the rename, a kill between the two would leave a complete checkpoint without a marker.) A reader still trusts the marker
+and the sizes in it, not the name: folders also get copied and deleted, and that can stop halfway.
 
-A checkpoint runs nothing when it is loaded. DCP unpickles `.metadata`, and any entry that is not a tensor, with the
-plain pickle; so the first is read here with an unpickler that knows only the index's own classes, and the second kind
-of entry is neither written nor accepted. DCP reads tensors with `weights_only=True`.
+Loading a checkpoint runs no code from it. DCP would unpickle `.metadata`, and every entry that is not a tensor, with
+the unrestricted pickle. So `.metadata` is read here with an unpickler that knows only the classes of the index, and
+entries other than tensors are neither written nor accepted. DCP reads tensors with `weights_only=True`.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from qtrain.errors import TrainingStopped, UserError
-from qtrain.train.distributed import gather, rank, together, world
+from qtrain.train.distributed import all_gather, on_all_ranks, rank, world
 from qtrain.train.state.checkpoint_index import INDEX, CheckedReader, read_index
 from qtrain.train.state.run_lock import process_exists
 
@@ -47,19 +47,19 @@ OTHER_STEPS = "--resume also takes a run folder, and then finds the newest compl
 
 @contextlib.contextmanager
 def _quiet_dcp() -> Iterator[None]:
-    """DCP warns whenever it runs without a process group, which is the usual case here."""
+    """Silences DCP's warning that it runs without a process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def _flatten(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
-    """Nested names joined by dots."""
+    """Tensors by their nested names, joined by dots."""
     flat: dict[str, Tensor] = {}
     for key, value in tensors.items():
         inner = _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-        assert not flat.keys() & inner.keys(), f"two tensors are called {(flat.keys() & inner.keys()).pop()}"
-        assert all(isinstance(t, Tensor) for t in inner.values()), f"{prefix}{key}: only tensors; the rest is meta"
+        assert not flat.keys() & inner.keys(), f"two tensors are named {(flat.keys() & inner.keys()).pop()}"
+        assert all(isinstance(t, Tensor) for t in inner.values()), f"{prefix}{key}: not a tensor; it belongs into meta"
         flat |= inner
     return flat
 
@@ -74,11 +74,11 @@ class Marker:
 
 
 class _Incomplete(Exception):
-    """A folder is not a complete checkpoint; the message says why."""
+    """A folder is not a complete checkpoint; the message gives the reason."""
 
 
 def _read_marker(path: Path) -> Marker:
-    """The marker of a checkpoint whose files are all there at full size; else _Incomplete."""
+    """The marker of a checkpoint all of whose files exist with their full size. Raises _Incomplete."""
     try:
         raw = json.loads((path / MARKER).read_bytes())
         files = {str(name): (int(size), int(crc)) for name, (size, crc) in raw["files"].items()}
@@ -121,16 +121,16 @@ def _checksum(path: Path) -> int:
 
 
 def _seal(path: Path) -> tuple[int, int]:
-    """Force a written file to disk; returns its size and CRC-32."""
-    _fsync(path)  # DCP's own fsync of its index comes before Python's buffer is flushed
+    """Force a written file to disk. Returns its size and CRC-32."""
+    _fsync(path)  # DCP fsyncs its index before Python's buffer is flushed
     return path.stat().st_size, _checksum(path)
 
 
 def newest_complete(folder: Path) -> tuple[Path, Marker] | None:
-    """The complete checkpoint of the highest step among the folders in `folder`; None if there is none."""
+    """The complete checkpoint of the highest step in `folder`; None if there is none."""
     best = None
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        # .old-* is the former checkpoint of a step that is being replaced: whole, until the new one has its name.
+        # .old-* is the former checkpoint of a step that is being replaced, complete until the new one has the name.
         if not path.name.isdigit() and not path.name.startswith(".old-"):
             continue
         with contextlib.suppress(_Incomplete):
@@ -141,14 +141,14 @@ def newest_complete(folder: Path) -> tuple[Path, Marker] | None:
 
 
 def _first_difference(index: Metadata, wanted: Mapping[str, Tensor]) -> str | None:
-    """How the saved tensors differ from the `wanted` ones in name, shape or dtype; None if they do not."""
+    """How the saved tensors first differ from the `wanted` ones in name, shape or dtype; None if they do not."""
     saved = index.state_dict_metadata
-    names = {name for name in {*saved, *wanted} if not name.startswith("rng.")}  # one entry per rank, as many as ran
+    names = {name for name in {*saved, *wanted} if not name.startswith("rng.")}  # one entry per rank of the saved run
     missing, extra = sorted(names - saved.keys()), sorted(names - wanted.keys())
     if missing:
         return f"it lacks {len(missing)} of this run's tensors, first {missing[0]}"
     if extra:
-        return f"it has {len(extra)} tensors that this run has not, first {extra[0]}"
+        return f"it has {len(extra)} tensors that this run lacks, first {extra[0]}"
     for name, tensor in wanted.items():
         if name in saved and saved[name].size != tensor.shape:
             return f"{name} has shape {list(saved[name].size)} in it and {list(tensor.shape)} in this run"
@@ -162,7 +162,7 @@ def _refusal(path: Path, why: str, fix: str = OTHER_STEPS) -> UserError:
 
 
 def _verified(path: Path) -> tuple[Marker, dict[str, Any]]:
-    """Marker and meta of a checkpoint that looks complete; UserError otherwise."""
+    """Marker and meta of a complete checkpoint; checksums of the other files are not read. Raises UserError."""
     if not path.is_dir():
         raise _refusal(path, "there is no such folder")
     try:
@@ -179,14 +179,14 @@ def _verified(path: Path) -> tuple[Marker, dict[str, Any]]:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The part of a checkpoint that is not tensors; what `prepare_optimizer` needs before `Checkpoints.load`."""
-    return together(lambda: _verified(Path(path))[1])
+    """The part of a checkpoint that is not tensors, which `prepare_optimizer` needs before `Checkpoints.load`."""
+    return on_all_ranks(lambda: _verified(Path(path))[1])
 
 
 class Checkpoints:
-    """The checkpoints of one run: `folder` holds one folder a step, the newest `keep` complete ones are kept.
+    """The checkpoints of one run: one folder per saved step in `folder`, of which the newest `keep` are kept.
 
-    With a process group every method is called by all ranks; the folder must be one that all of them see.
+    With a process group, all ranks call every method, and the folder is on a file system that all of them share.
     """
 
     def __init__(self, folder: Path, keep: int):
@@ -195,21 +195,21 @@ class Checkpoints:
         self.keep = keep
 
     def save(self, step: int, tensors: Mapping[str, Any], meta: Mapping[str, Any]) -> Path:
-        """Write nested `tensors` and JSON `meta` (NaN and Inf allowed); returns the folder once it is complete on disk.
+        """Write nested `tensors` and JSON `meta` (NaN and Inf allowed). Returns the folder once it is complete on disk.
 
-        A checkpoint of the same step is replaced. TrainingStopped if it cannot be written; earlier ones are untouched.
+        A checkpoint of the same step is replaced. Raises TrainingStopped if writing fails; earlier ones stay intact.
         """
         flat, meta_text = _flatten(tensors), json.dumps(meta)
         final = self.folder / f"{step:08d}"
-        pid = gather(os.getpid())[0]
+        pid = all_gather(os.getpid())[0]
         temporary = self.folder / f".tmp-{step}-{pid}"
         try:
-            together(lambda: self._start(temporary))
+            on_all_ranks(lambda: self._start(temporary))
             with _quiet_dcp():
                 dcp.save(flat, storage_writer=dcp.FileSystemWriter(temporary, sync_files=False))
-            mine = together(lambda: {p.name: _seal(p) for p in temporary.glob(f"__{rank()}_*.distcp")})
-            files = {name: sealed for part in gather(mine) for name, sealed in part.items()}
-            together(lambda: self._finish(step, temporary, final, files, meta_text))
+            own = on_all_ranks(lambda: {p.name: _seal(p) for p in temporary.glob(f"__{rank()}_*.distcp")})
+            files = {name: sealed for of_rank in all_gather(own) for name, sealed in of_rank.items()}
+            on_all_ranks(lambda: self._finish(step, temporary, final, files, meta_text))
         except (OSError, CheckpointException) as error:
             if rank() == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -224,7 +224,7 @@ class Checkpoints:
     @staticmethod
     def _start(temporary: Path) -> None:
         if rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)  # left by a dead process that had the same number
+            shutil.rmtree(temporary, ignore_errors=True)  # of a dead process with the same pid
             temporary.mkdir(parents=True)
 
     def _finish(self, step: int, temporary: Path, final: Path, files: dict[str, Any], meta: str) -> None:
@@ -236,20 +236,20 @@ class Checkpoints:
         marker.write_text(json.dumps({"step": step, "saved_at": time.time(), "files": files}), encoding="utf-8")
         _fsync(marker)
         _fsync(temporary)
-        if final.exists():  # a folder cannot be replaced in one operation; see newest_complete
+        if final.exists():  # a folder cannot be replaced atomically; see newest_complete
             os.rename(final, self.folder / f".old-{final.name}-{os.getpid()}")
         os.rename(temporary, final)
         _fsync(self.folder)
-        with contextlib.suppress(OSError):  # the new one is complete, whatever becomes of the old ones
+        with contextlib.suppress(OSError):  # the new one is complete; old ones may stay
             self._prune(final)
 
     def _prune(self, written: Path) -> None:
-        """Remove complete checkpoints beyond the newest `keep`, and what dead processes left. Never `written`."""
+        """Remove complete checkpoints beyond the newest `keep`, and leftovers of dead processes. Never `written`."""
         complete = {}
         for path in self.folder.iterdir():
-            left = re.fullmatch(r"\.tmp-\d+-(\d+)", path.name)
+            temporary = re.fullmatch(r"\.tmp-\d+-(\d+)", path.name)
             if path.name.startswith(".old-") or (
-                left and (int(left[1]) == os.getpid() or not process_exists(int(left[1])))
+                temporary and (int(temporary[1]) == os.getpid() or not process_exists(int(temporary[1])))
             ):
                 shutil.rmtree(path, ignore_errors=True)
             elif path.name.isdigit() and path != written:
@@ -259,18 +259,18 @@ class Checkpoints:
             self._remove(step, complete[step])
 
     def _remove(self, step: int, path: Path) -> None:
-        """Take the name away first: a kill halfway through deleting leaves nothing that looks like a checkpoint."""
+        """Rename, then delete: a kill halfway through leaves nothing that is named like a checkpoint."""
         doomed = self.folder / f".tmp-{step}-{os.getpid()}"
         shutil.rmtree(doomed, ignore_errors=True)
         os.rename(path, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
     def discard_after(self, step: int) -> None:
-        """Remove the checkpoints of later steps: a run that goes on from `step` in this folder makes its own."""
+        """Remove the checkpoints of later steps, which a run that resumes from `step` in this folder writes anew."""
         if rank() == 0:
             while (found := newest_complete(self.folder)) and found[1].step > step:
                 self._remove(found[1].step, found[0])
-        gather(None)
+        all_gather(None)
 
     def latest(self) -> Path | None:
         """The complete checkpoint of the highest step, or None."""
@@ -279,14 +279,14 @@ class Checkpoints:
 
     @staticmethod
     def load(path: Path, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Fill nested `tensors` in place from the checkpoint `path`, wherever it lies; returns its meta.
+        """Fill nested `tensors` in place from the checkpoint `path`. Returns its meta.
 
-        Names, shapes and dtypes must be those that were saved, sharding need not be. Generator states ("rng") of ranks
-        that the saved run did not have stay as they are. UserError, naming --resume and the path, for a checkpoint that
-        is missing, incomplete, damaged or of another model; nothing is filled then, unless DCP itself fails midway.
+        Names, shapes and dtypes must be the saved ones; the sharding may differ. Generator states ("rng") of ranks that
+        the saved run did not have stay unchanged. UserError naming --resume and the path for a checkpoint that is
+        missing, incomplete, damaged or of another model; nothing is filled then, unless DCP itself fails midway.
         """
         path, flat = Path(path), _flatten(tensors)
-        index, meta = together(lambda: _checked(path, flat))
+        index, meta = on_all_ranks(lambda: _checked(path, flat))
         known = {name: tensor for name, tensor in flat.items() if name in index.state_dict_metadata}
         try:
             with _quiet_dcp():
@@ -297,14 +297,14 @@ class Checkpoints:
 
 
 def _checked(path: Path, wanted: Mapping[str, Tensor]) -> tuple[Metadata, dict[str, Any]]:
-    """Index and meta of a complete, undamaged checkpoint that holds the `wanted` tensors."""
+    """Index and meta of a complete checkpoint with right checksums that holds the `wanted` tensors."""
     marker, meta = _verified(path)
-    for name, (_, crc) in sorted(marker.files.items())[rank() :: world()]:  # ranks share the reading
+    for name, (_, crc) in sorted(marker.files.items())[rank() :: world()]:  # each rank checks some files
         if _checksum(path / name) != crc:
             raise _refusal(path, f"its file {name} is damaged (checksum)")
     try:
         index = read_index(path, marker.files)
-    except Exception as error:  # a damaged pickle can raise anything
+    except Exception as error:  # damaged pickles raise errors of any type
         raise _refusal(path, f"its file {INDEX} is not a checkpoint's ({error})") from None
     if difference := _first_difference(index, wanted):
         raise _refusal(path, difference, "Resume with the settings of the run that saved it.")
@@ -312,11 +312,11 @@ def _checked(path: Path, wanted: Mapping[str, Tensor]) -> tuple[Metadata, dict[s
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what went wrong; DCP wraps the errors of its ranks."""
+    """The first line of an error; DCP wraps the errors of its ranks."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     cause: BaseException | None = error
-    while cause is not None:  # torch.save reports its own confusion after the disk's error
+    while cause is not None:  # torch.save raises a second error after the disk's
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
         cause = cause.__context__
@@ -324,10 +324,10 @@ def _reason(error: BaseException) -> str:
 
 
 def resolve_resume(value: str, run_root: Path, run_name: str | None = None) -> Path | None:
-    """The checkpoint that `--resume value` means.
+    """The checkpoint that `--resume value` names.
 
-    `auto` is the one saved last by any run in `run_root` (runs/<script>), of the name `run_name` if given; None, and a
-    line that says so, if there is none. A path may be a checkpoint, a folder of checkpoints or a run folder.
+    `auto` is the one saved last by any run in `run_root` (runs/<script>) that is called `run_name`, if given; None, and
+    a printed line, if there is none. A path may be a checkpoint, a folder of checkpoints or a run folder.
     """
     if value == "auto":
         runs = [run for run in run_root.iterdir() if run.is_dir()] if run_root.is_dir() else []

@@ -1,8 +1,8 @@
-"""A running average of the weights, which is often better than the last of them: evaluated and exported in their place.
+"""An exponential moving average of the weights, evaluated and exported in their place.
 
-average = decay · average + (1 - decay) · weights after every step, in fp32. So that a short run's average is not the
-random weights that it began with, the decay begins lower: at most (1 + step) / (10 + step), as in TensorFlow's
-ExponentialMovingAverage.
+average = decay · average + (1 - decay) · weights after every step, in fp32. The decay is at most
+(1 + step) / (10 + step), as in TensorFlow's ExponentialMovingAverage, so that the average of a short run is not
+dominated by the initial weights.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from qtrain.tensors.stored_weight import StoredWeight
 
 
 class Ema:
-    """Averages of all floating parameters and saved buffers of `model`, beginning at their values of now."""
+    """Averages of all floating-point parameters and persistent buffers of `model`, initialized to their values."""
 
     def __init__(self, model: nn.Module, decay: float):
         self.decay = decay
@@ -26,27 +26,27 @@ class Ema:
         self._average = {name: _value(tensor).clone() for name, tensor in self._live.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, by the names of the parameters: the very tensors."""
+        """The averages by parameter name, for a checkpoint: the tensors themselves, not copies."""
         return self._average
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after `step` (counted from 1)."""
+        """Add the weights after `step` (counted from 1) to the average."""
         decay = min(self.decay, (1 + step) / (10 + step))
         for name, average in self._average.items():
             average.mul_(decay).add_(_value(self._live[name]), alpha=1 - decay)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the model has the averages; codes made of its weights are stale when it begins and when it ends."""
+        """Inside, the model has the averages. Low-bit codes of its weights are stale on entry and on exit."""
         with torch.no_grad():
-            kept = {name: tensor.detach().clone() for name, tensor in self._live.items()}
+            saved = {name: tensor.detach().clone() for name, tensor in self._live.items()}
             self._write(self._average)
         try:
             yield
         finally:
             with torch.no_grad():
-                self._write(kept)
+                self._write(saved)
 
     def _write(self, values: dict[str, Tensor]) -> None:
         for name, tensor in self._live.items():

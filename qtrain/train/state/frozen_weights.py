@@ -1,5 +1,5 @@
-"""Weights that do not train, and so are in no checkpoint: the same --model (and --seed, where weights are random) gives
-them again. A checkpoint holds only what they looked like, so that it is not resumed on others."""
+"""Frozen weights are in no checkpoint: the same --model (and --seed, where weights are random) gives them again. A
+checkpoint holds their fingerprints, so that a run is not resumed on other ones."""
 
 from pathlib import Path
 
@@ -12,9 +12,9 @@ from qtrain.train.state.state_dict import model_tensors
 
 
 def fingerprint(model: nn.Module) -> dict[str, str]:
-    """Dtype, shape and checksum of every frozen parameter by name; of one stored in low bits, of its codes and scale.
+    """Dtype, shape and checksum of every frozen parameter by name; of weights stored in low bits, of codes and scales.
 
-    The checksum is the sum of the bits, read as integers: exact, the same in any order, at the speed of memory.
+    The checksum is the sum of the bits, read as integers: exact, independent of the order, bound by memory bandwidth.
     """
     frozen = model_tensors(model, trains=False)
     sums = [_sum_of_bits(tensor) for tensor in frozen.values()]
@@ -35,8 +35,8 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 
 
 def check_frozen(saved: dict[str, str] | None, here: dict[str, str], path: Path, source: str) -> None:
-    """UserError if the frozen weights that --model `source` gave (`here`, their fingerprint) are not those that the
-    checkpoint `path` was saved on (`saved`; None: it says nothing of them)."""
+    """UserError if the fingerprints `here`, of the frozen weights of --model `source`, are not the `saved` ones of the
+    checkpoint `path` (None: it has none)."""
     if not isinstance(saved, dict):
         return
     for name in sorted(saved.keys() | here.keys()):

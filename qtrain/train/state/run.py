@@ -1,4 +1,4 @@
-"""A run: its folder, and everything whose state a checkpoint holds, saved and restored together."""
+"""A run: its folder, and all state that a checkpoint holds, saved and restored together."""
 
 import contextlib
 import dataclasses
@@ -38,9 +38,9 @@ from qtrain.train.state.train_state import TrainState
 
 @dataclass
 class Run:
-    """What training changes; `save` and `restore` move all of it together.
+    """Everything that training changes.
 
-    `restore` first, then, when nothing can be refused any more, `opened_folder`: it is the first to write.
+    `restore` comes first; then, when nothing can be refused any more, `opened_folder`, which is the first to write.
     """
 
     settings: TrainSettings
@@ -53,7 +53,7 @@ class Run:
     state: TrainState
     ema: Ema | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
-    """What `restore` had to say."""
+    """The lines that `restore` printed."""
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -64,7 +64,7 @@ class Run:
         return fingerprint(self.model)
 
     def save(self) -> Path:
-        """Write a checkpoint of this moment, but for the weights that do not train; returns its folder."""
+        """Write a checkpoint of everything but frozen weights. Returns its folder."""
         optim_tensors, optim_meta = optimizer_tensors(self.optimizer, self.model)
         tensors = {
             "model": model_tensors(self.model, trains=True),
@@ -85,8 +85,8 @@ class Run:
         return self.checkpoints.save(self.state.step, tensors, meta)
 
     def restore(self) -> None:
-        """Load the checkpoint that the run resumes from, if there is one, and print which settings differ from those
-        that it was saved with. UserError where it does not fit."""
+        """Load the checkpoint that the run resumes from, if there is one, and print the settings that differ from the
+        saved run's. Raises UserError if the checkpoint does not fit."""
         path = self.folder.resumed_from
         if path is None:
             return
@@ -114,7 +114,7 @@ class Run:
         Checkpoints.load(path, tensors)
         converted = finish_optimizer(self.optimizer, self.model)
         set_rng_state(rng)
-        self.quantized.set_step(meta["quantized_step"])  # the random bits that stochastically rounded codes came from
+        self.quantized.set_step(meta["quantized_step"])  # keys the stochastic rounding of the weights' codes
         self.quantized.refresh(frozen=True)
         self.state = state
         pairs = zip(given, user_options(self.optimizer), strict=True)

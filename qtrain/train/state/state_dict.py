@@ -1,4 +1,4 @@
-"""The state of a run as named tensors, and what of it is not tensors as JSON: model, optimizer, random generators."""
+"""The state of a run (model, optimizer, random generators) as named tensors, and as JSON what is not a tensor."""
 
 import math
 import random
@@ -23,10 +23,10 @@ def clean_name(name: str) -> str:
 
 
 def model_tensors(model: nn.Module, trains: bool | None = None) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, the very tensors of the model; tied ones once.
+    """Parameters and persistent buffers by name: the tensors themselves, tied ones once.
 
-    Of a weight stored in low bits it is the tensors that it consists of, under names of their own. trains: only what a
-    training step may change, or only what it may not: the frozen parameters.
+    A weight stored in low bits gives its codes and scale, as `<name>.codes` and `<name>.scale`. trains: True: only what
+    a step may change; False: only the frozen parameters; None: both.
     """
     found, seen = {}, set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -42,20 +42,20 @@ def model_tensors(model: nn.Module, trains: bool | None = None) -> dict[str, Ten
 
 
 def seed_rng(seed: int) -> None:
-    """Seed every generator that `rng_state` saves: a foreign model's dropout may draw from them."""
+    """Seed every generator that `rng_state` saves; a transformers or timm model's dropout may draw from them."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def rng_state() -> dict[str, dict[str, Tensor]]:
-    """This rank's generators (python, numpy, torch CPU, the current CUDA device) as new tensors, under its number."""
-    _, python_words, python_gauss = random.getstate()
-    _, numpy_words, numpy_position, has_gauss, numpy_gauss = np.random.get_state()
+    """This rank's generators (python, numpy, torch CPU, the current CUDA device) as new tensors, under its rank."""
+    _, python_key, python_gauss = random.getstate()
+    _, numpy_key, numpy_position, has_gauss, numpy_gauss = np.random.get_state()
     state = {
-        "python": torch.tensor(python_words, dtype=torch.int64),  # [625]
+        "python": torch.tensor(python_key, dtype=torch.int64),  # [625]
         "python_gauss": torch.tensor([python_gauss is not None, python_gauss or 0.0], dtype=torch.float64),
-        "numpy": torch.tensor([*map(int, numpy_words), numpy_position], dtype=torch.int64),  # [625]
+        "numpy": torch.tensor([*map(int, numpy_key), numpy_position], dtype=torch.int64),  # [625]
         "numpy_gauss": torch.tensor([has_gauss, numpy_gauss], dtype=torch.float64),
         "torch": torch.get_rng_state(),
     }
@@ -65,19 +65,19 @@ def rng_state() -> dict[str, dict[str, Tensor]]:
 
 
 def set_rng_state(state: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Put back what `rng_state` gave."""
-    mine = state[str(rank())]
-    has_gauss, gauss = mine["python_gauss"].tolist()
-    random.setstate((3, tuple(mine["python"].tolist()), gauss if has_gauss else None))
-    *words, position = mine["numpy"].tolist()
-    has_gauss, gauss = mine["numpy_gauss"].tolist()
-    np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), position, int(has_gauss), gauss))
-    torch.set_rng_state(mine["torch"])
-    if "cuda" in mine:
-        torch.cuda.set_rng_state(mine["cuda"])
+    """Restore what `rng_state` returned."""
+    own = state[str(rank())]
+    has_gauss, gauss = own["python_gauss"].tolist()
+    random.setstate((3, tuple(own["python"].tolist()), gauss if has_gauss else None))
+    *key, position = own["numpy"].tolist()
+    has_gauss, gauss = own["numpy_gauss"].tolist()
+    np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, int(has_gauss), gauss))
+    torch.set_rng_state(own["torch"])
+    if "cuda" in own:
+        torch.cuda.set_rng_state(own["cuda"])
 
 
-# How the step is computed, not what it computes: that is for the machine that resumes.
+# How a step is computed, not what: the machine that resumes decides.
 _HOW = ("params", "fused", "foreach", "capturable", "differentiable")
 
 
@@ -115,9 +115,9 @@ def optimizer_tensors(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str,
 
 
 def prepare_optimizer(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """Give a new optimizer the state that `saved` (from `optimizer_tensors`) describes; returns its tensors, unfilled.
+    """Allocate the states that `saved` (from `optimizer_tensors`) describes in a new optimizer. Returns the tensors.
 
-    `Checkpoints.load` fills them in place, `finish_optimizer` comes after that. Group options come from `saved` too,
+    `Checkpoints.load` then fills them in place; `finish_optimizer` comes last. Group options come from `saved` too,
     `lr` and `weight_decay` among them; of another class, those that both have. Raises UserError when the optimizer
     holds other parameters than the saved one, or states that cannot be made this one's.
     """
@@ -128,8 +128,8 @@ def prepare_optimizer(optimizer: Optimizer, model: nn.Module, saved: Mapping[str
         now = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         if before != now:
             flat_before, flat_now = {n for g in before for n in g}, {n for g in now for n in g}
-            odd = sorted(flat_before ^ flat_now)
-            why = f"{odd[0]} is trained in only one of them" if odd else "they are grouped differently"
+            in_one = sorted(flat_before ^ flat_now)
+            why = f"{in_one[0]} is trained in only one of them" if in_one else "they are grouped differently"
             raise UserError(f"--resume: the checkpoint's optimizer and this one differ: {why}. Use the run's settings.")
         optimizer.state.clear()
         tensors: dict[str, dict[str, Tensor]] = {}
@@ -164,7 +164,7 @@ def user_options(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def finish_optimizer(optimizer: Optimizer, model: nn.Module) -> list[str]:
-    """Check the states that have been loaded, and bring them into the optimizer's formats; returns what was converted.
+    """Check the loaded states and convert them to the optimizer's formats. Returns the conversions, for a message.
 
     UserError for states that no training leaves behind, such as NaN.
     """
@@ -180,7 +180,7 @@ def _described(states: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[tuple
 
 
 def _restore_option(group: dict[str, Any], key: str, value: Any) -> None:
-    """Set a group's option to what was saved, of the type that it has."""
+    """Set an option of a group to its saved value, converted to the type of the current one."""
     current = group.get(key)
     if isinstance(current, Tensor):
         current.fill_(value)

@@ -1,4 +1,4 @@
-"""What a run remembers besides its tensors: one explicit object, saved with every checkpoint."""
+"""The progress of a run: one explicit object, saved with every checkpoint."""
 
 import uuid
 from dataclasses import asdict, dataclass, field, fields
@@ -9,7 +9,7 @@ from qtrain.errors import UserError
 
 @dataclass
 class TrainState:
-    """step: finished optimizer steps; tokens: trained on so far; data: the training stream's position after them."""
+    """step: finished optimizer steps; tokens: read so far; data: position of the training stream after them."""
 
     step: int = 0
     tokens: int = 0
@@ -22,7 +22,7 @@ class TrainState:
 
     @classmethod
     def from_meta(cls, meta: dict[str, Any]) -> "TrainState":
-        """The state saved in a checkpoint's meta data; UserError if it is of another kind."""
+        """The state saved in a checkpoint's meta. UserError if its fields are others."""
         known = {f.name for f in fields(cls)}
         if set(meta) != known or not isinstance(meta["step"], int) or not isinstance(meta["tokens"], int):
             raise UserError("--resume: the checkpoint's state is not one of this version; start from its hf/ export.")

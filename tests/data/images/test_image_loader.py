@@ -52,27 +52,31 @@ def test_a_resumed_loader_goes_on_at_the_exact_image(images, options):
     assert not same(whole[0][0], whole[12][0])
 
 
-def test_processes_make_what_threads_make_and_say_what_they_find_wrong(images):
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_processes_make_what_threads_make_and_an_unreadable_image_is_raised_once(images, num_workers):
     shared = maker(images, EVERYTHING)
     alone = take(ImageLoader(shared, "--train_ds"), 5)
-    last = shared.numbers(11)[1]
+    last = shared.members(11)[1]
     (images._root / images._files[last]).write_bytes(b"no image")
-    with ImageLoader(shared, "--train_ds", num_workers=2) as loader:
+    with ImageLoader(shared, "--train_ds", num_workers=num_workers) as loader:
         for expected, position in alone:
             found = next(loader)
             assert same(found[0], expected) and found[1] == position
         with pytest.raises(UserError, match=rf"{images._files[last]} cannot be read as an image"):
             for _ in range(7):
                 next(loader)
+        if not num_workers:  # each process raises its own
+            with pytest.raises(StopIteration):
+                next(loader)
 
 
 def test_an_epoch_shows_every_image_once_in_a_new_order(images):
     plain = maker(images, batch=6)
-    epochs = [[i for n in range(12) for i in plain.numbers(12 * epoch + n)] for epoch in range(2)]
+    epochs = [[i for n in range(12) for i in plain.members(12 * epoch + n)] for epoch in range(2)]
     assert plain.per_epoch == 12 and all(sorted(epoch) == list(range(24)) for epoch in epochs)
     assert epochs[0] != epochs[1]
     cut = maker(images, batch=10)  # what is left over is not always the same
-    left = [set(range(24)) - {i for n in range(10) for i in cut.numbers(10 * epoch + n)} for epoch in range(3)]
+    left = [set(range(24)) - {i for n in range(10) for i in cut.members(10 * epoch + n)} for epoch in range(3)]
     assert all(len(rest) == 4 for rest in left) and len(set(map(frozenset, left))) > 1
 
 
@@ -87,11 +91,11 @@ def test_the_models_own_draws_do_not_notice_the_augmentation(images):
 def test_an_images_augmentation_depends_on_seed_epoch_and_image_alone(images):
     """Not on the size of the micro-batch that it comes in."""
     small, large = maker(images), maker(images, micro=4)
-    whole = large.make(1, large.decode(1)).images
-    halves = [small.make(n, small.decode(n)).images for n in (2, 3)]
+    whole = large.make(1, large.decode(1))[0].images
+    halves = [small.make(n, small.decode(n))[0].images for n in (2, 3)]
     assert torch.equal(torch.cat(halves), whole)
     other = maker(images, seed=2)
-    assert not torch.equal(other.make(0, other.decode(0)).images, small.make(0, small.decode(0)).images)
+    assert not torch.equal(other.make(0, other.decode(0))[0].images, small.make(0, small.decode(0))[0].images)
 
 
 def test_targets():

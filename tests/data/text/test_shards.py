@@ -93,7 +93,7 @@ BAD = {
     "short llmq": (lambda p: cut(write_llmq(p / "x.bin", TOKENS, None), 4), "its header says 1003 tokens"),
     "llmq without its mask": (lambda p: cut(write_llmq(p / "x.bin", TOKENS, TRAINED), 126), "its header says 1003"),
     "llmq version": (lambda p: header(write_llmq(p / "x.bin", TOKENS, None), 2, 3), "version 3"),
-    "llmq bytes": (lambda p: header(write_llmq(p / "x.bin", TOKENS, None), 3, 8), "8 bytes a token"),
+    "llmq bytes": (lambda p: header(write_llmq(p / "x.bin", TOKENS, None), 3, 8), "8 bytes per token"),
     "llmq count": (lambda p: header(write_llmq(p / "x.bin", TOKENS, None), 4, -5), "-5 tokens"),
     "short llmc": (lambda p: cut(write_llmc(p / "x.bin", TOKENS), 2), "its header says 1003 tokens"),
     "llmc count": (lambda p: header(write_llmc(p / "x.bin", TOKENS), 2, -1), "damaged"),

@@ -1,4 +1,4 @@
-"""The training data: opened once, its first sample read to refuse early, and training still starts at that sample."""
+"""The training data is opened once; its first sample is read to refuse early, and training still starts with it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""HellaSwag: text and tokens as lm-evaluation-harness makes them, scores against a plain computation."""
+"""HellaSwag: text and tokens as in lm-evaluation-harness, scores against a plain computation."""
 
 import json
 
@@ -96,7 +96,7 @@ def test_a_published_row_becomes_the_text_of_the_harness():
     assert second.endings == (" Stir.", "Eat. it.", "Go.", "Run far away from it.")
 
 
-def test_a_short_row_takes_its_context_as_it_is():
+def test_a_short_row_keeps_its_context():
     short = read_question({"ctx": "A dog [x] runs", "endings": ["on.", "off."], "label": 1}, "test")
     assert short == HellaSwagQuestion("A dog runs", ("on.", "off."), 1)
 

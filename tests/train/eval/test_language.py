@@ -1,4 +1,4 @@
-"""A language model's evaluation measures what it was given, leaves the rest out, and leaves the model as it was."""
+"""A language model's evaluation measures what is given, skips the rest, and does not change the model."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_only_what_was_given_is_measured():
     assert evaluation(prompts=["a"])().keys() == {"samples"}
 
 
-def test_the_figures_are_those_of_their_measures_and_the_same_each_time():
+def test_results_equal_their_measures_and_are_deterministic():
     measured = evaluation(windows=batches(), questions=QUESTIONS, prompts=["a", "b"])
     found = measured()
     assert found["eval_loss"] == evaluate(measured.model, measured.forward, batches()) == pytest.approx(5.5, abs=0.3)
@@ -46,7 +46,7 @@ def test_the_figures_are_those_of_their_measures_and_the_same_each_time():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_model_comes_back_as_it_was(training):
+def test_the_model_is_unchanged(training):
     measured = evaluation(windows=batches(), questions=QUESTIONS, prompts=["a"])
     measured.model.train(training)
     before = {name: p.clone() for name, p in measured.model.named_parameters()}

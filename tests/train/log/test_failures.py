@@ -6,10 +6,10 @@ from torch import nn
 
 from qtrain.errors import TrainingStopped, UserError
 from qtrain.train.log.failures import (
-    first_bad_tensor,
+    first_nonfinite_tensor,
     is_out_of_memory,
     memory_advice,
-    not_finite,
+    nonfinite,
     out_of_memory,
 )
 
@@ -21,41 +21,39 @@ def small_model() -> nn.Module:
     return model
 
 
-def test_a_finite_model_has_no_bad_tensor():
-    assert first_bad_tensor(small_model()) is None
+def test_a_finite_model_has_no_nonfinite_tensor():
+    assert first_nonfinite_tensor(small_model()) is None
 
 
-def test_the_first_bad_gradient_in_model_order_is_named_with_its_counts():
+def test_the_first_nonfinite_gradient_in_model_order_is_named_with_its_counts():
     model = small_model()
     model[2].bias.grad[0] = float("inf")
     model[1].weight.grad[2:5] = float("nan")
-    assert first_bad_tensor(model) == "the gradient of 1.weight (3 NaN and 0 Inf among 8 values)"
+    assert first_nonfinite_tensor(model) == "the gradient of 1.weight (3 NaN and 0 Inf among 8 values)"
 
 
-def test_a_bad_weight_is_named_before_the_gradients_that_it_spoils():
+def test_a_nonfinite_weight_is_named_before_the_gradients_that_it_makes_nonfinite():
     model = small_model()
     with torch.no_grad():
         model[1].weight[1] = -float("inf")
     model[0].weight.grad[0, 0] = float("nan")
-    assert first_bad_tensor(model) == "the weight of 1.weight (0 NaN and 1 Inf among 8 values)"
+    assert first_nonfinite_tensor(model) == "the weight of 1.weight (0 NaN and 1 Inf among 8 values)"
 
 
-def test_eight_bit_floats_are_looked_at_too():
+def test_fp8_tensors_are_checked_too():
     model = nn.Linear(4, 4)
     codes = torch.zeros(4, 4)
     codes[0, 0] = float("nan")
     model.weight = nn.Parameter(codes.to(torch.float8_e4m3fn), requires_grad=False)
-    assert "weight of weight (1 NaN" in first_bad_tensor(model)
+    assert "weight of weight (1 NaN" in first_nonfinite_tensor(model)
 
 
 def test_the_message_of_a_non_finite_loss_has_step_tensor_and_checkpoint(tmp_path):
-    stop = not_finite(
-        7, "loss", float("nan"), "the weight of w (1 NaN and 0 Inf among 2 values)", tmp_path / "00000004"
-    )
+    stop = nonfinite(7, "loss", float("nan"), "the weight of w (1 NaN and 0 Inf among 2 values)", tmp_path / "00000004")
     assert isinstance(stop, TrainingStopped) and not isinstance(stop, UserError) and stop.exit_code == 1
     for part in ("step 7", "loss is nan", "the weight of w", f"--resume {tmp_path / '00000004'}"):
         assert part in str(stop)
-    assert "No checkpoint yet" in str(not_finite(7, "loss", float("inf"), None, None))
+    assert "No checkpoint yet" in str(nonfinite(7, "loss", float("inf"), None, None))
 
 
 def test_advice_comes_in_order_and_keeps_the_batch():
@@ -86,7 +84,7 @@ def test_an_advised_micro_batch_divides_the_present_one(micro):
     assert smaller < micro and smaller * accumulation == micro * 5
 
 
-def test_what_is_at_its_limit_is_not_advised():
+def test_settings_at_their_limit_are_not_advised():
     at_limit = {
         "micro_batch_size": 1,
         "activation_checkpointing": "full",
@@ -107,7 +105,7 @@ def test_the_memory_message_has_estimate_peak_and_numbered_flags():
     assert text.index("1. --micro_batch_size 2") < text.index("2. --loss_chunks 8")
 
 
-def test_running_out_of_memory_is_recognised_and_other_errors_are_not():
+def test_out_of_memory_errors_are_recognized_and_others_are_not():
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**60)
     assert is_out_of_memory(raised.value)

@@ -1,4 +1,4 @@
-"""metrics.jsonl survives kills and resumes; throughput leaves out what is not training."""
+"""metrics.jsonl survives kills and resumes; throughput excludes everything but training."""
 
 import json
 import time
@@ -28,7 +28,7 @@ def test_a_resumed_log_equals_an_uninterrupted_one(tmp_path):
 
 
 @pytest.mark.parametrize("cut", range(1, 30))
-def test_a_line_cut_off_anywhere_is_dropped_and_the_rest_kept(tmp_path, cut):
+def test_a_truncated_line_is_dropped_and_the_rest_kept(tmp_path, cut):
     path = tmp_path / "metrics.jsonl"
     write_steps(path, [1, 2, 3])
     whole = path.read_bytes()
@@ -48,7 +48,7 @@ def test_records_of_the_resumed_step_are_kept(tmp_path):
     assert read_metrics(path) == [{"step": 1, "loss": 3.0}, {"step": 1, "eval_loss": 3.5}]
 
 
-def test_resuming_a_run_whose_log_is_gone_starts_one(tmp_path):
+def test_resuming_a_run_without_a_log_starts_one(tmp_path):
     write_steps(tmp_path / "metrics.jsonl", [5], resumed_step=4)
     assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [5]
 
@@ -70,7 +70,7 @@ def test_a_missing_log_has_no_records(tmp_path):
     assert read_metrics(tmp_path / "none.jsonl") == []
 
 
-def test_speed_leaves_out_the_first_steps_and_pauses():
+def test_speed_excludes_the_first_steps_and_pauses():
     meter = Throughput(CPU, skip_steps=1)
     time.sleep(0.3)  # compilation
     meter.step(10_000)
@@ -104,7 +104,7 @@ def test_windows_are_separate():
     assert meter.read() is None  # no step since
 
 
-def test_the_share_of_time_waiting_for_data():
+def test_the_fraction_of_time_spent_waiting_for_data():
     meter = Throughput(CPU, skip_steps=0)
     for _ in range(5):
         with meter.waiting():

@@ -44,6 +44,6 @@ def test_a_run_that_ends_while_recording_still_writes(tmp_path, caplog):
     assert (tmp_path / "profile" / "trace_rank0.json.gz").exists()
 
 
-def test_off_writes_and_logs_nothing(tmp_path, caplog):
+def test_disabled_it_writes_and_logs_nothing(tmp_path, caplog):
     assert run(tmp_path, caplog, 3, enabled=False) == ""
     assert not list(tmp_path.iterdir())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qtrain.train.log.report import MOST_POINTS, _ticks, write_report
+from qtrain.train.log.report import MAX_POINTS, _ticks, write_report
 
 NASTY = '</pre><script>alert("x")</script>&amp; \'"'
 
@@ -82,7 +82,7 @@ def test_the_curve_is_where_the_numbers_are(tmp_path):
     assert [x for x, _ in xy] == pytest.approx([62, 306, 550]) and [y for _, y in xy] == pytest.approx([10, 113, 216])
 
 
-def test_an_unfinished_run_with_a_line_cut_off(tmp_path):
+def test_an_unfinished_run_with_a_truncated_line(tmp_path):
     page = make_run(tmp_path / "run", records(7), {"n_steps": 100})
     assert "7 of 100 (unfinished)" in page.text and "Best validation" not in page.text
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
@@ -99,17 +99,17 @@ def test_a_run_without_a_step(tmp_path, config):
 @pytest.mark.parametrize(
     "values", [[2.0], [2.0, 2.0], [0.0, 0.0], [None, 1.0], [None, None], [1e-30, 2e-30], [1e30, -1e30], [-5.0, 3.0]]
 )
-def test_odd_curves_are_drawn_or_left_out(tmp_path, values):
+def test_degenerate_curves_are_drawn_or_omitted(tmp_path, values):
     page = make_run(tmp_path / "run", [{"step": n, "loss": v} for n, v in enumerate(values)], {})
     assert page.seen.count("polyline") == (1 if any(v is not None for v in values) else 0)
     assert "nan" not in (tmp_path / "run" / "report.html").read_text().lower().replace("nance", "")
 
 
-def test_a_long_run_is_thinned(tmp_path):
+def test_a_long_run_is_averaged_to_fewer_points(tmp_path):
     make_run(tmp_path / "run", [{"step": n, "loss": 1.0 + n % 2} for n in range(5000)], {})
     text = (tmp_path / "run" / "report.html").read_text()
     points = re.search(r'points="([^"]+)"', text)[1].split()
-    assert MOST_POINTS / 2 < len(points) <= MOST_POINTS and len(text) < 60_000
+    assert MAX_POINTS / 2 < len(points) <= MAX_POINTS and len(text) < 60_000
 
 
 def test_a_resumed_log_without_speed_has_no_time(tmp_path):

@@ -1,4 +1,4 @@
-"""The status line in a terminal and without one, and that train.log has everything."""
+"""The status line in a terminal and without one, and that train.log holds everything."""
 
 import io
 import logging
@@ -43,7 +43,7 @@ def test_plain_lines_come_at_intervals_and_the_last_always(tmp_path):
     assert [line.split()[1] for line in out.file.getvalue().splitlines()] == ["1/50", "50/50"]
 
 
-def test_in_a_terminal_the_line_is_live_and_messages_stand_above_it(tmp_path):
+def test_in_a_terminal_the_line_is_live_and_messages_appear_above_it(tmp_path):
     out = console(terminal=True)
     logger = setup_log(tmp_path, out)
     with StatusLine(50, logger, interval_s=0) as status:
@@ -58,7 +58,7 @@ def test_in_a_terminal_the_line_is_live_and_messages_stand_above_it(tmp_path):
     assert "evaluating [held out]" in log and "step 1/50" in log and "\x1b" not in log
 
 
-def test_setting_up_again_does_not_double_the_lines(tmp_path):
+def test_a_second_setup_does_not_duplicate_lines(tmp_path):
     setup_log(tmp_path, console(terminal=False))
     out = console(terminal=False)
     logger = setup_log(tmp_path, out)

@@ -57,7 +57,7 @@ def test_only_numbers_are_sent():
     assert recorder.rows == [(3, {"loss": 1.5, "tokens": 7})] and recorder.closed
 
 
-def test_a_failing_tracker_is_reported_once_and_the_others_go_on(warnings):
+def test_a_failing_tracker_is_reported_once_and_the_others_continue(warnings):
     bad, good = Recorder(fails_at=2), Recorder()
     opened = Trackers({"bad": lambda: bad, "good": lambda: good})
     for step in range(1, 6):
@@ -65,7 +65,7 @@ def test_a_failing_tracker_is_reported_once_and_the_others_go_on(warnings):
     opened.close()
     assert [step for step, _ in bad.rows] == [1] and [step for step, _ in good.rows] == [1, 2, 3, 4, 5]
     assert good.closed and not bad.closed
-    assert warnings() == ["tracker bad failed and is left out from now on: ConnectionError: the server is gone"]
+    assert warnings() == ["tracker bad failed and is dropped: ConnectionError: the server is gone"]
 
 
 def test_a_tracker_that_cannot_be_opened_does_not_stop_the_run(warnings, monkeypatch, tmp_path):

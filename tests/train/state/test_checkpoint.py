@@ -1,4 +1,4 @@
-"""Checkpoints: whole whenever the process dies, the right ones kept, the right one chosen."""
+"""Checkpoints: complete whenever the process dies, the newest kept, the right one chosen."""
 
 import os
 import random
@@ -37,7 +37,7 @@ def test_the_one_just_written_is_kept_though_later_steps_exist(tmp_path):
     assert (tmp_path / "00000020").is_dir()
 
 
-def test_going_back_discards_later_steps(tmp_path):
+def test_resuming_from_an_earlier_step_discards_later_ones(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=5)
     for step in (10, 20, 30):
         checkpoints.save(step, tiny(step), {})
@@ -102,7 +102,7 @@ def test_a_full_disk_stops_with_a_message_and_leaves_the_last_one(tmp_path):
 
 
 def test_every_file_is_on_disk_before_the_checkpoint_gets_its_name(tmp_path, monkeypatch):
-    """What a kill cannot show and a power cut would: fsync of all files, then of the folder, then the rename."""
+    """What a kill cannot show but a power failure would: fsync of all files, then of the folder, then the rename."""
     events = []
 
     def fsync(descriptor, real=os.fsync):
@@ -202,7 +202,7 @@ def test_auto_takes_what_was_saved_last_by_a_run_of_the_name(tmp_path):
     assert resolve_resume("auto", tmp_path) == other / "checkpoints" / "00000040"
 
 
-def test_auto_without_a_checkpoint_says_so_and_starts_anew(tmp_path, capsys):
+def test_auto_without_a_checkpoint_says_so_and_starts_a_new_run(tmp_path, capsys):
     assert resolve_resume("auto", tmp_path / "none") is None
     make_run(tmp_path, "t_small", [1])
     assert resolve_resume("auto", tmp_path, "large") is None
@@ -220,7 +220,7 @@ def test_a_path_may_be_a_run_its_checkpoints_or_one_of_them(tmp_path):
     assert resolve_resume(str(run), tmp_path) == older
 
 
-def test_a_path_without_a_complete_checkpoint_is_refused_with_a_way_out(tmp_path):
+def test_a_path_without_a_complete_checkpoint_is_refused_with_a_fix(tmp_path):
     run = make_run(tmp_path, "t_small", [10, 20])
     newest = run / "checkpoints" / "00000020"
     (newest / "COMPLETE").unlink()

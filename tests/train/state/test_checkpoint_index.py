@@ -38,7 +38,7 @@ def copy(good, tmp_path) -> Path:
 
 
 def remark(path: Path) -> None:
-    """Write COMPLETE anew, so that sizes and checksums vouch for the files as they are now."""
+    """Rewrite COMPLETE with the sizes and checksums of the current files."""
     marker = json.loads((path / "COMPLETE").read_text())
     files = [p for p in path.iterdir() if p.name != "COMPLETE"]
     marker["files"] = {p.name: (p.stat().st_size, zlib.crc32(p.read_bytes())) for p in files}
@@ -92,7 +92,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(copy, case):
         assert str(copy) in message
 
 
-def test_an_index_cut_anywhere_is_refused(copy):
+def test_a_truncated_index_is_refused(copy):
     whole = (copy / ".metadata").read_bytes()
     for length in random.Random(0).sample(range(len(whole)), 40):
         (copy / ".metadata").write_bytes(whole[:length])
@@ -111,7 +111,7 @@ def wanted(**changes: torch.Tensor | None) -> dict:
     ("changes", "expected"),
     [
         ({"more": torch.zeros(1)}, "lacks 1 of this run's tensors, first model.more"),
-        ({"inner__bias": None}, "has 1 tensors that this run has not, first model.inner.bias"),
+        ({"inner__bias": None}, "has 1 tensors that this run lacks, first model.inner.bias"),
         ({"inner__bias": torch.zeros(17)}, "model.inner.bias has shape [16] in it and [17] in this run"),
         ({"inner__bias": torch.zeros(1, 16)}, "has shape [16] in it and [1, 16]"),
         ({"inner__bias": torch.zeros(16).bfloat16()}, "torch.float32 in it and torch.bfloat16 in this run"),
@@ -205,7 +205,7 @@ def test_a_hostile_checkpoint_is_refused_and_runs_nothing(copy, tmp_path, attack
 
 
 def test_the_attacks_are_real(copy, tmp_path):
-    """Else the test above would prove nothing: read by plain pickle, the index runs its command."""
+    """Otherwise the test above would prove nothing: read with plain pickle, the index runs its command."""
     proof = tmp_path / "ran"
     index_with_bomb(copy, proof)
     pickle.loads((copy / ".metadata").read_bytes())

@@ -1,4 +1,4 @@
-"""The running average of the weights: its values, in whose place it stands, and that nothing else is touched."""
+"""The moving average of the weights: its values, its use in evaluation, and that it changes nothing else."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
 
 
-def test_the_average_is_that_of_its_formula_and_covers_buffers():
+def test_the_average_follows_its_formula_and_covers_buffers():
     net = model()
     ema = Ema(net, 0.9)
     expected = {name: t.clone() for name, t in net.state_dict().items() if t.is_floating_point()}
@@ -36,7 +36,7 @@ def test_the_average_is_that_of_its_formula_and_covers_buffers():
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "int8", "int8_weight"])
-def test_it_stands_in_the_weights_place_and_leaves_every_bit_as_it_was(scheme):
+def test_it_replaces_the_weights_and_restores_every_bit(scheme):
     net = model()
     quantized = quantize_linears(net, SCHEMES.make(scheme, {}, "--quantize"), seed=0)
     optimizer = OPTIMIZERS.make("adamw", {}, "--optim").build(parameter_groups(net, 0.0), 0.1, seed=0)

@@ -1,4 +1,4 @@
-"""The run folder: a new one, or the one of the checkpoint that is gone on from; and all state moved together."""
+"""The run folder: a new one, or that of the checkpoint to resume from; and all state restored together."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def settings(**changes) -> LanguageSettings:
 
 
 def new_run(folder: RunFolder, seed: int = 0, **changes) -> Run:
-    """A run whose scheme rounds stochastically: its codes depend on more than the weights."""
+    """A run whose codes are rounded stochastically: they depend on more than the weights."""
     model = build_model(ModelSource("tiny", TINY, "--model"), seed=seed)
     scheme = SCHEMES.make("int8", {"stochastic_rounding": True}, "--quantize")
     quantized = quantize_linears(model, scheme, seed=3)
@@ -48,13 +48,13 @@ def new_run(folder: RunFolder, seed: int = 0, **changes) -> Run:
 
 
 def train(run: Run, steps: int) -> list[float]:
-    """Some steps; returns their losses."""
+    """Train some steps. Returns their losses."""
     losses = []
     for _ in range(steps):
         batch = masked_batch(seed=run.state.step)
         forward = language_forward(run.model, None)
         gradients = compute_gradients(run.model, forward, run.quantized, [batch, batch], run.state.step)
-        apply_gradients(run.model, run.optimizer, run.quantized, gradients, lr=0.01, clip_grad_norm=1.0)
+        apply_gradients(run.optimizer, run.quantized, gradients, lr=0.01, clip_grad_norm=1.0)
         run.state.step += 1
         run.state.data = {"sample": run.state.step}
         losses.append(gradients.loss)
@@ -122,7 +122,7 @@ def test_names_that_make_no_folder_are_refused(name):
         find_run_folder(settings(run_name=name), "script")
 
 
-def test_a_run_is_found_again_by_every_way_of_naming_it():
+def test_a_run_is_found_by_every_way_of_naming_it():
     run = trained_run()
     checkpoint = run.folder.path / "checkpoints" / "00000003"
     for resume in ("auto", str(run.folder.path), str(run.folder.checkpoints), str(checkpoint)):
@@ -148,7 +148,7 @@ def test_a_checkpoint_that_lies_elsewhere_starts_a_run_of_its_own():
     assert resumed.state.step == 3 and (found.path / "config.json").exists()
 
 
-def test_the_config_of_a_folder_is_a_recipe_without_the_resuming():
+def test_the_config_of_a_resumed_run_does_not_resume():
     run = trained_run()
     resumed = new_run(RunFolder(run.folder.path, run.checkpoints.latest()), resume=str(run.folder.path))
     resumed.restore()
@@ -159,7 +159,7 @@ def test_the_config_of_a_folder_is_a_recipe_without_the_resuming():
 
 
 def resume(run: Run, **changes) -> Run:
-    """The run resumed with other settings, its folder opened and left."""
+    """The run, resumed with other settings; its folder has been opened and closed."""
     resumed = new_run(find_run_folder(settings(resume=str(run.folder.path)), "script"), **changes)
     resumed.restore()
     with resumed.opened_folder():
@@ -225,7 +225,7 @@ def test_the_resume_command_is_quoted_and_names_the_script_as_it_was_called(monk
 # ---- all state together ----------------------------------------------------------------------------------------------
 
 
-def test_restored_a_run_goes_on_as_if_it_had_not_stopped():
+def test_a_restored_run_equals_an_uninterrupted_one():
     run = trained_run()
     folder = find_run_folder(settings(resume="auto"), "script")
     drawn = [torch.rand(2).tolist(), random.random(), np.random.rand()]
@@ -243,15 +243,15 @@ def test_restored_a_run_goes_on_as_if_it_had_not_stopped():
     assert all(torch.equal(a.low_bit_weight.output_codes, b.low_bit_weight.output_codes) for a, b in codes)
 
 
-def test_nothing_to_restore_leaves_the_run_as_it_is():
+def test_without_a_checkpoint_restoring_changes_nothing():
     run = new_run(find_run_folder(settings(), "script"))
     before = [p.clone() for p in run.model.parameters()]
     run.restore()
     assert run.state.step == 0 and all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
 
 
-def test_later_checkpoints_go_when_the_folder_is_taken_over_and_not_before():
-    """A resume that is refused for its data must not have cost the checkpoints."""
+def test_later_checkpoints_are_removed_when_the_folder_is_opened_and_not_before():
+    """A resume that is refused for its data must not cost checkpoints."""
     run = trained_run()
     train(run, 2)
     run.save()
@@ -272,7 +272,7 @@ def test_a_checkpoint_of_another_script_is_refused():
         run.restore()
 
 
-def test_fewer_steps_than_were_made_are_refused():
+def test_fewer_steps_than_the_checkpoint_has_are_refused():
     run = new_run(RunFolder(Path("x"), trained_run().checkpoints.latest()), n_steps=2)
     with pytest.raises(UserError, match=r"--n_steps: 2 is less than the 3 steps of .*; give more steps"):
         run.restore()

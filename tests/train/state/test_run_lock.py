@@ -51,13 +51,13 @@ def test_a_dead_process_holds_nothing(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="start times come from /proc")
-def test_another_process_with_the_number_of_the_dead_one_is_not_it(tmp_path):
+def test_another_process_with_the_same_pid_is_not_the_owner(tmp_path):
     write(tmp_path, pid=os.getppid(), started=5)
     check_unlocked(tmp_path)
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="zombies are known from /proc")
-def test_a_process_that_ended_and_was_not_waited_for_holds_nothing():
+def test_a_zombie_holds_nothing():
     process = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
     process.stdout.read()  # until it has closed its output, at its end
     while "Z" not in Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]:
@@ -76,13 +76,13 @@ def test_another_hosts_lock_is_never_taken(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 3}'])
-def test_a_lock_whose_writer_was_killed_in_the_middle_holds_nothing(tmp_path, content):
+def test_a_truncated_lock_holds_nothing(tmp_path, content):
     (tmp_path / NAME).write_text(content)
     with locked(tmp_path):
         pass
 
 
-def test_a_lock_that_was_deleted_and_taken_by_another_is_left_to_it(tmp_path):
+def test_a_lock_that_another_process_has_taken_is_not_removed(tmp_path):
     with locked(tmp_path):
         path = write(tmp_path, host="elsewhere")
     assert path.exists()
@@ -98,7 +98,7 @@ def hold(folder: Path, start, end, results) -> None:
         results.put("refused")
 
 
-def test_of_many_that_find_a_stale_lock_at_once_one_gets_it(tmp_path):
+def test_one_of_many_processes_takes_over_a_stale_lock(tmp_path):
     write(tmp_path)
     context = multiprocessing.get_context("fork")
     start, end, results = context.Event(), context.Event(), context.Queue()

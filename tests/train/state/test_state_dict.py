@@ -1,4 +1,4 @@
-"""What a checkpoint holds: a resumed run is the one that never stopped, in one process and in several."""
+"""What a checkpoint holds: a resumed run equals an uninterrupted one, in one process and in several."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from tests.train.small_run import Net, adamw, assert_same, load, save, seed_all,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kwargs", [{"fused": True}, {"fused": False}, {"foreach": True}, {"amsgrad": True}], ids=str)
 @pytest.mark.parametrize("saved_at", [0, 3])
-def test_resuming_equals_never_having_stopped(tmp_path, dtype, kwargs, saved_at):
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, dtype, kwargs, saved_at):
     """Bit for bit: weights, buffers, losses, learning rate; also when saved before the optimizer's first step."""
     whole = Net(0).to(dtype)
     optimizer = adamw(whole, **kwargs)
@@ -40,7 +40,7 @@ def test_resuming_equals_never_having_stopped(tmp_path, dtype, kwargs, saved_at)
 
 
 def test_saving_changes_nothing(tmp_path):
-    """Not even before the first step, where torch's own helper takes a step to have a state to save."""
+    """Not even before the first step, where torch's own helper takes a step to create the state."""
     plain, saving = Net(0), Net(0)
     runs = []
     for model in (plain, saving):
@@ -125,7 +125,7 @@ def test_low_bit_states_keep_their_shapes_and_dtypes(tmp_path):
     }
 
 
-def test_all_generators_come_back():
+def test_all_generators_are_restored():
     seed_all(3)
     random.gauss(0, 1), np.random.normal()  # each keeps a second draw in store
     state = rng_state()
@@ -140,7 +140,7 @@ def test_all_generators_come_back():
 
 
 @pytest.mark.gpu
-def test_the_cuda_generator_comes_back():
+def test_the_cuda_generator_is_restored():
     state = rng_state()
     first = torch.rand(4, device="cuda")
     set_rng_state(state)

@@ -1,4 +1,4 @@
-"""The state of a run goes into a checkpoint's JSON and comes back; another kind is refused."""
+"""The state of a run survives a checkpoint's JSON; one with other fields is refused."""
 
 import json
 
@@ -13,7 +13,7 @@ def test_a_state_survives_json():
     assert TrainState.from_meta(json.loads(json.dumps(state.as_meta()))) == state
 
 
-def test_every_run_has_an_id_of_its_own():
+def test_every_run_has_its_own_id():
     assert TrainState().run_id != TrainState().run_id
 
 
@@ -26,7 +26,7 @@ def test_every_run_has_an_id_of_its_own():
         lambda m: m.update(tokens=None),
     ],
 )
-def test_a_state_of_another_kind_is_refused(change):
+def test_a_state_with_other_fields_is_refused(change):
     meta = TrainState(step=7).as_meta()
     change(meta)
     with pytest.raises(UserError, match="--resume: the checkpoint's state is not one of this version"):

@@ -1,0 +1,299 @@
+"""Memory of training a decoder by kind, from its config alone; nothing is allocated.
+
+Letters: T tokens of a micro-batch, L layers, C width, I feed-forward width, Q all query heads, KV all key heads,
+QKV = Q + 2·KV, H query heads, V vocabulary, b bytes per element of the model's dtype.
+
+What backward needs. Bytes per token that one layer keeps, by tensor (`saved_per_token`); `again`: recomputed:
+
+                                none, compiled   none, eager   selective        full
+    layer input (residual)      C·b              C·b           C·b              C·b
+    attn_norm output (qkv's X)  C·b              C·b           again            again
+    qkv output                  QK-norm: QKV·b   as compiled   QKV·b            again
+    q, k rotated, and v         QKV·b (*)        as compiled   again            again
+    attention output            Q·b              Q·b           Q·b              again
+    attention's logsumexp       4·H              4·H           4·H              again
+    after attention (residual)  C·b (**)         C·b           C·b (**)         again
+    mlp_norm output             C·b              C·b           again            again
+    gate_up output              2·I·b            2·I·b         2·I·b            again
+    silu(gate)·up (down's X)    I·b              I·b           again            again
+    down output                 -                -             eager: C·b       again
+    norms' 1/rms                8 (***)          8 (***)       again            again
+
+Low-bit linears keep codes instead of their X (`LinearBytes.kept_input`), and nothing of down's X where backward
+recomputes it (`LowBitBytes.down_input_recomputed`).
+
+BitNet's norms before the output projections add norms' 1/rms, o_proj's X, and, eager, the input of down's norm.
+
+(*) (Q + KV)·b with QK-norm, where v stays a view of the kept qkv output. (**) kept as o_proj's output, from which the
+sum is recomputed. (***) with QK-norm 4·(H + KV heads) more. The compiled column is what PyTorch's min-cut partitioner
+chooses for this layer's graph: it recomputes elementwise results, but keeps what forward has to write out for a matrix
+product. tests/models/test_cost.py measures what real layers keep.
+
+The peak is one of these moments (`MemoryEstimate.moments`):
+- build: all weights in the model's dtype, also those that are then stored in low bits, and the largest one in fp32, in
+  which random weights are drawn, or as loaded;
+- loss: the kept tensors of every layer, and the loss: final hidden states, their gradient, the head's gradient in fp32
+  (4·V·C) and one chunk of logits;
+- backward: at its start (all kept tensors, and either the head's gradient in fp32 and again in the weight's dtype, or
+  the latter and the widest temporaries of one layer: gradients of gate_up and of its activation, or attention's; after
+  recomputation also that layer's own tensors) or at its end (all gradients, one layer);
+- optimizer: weights, gradients, states, and the temporaries of the step. A fused step has none.
+
+Where the optimizer runs within the backward pass, `gradients` are those of the largest partition that is updated at
+once: a layer or an embedding. A tied embedding's gradient exists from the head's backward on, beside a layer's.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from qtrain.models.config import ModelConfig
+from qtrain.models.cost import LAYER_LINEARS, count_parameters, layer_linears, parameter_shapes
+from qtrain.models.loss import chunk_rows
+from qtrain.models.trained_cost import TrainedPart
+
+CUDA_WORKSPACE = 96 * 2**20
+"""cuBLAS has a workspace of 32 MiB for each thread that calls it (forward, backward), and cuBLASLt one of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepShape:
+    """How a training step runs. element: bytes of weights, gradients and activations; accumulates: more than one
+    micro-batch per step; in_backward: the optimizer runs within the backward pass."""
+
+    micro_batch_size: int
+    seq_len: int
+    element: int = 2
+    checkpointing: str = "none"
+    compiled: bool = True
+    loss_chunks: int = 0
+    accumulates: bool = False
+    in_backward: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.micro_batch_size * self.seq_len
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearBytes:
+    """Bytes per element of a linear: of its weight, of the low-bit codes beside it, and of the codes of its input that
+    backward keeps instead of the input (None: the input itself).
+
+    dequantized: the whole weight is dequantized while it is read.
+    """
+
+    weight: float
+    codes: float = 0.0
+    kept_input: float | None = None
+    dequantized: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class LowBitBytes:
+    """Bytes of a model's linears under a scheme. layer: of each of LAYER_LINEARS; head: None for a plain output head;
+    down_input_recomputed: backward recomputes down's input from gate_up's output instead of keeping it."""
+
+    layer: Mapping[str, LinearBytes]
+    head: LinearBytes | None = None
+    down_input_recomputed: bool = False
+
+    @classmethod
+    def plain(cls, element: int) -> "LowBitBytes":
+        """The linears of a model that is not quantized."""
+        return cls(dict.fromkeys(LAYER_LINEARS, LinearBytes(element)))
+
+
+def saved_per_token(
+    config: ModelConfig, checkpointing: str, compiled: bool, element: int, low_bit: LowBitBytes | None = None
+) -> dict[str, float]:
+    """Bytes per token that one layer keeps for backward, by tensor: the table above. low_bit: None for plain
+    linears."""
+    c, inner, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
+    low_bit = low_bit or LowBitBytes.plain(element)
+    kept: dict[str, float] = {"layer input": c * element}
+    if checkpointing == "full":
+        return kept
+    kept["attention output"] = q * element
+    kept["attention logsumexp"] = 4 * config.num_attention_heads
+    kept["after attention"] = c * element
+    kept["gate_up output"] = 2 * inner * element
+    if checkpointing == "selective":
+        kept["qkv output"] = config.qkv_size * element
+        kept["down output"] = 0 if compiled else c * element
+        return kept
+    kept["norm statistics"] = 8 + 8 * config.sub_norm
+    if config.qk_norm:
+        kept["norm statistics"] += 4 * (config.num_attention_heads + config.num_key_value_heads)
+        kept["qkv output"] = config.qkv_size * element
+        kept["q, k rotated"] = (q + kv) * element
+    else:
+        kept["q, k rotated, and v"] = config.qkv_size * element
+    codes = {name: low_bit.layer[name].kept_input for name in LAYER_LINEARS}
+    of_input = {name: element if size is None else size for name, size in codes.items()}
+    kept["attn_norm output"], kept["mlp_norm output"] = c * of_input["qkv"], c * of_input["gate_up"]
+    kept["down input"] = 0 if low_bit.down_input_recomputed else inner * of_input["down_proj"]
+    # A plain o_proj without a norm before it reads the attention output, which is kept anyway.
+    kept["o_proj input"] = q * of_input["o_proj"] if config.sub_norm or codes["o_proj"] is not None else 0
+    kept["down norm input"] = 0 if compiled else inner * element * config.sub_norm
+    return kept
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one device."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """Kept for backward at the end of a micro-batch's forward pass."""
+    loss: int
+    """Final hidden states and their gradient, the head's gradient in fp32, a chunk of logits."""
+    backward: int
+    """The largest temporaries: of the head's gradient, or of one layer's backward beside it."""
+    workspace: int
+    accumulates: bool
+    """Gradients of earlier micro-batches exist during the forward pass."""
+    one_layer: int
+    """One layer's share of `activations`."""
+    plain_weights: int
+    """All weights in the model's dtype, before any is stored in low bits."""
+    initialization: int
+    """The largest weight in fp32, as it is drawn, or as it is loaded."""
+    step: int
+    """Temporaries of the optimizer's step."""
+    in_backward: bool
+    """The optimizer steps within the backward pass."""
+
+    @property
+    def moments(self) -> dict[str, dict[str, int]]:
+        """Bytes by kind at each moment of a step that can be the peak."""
+        resident = {"weights": self.weights, "optimizer": self.optimizer, "workspace": self.workspace}
+        held = self.gradients if self.accumulates else 0
+        moments = {
+            "loss": (held, self.activations, self.loss),
+            "backward's start": (held, self.activations, self.backward),
+            "backward's end": (self.gradients, self.one_layer, self.backward),
+            "optimizer": (self.gradients, self.activations if self.in_backward else 0, self.step),
+        }
+        kinds = ("gradients", "activations", "temporaries")
+        return {
+            "build": {"weights": self.plain_weights, "initialization": self.initialization},
+            **{name: {**resident, **dict(zip(kinds, sizes, strict=True))} for name, sizes in moments.items()},
+        }
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by kind at the peak."""
+        return max(self.moments.values(), key=lambda kinds: sum(kinds.values()))
+
+    @property
+    def peak(self) -> int:
+        return sum(self.at_peak.values())
+
+
+def all_of(config: ModelConfig, element: int) -> TrainedPart:
+    """A model in which everything trains."""
+    return TrainedPart(parameter_shapes(config), element, head=True)
+
+
+def estimate_memory(
+    config: ModelConfig,
+    step: StepShape,
+    *,
+    optimizer_bytes: float = 4.0,
+    step_bytes: float = 0.0,
+    pretrained: bool = False,
+    low_bit: LowBitBytes | None = None,
+    trained: TrainedPart | None = None,
+) -> MemoryEstimate:
+    """Memory of training on one GPU.
+
+    optimizer_bytes: of states per parameter. step_bytes: temporaries of the optimizer's step. pretrained: weights are
+    loaded instead of drawn. low_bit: None for a model that is not quantized. trained: None where everything trains.
+    """
+    trained = trained or all_of(config, step.element)
+    low_bit = low_bit or LowBitBytes.plain(step.element)
+
+    def kept(checkpointing: str) -> float:
+        saved = saved_per_token(config, checkpointing, step.compiled, step.element, low_bit)
+        return sum(trained.kept(saved, step.element).values())
+
+    saved = kept(step.checkpointing)
+    recomputed = kept("none") - saved if step.checkpointing != "none" else 0.0
+    parameters, gradients = count_parameters(config).total, trained.bytes
+    if step.in_backward:
+        gradients = min(gradients, step.element * _largest_partition(config))
+    return MemoryEstimate(
+        weights=_weight_bytes(config, step.element, low_bit, trained),
+        gradients=gradients,
+        optimizer=round(parameters * optimizer_bytes),
+        activations=round(config.num_hidden_layers * step.tokens * saved),
+        loss=round(_loss_bytes(config, step, low_bit, trained)),
+        backward=round(_backward_bytes(config, step, low_bit, trained, recomputed)),
+        workspace=CUDA_WORKSPACE,
+        accumulates=step.accumulates,
+        one_layer=round(step.tokens * saved),
+        plain_weights=parameters * step.element,
+        initialization=config.vocab_size * config.hidden_size * (step.element if pretrained else 4),
+        step=round(step_bytes),
+        in_backward=step.in_backward,
+    )
+
+
+def _weight_bytes(config: ModelConfig, element: int, low_bit: LowBitBytes, trained: TrainedPart) -> int:
+    sizes = {name: n * k for name, (n, k) in layer_linears(config).items()}
+    added = config.num_hidden_layers * sum(
+        sizes[name] * (linear.weight - element + linear.codes) for name, linear in low_bit.layer.items()
+    )
+    if low_bit.head is not None:
+        added += config.vocab_size * config.hidden_size * (low_bit.head.weight - element + low_bit.head.codes)
+    weights = round(count_parameters(config).total * element + added)
+    return weights + trained.added_bytes(config.num_hidden_layers, element)
+
+
+def _head_elements(config: ModelConfig, trained: TrainedPart) -> int:
+    """Elements of the output head that have a gradient."""
+    return config.vocab_size * config.hidden_size if trained.head else 0
+
+
+def _loss_bytes(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart) -> float:
+    c, element, tokens, head = config.hidden_size, step.element, step.tokens, _head_elements(config, trained)
+    logits = chunk_rows(tokens, step.loss_chunks, large=True) * config.vocab_size * element
+    hidden = tokens * (2 * c * element + 4 + 16)  # the last layer's output, normed, 1/rms; token ids and labels
+    if low_bit.head is None:
+        return hidden + tokens * c * element + 4 * head + logits
+    # A quantized head uses autograd's backward, chunk by chunk: the gradient of the logits is scaled in fp32, out of
+    # place unless it is fp32 itself, and each chunk's gradient of the weight is added to the others'.
+    scaled = logits * (8 if element == 2 else 4) / element
+    return hidden + tokens * c * element + 2 * head * element + logits + scaled
+
+
+def _backward_bytes(
+    config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart, recomputed: float
+) -> float:
+    """recomputed: bytes per token of the layer's own tensors that backward computes again."""
+    c, inner, q = config.hidden_size, config.intermediate_size, config.q_size
+    element, tokens, head = step.element, step.tokens, _head_elements(config, trained)
+    # The gradient of the residual comes in and goes out. Between them, beyond what the layer kept: the gradients of
+    # gate_up and of its activation, once down's input, as large as the latter, is freed; or attention's in fp32, with
+    # keys and values expanded to all query heads, once all that the MLP kept is freed.
+    # With adapters down's input has two gradients, and their sum. Where down's input is recomputed, there are its
+    # codes, both whole gradients, and the codes of gate_up's gradient in both layouts.
+    in_mlp = (3 if trained.adapters else 2) * inner * element
+    if low_bit.down_input_recomputed:
+        in_mlp = inner * (1 + 3 * element + 4)
+    in_attention = q * (4 + 2 * element) + config.qkv_size * element - (3 * inner + c) * element
+    in_layer = tokens * (2 * c * element + max(in_mlp, in_attention) + recomputed) + head * element
+    dequantized = [name for name, linear in low_bit.layer.items() if linear.dequantized]
+    sizes = {name: n * k for name, (n, k) in layer_linears(config).items()}
+    in_layer += max((sizes[name] * element for name in dequantized), default=0)
+    in_head = tokens * c * (2 * element + 4) + head * ((4 if low_bit.head is None else element) + element)
+    return max(in_layer, in_head)
+
+
+def _largest_partition(config: ModelConfig) -> int:
+    """Parameters whose gradients exist at once where each layer, and each embedding, is updated by itself."""
+    parameters, matrix = count_parameters(config), config.vocab_size * config.hidden_size
+    layer = (parameters.non_embedding - config.hidden_size) // config.num_hidden_layers
+    return layer + matrix if config.tie_word_embeddings else max(layer, matrix)

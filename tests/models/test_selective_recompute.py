@@ -1,0 +1,31 @@
+"""Selective recomputation keeps a named set of operators, which is every matrix product and attention."""
+
+import importlib
+import re
+from pathlib import Path
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
+
+import qtrain
+from qtrain.models.selective_recompute import GEMM_OPERATORS, keep_products
+
+
+def test_selective_keeps_every_product_of_this_project_and_no_quantizer():
+    """Every operator of kernels/gemm but the transpose and the one that adds in place, which only backward runs."""
+    kernels = Path(qtrain.__file__).parent / "kernels"
+    defined = {name for file in kernels.rglob("*.py") for name in re.findall(r'"qtrain::(\w+)"', file.read_text())}
+    products = {n for f in (kernels / "gemm").glob("*.py") for n in re.findall(r'"qtrain::(\w+)"', f.read_text())}
+    products = {name for name in products if name != "transpose_8bit" and not name.endswith("_")}
+    assert len(products) >= 6 and products <= defined
+    for file in kernels.rglob("*.py"):
+        importlib.import_module(".".join(file.relative_to(Path(qtrain.__file__).parents[1]).with_suffix("").parts))
+    kept = {
+        name
+        for name in defined
+        if keep_products(None, getattr(torch.ops.qtrain, name).default) == CheckpointPolicy.MUST_SAVE
+    }
+    assert kept == products == set(GEMM_OPERATORS)
+    assert keep_products(None, torch.ops.aten.bmm.default) == CheckpointPolicy.MUST_SAVE
+    assert keep_products(None, torch.ops.higher_order.flex_attention) == CheckpointPolicy.MUST_SAVE
+    assert keep_products(None, torch.ops.aten._int_mm.default) == CheckpointPolicy.PREFER_RECOMPUTE
