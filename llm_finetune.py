@@ -5,6 +5,7 @@ python llm_finetune.py --config configs/finetune_laptop.json --model runs/llm_pr
 """
 
 import dataclasses
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,15 +127,15 @@ def main(argv: list[str]) -> None:
         one_shape = settings.seq_len_multiple in (0, settings.seq_len)  # packed, or padded to one length
         recordable = one_shape and settings.model_impl == "native" and not (lora and lora.dropout)
         graphs = step_graphs(run, forward, recordable=recordable)
-        finished = Training(run, prepared.plan, prepared.schedule, forward, loader, evaluation, graphs).fit()
+        exit_code = Training(run, prepared.plan, prepared.schedule, forward, loader, evaluation, graphs).fit()
 
         # ---- export --------------------------------------------------------------------------------------------------
         data, folder = run.state.data or {}, run.folder.path
         if counts := [f"{data[key]:,} {key}" for key in ("read", "dropped", "cut", "empty") if key in data]:
             log.info("examples    %s", ", ".join(counts))
         log_results(run)
-        if not finished:
-            return
+        if exit_code:
+            sys.exit(exit_code)
         with eval_weights(run.optimizer, quantized):
             if lora is not None:
                 save_adapter(model, lora, settings.model, folder / "adapter")

@@ -4,6 +4,7 @@ python llm_pretrain.py --config configs/quickstart.json
 python llm_pretrain.py --model qwen2.5-0.5b --quantize int8 --train_ds '{"type":"token","dataset_dir":"DIR"}' --compile
 """
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,11 +89,13 @@ def main(argv: list[str]) -> None:
     # ---- fit: from here on files are written -------------------------------------------------------------------------
     with loader, run.opened_folder(prepared.text) as log:
         graphs = step_graphs(run, forward, recordable=settings.model_impl == "native")
-        finished = Training(run, prepared.plan, prepared.schedule, forward, loader, evaluation, graphs).fit()
+        exit_code = Training(run, prepared.plan, prepared.schedule, forward, loader, evaluation, graphs).fit()
 
         # ---- export --------------------------------------------------------------------------------------------------
         log_results(run)
-        if finished and settings.export:
+        if exit_code:
+            sys.exit(exit_code)
+        if settings.export:
             folder = run.folder.path
             with eval_weights(run.optimizer, quantized):
                 export_hf(model, architecture.source, folder / "hf", text.tokenizer)

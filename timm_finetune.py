@@ -6,6 +6,7 @@ python timm_finetune.py --model timm/vit_giant_patch14_dinov2.lvd142m --model_kw
 
 import dataclasses
 import os
+import sys
 from pathlib import Path
 
 from qtrain.config import parse, run_script
@@ -93,23 +94,24 @@ def main(argv: list[str]) -> None:
     # ---- fit: from here on files are written -------------------------------------------------------------------------
     with loader, run.opened_folder(prepared.text) as log:
         graphs = step_graphs(run, forward)
-        finished = Training(run, prepared.plan, prepared.schedule, forward, loader, evaluation, graphs).fit()
+        exit_code = Training(run, prepared.plan, prepared.schedule, forward, loader, evaluation, graphs).fit()
 
         # ---- export --------------------------------------------------------------------------------------------------
         log_results(run)
-        if finished:
-            folder = run.folder.path / "timm"
-            with eval_weights(run.optimizer, quantized, run.ema):
-                export_timm(
-                    model,
-                    exported_tensors(model),
-                    folder,
-                    name=name,
-                    kwargs=architecture.kwargs,
-                    classes=images.classes,
-                    image=image,
-                )
-            log.info("exported    %s (timm.create_model('local-dir:%s', pretrained=True) loads it)", folder, folder)
+        if exit_code:
+            sys.exit(exit_code)
+        folder = run.folder.path / "timm"
+        with eval_weights(run.optimizer, quantized, run.ema):
+            export_timm(
+                model,
+                exported_tensors(model),
+                folder,
+                name=name,
+                kwargs=architecture.kwargs,
+                classes=images.classes,
+                image=image,
+            )
+        log.info("exported    %s (timm.create_model('local-dir:%s', pretrained=True) loads it)", folder, folder)
 
 
 def describe_images(images: Images, eval_images: Images | None) -> list[str]:

@@ -76,8 +76,9 @@ class Training:
         # Steps that compile, autotune and capture graphs do not count into the speed.
         self.throughput = Throughput(run.device, skip_steps=2 if graphs is None else WARM_UP + 2)
 
-    def fit(self) -> bool:
-        """Train to the last step; False if a signal stopped it earlier. Raises TrainingStopped if training fails."""
+    def fit(self) -> int:
+        """Train to the last step. Returns 0, or the exit code of the signal that stopped it earlier. Raises
+        TrainingStopped if training fails."""
         run, settings = self.run, self.run.settings
         try:
             with contextlib.ExitStack() as stack:
@@ -99,11 +100,9 @@ class Training:
             self.trackers.close()
         if run.state.step < settings.n_steps and not settings.keep_ckpts:
             log.warning("stopped at step %d; nothing is saved (--keep_ckpts 0)", run.state.step)
-            return False
-        if run.state.step < settings.n_steps:
+        elif run.state.step < settings.n_steps:
             log.info("stopped at step %d; resume with:\n  %s", run.state.step, resume_command(run.folder, run.script))
-            return False
-        return True
+        return stop.exit_code if run.state.step < settings.n_steps else 0
 
     def _step(self, status: StatusLine) -> None:
         run, settings, state = self.run, self.run.settings, self.run.state

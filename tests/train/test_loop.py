@@ -114,7 +114,7 @@ def test_a_stopped_and_resumed_run_ends_the_same(method, at_step, evaluated):
     with pytest.MonkeyPatch.context() as patch:
         interrupt(patch, method, at_step)
         done = call(llm_pretrain.main, argv(**settings, ckpt_interval=2 if method == "_save" else 0))
-    assert done.code == 0, done.err
+    assert done.code == 128 + signal.SIGTERM, done.err
     assert steps() == ([*range(1, at_step + 1)], evaluated, [at_step])
     assert f"stopped at step {at_step}; resume with:" in done.out
     resumed = call(llm_pretrain.main, resume_arguments(done.out))
@@ -166,7 +166,7 @@ def test_a_signal_in_the_last_step_changes_nothing(monkeypatch):
 def test_without_checkpoints_a_stopped_run_says_that_nothing_is_saved(monkeypatch):
     interrupt(monkeypatch, "_step", 2, signal.SIGUSR1)
     done = call(llm_pretrain.main, argv(keep_ckpts=0))
-    assert done.code == 0 and "stopped at step 2; nothing is saved (--keep_ckpts 0)" in done.out
+    assert done.code == 128 + signal.SIGUSR1 and "stopped at step 2; nothing is saved (--keep_ckpts 0)" in done.out
     assert "resume with" not in done.out
 
 
