@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -99,9 +99,10 @@ def as_dict(config: Any) -> dict[str, Any]:
     return {f.name: getattr(config, f.name) for f in _fields(type(config))}
 
 
-def write_config(config: Any, path: Path, command: list[str]) -> None:
-    """Write the resolved settings with versions and git hash. The file is a recipe itself."""
-    record = {"_command": command, "_versions": versions(), **as_dict(config)}
+def write_config(config: Any, path: Path, notes: Mapping[str, Any]) -> None:
+    """Write the resolved settings with versions and git hash. The file is a recipe itself. notes: keys with an
+    underscore in front."""
+    record = {**notes, "_versions": versions(), **as_dict(config)}
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
