@@ -12,6 +12,7 @@ import dataclasses
 import io
 import itertools
 import json
+import os
 import platform
 import re
 import subprocess
@@ -83,7 +84,11 @@ def parse(cls: type[C], argv: list[str], prog: str) -> C:
 def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupted") -> None:
     """Run a script's main on the command line. UserError and TrainingStopped are printed on stderr, without traceback.
 
-    interrupted: the message for a Ctrl-C that main does not handle."""
+    Text that the console's encoding lacks is escaped. interrupted: the message for a Ctrl-C that main does not handle.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if getattr(stream, "errors", None) == "strict":
+            stream.reconfigure(errors="backslashreplace")
     try:
         main(sys.argv[1:])
     except (UserError, TrainingStopped) as error:
@@ -92,6 +97,9 @@ def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupte
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:  # as after `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        sys.exit(141)
 
 
 def as_dict(config: Any) -> dict[str, Any]:

@@ -216,6 +216,6 @@ def write_report(run_dir: Path) -> Path:
         f"<style>{STYLE}</style></head><body>{''.join(body)}</body></html>\n"
     )
     unfinished = run_dir / ".report.html.tmp"
-    unfinished.write_text(page, encoding="utf-8")
+    unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")
     os.replace(unfinished, run_dir / "report.html")
     return run_dir / "report.html"
