@@ -23,7 +23,7 @@ from qtrain.train.log.metrics import MetricsLog, Throughput, read_metrics
 from qtrain.train.log.profile import StepProfiler
 from qtrain.train.log.report import write_report
 from qtrain.train.log.status import StatusLine
-from qtrain.train.log.trackers import open_trackers
+from qtrain.train.log.trackers import Trackers, open_trackers
 from qtrain.train.plan.plan import Plan
 from qtrain.train.settings import TrainSettings
 from qtrain.train.signals import StopSignals
@@ -65,16 +65,14 @@ class Training:
         self.metrics = MetricsLog(run.folder.path / "metrics.jsonl", state.step if resumed else None)
         # A stop signal skips an evaluation that is due: the resumed run makes up for it.
         self._evaluated = any(r["step"] == state.step and "loss" not in r for r in read_metrics(self.metrics.path))
-        self.trackers = open_trackers(
-            settings.trackers,
-            as_dict(settings),
-            run.folder.path,
-            settings.project,
-            settings.run_name,
-            state.step,
-        )
+        self.trackers = self._open_trackers()
         # Steps that compile, autotune and capture graphs do not count into the speed.
         self.throughput = Throughput(run.device, skip_steps=2 if graphs is None else WARM_UP + 2)
+
+    def _open_trackers(self) -> Trackers:
+        run, settings = self.run, self.run.settings
+        config, where = as_dict(settings), run.folder.path
+        return open_trackers(settings.trackers, config, where, settings.project, settings.run_name, run.state.step)
 
     def fit(self) -> int:
         """Train to the last step. Returns 0, or the exit code of the signal that stopped it earlier. Raises
@@ -95,6 +93,7 @@ class Training:
                         self._between_steps()
                 if run.state.step < settings.n_steps:
                     self._save()
+                self._recover_folder()
         finally:
             self.metrics.close()
             self.trackers.close()
@@ -173,6 +172,7 @@ class Training:
 
     def _between_steps(self) -> None:
         """Evaluate and save if due. Metrics of a step are written before its checkpoint."""
+        self._recover_folder()
         settings, step = self.run.settings, self.run.state.step
         if self._evaluation_due():
             self._evaluate()
@@ -184,10 +184,26 @@ class Training:
         return step in (0, self.run.settings.n_steps) or bool(interval and step % interval == 0)
 
     def _save(self) -> None:
-        if self.run.settings.keep_ckpts:
-            with self.throughput.pause():
+        if not self.run.settings.keep_ckpts or self._recover_folder():
+            return
+        with self.throughput.pause():
+            try:
                 path = self.run.save()
-            log.info("step %d: checkpoint %s", self.run.state.step, path)
+            except TrainingStopped:
+                if not self._recover_folder():
+                    raise
+                return
+        log.info("step %d: checkpoint %s", self.run.state.step, path)
+
+    def _recover_folder(self) -> bool:
+        """If the run folder is gone, continue in a new one, with the metrics so far and a checkpoint; else False."""
+        if not self.run.recover_folder():
+            return False
+        self.metrics.move(self.run.folder.path / "metrics.jsonl")
+        self.trackers.close()
+        self.trackers = self._open_trackers()
+        self._save()
+        return True
 
     def _evaluate(self) -> None:
         state = self.run.state

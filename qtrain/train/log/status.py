@@ -142,7 +142,7 @@ class StatusLine:
         self._unit = unit
         self._written_at: float | None = None
         self._not_logged = ""
-        console = console or _console_of(logger)
+        console = console or console_of(logger)
         self._live = (
             Live(Text(""), console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
         )
@@ -188,7 +188,7 @@ class StatusLine:
         self._not_logged = "" if due and not self._live else line
 
 
-def _console_of(logger: logging.Logger) -> Console:
+def console_of(logger: logging.Logger) -> Console:
     """The console of the logger, which the live line must share: two consoles would overwrite each other."""
     for handler in logger.handlers:
         if isinstance(handler, _ConsoleHandler):

@@ -369,6 +369,11 @@ def _reason(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+def without_recovered(name: str) -> str:
+    """The name of a run folder without the suffix of one that replaces a deleted one."""
+    return re.sub(r"-recovered(-\d+)?$", "", name)
+
+
 def resolve_resume(value: str, run_root: Path, run_name: str | None = None) -> Path | None:
     """The checkpoint that `--resume value` names.
 
@@ -378,7 +383,7 @@ def resolve_resume(value: str, run_root: Path, run_name: str | None = None) -> P
     if value == "auto":
         runs = [run for run in run_root.iterdir() if run.is_dir()] if run_root.is_dir() else []
         if run_name is not None:
-            runs = [run for run in runs if run.name == run_name or run.name.partition("_")[2] == run_name]
+            runs = [run for run in runs if run_name in (run.name, without_recovered(run.name).partition("_")[2])]
         found = [best for run in runs if (best := newest_complete(run / "checkpoints"))]
         if not found:
             name = f" of a run named {run_name!r}" if run_name is not None else ""

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import nn
 
 from qtrain.checks import shown
-from qtrain.errors import UserError
+from qtrain.errors import TrainingStopped, UserError
 from qtrain.optim import Optimizer
 from qtrain.quant import QuantizedModel
 from qtrain.train.log.metrics import read_metrics
-from qtrain.train.log.status import FILE_ONLY, setup_log
+from qtrain.train.log.status import FILE_ONLY, console_of, setup_log
 from qtrain.train.settings import TrainSettings
 from qtrain.train.state.checkpoint import (
     Checkpoints,
@@ -32,7 +33,7 @@ from qtrain.train.state.checkpoint import (
 from qtrain.train.state.ema import Ema
 from qtrain.train.state.frozen_weights import check_frozen, fingerprint
 from qtrain.train.state.run_config import changed_settings, save_run_config
-from qtrain.train.state.run_folder import RunFolder, make_run_folder
+from qtrain.train.state.run_folder import RunFolder, make_recovered_folder, make_run_folder
 from qtrain.train.state.run_lock import locked
 from qtrain.train.state.state_dict import (
     finish_optimizer,
@@ -64,6 +65,8 @@ class Run:
     ema: Ema | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
     """The lines that `restore` printed."""
+    _text: str = ""
+    _locks: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     _damaged: tuple[Path, ...] = ()
     """Checkpoints newer than the one that was loaded."""
 
@@ -180,21 +183,48 @@ class Run:
         """Take the run folder for this process, write config.json and start train.log with `text`. The logger writes to
         train.log inside. Raises UserError."""
         self.folder = make_run_folder(self.folder, self.settings.run_name)
+        self._text = text
         parent = self.folder.parent and {"run": str(self.folder.parent), "step": self.state.step}
-        with locked(self.folder.path):
+        with contextlib.ExitStack() as self._locks:
+            self._locks.enter_context(locked(self.folder.path))
             try:
-                # Without --resume: this file as a recipe starts a new run.
-                save_run_config(dataclasses.replace(self.settings, resume=None), self.folder.path, parent)
+                self._save_config(parent)
                 if self.folder.is_resumed:
                     self.checkpoints.set_aside(self._damaged)
                 elif parent and (metrics := self.folder.parent / "metrics.jsonl").exists():
                     shutil.copyfile(metrics, self.folder.path / "metrics.jsonl")
             except OSError as error:
                 raise UserError(f"--runs_dir: cannot write {self.folder.path}: {error.strerror}.") from None
-            log = setup_log(self.folder.path)
-            log.info("%s", "\n".join([text, *self.notes]), extra=FILE_ONLY)
-            log.info("run folder  %s", self.folder.path)
-            yield log
+            yield self._start_log()
+
+    def recover_folder(self) -> bool:
+        """If the run folder was deleted or moved away, continue in a new one beside it. Returns whether it was. Raises
+        TrainingStopped where none can be made."""
+        lost = self.folder.path
+        if (lost / "config.json").exists():
+            return False
+        try:
+            self.folder = make_recovered_folder(self.folder)
+            self._locks.enter_context(locked(self.folder.path))
+            self._save_config(None)
+            log = self._start_log(console_of(logging.getLogger("qtrain")))
+        except OSError as error:
+            raise TrainingStopped(
+                f"step {self.state.step}: the run folder {lost} is gone, and no other can be made beside it: "
+                f"{error.strerror}. Nothing is saved."
+            ) from None
+        log.warning("the run folder %s is gone; this run continues in %s", lost, self.folder.path)
+        return True
+
+    def _save_config(self, parent: Mapping[str, Any] | None) -> None:
+        # Without --resume: this file as a recipe starts a new run.
+        save_run_config(dataclasses.replace(self.settings, resume=None), self.folder.path, parent)
+
+    def _start_log(self, console: Console | None = None) -> logging.Logger:
+        log = setup_log(self.folder.path, console)
+        log.info("%s", "\n".join([self._text, *self.notes]), extra=FILE_ONLY)
+        log.info("run folder  %s", self.folder.path)
+        return log
 
 
 def _changes(settings: Mapping[str, tuple[Any, Any]], kept_options: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:

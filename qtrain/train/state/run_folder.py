@@ -4,6 +4,7 @@ Resuming an older checkpoint, or one that lies outside of a run folder, starts a
 parent run and the step, its metrics.jsonl begins with the parent's, and nothing in the parent's folder changes.
 """
 
+import contextlib
 import re
 import shlex
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 from qtrain.checks import shown
 from qtrain.errors import UserError
 from qtrain.train.settings import TrainSettings
-from qtrain.train.state.checkpoint import newest_complete, resolve_resume
+from qtrain.train.state.checkpoint import newest_complete, resolve_resume, without_recovered
 from qtrain.train.state.run_lock import check_unlocked
 
 
@@ -74,6 +75,17 @@ def make_run_folder(folder: RunFolder, run_name: str) -> RunFolder:
         except OSError as error:
             raise UserError(f"--runs_dir: cannot write {folder.path}: {error.strerror}.") from None
     return folder
+
+
+def make_recovered_folder(folder: RunFolder) -> RunFolder:
+    """Make <name>-recovered (or -recovered-2, ...) beside a run folder that is gone. Raises OSError."""
+    name = without_recovered(folder.path.name)
+    for suffix in ("", *(f"-{number}" for number in range(2, 10_000))):
+        path = folder.path.with_name(f"{name}-recovered{suffix}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+            break
+    return RunFolder(path, None)
 
 
 def resume_command(folder: RunFolder, script: str) -> str:
