@@ -4,7 +4,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -102,6 +102,16 @@ class Training:
         elif run.state.step < settings.n_steps:
             log.info("stopped at step %d; resume with:\n  %s", run.state.step, resume_command(run.folder, run.script))
         return stop.exit_code if run.state.step < settings.n_steps else 0
+
+    def record_results(self, results: Mapping[str, float]) -> None:
+        """After `fit`: add results of the exported model to metrics.jsonl, the trackers and the report."""
+        self.metrics, self.trackers = MetricsLog(self.metrics.path), self._open_trackers()
+        try:
+            self._record({"step": self.run.state.step, **results})
+        finally:
+            self.metrics.close()
+            self.trackers.close()
+        write_report(self.run.folder.path)
 
     def _step(self, status: StatusLine) -> None:
         run, settings, state = self.run, self.run.settings, self.run.state
