@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qtrain.config import parse, run_script
-from qtrain.errors import UserError
 from qtrain.models import export_hf
 from qtrain.train.assembly.architecture import LanguageArchitecture
 from qtrain.train.assembly.assemble import assemble, build_quantized
@@ -106,8 +105,6 @@ def main(argv: list[str]) -> None:
 
 def hellaswag_questions(settings: PretrainSettings) -> list[HellaSwagQuestion]:
     """The questions that --hellaswag asks; none without it."""
-    if settings.hellaswag_file and not settings.hellaswag:
-        raise UserError("--hellaswag_file: it is read with --hellaswag only; add that, or leave it out.")
     if not settings.hellaswag:
         return []
     flag = "--hellaswag_file" if settings.hellaswag_file else "--hellaswag"

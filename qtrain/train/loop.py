@@ -226,7 +226,8 @@ class Training:
             state.best_eval_loss = loss
         self._record({"step": state.step, self.plan.unit.many: state.tokens, **found})
         shown = {key: value for key, value in found.items() if isinstance(value, float)}
-        log.info("step %d: %s", state.step, ", ".join(f"{key} {value:.4f}" for key, value in shown.items()))
+        if shown:
+            log.info("step %d: %s", state.step, ", ".join(f"{key} {value:.4f}" for key, value in shown.items()))
         for prompt, continuation in found.get("samples", ()):
             log.info("step %d: sample: %s [>] %s", state.step, prompt, continuation)
 
