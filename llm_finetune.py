@@ -143,7 +143,7 @@ def main(argv: list[str]) -> None:
                 log.info("adapter     %s (peft.PeftModel.from_pretrained loads it)", folder / "adapter")
                 merge_lora(model)
             if settings.export:
-                export_hf(model, architecture.source, folder / "hf", text.tokenizer)
+                export_hf(model, architecture.source, folder / "hf", text.tokenizer, trained_positions=settings.seq_len)
                 log.info("exported    %s (AutoModelForCausalLM.from_pretrained loads it)", folder / "hf")
         if settings.lm_eval:
             found = run_lm_eval(settings.lm_eval, folder / "hf", prepared.device.type)

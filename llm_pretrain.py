@@ -97,7 +97,7 @@ def main(argv: list[str]) -> None:
         if settings.export:
             folder = run.folder.path
             with eval_weights(run.optimizer, quantized):
-                export_hf(model, architecture.source, folder / "hf", text.tokenizer)
+                export_hf(model, architecture.source, folder / "hf", text.tokenizer, trained_positions=settings.seq_len)
             log.info("exported    %s (AutoModelForCausalLM.from_pretrained loads it)", folder / "hf")
             plain = "--quantize bf16 --quantize_kwargs {}" if settings.quantize_kwargs else "--quantize bf16"
             log.info("try next    python llm_pretrain.py --config %s/config.json %s", folder, plain)

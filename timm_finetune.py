@@ -66,7 +66,7 @@ def main(argv: list[str]) -> None:
     transform, mixer = ImageTransform(image, augmentation), Mixer(augmentation, len(images.classes))
     maker = BatchMaker(images, transform, mixer, settings.seed, micro_batch_size, settings.batch_size)
     images.read(0)
-    prepared = prepare(checked, architecture, describe_images(images, eval_images))
+    prepared = prepare(checked, architecture, describe_images(images, eval_images, checked.settings))
     settings = prepared.settings
     print(prepared.text, flush=True)
     if settings.dry_run:
@@ -114,10 +114,12 @@ def main(argv: list[str]) -> None:
         log.info("exported    %s (timm.create_model('local-dir:%s', pretrained=True) loads it)", folder, folder)
 
 
-def describe_images(images: Images, eval_images: Images | None) -> list[str]:
+def describe_images(images: Images, eval_images: Images | None, settings: VisionSettings) -> list[str]:
     """The lines of the plan about the data."""
-    found = {"train": images, "evaluation": eval_images}
-    return [f"{use}: {len(s):,} images of {len(s.classes)} classes" for use, s in found.items() if s is not None]
+    found, epochs = {"train": images, "evaluation": eval_images}, settings.n_steps * settings.batch_size / len(images)
+    return [f"{use}: {len(s):,} images of {len(s.classes)} classes" for use, s in found.items() if s is not None] + [
+        f"{epochs:.3g} epochs of the training images"
+    ]
 
 
 def count_steps(settings: VisionSettings, images: Images) -> VisionSettings:
