@@ -21,7 +21,7 @@ import typing
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TextIO, TypeVar
 
 import tyro
 
@@ -97,9 +97,20 @@ def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupte
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:  # as after `| head`
+    except BrokenPipeError:
+        if not _is_gone(sys.stdout):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         sys.exit(141)
+
+
+def _is_gone(stream: TextIO) -> bool:
+    """Whether the reader of the stream has ended, as after `| head`."""
+    try:
+        stream.flush()
+    except BrokenPipeError:
+        return True
+    return False
 
 
 def as_dict(config: Any) -> dict[str, Any]:

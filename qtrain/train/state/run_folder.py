@@ -57,9 +57,11 @@ def find_run_folder(settings: TrainSettings, script: str) -> RunFolder:
         raise UserError(f"--run_name: {name} cannot name a folder; use at most 100 letters, digits, '_', '-', '.'.")
     root = Path(settings.runs_dir) / script
     checkpoint = None if settings.resume is None else resolve_resume(settings.resume, root, settings.run_name)
-    if checkpoint and (run := run_of(checkpoint)) and newest_complete(checkpoint.parent)[0].samefile(checkpoint):
-        check_unlocked(run)
-        return RunFolder(run, checkpoint)
+    if checkpoint and (run := run_of(checkpoint)):
+        newest = newest_complete(checkpoint.parent)
+        if newest and newest[0].samefile(checkpoint):
+            check_unlocked(run)
+            return RunFolder(run, checkpoint)
     return RunFolder(_free_path(root, settings.run_name), checkpoint)
 
 

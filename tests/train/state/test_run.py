@@ -297,6 +297,12 @@ def test_resuming_an_older_checkpoint_starts_a_run_that_names_its_parent_and_cha
     assert json.loads((fork.folder.path / "config.json").read_text())["_parent"] == config["_parent"]
 
 
+def test_a_checkpoint_that_was_renamed_inside_its_run_starts_a_run_of_its_own(three):
+    (three.folder.checkpoints / "00000007").rename(three.folder.checkpoints / "best")
+    found = find_run_folder(settings(resume=str(three.folder.checkpoints / "best")), "script")
+    assert found.path != three.folder.path and found.parent == three.folder.path
+
+
 DAMAGE = {
     "a flipped bit": (lambda path: flip(path / "__0_0.distcp"), "its file __0_0.distcp is damaged (checksum)"),
     "a flipped bit of the meta": (lambda path: flip(path / "meta.json"), "its file meta.json is damaged"),
