@@ -7,8 +7,8 @@
 - llm.c: 1024 bytes of header: int32 [0] magic, [1] version, [2] token count; then uint16 or uint32 tokens.
 
 All are little-endian. llm.q's mask bit of position i is 0 where that position's target, token i+1, is not trained on.
-A file whose size contradicts its header or manifest is refused, when it is opened and at every read: files are read, not
-memory-mapped, because a mapped file that is truncated under a run ends it with SIGBUS.
+A file whose size contradicts its header or manifest is refused, when it is opened and at every read. Files are read, not
+memory-mapped: truncating a mapped file under a run would end it with SIGBUS.
 """
 
 import functools
@@ -160,8 +160,8 @@ class TokenArray:
             raise UserError(f"{self._flag}: cannot read {shard.path}: {error.strerror or error}") from None
         if size != shard.size:
             raise UserError(
-                f"{self._flag}: {shard.path} has changed under the run: it had {shard.size} bytes, now {size}. Write or "
-                "copy it again."
+                f"{self._flag}: {shard.path} has changed under the run: it had {shard.size} bytes, now {size}. Write "
+                "or copy it again."
             )
         return items
 
