@@ -7,8 +7,8 @@
 - llm.c: 1024 bytes of header: int32 [0] magic, [1] version, [2] token count; then uint16 or uint32 tokens.
 
 All are little-endian. llm.q's mask bit of position i is 0 where that position's target, token i+1, is not trained on.
-A file whose size contradicts its header or manifest is refused, when it is opened and at every read. Files are read, not
-memory-mapped: truncating a mapped file under a run would end it with SIGBUS.
+A file whose size contradicts its header or manifest is refused, when it is opened and at every read. Files are read,
+not memory-mapped: truncating a mapped file under a run would end it with SIGBUS.
 """
 
 import functools
