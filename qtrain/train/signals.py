@@ -6,7 +6,8 @@ import time
 from types import FrameType
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
+"""Those that the platform has: Windows lacks SIGUSR1."""
 SAME_PRESS_SECONDS = 0.5
 
 
