@@ -73,7 +73,8 @@ def main(argv: list[str]) -> None:
     model: bytes | None = None
     if settings.train_tokenizer:
         model = saved_tokenizer(folders.values()) or train(settings, corpora)
-        tokenizer: Tokenizer = FastTokenizer(TRAINED, *convert_sentencepiece(model, TRAINED, "--train_tokenizer"))
+        converted = convert_sentencepiece(model, TRAINED, "--train_tokenizer")
+        tokenizer: Tokenizer = FastTokenizer(TRAINED, *converted, sentencepiece_model=model)
     else:
         tokenizer = load_tokenizer(settings.tokenizer or "llama2", "--tokenizer")
     if tokenizer.eos_id is None:

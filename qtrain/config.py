@@ -25,7 +25,7 @@ from typing import Annotated, Any, TextIO, TypeVar
 
 import tyro
 
-from qtrain.checks import check_fields, check_value, parse_json, read_json, shown, type_name
+from qtrain.checks import check_fields, check_value, is_unicode, parse_json, read_json, shown, type_name
 from qtrain.errors import TrainingStopped, UserError, nearest
 
 C = TypeVar("C")
@@ -56,6 +56,9 @@ JsonDict = Annotated[
 
 def parse(cls: type[C], argv: list[str], prog: str) -> C:
     """The settings `cls` from `argv` (without the program's name). Raises UserError; `--help` prints and exits."""
+    for argument in argv:
+        if not is_unicode(argument):
+            raise UserError(f"{shown(argument)}: the command line is not UTF-8 text.")
     recipe_path, argv = _take_option(argv, "--config")
     defaults = cls(**_read_recipe(cls, recipe_path)) if recipe_path else None
     _refuse_unknown_flags(cls, argv, prog)

@@ -14,6 +14,7 @@ from qtrain.data import TensorBatch
 from qtrain.errors import TrainingStopped
 from qtrain.hardware import keep_freed_memory
 from qtrain.optim import OPTIMIZERS, LRSchedule
+from qtrain.portable import peak_resident_bytes
 from qtrain.train.cuda_graphs import WARM_UP, StepGraphs
 from qtrain.train.gradients import Gradients
 from qtrain.train.in_backward import OptimizerInBackward
@@ -274,7 +275,4 @@ def peak_memory(device: torch.device) -> int:
     """Peak bytes of this process so far: allocated tensors on a GPU, resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource
-    import sys
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak_resident_bytes()

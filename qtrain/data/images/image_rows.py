@@ -43,8 +43,11 @@ class _Rows(Images):
         else:
             raise UserError(f"{flag}: the column {label_column!r} of {what} holds neither whole numbers nor names.")
 
+    def name(self, index: int) -> str:
+        return f"row {index} of {self._what}"
+
     def read(self, index: int) -> Image.Image:
-        value, name = self._rows[index][self._column], f"row {index} of {self._what}"
+        value, name = self._rows[index][self._column], self.name(index)
         data = value.get("bytes") if isinstance(value, dict) else value
         if not isinstance(data, bytes):
             raise UserError(f"{self._flag}: {name} has no image bytes in the column {self._column!r}.")

@@ -30,12 +30,16 @@ class _Tars(Images):
         self.classes, self.labels = class_names(labels, names, flag), labels
         self._files, self._places, self._flag = files, places, flag
 
+    def name(self, index: int) -> str:
+        file, offset, _ = self._places[index].tolist()
+        return f"the image at byte {offset} of {self._files[file]}"
+
     def read(self, index: int) -> Image.Image:
         file, offset, size = self._places[index].tolist()
         with self._files[file].open("rb") as tar:
             tar.seek(offset)
             data = tar.read(size)
-        return decode(data, f"the image at byte {offset} of {self._files[file]}", self._flag)
+        return decode(data, self.name(index), self._flag)
 
 
 @IMAGE_SETS.register("wds")

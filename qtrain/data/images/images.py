@@ -31,6 +31,10 @@ class Images(ABC):
         return len(self.labels)
 
     @abstractmethod
+    def name(self, index: int) -> str:
+        """Where the image is stored, for messages: its file, or its place in one."""
+
+    @abstractmethod
     def read(self, index: int) -> Image.Image:
         """The decoded image, in any of PIL's modes. UserError where it is not an image."""
 
@@ -80,7 +84,9 @@ def decode(source: bytes | Path, name: str, flag: str) -> Image.Image:
                 raise UserError(f"{flag}: {name} has {image.width:,} x {image.height:,} pixels, which is too large.")
             image.load()
             return image
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # PIL's plugins raise struct.error, zlib.error, IndexError, ... for damaged files
         known = str(error) and "cannot identify" not in str(error)
         reason = f" ({str(error).splitlines()[0][:100]})" if known else ""
         raise UserError(f"{flag}: {name} cannot be read as an image{reason}.") from None

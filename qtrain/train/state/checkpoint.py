@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from qtrain.errors import TrainingStopped, UserError
+from qtrain.portable import sync_to_disk
 from qtrain.train.distributed import all_gather, on_all_ranks, rank, world
 from qtrain.train.state.checkpoint_index import INDEX, CheckedReader, read_index
 from qtrain.train.state.run_lock import process_exists
@@ -105,14 +106,6 @@ def _read_marker(path: Path) -> Marker:
     return marker
 
 
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _free_gib(folder: Path) -> float:
     existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     return shutil.disk_usage(existing).free / 1024**3
@@ -128,7 +121,7 @@ def _checksum(path: Path) -> int:
 
 def _seal(path: Path) -> tuple[int, int]:
     """Force a written file to disk. Returns its size and CRC-32."""
-    _fsync(path)  # DCP fsyncs its index before Python's buffer is flushed
+    sync_to_disk(path)  # DCP fsyncs its index before Python's buffer is flushed
     return path.stat().st_size, _checksum(path)
 
 
@@ -270,12 +263,12 @@ class Checkpoints:
         files |= {name: _seal(temporary / name) for name in (META, INDEX)}
         marker = temporary / MARKER
         marker.write_text(json.dumps({"step": step, "saved_at": time.time(), "files": files}), encoding="utf-8")
-        _fsync(marker)
-        _fsync(temporary)
+        sync_to_disk(marker)
+        sync_to_disk(temporary)
         if final.exists():  # a folder cannot be replaced atomically; see newest_complete
             os.rename(final, self.folder / f".old-{final.name}-{os.getpid()}")
         os.rename(temporary, final)
-        _fsync(self.folder)
+        sync_to_disk(self.folder)
         with contextlib.suppress(OSError):  # the new one is complete; old ones may stay
             self._prune(final)
 
