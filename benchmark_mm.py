@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
+import qtrain  # noqa: F401  # isort: skip  (before torch: handles a Ctrl-C during the imports)
 import torch
 
 from qtrain.bench.arguments import compared_schemes, parse_sizes, split_list, wanted_names

@@ -1,6 +1,25 @@
 """qtrain: train and fine-tune transformers with low-bit arithmetic."""
 
-import torch
+import sys
+from pathlib import Path
+from types import TracebackType
+
+SCRIPTS = ("llm_pretrain", "llm_finetune", "timm_finetune", "tokenize_data", "benchmark_mm")
+
+
+def _quiet_interrupt(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """sys.excepthook of the scripts: a Ctrl-C during their imports, which take seconds, prints one line. Python then
+    ends the process by SIGINT, which shells report as exit code 130."""
+    if issubclass(kind, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, traceback)
+
+
+if Path(getattr(sys.modules["__main__"], "__file__", None) or "").stem.replace("-", "_") in SCRIPTS:
+    sys.excepthook = _quiet_interrupt
+
+import torch  # noqa: E402
 
 __version__ = "0.1.0"
 

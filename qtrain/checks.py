@@ -13,6 +13,9 @@ import typeguard
 
 from qtrain.errors import UserError, nearest, unknown_name
 
+MAX_INT = 2**63 - 1
+"""The largest whole number that is accepted: torch's int64. Larger ones overflow where they meet a float."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Range:
@@ -83,6 +86,8 @@ def _matches(value: Any, annotation: Any) -> bool:
 
 def check_value(flag: str, value: Any, annotation: Any) -> Any:
     """`value` converted to `annotation`. UserError naming the flag, the value and what is allowed."""
+    if not isinstance(value, float):  # its Range refuses inf and NaN
+        _check_contents(flag, value)
     value = _coerce(value, annotation)
     bounds = [a for a in getattr(annotation, "__metadata__", ()) if isinstance(a, Range)]
     base = get_args(annotation)[0] if bounds else annotation
@@ -93,6 +98,32 @@ def check_value(flag: str, value: Any, annotation: Any) -> Any:
         if not all(bound.low <= n <= bound.high for n in numbers):  # NaN fails both comparisons
             raise UserError(f"{flag}: {shown(value)} is out of range; it must be {type_name(annotation)}.")
     return value
+
+
+def _check_contents(flag: str, value: Any) -> None:
+    """Refuse numbers that do not fit 64 bits and text that is not Unicode, at any depth of a JSON value."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _check_contents(flag, key)
+            _check_contents(f"{flag}.{key}", inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _check_contents(flag, inner)
+    elif isinstance(value, int) and abs(value) > MAX_INT:
+        raise UserError(f"{flag}: {shown(value)} is too large; whole numbers are at most {MAX_INT:,}.")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{flag}: {value} is not a finite number.")  # 1e999 in JSON
+    elif isinstance(value, str) and not is_unicode(value):
+        raise UserError(f"{flag}: {shown(value)} is not valid Unicode text (it holds a lone surrogate).")
+
+
+def is_unicode(text: str) -> bool:
+    """Whether the text can be encoded: no lone surrogates, of undecodable bytes of the command line or JSON escapes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_fields(cls: type, values: Mapping[str, Any], flag: str) -> dict[str, Any]:
@@ -129,11 +160,16 @@ def parse_json(text: str, where: str) -> Any:
         raise UserError(f"{where}: not valid JSON ({str(error)[:100]}). Given: {shown(text)}.") from None
 
 
+MAX_JSON = 1 << 26
+"""Characters of the largest JSON file that is read: one that never ends, such as /dev/zero, is refused."""
+
+
 def read_json(path: str | Path, flag: str) -> Any:
     """Read a JSON file. UserError naming `flag` and the file if it is missing or broken."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_JSON + 1)
     except FileNotFoundError:
         close = nearest(str(path), [str(p) for p in path.parent.glob("*.json")])
         hint = f" Did you mean {close}?" if close else ""
@@ -142,4 +178,6 @@ def read_json(path: str | Path, flag: str) -> Any:
         raise UserError(f"{flag}: cannot read {path}: {error.strerror}.") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{flag}: {path} is not UTF-8 text (byte {error.start}).") from None
+    if len(text) > MAX_JSON:
+        raise UserError(f"{flag}: {path} is longer than {MAX_JSON:,} characters; it is no settings file.")
     return parse_json(text, f"{flag} ({path})")

@@ -12,19 +12,20 @@ import dataclasses
 import io
 import itertools
 import json
+import os
 import platform
 import re
 import subprocess
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TextIO, TypeVar
 
 import tyro
 
-from qtrain.checks import check_fields, check_value, parse_json, read_json, shown, type_name
+from qtrain.checks import check_fields, check_value, is_unicode, parse_json, read_json, shown, type_name
 from qtrain.errors import TrainingStopped, UserError, nearest
 
 C = TypeVar("C")
@@ -55,6 +56,9 @@ JsonDict = Annotated[
 
 def parse(cls: type[C], argv: list[str], prog: str) -> C:
     """The settings `cls` from `argv` (without the program's name). Raises UserError; `--help` prints and exits."""
+    for argument in argv:
+        if not is_unicode(argument):
+            raise UserError(f"{shown(argument)}: the command line is not UTF-8 text.")
     recipe_path, argv = _take_option(argv, "--config")
     defaults = cls(**_read_recipe(cls, recipe_path)) if recipe_path else None
     _refuse_unknown_flags(cls, argv, prog)
@@ -83,7 +87,11 @@ def parse(cls: type[C], argv: list[str], prog: str) -> C:
 def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupted") -> None:
     """Run a script's main on the command line. UserError and TrainingStopped are printed on stderr, without traceback.
 
-    interrupted: the message for a Ctrl-C that main does not handle."""
+    Text that the console's encoding lacks is escaped. interrupted: the message for a Ctrl-C that main does not handle.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if getattr(stream, "errors", None) == "strict":
+            stream.reconfigure(errors="backslashreplace")
     try:
         main(sys.argv[1:])
     except (UserError, TrainingStopped) as error:
@@ -92,6 +100,20 @@ def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupte
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:
+        if not _is_gone(sys.stdout):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        sys.exit(141)
+
+
+def _is_gone(stream: TextIO) -> bool:
+    """Whether the reader of the stream has ended, as after `| head`."""
+    try:
+        stream.flush()
+    except BrokenPipeError:
+        return True
+    return False
 
 
 def as_dict(config: Any) -> dict[str, Any]:
@@ -99,9 +121,10 @@ def as_dict(config: Any) -> dict[str, Any]:
     return {f.name: getattr(config, f.name) for f in _fields(type(config))}
 
 
-def write_config(config: Any, path: Path, command: list[str]) -> None:
-    """Write the resolved settings with versions and git hash. The file is a recipe itself."""
-    record = {"_command": command, "_versions": versions(), **as_dict(config)}
+def write_config(config: Any, path: Path, notes: Mapping[str, Any]) -> None:
+    """Write the resolved settings with versions and git hash. The file is a recipe itself. notes: keys with an
+    underscore in front."""
+    record = {**notes, "_versions": versions(), **as_dict(config)}
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 

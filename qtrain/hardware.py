@@ -3,11 +3,13 @@
 import contextlib
 import ctypes
 import functools
+import os
 import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -41,9 +43,14 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Constants of glibc's malloc.h."""
 
 
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""Of version 2 and version 1."""
+
+
 @dataclass(frozen=True)
 class Hardware:
-    """A device and its peaks. peaks: TFLOP/s by arithmetic; measured: timed here, not from a datasheet."""
+    """A device and its peaks. peaks: TFLOP/s by arithmetic; memory_bytes: of the GPU, for a CPU of the host; measured:
+    timed here, not from a datasheet."""
 
     name: str
     peaks: dict[str, float]
@@ -95,11 +102,24 @@ def lacks_fp8(device: torch.device) -> str | None:
 def describe_hardware(device: torch.device) -> Hardware:
     """The hardware behind `device`; the rates of one that is not in DATASHEET are measured in under a second."""
     if device.type != "cuda":
-        return Hardware(f"CPU, {torch.get_num_threads()} threads", _measured_peaks(device), None, measured=True)
+        name = f"CPU, {torch.get_num_threads()} threads"
+        return Hardware(name, _measured_peaks(device), host_memory(), measured=True)
     properties = torch.cuda.get_device_properties(device)
     peaks = DATASHEET.get(_product(properties.name))
     measured = peaks is None
     return Hardware(properties.name, _measured_peaks(device) if measured else peaks, properties.total_memory, measured)
+
+
+def host_memory() -> int | None:
+    """Bytes of memory that this process may use: the machine's, or its cgroup's limit if that is lower. None where the
+    system does not tell."""
+    found = []
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    for limit in CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+            found.append(int(Path(limit).read_text()))
+    return min(found, default=None)
 
 
 def _product(name: str) -> str:

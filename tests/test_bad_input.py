@@ -4,6 +4,7 @@ written. The table runs over both scripts; it lists what real command lines get 
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from tokenizers.models import WordLevel
 
 import llm_pretrain
 import tokenize_data
+from qtrain import SCRIPTS
 from qtrain.models import build_model, export_hf, read_model_source
 from tests.data.corpora import write_jsonl, write_llmq, write_parquet, write_raw
 from tests.system import ROOT, call, flags, only_run, tree, write_model
@@ -60,9 +62,9 @@ FLAGS = [
     wrong("--quantise: unknown flag", "Did you mean --quantize?", words=("--quantise", "int8")),
     wrong("--n_steps: '1e3' is not allowed", "a whole number at least 1", n_steps="1e3"),
     wrong("--n_steps: 0 is out of range", "at least 1", n_steps=0),
-    wrong("--batch_size: -4 is out of range", "at least 1", batch_size=-4),
+    wrong("--batch_size: -4 is out of range", "from 1 to 1e+07", batch_size=-4),
     wrong("--batch_size: the value is missing", "a whole number", words=("--batch_size",)),
-    wrong("--seq_len: 1 is out of range", "at least 2", seq_len=1),
+    wrong("--seq_len: 1 is out of range", "from 2 to 1e+07", seq_len=1),
     wrong("--lr: nan is out of range", "a number from 0", lr="nan"),
     wrong("--lr: 'fast' is not allowed", "a number", lr="fast"),
     wrong("--z_loss: -1.0 is out of range", z_loss=-1),
@@ -70,6 +72,15 @@ FLAGS = [
     wrong("--seed: -1 is out of range", seed=-1),
     wrong("--keep_ckpts: -1 is out of range", "at least 0", keep_ckpts=-1),
     wrong("--n_steps: '99999", "99' is not allowed", n_steps="9" * 5000),
+    wrong("--batch_size: 99999", "is too large", batch_size="9" * 400),
+    wrong("--seed: -9999", "is too large", seed="-" + "9" * 400),
+    wrong("--optim_kwargs.eps: 99999", "is too large", words=('--optim_kwargs={"eps":' + "9" * 400 + "}",)),
+    wrong("--optim_kwargs.a.b: 99999", "is too large", words=('--optim_kwargs={"a":[{"b":' + "9" * 400 + "}]}",)),
+    wrong("--optim_kwargs.eps: inf is not a finite number", words=('--optim_kwargs={"eps":1e999}',)),
+    wrong("'--sample_prompts=a\\udcff': the command line is not UTF-8", words=("--sample_prompts=a\udcff",)),
+    wrong("--train_ds.paths: 'r\\ud800'", "not valid Unicode", train_ds={**TEXT, "paths": "r\ud800"}),
+    wrong("--train_ds.x: 'r\\udc00'", "not valid Unicode", train_ds={**TEXT, "x": {"r\udc00": 1}}),
+    wrong("--train_ds: the dataset 'json' cannot be read", "s3fs", train_ds={**HF, "data_files": "s3://b/x.jsonl"}),
     wrong("--lr: 'x' is not allowed", words=("--lr=1", "--lr=x")),
     wrong("--dtype: 'fp16' is not allowed", "'auto', 'bf16', 'fp32'", dtype="fp16"),
     wrong("--device: 'gpu' is not allowed", "'auto', 'cuda', 'cpu'", device="gpu"),
@@ -504,6 +515,14 @@ def test_the_shell_sees_exit_code_2_and_one_line_on_stderr(folder, name, mistake
     done = script(name, mistake.argv(), folder)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
     assert tree(folder) == before
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_ctrl_c_during_the_imports(name, tmp_path):
+    """A stand-in for torch is interrupted while it is imported."""
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    outcome = script(f"{name}.py", ["--help"], tmp_path, PYTHONPATH=str(tmp_path))
+    assert outcome.returncode in (130, -signal.SIGINT) and outcome.stderr == "interrupted\n"
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,14 @@ def recipe(tmp_path, text: str) -> str:
     return str(path)
 
 
+@pytest.mark.parametrize("key", ["lr", "batch_size"])
+@pytest.mark.parametrize("number", ["9" * 400, "-" + "9" * 400, "1e999", "-1e999"])
+def test_a_recipes_number_that_fits_no_machine_number(tmp_path, key, number):
+    with pytest.raises(UserError, match=rf"^--config .*recipe\.json\)\.{key}: (-?inf|-?9999)") as caught:
+        run("--config", recipe(tmp_path, f'{{"{key}": {number}}}'))
+    assert len(str(caught.value)) < 400
+
+
 def test_flags_in_both_spellings():
     assert run("--batch_size", "100_000").batch_size == 100_000
     assert run("--batch-size=8").batch_size == 8
@@ -70,7 +78,7 @@ def test_help_shows_the_recipes_values(tmp_path, capsys):
 
 def test_written_config_is_a_recipe(tmp_path):
     settings = run("--batch_size", "3", "--train_ds", '{"type": "byte"}')
-    write_config(settings, tmp_path / "config.json", ["script.py", "--batch_size", "3"])
+    write_config(settings, tmp_path / "config.json", {"_command": ["script.py", "--batch_size", "3"]})
     assert run("--config", str(tmp_path / "config.json")) == settings
     record = json.loads((tmp_path / "config.json").read_text())
     assert record["_versions"]["torch"] == versions()["torch"] and record["_command"][0] == "script.py"

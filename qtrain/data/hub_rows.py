@@ -89,6 +89,10 @@ class RowSource:
                     names = re.findall(r"'([^']+)'", found.group(1))
                     raise unknown_name(flag, f"subset of {self.dataset!r}", str(self.subset), names) from None
                 raise UserError(f"{flag}: {what} cannot be read: {_first_line(error)}") from None
+            except ImportError as error:  # fsspec's, for a protocol in data_files whose package is not installed
+                raise UserError(
+                    f"{flag}: {what} cannot be read: {_first_line(error)}. Or download the files and give their paths."
+                ) from None
             except OSError as error:
                 if not local:
                     raise

@@ -25,6 +25,7 @@ import torch
 
 from qtrain.data.batch import TensorBatch
 from qtrain.errors import UserError
+from qtrain.portable import GROUP_SIGNALS
 
 Item = tuple[TensorBatch, dict[str, Any]]
 """A batch and the position right after it."""
@@ -146,7 +147,7 @@ def _close(producer: weakref.ref) -> None:
 
 def _serve(sender: Connection, produce: Callable[..., Iterator[Item]], args: tuple) -> None:
     """The main function of the process. The end (None) and errors are sent like items."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # a signal to the process group: training still finishes its step
     with contextlib.suppress(BrokenPipeError):  # the receiver is gone, perhaps with its process
         try:

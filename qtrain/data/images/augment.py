@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from qtrain.checks import Range, check_fields, shown
@@ -97,6 +97,7 @@ class ImageTransform:
         """augmentation: None for evaluation. UserError for a policy that timm does not know."""
         from timm.data import create_transform
 
+        self.policy = augmentation.auto_augment if augmentation else None
         self.mode = {1: "L", 3: "RGB"}[data_config["input_size"][0]]
         options: dict[str, Any] = {k: data_config[k] for k in ("input_size", "mean", "std", "interpolation")}
         options |= {k: data_config[k] for k in ("crop_pct", "crop_mode") if augmentation is None}
@@ -107,13 +108,32 @@ class ImageTransform:
             with restored_generators():
                 self._transform: Callable[[Image.Image], Tensor] = create_transform(**options)
         except (AssertionError, KeyError, ValueError, IndexError, AttributeError, NotImplementedError):
-            policy = shown(augmentation.auto_augment if augmentation else None)
+            policy = shown(self.policy)
             raise UserError(
                 f"{flag}.auto_augment: timm does not know the policy {policy}; for example 'rand-m9-mstd0.5-inc1'."
             ) from None
+        for step in self._transform.transforms:
+            for operation in _operations(step):
+                if operation.name.startswith("Posterize"):
+                    operation.aug_fn = _posterize
 
     def __call__(self, image: Image.Image) -> Tensor:
         return self._transform(image.convert(self.mode))
+
+
+def _operations(step: Any) -> list[Any]:
+    """The operations of a policy: AutoAugment's in sub-policies, RandAugment's and AugMix's in one list."""
+    if hasattr(step, "policy"):
+        return [operation for group in step.policy for operation in group]
+    return list(getattr(step, "ops", []))
+
+
+def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
+    """timm's posterize for the strongest magnitudes too: they keep 0 bits, which Pillow 13 refuses instead of giving
+    a black image as before."""
+    if bits >= 8:
+        return image
+    return ImageOps.posterize(image, bits) if bits > 0 else Image.new(image.mode, image.size)
 
 
 class Mixer:

@@ -18,9 +18,11 @@ class _Folder(Images):
         self.classes, self.labels = tuple(classes), np.array(labels, np.int64)
         self._root, self._files, self._flag = root, files, flag
 
+    def name(self, index: int) -> str:
+        return str(self._root / self._files[index])
+
     def read(self, index: int) -> Image.Image:
-        path = self._root / self._files[index]
-        return decode(path, str(path), self._flag)
+        return decode(self._root / self._files[index], self.name(index), self._flag)
 
 
 @IMAGE_SETS.register("image_folder")

@@ -22,6 +22,7 @@ from qtrain.data.images.images import Images
 from qtrain.data.permutation import Permutation
 from qtrain.data.prefetch import PrefetchLoader, PrefetchProcess, PrefetchThread
 from qtrain.data.stream import check_position
+from qtrain.errors import UserError
 
 Item = tuple["ImageBatch", dict[str, int]]
 
@@ -74,11 +75,21 @@ class BatchMaker:
             tensors = []
             for i, image in zip(members, decoded, strict=True):
                 seed_generators(self.seed, epoch, i)
-                tensors.append(self._transform(image))
+                tensors.append(self._augmented(i, image))
             seed_generators(self.seed, index, MIXING, len(self.images))
             labels = torch.from_numpy(self.images.labels[members])
             batch = ImageBatch(*self._mixer(torch.stack(tensors), labels))
         return batch, self.position(index + 1)
+
+    def _augmented(self, i: int, image: Image.Image) -> Tensor:
+        """Image i as the model's input. UserError naming the image and the policy where a transform fails."""
+        try:
+            return self._transform(image)
+        except Exception as error:  # of timm, PIL and torchvision
+            raise UserError(
+                f"--augment: {self.images.name(i)} cannot be augmented with the policy {self._transform.policy!r} "
+                f"({type(error).__name__}: {str(error)[:100]}). Give another auto_augment, or remove the image."
+            ) from error
 
     def position(self, index: int) -> dict[str, int]:
         """Where micro-batch `index` starts."""

@@ -36,15 +36,18 @@ class _Rows(Images):
         values = values.to_numpy()
         if np.issubdtype(values.dtype, np.integer):
             self.labels = values.astype(np.int64)
-            self.classes = class_names(self.labels, getattr(feature, "names", None))
+            self.classes = class_names(self.labels, getattr(feature, "names", None), flag)
         elif all(isinstance(value, str) for value in values):
             self.classes = tuple(sorted(set(values)))
             self.labels = np.searchsorted(np.array(self.classes), values.astype(str)).astype(np.int64)
         else:
             raise UserError(f"{flag}: the column {label_column!r} of {what} holds neither whole numbers nor names.")
 
+    def name(self, index: int) -> str:
+        return f"row {index} of {self._what}"
+
     def read(self, index: int) -> Image.Image:
-        value, name = self._rows[index][self._column], f"row {index} of {self._what}"
+        value, name = self._rows[index][self._column], self.name(index)
         data = value.get("bytes") if isinstance(value, dict) else value
         if not isinstance(data, bytes):
             raise UserError(f"{self._flag}: {name} has no image bytes in the column {self._column!r}.")

@@ -27,15 +27,19 @@ class _Tars(Images):
     """places: int64 [images, 3]: index of the tar file, offset, size in bytes."""
 
     def __init__(self, files: list[Path], places: np.ndarray, labels: np.ndarray, names: list[str] | None, flag: str):
-        self.classes, self.labels = class_names(labels, names), labels
+        self.classes, self.labels = class_names(labels, names, flag), labels
         self._files, self._places, self._flag = files, places, flag
+
+    def name(self, index: int) -> str:
+        file, offset, _ = self._places[index].tolist()
+        return f"the image at byte {offset} of {self._files[file]}"
 
     def read(self, index: int) -> Image.Image:
         file, offset, size = self._places[index].tolist()
         with self._files[file].open("rb") as tar:
             tar.seek(offset)
             data = tar.read(size)
-        return decode(data, f"the image at byte {offset} of {self._files[file]}", self._flag)
+        return decode(data, self.name(index), self._flag)
 
 
 @IMAGE_SETS.register("wds")

@@ -31,6 +31,10 @@ class Images(ABC):
         return len(self.labels)
 
     @abstractmethod
+    def name(self, index: int) -> str:
+        """Where the image is stored, for messages: its file, or its place in one."""
+
+    @abstractmethod
     def read(self, index: int) -> Image.Image:
         """The decoded image, in any of PIL's modes. UserError where it is not an image."""
 
@@ -80,14 +84,21 @@ def decode(source: bytes | Path, name: str, flag: str) -> Image.Image:
                 raise UserError(f"{flag}: {name} has {image.width:,} x {image.height:,} pixels, which is too large.")
             image.load()
             return image
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # PIL's plugins raise struct.error, zlib.error, IndexError, ... for damaged files
         known = str(error) and "cannot identify" not in str(error)
         reason = f" ({str(error).splitlines()[0][:100]})" if known else ""
         raise UserError(f"{flag}: {name} cannot be read as an image{reason}.") from None
 
 
-def class_names(labels: np.ndarray, names: list[str] | None = None) -> tuple[str, ...]:
-    """`names`, or the numbers as text where a set has no names."""
+MAX_CLASSES = 1_000_000
+
+
+def class_names(labels: np.ndarray, names: list[str] | None, flag: str) -> tuple[str, ...]:
+    """`names`, or the numbers as text where a set has no names. UserError for a number that can be no class."""
     if names:
         return tuple(names)
+    if len(labels) and labels.max() >= MAX_CLASSES:
+        raise UserError(f"{flag}: the label {int(labels.max())} would be one of more than {MAX_CLASSES:,} classes.")
     return tuple(str(label) for label in range(int(labels.max()) + 1 if len(labels) else 0))

@@ -19,6 +19,9 @@ class _Digits(Images):
         self.classes = tuple(str(digit) for digit in range(10))
         self.labels, self._pixels = labels.astype(np.int64), pixels  # uint8 [images, 8, 8]
 
+    def name(self, index: int) -> str:
+        return f"image {index} of sklearn:digits"
+
     def read(self, index: int) -> Image.Image:
         return Image.fromarray(self._pixels[index])
 

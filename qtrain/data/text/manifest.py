@@ -8,6 +8,7 @@ from typing import Any
 
 from qtrain.checks import check_fields, read_json
 from qtrain.errors import UserError
+from qtrain.portable import sync_to_disk
 
 FILE_NAME = "manifest.json"
 DTYPES = {"uint16": 2, "uint32": 4}
@@ -80,8 +81,4 @@ def write_atomic(path: Path, data: bytes) -> None:
 def publish(temporary: Path, path: Path) -> None:
     """Rename a written and synced file to its final name, and sync the folder."""
     os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_to_disk(path.parent)

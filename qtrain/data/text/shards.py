@@ -1,4 +1,4 @@
-"""Token shards (.bin), read through memory maps: four formats, recognised by their contents.
+"""Token shards (.bin): four formats, recognised by their contents.
 
 - tokenize_data.py: no header, uint16 or uint32 tokens as the manifest.json beside the file says;
 - raw: no header, uint16 tokens;
@@ -7,12 +7,15 @@
 - llm.c: 1024 bytes of header: int32 [0] magic, [1] version, [2] token count; then uint16 or uint32 tokens.
 
 All are little-endian. llm.q's mask bit of position i is 0 where that position's target, token i+1, is not trained on.
-A file whose size contradicts its header or manifest is refused.
+A file whose size contradicts its header or manifest is refused, when it is opened and at every read. Files are read,
+not memory-mapped: truncating a mapped file under a run would end it with SIGBUS.
 """
 
 import functools
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -38,6 +41,11 @@ class Shard:
     @property
     def mask_offset(self) -> int:
         return self.offset + self.tokens * np.dtype(self.dtype).itemsize
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole file."""
+        return self.mask_offset + ((self.tokens + 7) // 8 if self.masked else 0)
 
 
 def find_shards(dataset_dir: str | list[str], flag: str) -> tuple[list[Shard], list[tuple[Path, Manifest]]]:
@@ -87,11 +95,10 @@ def open_shard(path: Path, manifest: Manifest | None, flag: str) -> Shard:
         if size % 2 or not size:
             raise UserError(f"{flag}: {path} is not a file of uint16 tokens: it has {size} bytes. Is it truncated?")
         shard = Shard(path, size // 2, "uint16")
-    expected = shard.mask_offset + ((shard.tokens + 7) // 8 if shard.masked else 0)
-    if size != expected:
+    if size != shard.size:
         source = "the manifest" if manifest is not None else "its header"
         raise UserError(
-            f"{flag}: {path} has {size} bytes, but {source} says {shard.tokens} tokens, {expected} bytes. "
+            f"{flag}: {path} has {size} bytes, but {source} says {shard.tokens} tokens, {shard.size} bytes. "
             "It is truncated or damaged: write or copy it again."
         )
     return shard
@@ -122,27 +129,41 @@ def _llmc(path: Path, header: bytes, size: int, flag: str) -> Shard:
 
 
 class TokenArray:
-    """The tokens of many shards as one array; a read may span shards."""
+    """The tokens of many shards as one array; a read may span shards. For one thread."""
 
-    def __init__(self, shards: list[Shard]):
-        self.shards = shards
+    def __init__(self, shards: list[Shard], flag: str):
+        """flag: named in errors."""
+        self.shards, self._flag = shards, flag
         self._ends = np.cumsum([shard.tokens for shard in shards], dtype=np.int64)
         self.masked = any(shard.masked for shard in shards)
-        # A memory map holds a file descriptor, so only the recently used ones are kept.
-        self._tokens = functools.lru_cache(maxsize=64)(self._map_tokens)
-        self._mask = functools.lru_cache(maxsize=64)(self._map_mask)
+        self._opened = functools.lru_cache(maxsize=64)(self._open)  # the recently used ones stay open
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def _map_tokens(self, shard_index: int) -> np.ndarray:
-        shard = self.shards[shard_index]
-        dtype = np.dtype(shard.dtype).newbyteorder("<")
-        return np.memmap(shard.path, dtype, mode="r", offset=shard.offset, shape=(shard.tokens,))
+    def _open(self, shard_index: int) -> BinaryIO:
+        return self.shards[shard_index].path.open("rb", buffering=0)
 
-    def _map_mask(self, shard_index: int) -> np.ndarray:
-        shard = self.shards[shard_index]
-        return np.memmap(shard.path, np.uint8, mode="r", offset=shard.mask_offset, shape=((shard.tokens + 7) // 8,))
+    def _read(self, shard_index: int, offset: int, count: int, dtype: np.dtype) -> np.ndarray:
+        """`count` items from byte `offset` of a shard. UserError where the file cannot be read or has another size."""
+        shard, items = self.shards[shard_index], np.empty(count, dtype)
+        try:
+            file = self._opened(shard_index)
+            size, read = os.fstat(file.fileno()).st_size, 0
+            file.seek(offset)
+            while size == shard.size and read < items.nbytes:
+                n = file.readinto(memoryview(items).cast("B")[read:])
+                if not n:  # truncated since fstat
+                    size = offset + read
+                read += n
+        except OSError as error:
+            raise UserError(f"{self._flag}: cannot read {shard.path}: {error.strerror or error}") from None
+        if size != shard.size:
+            raise UserError(
+                f"{self._flag}: {shard.path} has changed under the run: it had {shard.size} bytes, now {size}. Write "
+                "or copy it again."
+            )
+        return items
 
     def shard_at(self, index: int) -> tuple[int, int]:
         """(index of the shard that holds token `index`, offset of the token in it)."""
@@ -158,10 +179,13 @@ class TokenArray:
         while done < count:
             shard_index, at = self.shard_at(start + done)
             n = min(count - done, self.shards[shard_index].tokens - at)
-            tokens[done : done + n] = self._tokens(shard_index)[at : at + n]
-            if trained is not None and self.shards[shard_index].masked:
+            shard = self.shards[shard_index]
+            dtype = np.dtype(shard.dtype).newbyteorder("<")
+            tokens[done : done + n] = self._read(shard_index, shard.offset + at * dtype.itemsize, n, dtype)
+            if trained is not None and shard.masked:
                 first = at // 8
-                bits = np.unpackbits(self._mask(shard_index)[first : (at + n + 7) // 8], bitorder="little")
+                packed = self._read(shard_index, shard.mask_offset + first, (at + n + 7) // 8 - first, np.dtype("u1"))
+                bits = np.unpackbits(packed, bitorder="little")
                 trained[done : done + n] = bits[at - 8 * first : at - 8 * first + n]
             done += n
         return tokens, trained

@@ -43,7 +43,7 @@ class TokenDataset(Dataset):
             check_same_tokenizer(ctx, tokenizer["name"], tokenizer["fingerprint"], flag)
             if ctx.vocab_size is not None and manifest.max_token_id >= ctx.vocab_size:
                 raise _beyond_vocabulary(flag, str(folder), manifest.max_token_id, ctx.vocab_size)
-        tokens = TokenArray(shards)
+        tokens = TokenArray(shards, flag)
         if len(tokens) <= ctx.seq_len:
             raise UserError(
                 f"{flag}: {shards[0].path}{' and the others' if len(shards) > 1 else ''}: {len(tokens)} tokens are too "
@@ -61,7 +61,7 @@ class TokenStream(Stream):
 
     def __init__(self, tokens: TokenArray, ctx: StreamContext, flag: str):
         self._tokens, self._ctx, self._flag = tokens, ctx, flag
-        self._windows = (len(tokens) - 1) // ctx.seq_len
+        self._windows = self.samples_per_epoch = (len(tokens) - 1) // ctx.seq_len
         self._taken = 0
         self._epoch, self._order = -1, Permutation(1)
 

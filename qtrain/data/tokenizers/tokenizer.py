@@ -117,14 +117,24 @@ class ByteTokenizer(Tokenizer):
 
 
 class FastTokenizer(Tokenizer):
-    """A tokenizer.json run by the `tokenizers` library. `config`: the contents of tokenizer_config.json.
+    """A tokenizer.json run by the `tokenizers` library. `config`: the contents of tokenizer_config.json;
+    `sentencepiece_model`: the .model file of the same tokenizer, which `save_hf` writes too: llama.cpp takes the scores
+    of the pieces from it.
 
     With `split_special_tokens` in the config, "</s>" in a text is four characters, not the eos id."""
 
-    def __init__(self, name: str, tokenizer_json: str, config: dict[str, Any], chat_template: str | None = None):
+    def __init__(
+        self,
+        name: str,
+        tokenizer_json: str,
+        config: dict[str, Any],
+        chat_template: str | None = None,
+        sentencepiece_model: bytes | None = None,
+    ):
         from tokenizers import Tokenizer as Backend
 
         self.name, self._json, self._config, self._chat_template = name, tokenizer_json, config, chat_template
+        self._sentencepiece_model = sentencepiece_model
         self._backend = Backend.from_str(tokenizer_json)
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -139,7 +149,7 @@ class FastTokenizer(Tokenizer):
         return self._backend.token_to_id(token) if isinstance(token, str) else None
 
     def __reduce__(self) -> tuple:  # the backend's pickle omits encode_special_tokens
-        return FastTokenizer, (self.name, self._json, self._config, self._chat_template)
+        return FastTokenizer, (self.name, self._json, self._config, self._chat_template, self._sentencepiece_model)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
@@ -152,18 +162,40 @@ class FastTokenizer(Tokenizer):
 
     def save_hf(self, folder: str | Path) -> None:
         write_hf_files(Path(folder), self._backend.to_str(pretty=True), self._config, self._chat_template)
+        if self._sentencepiece_model is not None:
+            (Path(folder) / "tokenizer.model").write_bytes(self._sentencepiece_model)
 
 
 def write_hf_files(folder: Path, tokenizer_json: str, config: dict[str, Any], chat_template: str | None = None) -> None:
     """Write a tokenizer's Hugging Face files. They name the class that runs tokenizer.json unchanged: a model's own
-    class (LlamaTokenizer, ...) rebuilds the pipeline from the vocabulary and may segment text differently."""
+    class (LlamaTokenizer, ...) rebuilds the pipeline from the vocabulary and may segment text differently.
+
+    add_prefix_space is stated: llama.cpp's converter reads it, and adds a space where it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     kept = {k: v for k, v in config.items() if k not in ("auto_map", "name_or_path", "tokenizer_file", "backend")}
+    kept = {"add_prefix_space": _adds_prefix_space(json.loads(tokenizer_json)), **kept}
     kept |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", "utf-8")
     if chat_template is not None:
         (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+
+
+def _adds_prefix_space(tokenizer: Any) -> bool:
+    """Whether the pipeline of a tokenizer.json puts a space before a text: its normalizer or its pre-tokenizer."""
+    if isinstance(tokenizer, list):
+        return any(map(_adds_prefix_space, tokenizer))
+    if not isinstance(tokenizer, dict):
+        return False
+    match tokenizer.get("type"):
+        case "Prepend":
+            return True
+        case "ByteLevel":
+            return bool(tokenizer.get("add_prefix_space"))
+        case "Metaspace":
+            return tokenizer.get("prepend_scheme", "always") != "never"
+    steps = ("normalizer", "normalizers", "pre_tokenizer", "pretokenizers")
+    return any(_adds_prefix_space(tokenizer.get(step)) for step in steps)
 
 
 def load_tokenizer(name: str, flag: str) -> Tokenizer:
@@ -216,7 +248,8 @@ def _from_file(name: str, path: Path, flag: str) -> Tokenizer:
     """Read a .model file, or a tokenizer.json with the tokenizer_config.json beside it."""
     if path.suffix == ".model":
         try:
-            return FastTokenizer(name, *convert_sentencepiece(path.read_bytes(), path, flag))
+            model = path.read_bytes()
+            return FastTokenizer(name, *convert_sentencepiece(model, path, flag), sentencepiece_model=model)
         except OSError as error:
             raise UserError(f"{flag}: cannot read {path}: {error.strerror or error}") from None
     config: dict[str, Any] = {}
@@ -233,6 +266,8 @@ def _from_file(name: str, path: Path, flag: str) -> Tokenizer:
         if not config:  # tokenizer.json alone does not tell which of its tokens is the end token
             for key, usual in (("bos_token", USUAL_BOS), ("eos_token", USUAL_EOS)):
                 config[key] = next((token for token in usual if token in known), None)
-        return FastTokenizer(name, text, config, chat_template)
+        model = path.parent / "tokenizer.model"
+        model_bytes = model.read_bytes() if path.name == "tokenizer.json" and model.is_file() else None
+        return FastTokenizer(name, text, config, chat_template, model_bytes)
     except Exception as error:  # the Rust library raises bare Exception
         raise UserError(f"{flag}: {path} is not a tokenizer.json: {str(error).splitlines()[0]}") from None

@@ -9,6 +9,8 @@ bytes). Values come from the table in memory, which stays in the L1 cache: one l
 line, where a tree of comparisons would be fifteen instructions.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -24,8 +26,9 @@ TILES = 4
 """Tiles per CTA, which share the address arithmetic."""
 
 
+@functools.cache
 def nf4_table(device: torch.device | str) -> Tensor:
-    """NF4_VALUES as fp32 [16]."""
+    """NF4_VALUES as fp32 [16]; one copy per device: a CUDA graph cannot capture the transfer."""
     return torch.tensor(NF4_VALUES, dtype=torch.float32, device=device)
 
 
@@ -95,14 +98,14 @@ def launch_dequantize_nf4(codes: Tensor, scale: Tensor, table: Tensor, columns: 
 
 
 @torch.library.custom_op("qtrain::dequantize_nf4", mutates_args=())
-def dequantize_nf4(codes: Tensor, scale: Tensor, table: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """codes uint8 [N, ceil(K / 2)], scale fp32 [N, ceil(K / 64)], table fp32 [16] (`nf4_table`) -> values [N, columns]
-    in `dtype`, fp32 or bf16."""
+def dequantize_nf4(codes: Tensor, scale: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """codes uint8 [N, ceil(K / 2)], scale fp32 [N, ceil(K / 64)] -> values
+    [N, columns] in `dtype`, fp32 or bf16."""
     if not codes.is_cuda:
-        return dequantize_nf4_ref(codes, scale, table, columns, dtype)
-    return launch_dequantize_nf4(codes.contiguous(), scale.contiguous(), table, columns, dtype)
+        return dequantize_nf4_ref(codes, scale, nf4_table(codes.device), columns, dtype)
+    return launch_dequantize_nf4(codes.contiguous(), scale.contiguous(), nf4_table(codes.device), columns, dtype)
 
 
 @dequantize_nf4.register_fake
-def _(codes: Tensor, scale: Tensor, table: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+def _(codes: Tensor, scale: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     return codes.new_empty(codes.shape[0], columns, dtype=dtype)

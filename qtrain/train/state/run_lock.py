@@ -6,7 +6,6 @@ turns at looking at the lock and replacing it (flock on the folder), so that two
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
@@ -16,6 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from qtrain.errors import UserError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 NAME = "run.lock"
 
@@ -92,7 +96,10 @@ def _acquire(folder: Path) -> Owner:
 
 @contextlib.contextmanager
 def _turn(folder: Path) -> Iterator[None]:
-    """Inside, no other process of this host is in here for the same folder; file systems without flock do without."""
+    """Inside, no other process of this host is in here for the same folder; systems without flock do without."""
+    if fcntl is None:
+        yield
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):

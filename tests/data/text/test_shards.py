@@ -1,6 +1,7 @@
 """Every .bin format is recognised and read exactly, masks included; a file that contradicts itself is refused."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ WRITERS = {
 @pytest.mark.parametrize("kind", WRITERS)
 def test_tokens_and_masks_of_every_format(kind, tmp_path):
     shards, manifests = find_shards(str(WRITERS[kind](tmp_path)), "--train_ds")
-    array = TokenArray(shards)
+    array = TokenArray(shards, "--train_ds")
     expected = TOKENS + (70_000 if kind in ("ours32", "llmq2", "llmc32") else 0)
     assert len(array) == len(TOKENS) and len(manifests) == kind.startswith("ours")
     for start, count in [(0, 1003), (0, 1), (7, 9), (595, 10), (599, 2), (996, 7), (8, 64)]:
@@ -60,7 +61,7 @@ def test_tokens_and_masks_of_every_format(kind, tmp_path):
 def test_formats_mix_in_one_array(tmp_path):
     files = [write_raw(tmp_path / "a.bin", TOKENS[:10]), write_llmq(tmp_path / "b.bin", TOKENS[10:37], TRAINED[10:37])]
     files += [ours(tmp_path / "c", TOKENS[:700]), write_llmc(tmp_path / "d.bin", TOKENS[900:])]
-    array = TokenArray(find_shards([str(f) for f in files], "--train_ds")[0])
+    array = TokenArray(find_shards([str(f) for f in files], "--train_ds")[0], "--train_ds")
     tokens, trained = array.read(0, len(array))
     assert np.array_equal(tokens, np.concatenate([TOKENS[:37], TOKENS[:700], TOKENS[900:]]))
     assert np.array_equal(trained[10:37], TRAINED[10:37]) and trained[:10].all() and trained[37:].all()
@@ -70,7 +71,7 @@ def test_globs_folders_and_many_files(tmp_path):
     for i in range(100):  # more than the maps that are kept open
         write_raw(tmp_path / f"{i:03d}.bin", TOKENS[i : i + 3])
     assert len(find_shards(str(tmp_path / "00*.bin"), "--train_ds")[0]) == 10
-    array = TokenArray(find_shards(str(tmp_path), "--train_ds")[0])
+    array = TokenArray(find_shards(str(tmp_path), "--train_ds")[0], "--train_ds")
     expected = np.concatenate([TOKENS[i : i + 3] for i in range(100)])
     assert np.array_equal(array.read(0, 300)[0], expected) and np.array_equal(array.read(299, 1)[0], expected[299:])
 
@@ -118,6 +119,27 @@ def test_files_that_contradict_themselves(case, tmp_path):
         find_shards(str(make(tmp_path)), "--train_ds")
     assert said in str(caught.value) and str(caught.value).startswith("--train_ds")
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["raw", "ours16", "llmq masked"])
+def test_a_shard_that_is_truncated_while_it_is_read(kind, tmp_path):
+    """An error that a run can save before, not the SIGBUS of a memory map."""
+    shards, _ = find_shards(str(WRITERS[kind](tmp_path)), "--train_ds")
+    array = TokenArray(shards, "--train_ds")
+    array.read(0, 1003)
+    for size in (shards[-1].size - 1, 2, 0):
+        os.truncate(shards[-1].path, size)
+        with pytest.raises(UserError, match=rf"{shards[-1].path.name} has changed under the run.*now {size}"):
+            array.read(0, 1003)
+
+
+def test_a_shard_that_is_removed_while_others_are_read(tmp_path):
+    shards, _ = find_shards(str(ours(tmp_path / "set")), "--train_ds")
+    array = TokenArray(shards, "--train_ds")
+    array.read(0, 500)
+    shards[1].path.unlink()
+    with pytest.raises(UserError, match=r"--train_ds: cannot read .*tokens_00001\.bin: No such file"):
+        array.read(500, 200)
 
 
 def test_a_missing_shard_is_named(tmp_path):

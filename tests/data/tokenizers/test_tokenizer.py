@@ -12,6 +12,7 @@ from qtrain.data.tokenizers.sentencepiece_model import ESCAPE, SPACE, train_toke
 from qtrain.data.tokenizers.tokenizer import ALIASES, TOKENIZERS, load_tokenizer
 from qtrain.errors import UserError
 from tests.data.corpora import source_texts
+from tests.data.tokenizers.test_sentencepiece_model import train
 
 ODD = [
     "",
@@ -114,6 +115,42 @@ def test_export_loads_here_with_the_same_fingerprint(paths, kind, tmp_path):
     copy = load_tokenizer(str(tmp_path), "--tokenizer")
     assert copy.fingerprint() == tokenizer.fingerprint()
     assert (copy.bos_id, copy.eos_id, copy.vocab_size) == (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_says_whether_a_space_is_put_before_a_text(paths, kind, tmp_path):
+    """llama.cpp's converter reads this key and takes true where it is missing."""
+    tokenizer = load_tokenizer(paths[kind], "--tokenizer")
+    tokenizer.save_hf(tmp_path)
+    pieces = dict((i, p) for p, i in tokenizer.pieces())
+    first = "".join(pieces[i] for i in tokenizer.encode("x = 1"))[0]
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["add_prefix_space"] is (first != "x") is False
+
+
+def test_second_readers_of_a_sentencepiece_export_give_its_ids(paths, tmp_path):
+    """tokenizers reads tokenizer.json, sentencepiece the tokenizer.model that llama.cpp converts; also after training
+    has read the tokenizer from a folder of both."""
+    import sentencepiece
+
+    load_tokenizer(paths["sentencepiece"], "--tokenizer").save_hf(tmp_path / "data")
+    tokenizer = pickle.loads(pickle.dumps(load_tokenizer(str(tmp_path / "data"), "--tokenizer")))
+    tokenizer.save_hf(tmp_path / "hf")
+    other = Backend.from_file(str(tmp_path / "hf" / "tokenizer.json"))
+    third = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "hf" / "tokenizer.model"))
+    for text in source_texts():
+        assert other.encode(text).ids == third.encode(text) == tokenizer.encode(text)
+
+
+def test_a_model_with_a_dummy_prefix_says_so(tmp_path):
+    theirs = train(tmp_path / "x.model", model_type="bpe", byte_fallback=True, remove_extra_whitespaces=False)
+    tokenizer = load_tokenizer(str(tmp_path / "x.model"), "--tokenizer")
+    tokenizer.save_hf(tmp_path)
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["add_prefix_space"] is True
+    assert theirs.id_to_piece(tokenizer.encode("x = 1")[0]).startswith(SPACE)
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert all(loaded(t, add_special_tokens=False)["input_ids"] == theirs.encode(t) for t in source_texts())
 
 
 def test_fingerprints_tell_tokenizers_apart(paths, tmp_path):

@@ -1,0 +1,52 @@
+"""Without what Windows lacks (SIGUSR1, fcntl, resource, folders that can be opened), a CPU run goes through."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.system import ROOT, flags, only_run, write_model
+
+WINDOWS = """
+import os, runpy, signal, sys, types
+import torch, multiprocessing.resource_tracker, tempfile, subprocess, psutil  # these use what is taken away
+for name in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGALRM"):
+    delattr(signal, name)
+for name in ("O_DIRECTORY", "sched_getaffinity", "getuid", "geteuid"):
+    delattr(os, name)
+sys.modules.update(fcntl=None, resource=None, pwd=None, grp=None)
+psutil.Process = lambda: types.SimpleNamespace(memory_info=lambda: types.SimpleNamespace(peak_wset=3 << 30))
+real_open, real_fsync = os.open, os.fsync
+def windows_open(path, mode, *rest, **more):
+    if isinstance(path, (str, os.PathLike)) and os.path.isdir(path):
+        raise PermissionError(13, "Permission denied", str(path))
+    return real_open(path, mode, *rest, **more)
+def windows_fsync(descriptor):
+    import ctypes
+    assert ctypes.CDLL(None).fcntl(getattr(descriptor, "fileno", lambda: descriptor)(), 3) & 3, "not open for writing"
+    real_fsync(descriptor)
+import shutil
+os.open, os.fsync, shutil._use_fd_functions = windows_open, windows_fsync, False
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run_as_on_windows(script: str, argv: list[str], folder: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", WINDOWS, str(ROOT / script), *argv]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_tokenize_train_and_resume(tmp_path):
+    (tmp_path / "a.txt").write_text("Some text to train on. " * 200)
+    tokenize = flags(files="a.txt", split="all", tokenizer="byte", n_procs=1, output_dir="tokens")
+    outcome = run_as_on_windows("tokenize_data.py", tokenize, tmp_path)
+    assert outcome.returncode == 0, outcome.stderr
+    settings = {"model": write_model(tmp_path / "m.json"), "seq_len": 32, "batch_size": 2, "device": "cpu"}
+    settings |= {"train_ds": {"type": "token", "dataset_dir": "tokens"}, "ckpt_interval": 2}
+    for n_steps, more in ((2, {"num_workers": 1}), (4, {"resume": "auto"})):
+        outcome = run_as_on_windows("llm_pretrain.py", flags(**settings, n_steps=n_steps, **more), tmp_path)
+        assert outcome.returncode == 0, outcome.stderr
+    run = only_run(tmp_path / "runs")
+    assert (run / "checkpoints" / "00000004").is_dir() and (run / "hf" / "config.json").is_file()
