@@ -277,6 +277,8 @@ def test_an_empty_prompt_and_unusual_options_work(here):
     assert done.code == 0, done.err
     run = only_run(Path("runs"))
     assert [row[0] for row in losses(run) if row[1] is not None] == [3, 4] and not (run / "checkpoints").exists()
+    # Samples need no --eval_ds, and a record without a number has no line of its own.
+    assert "step 0: sample: " in done.out and "step 4: sample: " in done.out and "step 0: \n" not in done.out
 
 
 # ---- why a run stops -------------------------------------------------------------------------------------------------
