@@ -153,7 +153,7 @@ def _torch_takes(update: FusedUpdate, slot: Slot, grad: Tensor) -> bool:
         and slot.master is None
         and (dtype == torch.float32 or not update.sr)
         and grad.dtype == dtype
-        and all(not f.block and parts["value"].dtype == dtype for f, parts in slot.states)
+        and all(not f.block and tensors["value"].dtype == dtype for f, tensors in slot.states)
     )
 
 
@@ -173,7 +173,7 @@ def _update_ref(
     stored = isinstance(weight, LowBitWeight)
     p = weight.dequantize() if stored else (weight.detach() if slot.master is None else slot.master).float()
     g = grad.float() * grad_scale if grad_scale != 1 else grad.float()
-    states = [dequantize_state(parts, format, shape) for format, parts in slot.states]
+    states = [dequantize_state(tensors, format, shape) for format, tensors in slot.states]
     if rule == "adamw":
         m = states[0] * beta1 + g * (1 - beta1)
         v = states[1] * beta2 + g * g * (1 - beta2)
@@ -190,10 +190,10 @@ def _update_ref(
     p = p * (1 - lr * weight_decay) - u * lr
 
     bits = _bits(slot, key) if _needs_bits(slot, sr) else None  # by multiplier
-    for (format, parts), value, mix in zip(slot.states, states, (MIX_M, MIX_V), strict=False):
+    for (format, tensors), value, mix in zip(slot.states, states, (MIX_M, MIX_V), strict=False):
         stochastic = bits is not None and is_stochastic(format, sr)
-        for name, part in quantize_state(value, format, bits[mix] if stochastic else None).items():
-            parts[name].copy_(part)
+        for name, tensor in quantize_state(value, format, bits[mix] if stochastic else None).items():
+            tensors[name].copy_(tensor)
     if stored:
         weight.store_(p, key, UPDATE_ROLE)
         return
@@ -209,11 +209,11 @@ def _bits(slot: Slot, key: Tensor) -> dict[int, Tensor]:
     elements in the whole tensor."""
     size = slot.weight.shape.numel()
     end = slot.first_element + size
-    words = random_bits_ref((-(-end // 8), 4, 2), key, UPDATE_ROLE).long()
-    words = words[..., 0] | words[..., 1] << 16
+    rng_words = random_bits_ref((-(-end // 8), 4, 2), key, UPDATE_ROLE).long()
+    rng_words = rng_words[..., 0] | rng_words[..., 1] << 16
     found = {}
     for mix in (1, MIX_M, MIX_V):
-        mixed = words * mix
+        mixed = rng_words * mix
         halves = torch.stack([mixed & 0xFFFF, mixed >> 16 & 0xFFFF], dim=-1)
         found[mix] = halves.flatten()[slot.first_element : end].int().view(slot.weight.shape)
     return found

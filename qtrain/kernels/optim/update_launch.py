@@ -1,4 +1,4 @@
-"""The tables by which one launch of `update_kernel` serves many tensors, built once and kept on the device."""
+"""The device tables by which one launch of `update_kernel` serves many tensors; built once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -163,8 +163,8 @@ def _describe(slot: Slot, grad_dtype: torch.dtype | None) -> tuple[_Kind, list[i
     if kind == "int8":  # a scale per row: the tile is the row
         tile, loops = max(triton.next_power_of_2(length), block), 1
     tensors = [weight.codes if stored else weight.detach()]
-    for parts in [dict(parts) for _, parts in slot.states] + [{}] * (2 - len(slot.states)):
-        tensors += [parts.get("codes", parts.get("value")), parts.get("scale")]
+    for state in [dict(state) for _, state in slot.states] + [{}] * (2 - len(slot.states)):
+        tensors += [state.get("codes", state.get("value")), state.get("scale")]
     tensors.append(weight.scale if stored else slot.master)
     assert all(t is None or t.is_contiguous() for t in tensors), "weights and states are contiguous"
     addresses = [0 if t is None else t.data_ptr() for t in tensors]

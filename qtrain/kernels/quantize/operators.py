@@ -24,14 +24,14 @@ from qtrain.kernels.quantize.tiled import launch_tiled
 
 
 def _kernel_takes(x: Tensor, rounding: Rounding) -> bool:
-    """Stochastic rounding draws eight elements at a time, which must lie in one row."""
+    """A draw of stochastic rounding serves eight elements, which must be of one row."""
     return x.is_cuda and x.numel() > 0 and (rounding.key is None or x.shape[1] % 8 == 0)
 
 
 def _given(
     x: Tensor, fmt: str, granularity: str, scale: Tensor | None, power_of_two: bool, transposed: bool = False
 ) -> Tensor | None:
-    """The scale that a kernel is to read: a mean is torch's to make, so that it does not depend on the tiles."""
+    """The scale that a kernel is given. The mean of ternary is computed by torch: its order of summation is fixed."""
     if fmt != "ternary" or scale is not None:
         return scale
     return scale_ref(x.t() if transposed and granularity != "tensorwise" else x, fmt, granularity, power_of_two)
@@ -40,7 +40,7 @@ def _given(
 def _launch(
     x: Tensor, fmt: str, granularity: str, rounding: Rounding, power_of_two: bool, given: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The kernel for `quantize`."""
+    """The fastest kernel for `quantize`."""
     if given is None and supports_rowwise_bf16x2(x, fmt, granularity, rounding.row_key is not None):
         return launch_rowwise_bf16x2(x, fmt, granularity, rounding, power_of_two)
     if given is None and granularity in ("rowwise", "1x128", "1x32"):
@@ -60,8 +60,8 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """x [M, K] fp32/bf16 -> codes [M, K] (packed formats [M, ceil(K / packing)]), scale fp32 (`scale_shape`).
 
-    key, role: rounds stochastically under `random_bits_ref`; None rounds to nearest even. scale: fp32 [1], given for
-    the whole tensor (delayed scaling; tensorwise only), returned as a copy.
+    key, role: stochastic rounding with the bits of `random_bits_ref`; None: to nearest even. power_of_two: scales are
+    rounded up to powers of two. scale: fp32 [1], given (delayed scaling; tensorwise only), returned as a copy.
     """
     rounding = Rounding(key, role)
     if not _kernel_takes(x, rounding):
@@ -86,9 +86,9 @@ def quantize_transposed(
     power_of_two: bool = False,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `quantize` of the transpose of x [M, K]: codes [K, M] and its scale ("1x128": 128 rows of x share one).
+    """`quantize` of the transpose of x [M, K]: codes [K, M] and their scale ("1x128": 128 rows of x share one).
 
-    Random bits belong to the elements of x: they are the same as in `quantize`.
+    Random bits belong to the elements of x: an element draws the same ones in `quantize`.
     """
     rounding = Rounding(key, role)
     if not _kernel_takes(x, rounding):
@@ -117,9 +117,9 @@ def quantize_dual(
     scale: Tensor | None = None,
     fmt_t: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize` and `quantize_transposed` of x in one: codes, scale, codes_t, scale_t. fmt_t: format of the latter.
+    """`quantize` and `quantize_transposed` of x at once: codes, scale, codes_t, scale_t.
 
-    key, role, rows, columns: a `Rounding`.
+    key, role, rows, columns: a `Rounding`. fmt_t: the format of codes_t, if it is not fmt.
     """
     fmt_t, rounding = fmt_t or fmt, Rounding(key, role, rows, columns)
     if not _kernel_takes(x, rounding):

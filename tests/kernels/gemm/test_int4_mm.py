@@ -20,7 +20,7 @@ SHAPES = [(1, 1, 1), (1, 8, 32), (5, 7, 3), (17, 130, 257), (64, 48, 1000), (0, 
 
 
 def codes(rows: int, columns: int, seed: int) -> Tensor:
-    """int8 in -8..7: -8 is no code of the quantizers, but a nibble can hold it."""
+    """int8 in -8..7: no quantizer returns -8, but a nibble can hold it."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-8, 8, (rows, columns), dtype=torch.int8, generator=generator)
 

@@ -36,7 +36,7 @@ def test_bf16_holds_every_element_times_its_scale():
 
 
 def test_tiles_of_scales():
-    """Group g of row r lies at 16 * (r % 32) + 4 * (r // 32) + g in its tile of 128 x 4; a row's tiles side by side."""
+    """Group g of row r is at 16 * (r % 32) + 4 * (r // 32) + g in its tile of 128 x 4; tiles are row-major."""
     rows, groups = 200, 6
     scale = torch.randint(1, 255, (rows, groups), dtype=torch.uint8)
     tiled = tiled_scale(scale.view(torch.float8_e8m0fnu)).view(torch.uint8)

@@ -30,7 +30,7 @@ def operands(
 
 
 def truth(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The product in fp64, and the sum of the magnitudes that went into each element."""
+    """The product in fp64, and the sum of magnitudes of each element."""
     a, b = a.double(), b.double()
     scale = scale_a.double()[:, None] * scale_b.double()[None, :]
     return a @ b.t() * scale, a.abs() @ b.abs().t() * scale
@@ -51,7 +51,7 @@ def test_against_fp64(dtypes, tensorwise, out_dtype):
 
 
 def test_longest_sum_does_not_overflow():
-    """All codes at their largest, K beyond what int32 holds: the total is still right."""
+    """All codes at their largest, K above what int32 holds: the total is right."""
     k = LONGEST_EXACT_K + 1000
     a, b = torch.full((1, k), 127, dtype=torch.int8), torch.full((1, k), -127, dtype=torch.int8)
     out = scaled_mm(a, b, torch.ones(1), torch.ones(1), torch.float32)
@@ -60,7 +60,7 @@ def test_longest_sum_does_not_overflow():
 
 @pytest.mark.parametrize("dtype", [torch.int8, E4M3])
 def test_every_layout(dtype):
-    """A·Bᵀ, A·B and Aᵀ·B: strides alone say how an operand is stored."""
+    """A·Bᵀ, A·B and Aᵀ·B: an operand's strides say how it is stored."""
     a, b, *scales = operands(48, 32, 64, (dtype, dtype))
     expected = scaled_mm(a, b, *scales, torch.float32)
     a_column_major, b_column_major = a.t().contiguous().t(), b.t().contiguous().t()
@@ -68,7 +68,7 @@ def test_every_layout(dtype):
     assert torch.equal(scaled_mm(a_column_major, b_column_major, *scales, torch.float32), expected)
 
 
-def test_bad_scale_shows():
+def test_nonfinite_scale_shows():
     """A row whose scale is NaN is a row of NaN in the product, whatever its codes."""
     a, b, scale_a, scale_b = operands(5, 8, 16, DTYPES[0])
     scale_a[3] = float("nan")
@@ -117,7 +117,7 @@ def test_spans_of_the_kernel_in_the_interpreter(monkeypatch):
 @pytest.mark.parametrize("m,n,k", [(896, 1152, 2 * SPAN + 4096), (33, 80, SPAN + 1000), (5, 7, SPAN + 333)])
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 def test_more_tokens_than_int32_holds_run_through_the_kernels(m, n, k, out_dtype, monkeypatch):
-    """Bit for bit the definition, and not by it."""
+    """Bit for bit the definition, without running it."""
     a, b, *scales = operands(m, n, k, DTYPES[0], device="cuda")
     expected = scaled_mm_ref(a, b, *scales, out_dtype)
     monkeypatch.setattr(module, "scaled_mm_ref", None)
@@ -191,7 +191,7 @@ def test_int8_kernel(out_dtype):
 )
 def test_fp8_kernel(dtypes, fast_accum, tilings):
     """Against fp64. The tensor cores add 32 products at a time and keep about 13 bits of the running sum: with fast
-    accumulation that of all K, which adds up over K / 32 roundings, else that of a block of K."""
+    accumulation over all K, in K / 32 roundings, otherwise over a block of K."""
     bits = 9 if fast_accum else 12
     for number, shape in enumerate([(1, 16, 16), (130, 272, 144), (512, 512, 8192), *random_shapes(200)]):
         a, b, *scales = operands(*shape, dtypes, number, number % 2 == 1, "cuda")

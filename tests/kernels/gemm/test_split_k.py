@@ -1,4 +1,4 @@
-"""A last wave that is cut along K: the same INT8 product bit for bit, FP8 within its sums, offered where it pays."""
+"""Split-K of a last wave: the same INT8 product bit for bit, FP8 within its bounds, offered where it pays."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def resident_ctas(tiling: Tiling, device: str) -> int:
     return tiling.per_sm * sm_count(torch.device(device))
 
 
-# ---- what is cut, and where it is offered ----------------------------------------------------------------------------
+# ---- what is split, and where it is offered --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("resident", [8, 132, 264])
@@ -70,7 +70,7 @@ def test_split_comes_first_where_the_last_wave_is_nearly_empty(monkeypatch, m, n
 
 
 def test_split_comes_second_where_the_waves_are_mostly_full(monkeypatch):
-    """2048 x 1536 are 192 tiles for 264 programs; 9728 x 896, in large tiles, 304 for 132."""
+    """2048 x 1536 are 192 tiles for 264 CTAs; 9728 x 896, in large tiles, 304 for 132."""
     for shape, dtype in (((2048, 1536), torch.int8), ((9728, 896), E4M3)):
         first, second, *_ = names(monkeypatch, *shape, 32768, dtype)
         assert not TILINGS[first].split and TILINGS[second] == replace(TILINGS[first], split=True)
@@ -95,7 +95,7 @@ def test_wide_tiles_are_offered_where_large_ones_do_not_fit(monkeypatch):
 
 
 def check_equal(device: str, out_dtype: torch.dtype, tilings: list[Tiling], shapes: list[tuple[int, int, int]]) -> int:
-    """INT8, bit for bit as the plain tiling, with everything that an epilogue may do. Returns how many were cut."""
+    """INT8, bit for bit as the plain tiling, with all that the epilogue can do. Returns how many were split."""
     cut = 0
     for number, (m, n, k) in enumerate(shapes):
         a, b, *rowwise = operands(m, n, k, DTYPES[0], number, device=device)
@@ -116,7 +116,7 @@ def check_equal(device: str, out_dtype: torch.dtype, tilings: list[Tiling], shap
 def check_near(
     device: str, out_dtype: torch.dtype, tilings: list[Tiling], shapes, dtypes, fast: bool, bits: int
 ) -> int:
-    """FP8 against fp64, within 2**-bits of the magnitudes that were added up. Returns how many were cut."""
+    """FP8 against fp64, within 2**-bits of the sum of magnitudes. Returns how many were split."""
     cut = 0
     rounding = 2**-23 if out_dtype == torch.float32 else 2**-8
     for number, (m, n, k) in enumerate(shapes):
@@ -131,7 +131,7 @@ def check_near(
     return cut
 
 
-def check_bad_scale(device: str, tiling: Tiling, m: int, n: int, k: int) -> None:
+def check_nonfinite_scale(device: str, tiling: Tiling, m: int, n: int, k: int) -> None:
     a, b, scale_a, scale_b = operands(m, n, k, DTYPES[0], device=device)
     scale_a[m - 1], scale_b[n - 1] = float("nan"), float("inf")
     assert split_of(tiling, m, n, k, resident_ctas(tiling, device)) is not None
@@ -158,8 +158,8 @@ def test_fp8_in_the_interpreter():
 
 
 @pytest.mark.interpreter
-def test_bad_scale_shows_in_the_interpreter():
-    check_bad_scale("cpu", SMALL, 40, 68, 1072)
+def test_nonfinite_scale_shows_in_the_interpreter():
+    check_nonfinite_scale("cpu", SMALL, 40, 68, 1072)
 
 
 # One wave or less of each tiling; a whole wave and a few tiles more; edges, and a last step of 16.
@@ -167,7 +167,7 @@ REAL = [(1152, 896, 8192), (4300, 1000, 8208), (9728, 896, 4096), (896, 4864, 40
 
 
 def random_shapes(count: int) -> list[tuple[int, int, int]]:
-    """Of few outputs, for each takes a binary of its own, and of many K."""
+    """Few outputs, because each takes a binary of its own, and many K."""
     generator = torch.Generator().manual_seed(0)
     outputs = [(m * 23, n * 24) for m, n in torch.randint(1, 120, (6, 2), generator=generator).tolist()]
     depths = torch.randint(1, 120, (count,), generator=generator).tolist()
@@ -193,20 +193,20 @@ def test_int8_kernel_of_every_tiling():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtypes,fast", [(DTYPES[1], True), (DTYPES[1], False), (DTYPES[2], True)])
 def test_fp8_kernel(dtypes, fast):
-    """The bounds of the plain tilings, which shorter sums keep the more easily."""
+    """The bounds of the plain tilings; slices are shorter sums."""
     shapes = [*REAL, *random_shapes(100)]
     assert check_near("cuda", BF16, SPLIT, shapes, dtypes, fast, 9 if fast else 12) > 100
 
 
 @pytest.mark.gpu
-def test_bad_scale_shows():
-    check_bad_scale("cuda", WIDE, 1000, 904, 8192)
+def test_nonfinite_scale_shows():
+    check_nonfinite_scale("cuda", WIDE, 1000, 904, 8192)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tiling", SPLIT, ids=lambda t: t.name)
 def test_in_a_graph(tiling):
-    """Captured once and replayed on other codes: the same bits as without a graph, whoever comes first."""
+    """Captured once and replayed on other codes: the same bits as without a graph, whatever the order of CTAs."""
     m, n, k = REAL[0]
 
     def product(a: Tensor, b: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def test_error_on_normal_weights_is_that_of_the_paper():
 
 
 def check_kernel(device: str, shapes: list[tuple[int, int]], dtypes: list[torch.dtype]) -> None:
-    """Codes of every value, and scales from 1e-20 to 1e3 with a zero, an Inf and a NaN among them."""
+    """Codes of every value, and scales from 1e-20 to 1e3, with a zero, an Inf and a NaN."""
     for seed, (rows, columns) in enumerate(shapes):
         generator = torch.Generator().manual_seed(seed)
         codes = torch.randint(0, 256, (rows, -(-columns // 2)), dtype=torch.uint8, generator=generator)
