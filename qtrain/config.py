@@ -21,7 +21,7 @@ import typing
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, TextIO, TypeVar
+from typing import Annotated, Any, NoReturn, TextIO, TypeVar
 
 import tyro
 
@@ -101,19 +101,28 @@ def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupte
         print(interrupted, file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
-        if not _is_gone(sys.stdout):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-        sys.exit(141)
+        if not _is_gone(sys.stdout, "\n"):
+            raise  # another pipe, such as a data worker's
+        _exit_unread()
+    finally:
+        if _is_gone(sys.stdout):
+            _exit_unread()
 
 
-def _is_gone(stream: TextIO) -> bool:
-    """Whether the reader of the stream has ended, as after `| head`."""
+def _is_gone(stream: TextIO, text: str = "") -> bool:
+    """Whether the reader of the stream, as `| head`, has ended before `text` and what is still buffered."""
     try:
+        stream.write(text)
         stream.flush()
-    except BrokenPipeError:
+    except OSError:
         return True
     return False
+
+
+def _exit_unread() -> NoReturn:
+    """Exit as by SIGPIPE."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at exit
+    sys.exit(141)
 
 
 def as_dict(config: Any) -> dict[str, Any]:
