@@ -24,7 +24,7 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from qtrain.checks import check_fields, check_value, is_unicode, parse_json, read_json, shown, type_name
+from qtrain.checks import check_fields, check_value, is_unicode, parse_json, read_json, refuse_empty, shown, type_name
 from qtrain.errors import TrainingStopped, UserError, nearest
 
 C = TypeVar("C")
@@ -80,6 +80,9 @@ def parse(cls: type[C], argv: list[str], prog: str) -> C:
         raise _reworded(cls, argv, errors.getvalue(), prog) from None
     hints = typing.get_type_hints(cls, include_extras=True)
     values = {f.name: check_value(f"--{f.name}", getattr(config, f.name), hints[f.name]) for f in _fields(cls)}
+    for field in _fields(cls):
+        if field.name != "sample_prompts" and values[field.name] != field.default:  # an empty prompt has no text yet
+            refuse_empty(f"--{field.name}", values[field.name])
     return cls(**values)
 
 
