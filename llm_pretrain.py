@@ -97,8 +97,9 @@ def main(argv: list[str]) -> None:
             with eval_weights(run.optimizer, quantized):
                 export_hf(model, architecture.source, folder / "hf", text.tokenizer)
             log.info("exported    %s (AutoModelForCausalLM.from_pretrained loads it)", folder / "hf")
-            plain = "--quantize bf16 --quantize_kwargs {}" if settings.quantize_kwargs else "--quantize bf16"
-            log.info("try next    python llm_pretrain.py --config %s/config.json %s", folder, plain)
+            other = f"--quantize {'int8' if settings.quantize == 'bf16' else 'bf16'}"
+            other += " --quantize_kwargs {}" if settings.quantize_kwargs else ""
+            log.info("try next    python llm_pretrain.py --config %s/config.json %s", folder, other)
 
 
 def hellaswag_questions(settings: PretrainSettings) -> list[HellaSwagQuestion]:

@@ -24,6 +24,8 @@ from qtrain.data.tokenizers.tokenizer import FastTokenizer, Tokenizer, load_toke
 from qtrain.errors import UserError, unknown_name
 
 TRAINED = "tokenizer.model"
+QUICKSTART_VOCAB = 4096
+"""Ids of the model `quickstart`, which a CPU can train; the scripts' default model takes days there."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,8 @@ def main(argv: list[str]) -> None:
     flags = f"""--train_ds '{{"type":"token","dataset_dir":"{folders[splits[0]]}"}}'"""
     if "validation" in splits[1:]:
         flags += f""" --eval_ds '{{"type":"token","dataset_dir":"{folders["validation"]}"}}'"""
+    if tokenizer.vocab_size <= QUICKSTART_VOCAB:
+        flags = f"--model quickstart {flags}"
     print(f"Train on it: python llm_pretrain.py {flags}")
 
 
