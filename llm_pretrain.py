@@ -112,5 +112,10 @@ def hellaswag_questions(settings: PretrainSettings) -> list[HellaSwagQuestion]:
     return load_hellaswag(settings.hellaswag_file or "hub", settings.hellaswag_limit or None, flag)
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """The console command of an installed package."""
     run_script(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -133,5 +133,10 @@ def count_steps(settings: VisionSettings, images: Images) -> VisionSettings:
     return dataclasses.replace(settings, n_steps=n_steps, eval_interval=settings.eval_interval or per_epoch)
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """The console command of an installed package."""
     run_script(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -212,5 +212,10 @@ def prepare_folder(folder: Path, manifest: Manifest, tokenizer: Tokenizer, model
         raise UserError(f"--output_dir: cannot write {folder}: {error.strerror or error}") from None
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """The console command of an installed package."""
     run_script(main, interrupted="stopped; the same command resumes after the last finished shard")
+
+
+if __name__ == "__main__":
+    command()

@@ -16,7 +16,10 @@ def _quiet_interrupt(kind: type[BaseException], error: BaseException, traceback:
         sys.__excepthook__(kind, error, traceback)
 
 
-if Path(getattr(sys.modules["__main__"], "__file__", None) or "").stem.replace("-", "_") in SCRIPTS:
+if (
+    Path(getattr(sys.modules["__main__"], "__file__", None) or "").stem.replace("-", "_").removeprefix("qtrain_")
+    in SCRIPTS
+):
     sys.excepthook = _quiet_interrupt
 
 import torch  # noqa: E402

@@ -146,7 +146,9 @@ def _take_option(argv: list[str], option: str) -> tuple[str | None, list[str]]:
 
 
 def _read_recipe(cls: type, path: str) -> dict[str, Any]:
-    recipe = read_json(path, "--config")
+    own = Path(__file__).parents[1] / path
+    shipped = Path(path).parts[:1] == ("configs",) and not Path(path).exists() and own.is_file()
+    recipe = read_json(own if shipped else path, "--config")  # of an installed package, from any folder
     if not isinstance(recipe, dict):
         raise UserError(f"--config ({path}): a recipe is a JSON object, not {type(recipe).__name__}.")
     return check_fields(cls, {k: v for k, v in recipe.items() if not k.startswith("_")}, f"--config ({path})")
