@@ -4,7 +4,7 @@ PY := $(VENV)/bin/python
 BASE := $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: setup quickstart test lint gpu-test clean
+.PHONY: setup quickstart test test-full lint gpu-test clean
 
 setup: $(VENV)/.installed
 
@@ -24,6 +24,10 @@ lint: setup
 
 test: lint
 	$(PY) -m pytest --numprocesses auto
+
+# Every case of the slow sweeps too, of which `make test` runs a sample.
+test-full: lint
+	QTRAIN_FULL_SWEEP=1 $(PY) -m pytest --numprocesses auto
 
 # The tests marked gpu, on a machine with an NVIDIA GPU; its workers share that GPU.
 gpu-test: setup

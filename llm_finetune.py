@@ -5,6 +5,7 @@ python llm_finetune.py --config configs/finetune_laptop.json --model runs/llm_pr
 """
 
 import dataclasses
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def main(argv: list[str]) -> None:
     lora = checked_lora(settings)
     stores_base = lora is not None and lora.base != "none"
     checked = check_settings(settings, SCRIPT, base_scheme(lora.base, settings.quantize) if stores_base else None)
-    check_lm_eval(settings.lm_eval)
+    check_lm_eval(settings.lm_eval, settings.export)
     architecture = LanguageArchitecture.of(settings)
     text = open_text(checked, architecture, model_tokenizer=True, seq_len_multiple=settings.seq_len_multiple)
     questions = []
@@ -126,26 +127,29 @@ def main(argv: list[str]) -> None:
         one_shape = settings.seq_len_multiple in (0, settings.seq_len)  # packed, or padded to one length
         recordable = one_shape and settings.model_impl == "native" and not (lora and lora.dropout)
         graphs = step_graphs(run, forward, recordable=recordable)
-        finished = Training(run, prepared.plan, prepared.schedule, forward, loader, evaluation, graphs).fit()
+        training = Training(run, prepared.plan, prepared.schedule, forward, loader, evaluation, graphs)
+        exit_code = training.fit()
 
         # ---- export --------------------------------------------------------------------------------------------------
         data, folder = run.state.data or {}, run.folder.path
         if counts := [f"{data[key]:,} {key}" for key in ("read", "dropped", "cut", "empty") if key in data]:
             log.info("examples    %s", ", ".join(counts))
         log_results(run)
-        if not finished:
-            return
+        if exit_code:
+            sys.exit(exit_code)
         with eval_weights(run.optimizer, quantized):
             if lora is not None:
                 save_adapter(model, lora, settings.model, folder / "adapter")
                 log.info("adapter     %s (peft.PeftModel.from_pretrained loads it)", folder / "adapter")
                 merge_lora(model)
             if settings.export:
-                export_hf(model, architecture.source, folder / "hf", text.tokenizer)
+                export_hf(model, architecture.source, folder / "hf", text.tokenizer, trained_positions=settings.seq_len)
                 log.info("exported    %s (AutoModelForCausalLM.from_pretrained loads it)", folder / "hf")
-        if settings.lm_eval and settings.export:
-            for name, value in run_lm_eval(settings.lm_eval, folder / "hf", prepared.device.type).items():
-                log.info("lm_eval     %s %.4f", name, value)
+        if settings.lm_eval:
+            found = run_lm_eval(settings.lm_eval, folder / "hf", prepared.device.type)
+            training.record_results(found)
+            for name, value in found.items():
+                log.info("%s %.4f", name, value)
 
 
 def checked_lora(settings: FinetuneSettings) -> Lora | None:

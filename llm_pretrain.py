@@ -4,11 +4,11 @@ python llm_pretrain.py --config configs/quickstart.json
 python llm_pretrain.py --model qwen2.5-0.5b --quantize int8 --train_ds '{"type":"token","dataset_dir":"DIR"}' --compile
 """
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from qtrain.config import parse, run_script
-from qtrain.errors import UserError
 from qtrain.models import export_hf
 from qtrain.train.assembly.architecture import LanguageArchitecture
 from qtrain.train.assembly.assemble import assemble, build_quantized
@@ -88,14 +88,16 @@ def main(argv: list[str]) -> None:
     # ---- fit: from here on files are written -------------------------------------------------------------------------
     with loader, run.opened_folder(prepared.text) as log:
         graphs = step_graphs(run, forward, recordable=settings.model_impl == "native")
-        finished = Training(run, prepared.plan, prepared.schedule, forward, loader, evaluation, graphs).fit()
+        exit_code = Training(run, prepared.plan, prepared.schedule, forward, loader, evaluation, graphs).fit()
 
         # ---- export --------------------------------------------------------------------------------------------------
         log_results(run)
-        if finished and settings.export:
+        if exit_code:
+            sys.exit(exit_code)
+        if settings.export:
             folder = run.folder.path
             with eval_weights(run.optimizer, quantized):
-                export_hf(model, architecture.source, folder / "hf", text.tokenizer)
+                export_hf(model, architecture.source, folder / "hf", text.tokenizer, trained_positions=settings.seq_len)
             log.info("exported    %s (AutoModelForCausalLM.from_pretrained loads it)", folder / "hf")
             other = f"--quantize {'int8' if settings.quantize == 'bf16' else 'bf16'}"
             other += " --quantize_kwargs {}" if settings.quantize_kwargs else ""
@@ -104,8 +106,6 @@ def main(argv: list[str]) -> None:
 
 def hellaswag_questions(settings: PretrainSettings) -> list[HellaSwagQuestion]:
     """The questions that --hellaswag asks; none without it."""
-    if settings.hellaswag_file and not settings.hellaswag:
-        raise UserError("--hellaswag_file: it is read with --hellaswag only; add that, or leave it out.")
     if not settings.hellaswag:
         return []
     flag = "--hellaswag_file" if settings.hellaswag_file else "--hellaswag"

@@ -6,6 +6,7 @@ python timm_finetune.py --model timm/vit_giant_patch14_dinov2.lvd142m --model_kw
 
 import dataclasses
 import os
+import sys
 from pathlib import Path
 
 from qtrain.config import parse, run_script
@@ -65,7 +66,7 @@ def main(argv: list[str]) -> None:
     transform, mixer = ImageTransform(image, augmentation), Mixer(augmentation, len(images.classes))
     maker = BatchMaker(images, transform, mixer, settings.seed, micro_batch_size, settings.batch_size)
     images.read(0)
-    prepared = prepare(checked, architecture, describe_images(images, eval_images))
+    prepared = prepare(checked, architecture, describe_images(images, eval_images, checked.settings))
     settings = prepared.settings
     print(prepared.text, flush=True)
     if settings.dry_run:
@@ -93,29 +94,32 @@ def main(argv: list[str]) -> None:
     # ---- fit: from here on files are written -------------------------------------------------------------------------
     with loader, run.opened_folder(prepared.text) as log:
         graphs = step_graphs(run, forward)
-        finished = Training(run, prepared.plan, prepared.schedule, forward, loader, evaluation, graphs).fit()
+        exit_code = Training(run, prepared.plan, prepared.schedule, forward, loader, evaluation, graphs).fit()
 
         # ---- export --------------------------------------------------------------------------------------------------
         log_results(run)
-        if finished:
-            folder = run.folder.path / "timm"
-            with eval_weights(run.optimizer, quantized, run.ema):
-                export_timm(
-                    model,
-                    exported_tensors(model),
-                    folder,
-                    name=name,
-                    kwargs=architecture.kwargs,
-                    classes=images.classes,
-                    image=image,
-                )
-            log.info("exported    %s (timm.create_model('local-dir:%s', pretrained=True) loads it)", folder, folder)
+        if exit_code:
+            sys.exit(exit_code)
+        folder = run.folder.path / "timm"
+        with eval_weights(run.optimizer, quantized, run.ema):
+            export_timm(
+                model,
+                exported_tensors(model),
+                folder,
+                name=name,
+                kwargs=architecture.kwargs,
+                classes=images.classes,
+                image=image,
+            )
+        log.info("exported    %s (timm.create_model('local-dir:%s', pretrained=True) loads it)", folder, folder)
 
 
-def describe_images(images: Images, eval_images: Images | None) -> list[str]:
+def describe_images(images: Images, eval_images: Images | None, settings: VisionSettings) -> list[str]:
     """The lines of the plan about the data."""
-    found = {"train": images, "evaluation": eval_images}
-    return [f"{use}: {len(s):,} images of {len(s.classes)} classes" for use, s in found.items() if s is not None]
+    found, epochs = {"train": images, "evaluation": eval_images}, settings.n_steps * settings.batch_size / len(images)
+    return [f"{use}: {len(s):,} images of {len(s.classes)} classes" for use, s in found.items() if s is not None] + [
+        f"{epochs:.3g} epochs of the training images"
+    ]
 
 
 def count_steps(settings: VisionSettings, images: Images) -> VisionSettings:

@@ -48,9 +48,9 @@ class TokenizeSettings:
     """llama2, llama3, mistral, qwen2.5, byte, a .model file, a tokenizer.json, a folder or a hub id; none: llama2."""
     train_tokenizer: Annotated[int, Range(0)] = 0
     """Train a sentencepiece tokenizer with this many pieces on the train split instead; 0: do not."""
-    n_procs: Annotated[int, Range(0)] = 0
+    n_procs: Annotated[int, Range(0, 1024)] = 0
     """Encoding processes; 0: one per CPU core."""
-    shard_tokens: Annotated[int, Range(1, 200_000_000)] = 100_000_000
+    shard_tokens: Annotated[int, Range(1000, 200_000_000)] = 100_000_000
     """Tokens per shard at most."""
     output_dir: str | None = None
     """Folder to write; with several splits _SPLIT is appended; none: <dataset>_<split>."""

@@ -166,11 +166,16 @@ def parse_json(text: str, where: str) -> Any:
         raise UserError(f"{where}: not valid JSON ({str(error)[:100]}). Given: {shown(text)}.") from None
 
 
+MAX_JSON = 1 << 26
+"""Characters of the largest JSON file that is read: one that never ends, such as /dev/zero, is refused."""
+
+
 def read_json(path: str | Path, flag: str) -> Any:
     """Read a JSON file. UserError naming `flag` and the file if it is missing or broken."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_JSON + 1)
     except FileNotFoundError:
         close = nearest(str(path), [str(p) for p in path.parent.glob("*.json")])
         hint = f" Did you mean {close}?" if close else ""
@@ -179,4 +184,6 @@ def read_json(path: str | Path, flag: str) -> Any:
         raise UserError(f"{flag}: cannot read {path}: {error.strerror}.") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{flag}: {path} is not UTF-8 text (byte {error.start}).") from None
+    if len(text) > MAX_JSON:
+        raise UserError(f"{flag}: {path} is longer than {MAX_JSON:,} characters; it is no settings file.")
     return parse_json(text, f"{flag} ({path})")

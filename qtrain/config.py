@@ -12,15 +12,16 @@ import dataclasses
 import io
 import itertools
 import json
+import os
 import platform
 import re
 import subprocess
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TextIO, TypeVar
 
 import tyro
 
@@ -89,7 +90,11 @@ def parse(cls: type[C], argv: list[str], prog: str) -> C:
 def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupted") -> None:
     """Run a script's main on the command line. UserError and TrainingStopped are printed on stderr, without traceback.
 
-    interrupted: the message for a Ctrl-C that main does not handle."""
+    Text that the console's encoding lacks is escaped. interrupted: the message for a Ctrl-C that main does not handle.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if getattr(stream, "errors", None) == "strict":
+            stream.reconfigure(errors="backslashreplace")
     try:
         main(sys.argv[1:])
     except (UserError, TrainingStopped) as error:
@@ -98,6 +103,20 @@ def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupte
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:
+        if not _is_gone(sys.stdout):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        sys.exit(141)
+
+
+def _is_gone(stream: TextIO) -> bool:
+    """Whether the reader of the stream has ended, as after `| head`."""
+    try:
+        stream.flush()
+    except BrokenPipeError:
+        return True
+    return False
 
 
 def as_dict(config: Any) -> dict[str, Any]:
@@ -105,9 +124,10 @@ def as_dict(config: Any) -> dict[str, Any]:
     return {f.name: getattr(config, f.name) for f in _fields(type(config))}
 
 
-def write_config(config: Any, path: Path, command: list[str]) -> None:
-    """Write the resolved settings with versions and git hash. The file is a recipe itself."""
-    record = {"_command": command, "_versions": versions(), **as_dict(config)}
+def write_config(config: Any, path: Path, notes: Mapping[str, Any]) -> None:
+    """Write the resolved settings with versions and git hash. The file is a recipe itself. notes: keys with an
+    underscore in front."""
+    record = {**notes, "_versions": versions(), **as_dict(config)}
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 

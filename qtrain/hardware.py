@@ -3,11 +3,13 @@
 import contextlib
 import ctypes
 import functools
+import os
 import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -30,8 +32,9 @@ DATASHEET: dict[str, dict[str, float]] = {
 RUNS_AS = {"int4": "int8"}
 """Arithmetic that this package runs on the tensor cores of another: packed INT4 codes are unpacked to INT8."""
 
-FP8_CAPABILITY, MX_CAPABILITY = (8, 9), (10, 0)
-"""The first GPUs whose tensor cores multiply FP8 (Ada) and FP8 with a scale for each 32 elements (Blackwell)."""
+PTX_CAPABILITY, FP8_CAPABILITY, MX_CAPABILITY = (8, 0), (8, 9), (10, 0)
+"""Compute capability of the first GPUs that run the inline PTX of the kernels (Ampere: bf16x2 instructions), that
+convert to and multiply FP8 (Ada), and that multiply FP8 with a scale per 32 elements (Blackwell)."""
 
 MEASURE_SECONDS, ROUNDS = 0.3, 3
 """A CPU's arithmetics are measured in turns, ROUNDS times each, so that a short disturbance cannot hit all."""
@@ -40,9 +43,14 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Constants of glibc's malloc.h."""
 
 
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""Of version 2 and version 1."""
+
+
 @dataclass(frozen=True)
 class Hardware:
-    """A device and its peaks. peaks: TFLOP/s by arithmetic; measured: timed here, not from a datasheet."""
+    """A device and its peaks. peaks: TFLOP/s by arithmetic; memory_bytes: of the GPU, for a CPU of the host; measured:
+    timed here, not from a datasheet."""
 
     name: str
     peaks: dict[str, float]
@@ -58,9 +66,35 @@ class Hardware:
         return RUNS_AS.get(arithmetic, arithmetic) not in self.peaks
 
 
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """CUDA compute capability (major, minor); (0, 0) of any other device, where kernels are only interpreted."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def has_ptx(device: torch.device) -> bool:
+    """Whether kernels may use inline PTX; Triton's interpreter may not."""
+    return compute_capability(device) >= PTX_CAPABILITY
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether the device converts to FP8 in one instruction and multiplies it on tensor cores."""
+    return compute_capability(device) >= FP8_CAPABILITY
+
+
+def has_mx(device: torch.device) -> bool:
+    """Whether the device's tensor cores multiply MX operands: FP8 with a scale per 32 elements."""
+    return compute_capability(device) >= MX_CAPABILITY
+
+
+@functools.cache  # asked at each launch of a persistent kernel
+def sm_count(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; 2 elsewhere, so that an interpreted persistent kernel loops over tiles."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
 def lacks_fp8(device: torch.device) -> str | None:
     """Why FP8 codes cannot be produced or multiplied on this device; None where they can."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+    if device.type == "cuda" and not has_fp8(device):
         return f"{torch.cuda.get_device_name(device)} has no FP8 arithmetic, which needs Ada, Hopper or later"
     return None
 
@@ -68,11 +102,24 @@ def lacks_fp8(device: torch.device) -> str | None:
 def describe_hardware(device: torch.device) -> Hardware:
     """The hardware behind `device`; the rates of one that is not in DATASHEET are measured in under a second."""
     if device.type != "cuda":
-        return Hardware(f"CPU, {torch.get_num_threads()} threads", _measured_peaks(device), None, measured=True)
+        name = f"CPU, {torch.get_num_threads()} threads"
+        return Hardware(name, _measured_peaks(device), host_memory(), measured=True)
     properties = torch.cuda.get_device_properties(device)
     peaks = DATASHEET.get(_product(properties.name))
     measured = peaks is None
     return Hardware(properties.name, _measured_peaks(device) if measured else peaks, properties.total_memory, measured)
+
+
+def host_memory() -> int | None:
+    """Bytes of memory that this process may use: the machine's, or its cgroup's limit if that is lower. None where the
+    system does not tell."""
+    found = []
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    for limit in CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+            found.append(int(Path(limit).read_text()))
+    return min(found, default=None)
 
 
 def _product(name: str) -> str:
@@ -87,12 +134,11 @@ def _measured_peaks(device: torch.device) -> dict[str, float]:
     if device.type != "cuda":
         return _cpu_peaks(torch.get_num_threads())
     rates = {name: max(_rate(*product) for _ in range(4)) for name, product in _products(8192, device).items()}
-    capability = torch.cuda.get_device_capability(device)
-    if capability >= FP8_CAPABILITY:
+    if has_fp8(device):
         a, one = torch.randn(8192, 8192, device=device).to(torch.float8_e4m3fn), torch.ones((), device=device)
         multiply = functools.partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
         rates["fp8"] = max(_rate(multiply, a) for _ in range(4))
-    if capability >= MX_CAPABILITY:
+    if has_mx(device):
         rates["mxfp8"] = rates["fp8"]
     return rates
 

@@ -23,3 +23,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if skipped in item.keywords:
             item.add_marker(pytest.mark.skip(reason=reason))
+        elif "sweep" in item.keywords and not os.environ.get("QTRAIN_FULL_SWEEP"):
+            item.add_marker(pytest.mark.skip(reason="full sweep: make test-full"))

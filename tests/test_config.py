@@ -78,7 +78,7 @@ def test_help_shows_the_recipes_values(tmp_path, capsys):
 
 def test_written_config_is_a_recipe(tmp_path):
     settings = run("--batch_size", "3", "--train_ds", '{"type": "byte"}')
-    write_config(settings, tmp_path / "config.json", ["script.py", "--batch_size", "3"])
+    write_config(settings, tmp_path / "config.json", {"_command": ["script.py", "--batch_size", "3"]})
     assert run("--config", str(tmp_path / "config.json")) == settings
     record = json.loads((tmp_path / "config.json").read_text())
     assert record["_versions"]["torch"] == versions()["torch"] and record["_command"][0] == "script.py"

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -362,3 +365,20 @@ def test_data_that_breaks_in_the_middle_is_a_message(here):
         llm_pretrain.main, tiny(train_ds={"type": "text", "paths": "late.jsonl", "tokenizer": "byte"}, n_steps=99)
     )
     assert done.code == 2 and done.err.count("\n") == 1 and "late.jsonl, line at byte" in done.err
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_a_console_that_is_not_utf8_ends_no_run(here, encoding):
+    """A process as a user starts it: prompts and samples are outside of the console's encoding."""
+    chosen = {"sample_prompts": ["\u6f22\u5b57 \U0001f600"], "sample_tokens": 4, "n_steps": 2, "run_name": "ascii"}
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "llm_pretrain.py"), *tiny(**chosen)]
+    done = subprocess.run(command, capture_output=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert b"sample: \\u6f22\\u5b57 \\U0001f600 [>]" in done.stdout and done.stderr == b""
+
+
+def test_a_closed_pipe_is_no_traceback():
+    command = f"{sys.executable} {ROOT / 'llm_pretrain.py'} --list | head -c 1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True)
+    assert done.returncode == 141 and done.stderr == b""

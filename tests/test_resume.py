@@ -133,19 +133,23 @@ def test_40_steps_equal_13_and_a_kill_and_the_rest(server, case, tmp_path):
     assert_same_run(run, whole_run)
 
 
-def test_an_earlier_checkpoint_may_be_resumed_and_later_ones_are_removed(server, tmp_path):
+def test_an_earlier_checkpoint_is_resumed_in_a_new_run_and_its_own_loses_nothing(server, tmp_path):
     whole = server.run("llm_pretrain", command(train_ds=TOKEN, **INT8, runs_dir=tmp_path))
     assert whole.code == 0, whole.err
     run = only_run(tmp_path)
-    shutil.copytree(run, tmp_path / "whole")
+    before = tree(run)
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["00000013", "00000026", "00000039", "00000040"]
-    argv = command(train_ds=TOKEN, **INT8, runs_dir=tmp_path, resume=run / "checkpoints" / "00000013")
-    part = server.start("llm_pretrain", argv, hang_at=15)
-    part.until(lambda: last_step(tmp_path) == 15)
+    argv = command(train_ds=TOKEN, **INT8, runs_dir=tmp_path / "fork", resume=run / "checkpoints" / "00000013")
+    part = server.start("llm_pretrain", [*argv, "--ckpt_interval=0"], hang_at=15)
+    part.until(lambda: last_step(tmp_path / "fork") == 15)
     part.kill(signal.SIGKILL)
-    assert [p.name for p in (run / "checkpoints").iterdir()] == ["00000013"]
-    assert server.run("llm_pretrain", argv).code == 0
-    assert_same_run(run, tmp_path / "whole")
+    assert tree(run) == before
+    shutil.rmtree(tmp_path / "fork")
+    done = server.run("llm_pretrain", argv)
+    assert done.code == 0, done.err
+    assert f"resumed at step 13 from {run}/checkpoints/00000013\n" in done.out
+    assert tree(run) == before
+    assert_same_run(only_run(tmp_path / "fork"), run)
 
 
 def test_twenty_kills_at_random_moments_of_a_run_that_saves_every_step(server, tmp_path):
@@ -214,13 +218,13 @@ def printed_command(out: str) -> str:
     return found.group(2)
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1"])
-def test_a_signal_finishes_the_step_and_saves(server, tmp_path, name):
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGUSR1", 138), ("SIGTERM", 143), ("SIGHUP", 129)])
+def test_a_signal_finishes_the_step_saves_and_shows_in_the_exit_code(server, tmp_path, name, code):
     process = server.start("llm_pretrain", command(train_ds=TOKEN, n_steps=100_000, ckpt_interval=0, runs_dir=tmp_path))
     process.until(lambda: last_step(tmp_path) >= 3)
     done = process.kill(signal.Signals[name])
     run = only_run(tmp_path)
-    assert done.code == 0 and f"{name}: stopping after this step" in done.err and "Traceback" not in done.err
+    assert done.code == code and f"{name}: stopping after this step" in done.err and "Traceback" not in done.err
     (checkpoint,) = (run / "checkpoints").iterdir()
     assert int(checkpoint.name) == last_step(tmp_path) == newest_complete(run / "checkpoints")[1].step
     assert f"stopped at step {last_step(tmp_path)}; resume with:" in done.out
@@ -245,7 +249,7 @@ def test_the_printed_command_resumes_as_it_stands(server, tmp_path):
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     run, stopped_at = only_run(tmp_path / "a run's"), last_step(tmp_path / "a run's")
-    assert process.returncode == 0 and err.count("\n") <= 2 and 2 <= stopped_at < 120
+    assert process.returncode == 143 and err.count("\n") <= 2 and 2 <= stopped_at < 120
 
     whole = server.start("llm_pretrain", command(train_ds=TOKEN, **INT8, n_steps=120, runs_dir=tmp_path / "whole"))
     line = printed_command(out)

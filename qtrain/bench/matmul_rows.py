@@ -61,7 +61,7 @@ def _scaled(who: str, fmt: str, granularity: str, accumulation: float) -> Callab
         if family == "cublas":
             p.only_k_major(K_MAJOR_ONLY)
         operands = quantized(p, fmt, granularity, granularity)
-        need_family(scaled_mm_names(operands.a.codes, operands.b.codes, BF16, True), family, p)
+        need_family(scaled_mm_names(operands.a.codes, operands.b.codes, BF16), family, p)
         return operands.case(lambda a, b, s, t: scaled_mm(a, b, s, t, BF16), accumulation, family)
 
     return prepare
@@ -80,7 +80,7 @@ def fp8_plain(p: Problem) -> Case:
     p.need_capability("FP8", FP8_CAPABILITY)
     a, b = (x.to(torch.float8_e4m3fn) for x in p.normal())
     one = torch.ones(1, device=p.device)
-    need_family(scaled_mm_names(a, b, BF16, True), "triton", p)
+    need_family(scaled_mm_names(a, b, BF16), "triton", p)
     check = check_product(a.double, b.double, FP8_SUM)
     return Case(p.stored(a, b), lambda a, b: scaled_mm(a, b, one, one, BF16), check, "triton")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qtrain.bench.case import Case, Report, UnavailableError, examine
 from qtrain.bench.tables import Cell, Table
-from qtrain.hardware import Hardware
+from qtrain.hardware import Hardware, compute_capability
 
 BF16 = torch.bfloat16
 
@@ -52,8 +52,8 @@ class Problem:
 
     def need_capability(self, what: str, capability: tuple[int, int]) -> None:
         """Refuse a GPU below the compute capability; a CPU runs every row's reference."""
-        if self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) < capability:
-            needs, has = (".".join(map(str, c)) for c in (capability, torch.cuda.get_device_capability(self.device)))
+        if self.device.type == "cuda" and compute_capability(self.device) < capability:
+            needs, has = (".".join(map(str, c)) for c in (capability, compute_capability(self.device)))
             raise UnavailableError(f"{what} needs compute capability {needs}; this GPU has {has}")
 
 

@@ -46,6 +46,9 @@ class Stream(ABC):
     reopen: Callable[[], "Stream"]
     """Opens the same data again, at its start, also in another process. `open_stream` sets it."""
 
+    samples_per_epoch: int | None = None
+    """Of all ranks; None where it is known only after reading everything."""
+
     @abstractmethod
     def next_sample(self) -> Sample:
         """The next sample. Raises StopIteration after `ctx.epochs`."""

@@ -1,11 +1,12 @@
-"""Picks the fastest of several ways to compute one thing, by timing them once per device and shape.
+"""Chooses the fastest of several implementations of an operation, by timing them once per device and shape.
 
-The winner is kept in a JSON file per device and versions, so that a second run starts at once. Where nothing can be
-timed (no GPU, or a CUDA graph is being captured) the first name stands: callers order names by what is best in general.
+The choices are kept in a JSON file per device and torch version, so that a second run times nothing. Where nothing can
+be timed (no GPU, or during the capture of a CUDA graph) the first name is chosen: callers put the best in general
+first.
 
-    QTRAIN_IMPL=triton | cublas | ref   only names that begin so (ref: the plain PyTorch definition)
-    QTRAIN_TUNE=0                       time nothing, take the first name
-    QTRAIN_CACHE=DIR                    where the files are kept; default ~/.cache/qtrain
+    QTRAIN_IMPL=triton | cublas | ref   only names with this prefix (ref: the plain PyTorch definition)
+    QTRAIN_TUNE=0                       time nothing, choose the first name
+    QTRAIN_CACHE=DIR                    directory of the files; default ~/.cache/qtrain
 """
 
 import json
@@ -30,7 +31,7 @@ FAMILIES = ("triton", "cublas", "ref")
 
 
 def forced() -> str | None:
-    """The family that QTRAIN_IMPL asks for. UserError for one that is none."""
+    """The family of QTRAIN_IMPL, or None. UserError for an unknown one."""
     family = os.environ.get("QTRAIN_IMPL")
     if family is not None and family not in FAMILIES:
         raise unknown_name("QTRAIN_IMPL", "family of implementations", family, FAMILIES)
@@ -38,51 +39,51 @@ def forced() -> str | None:
 
 
 def choose(op: str, key: tuple[object, ...], names: Sequence[str], run: Run) -> str:
-    """The name for which run(name) is fastest; `key` is all that the answer depends on besides the device.
+    """The name for which run(name) is fastest. key: all that this depends on besides the device.
 
-    The last of a timing's runs leaves its result behind for nobody: runs must be free of lasting effects.
+    run is called many times: it must have no side effects.
     """
     family = forced()
     if family is not None:
         names = [name for name in names if name.startswith(family)] or names
     if len(names) == 1:
         return names[0]
-    among = zlib.crc32(" ".join(names).encode())  # a later version that has more to choose from chooses again
-    entry = " ".join([op, *(str(part).removeprefix("torch.") for part in key), f"{among:08x}"])
-    known = _choices()
-    name = known.get(entry)
+    checksum = zlib.crc32(" ".join(names).encode())  # other names: another choice
+    entry = " ".join([op, *(str(value).removeprefix("torch.") for value in key), f"{checksum:08x}"])
+    choices = _choices()
+    name = choices.get(entry)
     if name in names:
         return name
     if os.environ.get("QTRAIN_TUNE") == "0" or torch.cuda.is_current_stream_capturing():
         return names[0]
-    known[entry] = name = _fastest(names, run)
-    _save(known)
+    choices[entry] = name = _fastest(names, run)
+    _save(choices)
     return name
 
 
 def _fastest(names: Sequence[str], run: Run) -> str:
-    able = []
+    working = []
     for name in names:
         try:
             run(name)  # compiles
-            able.append(name)
-        except Exception as error:  # a configuration that this GPU has no room for, or a library that lacks the shape
+            working.append(name)
+        except Exception as error:  # too much shared memory for this GPU, or a shape that a library lacks
             if isinstance(error, torch.cuda.OutOfMemoryError):
                 raise
-    if len(able) < 2:
-        return able[0] if able else names[0]
-    times: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in able}
+    if len(working) < 2:
+        return working[0] if working else names[0]
+    times: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in working}
     sweep = torch.empty(SWEEP_BYTES, dtype=torch.int8, device="cuda")
-    for turn in range(ROUNDS):  # in turns, in changing order: a hot GPU lowers its clocks, for whoever comes then
-        for name in able if turn % 2 else reversed(able):
+    for turn in range(ROUNDS):  # interleaved, in alternating order: clocks change as the GPU heats up
+        for name in working if turn % 2 else reversed(working):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            sweep.zero_()  # takes longer than issuing `run`, so that its launch is not timed, and clears the L2 cache
+            sweep.zero_()  # flushes the L2 cache, and hides the launch latency of `run`
             start.record()
             run(name)
             end.record()
             times[name].append((start, end))
     torch.cuda.synchronize()
-    return min(able, key=lambda name: statistics.median(start.elapsed_time(end) for start, end in times[name]))
+    return min(working, key=lambda name: statistics.median(start.elapsed_time(end) for start, end in times[name]))
 
 
 @cache
@@ -100,13 +101,13 @@ def _file() -> Path:
     return folder / (re.sub(r"[^A-Za-z0-9.]+", "-", f"tuning {device} torch {torch.__version__}") + ".json")
 
 
-def _save(known: dict[str, str]) -> None:
-    """Write the file whole or not at all; a folder that cannot be written only costs the next run its time."""
+def _save(choices: dict[str, str]) -> None:
+    """Write the file atomically; if the directory is not writable, the next run times again."""
     path = _file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(known, file, indent=1, sort_keys=True)
+            json.dump(choices, file, indent=1, sort_keys=True)
         os.replace(file.name, path)
     except OSError:
         pass

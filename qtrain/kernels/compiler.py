@@ -1,4 +1,4 @@
-"""Triton where there is one. Elsewhere (no Linux, no GPU) kernels are still defined, and only launching one fails."""
+"""Triton, if it is installed. Without it (no Linux, no GPU) kernels can be defined, and only a launch fails."""
 
 try:
     import triton
@@ -6,9 +6,11 @@ try:
 except ImportError:
 
     class _Absent:
-        """Stands for triton and triton.language at import time: decorators pass, launches say what is missing."""
+        """Stands for triton and triton.language at import time: decorators pass, a launch says what is missing."""
 
-        constexpr = object
+        @staticmethod
+        def constexpr(value: object) -> object:
+            return value
 
         @staticmethod
         def jit(function=None, **options):

@@ -14,7 +14,8 @@ from qtrain.errors import UserError, unknown_name
 
 USE_HF = "Run it through transformers instead: --model_impl hf"
 
-_Count = Annotated[int, Range(1)]
+_Count = Annotated[int, Range(1, 10**8)]
+_Layers = Annotated[int, Range(1, 10_000)]
 _Positive = Annotated[float, Range(1e-30)]
 
 
@@ -177,7 +178,7 @@ class ModelConfig:
             model_type=model_type,
             vocab_size=read("vocab_size", _Count),
             intermediate_size=read("intermediate_size", _Count),
-            num_hidden_layers=read("num_hidden_layers", _Count),
+            num_hidden_layers=read("num_hidden_layers", _Layers),
             **_read_heads(values, model_type, where),
             max_position_embeddings=max_positions,
             rope=Rope.from_hf(values, max_positions, where),

@@ -141,11 +141,19 @@ def weights_folder(source: ModelSource) -> Path:
         return Path(snapshot_download(source.hub_id, allow_patterns=_WEIGHT_FILES))
 
 
-def export_hf(model: nn.Module, source: ModelSource, folder: Path | str, tokenizer: Tokenizer | None = None) -> None:
+def export_hf(
+    model: nn.Module,
+    source: ModelSource,
+    folder: Path | str,
+    tokenizer: Tokenizer | None = None,
+    *,
+    trained_positions: int = 0,
+) -> None:
     """Write what `AutoModelForCausalLM` (and, with a tokenizer, `AutoTokenizer`) loads from `folder`.
 
     Weights keep their dtype; low-bit ones are dequantized. Everything is written to a temporary folder, which then
-    replaces `folder`.
+    replaces `folder`. trained_positions: tokens of the sequences that the model was trained on; the config names no
+    fewer positions.
     """
     with _replacing(Path(folder)) as temporary:
         if hasattr(model, "save_pretrained"):
@@ -155,6 +163,8 @@ def export_hf(model: nn.Module, source: ModelSource, folder: Path | str, tokeniz
             dtype = _write_weights(model, temporary)
             config = {**source.config, **model.config.to_hf(), "torch_dtype": str(dtype).removeprefix("torch.")}
             config.pop("dtype", None)  # transformers 5 reads torch_dtype too, and the two must not disagree
+        if isinstance(positions := config.get("max_position_embeddings"), int):
+            config["max_position_embeddings"] = max(positions, trained_positions)
         generation = _generation_config(source, config)
         if tokenizer is not None:
             _adopt_special_ids(config, tokenizer)

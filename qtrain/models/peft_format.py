@@ -110,5 +110,14 @@ def load_adapter(model: nn.Module, folder: str, flag: str = "--lora") -> None:
 
 
 def as_lora(values: dict[str, Any], flag: str = "--lora") -> Lora:
-    """The checked options of --lora, with those of the adapter that it names."""
-    return with_adapter_config(Lora(**check_fields(Lora, values, flag)), flag)
+    """The checked options of --lora, with those of the adapter that it names. UserError where the two contradict."""
+    given = Lora(**check_fields(Lora, values, flag))
+    lora = with_adapter_config(given, flag)
+    for key in values:
+        asked, saved = (sorted(v) if isinstance(v := getattr(of, key), tuple) else v for of in (given, lora))
+        if asked != saved:
+            raise UserError(
+                f"{flag}.{key}: {asked!r} contradicts the adapter {lora.adapter}, which has {saved!r}. Leave it out to "
+                "continue the adapter as it is, or leave out adapter to start a new one."
+            )
+    return lora

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qtrain.kernels.numerics.dequantize import dequantize
 from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES
-from qtrain.kernels.quantize.nf4 import dequantize_nf4, nf4_table
+from qtrain.kernels.quantize.nf4 import dequantize_nf4
 
 
 class OperandFormat(NamedTuple):
@@ -51,7 +51,7 @@ class QuantizedTensor(NamedTuple):
         fmt, granularity = self.format.fmt, self.format.granularity
         shape = (self.codes.shape[0], self.codes.shape[1] * FORMATS[fmt].packing)
         if fmt == "nf4":
-            return dequantize_nf4(self.codes, self.scale, nf4_table(self.codes.device), shape[1], dtype)
+            return dequantize_nf4(self.codes, self.scale, shape[1], dtype)
         return dequantize(self.codes, self.scale.float(), fmt, granularity, shape, dtype)
 
     def summed_over_rows(self) -> "QuantizedTensor":

@@ -6,6 +6,7 @@ import torch
 
 from qtrain.optim import OPTIMIZERS, LRSchedule, OptimizerSpec, make_schedule
 from qtrain.quant import SCHEMES, Scheme
+from qtrain.train.dependent_options import Given, check_dependences
 from qtrain.train.distributed import refuse_many_processes
 from qtrain.train.in_backward import check_in_backward
 from qtrain.train.log.trackers import check_trackers
@@ -42,6 +43,7 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
     scheme = scheme or SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")
     optimizer = OPTIMIZERS.make(settings.optim, settings.optim_kwargs or {}, "--optim")
     schedule = make_schedule(settings.lr_schedule_kwargs)
+    notes = check_dependences(Given(settings, device, dtype, scheme, schedule))
     check_in_backward(settings, geometry, optimizer)
     check_trackers(settings.trackers)
     folder = find_run_folder(settings, script)
@@ -56,5 +58,5 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
         optimizer=optimizer,
         schedule=schedule,
         folder=folder,
-        notes=(f"optim   {note}",) if note else (),
+        notes=(*notes, f"optim   {note}") if note else notes,
     )

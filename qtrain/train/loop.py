@@ -4,7 +4,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from qtrain.train.log.metrics import MetricsLog, Throughput, read_metrics
 from qtrain.train.log.profile import StepProfiler
 from qtrain.train.log.report import write_report
 from qtrain.train.log.status import StatusLine
-from qtrain.train.log.trackers import open_trackers
+from qtrain.train.log.trackers import Trackers, open_trackers
 from qtrain.train.plan.plan import Plan
 from qtrain.train.settings import TrainSettings
 from qtrain.train.signals import StopSignals
@@ -66,19 +66,18 @@ class Training:
         self.metrics = MetricsLog(run.folder.path / "metrics.jsonl", state.step if resumed else None)
         # A stop signal skips an evaluation that is due: the resumed run makes up for it.
         self._evaluated = any(r["step"] == state.step and "loss" not in r for r in read_metrics(self.metrics.path))
-        self.trackers = open_trackers(
-            settings.trackers,
-            as_dict(settings),
-            run.folder.path,
-            settings.project,
-            settings.run_name,
-            state.step,
-        )
+        self.trackers = self._open_trackers()
         # Steps that compile, autotune and capture graphs do not count into the speed.
         self.throughput = Throughput(run.device, skip_steps=2 if graphs is None else WARM_UP + 2)
 
-    def fit(self) -> bool:
-        """Train to the last step; False if a signal stopped it earlier. Raises TrainingStopped if training fails."""
+    def _open_trackers(self) -> Trackers:
+        run, settings = self.run, self.run.settings
+        config, where = as_dict(settings), run.folder.path
+        return open_trackers(settings.trackers, config, where, settings.project, settings.run_name, run.state.step)
+
+    def fit(self) -> int:
+        """Train to the last step. Returns 0, or the exit code of the signal that stopped it earlier. Raises
+        TrainingStopped if training fails."""
         run, settings = self.run, self.run.settings
         try:
             with contextlib.ExitStack() as stack:
@@ -95,16 +94,25 @@ class Training:
                         self._between_steps()
                 if run.state.step < settings.n_steps:
                     self._save()
+                self._recover_folder()
         finally:
             self.metrics.close()
             self.trackers.close()
         if run.state.step < settings.n_steps and not settings.keep_ckpts:
             log.warning("stopped at step %d; nothing is saved (--keep_ckpts 0)", run.state.step)
-            return False
-        if run.state.step < settings.n_steps:
+        elif run.state.step < settings.n_steps:
             log.info("stopped at step %d; resume with:\n  %s", run.state.step, resume_command(run.folder, run.script))
-            return False
-        return True
+        return stop.exit_code if run.state.step < settings.n_steps else 0
+
+    def record_results(self, results: Mapping[str, float]) -> None:
+        """After `fit`: add results of the exported model to metrics.jsonl, the trackers and the report."""
+        self.metrics, self.trackers = MetricsLog(self.metrics.path), self._open_trackers()
+        try:
+            self._record({"step": self.run.state.step, **results})
+        finally:
+            self.metrics.close()
+            self.trackers.close()
+        write_report(self.run.folder.path)
 
     def _step(self, status: StatusLine) -> None:
         run, settings, state = self.run, self.run.settings, self.run.state
@@ -175,6 +183,7 @@ class Training:
 
     def _between_steps(self) -> None:
         """Evaluate and save if due. Metrics of a step are written before its checkpoint."""
+        self._recover_folder()
         settings, step = self.run.settings, self.run.state.step
         if self._evaluation_due():
             self._evaluate()
@@ -186,10 +195,26 @@ class Training:
         return step in (0, self.run.settings.n_steps) or bool(interval and step % interval == 0)
 
     def _save(self) -> None:
-        if self.run.settings.keep_ckpts:
-            with self.throughput.pause():
+        if not self.run.settings.keep_ckpts or self._recover_folder():
+            return
+        with self.throughput.pause():
+            try:
                 path = self.run.save()
-            log.info("step %d: checkpoint %s", self.run.state.step, path)
+            except TrainingStopped:
+                if not self._recover_folder():
+                    raise
+                return
+        log.info("step %d: checkpoint %s", self.run.state.step, path)
+
+    def _recover_folder(self) -> bool:
+        """If the run folder is gone, continue in a new one, with the metrics so far and a checkpoint; else False."""
+        if not self.run.recover_folder():
+            return False
+        self.metrics.move(self.run.folder.path / "metrics.jsonl")
+        self.trackers.close()
+        self.trackers = self._open_trackers()
+        self._save()
+        return True
 
     def _evaluate(self) -> None:
         state = self.run.state
@@ -202,7 +227,8 @@ class Training:
             state.best_eval_loss = loss
         self._record({"step": state.step, self.plan.unit.many: state.tokens, **found})
         shown = {key: value for key, value in found.items() if isinstance(value, float)}
-        log.info("step %d: %s", state.step, ", ".join(f"{key} {value:.4f}" for key, value in shown.items()))
+        if shown:
+            log.info("step %d: %s", state.step, ", ".join(f"{key} {value:.4f}" for key, value in shown.items()))
         for prompt, continuation in found.get("samples", ()):
             log.info("step %d: sample: %s [>] %s", state.step, prompt, continuation)
 

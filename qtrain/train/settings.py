@@ -14,6 +14,9 @@ from qtrain.errors import UserError
 
 Count = Annotated[int, Range(1)]
 CountOrZero = Annotated[int, Range(0)]
+BatchSize = Annotated[int, Range(1, 10**7)]
+MicroBatchSize = Annotated[int, Range(0, 10**7)]
+Workers = Annotated[int, Range(0, 1024)]
 NotNegative = Annotated[float, Range(0, 1e30)]
 
 
@@ -49,16 +52,16 @@ class TrainSettings:
     """Training data as a JSON object, {"type":"TYPE", ...}; --list shows the types and their options."""
     eval_ds: JsonDict = None
     """Validation data, a JSON object like --train_ds; null: no validation loss."""
-    num_workers: CountOrZero = 0
+    num_workers: Workers = 0
     """0: a thread reads and tokenizes the data; N: a separate process does, tokenizing on N threads."""
 
     n_steps: Count = 1000
     """Optimizer steps to train."""
-    batch_size: Count = 4
+    batch_size: BatchSize = 4
     """Sequences per optimizer step."""
-    micro_batch_size: CountOrZero = 0
+    micro_batch_size: MicroBatchSize = 0
     """Sequences per forward pass; 0: batch_size / gradient_accumulation."""
-    gradient_accumulation: CountOrZero = 0
+    gradient_accumulation: MicroBatchSize = 0
     """Forward and backward passes per optimizer step; 0: batch_size / micro_batch_size."""
 
     optim: str = "adamw"
@@ -112,7 +115,7 @@ class LanguageSettings(TrainSettings):
 
     model_impl: Literal["native", "hf"] = "native"
     """Implementation of the model; native: qtrain's decoder; hf: transformers' AutoModelForCausalLM."""
-    seq_len: Annotated[int, Range(2)] = 2048
+    seq_len: Annotated[int, Range(2, 10**7)] = 2048
     """Tokens per sequence."""
     eval_sequences: Count = 128
     """Sequences of --eval_ds per evaluation, the same ones each time."""
@@ -148,15 +151,15 @@ class VisionSettings(TrainSettings):
     augment: JsonDict = None
     """Data augmentation as a JSON object: auto_augment, scale, ratio, hflip, color_jitter, re_prob, mixup, cutmix,
     label_smoothing, ...; null: random crops, flips and changes of color."""
-    num_workers: CountOrZero = 0
+    num_workers: Workers = 0
     """0: threads decode images and the main process augments them; N: N processes decode and augment."""
     n_epochs: CountOrZero = 0
     """Passes over the training images; 0: as many as --n_steps makes, one if that is 0 too."""
     n_steps: CountOrZero = 0
     """Optimizer steps to train; 0: as many as the epochs have."""
-    batch_size: Count = 64
+    batch_size: BatchSize = 64
     """Images per optimizer step."""
-    micro_batch_size: CountOrZero = 0
+    micro_batch_size: MicroBatchSize = 0
     """Images per forward pass; 0: batch_size / gradient_accumulation."""
     lr: NotNegative = 1e-5
     """Peak learning rate; random weights need about a hundred times the default, which suits published ones."""

@@ -1,13 +1,20 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C stop a run after its current step, so that it can save."""
+"""SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C stop a run after its current step, so that it can save.
 
+Such a run exits with 128 + the signal's number, as a shell reports a process that the signal ended: `train && next`
+does not go on without a finished model.
+"""
+
+import contextlib
 import os
 import signal
 import time
 from types import FrameType
 from typing import Any
 
-STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
-"""Those that the platform has: Windows lacks SIGUSR1."""
+STOP_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT") if hasattr(signal, name)
+)
+"""Those that the platform has: Windows lacks SIGHUP and SIGUSR1."""
 SAME_PRESS_SECONDS = 0.5
 
 
@@ -20,8 +27,8 @@ class StopSignals:
                 if stop.requested:
                     save(); break
 
-    Schedulers send SIGUSR1 before a preemption. A second Ctrl-C ends the process at once. To be entered in the main
-    thread; on exit the former handlers are restored.
+    Schedulers send SIGUSR1 before a preemption, a terminal that closes SIGHUP, unless nohup has it ignored. A second
+    Ctrl-C ends the process at once. To be entered in the main thread; on exit the former handlers are restored.
     """
 
     def __init__(self) -> None:
@@ -31,12 +38,20 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
-        self._before = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
+        hang_up = getattr(signal, "SIGHUP", None)
+        for number in STOP_SIGNALS:
+            if number != hang_up or signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    @property
+    def exit_code(self) -> int:
+        """0 without a signal."""
+        return 128 + signal.Signals[self.requested] if self.requested else 0
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
@@ -54,7 +69,8 @@ class StopSignals:
             self.requested = signal.Signals(number).name
             # os.write, as the signal may have interrupted a print that holds the stream's lock.
             text = f"\n{self.requested}: stopping after this step, then saving. Ctrl-C (again) stops at once.\n"
-            os.write(2, text.encode())
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                os.write(2, text.encode())
 
     def _handle_in_child(self, number: int) -> None:
         """A forked data worker inherits this handler: SIGTERM ends it, other signals let the current step finish."""

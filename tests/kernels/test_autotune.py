@@ -1,4 +1,4 @@
-"""Choosing by measurement: chosen once and remembered, forced by the environment, robust against a damaged file."""
+"""Choosing by measurement: timed once and cached, forced by the environment, robust against a damaged file."""
 
 import json
 
@@ -13,7 +13,7 @@ NAMES = ["triton a", "triton b", "cublas"]
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """An empty cache, and nothing asked for by the environment the tests run in."""
+    """An empty cache, and no settings from the environment of the tests."""
     monkeypatch.setenv("QTRAIN_CACHE", str(tmp_path))
     for name in ("QTRAIN_IMPL", "QTRAIN_TUNE"):
         monkeypatch.delenv(name, raising=False)
@@ -24,7 +24,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def timed(monkeypatch, winner: str) -> list[list[str]]:
-    """Have `winner` be the fastest; returns the lists of names that were timed."""
+    """Makes `winner` the fastest; returns the lists of names that were timed."""
     seen: list[list[str]] = []
 
     def fastest(names, run):
@@ -50,14 +50,14 @@ def test_times_once_and_remembers_across_processes(monkeypatch, cache):
     assert choose(2, torch.int8) == "triton b" and len(seen) == 2
 
 
-def test_a_choice_that_is_not_there_any_more_is_made_anew(monkeypatch):
+def test_a_choice_that_is_no_longer_offered_is_timed_again(monkeypatch):
     timed(monkeypatch, "triton b")
     choose(1)
     seen = timed(monkeypatch, "cublas")
     assert choose(1, names=["triton a", "cublas"]) == "cublas" and len(seen) == 1
 
 
-def test_one_more_to_choose_from_is_timed(monkeypatch):
+def test_a_further_name_is_timed(monkeypatch):
     timed(monkeypatch, "triton b")
     choose(1)
     seen = timed(monkeypatch, "triton c")
@@ -66,7 +66,7 @@ def test_one_more_to_choose_from_is_timed(monkeypatch):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'"x"', b"\xff\xfe"])
-def test_a_damaged_file_is_as_none(monkeypatch, cache, content):
+def test_a_damaged_file_is_ignored(monkeypatch, cache, content):
     timed(monkeypatch, "cublas")
     choose(1)
     (file,) = cache.iterdir()
@@ -76,7 +76,7 @@ def test_a_damaged_file_is_as_none(monkeypatch, cache, content):
     assert choose(1) == "triton a" and len(seen) == 1
 
 
-def test_a_cache_that_cannot_be_written_costs_nothing_else(monkeypatch, cache):
+def test_a_cache_that_is_not_writable_is_no_error(monkeypatch, cache):
     (cache / "file").write_text("")
     monkeypatch.setenv("QTRAIN_CACHE", str(cache / "file" / "below"))
     timed(monkeypatch, "cublas")

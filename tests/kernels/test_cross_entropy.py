@@ -1,4 +1,4 @@
-"""Cross-entropy over rows: loss, z-loss and gradient against fp64 autograd; ignored rows; outliers; bad values."""
+"""Cross-entropy over rows: loss, z-loss and gradient against fp64 autograd; ignored rows; non-finite values."""
 
 import pytest
 import torch
@@ -35,11 +35,11 @@ def check(function, device, dtype):
         assert (kept[labels == -100] == 0).all()
 
 
-def check_bad_values(function, device):
+def check_nonfinite(function, device):
     """A NaN or +Inf logit makes its own row's loss and gradient non-finite, and no other's."""
-    for bad in (float("nan"), float("inf")):
+    for nonfinite in (float("nan"), float("inf")):
         logits = torch.randn(3, 70).to(device)
-        logits[1, 40] = bad
+        logits[1, 40] = nonfinite
         out = function(logits, torch.tensor([1, 2, 3]).to(device), 0.0, True)
         assert not out[:, 1].isfinite().any() and out[:, [0, 2]].isfinite().all()
         assert logits[1].isnan().any() and logits[[0, 2]].isfinite().all()
@@ -48,21 +48,21 @@ def check_bad_values(function, device):
 def test_reference():
     for dtype in (torch.float32, torch.bfloat16):
         check(cross_entropy_ref, "cpu", dtype)
-    check_bad_values(cross_entropy_ref, "cpu")
+    check_nonfinite(cross_entropy_ref, "cpu")
     assert cross_entropy_ref(torch.zeros(0, 9), torch.zeros(0, dtype=torch.int64), 0.0, True).shape == (2, 0)
 
 
 @pytest.mark.interpreter
 def test_kernel_in_the_interpreter():
     check(launch_cross_entropy, "cpu", torch.float32)
-    check_bad_values(launch_cross_entropy, "cpu")
+    check_nonfinite(launch_cross_entropy, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernel(dtype):
     check(launch_cross_entropy, "cuda", dtype)
-    check_bad_values(launch_cross_entropy, "cuda")
+    check_nonfinite(launch_cross_entropy, "cuda")
 
 
 def test_operator():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -120,7 +121,7 @@ def test_an_adapter_goes_on_from_its_folder_with_its_own_settings(folder, tmp_pa
         for tensor in adapter_tensors(model).values():
             tensor.normal_()
     save_adapter(model, lora, "x", tmp_path / "adapter")
-    again = as_lora({"adapter": str(tmp_path / "adapter"), "r": 7})
+    again = as_lora({"adapter": str(tmp_path / "adapter"), "r": lora.r, "targets": ["q_proj", "o_proj"]})
     assert again == dataclasses.replace(lora, targets=("o_proj", "q_proj"), adapter=again.adapter)
     other = adapted(folder, again)
     load_adapter(other, again.adapter)
@@ -130,6 +131,28 @@ def test_an_adapter_goes_on_from_its_folder_with_its_own_settings(folder, tmp_pa
     add_lora(wider, again, seed=0)
     with pytest.raises(UserError, match=r"is an adapter of another model: .* has the shape"):
         load_adapter(wider, again.adapter)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "saved"),
+    [
+        ("r", 4, "16"),
+        ("alpha", 1, "16.0"),
+        ("rslora", True, "False"),
+        ("dora", True, "False"),
+        ("targets", ["q_proj"], "['o_proj', 'q_proj']"),
+    ],
+)
+def test_an_option_that_contradicts_the_adapter_is_refused(folder, tmp_path, key, value, saved):
+    """What would be trained and what config.json records must be the same."""
+    lora = Lora(targets=("q_proj", "o_proj"))
+    save_adapter(adapted(folder, lora), lora, "x", tmp_path)
+    given = {"adapter": str(tmp_path), key: value}
+    with pytest.raises(
+        UserError, match=rf"--lora\.{key}: .* contradicts the adapter .*, which has {re.escape(saved)}\."
+    ):
+        as_lora(given)
+    assert as_lora({**given, key: getattr(lora, key)}).r == 16
 
 
 @pytest.mark.parametrize("dora", [False, True])

@@ -120,14 +120,20 @@ def test_a_tensor_that_is_cut_is_updated_as_the_whole(kind, device, monkeypatch)
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize(("kind", "bucket"), [("bf16", 4_000), ("int4", 2_000)])
+@pytest.mark.parametrize(("kind", "bucket"), [("bf16", 4_000), pytest.param("int4", 2_000, marks=pytest.mark.sweep)])
 def test_the_kernel_updates_slices_as_the_whole(kind, bucket, monkeypatch):
     monkeypatch.setattr(offload, "BUCKET_BYTES", bucket)
     compare(KINDS[kind], "cpu", True, [(40, 33), (5, 3), (18, 256)], cut=[0, 2], steps=2)
 
 
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.interpreter), ANYWHERE[1]])
-@pytest.mark.parametrize("stored", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("stored", "device"),
+    [
+        pytest.param("int4", "cpu", marks=pytest.mark.interpreter),
+        pytest.param("int8", "cpu", marks=[pytest.mark.interpreter, pytest.mark.sweep]),
+        *(pytest.param(stored, "cuda", marks=pytest.mark.gpu) for stored in ("int8", "int4")),
+    ],
+)
 def test_a_stored_weight_is_cut_where_the_kernel_runs(stored, device, monkeypatch):
     monkeypatch.setattr(offload, "BUCKET_BYTES", 5_000)
     compare({**KINDS["int8"], "stored": stored}, device, True, [(18, 200), (5, 40), (18, 256)], cut=[0, 2], steps=2)

@@ -82,7 +82,12 @@ def test_another_of_the_family_goes_on_and_says_what_it_converted(first, then, c
     capsys.readouterr()
     resumed.restore()
     out = capsys.readouterr().out
-    assert out.count("\n") == 1 and "--resume: optimizer states converted: exp_avg " in out and " -> " in out
+    assert (
+        out.count("\n") == 2
+        and "resumed at step 12" in out
+        and "--resume: optimizer states converted: exp_avg " in out
+        and " -> " in out
+    )
     assert train(resumed, 16) == pytest.approx(expected, rel=0.02)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from qtrain.data.files import text_files
 from qtrain.data.text.documents import DocumentOrder, Documents
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.loop import Training
+from qtrain.train.state.checkpoint import resolve_resume
 from tests.data.corpora import functions, write_jsonl
 from tests.system import call, flags, losses, only_run, write_model
 
@@ -114,7 +116,7 @@ def test_a_stopped_and_resumed_run_ends_the_same(method, at_step, evaluated):
     with pytest.MonkeyPatch.context() as patch:
         interrupt(patch, method, at_step)
         done = call(llm_pretrain.main, argv(**settings, ckpt_interval=2 if method == "_save" else 0))
-    assert done.code == 0, done.err
+    assert done.code == 128 + signal.SIGTERM, done.err
     assert steps() == ([*range(1, at_step + 1)], evaluated, [at_step])
     assert f"stopped at step {at_step}; resume with:" in done.out
     resumed = call(llm_pretrain.main, resume_arguments(done.out))
@@ -166,7 +168,7 @@ def test_a_signal_in_the_last_step_changes_nothing(monkeypatch):
 def test_without_checkpoints_a_stopped_run_says_that_nothing_is_saved(monkeypatch):
     interrupt(monkeypatch, "_step", 2, signal.SIGUSR1)
     done = call(llm_pretrain.main, argv(keep_ckpts=0))
-    assert done.code == 0 and "stopped at step 2; nothing is saved (--keep_ckpts 0)" in done.out
+    assert done.code == 128 + signal.SIGUSR1 and "stopped at step 2; nothing is saved (--keep_ckpts 0)" in done.out
     assert "resume with" not in done.out
 
 
@@ -182,6 +184,60 @@ def test_more_steps_than_planned_may_be_added():
     assert call(llm_pretrain.main, argv()).code == 0
     assert call(llm_pretrain.main, argv(resume="auto", n_steps=9)).code == 0
     assert steps() == ([*range(1, 10)], [0, 3, 6, 7, 9], [7, 9])
+
+
+@pytest.mark.parametrize("what", ["folder", "all runs", "moved"])
+@pytest.mark.parametrize("method", ["_step", "_evaluate", "_save"])
+def test_a_run_folder_that_disappears_is_replaced_by_one_beside_it(monkeypatch, method, what):
+    """After step 6, where an evaluation and a checkpoint are due; nothing of the run is lost, and a line says so."""
+    assert call(llm_pretrain.main, argv(runs_dir="whole")).code == 0
+    original, gone = getattr(Training, method), []
+
+    def disappears(self, *args):
+        original(self, *args)
+        if self.run.state.step == 6 and not gone:
+            gone.append(self.run.folder.path)
+            path = self.run.folder.path if what != "all runs" else Path("runs")
+            path.rename("elsewhere") if what == "moved" else shutil.rmtree(path)
+
+    monkeypatch.setattr(Training, method, disappears)
+    done = call(llm_pretrain.main, argv(export=True, ckpt_interval=6, keep_ckpts=2))
+    assert done.code == 0, done.err
+    run = only_run(Path("runs"))
+    assert run.name == f"{gone[0].name}-recovered"
+    assert f"warning: the run folder {gone[0]} is gone; this run continues in {run}\n" in done.out
+    assert losses(run) == losses(only_run(Path("whole")))
+    assert {"config.json", "train.log", "report.html", "hf"} <= {path.name for path in run.iterdir()}
+    assert "00000007" in [path.name for path in (run / "checkpoints").iterdir()]
+    assert resolve_resume("auto", Path("runs/llm_pretrain"), "run") == run / "checkpoints/00000007"
+    monkeypatch.undo()
+
+
+def test_a_run_folder_that_disappears_while_a_signal_stops_the_run_is_saved_too(monkeypatch):
+    def disappears(self, *args, original=Training._step):
+        original(self, *args)
+        if self.run.state.step == 4:
+            shutil.rmtree("runs")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Training, "_step", disappears)
+    done = call(llm_pretrain.main, argv())
+    assert done.code == 128 + signal.SIGTERM
+    run = only_run(Path("runs"))
+    assert run.name.endswith("-recovered") and steps() == ([1, 2, 3, 4], [0, 3], [4])
+    assert f"--resume {run}" in done.out
+
+
+def test_a_run_that_can_save_nowhere_says_so(monkeypatch):
+    def disappears(self, *args, original=Training._step):
+        original(self, *args)
+        if self.run.state.step == 2:
+            shutil.rmtree("runs")
+            Path("runs").touch()
+
+    monkeypatch.setattr(Training, "_step", disappears)
+    done = call(llm_pretrain.main, argv())
+    assert done.code == 1 and "is gone, and no other can be made beside it: Not a directory" in done.err
 
 
 def test_an_error_leaves_the_log_complete():

@@ -36,7 +36,7 @@ def start(slow: float) -> subprocess.Popen:
     return process
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"])
 def test_the_step_is_finished_and_the_state_saved(name):
     process = start(slow=0)
     process.send_signal(signal.Signals[name])
@@ -90,3 +90,30 @@ def test_the_former_handlers_are_restored():
         assert stop.requested == "SIGUSR1"
         assert signal.getsignal(signal.SIGTERM) != before[signal.SIGTERM]
     assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_a_hang_up_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.requested is None and stop.exit_code == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
+def test_the_exit_code_is_that_of_a_shell(name, code):
+    with StopSignals() as stop:
+        os.kill(os.getpid(), signal.Signals[name])
+    assert stop.exit_code == code
+
+
+def test_a_platform_without_these_signals_can_import_it(monkeypatch):
+    """Windows has neither SIGHUP nor SIGUSR1."""
+    lacks = (
+        "import signal; del signal.SIGUSR1, signal.SIGHUP; from qtrain.train.signals import STOP_SIGNALS, StopSignals"
+    )
+    run = f"{lacks}\nwith StopSignals(): print(*(s.name for s in STOP_SIGNALS))"
+    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True)
+    assert done.stdout.split() == ["SIGTERM", "SIGINT"], done.stderr

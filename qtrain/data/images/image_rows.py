@@ -36,7 +36,7 @@ class _Rows(Images):
         values = values.to_numpy()
         if np.issubdtype(values.dtype, np.integer):
             self.labels = values.astype(np.int64)
-            self.classes = class_names(self.labels, getattr(feature, "names", None))
+            self.classes = class_names(self.labels, getattr(feature, "names", None), flag)
         elif all(isinstance(value, str) for value in values):
             self.classes = tuple(sorted(set(values)))
             self.labels = np.searchsorted(np.array(self.classes), values.astype(str)).astype(np.int64)

@@ -27,7 +27,7 @@ class _Tars(Images):
     """places: int64 [images, 3]: index of the tar file, offset, size in bytes."""
 
     def __init__(self, files: list[Path], places: np.ndarray, labels: np.ndarray, names: list[str] | None, flag: str):
-        self.classes, self.labels = class_names(labels, names), labels
+        self.classes, self.labels = class_names(labels, names, flag), labels
         self._files, self._places, self._flag = files, places, flag
 
     def name(self, index: int) -> str:

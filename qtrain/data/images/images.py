@@ -92,8 +92,13 @@ def decode(source: bytes | Path, name: str, flag: str) -> Image.Image:
         raise UserError(f"{flag}: {name} cannot be read as an image{reason}.") from None
 
 
-def class_names(labels: np.ndarray, names: list[str] | None = None) -> tuple[str, ...]:
-    """`names`, or the numbers as text where a set has no names."""
+MAX_CLASSES = 1_000_000
+
+
+def class_names(labels: np.ndarray, names: list[str] | None, flag: str) -> tuple[str, ...]:
+    """`names`, or the numbers as text where a set has no names. UserError for a number that can be no class."""
     if names:
         return tuple(names)
+    if len(labels) and labels.max() >= MAX_CLASSES:
+        raise UserError(f"{flag}: the label {int(labels.max())} would be one of more than {MAX_CLASSES:,} classes.")
     return tuple(str(label) for label in range(int(labels.max()) + 1 if len(labels) else 0))

@@ -1,29 +1,30 @@
-"""Matrix product of 8-bit codes with a scale a block: each block of K is scaled on its own.
+"""GEMM of 8-bit codes with blockwise scales: each block of K is scaled on its own.
 
-A [M, K] and B [N, K] are INT8 or FP8 codes. A block is 1x128 (128 neighbours of a row), 128x128 or 32x32; scales are
+A [M, K] and B [N, K] are INT8 or FP8 codes. A block is 1x128 (128 neighbors of a row), 128x128 or 32x32; scales are
 fp32 [rows / block rows, K / block columns], any strides. DeepSeek-V3 multiplies 1x128 activations with 128x128 weights,
 and for the weight's gradient 1x128 with 1x128 (arXiv:2412.19437); Jetfire has 32x32 INT8 blocks (arXiv:2403.12422).
 
 A block's partial product comes from the tensor cores with a fresh accumulator and is added, times both scales, to an
-fp32 total: FP8's short accumulator never sums more than a block. What that costs is registers, one set for the total
-and one for the part; so tiles are small and two programs share a multiprocessor: one multiplies while the other
-adds. cuBLAS is faster where it has the mixture (e4m3, 1x128 with 1x128 or 128x128), so there the dispatch takes it.
+fp32 total: FP8's short accumulator never sums more than a block. The cost is registers, one set for the total and one
+for the partial product; so tiles are small and two CTAs share an SM: one multiplies while the other adds. cuBLAS is
+faster where it has the combination (e4m3, 1x128 with 1x128 or 128x128), and the dispatch takes it there.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qtrain.hardware import has_fp8, sm_count
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.gemm.tiling import sm_count, tile_of
+from qtrain.kernels.gemm.tiling import tile_of
 from qtrain.kernels.gemm.transpose import k_major
+from qtrain.kernels.numerics.formats import GRANULARITIES
 
-Block = Literal["1x128", "128x128", "32x32"]
-BLOCKS: dict[str, tuple[int, int]] = {"1x128": (1, 128), "128x128": (128, 128), "32x32": (32, 32)}
+BLOCKS: dict[str, tuple[int, int]] = {name: GRANULARITIES[name] for name in ("1x128", "128x128", "32x32")}
+"""Rows and K of the blocks that share a scale."""
 
 
 # ---- definition ------------------------------------------------------------------------------------------------------
@@ -45,11 +46,11 @@ def blockwise_mm_ref(
 
 
 def _values(codes: Tensor, scale: Tensor, block: str) -> Tensor:
-    """codes * scale in fp32, each scale spread over its block."""
+    """codes * scale in fp32."""
     rows, columns = BLOCKS[block]
-    spread = scale.repeat_interleave(rows, 0) if rows > 1 else scale
-    spread = spread.repeat_interleave(columns, 1)
-    return codes.float() * spread[: codes.shape[0], : codes.shape[1]]
+    expanded = scale.repeat_interleave(rows, 0) if rows > 1 else scale
+    expanded = expanded.repeat_interleave(columns, 1)
+    return codes.float() * expanded[: codes.shape[0], : codes.shape[1]]
 
 
 # ---- kernel ----------------------------------------------------------------------------------------------------------
@@ -57,11 +58,10 @@ def _values(codes: Tensor, scale: Tensor, block: str) -> Tensor:
 
 @dataclass(frozen=True)
 class BlockwiseTiling:
-    """A tile is block_m rows by `parts` times block_n columns; a step along K is the scales' own block."""
+    """A configuration of the kernel; a step along K is a block of the scales."""
 
     block_m: int
     block_n: int
-    parts: int
     warps: int
     stages: int
     per_sm: int = 1
@@ -69,21 +69,21 @@ class BlockwiseTiling:
 
     @property
     def name(self) -> str:
-        many = f" x{self.per_sm}" if self.per_sm > 1 else ""
-        return f"triton {self.block_m}x{self.parts}x{self.block_n} w{self.warps} s{self.stages} g{self.group_m}{many}"
+        two = f" x{self.per_sm}" if self.per_sm > 1 else ""
+        return f"triton {self.block_m}x{self.block_n} w{self.warps} s{self.stages} g{self.group_m}{two}"
 
 
 @triton.jit
-def _to_float(part, INT8: tl.constexpr):
-    if INT8:  # |part| <= 127 * 127 * 128 < 2**22: its bits added to those of 1.5 * 2**23 are the number, shifted
-        return (part + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+def _to_float(partial, INT8: tl.constexpr):
+    if INT8:  # |partial| <= 127 * 127 * 128 < 2**22: added to the bits of 1.5 * 2**23, cheaper than a conversion
+        return (partial + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
     else:
-        return part
+        return partial
 
 
 @triton.jit
 def _scale_b(ptr, first, n, stride, BLOCK_N: tl.constexpr, ROWS_B: tl.constexpr):
-    """Scales of BLOCK_N rows of B at one step of K: [1] where they share one, else [BLOCK_N]."""
+    """Scales of BLOCK_N rows of B at one step of K: [1] if they share one, otherwise [BLOCK_N]."""
     if ROWS_B % BLOCK_N == 0:
         index = first + tl.arange(0, 1)
     else:
@@ -99,40 +99,29 @@ def _blockwise_mm_kernel(
     a_desc, b_desc, c_desc, scale_a_ptr, scale_b_ptr, bias_ptr, m, n, k,
     a_row_stride, a_k_stride, b_row_stride, b_k_stride,
     PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, INT8: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     ACCUMULATOR: tl.constexpr = tl.int32 if INT8 else tl.float32
-    tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, PARTS * BLOCK_N)
+    tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     steps = tl.cdiv(k, BLOCK_K)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
         tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
-        row, column = tile_m * BLOCK_M, tile_n * PARTS * BLOCK_N
+        row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         rows = row + tl.arange(0, BLOCK_M)
         scale_a_row = scale_a_ptr + rows // ROWS_A * a_row_stride
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        total_2 = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(0, steps):
             scale_a = tl.load(scale_a_row + step * a_k_stride, rows < m, 0.0)
             scale_b = _scale_b(scale_b_ptr + step * b_k_stride, column, n, b_row_stride, BLOCK_N, ROWS_B)
             a = a_desc.load([row, step * BLOCK_K])
             b = b_desc.load([column, step * BLOCK_K])
-            part = _to_float(tl.dot(a, b.T, out_dtype=ACCUMULATOR), INT8)
-            total += part * (scale_a[:, None] * scale_b[None, :])
-            if PARTS == 2:
-                scale_b = _scale_b(scale_b_ptr + step * b_k_stride, column + BLOCK_N, n, b_row_stride, BLOCK_N, ROWS_B)
-                b = b_desc.load([column + BLOCK_N, step * BLOCK_K])
-                part = _to_float(tl.dot(a, b.T, out_dtype=ACCUMULATOR), INT8)
-                total_2 += part * (scale_a[:, None] * scale_b[None, :])
+            partial = _to_float(tl.dot(a, b.T, out_dtype=ACCUMULATOR), INT8)
+            total += partial * (scale_a[:, None] * scale_b[None, :])
         columns = column + tl.arange(0, BLOCK_N)
-        if BIAS:
+        if bias_ptr is not None:
             total += tl.load(bias_ptr + columns, columns < n, 0.0).to(tl.float32)[None, :]
         c_desc.store([row, column], total.to(c_desc.dtype))
-        if PARTS == 2:
-            if BIAS:
-                columns += BLOCK_N
-                total_2 += tl.load(bias_ptr + columns, columns < n, 0.0).to(tl.float32)[None, :]
-            c_desc.store([row, column + BLOCK_N], total_2.to(c_desc.dtype))
 
 
 def launch_blockwise_mm(
@@ -152,15 +141,15 @@ def launch_blockwise_mm(
     (m, k), n = a.shape, b.shape[0]
     t = tiling
     (rows_a, block_k), (rows_b, _) = BLOCKS[block_a], BLOCKS[block_b]
-    tiles = triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n * t.parts)
+    tiles = triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n)
     programs = min(t.per_sm * sm_count(a.device), tiles)
     _blockwise_mm_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [t.block_m, block_k]),
         TensorDescriptor.from_tensor(b, [t.block_n, block_k]),
         TensorDescriptor.from_tensor(out, [t.block_m, t.block_n]),
         scale_a, scale_b, bias, m, n, k, *scale_a.stride(), *scale_b.stride(),
-        programs, t.group_m, t.block_m, t.block_n, t.parts, block_k,
-        rows_a, rows_b, a.dtype == torch.int8, bias is not None,
+        programs, t.group_m, t.block_m, t.block_n, block_k,
+        rows_a, rows_b, a.dtype == torch.int8,
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return out
@@ -169,9 +158,9 @@ def launch_blockwise_mm(
 # ---- dispatch --------------------------------------------------------------------------------------------------------
 
 _TILINGS = [
-    BlockwiseTiling(128, 64, 1, 4, 3, 2),
-    BlockwiseTiling(64, 128, 1, 4, 3, 2),
-    BlockwiseTiling(128, 128, 1, 8, 3),
+    BlockwiseTiling(128, 64, 4, 3, 2),
+    BlockwiseTiling(64, 128, 4, 3, 2),
+    BlockwiseTiling(128, 128, 8, 3),
 ]
 TILINGS = {tiling.name: tiling for tiling in _TILINGS}
 
@@ -179,7 +168,8 @@ TILINGS = {tiling.name: tiling for tiling in _TILINGS}
 def blockwise_mm_names(a: Tensor, b: Tensor, block_a: str, block_b: str, out_dtype: torch.dtype) -> list[str]:
     """The implementations that can take these operands, K-major on a GPU, the best in general first."""
     k, n = a.shape[1], b.shape[0]
-    if k % 16 or n * out_dtype.itemsize % 16:  # what TMA descriptors ask of strides
+    aligned = k % 16 == 0 and n * out_dtype.itemsize % 16 == 0  # TMA descriptors take strides in multiples of 16 bytes
+    if not aligned or (a.dtype != torch.int8 and a.is_cuda and not has_fp8(a.device)):
         return []
     names = list(TILINGS)
     if a.dtype == b.dtype == torch.float8_e4m3fn and out_dtype == torch.bfloat16 and block_a == "1x128":
@@ -190,30 +180,30 @@ def blockwise_mm_names(a: Tensor, b: Tensor, block_a: str, block_b: str, out_dty
 def _blockwise_mm_cublas(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, block_b: str, out_dtype: torch.dtype, bias: Tensor | None
 ) -> Tensor:
-    """cuBLAS reads the scales of 1x128 blocks with the rows next to each other, and of 128x128 ones with K padded."""
+    """cuBLAS reads the scales of 1x128 blocks column-major, and those of 128x128 blocks with K / 128 padded to 4."""
     from torch.nn.functional import ScalingType, scaled_mm
 
     recipe_b = ScalingType.BlockWise128x128 if block_b == "128x128" else ScalingType.BlockWise1x128
     if block_b == "128x128":
-        scale_b = _filled_to_4(scale_b).t()
+        scale_b = _padded_to_4(scale_b).t()
     else:
-        scale_b = _rows_together(scale_b)
-    scale_a = _rows_together(scale_a)
+        scale_b = _column_major(scale_b)
+    scale_a = _column_major(scale_a)
     return scaled_mm(
         a, b.t(), scale_a, ScalingType.BlockWise1x128, scale_b, recipe_b, bias=bias, output_dtype=out_dtype
     )
 
 
-def _filled_to_4(scale: Tensor) -> Tensor:
-    """[rows, blocks] with blocks in a multiple of 4; quantizers leave the room, and nothing is copied."""
+def _padded_to_4(scale: Tensor) -> Tensor:
+    """[rows, blocks] with blocks padded to a multiple of 4; scales of our quantizers are, and are not copied."""
     (rows, blocks), width = scale.shape, -(-scale.shape[1] // 4) * 4
     if scale.stride() == (width, 1):
         return scale.as_strided((rows, width), (width, 1))
     return F.pad(scale, (0, width - blocks))
 
 
-def _rows_together(scale: Tensor) -> Tensor:
-    """[rows, blocks] with the rows of a block next to each other; quantizers write it so, and nothing is copied."""
+def _column_major(scale: Tensor) -> Tensor:
+    """[rows, blocks] in column-major order; scales of our quantizers are, and are not copied."""
     return scale if scale.stride() == (1, scale.shape[0]) else scale.t().contiguous().t()
 
 
@@ -247,7 +237,7 @@ def blockwise_mm(
 ) -> Tensor:
     """A [M, K] · B [N, K]ᵀ, each block of each operand times its scale, + bias -> [M, N] in out_dtype.
 
-    block_a, block_b: "1x128" or "128x128" in any mixture, or both "32x32".
+    block_a, block_b: "1x128" or "128x128" in any combination, or both "32x32".
     """
     if BLOCKS[block_a][1] != BLOCKS[block_b][1]:
         raise ValueError(f"blocks {block_a} and {block_b} cut K differently")

@@ -1,9 +1,9 @@
-"""FP16 matrix product with FP16 accumulation: out = A · Bᵀ, the running sum itself kept in 16 bits.
+"""FP16 GEMM with FP16 accumulation: out = A · Bᵀ, the accumulator itself in 16 bits.
 
-What is gained: on consumer GPUs (Ada, Ampere) tensor cores add in FP16 at twice the rate of FP32; on Hopper the rate is
-the same, and only registers are saved. What is traded: every addition to the sum rounds to 11 bits, so the error grows
-with K where FP32 accumulation rounds once, and a sum beyond 65,504 is Inf. Fit for inference-like products of small
-numbers, and as a row of a benchmark; not for gradients.
+What is gained: the tensor cores of consumer GPUs (Ada, Ampere) accumulate in FP16 at twice the rate of FP32; on Hopper
+the rate is the same, and only registers are saved. What is traded: every addition rounds to 11 bits, so the error grows
+with K where FP32 accumulation rounds once, and a sum above 65,504 is Inf. For inference-like products of small numbers,
+and as a row of a benchmark; not for gradients.
 """
 
 import torch
@@ -18,11 +18,11 @@ STEP_K = 16
 
 
 def fp16_mm_ref(a: Tensor, b: Tensor) -> Tensor:
-    """A [M, K] fp16 · B [N, K]ᵀ fp16 -> fp16 [M, N]; 16 products at a time, then the sum is rounded."""
+    """A [M, K] fp16 · B [N, K]ᵀ fp16 -> fp16 [M, N]; the sum is rounded after every 16 products."""
     total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float16, device=a.device)
     for start in range(0, a.shape[1], STEP_K):
-        part = a[:, start : start + STEP_K].float() @ b[:, start : start + STEP_K].float().t()
-        total = (total.float() + part).half()
+        step = a[:, start : start + STEP_K].float() @ b[:, start : start + STEP_K].float().t()
+        total = (total.float() + step).half()
     return total
 
 
@@ -31,7 +31,7 @@ def launch_fp16_mm(a: Tensor, b: Tensor, tiling: Tiling) -> Tensor:
     return launch_persistent_mm(a, b, a.new_empty(a.shape[0], b.shape[0]), tiling)
 
 
-# 16-bit sums take half the registers: two warpgroups hold a tile of 256 x 256 as easily as fp32 one of 128 x 256.
+# 16-bit accumulators take half the registers: two warpgroups hold a tile of 256 x 256 like an fp32 one of 128 x 256.
 TILINGS = {
     t.name: t
     for t in (
@@ -47,7 +47,7 @@ TILINGS = {
 def fp16_mm(a: Tensor, b: Tensor) -> Tensor:
     """A [M, K] fp16 · B [N, K]ᵀ fp16 -> fp16 [M, N], accumulated in FP16. See the top of the file."""
     (m, k), n = a.shape, b.shape[0]
-    aligned = k % 8 == 0 and n % 8 == 0  # what TMA descriptors ask of strides
+    aligned = k % 8 == 0 and n % 8 == 0  # TMA descriptors take strides in multiples of 16 bytes
     if not (a.is_cuda and m and n and k and aligned) or forced() in ("ref", "cublas"):
         return fp16_mm_ref(a, b)
     a, b = a.contiguous(), b.contiguous()

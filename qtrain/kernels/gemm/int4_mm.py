@@ -1,13 +1,13 @@
-"""Packed INT4 matrix products through the INT8 tensor cores: out = A · Bᵀ, codes -8..7, two a byte along K.
+"""GEMM of packed INT4 codes through the INT8 tensor cores: out = A · Bᵀ, codes -8..7, two per byte along K.
 
 Hopper has no INT4 tensor cores, so nibbles become bytes first. The order of K is free as long as both operands agree:
 low nibbles multiply low nibbles, high ones high ones, and nothing is interleaved. Nor is a sign extended: a nibble in
-the upper half of a byte is 16 times its code, so a mask and a shift serve a register of four bytes, and the sum, 256
+the high half of a byte is 16 times its code, so a mask and a shift unpack a register of four bytes, and the sum, 256
 times too large, is shifted back at the end. That is exact while 256 * 64 * K < 2**31.
 
-Two ways, picked by measurement (`tuning.choose`): the fused kernel unpacks tiles in registers inside the product, which
-reads half the bytes; `spread` writes both operands out as int8, the low nibbles of a row first, then its high ones, and
-runs the INT8 product, which keeps the tensor cores busier. What is gained over INT8 is memory, not arithmetic.
+Two implementations, chosen by measurement (`autotune.choose`): the fused kernel unpacks tiles in registers, and loads
+half the bytes; `unpack` writes both operands as int8, the low nibbles of a row first, then its high ones, and runs the
+INT8 GEMM, which keeps the tensor cores busier. The gain over INT8 is memory, not arithmetic.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from qtrain.hardware import has_ptx, sm_count
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.gemm.int8_mm import int8_mm, int8_mm_ref
 from qtrain.kernels.gemm.scaled_mm import scaled_mm, scaled_mm_ref
-from qtrain.kernels.gemm.tiling import Tiling, scale_tile, sm_count, store_columns, tile_of
+from qtrain.kernels.gemm.tiling import Tiling, scale_tile, store_tile, tile_of
 from qtrain.kernels.numerics.packing import unpack_int4
 
 LONGEST_FUSED_K = (2**31 - 1) // (256 * 64)
@@ -28,10 +29,10 @@ LONGEST_FUSED_K = (2**31 - 1) // (256 * 64)
 # ---- definitions -----------------------------------------------------------------------------------------------------
 
 
-def spread_int4_ref(packed: Tensor) -> Tensor:
+def unpack_halves_ref(packed: Tensor) -> Tensor:
     """packed uint8 [R, C], low nibble first -> int8 [R, 2C]: the codes of the low nibbles, then of the high ones."""
     bits = packed.view(torch.int8)
-    return torch.cat([(bits << 4) >> 4, bits >> 4], dim=1)  # int8 shifts to the right keep the sign
+    return torch.cat([(bits << 4) >> 4, bits >> 4], dim=1)  # arithmetic shifts extend the sign
 
 
 def int4_mm_ref(a: Tensor, b: Tensor, k: int) -> Tensor:
@@ -57,7 +58,7 @@ def _check(a: Tensor, b: Tensor, k: int) -> None:
 
 
 @triton.jit
-def _spread_kernel(packed_ptr, out_ptr, width, BLOCK: tl.constexpr):
+def _unpack_halves_kernel(packed_ptr, out_ptr, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -68,15 +69,15 @@ def _spread_kernel(packed_ptr, out_ptr, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _times_16(packed, FOUR_AT_ONCE: tl.constexpr):
-    """packed uint8 -> 16 times its low codes, 16 times its high codes, int8. Shifts of bytes are no instructions of
-    the GPU: written out, they take 32-bit registers of four bytes each."""
-    if FOUR_AT_ONCE:
+def _times_16(packed, PTX: tl.constexpr):
+    """packed uint8 -> 16 times its low codes, 16 times its high codes, int8. PTX shifts four bytes at once in a 32-bit
+    register; the GPU has no byte shifts."""
+    if PTX:
         low, high = tl.inline_asm_elementwise(
             "{ and.b32 $1, $2, 0xf0f0f0f0; shl.b32 $0, $2, 4; and.b32 $0, $0, 0xf0f0f0f0; }",
             "=&r,=&r,r", [packed], dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
         )  # fmt: skip
-    else:  # the interpreter runs no assembly
+    else:
         low = (packed << 4).to(tl.int8, bitcast=True)
         high = (packed & 0xF0).to(tl.int8, bitcast=True)
     return low, high
@@ -86,33 +87,34 @@ def _times_16(packed, FOUR_AT_ONCE: tl.constexpr):
 def _int4_mm_kernel(
     a_desc, b_desc, c_desc, scale_a_ptr, scale_b_ptr, m, n, width,
     PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PIECES: tl.constexpr,
-    SCALED: tl.constexpr, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, FOUR_AT_ONCE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUBTILES: tl.constexpr,
+    ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
+    """width: K in packed bytes. scale_a_ptr None: stores the int32 sums."""
     tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
         tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
         for start in range(0, width, BLOCK_K):
-            a_low, a_high = _times_16(a_desc.load([row, start]), FOUR_AT_ONCE)
-            b_low, b_high = _times_16(b_desc.load([column, start]), FOUR_AT_ONCE)
+            a_low, a_high = _times_16(a_desc.load([row, start]), PTX)
+            b_low, b_high = _times_16(b_desc.load([column, start]), PTX)
             total = tl.dot(a_low, b_low.T, total, out_dtype=tl.int32)
             total = tl.dot(a_high, b_high.T, total, out_dtype=tl.int32)
         total = total >> 8
-        if SCALED:
-            out = scale_tile(total, row, column, scale_a_ptr, scale_b_ptr, None, m, n, ROWS_A, ROWS_B, False)
-            store_columns(c_desc, out, row, column, PIECES, False)
+        if scale_a_ptr is not None:
+            out = scale_tile(total, row, column, scale_a_ptr, scale_b_ptr, None, m, n, ROWS_A, ROWS_B)
+            store_tile(c_desc, out, row, column, SUBTILES)
         else:
-            store_columns(c_desc, total, row, column, PIECES, False)
+            store_tile(c_desc, total, row, column, SUBTILES)
 
 
-def launch_spread_int4(packed: Tensor) -> Tensor:
-    """The kernel for `spread_int4_ref`; packed contiguous."""
+def launch_unpack_halves(packed: Tensor) -> Tensor:
+    """The kernel for `unpack_halves_ref`; packed contiguous."""
     (rows, width), block = packed.shape, 4096
     out = torch.empty(rows, 2 * width, dtype=torch.int8, device=packed.device)
     if packed.numel():
-        _spread_kernel[(rows, triton.cdiv(width, block))](packed, out, width, block)
+        _unpack_halves_kernel[(rows, triton.cdiv(width, block))](packed, out, width, block)
     return out
 
 
@@ -127,9 +129,9 @@ def launch_int4_mm(
 
     (m, width), n, t = a.shape, b.shape[0], tiling
     out = torch.empty(m, n, dtype=out_dtype, device=a.device)
-    # Where two programs fit on a multiprocessor, one unpacks while the other multiplies.
-    residents = 2 if t.warps == 4 else 1
-    programs = min(residents * sm_count(a.device), triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n))
+    # Where two CTAs fit on an SM, one unpacks while the other multiplies.
+    per_sm = 2 if t.warps == 4 else 1
+    programs = min(per_sm * sm_count(a.device), triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n))
     scale_a, scale_b = (None, None) if scales is None else scales
     rows_a, rows_b = (scale is not None and scale.numel() > 1 for scale in (scale_a, scale_b))
     _int4_mm_kernel[(programs,)](
@@ -137,14 +139,14 @@ def launch_int4_mm(
         TensorDescriptor.from_tensor(b, [t.block_n, t.block_k]),
         TensorDescriptor.from_tensor(out, [t.block_m, t.block_n // t.subtiles]),
         scale_a, scale_b, m, n, width, programs, t.group_m, t.block_m, t.block_n, t.block_k, t.subtiles,
-        scales is not None, rows_a, rows_b, a.is_cuda, num_warps=t.warps, num_stages=t.stages,
+        rows_a, rows_b, has_ptx(a.device), num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return out
 
 
 # ---- dispatch --------------------------------------------------------------------------------------------------------
 
-# BLOCK_K counts packed bytes. An operand's unpacked tile lies in shared memory beside the packed one.
+# BLOCK_K counts packed bytes. An operand's unpacked tile is in shared memory beside the packed one.
 FUSED = {
     t.name: t
     for t in (
@@ -158,9 +160,9 @@ FUSED = {
 
 
 def _names(a: Tensor, b: Tensor, k: int, out_dtype: torch.dtype) -> list[str]:
-    """The ways to take these operands, the best in general first."""
-    aligned = a.shape[1] % 16 == 0 and b.shape[0] * out_dtype.itemsize % 16 == 0  # what TMA asks of strides
-    return ["triton spread", *(FUSED if aligned and k <= LONGEST_FUSED_K else ())]
+    """The implementations that can take these operands, the best in general first."""
+    aligned = a.shape[1] % 16 == 0 and b.shape[0] * out_dtype.itemsize % 16 == 0  # of TMA descriptors
+    return ["triton unpack", *(FUSED if aligned and k <= LONGEST_FUSED_K else ())]
 
 
 def _dispatch(
@@ -172,12 +174,12 @@ def _dispatch(
     out_dtype: torch.dtype,
     multiply: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Run the fastest way; `multiply` is the product of operands spread to int8."""
+    """Run the fastest implementation; `multiply` is the product of operands unpacked to int8."""
     a, b = a.contiguous(), b.contiguous()
 
     def run(name: str) -> Tensor:
-        if name == "triton spread":
-            return multiply(launch_spread_int4(a), launch_spread_int4(b))
+        if name == "triton unpack":
+            return multiply(launch_unpack_halves(a), launch_unpack_halves(b))
         return launch_int4_mm(a, b, scales, out_dtype, FUSED[name])
 
     return run(choose(op, (a.shape[0], b.shape[0], k, out_dtype), _names(a, b, k, out_dtype), run))

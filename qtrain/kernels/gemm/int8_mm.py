@@ -1,6 +1,6 @@
-"""Plain INT8 matrix product: A [M, K] · B [N, K]ᵀ -> int32 [M, N], exact.
+"""INT8 GEMM: A [M, K] · B [N, K]ᵀ -> int32 [M, N], exact.
 
-The int32 output weighs four times as much as a scaled one in bf16: at small K this product is bound by writing it.
+The int32 output is four times as large as a scaled one in bf16: at small K this GEMM is bound by storing it.
 """
 
 import torch
@@ -12,8 +12,8 @@ from qtrain.kernels.compiler import triton
 from qtrain.kernels.gemm.persistent import launch_persistent_mm
 from qtrain.kernels.gemm.tiling import Tiling
 
-# 127 * 127 * K must stay below 2**31: longer sums do not fit int32.
 LONGEST_EXACT_K = (2**31 - 1) // (127 * 127)
+"""The longest K whose sums fit in int32: 127 * 127 * K < 2**31."""
 
 
 def int8_mm_ref(a: Tensor, b: Tensor) -> Tensor:
@@ -33,18 +33,18 @@ def int8_mm_ref(a: Tensor, b: Tensor) -> Tensor:
 
 
 def launch_int8_mm(a: Tensor, b: Tensor, tiling: Tiling) -> Tensor:
-    """The kernel for `int8_mm_ref`: K in multiples of 16, N in multiples of 4, both operands contiguous."""
+    """The kernel for `int8_mm_ref`: rows at multiples of 16 bytes, N in multiples of 4."""
     return launch_persistent_mm(a, b, a.new_empty(a.shape[0], b.shape[0], dtype=torch.int32), tiling)
 
 
-# Output tiles are 4 bytes an element: stored in quarters, they leave room for two programs or one more stage.
+# Output tiles are 4 bytes per element: stored in quarters, they leave room for two CTAs per SM or one more stage.
 _LARGE = [Tiling(128, 128, 128, 4, 3, subtiles=4, per_sm=2), Tiling(128, 256, 128, 8, 4, subtiles=4)]
 _SMALL = [Tiling(128, 128, 128, 8, 4), Tiling(64, 128, 128, 4, 4)]
 TILINGS = {tiling.name: tiling for tiling in (*_LARGE, *_SMALL)}
 
 
 def int8_mm_names(m: int, n: int, k: int) -> list[str]:
-    """The implementations that can take K-major operands of this shape on a GPU, the best in general first."""
+    """The implementations for K-major operands of this shape on a GPU, the best in general first."""
     large = triton.cdiv(m, 128) * triton.cdiv(n, 256) >= 96
     names = [t.name for t in (_LARGE if large else _SMALL)] if k % 16 == 0 and n % 4 == 0 else []
     return [*names, "cublas"]
@@ -54,13 +54,19 @@ def _run(name: str, a: Tensor, b: Tensor) -> Tensor:
     return int8_mm_ref(a, b) if name == "cublas" else launch_int8_mm(a, b, TILINGS[name])
 
 
+def _aligned_rows(x: Tensor) -> Tensor:
+    """x, whose rows may be slices of longer ones, or a copy if they are not contiguous at multiples of 16 bytes."""
+    aligned = x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
+    return x if aligned else x.contiguous()
+
+
 @torch.library.custom_op("qtrain::int8_mm", mutates_args=())
 def int8_mm(a: Tensor, b: Tensor) -> Tensor:
     """A [M, K] int8 · B [N, K]ᵀ int8 -> int32 [M, N], exact. K at most LONGEST_EXACT_K."""
     (m, k), n = a.shape, b.shape[0]
     if not (a.is_cuda and m and n and k) or forced() == "ref":
         return int8_mm_ref(a, b)
-    a, b = a.contiguous(), b.contiguous()
+    a, b = _aligned_rows(a), _aligned_rows(b)
     return _run(choose("int8_mm", (m, n, k), int8_mm_names(m, n, k), lambda name: _run(name, a, b)), a, b)
 
 

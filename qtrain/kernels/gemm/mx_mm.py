@@ -1,7 +1,7 @@
-"""Matrix product of MX codes (`quantize/mx.py`): FP8 elements, each 32 along K with a power-of-two scale of their own.
+"""GEMM of MX codes (`quantize/mx.py`): FP8 elements with a power-of-two scale per 32 along K.
 
-Blackwell's tensor cores multiply them as they are; cuBLAS wants the scales in tiles of 128 rows by 4 groups. Elsewhere
-the product is emulated: an FP8 element times a power of two is a bf16 number, so dequantizing is exact, and the product
+Blackwell's tensor cores multiply them directly; cuBLAS takes the scales in tiles of 128 rows by 4 groups. Elsewhere the
+product is emulated: an FP8 element times a power of two is a bf16 number, so dequantizing is exact, and the product
 runs in the output's dtype.
 """
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtrain.hardware import MX_CAPABILITY
+from qtrain.hardware import has_mx
 from qtrain.kernels.numerics.dequantize import MX_GROUP, dequantize_mx
 
 
@@ -22,19 +22,14 @@ def mx_mm_ref(
 
 
 def tiled_scale(scale: Tensor) -> Tensor:
-    """scale [R, G] -> flat, in tiles of 128 rows x 4 groups, a tile's rows r, r + 32, r + 64, r + 96 side by side.
+    """scale [R, G] -> flat, in tiles of 128 rows x 4 groups, rows r, r + 32, r + 64, r + 96 of a tile adjacent.
 
-    Filled up with zeros to whole tiles. The layout of cuBLAS's 1D block scaling factors.
+    Padded with zeros to whole tiles: the layout of cuBLAS's 1D block scaling factors.
     """
     rows, groups = scale.shape
     padded = F.pad(scale.view(torch.uint8), (0, -groups % 4, 0, -rows % 128))
     tiles = padded.unflatten(0, (-1, 4, 32)).unflatten(3, (-1, 4))  # [row tiles, 4, 32, group tiles, 4]
     return tiles.permute(0, 3, 2, 1, 4).flatten().view(scale.dtype)
-
-
-def multiplies_mx(device: torch.device) -> bool:
-    """Whether this device's tensor cores take MX operands."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= MX_CAPABILITY
 
 
 def _mx_mm_cublas(
@@ -54,7 +49,7 @@ def mx_mm(
 ) -> Tensor:
     """A [M, K] · B [N, K]ᵀ (+ bias [N]) of MX operands -> [M, N] in out_dtype."""
     aligned = a.shape[1] % MX_GROUP == 0 and b.shape[0] % 16 == 0 and a.numel() and b.numel()
-    if aligned and out_dtype == torch.bfloat16 and multiplies_mx(a.device):
+    if aligned and out_dtype == torch.bfloat16 and has_mx(a.device):
         return _mx_mm_cublas(a, b, scale_a, scale_b, out_dtype, bias)
     return mx_mm_ref(a, b, scale_a, scale_b, out_dtype, bias)
 

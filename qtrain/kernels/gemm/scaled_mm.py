@@ -1,32 +1,37 @@
-"""Matrix product of 8-bit codes, scales in the epilogue: out = (A · Bᵀ) * scale_a * scale_b (+ bias).
+"""GEMM of 8-bit codes with scales in the epilogue: out = (A · Bᵀ) * scale_a * scale_b (+ bias).
 
-A [M, K] and B [N, K] are INT8 or FP8 codes; a scale is one for all (tensorwise, [1]) or one a row of its operand
-(rowwise, [M] or [N]), so it leaves the sum and is applied once, in fp32. INT8 sums are exact in int32. FP8 sums run, by
-default, in the tensor cores' own accumulator, which keeps fewer bits than fp32 (fast accumulation, as cuBLAS calls it);
-without, each BLOCK_K products are added to an fp32 total.
+A [M, K] and B [N, K] are INT8 or FP8 codes; a scale is one for all (tensorwise, [1]) or one per row of its operand
+(rowwise, [M] or [N]), so it is a factor of the whole sum and is applied once, in fp32. INT8 sums are exact in int32; a
+K beyond what fits is cut into spans, whose sums are added in fp32. FP8 sums use, by default, the tensor cores' own
+accumulator, which has fewer bits than fp32 (fast accumulation); otherwise each BLOCK_K products are added to an fp32
+total.
 
 A weight's gradient is a long sum into a small output, whose last wave of tiles may be nearly empty: `split_k.py`.
 
-8-bit tensor cores read both operands along K. An operand that is stored the other way (its strides tell) is transposed
-by a kernel first: A·B and Aᵀ·B cost one and two passes over 8-bit operands more than A·Bᵀ.
+8-bit tensor cores read both operands K-major. An operand that is stored the other way, as its strides tell, is
+transposed by a kernel first: A·B and Aᵀ·B cost one and two passes over 8-bit operands more than A·Bᵀ.
 """
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from qtrain.hardware import has_fp8, sm_count
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import triton
-from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K, int8_mm_ref
+from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K, int8_mm, int8_mm_ref
 from qtrain.kernels.gemm.persistent import launch_persistent_mm
 from qtrain.kernels.gemm.split_k import launch_split_tiles, split_of
-from qtrain.kernels.gemm.tiling import Tiling, sm_count
+from qtrain.kernels.gemm.tiling import Tiling
 from qtrain.kernels.gemm.transpose import k_major
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+SPAN = LONGEST_EXACT_K // 128 * 128
+"""K of an exact INT8 sum where the whole K is too long: a multiple of BLOCK_K and of the 16 bytes of TMA."""
 
 
 # ---- definition ------------------------------------------------------------------------------------------------------
@@ -36,16 +41,30 @@ def scaled_mm_ref(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
     """A [M, K], B [N, K], both int8 or both fp8; scale_a fp32 [M] or [1], scale_b fp32 [N] or [1]; bias [N]."""
+    _check(a, b)
+    total = sum_over_spans(a, b, int8_mm_ref) if a.dtype == torch.int8 else a.float() @ b.float().t()
+    return _scale_total(total, scale_a, scale_b, out_dtype, bias)
+
+
+def sum_over_spans(a: Tensor, b: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """A [M, K] · B [N, K]ᵀ of int8 -> fp32, by an exact product `multiply` of a K of at most LONGEST_EXACT_K."""
     k = a.shape[1]
-    if a.dtype != torch.int8:
-        total = a.float() @ b.float().t()
-    elif k <= LONGEST_EXACT_K:
-        total = int8_mm_ref(a, b).float()
-    else:
-        spans = range(0, k, LONGEST_EXACT_K)
-        total = sum(int8_mm_ref(a[:, i : i + LONGEST_EXACT_K], b[:, i : i + LONGEST_EXACT_K]).float() for i in spans)
+    if k <= LONGEST_EXACT_K:
+        return multiply(a, b).float()
+    return sum(multiply(a[:, i : i + SPAN], b[:, i : i + SPAN]).float() for i in range(0, k, SPAN))
+
+
+def _scale_total(
+    total: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
     total = total * scale_a[:, None] * scale_b[None, :]
     return (total if bias is None else total + bias.float()).to(out_dtype)
+
+
+def _check(a: Tensor, b: Tensor) -> None:
+    assert a.shape[1] == b.shape[1], f"operands have K = {a.shape[1]} and {b.shape[1]}"
+    same_kind = a.dtype == b.dtype == torch.int8 or (a.dtype in FP8 and b.dtype in FP8)
+    assert same_kind, f"operands are both int8 or both FP8, not {a.dtype} and {b.dtype}"
 
 
 # ---- launch ----------------------------------------------------------------------------------------------------------
@@ -61,9 +80,8 @@ def launch_scaled_mm(
     *,
     bias: Tensor | None = None,
     fast_accum: bool = True,
-    add: bool = False,
 ) -> Tensor:
-    """The kernel for `scaled_mm_ref` into `out` [M, N]; `add`: to what is there.
+    """The kernel for `scaled_mm_ref` into `out` [M, N].
 
     K in multiples of 16, rows of `out` in multiples of 16 bytes, K at most LONGEST_EXACT_K for INT8; all contiguous.
     """
@@ -71,38 +89,37 @@ def launch_scaled_mm(
     split = split_of(t, m, n, k, t.per_sm * sm_count(a.device)) if t.split else None
     if split is None or split.whole:
         tiles = split.whole if split else None
-        launch_persistent_mm(a, b, out, t, (scale_a, scale_b), bias=bias, fast_accum=fast_accum, add=add, tiles=tiles)
+        launch_persistent_mm(a, b, out, t, (scale_a, scale_b), bias=bias, fast_accum=fast_accum, tiles=tiles)
     if split:
-        launch_split_tiles(a, b, scale_a, scale_b, out, t, split, bias=bias, fast_accum=fast_accum, add=add)
+        launch_split_tiles(a, b, scale_a, scale_b, out, t, split, bias=bias, fast_accum=fast_accum)
     return out
 
 
 # ---- dispatch --------------------------------------------------------------------------------------------------------
 
-# INT8 wants two programs a multiprocessor: one multiplies while the other turns its int32 totals into the output. FP8,
-# whose epilogue is shorter, mostly wants the large tile. Small outputs want smaller tiles, so that all are at work.
+# INT8 wants two CTAs per SM: one multiplies while the other converts its int32 accumulators. FP8, whose epilogue is
+# shorter, mostly wants the large tile. Small outputs want smaller tiles, so that every SM has one.
 _TWO, _TWO_WIDE = Tiling(128, 128, 128, 4, 3, per_sm=2), Tiling(128, 128, 128, 4, 3, subtiles=4, per_sm=2)
-_GROUPED = [replace(_TWO, group_m=rows) for rows in (4, 64)]  # other walks through L2: up to 7% where n or k is small
+_GROUPED = [replace(_TWO, group_m=rows) for rows in (4, 64)]  # other orders of tiles: up to 7% where n or k is small
 _LARGE = [Tiling(128, 256, 128, 8, 4), Tiling(256, 128, 128, 8, 4)]
 _SMALL = [Tiling(128, 128, 128, 8, 4, subtiles=1), Tiling(64, 128, 128, 4, 4, subtiles=1, per_sm=2)]
 _SPLIT = {tiling: replace(tiling, split=True) for tiling in (_TWO, _TWO_WIDE, *_LARGE)}
 TILINGS = {tiling.name: tiling for tiling in (_TWO, _TWO_WIDE, *_LARGE, *_SMALL, *_GROUPED, *_SPLIT.values())}
 IDLE = 0.3
-"""Share of all waves' programs without a tile from which on a split last wave is the better guess."""
+"""Share of idle CTAs over all waves from which a split last wave is the better guess."""
 
 
-def scaled_mm_names(a: Tensor, b: Tensor, out_dtype: torch.dtype, fast_accum: bool, add: bool = False) -> list[str]:
+def scaled_mm_names(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> list[str]:
     """The implementations that can take these operands, K-major on a GPU, the best in general first."""
     (m, k), n = a.shape, b.shape[0]
     int8 = a.dtype == torch.int8
+    supported = k <= LONGEST_EXACT_K if int8 else has_fp8(a.device) or not a.is_cuda
+    if not supported:
+        return []
     names = []
-    aligned = k % 16 == 0 and n * out_dtype.itemsize % 16 == 0  # what TMA descriptors ask of strides
-    if aligned and (not int8 or k <= LONGEST_EXACT_K):
-        # fp32 tiles, and those that are read as well, leave no room for large ones in shared memory
-        names += _tiling_names(m, n, k, sm_count(a.device), int8, out_dtype.itemsize > 2 or add)
-    if add:
-        return names
-    if int8 and m > 16 and k % 8 == 0 and n % 8 == 0 and k <= LONGEST_EXACT_K:
+    if k % 16 == 0 and n * out_dtype.itemsize % 16 == 0:  # TMA descriptors take strides in multiples of 16 bytes
+        names += _tiling_names(m, n, k, sm_count(a.device), int8, out_dtype.itemsize > 2)
+    if int8 and m > 16 and k % 8 == 0 and n % 8 == 0:
         names.append("cublas")
     if not int8 and k % 16 == 0 and n % 16 == 0 and out_dtype == torch.bfloat16:
         names.append("cublas")
@@ -110,17 +127,18 @@ def scaled_mm_names(a: Tensor, b: Tensor, out_dtype: torch.dtype, fast_accum: bo
 
 
 @functools.cache  # asked at each call
-def _tiling_names(m: int, n: int, k: int, processors: int, int8: bool, wide: bool) -> tuple[str, ...]:
+def _tiling_names(m: int, n: int, k: int, sms: int, int8: bool, wide: bool) -> tuple[str, ...]:
+    """wide: of an fp32 output, whose tiles leave no room in shared memory for the large ones."""
     two, large = (_TWO_WIDE, []) if wide else (_TWO, _LARGE)
     small = triton.cdiv(m, 128) * triton.cdiv(n, 256) < 96
     order = [two, *large] if int8 or small else [*large, two]
     grouped = _GROUPED if int8 and not (wide or small) else []
     plain = [*([two] if small else order), *grouped, *_SMALL]
-    split = [_SPLIT[t] for t in order if split_of(t, m, n, k, t.per_sm * processors)]
+    split = [_SPLIT[t] for t in order if split_of(t, m, n, k, t.per_sm * sms)]
     first = plain[0]
-    waves = triton.cdiv(m, first.block_m) * triton.cdiv(n, first.block_n) / (first.per_sm * processors)
-    ahead = _SPLIT[first] in split and waves < (1 - IDLE) * math.ceil(waves)
-    return tuple(t.name for t in ([*split, *plain] if ahead else [first, *split, *plain[1:]]))
+    waves = triton.cdiv(m, first.block_m) * triton.cdiv(n, first.block_n) / (first.per_sm * sms)
+    split_first = _SPLIT[first] in split and waves < (1 - IDLE) * math.ceil(waves)
+    return tuple(t.name for t in ([*split, *plain] if split_first else [first, *split, *plain[1:]]))
 
 
 def _scaled_mm_cublas(
@@ -160,11 +178,16 @@ def scaled_mm(
     bias: Tensor | None = None,
     fast_accum: bool = True,
 ) -> Tensor:
-    """(A · Bᵀ) * scale_a * scale_b + bias: A [M, K], B [N, K] int8 or fp8, scales fp32 a row or [1] -> [M, N]."""
+    """(A · Bᵀ) * scale_a * scale_b + bias: A [M, K], B [N, K] int8 or fp8, fp32 scales per row or [1] -> [M, N]."""
+    _check(a, b)
     a, b = k_major(a), k_major(b)
     m, n = a.shape[0], b.shape[0]
-    names = scaled_mm_names(a, b, out_dtype, fast_accum) if a.is_cuda and a.numel() and n else []
-    if not names or forced() == "ref":
+    if not (a.is_cuda and a.numel() and n) or forced() == "ref":
+        return scaled_mm_ref(a, b, scale_a, scale_b, out_dtype, bias)
+    if a.dtype == torch.int8 and a.shape[1] > LONGEST_EXACT_K:
+        return _scale_total(sum_over_spans(a, b, int8_mm), scale_a, scale_b, out_dtype, bias)
+    names = scaled_mm_names(a, b, out_dtype)
+    if not names:
         return scaled_mm_ref(a, b, scale_a, scale_b, out_dtype, bias)
     key = (m, n, a.shape[1], a.dtype, b.dtype, out_dtype, scale_a.numel() > 1, scale_b.numel() > 1, fast_accum)
     arguments = (a, b, scale_a, scale_b, out_dtype, bias, fast_accum)
@@ -182,21 +205,3 @@ def _(
     fast_accum: bool = True,
 ) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
-
-
-@torch.library.custom_op("qtrain::scaled_mm_add_", mutates_args=("out",))
-def scaled_mm_add_(
-    out: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, fast_accum: bool = True
-) -> None:
-    """out += (A · Bᵀ) * scale_a * scale_b: a weight's gradient [N, K] over micro-batches, without a copy between."""
-    a, b = k_major(a), k_major(b)
-    names = scaled_mm_names(a, b, out.dtype, fast_accum, add=True) if a.is_cuda and a.numel() and b.shape[0] else []
-    if not names or forced() in ("ref", "cublas") or not out.is_contiguous():
-        out.add_(scaled_mm_ref(a, b, scale_a, scale_b, torch.float32))
-        return
-    key = (*out.shape, a.shape[1], a.dtype, b.dtype, out.dtype, scale_a.numel() > 1, scale_b.numel() > 1, fast_accum)
-
-    def run(name: str, to: Tensor) -> Tensor:
-        return launch_scaled_mm(a, b, scale_a, scale_b, to, TILINGS[name], fast_accum=fast_accum, add=True)
-
-    run(choose("scaled_mm_add", key, names, lambda name: run(name, torch.empty_like(out))), out)

@@ -1,20 +1,17 @@
-"""The frame of the persistent matrix products: how the output is cut into tiles, walked over, and stored.
+"""The frame of the persistent GEMMs: how the output is cut into tiles, in which order they are computed, and stored.
 
-One program a multiprocessor walks over the output's tiles, in groups of rows of tiles so that operands stay in L2; the
-loads (TMA descriptors) of its next tile start under the epilogue of this one.
+Each CTA of a persistent kernel loops over output tiles, in groups of rows of tiles so that operands stay in the L2
+cache; the loads (TMA descriptors) of its next tile overlap with the epilogue of this one.
 """
 
-import functools
 from dataclasses import dataclass
-
-import torch
 
 from qtrain.kernels.compiler import tl, triton
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a product is cut: a tile of the output, the slice of K that is loaded at once, and who works on it."""
+    """A configuration of a GEMM kernel: the output tile, the K per pipeline stage, warps, stages."""
 
     block_m: int
     block_n: int
@@ -23,11 +20,11 @@ class Tiling:
     stages: int
     group_m: int = 8
     subtiles: int = 2
-    """Pieces that a tile is stored in: the whole of it in shared memory would cost a stage of the pipeline."""
+    """A tile is stored in this many slices of columns: the whole of it in shared memory would cost a pipeline stage."""
     per_sm: int = 1
-    """Programs a multiprocessor: with two, one multiplies while the other stores, which short sums want."""
+    """CTAs per SM: with two, one multiplies while the other stores, which pays for short K."""
     split: bool = False
-    """Whether the tiles of a last wave that is not full are cut along K (`split_k.py`)."""
+    """Whether the tiles of a partial last wave are split along K (`split_k.py`)."""
 
     @property
     def name(self) -> str:
@@ -39,7 +36,7 @@ class Tiling:
 
 @triton.jit
 def tile_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Number of a tile -> its row and column, walking down groups of GROUP_M rows."""
+    """Index of a tile -> its row and column, down groups of GROUP_M rows."""
     group_size = GROUP_M * tiles_n
     first_m = tile // group_size * GROUP_M
     rows = min(tiles_m - first_m, GROUP_M)
@@ -48,10 +45,10 @@ def tile_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def scale_tile(
-    total, row, column, scale_a_ptr, scale_b_ptr, bias_ptr, m, n,
-    ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """Sums of products of codes, a tile at (row, column) -> fp32: times the scales, one a row or one for all."""
+    total, row, column, scale_a_ptr, scale_b_ptr, bias_ptr, m, n, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr
+):
+    """The epilogue: sums of products of codes, a tile at (row, column) -> fp32, times the scales, plus the bias [n] if
+    bias_ptr is not None. ROWS_A, ROWS_B: a scale per row of the operand, or one for all."""
     rows, columns = row + tl.arange(0, total.shape[0]), column + tl.arange(0, total.shape[1])
     out = total.to(tl.float32)
     if ROWS_A:
@@ -62,27 +59,19 @@ def scale_tile(
         out *= tl.load(scale_b_ptr + columns, columns < n, 0.0)[None, :]
     else:
         out *= tl.load(scale_b_ptr)
-    if BIAS:
+    if bias_ptr is not None:
         out += tl.load(bias_ptr + columns, columns < n, 0.0).to(tl.float32)[None, :]
     return out
 
 
 @triton.jit
-def store_columns(c_desc, out, row, column, PIECES: tl.constexpr, ADD: tl.constexpr):
-    """Store a tile [BLOCK_M, BLOCK_N] in PIECES (1, 2 or 4) of its columns, or add it to what is there."""
+def store_tile(c_desc, out, row, column, SUBTILES: tl.constexpr):
+    """Stores a tile [BLOCK_M, BLOCK_N] in SUBTILES (1, 2 or 4) slices of its columns."""
     BLOCK_M: tl.constexpr = out.shape[0]
     BLOCK_N: tl.constexpr = out.shape[1]
-    if PIECES == 1:
-        if ADD:
-            out += c_desc.load([row, column]).to(tl.float32)
+    if SUBTILES == 1:
         c_desc.store([row, column], out.to(c_desc.dtype))
     else:
         left, right = tl.split(tl.permute(tl.reshape(out, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-        store_columns(c_desc, left, row, column, PIECES // 2, ADD)
-        store_columns(c_desc, right, row, column + BLOCK_N // 2, PIECES // 2, ADD)
-
-
-@functools.cache
-def sm_count(device: torch.device) -> int:
-    """How many programs a persistent kernel starts; 2 in the interpreter, so that each still walks several tiles."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+        store_tile(c_desc, left, row, column, SUBTILES // 2)
+        store_tile(c_desc, right, row, column + BLOCK_N // 2, SUBTILES // 2)

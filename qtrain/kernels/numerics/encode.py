@@ -1,17 +1,35 @@
-"""How quantizing kernels make scales and codes: the functions shared by all of them, inside Triton.
+"""From an absmax to a scale, and from numbers to codes, inside Triton: the device functions that all quantizers share.
 
-A code is made and kept as a byte, whatever its format. Kernels are launched with enable_fp_fusion=False: a product and
-a sum that are rounded once would not be the code as `quantize_ref` defines it.
+They compute what `quantize/reference.py` defines, bit for bit. A code is one byte while it is in registers, whatever
+its format; `pack_codes` packs those of formats below 8 bits. Kernels are launched with enable_fp_fusion=False: an FMA
+would round a product and a sum once, where the definition rounds twice.
 """
+
+from dataclasses import dataclass
 
 import torch
 
+from qtrain.hardware import has_fp8, has_ptx
 from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.numerics.formats import FORMATS, Format
 
 
-def casts_to_fp8(device: torch.device) -> bool:
-    """Whether this device converts fp32 to FP8 itself; the interpreter does not round as it should."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+@dataclass(frozen=True)
+class Encoding:
+    """What a kernel is compiled for, as one constexpr: the codes that it produces, the instructions that it may use."""
+
+    fmt: Format
+    power_of_two: bool
+    """Scales are rounded up to powers of two."""
+    ptx: bool
+    """Inline PTX is allowed; not in the interpreter."""
+    fp8_cvt: bool
+    """The GPU converts fp32 to FP8; otherwise it is done with integer operations."""
+
+
+def encoding(fmt: str, device: torch.device, power_of_two: bool = False) -> Encoding:
+    """The encoding of a format (`FORMATS`) on a device."""
+    return Encoding(FORMATS[fmt], power_of_two, has_ptx(device), has_fp8(device))
 
 
 @triton.jit
@@ -21,57 +39,58 @@ def abs_bits(x):
 
 
 @triton.jit
-def scale_from_amax(absmax_bits, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """Bits of an absmax, int32 -> the scale with which it becomes the code LARGEST."""
-    scale = absmax_bits.to(tl.float32, bitcast=True) * (1.0 / LARGEST)
-    scale = tl.where(scale < 1e-12, 1e-12, scale)  # a comparison, not a maximum: NaN stays
-    if POWER_OF_TWO:
+def scale_from_amax(amax_bits, CODE: tl.constexpr):
+    """Bits of an absmax, int32 -> the scale that maps it to the largest code."""
+    scale = amax_bits.to(tl.float32, bitcast=True) * (1.0 / CODE.fmt.max)
+    scale = tl.where(scale < 1e-12, 1e-12, scale)  # a comparison, not a maximum: NaN is kept
+    if CODE.power_of_two:
         raised = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
         scale = tl.where(scale < float("inf"), raised.to(tl.float32, bitcast=True), scale)
     return scale
 
 
 @triton.jit
-def inv_scale_of(scale, bad):
-    """1 / scale; where `bad`, the scalar that says that one of the scales is NaN or Inf, that one's is 0."""
-    if bad:
+def inv_scale_of(scale, nonfinite):
+    """1 / scale. nonfinite: a scalar, whether any scale is NaN or Inf; the reciprocal of those is 0."""
+    if nonfinite:
         scale = tl.where(scale < float("inf"), scale, float("inf"))
     return tl.div_rn(1.0, scale)
 
 
 @triton.jit
-def zero_nonfinite(x, bad):
-    """x as fp32; where `bad`, its NaNs and Infs are 0. A branch that is hardly ever taken costs nothing an element."""
+def zero_nonfinite(x, nonfinite):
+    """x as fp32. nonfinite: a scalar, whether there are NaNs and Infs, which become 0; a branch that is rarely taken
+    costs nothing per element."""
     x = x.to(tl.float32)
-    if bad:
+    if nonfinite:
         x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
     return x
 
 
 @triton.jit
-def _encode_fp8(scaled, noise, FMT: tl.constexpr, STOCHASTIC: tl.constexpr, CAST: tl.constexpr):
-    LARGEST: tl.constexpr = 448.0 if FMT == "e4m3" else 57344.0
-    DROPPED: tl.constexpr = 20 if FMT == "e4m3" else 21  # bits of fp32's mantissa
-    if CAST and not STOCHASTIC:  # to nearest even, saturating
-        if FMT == "e4m3":
+def _encode_fp8(scaled, noise, STOCHASTIC: tl.constexpr, CODE: tl.constexpr):
+    LARGEST: tl.constexpr = CODE.fmt.max
+    DROPPED: tl.constexpr = 23 - CODE.fmt.mantissa_bits  # bits of fp32's mantissa
+    if CODE.fp8_cvt and not STOCHASTIC:  # to nearest even, saturating
+        if CODE.fmt.name == "e4m3":
             return scaled.to(tl.float8e4nv).to(tl.int8, bitcast=True)
         else:
             return scaled.to(tl.float8e5).to(tl.int8, bitcast=True)
     else:
         # Moved to the exponents at which fp32 has its own subnormals, a number's pattern is the FP8 pattern with more
         # mantissa bits, subnormals included.
-        DOWN: tl.constexpr = 2.0**-120 if FMT == "e4m3" else 2.0**-112
+        DOWN: tl.constexpr = 2.0 ** (CODE.fmt.exponent_bias - 127)
         rounded = tl.clamp(scaled, -LARGEST, LARGEST)
         if STOCHASTIC:
             pattern = (rounded * DOWN).to(tl.int32, bitcast=True)
-            pattern += noise.to(tl.int32) * (1 << (DROPPED - 16)) + (1 << (DROPPED - 17))  # the sign is out of reach
+            pattern += noise.to(tl.int32) * (1 << (DROPPED - 16)) + (1 << (DROPPED - 17))  # never reaches the sign
         else:
             bits = rounded.to(tl.int32, bitcast=True)
             normal = (bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)) & -(1 << DROPPED)
             # A sum whose last bit is worth the spacing of FP8's subnormals rounds to it.
-            SPACING: tl.constexpr = 2.0**-9 if FMT == "e4m3" else 2.0**-16
+            SMALLEST: tl.constexpr = 2.0 ** (1 - CODE.fmt.exponent_bias)  # normal number
+            SPACING: tl.constexpr = SMALLEST * 2.0**-CODE.fmt.mantissa_bits
             subnormal = (rounded + SPACING * 12582912.0) - SPACING * 12582912.0
-            SMALLEST: tl.constexpr = SPACING * 8 if FMT == "e4m3" else SPACING * 4
             rounded = tl.where(tl.abs(rounded) < SMALLEST, subnormal, normal.to(tl.float32, bitcast=True))
             pattern = (rounded * DOWN).to(tl.int32, bitcast=True)
         sign = scaled.to(tl.int32, bitcast=True) >> 24
@@ -80,52 +99,49 @@ def _encode_fp8(scaled, noise, FMT: tl.constexpr, STOCHASTIC: tl.constexpr, CAST
 
 @triton.jit
 def _encode_integer(
-    x, reciprocal, noise, LARGEST: tl.constexpr, STOCHASTIC: tl.constexpr, CLAMPED: tl.constexpr
+    x, inv_scale, noise, STOCHASTIC: tl.constexpr, CLAMPED: tl.constexpr, LARGEST: tl.constexpr
 ):  # fmt: skip
     # Adding 1.5 * 2**23 rounds to the nearest integer, even at ties, and leaves it in the low bits of the pattern.
-    if STOCHASTIC:  # fixed point with 15 bits after the point, where the noise is added; less the half of 1.5
-        scaled = tl.clamp(x * (reciprocal * 32768.0), -LARGEST * 32768.0, LARGEST * 32768.0)
+    if STOCHASTIC:  # fixed point with 15 fractional bits, to which the noise is added; 0x400000 is the half of 1.5
+        scaled = tl.clamp(x * (inv_scale * 32768.0), -LARGEST * 32768.0, LARGEST * 32768.0)
         fixed = (scaled + 12582912.0).to(tl.int32, bitcast=True) - 0x400000
         return ((fixed + (noise >> 1).to(tl.int32)) >> 15).to(tl.int8)
     else:
-        scaled = x * reciprocal
+        scaled = x * inv_scale
         if CLAMPED:
             scaled = tl.clamp(scaled, -LARGEST, LARGEST)
         return (scaled + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
-def encode(
-    x, reciprocal, noise, FMT: tl.constexpr, LARGEST: tl.constexpr,
-    STOCHASTIC: tl.constexpr, GIVEN: tl.constexpr, CAST: tl.constexpr,
-):  # fmt: skip
-    """x / scale to codes int8 (FP8 as its bits). noise: 16 random bits each, uint32, for stochastic rounding.
+def encode(x, inv_scale, noise, STOCHASTIC: tl.constexpr, GIVEN: tl.constexpr, CODE: tl.constexpr):
+    """x / scale -> codes int8 (FP8 as its bits). noise: 16 random bits each, uint32, for stochastic rounding.
 
-    GIVEN: the scale is not of this x, which may be larger than it allows, or NaN. CAST: `casts_to_fp8`.
+    GIVEN: the scale is not derived from x, which may exceed its range or be NaN.
     """
-    if FMT == "e4m3" or FMT == "e5m2":
-        codes = _encode_fp8(x * reciprocal, noise, FMT, STOCHASTIC, CAST)
+    if CODE.fmt.is_float:
+        codes = _encode_fp8(x * inv_scale, noise, STOCHASTIC, CODE)
         NAN: tl.constexpr = 0x7F
     else:
-        codes = _encode_integer(x, reciprocal, noise, LARGEST, STOCHASTIC, GIVEN)
+        codes = _encode_integer(x, inv_scale, noise, STOCHASTIC, GIVEN, CODE.fmt.max)
         NAN: tl.constexpr = 0
     if GIVEN:
-        scaled = x * reciprocal
+        scaled = x * inv_scale
         codes = tl.where(scaled != scaled, NAN, codes)
     return codes
 
 
 @triton.jit
-def packed(codes, PACKING: tl.constexpr):
-    """Codes int8 [R, C] -> as stored, PACKING of them a byte [R, C / PACKING], the first in the lowest bits."""
+def pack_codes(codes, PACKING: tl.constexpr):
+    """Codes int8 [R, C] -> as stored, PACKING of them per byte [R, C / PACKING], the first in the lowest bits."""
     BITS: tl.constexpr = 8 // PACKING
     if PACKING == 1:
         return codes
     else:
         even, odd = tl.split(tl.reshape(codes, (codes.shape[0], codes.shape[1] // 2, 2)))
-        pairs = (even & ((1 << BITS) - 1)) | ((odd & ((1 << BITS) - 1)) << BITS)
+        two = (even & ((1 << BITS) - 1)) | ((odd & ((1 << BITS) - 1)) << BITS)
         if PACKING == 2:
-            return pairs
+            return two
         else:
-            even, odd = tl.split(tl.reshape(pairs, (codes.shape[0], codes.shape[1] // 4, 2)))
+            even, odd = tl.split(tl.reshape(two, (codes.shape[0], codes.shape[1] // 4, 2)))
             return even | (odd << 4)

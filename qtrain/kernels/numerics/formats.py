@@ -1,8 +1,8 @@
 """Low-bit number formats and scale granularities: which codes exist, and which elements share a scale.
 
-A value is code * scale, the scale kept in fp32. Symmetric: a scale is its group's absmax * (1 / largest code), so that
-the absmax becomes the largest code. Ternary is the exception: its scale is the group's mean |x|, BitNet b1.58's rule
-(Ma et al., "The Era of 1-bit LLMs", 2024). Packed formats are packed along the last dimension.
+A value is code * scale, with the scale in fp32. Symmetric: a scale is its group's absmax * (1 / largest code), which
+maps the absmax to the largest code. Ternary is the exception: its scale is the group's mean |x|, the rule of BitNet
+b1.58 (Ma et al., "The Era of 1-bit LLMs", 2024). Packed formats are packed along the last dimension.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ SCALE_EPS = 1e-12
 
 @dataclass(frozen=True)
 class Format:
-    """A way to code a number in at most 8 bits. `dtype` is what codes are stored in, `packing` of them an element."""
+    """A number format of at most 8 bits. dtype: of the tensor that stores codes, `packing` of them per element."""
 
     name: str
     dtype: torch.dtype
@@ -56,10 +56,10 @@ FORMATS = {
 }
 
 LINEAR_FORMATS = tuple(fmt.name for fmt in FORMATS.values() if fmt.values is None)
-"""Formats that `quantize` makes: value = code * scale."""
+"""Formats of `quantize`: value = code * scale."""
 
 EIGHT_BITS = tuple(fmt.name for fmt in FORMATS.values() if fmt.packing == 1)
-"""Formats of one code a byte."""
+"""Formats of one code per byte."""
 
 GRANULARITIES: dict[str, tuple[int | None, int | None]] = {
     "tensorwise": (None, None),
@@ -93,8 +93,8 @@ def scale_shape(granularity: str, rows: int, columns: int) -> tuple[int, ...]:
 def empty_scale(granularity: str, rows: int, columns: int, like: Tensor) -> Tensor:
     """Uninitialized fp32 scales of a matrix [rows, columns], laid out as cuBLAS reads them on the device of `like`.
 
-    1x128: the rows of a block next to each other, strides (1, rows). 128x128: the blocks of a row next to each other,
-    filled up with zeros to a multiple of 4. The rest is contiguous.
+    1x128: column-major, strides (1, rows). 128x128: row-major, each row padded with zeros to a multiple of 4. The rest
+    is contiguous.
     """
     shape = scale_shape(granularity, rows, columns)
     if granularity == "1x128":
@@ -109,3 +109,10 @@ def empty_scale(granularity: str, rows: int, columns: int, like: Tensor) -> Tens
 def codes_shape(fmt: str, rows: int, columns: int) -> tuple[int, int]:
     """Shape of the codes of a matrix [rows, columns]."""
     return (rows, -(-columns // FORMATS[fmt].packing))
+
+
+def empty_codes(x: Tensor, fmt: str, granularity: str, transposed: bool = False) -> tuple[Tensor, Tensor]:
+    """Uninitialized codes and scale of x [M, K], or of its transpose."""
+    shape = (x.shape[1], x.shape[0]) if transposed else (x.shape[0], x.shape[1])
+    codes = x.new_empty(codes_shape(fmt, *shape), dtype=FORMATS[fmt].dtype)
+    return codes, empty_scale(granularity, *shape, x)

@@ -1,4 +1,4 @@
-"""Normally distributed numbers from the counter-based generator, for random projections: many vectors in one draw."""
+"""Normally distributed numbers from Philox, for random projections: many vectors at once."""
 
 import math
 
@@ -8,13 +8,13 @@ from torch import Tensor
 from qtrain.kernels.numerics.philox import WORD, philox_ref
 
 SALT = 0x6E6F726D << 32
-"""Turned into the seed, so that no number here shares its bits with a stochastic rounding."""
+"""XORed into the seed, so that no number here shares its bits with a stochastic rounding."""
 
 
 def normal(keys: Tensor, count: int) -> Tensor:
     """keys int64 [B, 3] (seed, step, number) -> fp32 [B, count], standard normal.
 
-    Box and Muller's transform of 32 random bits each, two numbers to a pair of draws' words.
+    The Box-Muller transform: two numbers from two words of 32 random bits.
     """
     seed, step, number = (keys[:, i : i + 1] for i in range(3))
     seed = seed ^ SALT

@@ -1,19 +1,20 @@
-"""Tensors as 32-bit words, eight elements a thread: how kernels that wait for memory read, unpack, pack and write.
+"""Loads and stores of eight elements per thread as 32-bit words: unpacking and packing without shuffles.
 
-Elements stand as [R, C, 8]: the last axis is what one thread holds of a tensor, side by side in memory, the middle one
-the threads that share a row. Whatever the width of an element, the eight are whole words: 8 of fp32, 4 of bf16, 2 of
-8-bit codes, 1 of 4-bit ones. A tile is read and written in words, and every step from words to elements and back stays
-within a thread.
+A tile is [R, C, 8]: the last axis is contiguous in memory and held by one thread, the middle one runs over the threads
+that share a row. Eight elements are whole words whatever their width: 8 of fp32, 4 of bf16, 2 of 8-bit codes, 1 of
+4-bit codes. Tiles are loaded and stored as words, and every step between words and elements stays within a thread.
 
-Where rows or addresses are not multiples of 16 elements, words are put together from single elements.
+ALIGNED: rows and addresses are multiples of 16 elements. Otherwise words are assembled from single elements.
+PTX: inline PTX is allowed; CODE: the `Encoding` of FP8.
 """
 
 from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.numerics.encode import encode
 
 
 @triton.jit
-def one_a_thread(pointer):
-    """Pointers [R, C] whose layout is not to follow that they lie side by side down the rows, but that of the words."""
+def without_contiguity(pointer):
+    """Pointers [R, C] without the hint that rows are contiguous: Triton then keeps the layout of the words."""
     if pointer.shape[0] > 1:
         pointer = tl.max_contiguous(pointer, [1, 1])
     return pointer
@@ -21,15 +22,15 @@ def one_a_thread(pointer):
 
 @triton.jit
 def load_words(address, group, limit, WORDS: tl.constexpr, ALIGNED: tl.constexpr):
-    """The elements of groups int32 [R, C] of eight, at an address (int64) -> int32 [R, C, WORDS], or [R, C] for 1.
+    """Groups int32 [R, C] of eight elements, at an address (int64) -> words int32 [R, C, WORDS], or [R, C] for 1.
 
-    Nothing is masked: what lies beyond the `limit` first elements is read as the last ones again.
+    Loads are not masked: beyond the first `limit` elements the last ones are read again.
     """
     if ALIGNED:
         at = tl.minimum(group, limit // 8 - 1) * WORDS
         pointer = address.to(tl.pointer_type(tl.int32))
         if WORDS == 1:
-            return tl.load(one_a_thread(pointer + at))
+            return tl.load(without_contiguity(pointer + at))
         elif WORDS == 8:  # 16 bytes a load
             pointer = tl.multiple_of(pointer, 16)
             pointers = pointer + (at[:, :, None] + tl.arange(0, 4)[None, None, :])
@@ -43,17 +44,19 @@ def load_words(address, group, limit, WORDS: tl.constexpr, ALIGNED: tl.constexpr
         if WORDS == 8:
             return _load_eight(address.to(tl.pointer_type(tl.int32)), first, last, False)
         elif WORDS == 4:
-            return _merge(_load_eight(address.to(tl.pointer_type(tl.int16)), first, last, False) & 0xFFFF, 16)
+            return _join_fields(_load_eight(address.to(tl.pointer_type(tl.int16)), first, last, False) & 0xFFFF, 16)
         elif WORDS == 2:
-            return _merge(_merge(_load_eight(address.to(tl.pointer_type(tl.uint8)), first, last, False), 8), 16)
+            eight = _load_eight(address.to(tl.pointer_type(tl.uint8)), first, last, False)
+            return _join_fields(_join_fields(eight, 8), 16)
         else:
-            nibbles = _load_eight(address.to(tl.pointer_type(tl.uint8)), first, last, True)
-            return tl.reshape(_merge(_merge(_merge(nibbles, 4), 8), 16), (group.shape[0], group.shape[1]))
+            eight = _load_eight(address.to(tl.pointer_type(tl.uint8)), first, last, True)
+            eight = _join_fields(_join_fields(_join_fields(eight, 4), 8), 16)
+            return tl.reshape(eight, (group.shape[0], group.shape[1]))
 
 
 @triton.jit
 def _load_eight(pointer, first, last, NIBBLES: tl.constexpr):
-    """Elements `first` int32 [R, C] to first + 7, or `last` where they are beyond, one by one -> int32 [R, C, 8]."""
+    """Elements `first` int32 [R, C] to first + 7, clamped to `last`, by single loads -> int32 [R, C, 8]."""
     e04 = tl.join(_load_one(pointer, first, last, NIBBLES), _load_one(pointer, first + 4, last, NIBBLES))
     e15 = tl.join(_load_one(pointer, first + 1, last, NIBBLES), _load_one(pointer, first + 5, last, NIBBLES))
     e26 = tl.join(_load_one(pointer, first + 2, last, NIBBLES), _load_one(pointer, first + 6, last, NIBBLES))
@@ -66,21 +69,21 @@ def _load_eight(pointer, first, last, NIBBLES: tl.constexpr):
 def _load_one(pointer, element, last, NIBBLES: tl.constexpr):
     element = tl.minimum(element, last)
     if NIBBLES:
-        byte = tl.load(one_a_thread(pointer + element // 2)).to(tl.int32)
+        byte = tl.load(without_contiguity(pointer + element // 2)).to(tl.int32)
         return (byte >> (element % 2 * 4)) & 15
     else:
-        return tl.load(one_a_thread(pointer + element)).to(tl.int32)
+        return tl.load(without_contiguity(pointer + element)).to(tl.int32)
 
 
 @triton.jit
 def store_words(address, group, limit, words, WORDS: tl.constexpr, ALIGNED: tl.constexpr):
-    """The inverse of `load_words`; what lies beyond the limit is not written, and is 0 where it shares a byte."""
+    """The inverse of `load_words`. Beyond the limit nothing is written, but for a 0 in a shared byte."""
     if ALIGNED:
-        at = tl.minimum(group, limit // 8 - 1) * WORDS  # the very addresses that the tile was read from
+        at = tl.minimum(group, limit // 8 - 1) * WORDS  # the addresses that the tile was read from
         inside = group < limit // 8
         pointer = address.to(tl.pointer_type(tl.int32))
         if WORDS == 1:
-            tl.store(one_a_thread(pointer + at), words, inside)
+            tl.store(without_contiguity(pointer + at), words, inside)
         elif WORDS == 8:
             pointer = tl.multiple_of(pointer, 16)
             pointers = pointer + (at[:, :, None] + tl.arange(0, 4)[None, None, :])
@@ -96,46 +99,46 @@ def store_words(address, group, limit, words, WORDS: tl.constexpr, ALIGNED: tl.c
         if WORDS == 8:
             tl.store(address.to(tl.pointer_type(tl.int32)) + element, words, element < limit)
         elif WORDS == 4:
-            halves = _halves(words, 16)
+            halves = _split_fields(words, 16)
             tl.store(address.to(tl.pointer_type(tl.int16)) + element, halves.to(tl.int16), element < limit)
         elif WORDS == 2:
-            bytes = _halves(_halves(words, 16), 8)
+            bytes = _split_fields(_split_fields(words, 16), 8)
             tl.store(address.to(tl.pointer_type(tl.uint8)) + element, bytes.to(tl.uint8), element < limit)
         else:
-            bytes = _halves(_halves(tl.reshape(words, (group.shape[0], group.shape[1], 1)), 16), 8)
+            bytes = _split_fields(_split_fields(tl.reshape(words, (group.shape[0], group.shape[1], 1)), 16), 8)
             byte = group[:, :, None] * 4 + tl.arange(0, 4)[None, None, :]
             bytes = tl.where(byte * 2 + 1 < limit, bytes, bytes & 15)
             tl.store(address.to(tl.pointer_type(tl.uint8)) + byte, bytes.to(tl.uint8), byte * 2 < limit)
 
 
 @triton.jit
-def _pairs(x):
+def _deinterleave(x):
     """[R, C, 2n] -> its even and its odd elements, [R, C, n] each."""
     return tl.split(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // 2, 2)))
 
 
 @triton.jit
-def _side_by_side(even, odd):
-    """The inverse of `_pairs`."""
+def _interleave(even, odd):
+    """The inverse of `_deinterleave`."""
     return tl.reshape(tl.join(even, odd), (even.shape[0], even.shape[1], even.shape[2] * 2))
 
 
 @triton.jit
-def _merge(x, BITS: tl.constexpr):
-    """Neighbours of BITS bits, int32 [R, C, 2n], in one: [R, C, n]."""
-    even, odd = _pairs(x)
+def _join_fields(x, BITS: tl.constexpr):
+    """Neighbors of BITS bits, int32 [R, C, 2n], in one: [R, C, n]."""
+    even, odd = _deinterleave(x)
     return even | (odd << BITS)
 
 
 @triton.jit
-def _halves(x, BITS: tl.constexpr):
-    """The inverse of `_merge`, but for a sign in the odd ones."""
-    return _side_by_side(x & ((1 << BITS) - 1), x >> BITS)
+def _split_fields(x, BITS: tl.constexpr):
+    """The inverse of `_join_fields`; odd fields are sign-extended."""
+    return _interleave(x & ((1 << BITS) - 1), x >> BITS)
 
 
 @triton.jit
-def masked_float(words, MASK: tl.constexpr, PTX: tl.constexpr):
-    """2**23 + the bits of a mask below 2**23 of int32, as fp32: conversions take four times as long."""
+def _masked_float(words, MASK: tl.constexpr, PTX: tl.constexpr):
+    """2**23 + (words & MASK) as fp32, MASK < 2**23: a conversion (I2F) would take four times as long."""
     if PTX:
         bits = tl.inline_asm_elementwise(  # (words & mask) | exponent
             "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", [words, MASK, 0x4B000000],
@@ -151,17 +154,17 @@ def halves_to_float(words, PTX: tl.constexpr):
     """uint32 [R, C, 4] -> 2**23 + each half as an integer, fp32 [R, C, 8]."""
     if PTX:
         words = words.to(tl.int32, bitcast=True)
-        low = bytes_of_both(words, 0x4B000000, "0x7610").to(tl.float32, bitcast=True)
-        high = bytes_of_both(words, 0x4B000000, "0x7632").to(tl.float32, bitcast=True)
+        low = select_bytes(words, 0x4B000000, "0x7610").to(tl.float32, bitcast=True)
+        high = select_bytes(words, 0x4B000000, "0x7632").to(tl.float32, bitcast=True)
     else:
         low = ((words & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True)
         high = ((words >> 16) | 0x4B000000).to(tl.float32, bitcast=True)
-    return _side_by_side(low, high)
+    return _interleave(low, high)
 
 
 @triton.jit
 def to_unit(x, PTX: tl.constexpr):
-    """x held between 0 and 1; NaN becomes 0."""
+    """x clamped to 0..1; NaN becomes 0."""
     if PTX:
         return tl.inline_asm_elementwise("cvt.sat.f32.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -170,7 +173,7 @@ def to_unit(x, PTX: tl.constexpr):
 
 @triton.jit
 def reciprocal(x, PTX: tl.constexpr):
-    """1 / x for x from 0 to 2**126, within two units of its last place."""
+    """1 / x for x from 0 to 2**126, within 2 ulp."""
     if PTX:
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -184,24 +187,24 @@ def bf16_to_float(words):
     """int32 [R, C, 4] -> fp32 [R, C, 8]."""
     low = (words << 16).to(tl.float32, bitcast=True)
     high = (words & -65536).to(tl.float32, bitcast=True)
-    return _side_by_side(low, high)
+    return _interleave(low, high)
 
 
 @triton.jit
 def _digit(words, PLACE: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, PTX: tl.constexpr):
-    """A field of BITS bits at bit PLACE (up to bit 22) as fp32, minus an offset. It is not shifted: as a float, the
-    product with a power of two is as good, and comes with the subtraction."""
+    """A field of BITS bits at bit PLACE (up to bit 22) as fp32, minus an offset. Instead of a shift, a product with a
+    power of two, which one FMA does together with the subtraction."""
     shift: tl.constexpr = 1.0 / (1 << PLACE)
-    field = masked_float(words, ((1 << BITS) - 1) << PLACE, PTX)
+    field = _masked_float(words, ((1 << BITS) - 1) << PLACE, PTX)
     return field * shift - (8388608.0 * shift + OFFSET)
 
 
 @triton.jit
 def bytes_to_float(words, OFFSET: tl.constexpr, PTX: tl.constexpr):
     """int32 [R, C, 2] -> the bytes minus an offset, fp32 [R, C, 8]."""
-    upper = words >> 16
-    first, third = _digit(words, 0, 8, OFFSET, PTX), _digit(upper, 0, 8, OFFSET, PTX)
-    second, fourth = _digit(words, 8, 8, OFFSET, PTX), _digit(upper, 8, 8, OFFSET, PTX)
+    high = words >> 16
+    first, third = _digit(words, 0, 8, OFFSET, PTX), _digit(high, 0, 8, OFFSET, PTX)
+    second, fourth = _digit(words, 8, 8, OFFSET, PTX), _digit(high, 8, 8, OFFSET, PTX)
     four = tl.join(tl.join(first, third), tl.join(second, fourth))
     return tl.reshape(four, (words.shape[0], words.shape[1], 8))
 
@@ -209,63 +212,63 @@ def bytes_to_float(words, OFFSET: tl.constexpr, PTX: tl.constexpr):
 @triton.jit
 def nibbles_to_float(words, OFFSET: tl.constexpr, PTX: tl.constexpr):
     """int32 [R, C] -> the nibbles minus an offset, fp32 [R, C, 8]."""
-    upper = words >> 16
-    n04 = tl.join(_digit(words, 0, 4, OFFSET, PTX), _digit(upper, 0, 4, OFFSET, PTX))
-    n15 = tl.join(_digit(words, 4, 4, OFFSET, PTX), _digit(upper, 4, 4, OFFSET, PTX))
-    n26 = tl.join(_digit(words, 8, 4, OFFSET, PTX), _digit(upper, 8, 4, OFFSET, PTX))
-    n37 = tl.join(_digit(words, 12, 4, OFFSET, PTX), _digit(upper, 12, 4, OFFSET, PTX))
+    high = words >> 16
+    n04 = tl.join(_digit(words, 0, 4, OFFSET, PTX), _digit(high, 0, 4, OFFSET, PTX))
+    n15 = tl.join(_digit(words, 4, 4, OFFSET, PTX), _digit(high, 4, 4, OFFSET, PTX))
+    n26 = tl.join(_digit(words, 8, 4, OFFSET, PTX), _digit(high, 8, 4, OFFSET, PTX))
+    n37 = tl.join(_digit(words, 12, 4, OFFSET, PTX), _digit(high, 12, 4, OFFSET, PTX))
     eight = tl.join(tl.join(n04, n26), tl.join(n15, n37))
     return tl.reshape(eight, (words.shape[0], words.shape[1], 8))
 
 
 @triton.jit
-def bytes_of_both(a, b, BYTES: tl.constexpr):
-    """Four bytes of two words int32, each a digit of BYTES from the lowest: 0 to 3 of a, 4 to 7 of b; in PTX."""
+def select_bytes(a, b, BYTES: tl.constexpr):
+    """prmt: four bytes of two int32 words, each a digit of BYTES from the lowest: 0-3 of a, 4-7 of b. PTX only."""
     asm: tl.constexpr = "prmt.b32 $0, $1, $2, " + BYTES + ";"
     return tl.inline_asm_elementwise(asm, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def pack_halves(x, PTX: tl.constexpr):
-    """The upper 16 bits of int32 [R, C, 8] -> int32 [R, C, 4]."""
-    even, odd = _pairs(x)
+    """The high 16 bits of int32 [R, C, 8] -> int32 [R, C, 4]."""
+    even, odd = _deinterleave(x)
     if PTX:
-        return bytes_of_both(even, odd, "0x7632")
+        return select_bytes(even, odd, "0x7632")
     return ((even >> 16) & 0xFFFF) | (odd & -65536)
 
 
 @triton.jit
 def pack_bytes(x, SHIFT: tl.constexpr, PTX: tl.constexpr):
     """The bytes at bit SHIFT (0 or 16) of int32 [R, C, 4n] -> int32 [R, C, n]."""
-    even, odd = _pairs(x)
+    even, odd = _deinterleave(x)
     if PTX:
-        first, third = _pairs(bytes_of_both(even, odd, "0x0040" if SHIFT == 0 else "0x0062"))
-        return bytes_of_both(first, third, "0x5410")
-    first, third = _pairs((even >> SHIFT) & 255)
-    second, fourth = _pairs((odd >> SHIFT) & 255)
+        first, third = _deinterleave(select_bytes(even, odd, "0x0040" if SHIFT == 0 else "0x0062"))
+        return select_bytes(first, third, "0x5410")
+    first, third = _deinterleave((even >> SHIFT) & 255)
+    second, fourth = _deinterleave((odd >> SHIFT) & 255)
     return (first | (second << 8)) | ((third << 16) | (fourth << 24))
 
 
 @triton.jit
 def pack_nibbles(x, PTX: tl.constexpr):
     """The four bits from bit 16 of int32 [R, C, 8] -> int32 [R, C]."""
-    even, odd = _pairs(x)
+    even, odd = _deinterleave(x)
     odd = odd << 4
-    if PTX:  # the bits of the mask from one, the others from the other
-        pairs = tl.inline_asm_elementwise(
+    if PTX:  # a bitwise select: the mask's bits of even, the others of odd
+        both = tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, $2, $3, 0xE4;", "=r,r,r,r", [even, odd, 0xF0000],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        pairs = (even & 0xF0000) | (odd & 0xF00000)
-    words = pack_bytes(pairs, 16, PTX)
+        both = (even & 0xF0000) | (odd & 0xF00000)
+    words = pack_bytes(both, 16, PTX)
     return tl.reshape(words, (x.shape[0], x.shape[1]))
 
 
 @triton.jit
-def fp8_to_float(words, PTX: tl.constexpr):
+def fp8_to_float(words, CODE: tl.constexpr):
     """int32 [R, C, 2] of e4m3 -> fp32 [R, C, 8]."""
-    if PTX:
+    if CODE.fp8_cvt:
         first, second, third, fourth = tl.inline_asm_elementwise(
             """{ .reg .b16 a, b, c, d; .reg .b32 x, y;
                  mov.b32 {a, b}, $4; cvt.rn.f16x2.e4m3x2 x, a; cvt.rn.f16x2.e4m3x2 y, b;
@@ -276,24 +279,25 @@ def fp8_to_float(words, PTX: tl.constexpr):
         four = tl.join(tl.join(first, third), tl.join(second, fourth))
         return tl.reshape(four, (words.shape[0], words.shape[1], 8))
     else:
-        upper = words >> 16
-        bytes = tl.join(tl.join(words, upper), tl.join(words >> 8, upper >> 8))
-        bytes = tl.reshape(bytes, (words.shape[0], words.shape[1], 8)).to(tl.uint8)
-        return bytes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        high = words >> 16
+        bytes = tl.join(tl.join(words, high), tl.join(words >> 8, high >> 8))
+        bytes = tl.reshape(bytes, (words.shape[0], words.shape[1], 8))
+        bits = ((bytes & 0x7F) << 20) | ((bytes & 0x80) << 24)
+        value = bits.to(tl.float32, bitcast=True) * 2.0**120  # from fp32's exponents, subnormals included
+        return tl.where((bytes & 0x7F) == 0x7F, float("nan"), value)
 
 
 @triton.jit
-def pack_fp8(x, PTX: tl.constexpr):
-    """fp32 [R, C, 8] -> int32 [R, C, 2] of e4m3, to nearest even and at most 448."""
-    if PTX:
-        even, odd = _pairs(x)
-        first, third = _pairs(even)
-        second, fourth = _pairs(odd)
+def pack_fp8(x, CODE: tl.constexpr):
+    """fp32 [R, C, 8] -> int32 [R, C, 2] of e4m3, to nearest even, saturating; NaN is kept."""
+    if CODE.fp8_cvt:
+        even, odd = _deinterleave(x)
+        first, third = _deinterleave(even)
+        second, fourth = _deinterleave(odd)
         return tl.inline_asm_elementwise(
             """{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3;
                  mov.b32 $0, {a, b}; }""",
             "=r,f,f,f,f", [first, second, third, fourth], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        codes = tl.minimum(x, 448.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        return pack_bytes(codes.to(tl.int32), 0, PTX)
+        return pack_bytes(encode(x, 1.0, 0, False, True, CODE).to(tl.int32), 0, CODE.ptx)

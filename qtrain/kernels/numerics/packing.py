@@ -1,7 +1,7 @@
-"""INT4 codes two a byte and ternary codes four a byte, along the last dimension, the first code in the lowest bits.
+"""INT4 codes two per byte and ternary codes four per byte, along the last dimension, the first code in the lowest bits.
 
-A row whose length is no multiple of the packing is filled up with codes of zero. Codes are two's complement: INT4 in
--7..7, ternary in -1..1, so that unpacking is a shift up and an arithmetic shift down.
+A row whose length is not a multiple of the packing is padded with codes of zero. Codes are two's complement, INT4 in
+-7..7, ternary in -1..1: unpacking is a left shift and an arithmetic right shift.
 """
 
 import torch
@@ -47,7 +47,7 @@ def unpack_ternary(packed: Tensor, columns: int) -> Tensor:
 
 
 def pack(codes: Tensor, fmt: str) -> Tensor:
-    """Codes int8 or fp8 [..., K] as the format stores them."""
+    """Codes int8 or fp8 [..., K] -> as the format stores them."""
     return codes if FORMATS[fmt].packing == 1 else _pack_ref(codes, FORMATS[fmt].packing)
 
 

@@ -1,10 +1,10 @@
 """Philox4x32-7, the counter-based random generator behind every stochastic rounding.
 
-Random bits are a pure function of (seed, step, tensor, element): nothing is stored, a resumed run draws the same bits,
+Random bits are a pure function of (seed, step, tensor, element): there is no state, a resumed run draws the same bits,
 and so does a run that is sharded differently. The counter's four words are (element // 8 low, element // 8 high,
 tensor, step), the key's two words are the seed. One draw of four words serves eight elements with 16 bits each, low
-half first: rounding to 8 bits needs no more, and the arithmetic of the draw is what stochastic rounding costs. Seven
-rounds are the fewest that pass BigCrush.
+half first: rounding to 8 bits needs no more, and the generator is most of what stochastic rounding costs. Seven rounds
+are the fewest that pass BigCrush.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
@@ -19,16 +19,23 @@ WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
 WORD = 0xFFFFFFFF
 ROUNDS = 7
 
+ROUNDED_TENSORS = ("x", "dy", "w", "update")
+"""The tensors of one linear that are rounded, each with its own draws. "update": a low-bit weight's new value.
+
+A tensor that is rounded along its rows and along its columns draws once for both: they never meet in one product.
+"""
+_TENSORS = tl.constexpr(len(ROUNDED_TENSORS))
+
 
 def philox_ref(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor], rounds: int = ROUNDS
 ) -> list[Tensor]:
-    """Four 32-bit random words per counter. All tensors are int64 that hold unsigned 32-bit values, broadcastable."""
+    """Four 32-bit random words per counter. All tensors are int64 with unsigned 32-bit values, broadcastable."""
     c0, c1, c2, c3 = (word.clone() for word in torch.broadcast_tensors(*counter, *key)[:4])
     k0, k1 = key
     high = torch.empty_like(c0)
-    for _ in range(rounds):  # in place: on a CPU new memory would take longer than the arithmetic
-        c0 *= MULTIPLIER_0  # may wrap its sign, which leaves all 64 bits right
+    for _ in range(rounds):  # in place: on a CPU, allocation would take longer than the arithmetic
+        c0 *= MULTIPLIER_0  # may overflow into the sign; all 64 bits are right
         c2 *= MULTIPLIER_1
         c1 ^= torch.bitwise_right_shift(c2, 32, out=high)
         c1 ^= k0
@@ -36,25 +43,18 @@ def philox_ref(
         c3 ^= k1
         c1 &= WORD
         c3 &= WORD
-        c0, c1, c2, c3 = c1, c2, c3, c0  # of the products the low words, whose upper bits go where they meet others
+        c0, c1, c2, c3 = c1, c2, c3, c0  # c1, c3: the products' low words; their high halves are masked a round later
         k0, k1 = (k0 + WEYL_0) & WORD, (k1 + WEYL_1) & WORD
     c1 &= WORD
     c3 &= WORD
     return [c0, c1, c2, c3]
 
 
-ROUNDED_TENSORS = ("x", "dy", "w", "update")
-"""The tensors of one linear that are rounded: each draws under its own number. "update": a low-bit weight's new value.
-
-A tensor that is rounded along its rows and along its columns draws once for both: the two never meet in one product.
-"""
-
-
 def random_bits_ref(shape: torch.Size | tuple[int, ...], key: Tensor, role: int) -> Tensor:
-    """16 random bits for each element in row-major order, as int32.
+    """16 random bits per element in row-major order, as int32.
 
-    key: int64 [3] on the target device: seed (64 bits), step (the lower 32 count), number of the linear; a tensor, so
-    that neither a new step nor another linear recompiles anything. role: index into ROUNDED_TENSORS.
+    key: int64 [3] on the target device: seed (64 bits), step (its low 32 bits count), number of the linear; a tensor,
+    so that neither a new step nor another linear recompiles anything. role: index into ROUNDED_TENSORS.
     """
     elements = torch.Size(shape).numel()
     seed, step, linear = key[0:1], key[1:2], key[2:3]
@@ -66,9 +66,9 @@ def random_bits_ref(shape: torch.Size | tuple[int, ...], key: Tensor, role: int)
 
 
 @triton.jit
-def _products(a, FACTOR: tl.constexpr, PTX: tl.constexpr):
-    """Low and high words of a * FACTOR, uint32 each: one product of 64 bits, for which there is one instruction."""
-    if PTX:
+def _wide_multiply(a, FACTOR: tl.constexpr, PTX: tl.constexpr):
+    """Low and high words of a * FACTOR, uint32 each, by one 64-bit multiplication."""
+    if PTX:  # Triton's compiler does not emit mul.wide here
         return tl.inline_asm_elementwise(
             "{ .reg .b64 both; mul.wide.u32 both, $2, $3; mov.b64 {$0, $1}, both; }",
             "=r,=r,r,r", [a, FACTOR], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1,
@@ -79,19 +79,19 @@ def _products(a, FACTOR: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def philox(block, seed, step, tensor, PTX: tl.constexpr, once=1):
-    """block int64: numbers of 8 elements each -> four random words uint32, as `philox_ref`'s; seed, step, tensor int64.
+def philox(block, seed, step, tensor, PTX: tl.constexpr, runtime_one=1):
+    """block int64: indices of groups of 8 elements -> four random words uint32, as `philox_ref`; the rest int64.
 
-    PTX: in an instruction of the GPU that the compiler misses. once: 1. As a number that the compiler does not know it
-    makes these draws a loop, which others are not mixed into, so that their words need not all be kept.
+    runtime_one: 1 as a runtime value keeps the draws in a loop: their instructions are not interleaved with others, and
+    fewer registers are live.
     """
     c0, c1 = block.to(tl.uint32), (block >> 32).to(tl.uint32)
     c2, c3 = tl.zeros_like(c0) + tensor.to(tl.uint32), tl.zeros_like(c0) + step.to(tl.uint32)
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    for _ in range(once):
+    for _ in range(runtime_one):
         for _ in tl.static_range(7):
-            low0, high0 = _products(c0, 0xD2511F53, PTX)
-            low1, high1 = _products(c2, 0xCD9E8D57, PTX)
+            low0, high0 = _wide_multiply(c0, 0xD2511F53, PTX)
+            low1, high1 = _wide_multiply(c2, 0xCD9E8D57, PTX)
             c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
             k0 += 0x9E3779B9
             k1 += 0xBB67AE85
@@ -99,25 +99,26 @@ def philox(block, seed, step, tensor, PTX: tl.constexpr, once=1):
 
 
 @triton.jit
-def philox_words(block, seed, step, tensor, PTX: tl.constexpr, once=1):
-    """block int64 [R, C]: as for `philox` -> its words uint32 [R, C, 4], each for two neighbours, the first's below."""
-    w0, w1, w2, w3 = philox(block, seed, step, tensor, PTX, once)
-    # join makes a new last axis: [R, C, 2, 2] in the order of the words.
+def philox_words(block, seed, step, tensor, PTX: tl.constexpr, runtime_one=1):
+    """block int64 [R, C], as for `philox` -> words uint32 [R, C, 4]; each serves two neighbors, the first in the low
+    half."""
+    w0, w1, w2, w3 = philox(block, seed, step, tensor, PTX, runtime_one)
+    # join appends an axis: [R, C, 2, 2] in the order of the words.
     return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (block.shape[0], block.shape[1], 4))
 
 
 @triton.jit
-def philox_key(key_ptr, role, N_ROLES: tl.constexpr):
-    """seed, step and tensor, as `philox` takes them, of a key and a role as `random_bits_ref`'s."""
-    return tl.load(key_ptr), tl.load(key_ptr + 1), tl.load(key_ptr + 2) * N_ROLES + role
+def philox_key(key_ptr, role):
+    """seed, step and tensor, as `philox` takes them, from a key and a role as in `random_bits_ref`."""
+    return tl.load(key_ptr), tl.load(key_ptr + 1), tl.load(key_ptr + 2) * _TENSORS + role
 
 
 @triton.jit
-def philox_bits(block, key_ptr, role, N_ROLES: tl.constexpr, PTX: tl.constexpr):
-    """block int64 [R, C]: numbers of 8 elements each -> 16 random bits uint32 [R, 8 * C], as `random_bits_ref`'s.
+def philox_bits(block, key_ptr, role, PTX: tl.constexpr):
+    """block int64 [R, C]: indices of groups of 8 elements -> 16 random bits uint32 [R, 8 * C], as `random_bits_ref`.
 
-    A row's blocks are consecutive, so its elements come out in their order.
+    A row's blocks are consecutive, so its elements come out in order.
     """
-    seed, step, tensor = philox_key(key_ptr, role, N_ROLES)
+    seed, step, tensor = philox_key(key_ptr, role)
     words = philox_words(block, seed, step, tensor, PTX)
     return tl.reshape(tl.join(words & 0xFFFF, words >> 16), (block.shape[0], block.shape[1] * 8))

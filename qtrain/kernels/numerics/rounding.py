@@ -1,8 +1,8 @@
 """A rounding request: what a quantizer rounds stochastically, and the random bits that it draws for it.
 
 A tensor is quantized along its rows, along its columns, or both. Each layout is rounded to nearest even or
-stochastically: up with a probability equal to the discarded fraction, so that the expected value is exact. Both layouts
-share one draw per element; they never meet in one product.
+stochastically: up with a probability equal to the discarded fraction, which is unbiased. Both layouts share one draw
+per element; they never meet in one product.
 """
 
 from typing import NamedTuple

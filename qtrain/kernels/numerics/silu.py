@@ -3,17 +3,17 @@
     y = silu(gate) * up,   silu(x) = x * sigmoid(x)
     dgate = dy * up * s * (1 + gate * (1 - s)),   dup = silu(gate) * dy,   s = sigmoid(gate)
 
-Kernels that share them are launched with enable_fp_fusion=False, so that all of them round the same way.
+PTX: inline PTX is allowed. Kernels are launched with enable_fp_fusion=False, so that all of them round the same way.
 """
 
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.numerics.bf16x2 import lower, paired, upper
+from qtrain.kernels.numerics.bf16x2 import high_half, low_half, to_bf16x2
 
 
 @triton.jit
-def _sigmoid(x, NATIVE: tl.constexpr):
-    """NATIVE: by approximate PTX instructions, within 4e-7; exp and a division take four times as many."""
-    if NATIVE:
+def _sigmoid(x, PTX: tl.constexpr):
+    """PTX: by approximate instructions, within 4e-7; exp and a division take four times as many."""
+    if PTX:
         return tl.inline_asm_elementwise(
             """{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e;
                  add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }""",
@@ -24,43 +24,43 @@ def _sigmoid(x, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def swiglu_f32(gate, other, NATIVE: tl.constexpr):
+def swiglu_f32(gate, other, PTX: tl.constexpr):
     """silu(gate) * other: y with `up`, the gradient of `up` with dy."""
-    return gate * _sigmoid(gate, NATIVE) * other
+    return gate * _sigmoid(gate, PTX) * other
 
 
 @triton.jit
-def swiglu_grad_f32(dy, gate, up, NATIVE: tl.constexpr):
+def swiglu_grad_f32(dy, gate, up, PTX: tl.constexpr):
     """The gradient of gate."""
-    s = _sigmoid(gate, NATIVE)
+    s = _sigmoid(gate, PTX)
     return dy * up * s * (1 + gate * (1 - s))
 
 
 @triton.jit
-def _unpack(pairs):
-    return lower(pairs).to(tl.float32, bitcast=True), upper(pairs).to(tl.float32, bitcast=True)
+def _unpack(bf16x2):
+    return low_half(bf16x2).to(tl.float32, bitcast=True), high_half(bf16x2).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def swiglu_bf16x2(gate, up, NATIVE: tl.constexpr):
+def swiglu_bf16x2(gate, up, PTX: tl.constexpr):
     """y of pairs of bf16."""
     gate0, gate1 = _unpack(gate)
     up0, up1 = _unpack(up)
-    return paired(swiglu_f32(gate0, up0, NATIVE), swiglu_f32(gate1, up1, NATIVE), NATIVE)
+    return to_bf16x2(swiglu_f32(gate0, up0, PTX), swiglu_f32(gate1, up1, PTX), PTX)
 
 
 @triton.jit
-def gate_grad_bf16x2(dy, gate, up, NATIVE: tl.constexpr):
+def gate_grad_bf16x2(dy, gate, up, PTX: tl.constexpr):
     """The gradient of gate of pairs of bf16."""
     dy0, dy1 = _unpack(dy)
     gate0, gate1 = _unpack(gate)
     up0, up1 = _unpack(up)
-    return paired(swiglu_grad_f32(dy0, gate0, up0, NATIVE), swiglu_grad_f32(dy1, gate1, up1, NATIVE), NATIVE)
+    return to_bf16x2(swiglu_grad_f32(dy0, gate0, up0, PTX), swiglu_grad_f32(dy1, gate1, up1, PTX), PTX)
 
 
 @triton.jit
-def up_grad_bf16x2(dy, gate, NATIVE: tl.constexpr):
+def up_grad_bf16x2(dy, gate, PTX: tl.constexpr):
     """The gradient of up of pairs of bf16."""
     dy0, dy1 = _unpack(dy)
     gate0, gate1 = _unpack(gate)
-    return paired(swiglu_f32(gate0, dy0, NATIVE), swiglu_f32(gate1, dy1, NATIVE), NATIVE)
+    return to_bf16x2(swiglu_f32(gate0, dy0, PTX), swiglu_f32(gate1, dy1, PTX), PTX)

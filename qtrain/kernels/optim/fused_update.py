@@ -1,8 +1,8 @@
 """An optimizer's elementwise update of many tensors in one launch: clipping, decay, update, states, weights.
 
-What is read and written is the floor: weight, gradient and state codes once each. Everything between happens in fp32 in
-registers: states are decoded, moved and encoded again, a bf16 weight without a master copy and a weight stored in low
-bits are rounded stochastically, with bits from Philox keyed on (seed, step, parameter number, element).
+Memory traffic is at its floor: weight, gradient and state codes are read and written once. The rest happens in fp32 in
+registers: states are decoded, updated and encoded; a bf16 weight without a master copy and a weight stored as codes are
+rounded stochastically, with bits from Philox keyed on (seed, step, parameter number, element).
 
     rule           states              update (g: the gradient times the clipping scale)
     adamw          m, v (unsigned)     m = b1·m + (1-b1)·g, v = b2·v + (1-b2)·g², u = (m / c1) / (sqrt(v / c2) + eps)
@@ -11,13 +11,13 @@ bits are rounded stochastically, with bits from Philox keyed on (seed, step, par
     sgd_nesterov   m                   m = b1·m + g, u = b1·m + g
     apply          -                   u = g
 
-and then p = p·(1 - lr·weight_decay) - lr·u. c1, c2: Adam's bias corrections 1 - b^step, by the tensor's own step.
+and then p = p·(1 - lr·weight_decay) - lr·u. c1, c2: Adam's bias corrections 1 - b^step, with the tensor's own step.
 
-How one launch serves many tensors: a table on the device holds every tensor's addresses and sizes, and a second one,
-for every program, which tensor it works on. Tensors differ in formats, so there is one launch for each combination of
-formats that occurs, whatever the number of tensors; and one small launch that counts the steps and works out every
-tensor's factors. Learning rate and the other numbers lie on the device: nothing is compiled again when they change,
-nothing waits, and the launches can be captured in a CUDA graph (`set_hyper` outside of it).
+How one launch serves many tensors: a table on the device holds every tensor's addresses and sizes, and a second one the
+tensor of every CTA. There is one launch per combination of formats that occurs, whatever the number of tensors, and one
+small launch that increments the steps and computes every tensor's factors. Hyperparameters are in device memory: when
+they change, nothing recompiles or synchronizes, and the launches can be captured in a CUDA graph (`set_hyper` outside
+of it).
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,6 @@ from qtrain.kernels.optim.update_rules import (
     HYPER,
     MIX_M,
     MIX_V,
-    RULES,
     SIGNED_STATES,
     UPDATE_ROLE,
     LowBitWeight,
@@ -40,14 +39,14 @@ from qtrain.kernels.optim.update_rules import (
     is_stochastic,
 )
 
-__all__ = ["HYPER", "RULES", "SIGNED_STATES", "UPDATE_ROLE", "FusedUpdate", "Slot"]
+__all__ = ["SIGNED_STATES", "FusedUpdate", "Slot"]
 
 
 class FusedUpdate:
-    """A rule over a list of tensors; built once, `step` is called with the gradients of each step.
+    """A rule over a list of tensors: built once, then `step` is called with the gradients of each step.
 
-    sr: bf16 weights without a master, and bf16 states, are rounded stochastically; low-bit weights and unsigned low-bit
-    states always are. kernel: None takes the kernel on CUDA devices and the plain PyTorch definition elsewhere.
+    sr: bf16 weights without a master copy, and bf16 states, are rounded stochastically; low-bit weights and unsigned
+    low-bit states always are. kernel: None takes the kernel on CUDA devices and the plain PyTorch definition elsewhere.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class FusedUpdate:
         sr: bool = True,
         kernel: bool | None = None,
     ):
-        assert slots and rule in RULES
+        assert slots and rule in SIGNED_STATES
         self.rule, self.slots, self.sr = rule, list(slots), sr
         device = slots[0].weight.device
         for slot in slots:
@@ -79,8 +78,8 @@ class FusedUpdate:
         self._kernels = Launches(rule, self.slots, sr, self.hyper, self.steps, self.keys) if use_kernel else None
 
     def set_hyper(self, group: int, values: Mapping[str, float | Tensor]) -> None:
-        """Set numbers of a group, named as in HYPER; a launch only for those that changed. Tensors are copied on the
-        device."""
+        """Set hyperparameters of a group by their names in HYPER; launches only for those that changed. Tensors are
+        copied on the device."""
         for name, value in values.items():
             column = HYPER.index(name)
             if isinstance(value, Tensor):
@@ -92,8 +91,8 @@ class FusedUpdate:
 
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor | None], grad_scale: Tensor | None = None) -> None:
-        """One update. grads: of every tensor, or None where it is left alone. grad_scale: scalar on the device that
-        gradients are multiplied with (clipping)."""
+        """One update. grads: of every tensor, None for one that is not updated. grad_scale: a scalar on the device that
+        multiplies the gradients (clipping)."""
         if self._kernels is not None:
             self._kernels.step(grads, grad_scale)
         else:
@@ -101,7 +100,7 @@ class FusedUpdate:
 
     @property
     def launches(self) -> int:
-        """Kernels a step, besides what `set_hyper` has to write."""
+        """Kernel launches per step, besides those of `set_hyper`."""
         return self._kernels.count if self._kernels is not None else 0
 
 
@@ -109,7 +108,7 @@ class FusedUpdate:
 
 
 def _step_ref(update: FusedUpdate, grads: Sequence[Tensor | None], grad_scale: Tensor | None) -> None:
-    """The rules in plain PyTorch. Tensors that torch's own fused AdamW takes go there; it scales gradients in place."""
+    """The rules in plain PyTorch, or torch's own fused AdamW where it applies; that scales gradients in place."""
     scale = 1.0 if grad_scale is None else float(grad_scale)
     plain: dict[int, list[int]] = {}
     for i, (slot, grad) in enumerate(zip(update.slots, grads, strict=True)):
@@ -154,7 +153,7 @@ def _torch_takes(update: FusedUpdate, slot: Slot, grad: Tensor) -> bool:
         and slot.master is None
         and (dtype == torch.float32 or not update.sr)
         and grad.dtype == dtype
-        and all(not f.block and parts["value"].dtype == dtype for f, parts in slot.states)
+        and all(not f.block and tensors["value"].dtype == dtype for f, tensors in slot.states)
     )
 
 
@@ -174,7 +173,7 @@ def _update_ref(
     stored = isinstance(weight, LowBitWeight)
     p = weight.dequantize() if stored else (weight.detach() if slot.master is None else slot.master).float()
     g = grad.float() * grad_scale if grad_scale != 1 else grad.float()
-    states = [dequantize_state(parts, format, shape) for format, parts in slot.states]
+    states = [dequantize_state(tensors, format, shape) for format, tensors in slot.states]
     if rule == "adamw":
         m = states[0] * beta1 + g * (1 - beta1)
         v = states[1] * beta2 + g * g * (1 - beta2)
@@ -190,11 +189,11 @@ def _update_ref(
         u = states[0] if rule == "sgd" else states[0] * beta1 + g
     p = p * (1 - lr * weight_decay) - u * lr
 
-    bits = _bits(slot, key) if _needs_bits(slot, sr) else None  # by the multiplier of the draws
-    for (format, parts), value, mix in zip(slot.states, states, (MIX_M, MIX_V), strict=False):
+    bits = _bits(slot, key) if _needs_bits(slot, sr) else None  # by multiplier
+    for (format, tensors), value, mix in zip(slot.states, states, (MIX_M, MIX_V), strict=False):
         stochastic = bits is not None and is_stochastic(format, sr)
-        for name, part in quantize_state(value, format, bits[mix] if stochastic else None).items():
-            parts[name].copy_(part)
+        for name, tensor in quantize_state(value, format, bits[mix] if stochastic else None).items():
+            tensors[name].copy_(tensor)
     if stored:
         weight.store_(p, key, UPDATE_ROLE)
         return
@@ -206,22 +205,22 @@ def _update_ref(
 
 
 def _bits(slot: Slot, key: Tensor) -> dict[int, Tensor]:
-    """16 random bits an element of the tensor, for the weight (1) and for each state by its multiplier; of a shard,
-    those of its place in the whole."""
+    """16 random bits per element, for the weight (1) and for each state by its multiplier; a shard's are those of its
+    elements in the whole tensor."""
     size = slot.weight.shape.numel()
     end = slot.first_element + size
-    words = random_bits_ref((-(-end // 8), 4, 2), key, UPDATE_ROLE).long()
-    words = words[..., 0] | words[..., 1] << 16
+    rng_words = random_bits_ref((-(-end // 8), 4, 2), key, UPDATE_ROLE).long()
+    rng_words = rng_words[..., 0] | rng_words[..., 1] << 16
     found = {}
     for mix in (1, MIX_M, MIX_V):
-        mixed = words * mix
+        mixed = rng_words * mix
         halves = torch.stack([mixed & 0xFFFF, mixed >> 16 & 0xFFFF], dim=-1)
         found[mix] = halves.flatten()[slot.first_element : end].int().view(slot.weight.shape)
     return found
 
 
 def _needs_bits(slot: Slot, sr: bool) -> bool:
-    """Whether any of a tensor's results is rounded stochastically here (a stored weight draws for itself)."""
+    """Whether anything of a tensor is rounded stochastically here; a `LowBitWeight` rounds itself."""
     plain = not isinstance(slot.weight, LowBitWeight)
     weight = plain and sr and slot.weight.dtype == torch.bfloat16 and slot.master is None
     return weight or any(is_stochastic(format, sr) for format, _ in slot.states)

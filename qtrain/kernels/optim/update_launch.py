@@ -1,4 +1,4 @@
-"""The tables by which one launch of `update_kernel` serves many tensors, built once and kept on the device."""
+"""The device tables by which one launch of `update_kernel` serves many tensors; built once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,23 +7,23 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.compiler import triton
-from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
+from qtrain.kernels.numerics.encode import encoding
 from qtrain.kernels.optim.state_formats import StateFormat, row_shape
 from qtrain.kernels.optim.update_kernel import factors_kernel, update_kernel
-from qtrain.kernels.optim.update_rules import MIX_M, MIX_V, RULES, UPDATE_ROLE, LowBitWeight, Slot, is_stochastic
+from qtrain.kernels.optim.update_rules import MIX_M, MIX_V, UPDATE_ROLE, LowBitWeight, Slot, is_stochastic
 
-# Columns of the table: addresses, then sizes.
-_COLUMNS = (
-    "weight", "m", "m_scale", "v", "v_scale", "extra", "row_length", "chunks", "first_tile", "first_element", "group",
+TABLE = (
+    "weight", "m", "m_scale", "v", "v_scale", "extra", "row_length", "chunks", "first_cta", "first_element", "group",
 )  # fmt: skip
-_FACTORS = 8
-_FORMATS = {"fp32": 1, "bf16": 2, "fp8": 3, "int8": 4, "int4": 5}  # 0: no such state
-_WEIGHTS = {"fp32": 0, "bf16": 1, "bf16 and master": 2, "int8": 3, "int4": 4}
+"""Columns of the table of tensors, int64, in the order in which the kernels load them: addresses, then sizes. extra:
+scales of a weight stored as codes, or its master copy."""
+FACTORS = 8
+"""Columns of the table of factors."""
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """What the tensors of one launch have in common: the kernel's constants."""
+    """What the tensors of one launch have in common: constexprs of the kernel."""
 
     weight: str
     grad: torch.dtype
@@ -36,18 +36,17 @@ class _Kind:
 
 @dataclass
 class _Launch:
-    kind: _Kind
-    owner: Tensor  # int32 [programs]: which tensor each works on
+    owner: Tensor  # int32 [CTAs]: the tensor of each
     warps: int
-    registers: int | None  # of a thread, at most
+    registers: int | None  # per thread, at most
     constants: dict[str, object]
 
 
 ELEMENTS_A_THREAD = 8
 TILE, LOOPS = 256, 16
-"""Elements of a tile, and tiles a program."""
+"""Elements of a tile, tiles per CTA."""
 REGISTERS = 64
-"""Of a thread, so that 32 warps share a multiprocessor: what waits for memory wants others to work meanwhile."""
+"""Per thread, for 32 resident warps per SM: a memory-bound kernel wants occupancy."""
 
 
 class Launches:
@@ -58,22 +57,22 @@ class Launches:
         self.hyper, self.steps, self.keys = hyper, steps, keys
         device = steps.device
         n = len(self.slots)
-        self.table = torch.zeros(n, len(_COLUMNS), dtype=torch.int64, device=device)
-        self.factors = torch.zeros(n, _FACTORS, dtype=torch.float32, device=device)
+        self.table = torch.zeros(n, len(TABLE), dtype=torch.int64, device=device)
+        self.factors = torch.zeros(n, FACTORS, dtype=torch.float32, device=device)
         self.launches: list[_Launch] = []
         self._grad_dtypes: list[torch.dtype | None] = [None] * n
         self.grads = torch.zeros(n, dtype=torch.int64, device=device)
         self._addresses: list[int] = [0] * n
         self._recorded = False
         pinned = device.type == "cuda"
-        self._captured = torch.zeros(n, dtype=torch.int64, pin_memory=pinned)  # read by a graph whenever it is replayed
+        self._captured = torch.zeros(n, dtype=torch.int64, pin_memory=pinned)  # read by every replay of a CUDA graph
 
     @property
     def count(self) -> int:
         return 1 + len(self.launches)
 
     def step(self, grads: Sequence[Tensor | None], grad_scale: Tensor | None) -> None:
-        grads = [g if g is None or (g.is_contiguous() and g.data_ptr() % 16 == 0) else _copied(g) for g in grads]
+        grads = [g if g is None or (g.is_contiguous() and g.data_ptr() % 16 == 0) else _aligned_copy(g) for g in grads]
         dtypes = [before if g is None else g.dtype for before, g in zip(self._grad_dtypes, grads, strict=True)]
         if dtypes != self._grad_dtypes:
             self._grad_dtypes = dtypes
@@ -84,7 +83,7 @@ class Launches:
         n = len(self.slots)
         factors_kernel[(triton.cdiv(n, 128),)](
             self.table, self.grads, self.hyper, grad_scale, self.steps, self.keys, self.factors, n,
-            RULES[self.rule], grad_scale is not None, len(_COLUMNS), 128,
+            self.rule, len(TABLE), 128,
         )  # fmt: skip
         for launch in self.launches:
             update_kernel[(len(launch.owner),)](
@@ -93,95 +92,90 @@ class Launches:
             )  # fmt: skip
 
     def _upload(self, addresses: list[int]) -> None:
-        """Write the gradients' addresses into the table, without waiting."""
+        """Write the gradients' addresses into the table, without synchronizing."""
         self._addresses = addresses
         if self.table.is_cuda and torch.cuda.is_current_stream_capturing():
-            self._recorded = True  # a replay writes its own addresses: from now on they are not known here
+            self._recorded = True  # a replay writes its own addresses: these are not known from now on
             self._captured.copy_(torch.tensor(addresses))
             self.grads.copy_(self._captured, non_blocking=True)
-        else:  # from pageable memory: it has been read when the call returns
+        else:  # from pageable memory: the copy has been staged when the call returns
             self.grads.copy_(torch.tensor(addresses), non_blocking=True)
 
     def _build(self) -> None:
-        """Sort the tensors into launches, and write the table."""
+        """Group the tensors by kind into launches, and write the table."""
         kinds: dict[_Kind, list[int]] = {}
-        rows = torch.zeros(len(self.slots), len(_COLUMNS), dtype=torch.int64)
-        programs = [0] * len(self.slots)
+        rows = torch.zeros(len(self.slots), len(TABLE), dtype=torch.int64)
+        ctas = [0] * len(self.slots)
         for i, slot in enumerate(self.slots):
             if not slot.weight.numel():
                 continue
-            kind, row, programs[i] = self._describe(slot, self._grad_dtypes[i])
+            kind, row, ctas[i] = _describe(slot, self._grad_dtypes[i])
             kinds.setdefault(kind, []).append(i)
             rows[i] = torch.tensor(row)
         self.launches = []
         for kind, indices in kinds.items():
-            counts = torch.tensor([programs[i] for i in indices])
-            rows[indices, _COLUMNS.index("first_tile")] = counts.cumsum(0) - counts
+            counts = torch.tensor([ctas[i] for i in indices])
+            rows[indices, TABLE.index("first_cta")] = counts.cumsum(0) - counts
             owner = torch.repeat_interleave(torch.tensor(indices, dtype=torch.int32), counts)
             warps = min(max(kind.tile // (32 * ELEMENTS_A_THREAD), 1), 32)
             registers = REGISTERS if kind.aligned and kind.tile == TILE else None  # the others need more
             owner = owner.to(self.table.device)
-            self.launches.append(_Launch(kind, owner, warps, registers, self._constants(kind)))
+            self.launches.append(_Launch(owner, warps, registers, self._constants(kind)))
         self.table.copy_(rows)
 
-    def _describe(self, slot: Slot, grad_dtype: torch.dtype | None) -> tuple[_Kind, list[int], int]:
-        """A tensor's kind, its row of the table, and how many programs it takes."""
-        weight = slot.weight
-        stored = isinstance(weight, LowBitWeight)
-        rows, length = row_shape(weight.shape)
-        blocks = {format.block for format, _ in slot.states if format.block}
-        assert len(blocks) <= 1, f"states of one tensor share a block size, not {sorted(blocks)}"
-        has_blocks = bool(blocks)
-        block = blocks.pop() if blocks else 256
-        if not stored and (not has_blocks or length % block == 0):
-            rows, length = 1, rows * length  # blocks do not cross rows by themselves
-        kind = weight.format if stored else ("fp32" if weight.dtype == torch.float32 else "bf16")
-        if slot.master is not None:
-            kind = "bf16 and master"
-        tile, loops = max(TILE, block), LOOPS
-        if kind == "int8":  # a scale a row: the tile is the row
-            tile, loops = max(triton.next_power_of_2(length), block), 1
-        codes = weight.codes if stored else weight.detach()
-        extra = weight.scale if stored else slot.master
-        parts = [dict(parts) for _, parts in slot.states] + [{}] * (2 - len(slot.states))
-        tensors = [codes]
-        for part in parts:
-            tensors += [part.get("codes", part.get("value")), part.get("scale")]
-        tensors.append(extra)
-        assert all(t is None or t.is_contiguous() for t in tensors), "weights and states are contiguous"
-        addresses = [0 if t is None else t.data_ptr() for t in tensors]
-        aligned = length % 16 == 0 and slot.first_element % 8 == 0
-        aligned &= all(address % 16 == 0 for address in addresses)
-        chunks = -(-length // (tile * loops))
-        formats = tuple(format for format, _ in slot.states)
-        described = _Kind(kind, grad_dtype or weight.dtype, formats, block, aligned, tile, loops)
-        return described, [*addresses, length, chunks, 0, slot.first_element, slot.group], rows * chunks
-
     def _constants(self, kind: _Kind) -> dict[str, object]:
-        sr = self.sr
-        stochastic = [is_stochastic(format, sr) for format in kind.formats] + [False, False]
-        codes = [_FORMATS[format.name] for format in kind.formats] + [0, 0]
+        m, v, *_ = [format.name for format in kind.formats] + ["", ""]
+        sr_m, sr_v, *_ = [is_stochastic(format, self.sr) for format in kind.formats] + [False, False]
         return {
-            "RULE": RULES[self.rule],
-            "WEIGHT": _WEIGHTS[kind.weight],
-            "GRAD": {torch.float32: 1, torch.bfloat16: 2}[kind.grad],
-            "M": codes[0],
-            "V": codes[1],
-            "SR_WEIGHT": sr and kind.weight == "bf16",
-            "SR_M": stochastic[0],
-            "SR_V": stochastic[1],
+            "RULE": self.rule,
+            "WEIGHT": kind.weight,
+            "GRAD": {torch.float32: "fp32", torch.bfloat16: "bf16"}[kind.grad],
+            "M": m,
+            "V": v,
+            "SR_WEIGHT": self.sr and kind.weight == "bf16",
+            "SR_M": sr_m,
+            "SR_V": sr_v,
             "ALIGNED": kind.aligned,
             "BLOCK": kind.block,
             "TILE": kind.tile,
             "LOOPS": kind.loops,
-            "COLUMNS": len(_COLUMNS),
-            "N_ROLES": len(ROUNDED_TENSORS),
+            "COLUMNS": len(TABLE),
             "MIX_M": MIX_M,
             "MIX_V": MIX_V,
-            "PTX": self.table.is_cuda,
+            "CODE": encoding("e4m3", self.table.device),
         }
 
 
-def _copied(grad: Tensor) -> Tensor:
-    """A gradient as the kernel wants it: contiguous, at an aligned address."""
+def _describe(slot: Slot, grad_dtype: torch.dtype | None) -> tuple[_Kind, list[int], int]:
+    """A tensor's kind, its row of the table, and its number of CTAs."""
+    weight = slot.weight
+    stored = isinstance(weight, LowBitWeight)
+    rows, length = row_shape(weight.shape)
+    blocks = {format.block for format, _ in slot.states if format.block}
+    assert len(blocks) <= 1, f"states of one tensor share a block size, not {sorted(blocks)}"
+    block = max(blocks, default=256)
+    if not stored and (not blocks or length % block == 0):
+        rows, length = 1, rows * length  # no block crosses a row anyway
+    kind = weight.format if stored else ("fp32" if weight.dtype == torch.float32 else "bf16")
+    if slot.master is not None:
+        kind = "bf16 and master"
+    tile, loops = max(TILE, block), LOOPS
+    if kind == "int8":  # a scale per row: the tile is the row
+        tile, loops = max(triton.next_power_of_2(length), block), 1
+    tensors = [weight.codes if stored else weight.detach()]
+    for state in [dict(state) for _, state in slot.states] + [{}] * (2 - len(slot.states)):
+        tensors += [state.get("codes", state.get("value")), state.get("scale")]
+    tensors.append(weight.scale if stored else slot.master)
+    assert all(t is None or t.is_contiguous() for t in tensors), "weights and states are contiguous"
+    addresses = [0 if t is None else t.data_ptr() for t in tensors]
+    aligned = length % 16 == 0 and slot.first_element % 8 == 0
+    aligned &= all(address % 16 == 0 for address in addresses)
+    chunks = -(-length // (tile * loops))
+    formats = tuple(format for format, _ in slot.states)
+    described = _Kind(kind, grad_dtype or weight.dtype, formats, block, aligned, tile, loops)
+    return described, [*addresses, length, chunks, 0, slot.first_element, slot.group], rows * chunks
+
+
+def _aligned_copy(grad: Tensor) -> Tensor:
+    """A contiguous copy at an aligned address."""
     return torch.empty(grad.shape, dtype=grad.dtype, device=grad.device).copy_(grad)

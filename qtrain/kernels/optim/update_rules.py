@@ -1,4 +1,4 @@
-"""The words of fused updates: rules, a group's numbers, and one tensor with what is updated beside it."""
+"""What a fused update is given: a rule, a group's hyperparameters, and tensors with what is updated beside them."""
 
 from dataclasses import dataclass
 
@@ -7,22 +7,21 @@ from torch import Tensor
 from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
 from qtrain.kernels.optim.state_formats import StateFormat
 
-RULES = {"adamw": 0, "lion": 1, "sgd": 2, "sgd_nesterov": 3, "apply": 4}
 SIGNED_STATES = {"adamw": (True, False), "lion": (True,), "sgd": (True,), "sgd_nesterov": (True,), "apply": ()}
-"""Of every rule's states: whether they are signed."""
+"""Rules, each with its states: whether they are signed."""
 HYPER = ("lr", "weight_decay", "beta1", "beta2", "eps")
-"""The numbers of a parameter group. sgd's momentum is beta1."""
+"""Hyperparameters of a parameter group. sgd's momentum is beta1."""
 UPDATE_ROLE = ROUNDED_TENSORS.index("update")
 
-# One random word for two elements serves the weights and both states: odd multipliers permute the 32-bit words, so that
-# both halves are uniform, and that their errors are nearly uncorrelated.
+# One random word per two elements serves the weight and both states: odd multipliers permute the 32-bit words, so that
+# both halves are uniform, and the rounding errors of the three are nearly uncorrelated.
 MIX_M, MIX_V = 0x9E3779B1, 0x85EBCA77
 
 
 class LowBitWeight:
-    """What an update asks of a weight that is stored as codes: a base class of the tensor subclass that is one.
+    """Interface of a weight that is stored as codes; the tensor subclass that holds one derives from it.
 
-    codes, scale: contiguous; format: "int8" (a scale per row) or "int4" (a scale per 128 along a row).
+    codes, scale: contiguous. format: "int8" (a scale per row) or "int4" (a scale per 128 along a row).
     """
 
     codes: Tensor
@@ -40,22 +39,23 @@ class LowBitWeight:
 
 @dataclass
 class Slot:
-    """One tensor and what is updated with it.
-
-    weight: fp32 or bf16, contiguous, or a LowBitWeight. states: (format, its tensors) in the rule's order. step: fp32
-    scalar, the updates so far; replaced by a view of the shared counters. master: fp32 copy that is updated in the
-    weight's place. number: names the tensor's random bits. first_element: of a shard, its place in the whole tensor.
-    """
+    """One tensor and what is updated with it."""
 
     weight: Tensor
+    """fp32 or bf16, contiguous, or a LowBitWeight."""
     states: tuple[tuple[StateFormat, dict[str, Tensor]], ...] = ()
+    """(format, its tensors) in the rule's order."""
     step: Tensor | None = None
+    """fp32 scalar, the updates so far; replaced by a view of the shared counters."""
     number: int = 0
+    """The tensor number of the random bits."""
     group: int = 0
     master: Tensor | None = None
+    """fp32 copy that is updated in the weight's place."""
     first_element: int = 0
+    """Of a shard, its offset in the whole tensor."""
 
 
 def is_stochastic(format: StateFormat, sr: bool) -> bool:
-    """Whether a state is rounded stochastically. Signed 8-bit ones gain nothing: they move far enough a step."""
+    """Whether a state is rounded stochastically. Signed 8-bit ones gain nothing: they change enough per step."""
     return format.name == "int4" or (format.block > 0 and not format.signed) or (format.name == "bf16" and sr)

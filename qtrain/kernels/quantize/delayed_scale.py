@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.numerics.encode import abs_bits, scale_from_amax
-from qtrain.kernels.numerics.formats import FORMATS
+from qtrain.kernels.numerics.encode import abs_bits, encoding, scale_from_amax
 from qtrain.kernels.quantize.reference import scale_ref
 
 BLOCK = 8192
@@ -30,14 +29,15 @@ def _amax_unless_known_kernel(x_ptr, scale_ptr, amax_ptr, numel, STEP: tl.conste
     amax = tl.zeros([BLOCK], tl.int32)
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, numel, STEP):
         index = start + tl.arange(0, BLOCK)
-        amax = tl.maximum(amax, abs_bits(tl.load(x_ptr + index, index < numel, 0.0)))
+        inside = index < numel
+        amax = tl.maximum(amax, abs_bits(tl.load(x_ptr + index, inside, 0.0)))
     tl.atomic_max(amax_ptr, tl.max(amax, 0), sem="relaxed")
 
 
 @triton.jit
-def _select_scale_kernel(scale_ptr, amax_ptr, out_ptr, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+def _select_scale_kernel(scale_ptr, amax_ptr, out_ptr, CODE: tl.constexpr):
     known = tl.load(scale_ptr)
-    tl.store(out_ptr, tl.where(known > 0.0, known, scale_from_amax(tl.load(amax_ptr), LARGEST, POWER_OF_TWO)))
+    tl.store(out_ptr, tl.where(known > 0.0, known, scale_from_amax(tl.load(amax_ptr), CODE)))
 
 
 def programs_for(numel: int) -> int:
@@ -48,7 +48,7 @@ def programs_for(numel: int) -> int:
 def launch_select_scale(scale: Tensor, amax: Tensor, fmt: str, power_of_two: bool) -> Tensor:
     """scale fp32 [1], bits of an absmax int32 [1] -> `scale` where it is above 0, else the one of that absmax."""
     out = torch.empty_like(scale)
-    _select_scale_kernel[(1,)](scale, amax, out, FORMATS[fmt].max, power_of_two, num_warps=1)
+    _select_scale_kernel[(1,)](scale, amax, out, encoding(fmt, scale.device, power_of_two), num_warps=1)
     return out
 
 

@@ -1,65 +1,55 @@
-"""Quantizes bf16 in both layouts to 8 bits, FP8's and INT8's: weights, inputs and gradients.
+"""Quantizes bf16 in both layouts to 8 bits (FP8 or INT8): weights, inputs and gradients, also those of a SwiGLU.
 
-What `quantize_tiles` does for any format, written for few instructions and registers, so that programs enough share a
-multiprocessor for some to read while others reckon. Two neighbours of a row stay in the 32-bit word they were read in,
-absolute maxima are taken of both at once, and a thread holds words of four consecutive rows: four codes of a column
-are a word again, and only words go through shared memory to be turned. Either layout may be rounded stochastically:
-the four words of a random draw belong to four words of x side by side, which a thread holds.
+The same codes as `tiled.py`, in few instructions and registers, so that three CTAs share an SM and overlap loads with
+compute. Two neighbors of a row stay in the 32-bit word that they were read in, their absmax is taken of both at once,
+and a thread holds words of four consecutive rows: four codes of a column are a word again, and only words go through
+shared memory to be transposed. Either layout may be rounded stochastically: a Philox draw's four words belong to four
+words of x side by side, which one thread holds.
 
-Scales are those of a program's block of 128 (1x128, 128x128), of whole rows and columns or of the tensor, whose absmax
-a pass before leaves, or one is given for the tensor.
+A scale belongs to a CTA's block of 128 (1x128, 128x128); to whole rows and columns, or to the tensor, whose absmax a
+pass before has left; or it is given for the tensor.
+
+What is quantized can be computed from x as it is read: y = swiglu(x), or the gradient of x from dy.
 """
 
 import torch
 from torch import Tensor
 
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.numerics.bf16x2 import larger, larger_half, largest, lower, magnitudes, upper, zero_nonfinite_bf16x2
+from qtrain.kernels.numerics.bf16x2 import (
+    abs_bf16x2,
+    high_half,
+    low_half,
+    max_bf16x2,
+    max_of_halves,
+    reduce_max_bf16x2,
+    zero_nonfinite_bf16x2,
+)
 from qtrain.kernels.numerics.bf16x2_encode import (
     draw_bf16x2,
-    four_codes,
-    quick_reciprocal,
+    fast_inv_scale,
+    pack_four_codes,
+    pack_two_codes,
+    pack_two_halves,
+    pack_two_rows,
     scale_bf16x2,
-    two_codes,
-    two_halves,
-    two_rows,
 )
-from qtrain.kernels.numerics.encode import casts_to_fp8, inv_scale_of, scale_from_amax
+from qtrain.kernels.numerics.encode import encoding, inv_scale_of, scale_from_amax
 from qtrain.kernels.numerics.formats import EIGHT_BITS, FORMATS, empty_scale
-from qtrain.kernels.numerics.philox import ROUNDED_TENSORS, philox_key
+from qtrain.kernels.numerics.philox import philox_key
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.numerics.silu import gate_grad_bf16x2, swiglu_bf16x2, up_grad_bf16x2
 from qtrain.kernels.quantize.absmax import launch_absmax
 
 BLOCK = 128
 WARPS, REGISTERS = 4, 168
-"""Of a program, and of a thread: three programs, with 96 KiB on their way, share an H200's multiprocessor."""
+"""Warps of a CTA, registers of a thread: three CTAs, with 96 KiB of loads in flight, share an SM of an H200."""
 WARPS_OF_GRADIENT, REGISTERS_OF_GRADIENT = 8, 128
-"""The same for a gate's gradient, which is made of three tensors: more warps, each with less to keep."""
+"""The same for a SwiGLU's gradient, which is computed from three tensors: more warps, each with less live state."""
 
 
 @triton.jit
-def _largest_of_four(a, b, c, d, CAST: tl.constexpr):
-    """Pairs -> the pair of the largest absolute values."""
-    a, b, c, d = magnitudes(a), magnitudes(b), magnitudes(c), magnitudes(d)
-    return larger(larger(a, b, CAST), larger(c, d, CAST), CAST)
-
-
-@triton.jit
-def _largest_of_all(pairs, CAST: tl.constexpr):
-    """Pairs without sign [R, C] -> the largest number, as bits of fp32."""
-    return larger_half(largest(largest(pairs, 1, CAST), 0, CAST))
-
-
-@triton.jit
-def _row_scale(pairs, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, CAST: tl.constexpr):
-    """Pairs [R, C] -> the scales of their rows [R]."""
-    most = largest(magnitudes(pairs), 1, CAST)
-    return scale_from_amax(larger_half(most), LARGEST, POWER_OF_TWO)
-
-
-@triton.jit
-def _four_rows(ptrs, stride, inside):
+def _load_four_rows(ptrs, stride, inside):
     """Words at `ptrs` and at the same places of the three rows below; 0 outside."""
     if inside is None:
         return tl.load(ptrs), tl.load(ptrs + stride), tl.load(ptrs + 2 * stride), tl.load(ptrs + 3 * stride)
@@ -69,194 +59,261 @@ def _four_rows(ptrs, stride, inside):
 
 
 @triton.jit
-def _coded_row(
-    ptrs, inside, pairs, by, by_first, by_second, beyond, block, key, STOCHASTIC: tl.constexpr,
-    STOCHASTIC_T: tl.constexpr, SAME: tl.constexpr, FMT: tl.constexpr, LARGEST: tl.constexpr, CAST: tl.constexpr,
+def _load_swiglu(gate_ptrs, words, inside, PTX: tl.constexpr):
+    """Four rows of y = swiglu(x), whose rows of `words` words are gate, then up, in x."""
+    x0, x1, x2, x3 = _load_four_rows(gate_ptrs, 2 * words, inside)
+    up0, up1, up2, up3 = _load_four_rows(gate_ptrs + words, 2 * words, inside)
+    y0, y1 = swiglu_bf16x2(x0, up0, PTX), swiglu_bf16x2(x1, up1, PTX)
+    return y0, y1, swiglu_bf16x2(x2, up2, PTX), swiglu_bf16x2(x3, up3, PTX)
+
+
+@triton.jit
+def _load_swiglu_grad(gate_ptrs, dy_ptrs, words, half, is_up, inside, PTX: tl.constexpr):
+    """Four rows of the gradient of gate, or of up (is_up), in x [*, words], with gate and up of `half` words each."""
+    x0, x1, x2, x3 = _load_four_rows(gate_ptrs, words, inside)
+    dy0, dy1, dy2, dy3 = _load_four_rows(dy_ptrs, half, inside)
+    if is_up:
+        x0, x1 = up_grad_bf16x2(dy0, x0, PTX), up_grad_bf16x2(dy1, x1, PTX)
+        x2, x3 = up_grad_bf16x2(dy2, x2, PTX), up_grad_bf16x2(dy3, x3, PTX)
+    else:
+        up0, up1, up2, up3 = _load_four_rows(gate_ptrs + half, words, inside)
+        x0, x1 = gate_grad_bf16x2(dy0, x0, up0, PTX), gate_grad_bf16x2(dy1, x1, up1, PTX)
+        x2, x3 = gate_grad_bf16x2(dy2, x2, up2, PTX), gate_grad_bf16x2(dy3, x3, up3, PTX)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _load_tile(
+    x_ptr, dy_ptr, start, offset, words, tile_m, tile_k, i, j, inside,
+    SWIGLU: tl.constexpr, PTX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Stores the codes of rows and gives what those of columns are packed from, if STOCHASTIC_T says so or both are the
-    SAME. block: as `philox` takes it; key: its other arguments, the last one not known to the compiler."""
-    words, half = None, 0
+    """The tile at x_ptr + start + offset of what is quantized, with `words` words per row: row 4 * i + r in the r-th
+    result [BLOCK / 4, BLOCK / 2]."""
+    if SWIGLU == "forward":
+        gate_ptrs = x_ptr + start + offset + (tile_m.to(tl.int64) * BLOCK + 4 * i)[:, None] * words
+        return _load_swiglu(gate_ptrs, words, inside, PTX)
+    elif SWIGLU == "backward":
+        half = tl.multiple_of(words // 2, BLOCK // 2)
+        left = tl.multiple_of(tile_k * (BLOCK // 2) % half, BLOCK // 2)
+        gate_ptrs = x_ptr + (start - tile_k * (BLOCK // 2) + left) + offset
+        dy_ptrs = dy_ptr + tile_m.to(tl.int64) * BLOCK * half + left + i[:, None] * (4 * half) + j[None, :]
+        return _load_swiglu_grad(gate_ptrs, dy_ptrs, words, half, tile_k * (BLOCK // 2) >= half, inside, PTX)
+    else:
+        return _load_four_rows(x_ptr + start + offset, words, inside)
+
+
+@triton.jit
+def _max_of_four(a, b, c, d, PTX: tl.constexpr):
+    """Pairs -> the elementwise maximum of their absolute values, as a pair."""
+    a, b, c, d = abs_bf16x2(a), abs_bf16x2(b), abs_bf16x2(c), abs_bf16x2(d)
+    return max_bf16x2(max_bf16x2(a, b, PTX), max_bf16x2(c, d, PTX), PTX)
+
+
+@triton.jit
+def _max_of_tile(x0, x1, x2, x3, PTX: tl.constexpr):
+    """The absmax of four rows [R, C], as bits of fp32."""
+    amax = _max_of_four(x0, x1, x2, x3, PTX)
+    return max_of_halves(reduce_max_bf16x2(reduce_max_bf16x2(amax, 1, PTX), 0, PTX))
+
+
+@triton.jit
+def _row_scale(bf16x2, CODE: tl.constexpr):
+    """Pairs [R, C] -> the scales of their rows [R]."""
+    amax = reduce_max_bf16x2(abs_bf16x2(bf16x2), 1, CODE.ptx)
+    return scale_from_amax(max_of_halves(amax), CODE)
+
+
+@triton.jit
+def _whole_row_scales(
+    source_ptr, source_t_ptr, scale_ptr, scale_t_ptr, down, across, m, k, tile_m, tile_k, CODE: tl.constexpr
+):
+    """Scales of rows `down` and columns `across` from bits of their absmax, stored by the first tile of each ->
+    inverse scales of the four rows of a thread, of the first and the second numbers of pairs, nonfinite."""
+    R: tl.constexpr = down.shape[0] // 4
+    C: tl.constexpr = across.shape[0] // 2
+    tl.debug_barrier()  # or the compiler issues the loads of x only after these have arrived
+    bits, bits_t = tl.load(source_ptr + down, down < m, 0), tl.load(source_t_ptr + across, across < k, 0)
+    nonfinite = tl.max(tl.maximum(bits, bits_t), 0) >= 0x7F800000
+    scale, scale_t = scale_from_amax(bits, CODE), scale_from_amax(bits_t, CODE)
+    tl.store(scale_ptr + down, scale, (down < m) & (tile_k == 0))
+    tl.store(scale_t_ptr + across, scale_t, (across < k) & (tile_m == 0))
+    even, odd = tl.split(tl.reshape(fast_inv_scale(scale, True, CODE.ptx), (R, 2, 2)))
+    inv0, inv2 = tl.split(even)
+    inv1, inv3 = tl.split(odd)
+    inv_first, inv_second = tl.split(tl.reshape(fast_inv_scale(scale_t, True, CODE.ptx), (C, 2)))
+    inv = inv0[:, None], inv1[:, None], inv2[:, None], inv3[:, None]
+    return inv, inv_first[None, :], inv_second[None, :], nonfinite
+
+
+@triton.jit
+def _block_row_scales(x0, x1, x2, x3, scale_ptr, down, m, tile_k, CODE: tl.constexpr):
+    """1x128: scales of the tile's rows `down`, stored -> inverse scales of the four rows of a thread, the absmax of the
+    columns as pairs, nonfinite."""
+    amax = reduce_max_bf16x2(_max_of_four(x0, x1, x2, x3, CODE.ptx), 0, CODE.ptx)
+    nonfinite = tl.max(max_of_halves(amax), 0) >= 0x7F800000
+    scale0, scale1, scale2, scale3 = (
+        _row_scale(x0, CODE), _row_scale(x1, CODE), _row_scale(x2, CODE), _row_scale(x3, CODE),
+    )  # fmt: skip
+    scale = tl.reshape(tl.join(tl.join(scale0, scale2), tl.join(scale1, scale3)), (down.shape[0],))
+    tl.store(scale_ptr + tile_k.to(tl.int64) * m + down, scale, down < m)
+    inv = (
+        fast_inv_scale(scale0, nonfinite, CODE.ptx)[:, None], fast_inv_scale(scale1, nonfinite, CODE.ptx)[:, None],
+        fast_inv_scale(scale2, nonfinite, CODE.ptx)[:, None], fast_inv_scale(scale3, nonfinite, CODE.ptx)[:, None],
+    )  # fmt: skip
+    return inv, amax, nonfinite
+
+
+@triton.jit
+def _block_column_scales(column_amax, nonfinite, scale_t_ptr, across, k, tile_m, CODE: tl.constexpr):
+    """1x128: scales of the tile's columns `across` from their absmax as pairs, stored -> inverse scales of the first
+    and of the second numbers of pairs."""
+    first, second = scale_from_amax(low_half(column_amax), CODE), scale_from_amax(high_half(column_amax), CODE)
+    scale = tl.reshape(tl.join(first, second), (across.shape[0],))
+    tl.store(scale_t_ptr + tile_m.to(tl.int64) * k + across, scale, across < k)
+    inv_first = fast_inv_scale(first, nonfinite, CODE.ptx)[None, :]
+    return inv_first, fast_inv_scale(second, nonfinite, CODE.ptx)[None, :]
+
+
+@triton.jit
+def _record_amax(x0, x1, x2, x3, inv_scale, amax_ptr, known_amax, CODE: tl.constexpr):
+    """Stores the tile's absmax, if it exceeds the known one -> whether it exceeds the range of a given scale."""
+    amax = _max_of_tile(x0, x1, x2, x3, CODE.ptx)
+    overflow = (amax.to(tl.float32, bitcast=True) * inv_scale <= CODE.fmt.max) == 0  # true of a NaN
+    if amax_ptr is not None and amax > known_amax:
+        tl.atomic_max(amax_ptr, amax, sem="relaxed")
+    return overflow
+
+
+@triton.jit
+def _store_row_codes(
+    ptrs, inside, x, inv, inv_first, inv_second, overflow, block, key,
+    STOCHASTIC: tl.constexpr, STOCHASTIC_T: tl.constexpr, SAME: tl.constexpr, CODE: tl.constexpr,
+):  # fmt: skip
+    """Stores the row codes of pairs. Returns what column codes are packed from if they are stochastic (STOCHASTIC_T)
+    or the SAME. block, key: as for `draw_bf16x2`."""
+    rng_words, half_unit = None, 0
     if STOCHASTIC or STOCHASTIC_T:
-        words, half = draw_bf16x2(block, key, CAST)
-    a, b = scale_bf16x2(pairs, by, by, words, half, beyond, STOCHASTIC, FMT, LARGEST, CAST)
-    tl.store(ptrs, two_codes(a, b, STOCHASTIC, FMT, CAST), inside)
+        rng_words, half_unit = draw_bf16x2(block, key, CODE.ptx)
+    a, b = scale_bf16x2(x, inv, inv, rng_words, half_unit, overflow, STOCHASTIC, CODE)
+    tl.store(ptrs, pack_two_codes(a, b, STOCHASTIC, CODE), inside)
     if STOCHASTIC_T and not SAME:
-        a, b = scale_bf16x2(pairs, by_first, by_second, words, half, beyond, True, FMT, LARGEST, CAST)
+        a, b = scale_bf16x2(x, inv_first, inv_second, rng_words, half_unit, overflow, True, CODE)
     return a, b
 
 
 @triton.jit(do_not_specialize=["role", "stride", "stride_t"])
-def _blocks_kernel(
-    x_ptr, dy_ptr, codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr, source_ptr, source_t_ptr, absmax_ptr,
+def _dual_kernel(
+    x_ptr, dy_ptr, codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr, source_ptr, source_t_ptr, amax_ptr,
     key_ptr, role, m, k, stride, stride_t,
-    GATE: tl.constexpr, STOCHASTIC: tl.constexpr, STOCHASTIC_T: tl.constexpr, N_ROLES: tl.constexpr,
-    FMT: tl.constexpr, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, SCALES: tl.constexpr,
-    CAST: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+    SWIGLU: tl.constexpr, STOCHASTIC: tl.constexpr, STOCHASTIC_T: tl.constexpr, SCALES: tl.constexpr,
+    CODE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x, codes and codes_t as words of two elements, two codes and four codes; m, k: elements, multiples of 16.
 
-    SCALES: the granularity, or "given" for one scale, at `source_ptr`; the bits of the absmax of x then go to
-    `absmax_ptr`, if any. Else those come from `source_ptr` (tensorwise), and `source_t_ptr` (rowwise). stride,
-    stride_t: of the scales, down, where a block of x has one (128x128). EVEN: m and k are multiples of BLOCK.
-    STOCHASTIC, STOCHASTIC_T: how codes and codes_t are rounded.
+    SCALES: the granularity, or "given" for one scale at source_ptr; amax_ptr then receives the bits of the absmax, if
+    it is not None. Otherwise source_ptr (tensorwise, rowwise) and source_t_ptr (rowwise) hold bits of absmaxes.
+    stride, stride_t: of the scales of blocks, down (128x128). EVEN: m and k are multiples of BLOCK.
 
-    GATE: what is quantized is not x but what a gated MLP makes of it, gate and up, k wide: "forward" the activation, of
-    x [m, 2 * k], "backward" the gradient of x [m, k] itself, from that of the activation at `dy_ptr`.
+    SWIGLU: "" quantizes x [m, k]; "forward" y = swiglu(x), x [m, 2 * k]; "backward" the gradient of x [m, k] from
+    dy [m, k / 2].
     """
     tile = tl.program_id(0)
-    if SCALES == "rowwise" or SCALES == "tensorwise":  # first what the pass before read last
+    if SCALES == "rowwise" or SCALES == "tensorwise":  # reversed: the absmax pass read the last tiles last
         tile = tl.num_programs(0) - 1 - tile
     tiles_k = tl.cdiv(k, BLOCK)
     tile_m, tile_k = tile // tiles_k, tile % tiles_k
-    if GATE == "backward":  # tiles of gate and of up, which read the same, side by side
+    if SWIGLU == "backward":  # tiles of gate and of up that read the same words are neighbors
         tile_k = tile_k % 2 * (tiles_k // 2) + tile_k // 2
-    words, quads = tl.multiple_of(k // 2, 8), tl.multiple_of(m // 4, 4)  # in a row of x, in a row of codes_t
+    words, quads = tl.multiple_of(k // 2, 8), tl.multiple_of(m // 4, 4)  # of a row of x, of a row of codes_t
     i, j, lane = tl.arange(0, BLOCK // 4), tl.arange(0, BLOCK // 2), tl.arange(0, BLOCK)
     start = tile_m.to(tl.int64) * BLOCK * words + tile_k * (BLOCK // 2)
     offset = i[:, None] * (4 * words) + j[None, :]
     down, across = tile_m * BLOCK + lane, tile_k * BLOCK + lane
     if SCALES == "given":
-        scale, known = tl.load(source_ptr), 0
-        if absmax_ptr is not None:
-            known = tl.load(absmax_ptr)  # an old value is as good, and hardly any program has more to say
+        scale, known_amax = tl.load(source_ptr), 0
+        if amax_ptr is not None:
+            known_amax = tl.load(amax_ptr)  # a stale value is as good, and few CTAs exceed it
     if EVEN:
         rows, columns = tl.full((BLOCK // 4,), True, tl.int1), tl.full((BLOCK // 2,), True, tl.int1)
         inside: tl.constexpr = None
     else:
         rows, columns = tile_m * (BLOCK // 4) + i < quads, tile_k * (BLOCK // 2) + j < words
         inside = rows[:, None] & columns[None, :]
-    if GATE == "forward":
-        gate_ptrs = x_ptr + start + offset + (tile_m.to(tl.int64) * BLOCK + 4 * i)[:, None] * words
-        x0, x1, x2, x3 = _four_rows(gate_ptrs, 2 * words, inside)
-        up0, up1, up2, up3 = _four_rows(gate_ptrs + words, 2 * words, inside)
-        x0, x1, x2, x3 = (
-            swiglu_bf16x2(x0, up0, CAST),
-            swiglu_bf16x2(x1, up1, CAST),
-            swiglu_bf16x2(x2, up2, CAST),
-            swiglu_bf16x2(x3, up3, CAST),
-        )
-    elif GATE == "backward":
-        half = tl.multiple_of(words // 2, BLOCK // 2)
-        left = tl.multiple_of(tile_k * (BLOCK // 2) % half, BLOCK // 2)
-        gate_ptrs = x_ptr + (start - tile_k * (BLOCK // 2) + left) + offset
-        dy_ptrs = dy_ptr + tile_m.to(tl.int64) * BLOCK * half + left + i[:, None] * (4 * half) + j[None, :]
-        x0, x1, x2, x3 = _four_rows(gate_ptrs, words, inside)
-        dy0, dy1, dy2, dy3 = _four_rows(dy_ptrs, half, inside)
-        up = tile_k * (BLOCK // 2) >= half
-        if up:
-            x0, x1 = up_grad_bf16x2(dy0, x0, CAST), up_grad_bf16x2(dy1, x1, CAST)
-            x2, x3 = up_grad_bf16x2(dy2, x2, CAST), up_grad_bf16x2(dy3, x3, CAST)
-        else:
-            up0, up1, up2, up3 = _four_rows(gate_ptrs + half, words, inside)
-            x0, x1 = gate_grad_bf16x2(dy0, x0, up0, CAST), gate_grad_bf16x2(dy1, x1, up1, CAST)
-            x2, x3 = gate_grad_bf16x2(dy2, x2, up2, CAST), gate_grad_bf16x2(dy3, x3, up3, CAST)
-    else:
-        x0, x1, x2, x3 = _four_rows(x_ptr + start + offset, words, inside)
-
-    beyond = False
-    if SCALES == "rowwise":
-        tl.debug_barrier()  # or the compiler asks for x only once these have come
-        bits, bits_t = tl.load(source_ptr + down, down < m, 0), tl.load(source_t_ptr + across, across < k, 0)
-        bad = tl.max(tl.maximum(bits, bits_t), 0) >= 0x7F800000
-        scale, scale_t = scale_from_amax(bits, LARGEST, POWER_OF_TWO), scale_from_amax(bits_t, LARGEST, POWER_OF_TWO)
-        tl.store(scale_ptr + down, scale, (down < m) & (tile_k == 0))
-        tl.store(scale_t_ptr + across, scale_t, (across < k) & (tile_m == 0))
-        even, odd = tl.split(tl.reshape(quick_reciprocal(scale, True, CAST), (BLOCK // 4, 2, 2)))
-        by0, by2 = tl.split(even)
-        by1, by3 = tl.split(odd)
-        by0, by1, by2, by3 = by0[:, None], by1[:, None], by2[:, None], by3[:, None]
-        by_first, by_second = tl.split(tl.reshape(quick_reciprocal(scale_t, True, CAST), (BLOCK // 2, 2)))
-        by_first, by_second = by_first[None, :], by_second[None, :]
-    elif SCALES == "tensorwise":
-        bits = tl.load(source_ptr)
-        bad = bits >= 0x7F800000
-        scale = scale_from_amax(bits, LARGEST, POWER_OF_TWO)
-        tl.store(scale_ptr, scale, tile == 0)
-        tl.store(scale_t_ptr, scale, tile == 0)
-        by0 = quick_reciprocal(scale, bad, CAST)
-        by1, by2, by3 = by0, by0, by0
-    elif SCALES == "given":
-        bad: tl.constexpr = False  # NaN becomes FP8's and the rest saturates
-        tl.store(scale_ptr, scale, tile == 0)
-        tl.store(scale_t_ptr, scale, tile == 0)
-        by0 = inv_scale_of(scale, False)
-        by1, by2, by3 = by0, by0, by0
-        if absmax_ptr is not None or STOCHASTIC or STOCHASTIC_T:
-            most = _largest_of_all(_largest_of_four(x0, x1, x2, x3, CAST), CAST)
-            beyond = (most.to(tl.float32, bitcast=True) * by0 <= LARGEST) == 0  # a NaN is
-            if absmax_ptr is not None and most > known:
-                tl.atomic_max(absmax_ptr, most, sem="relaxed")
-    elif SCALES == "128x128":
-        most = _largest_of_all(_largest_of_four(x0, x1, x2, x3, CAST), CAST)
-        bad = most >= 0x7F800000
-        scale = scale_from_amax(most, LARGEST, POWER_OF_TWO)
-        tl.store(scale_ptr + tile_m * stride + tile_k, scale)
-        tl.store(scale_t_ptr + tile_k * stride_t + tile_m, scale)
-        by0 = quick_reciprocal(scale, bad, CAST)
-        by1, by2, by3 = by0, by0, by0
-    else:
-        most = largest(_largest_of_four(x0, x1, x2, x3, CAST), 0, CAST)
-        bad = tl.max(larger_half(most), 0) >= 0x7F800000
-        scale0, scale1 = _row_scale(x0, LARGEST, POWER_OF_TWO, CAST), _row_scale(x1, LARGEST, POWER_OF_TWO, CAST)
-        scale2, scale3 = _row_scale(x2, LARGEST, POWER_OF_TWO, CAST), _row_scale(x3, LARGEST, POWER_OF_TWO, CAST)
-        scale = tl.reshape(tl.join(tl.join(scale0, scale2), tl.join(scale1, scale3)), (BLOCK,))
-        tl.store(scale_ptr + tile_k.to(tl.int64) * m + down, scale, down < m)
-        by0, by1 = quick_reciprocal(scale0, bad, CAST)[:, None], quick_reciprocal(scale1, bad, CAST)[:, None]
-        by2, by3 = quick_reciprocal(scale2, bad, CAST)[:, None], quick_reciprocal(scale3, bad, CAST)[:, None]
-
-    x0, x1, x2, x3 = (
-        zero_nonfinite_bf16x2(x0, bad),
-        zero_nonfinite_bf16x2(x1, bad),
-        zero_nonfinite_bf16x2(x2, bad),
-        zero_nonfinite_bf16x2(x3, bad),
+    x0, x1, x2, x3 = _load_tile(
+        x_ptr, dy_ptr, start, offset, words, tile_m, tile_k, i, j, inside, SWIGLU, CODE.ptx, BLOCK
     )
-    if SCALES == "1x128":
-        first, second = (
-            scale_from_amax(lower(most), LARGEST, POWER_OF_TWO),
-            scale_from_amax(upper(most), LARGEST, POWER_OF_TWO),
+
+    overflow = False
+    if SCALES == "rowwise":
+        inv, inv_first, inv_second, nonfinite = _whole_row_scales(
+            source_ptr, source_t_ptr, scale_ptr, scale_t_ptr, down, across, m, k, tile_m, tile_k, CODE
         )
-        scale_t = tl.reshape(tl.join(first, second), (BLOCK,))
-        tl.store(scale_t_ptr + tile_m.to(tl.int64) * k + across, scale_t, across < k)
-        by_first, by_second = quick_reciprocal(first, bad, CAST)[None, :], quick_reciprocal(second, bad, CAST)[None, :]
-    elif SCALES != "rowwise":
-        by_first, by_second = by0, by0
-    # Stores of 8 codes a thread, not of 16: half the registers to gather them in.
+    elif SCALES == "1x128":
+        inv, column_amax, nonfinite = _block_row_scales(x0, x1, x2, x3, scale_ptr, down, m, tile_k, CODE)
+    else:
+        if SCALES != "given":
+            if SCALES == "tensorwise":
+                amax = tl.load(source_ptr)
+            else:  # 128x128
+                amax = _max_of_tile(x0, x1, x2, x3, CODE.ptx)
+            nonfinite = amax >= 0x7F800000
+            scale = scale_from_amax(amax, CODE)
+        if SCALES == "128x128":
+            tl.store(scale_ptr + tile_m * stride + tile_k, scale)
+            tl.store(scale_t_ptr + tile_k * stride_t + tile_m, scale)
+        else:
+            tl.store(scale_ptr, scale, tile == 0)
+            tl.store(scale_t_ptr, scale, tile == 0)
+        if SCALES == "given":
+            nonfinite: tl.constexpr = False  # a NaN has a code of FP8, and the rest saturates
+            inv_scale = inv_scale_of(scale, False)
+            if amax_ptr is not None or STOCHASTIC or STOCHASTIC_T:
+                overflow = _record_amax(x0, x1, x2, x3, inv_scale, amax_ptr, known_amax, CODE)
+        else:
+            inv_scale = fast_inv_scale(scale, nonfinite, CODE.ptx)
+        inv, inv_first, inv_second = (inv_scale, inv_scale, inv_scale, inv_scale), inv_scale, inv_scale
+
+    x0, x1 = zero_nonfinite_bf16x2(x0, nonfinite), zero_nonfinite_bf16x2(x1, nonfinite)
+    x2, x3 = zero_nonfinite_bf16x2(x2, nonfinite), zero_nonfinite_bf16x2(x3, nonfinite)
+    if SCALES == "1x128":
+        inv_first, inv_second = _block_column_scales(column_amax, nonfinite, scale_t_ptr, across, k, tile_m, CODE)
+
+    # Stores of 8 codes per thread, not of 16: half the registers to gather them in.
     ptrs = codes_ptr + start + tl.max_contiguous(offset, (1, 4))
     SAME: tl.constexpr = STOCHASTIC == STOCHASTIC_T and SCALES != "1x128" and SCALES != "rowwise"
-    block, draws, key = 0, words // 4, None  # draws: in a row of x
+    block, draws, key = 0, words // 4, None  # draws: of a row of x
     if STOCHASTIC or STOCHASTIC_T:
-        seed, step, tensor = philox_key(key_ptr, role, N_ROLES)
+        seed, step, tensor = philox_key(key_ptr, role)
         key = seed, step, tensor, tl.minimum(m, 1)
         first_of_row = (tile_m.to(tl.int64) * BLOCK + 4 * i) * draws + tile_k * (BLOCK // 8)
         block = first_of_row[:, None] + tl.arange(0, BLOCK // 8)[None, :]
-    a0, b0 = _coded_row(
-        ptrs, inside, x0, by0, by_first, by_second, beyond, block, key,
-        STOCHASTIC, STOCHASTIC_T, SAME, FMT, LARGEST, CAST,
-    )  # fmt: skip
-    a1, b1 = _coded_row(
-        ptrs + words, inside, x1, by1, by_first, by_second, beyond, block + draws, key,
-        STOCHASTIC, STOCHASTIC_T, SAME, FMT, LARGEST, CAST,
-    )  # fmt: skip
-    if STOCHASTIC_T:
-        a0, b0 = two_rows(a0, a1, FMT, CAST), two_rows(b0, b1, FMT, CAST)
-    a2, b2 = _coded_row(
-        ptrs + 2 * words, inside, x2, by2, by_first, by_second, beyond, block + 2 * draws, key,
-        STOCHASTIC, STOCHASTIC_T, SAME, FMT, LARGEST, CAST,
-    )  # fmt: skip
-    a3, b3 = _coded_row(
-        ptrs + 3 * words, inside, x3, by3, by_first, by_second, beyond, block + 3 * draws, key,
-        STOCHASTIC, STOCHASTIC_T, SAME, FMT, LARGEST, CAST,
+    a0, b0 = _store_row_codes(
+        ptrs, inside, x0, inv[0], inv_first, inv_second, overflow, block, key, STOCHASTIC, STOCHASTIC_T, SAME, CODE
+    )
+    a1, b1 = _store_row_codes(
+        ptrs + words, inside, x1, inv[1], inv_first, inv_second, overflow, block + draws, key,
+        STOCHASTIC, STOCHASTIC_T, SAME, CODE,
     )  # fmt: skip
     if STOCHASTIC_T:
-        a0 = two_halves(a0, two_rows(a2, a3, FMT, CAST), CAST)
-        b0 = two_halves(b0, two_rows(b2, b3, FMT, CAST), CAST)
+        a0, b0 = pack_two_rows(a0, a1, CODE), pack_two_rows(b0, b1, CODE)
+    a2, b2 = _store_row_codes(
+        ptrs + 2 * words, inside, x2, inv[2], inv_first, inv_second, overflow, block + 2 * draws, key,
+        STOCHASTIC, STOCHASTIC_T, SAME, CODE,
+    )  # fmt: skip
+    a3, b3 = _store_row_codes(
+        ptrs + 3 * words, inside, x3, inv[3], inv_first, inv_second, overflow, block + 3 * draws, key,
+        STOCHASTIC, STOCHASTIC_T, SAME, CODE,
+    )  # fmt: skip
+    if STOCHASTIC_T:
+        a0 = pack_two_halves(a0, pack_two_rows(a2, a3, CODE), CODE.ptx)
+        b0 = pack_two_halves(b0, pack_two_rows(b2, b3, CODE), CODE.ptx)
     else:
         if not SAME:
-            a0, b0 = scale_bf16x2(x0, by_first, by_second, None, 0, False, False, FMT, LARGEST, CAST)
-            a1, b1 = scale_bf16x2(x1, by_first, by_second, None, 0, False, False, FMT, LARGEST, CAST)
-            a2, b2 = scale_bf16x2(x2, by_first, by_second, None, 0, False, False, FMT, LARGEST, CAST)
-            a3, b3 = scale_bf16x2(x3, by_first, by_second, None, 0, False, False, FMT, LARGEST, CAST)
-        a0, b0 = four_codes(a0, a1, a2, a3, FMT, CAST), four_codes(b0, b1, b2, b3, FMT, CAST)
+            a0, b0 = scale_bf16x2(x0, inv_first, inv_second, None, 0, False, False, CODE)
+            a1, b1 = scale_bf16x2(x1, inv_first, inv_second, None, 0, False, False, CODE)
+            a2, b2 = scale_bf16x2(x2, inv_first, inv_second, None, 0, False, False, CODE)
+            a3, b3 = scale_bf16x2(x3, inv_first, inv_second, None, 0, False, False, CODE)
+        a0, b0 = pack_four_codes(a0, a1, a2, a3, CODE), pack_four_codes(b0, b1, b2, b3, CODE)
     start_t = tile_k.to(tl.int64) * BLOCK * quads + tile_m * (BLOCK // 4)
     ptrs_t = codes_t_ptr + start_t + j[:, None] * (2 * quads) + i[None, :]
     inside_t = None if EVEN else columns[:, None] & rows[None, :]
@@ -264,15 +321,10 @@ def _blocks_kernel(
     tl.store(ptrs_t + quads, tl.trans(b0), inside_t)
 
 
-def gate_of(gated: bool, dy: Tensor | None) -> str:
-    """GATE of the kernels that have one."""
-    return "" if not gated else "forward" if dy is None else "backward"
-
-
 def supports_dual_bf16x2(x: Tensor, fmt: str, granularity: str, given: bool = False) -> bool:
-    """Whether `launch_dual_bf16x2` does this. It reads words, so that x must not start within one.
+    """Whether `launch_dual_bf16x2` takes these arguments. It reads words, so x must be aligned to them.
 
-    given: the scale is, which FP8's conversions saturate for.
+    given: the scale is, so that codes must saturate, as FP8's conversions do.
     """
     if x.dtype is not torch.bfloat16 or any(number % 16 for number in (*x.shape, x.storage_offset())):
         return False
@@ -287,36 +339,35 @@ def launch_dual_bf16x2(
     granularity: str,
     rounding: Rounding = NEAREST,
     power_of_two: bool = False,
-    given: Tensor | None = None,
-    absmax: Tensor | None = None,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
     *,
-    of_gate: bool = False,
+    swiglu: bool = False,
     dy: Tensor | None = None,
-    maxima: tuple[Tensor, Tensor] | None = None,
+    row_column_amax: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The kernel for `quantize_ref` and `quantize_transposed_ref` at once: codes, scale, codes_t, scale_t.
 
-    x contiguous, not empty, `supports_dual_bf16x2`. given: the scale. absmax: int32 [1] of zeros, to receive x's bits
-    under a scale that is given. of_gate: what is quantized is swiglu(x) or, where dy is its gradient, the gradient of
-    x; x [M, 2I], I a multiple of BLOCK. maxima: the bits of the absmax of rows and of columns, int32, where they are
-    known (rowwise).
+    x contiguous, not empty, `supports_dual_bf16x2`. scale: fp32 [1], given. amax: int32 [1] of zeros, receives the fp32
+    bits of x's absmax; only with `scale`. swiglu: quantizes swiglu(x) or, with dy, the gradient of x; x [M, 2I], I a
+    multiple of BLOCK. row_column_amax: fp32 bits of the absmax of rows and of columns, int32, if known (rowwise).
     """
-    m, k, form = x.shape[0], x.shape[1] // 2 if of_gate and dy is None else x.shape[1], FORMATS[fmt]
-    source, source_t = given, None
-    assert not of_gate or given is not None or granularity in ("1x128", "128x128"), "no pass makes that scale"
+    m, k = x.shape[0], x.shape[1] // 2 if swiglu and dy is None else x.shape[1]
+    given, source, source_t = scale is not None, scale, None
+    assert not swiglu or given or granularity in ("1x128", "128x128"), "no absmax pass for that scale"
     if granularity == "rowwise":
-        source, source_t = maxima or launch_absmax(x, rows=True, columns=True)[1:]
-    elif granularity == "tensorwise" and given is None:
+        source, source_t = row_column_amax or launch_absmax(x, rows=True, columns=True)[1:]
+    elif granularity == "tensorwise" and not given:
         source, _, _ = launch_absmax(x, tensor=True)
-    codes, codes_t = x.new_empty(m, k, dtype=form.dtype), x.new_empty(k, m, dtype=form.dtype)
+    codes, codes_t = (x.new_empty(shape, dtype=FORMATS[fmt].dtype) for shape in ((m, k), (k, m)))
     scale, scale_t = empty_scale(granularity, m, k, x), empty_scale(granularity, k, m, x)
-    _blocks_kernel[(triton.cdiv(m, BLOCK) * triton.cdiv(k, BLOCK),)](
+    _dual_kernel[(triton.cdiv(m, BLOCK) * triton.cdiv(k, BLOCK),)](
         x.view(torch.int32), None if dy is None else dy.view(torch.int32),
         codes.view(torch.int16), codes_t.view(torch.int32), scale, scale_t,
-        source, source_t, absmax, rounding.key, rounding.role, m, k, scale.stride(0), scale_t.stride(0),
-        gate_of(of_gate, dy), rounding.row_key is not None, rounding.column_key is not None,
-        len(ROUNDED_TENSORS), fmt, form.max, power_of_two, granularity if given is None else "given",
-        casts_to_fp8(x.device), m % BLOCK == k % BLOCK == 0, BLOCK,
+        source, source_t, amax, rounding.key, rounding.role, m, k, scale.stride(0), scale_t.stride(0),
+        "" if not swiglu else "forward" if dy is None else "backward",
+        rounding.row_key is not None, rounding.column_key is not None, "given" if given else granularity,
+        encoding(fmt, x.device, power_of_two), m % BLOCK == k % BLOCK == 0, BLOCK,
         num_warps=WARPS if dy is None else WARPS_OF_GRADIENT,
         maxnreg=REGISTERS if dy is None else REGISTERS_OF_GRADIENT,
         enable_fp_fusion=False,

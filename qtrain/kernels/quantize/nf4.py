@@ -1,13 +1,15 @@
-"""NF4: 4-bit codes of a weight that is about normally distributed (QLoRA, Dettmers et al. 2023, arXiv:2305.14314).
+"""NF4: 4-bit codes of an approximately normally distributed weight (QLoRA, Dettmers et al. 2023, arXiv:2305.14314).
 
 Sixteen values in [-1, 1] at quantiles of the normal distribution, 0 among them. A block of 64 along a row has an fp32
-scale, its absmax; value = table[code] * absmax. Two codes a byte, the low nibble first; a row's last block may be
-shorter. 4.5 bits an element. There is nothing to multiply in this format: it is dequantized where it is read.
+scale, its absmax; value = table[code] * absmax. Two codes per byte, the low nibble first; a row's last block may be
+shorter. 4.5 bits per element. No GEMM reads this format: it is dequantized where it is read.
 
-The kernel is bound by memory, 2.56 bytes an element in bf16. A thread reads 4 bytes of codes and writes 8 values (16
-bytes). Values come from the table in memory, which stays in the first-level cache: one load an element, all within one
-line of it, where a tree of comparisons would be fifteen instructions.
+The kernel is memory-bound, 2.56 bytes per element in bf16. A thread loads 4 bytes of codes and stores 8 values (16
+bytes). Values come from the table in memory, which stays in the L1 cache: one load per element, all within one cache
+line, where a tree of comparisons would be fifteen instructions.
 """
+
+import functools
 
 import torch
 from torch import Tensor
@@ -19,13 +21,14 @@ from qtrain.kernels.numerics.formats import NF4_VALUES
 BLOCK = 64
 WARPS = 4
 GROUPS = 4 * WARPS
-"""Blocks of 64 that a program dequantizes at a time: 8 threads, of 4 bytes of codes each, to a block."""
+"""Blocks of 64 per tile: 8 threads, with 4 bytes of codes each, to a block."""
 TILES = 4
-"""Times that it does so: what a thread works out once is for all of them."""
+"""Tiles per CTA, which share the address arithmetic."""
 
 
+@functools.cache
 def nf4_table(device: torch.device | str) -> Tensor:
-    """NF4_VALUES as fp32 [16]."""
+    """NF4_VALUES as fp32 [16]; one copy per device: a CUDA graph cannot capture the transfer."""
     return torch.tensor(NF4_VALUES, dtype=torch.float32, device=device)
 
 
@@ -50,8 +53,8 @@ def quantize_nf4(x: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize_nf4_ref(codes: Tensor, scale: Tensor, table: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """codes uint8 [N, ceil(K / 2)], scale fp32 [N, ceil(K / 64)], table fp32 [16] -> [N, K = columns] in `dtype`;
     table * scale is computed in fp32 and rounded once."""
-    pairs = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)[:, :columns]
-    values = table[pairs.int()]
+    nibbles = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)[:, :columns]
+    values = table[nibbles.int()]
     if columns % BLOCK == 0:
         return (values.unflatten(1, (-1, BLOCK)) * scale.unsqueeze(2)).flatten(1).to(dtype)
     return (values * scale.repeat_interleave(BLOCK, dim=1)[:, :columns]).to(dtype)
@@ -62,7 +65,7 @@ def _dequantize_nf4_kernel(
     codes_ptr, scale_ptr, table_ptr, out_ptr, columns, width, groups, programs,
     ONE_ROW: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    # width, groups, programs: bytes of codes, scales, and programs that a row has
+    # width, groups, programs: bytes of codes, scales, and CTAs per row
     program, row = tl.program_id(0), 0
     if not ONE_ROW:
         row, program = (program // programs).to(tl.int64), program % programs
@@ -82,7 +85,7 @@ def launch_dequantize_nf4(codes: Tensor, scale: Tensor, table: Tensor, columns: 
     """The kernel for `dequantize_nf4_ref`; codes and scale contiguous."""
     rows = codes.shape[0]
     out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
-    if columns % BLOCK == 0:  # rows follow each other without a gap: they are one long row
+    if columns % BLOCK == 0:  # rows are contiguous: one long row
         rows, columns = 1, rows * columns
     groups = triton.cdiv(columns, BLOCK)
     programs = triton.cdiv(groups, GROUPS * TILES)
@@ -95,14 +98,14 @@ def launch_dequantize_nf4(codes: Tensor, scale: Tensor, table: Tensor, columns: 
 
 
 @torch.library.custom_op("qtrain::dequantize_nf4", mutates_args=())
-def dequantize_nf4(codes: Tensor, scale: Tensor, table: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """`dequantize_nf4_ref`: codes uint8 [N, ceil(K / 2)], scale fp32 [N, ceil(K / 64)], table fp32 [16] (`nf4_table`)
-    -> the values [N, columns] in `dtype`, fp32 or bf16."""
+def dequantize_nf4(codes: Tensor, scale: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """codes uint8 [N, ceil(K / 2)], scale fp32 [N, ceil(K / 64)] -> values
+    [N, columns] in `dtype`, fp32 or bf16."""
     if not codes.is_cuda:
-        return dequantize_nf4_ref(codes, scale, table, columns, dtype)
-    return launch_dequantize_nf4(codes.contiguous(), scale.contiguous(), table, columns, dtype)
+        return dequantize_nf4_ref(codes, scale, nf4_table(codes.device), columns, dtype)
+    return launch_dequantize_nf4(codes.contiguous(), scale.contiguous(), nf4_table(codes.device), columns, dtype)
 
 
 @dequantize_nf4.register_fake
-def _(codes: Tensor, scale: Tensor, table: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+def _(codes: Tensor, scale: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     return codes.new_empty(codes.shape[0], columns, dtype=dtype)

@@ -13,7 +13,7 @@ Here are the ops, their fakes and the choice of a kernel; the definition is in `
 import torch
 from torch import Tensor
 
-from qtrain.kernels.numerics.formats import FORMATS, codes_shape, empty_scale
+from qtrain.kernels.numerics.formats import empty_codes
 from qtrain.kernels.numerics.rounding import Rounding
 from qtrain.kernels.quantize.absmax import absmax_ref
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2, supports_dual_bf16x2
@@ -24,30 +24,23 @@ from qtrain.kernels.quantize.tiled import launch_tiled
 
 
 def _kernel_takes(x: Tensor, rounding: Rounding) -> bool:
-    """Stochastic rounding draws eight elements at a time, which must lie in one row."""
+    """A draw of stochastic rounding serves eight elements, which must be of one row."""
     return x.is_cuda and x.numel() > 0 and (rounding.key is None or x.shape[1] % 8 == 0)
 
 
 def _given(
     x: Tensor, fmt: str, granularity: str, scale: Tensor | None, power_of_two: bool, transposed: bool = False
 ) -> Tensor | None:
-    """The scale that a kernel is to read: a mean is torch's to make, so that it does not depend on the tiles."""
+    """The scale that a kernel is given. The mean of ternary is computed by torch: its order of summation is fixed."""
     if fmt != "ternary" or scale is not None:
         return scale
     return scale_ref(x.t() if transposed and granularity != "tensorwise" else x, fmt, granularity, power_of_two)
 
 
-def empty_codes(x: Tensor, fmt: str, granularity: str, transposed: bool = False) -> tuple[Tensor, Tensor]:
-    """Uninitialized codes and scale of x [M, K], or of its transpose."""
-    shape = (x.shape[1], x.shape[0]) if transposed else (x.shape[0], x.shape[1])
-    codes = x.new_empty(codes_shape(fmt, *shape), dtype=FORMATS[fmt].dtype)
-    return codes, empty_scale(granularity, *shape, x)
-
-
 def _launch(
     x: Tensor, fmt: str, granularity: str, rounding: Rounding, power_of_two: bool, given: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The kernel for `quantize`."""
+    """The fastest kernel for `quantize`."""
     if given is None and supports_rowwise_bf16x2(x, fmt, granularity, rounding.row_key is not None):
         return launch_rowwise_bf16x2(x, fmt, granularity, rounding, power_of_two)
     if given is None and granularity in ("rowwise", "1x128", "1x32"):
@@ -67,8 +60,8 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """x [M, K] fp32/bf16 -> codes [M, K] (packed formats [M, ceil(K / packing)]), scale fp32 (`scale_shape`).
 
-    key, role: rounds stochastically under `random_bits_ref`; None rounds to nearest even. scale: fp32 [1], given for
-    the whole tensor (delayed scaling; tensorwise only), returned as a copy.
+    key, role: stochastic rounding with the bits of `random_bits_ref`; None: to nearest even. power_of_two: scales are
+    rounded up to powers of two. scale: fp32 [1], given (delayed scaling; tensorwise only), returned as a copy.
     """
     rounding = Rounding(key, role)
     if not _kernel_takes(x, rounding):
@@ -93,9 +86,9 @@ def quantize_transposed(
     power_of_two: bool = False,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `quantize` of the transpose of x [M, K]: codes [K, M] and its scale ("1x128": 128 rows of x share one).
+    """`quantize` of the transpose of x [M, K]: codes [K, M] and their scale ("1x128": 128 rows of x share one).
 
-    Random bits belong to the elements of x: they are the same as in `quantize`.
+    Random bits belong to the elements of x: an element draws the same ones in `quantize`.
     """
     rounding = Rounding(key, role)
     if not _kernel_takes(x, rounding):
@@ -124,9 +117,9 @@ def quantize_dual(
     scale: Tensor | None = None,
     fmt_t: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize` and `quantize_transposed` of x in one: codes, scale, codes_t, scale_t. fmt_t: format of the latter.
+    """`quantize` and `quantize_transposed` of x at once: codes, scale, codes_t, scale_t.
 
-    key, role, rows, columns: a `Rounding`.
+    key, role, rows, columns: a `Rounding`. fmt_t: the format of codes_t, if it is not fmt.
     """
     fmt_t, rounding = fmt_t or fmt, Rounding(key, role, rows, columns)
     if not _kernel_takes(x, rounding):
@@ -161,32 +154,31 @@ def quantize_dual_given_scale(
     role: int = 0,
     rows: bool = True,
     columns: bool = True,
-    fmt_t: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [M, K] with its scale fp32 [1] given -> codes [M, K], codes_t [K, M], absmax fp32 [1] of x, from one read.
 
     key, role, rows, columns: a `Rounding`.
     """
-    fmt_t, rounding = fmt_t or fmt, Rounding(key, role, rows, columns)
+    rounding = Rounding(key, role, rows, columns)
     if not _kernel_takes(x, rounding):
         row_bits, column_bits = rounding.bits(x.shape)
         codes, _ = quantize_ref(x, fmt, "tensorwise", row_bits, scale=scale)
-        codes_t, _ = quantize_transposed_ref(x, fmt_t, "tensorwise", column_bits, scale=scale)
+        codes_t, _ = quantize_transposed_ref(x, fmt, "tensorwise", column_bits, scale=scale)
         return codes, codes_t, absmax_ref(x)
-    x, most = x.contiguous(), torch.zeros(1, dtype=torch.int32, device=x.device)
-    if fmt == fmt_t and supports_dual_bf16x2(x, fmt, "tensorwise", True):
-        codes, _, codes_t, _ = launch_dual_bf16x2(x, fmt, "tensorwise", rounding, False, scale, most)
-    elif not rounding.same:
-        codes, _ = launch_tiled(x, fmt, "tensorwise", None, rounding, False, scale, absmax=most)
-        codes_t, _ = launch_tiled(x, fmt_t, None, "tensorwise", rounding, scale_t=scale)
-    else:
+    x, amax = x.contiguous(), torch.zeros(1, dtype=torch.int32, device=x.device)
+    if supports_dual_bf16x2(x, fmt, "tensorwise", given=True):
+        codes, _, codes_t, _ = launch_dual_bf16x2(x, fmt, "tensorwise", rounding, scale=scale, amax=amax)
+    elif rounding.same:
         codes, _, codes_t, _ = launch_tiled(
-            x, fmt, "tensorwise", "tensorwise", rounding, False, scale, fmt_t, scale, most
+            x, fmt, "tensorwise", "tensorwise", rounding, scale=scale, scale_t=scale, amax=amax
         )
-    return codes, codes_t, most.view(torch.float32)
+    else:
+        codes, _ = launch_tiled(x, fmt, "tensorwise", None, rounding, scale=scale, amax=amax)
+        codes_t, _ = launch_tiled(x, fmt, None, "tensorwise", rounding, scale_t=scale)
+    return codes, codes_t, amax.view(torch.float32)
 
 
 @quantize_dual_given_scale.register_fake
-def _(x, fmt, scale, key=None, role=0, rows=True, columns=True, fmt_t=None):
-    codes_t = empty_codes(x, fmt_t or fmt, "tensorwise", transposed=True)[0]
+def _(x, fmt, scale, key=None, role=0, rows=True, columns=True):
+    codes_t = empty_codes(x, fmt, "tensorwise", transposed=True)[0]
     return empty_codes(x, fmt, "tensorwise")[0], codes_t, x.new_empty(1, dtype=torch.float32)

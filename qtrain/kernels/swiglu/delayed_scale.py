@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from qtrain.hardware import has_ptx
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.numerics.bf16x2 import bf16_bits
 from qtrain.kernels.numerics.silu import swiglu_f32, swiglu_grad_f32
@@ -13,7 +14,7 @@ from qtrain.kernels.swiglu.quantize import activation
 @triton.jit
 def _swiglu_amax_unless_known_kernel(
     x_ptr, dy_ptr, scale_ptr, amax_ptr, numel, width,
-    STEP: tl.constexpr, BACKWARD: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr,
+    STEP: tl.constexpr, BACKWARD: tl.constexpr, PTX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x [M, 2 * width] bf16, gate then up; numel = M * width. BACKWARD: of the gradient of x."""
     if tl.load(scale_ptr) > 0.0:
@@ -26,10 +27,10 @@ def _swiglu_amax_unless_known_kernel(
         gate, up = tl.load(x_ptr + at, inside, 0.0).to(tl.float32), tl.load(x_ptr + at + width, inside, 0.0)
         if BACKWARD:
             dy = tl.load(dy_ptr + index, inside, 0.0).to(tl.float32)
-            bits = bf16_bits(swiglu_grad_f32(dy, gate, up.to(tl.float32), NATIVE)) & 0x7FFF0000
-            bits = tl.maximum(bits, bf16_bits(swiglu_f32(gate, dy, NATIVE)) & 0x7FFF0000)
+            bits = bf16_bits(swiglu_grad_f32(dy, gate, up.to(tl.float32), PTX)) & 0x7FFF0000
+            bits = tl.maximum(bits, bf16_bits(swiglu_f32(gate, dy, PTX)) & 0x7FFF0000)
         else:
-            bits = bf16_bits(swiglu_f32(gate, up.to(tl.float32), NATIVE)) & 0x7FFF0000
+            bits = bf16_bits(swiglu_f32(gate, up.to(tl.float32), PTX)) & 0x7FFF0000
         amax = tl.maximum(amax, bits)
     tl.atomic_max(amax_ptr, tl.max(amax, 0), sem="relaxed")
 
@@ -39,7 +40,7 @@ def launch_swiglu_delayed_scale(x: Tensor, dy: Tensor | None, scale: Tensor, fmt
     amax, numel = torch.zeros(1, dtype=torch.int32, device=x.device), x.numel() // 2
     programs = programs_for(numel)
     _swiglu_amax_unless_known_kernel[(programs,)](
-        x, dy, scale, amax, numel, x.shape[1] // 2, programs * BLOCK, dy is not None, x.is_cuda, BLOCK,
+        x, dy, scale, amax, numel, x.shape[1] // 2, programs * BLOCK, dy is not None, has_ptx(x.device), BLOCK,
         num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return launch_select_scale(scale, amax, fmt, power_of_two)

@@ -1,59 +1,53 @@
-"""Quantizes in both layouts what a gated MLP makes between its products, as it is made.
+"""Codes of a SwiGLU's output and of its gradient, in both layouts, computed as x (and dy) are read.
 
-    y  [M, I]  = silu(gate) * up       of x [M, 2I], gate, then up: the input of the second product
-    dx [M, 2I] = its gradient          from dy [M, I] and x: what the first product's backward reads
+    y  [M, I]  = silu(gate) * up       of x [M, 2I], gate, then up: the input of a gated MLP's second product
+    dx [M, 2I] = its gradient          from dy [M, I] and x: what backward of the first product reads
 
-Both are the largest activations of a layer. Made, written, and read again for codes they move 10 and 18 bytes an
-element of y; here codes are made from x (and dy) where it is read: 6 and 10. y and dx are rounded to bf16 on the way,
-so that the codes are those of `swiglu` and `quantize_dual` one after the other.
+Both are the largest activations of a layer. Written, and read again for their codes, they move 10 and 18 bytes per
+element of y; fused, 6 and 10. y and dx are rounded to bf16 in between, so the codes are those of `swiglu` followed by
+`quantize_dual`.
 
-Where scales are those of whole rows and columns, one read is not enough for all of it. Then forward makes y's rows
-only, with the maxima of its columns (5 bytes; `gated_rows.py`), and backward makes y's columns as it makes dx (11;
-`gated_gradient.py`), whose maxima are known by the time it is quantized (8): 24 bytes in all, one after the other 34,
-and of y only those maxima are kept for backward.
+Scales of whole rows and columns take more than one read. There forward produces y's row codes and the absmax of its
+columns (5 bytes; `rowwise.py`), and backward y's column codes along with dx (11; `backward.py`), whose absmaxes are
+then known when it is quantized (8): 24 bytes in all, against 34 unfused, and of y only its column absmaxes are saved
+for backward.
 """
 
 import torch
 from torch import Tensor
 
-from qtrain.kernels.numerics.formats import EIGHT_BITS
+from qtrain.kernels.numerics.formats import EIGHT_BITS, empty_codes
 from qtrain.kernels.numerics.rounding import Rounding
-from qtrain.kernels.quantize.absmax import absmax_of_columns_ref
+from qtrain.kernels.quantize.absmax import column_absmax_ref
 from qtrain.kernels.quantize.dual_bf16x2 import BLOCK, launch_dual_bf16x2, supports_dual_bf16x2
-from qtrain.kernels.quantize.operators import (
-    empty_codes,
-    quantize,
-    quantize_dual,
-    quantize_dual_given_scale,
-    quantize_transposed,
-)
+from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_dual_given_scale, quantize_transposed
 from qtrain.kernels.swiglu.backward import launch_quantize_swiglu_backward
 from qtrain.kernels.swiglu.rowwise import launch_quantize_swiglu_rowwise
 from qtrain.kernels.swiglu.swiglu import swiglu, swiglu_backward
 
 
 def activation(x: Tensor, dy: Tensor | None) -> Tensor:
-    """What is quantized: y, or dx where dy is given."""
+    """The tensor that is quantized: y, or dx if dy is given."""
     return swiglu(x) if dy is None else swiglu_backward(dy, x)
 
 
 def _empty_like(x: Tensor, dy: Tensor | None) -> Tensor:
-    """What `activation` makes, uninitialized."""
+    """The result of `activation`, uninitialized."""
     return x.new_empty(x.shape[0], x.shape[1] // 2 if dy is None else x.shape[1])
 
 
 def supports_swiglu_dual(fmt: str, granularity: str) -> bool:
-    """Whether `quantize_swiglu` has a kernel; else it is `activation` and its quantizer, one after the other."""
+    """Whether `quantize_swiglu` is fused; otherwise it is `activation` followed by the quantizer."""
     return fmt in EIGHT_BITS and granularity in ("1x128", "128x128")
 
 
 def supports_swiglu_rowwise(fmt: str, granularity: str) -> bool:
-    """Whether `quantize_swiglu_rowwise` and `quantize_swiglu_backward` are for this."""
+    """Whether `quantize_swiglu_rowwise` and `quantize_swiglu_backward` are fused."""
     return fmt in EIGHT_BITS and granularity == "rowwise"
 
 
-def _direct(x: Tensor, dy: Tensor | None, fmt: str, granularity: str, given: bool = False) -> bool:
-    """Whether a kernel takes x and dy, contiguous. A tile of `quantize_blocks` must not lie in gate and up both."""
+def _kernel_takes(x: Tensor, dy: Tensor | None, fmt: str, granularity: str, given: bool = False) -> bool:
+    """Whether a fused kernel takes x and dy, contiguous. A tile must not straddle gate and up."""
     width = 16 if granularity == "rowwise" else BLOCK
     takes = all(supports_dual_bf16x2(t, fmt, granularity, given) for t in (x, dy) if t is not None)
     return takes and x.is_cuda and x.numel() > 0 and x.shape[1] % (2 * width) == 0
@@ -73,15 +67,15 @@ def quantize_swiglu(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`quantize_dual` of y, or of dx: codes, scale, codes_t, scale_t; both layouts in the same format."""
     x, dy, rounding = x.contiguous(), None if dy is None else dy.contiguous(), Rounding(key, role, rows, columns)
-    if not (supports_swiglu_dual(fmt, granularity) and _direct(x, dy, fmt, granularity)):
+    if not (supports_swiglu_dual(fmt, granularity) and _kernel_takes(x, dy, fmt, granularity)):
         return quantize_dual(activation(x, dy), fmt, granularity, granularity, *rounding, power_of_two)
-    return launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, of_gate=True, dy=dy)
+    return launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, swiglu=True, dy=dy)
 
 
 @quantize_swiglu.register_fake
 def _(x, dy, fmt, granularity, key=None, role=0, rows=True, columns=True, power_of_two=False):
-    made = _empty_like(x, dy)
-    return *empty_codes(made, fmt, granularity), *empty_codes(made, fmt, granularity, transposed=True)
+    y = _empty_like(x, dy)
+    return *empty_codes(y, fmt, granularity), *empty_codes(y, fmt, granularity, transposed=True)
 
 
 @torch.library.custom_op("qtrain::quantize_swiglu_given_scale", mutates_args=())
@@ -97,17 +91,17 @@ def quantize_swiglu_given_scale(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`quantize_dual_given_scale` of y, or of dx: codes, codes_t, absmax fp32 [1]. scale: fp32 [1]."""
     x, dy, rounding = x.contiguous(), None if dy is None else dy.contiguous(), Rounding(key, role, rows, columns)
-    if not _direct(x, dy, fmt, "tensorwise", True):
+    if not _kernel_takes(x, dy, fmt, "tensorwise", True):
         return quantize_dual_given_scale(activation(x, dy), fmt, scale, *rounding)
-    most = torch.zeros(1, dtype=torch.int32, device=x.device)
-    codes, _, codes_t, _ = launch_dual_bf16x2(x, fmt, "tensorwise", rounding, False, scale, most, of_gate=True, dy=dy)
-    return codes, codes_t, most.view(torch.float32)
+    amax = torch.zeros(1, dtype=torch.int32, device=x.device)
+    codes, _, codes_t, _ = launch_dual_bf16x2(x, fmt, "tensorwise", rounding, False, scale, amax, swiglu=True, dy=dy)
+    return codes, codes_t, amax.view(torch.float32)
 
 
 @quantize_swiglu_given_scale.register_fake
 def _(x, dy, fmt, scale, key=None, role=0, rows=True, columns=True):
-    made = _empty_like(x, dy)
-    codes, codes_t = empty_codes(made, fmt, "tensorwise")[0], empty_codes(made, fmt, "tensorwise", transposed=True)[0]
+    y = _empty_like(x, dy)
+    codes, codes_t = empty_codes(y, fmt, "tensorwise")[0], empty_codes(y, fmt, "tensorwise", transposed=True)[0]
     return codes, codes_t, x.new_empty(1, dtype=torch.float32)
 
 
@@ -118,10 +112,10 @@ def quantize_swiglu_rowwise(
     """`quantize` of y along its rows: codes, scale; and bits of the absmax of its columns, int32 [I], for
     `quantize_swiglu_backward`."""
     x = x.contiguous()
-    if _direct(x, None, fmt, "rowwise"):
+    if _kernel_takes(x, None, fmt, "rowwise"):
         return launch_quantize_swiglu_rowwise(x, fmt, Rounding(key, role), power_of_two)
     y = swiglu(x)
-    return *quantize(y, fmt, "rowwise", key, role, power_of_two), absmax_of_columns_ref(y)
+    return *quantize(y, fmt, "rowwise", key, role, power_of_two), column_absmax_ref(y)
 
 
 @quantize_swiglu_rowwise.register_fake
@@ -152,13 +146,13 @@ def quantize_swiglu_backward(
     role_y: of y's transposed codes.
     """
     x, dy, rounding = x.contiguous(), dy.contiguous(), Rounding(key, role, rows, columns)
-    if not (_direct(x, dy, fmt, "rowwise") and supports_swiglu_rowwise(fmt_y, "rowwise")):
+    if not (_kernel_takes(x, dy, fmt, "rowwise") and supports_swiglu_rowwise(fmt_y, "rowwise")):
         dual = quantize_dual(swiglu_backward(dy, x), fmt, "rowwise", "rowwise", *rounding, power_of_two)
         return *dual, *quantize_transposed(swiglu(x), fmt_y, "rowwise", key_y, role_y, power_of_two_y)
-    codes_t, scale_t, dx, maxima = launch_quantize_swiglu_backward(
+    codes_t, scale_t, dx, dx_amax = launch_quantize_swiglu_backward(
         x, dy, column_amax, fmt_y, Rounding(key_y, role_y), power_of_two_y
     )
-    dual = launch_dual_bf16x2(dx, fmt, "rowwise", rounding, power_of_two, maxima=maxima)
+    dual = launch_dual_bf16x2(dx, fmt, "rowwise", rounding, power_of_two, row_column_amax=dx_amax)
     return *dual, codes_t, scale_t
 
 

@@ -1,99 +1,97 @@
-"""Codes along rows of what a gated MLP makes for its second product, y = silu(gate) * up, from one read of x.
+"""Row codes of y = silu(gate) * up, the input of a gated MLP's second product, from one read of x.
 
-A row's scale is known once the whole of it has been read: a program keeps that in registers, and over all the rows that
-it takes the largest values of every column too. They are the scales of y's columns, whose codes only backward reads,
-and makes from x itself (`gated_gradient.py`): y is never read twice, and nothing of it but its codes is written.
+A row's scale is known once the whole row has been read: a CTA keeps the row in registers, and over all its rows the
+absmax of every column too. Those give the scales of y's columns, whose codes only backward reads, and computes from x
+itself (`backward.py`): y is never read, and nothing of it but its codes is written.
 """
 
 import torch
 from torch import Tensor
 
+from qtrain.hardware import sm_count
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.numerics.bf16x2 import larger, larger_half, largest, magnitudes
-from qtrain.kernels.numerics.bf16x2_encode import quick_reciprocal, store_codes
-from qtrain.kernels.numerics.encode import casts_to_fp8, scale_from_amax
+from qtrain.kernels.numerics.bf16x2 import abs_bf16x2, max_bf16x2, max_of_halves, reduce_max_bf16x2
+from qtrain.kernels.numerics.bf16x2_encode import fast_inv_scale, store_codes_bf16x2
+from qtrain.kernels.numerics.encode import encoding, scale_from_amax
 from qtrain.kernels.numerics.formats import FORMATS, empty_scale
-from qtrain.kernels.numerics.philox import ROUNDED_TENSORS, philox_key
+from qtrain.kernels.numerics.philox import philox_key
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.numerics.silu import swiglu_bf16x2
-from qtrain.kernels.quantize.absmax import record_amax_bf16x2
-from qtrain.kernels.quantize.rowwise_bf16x2 import pieces
+from qtrain.kernels.quantize.absmax import atomic_max_bf16x2
+from qtrain.kernels.quantize.rowwise_bf16x2 import row_blocks
 
-WORDS_A_THREAD = 24
-"""Of a row, and of its columns' maxima as many; more only where a program has all the warps that it can have."""
-WARPS_AT_ONCE = 24
-"""Of a multiprocessor, whose registers they share: some programs read while others reckon."""
-STAGES, SHARED = 2, 90 * 1024
-"""Rows of a program on their way: the next one is read while one is reckoned with, where its bytes fit into the shared
-memory that an Ada has; a Hopper has more."""
+WORDS_PER_THREAD = 24
+"""Words of a row per thread, and as many column maxima; more only where a CTA has the most warps that it can have."""
+WARPS_PER_SM = 24
+"""Warps of all CTAs on an SM, which share its registers: some CTAs load while others compute."""
+STAGES, SHARED_BYTES = 2, 90 * 1024
+"""Software pipelining: the next row is loaded during the computation of this one, if its bytes fit in the shared memory
+of an Ada; a Hopper has more."""
 
 
 @triton.jit
-def _made(gate_ptr, words, first, CAST: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK words of y from word `first` of a row whose gate is at gate_ptr, its up right behind; 0 beyond its end."""
+def _load_swiglu(gate_ptr, words, first, PTX: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK words of a row of y from word `first`; gate_ptr: the row's gate, followed by its up. 0 beyond the end."""
     j = first + tl.arange(0, BLOCK)
-    return swiglu_bf16x2(tl.load(gate_ptr + j, j < words, 0), tl.load(gate_ptr + words + j, j < words, 0), CAST)
+    return swiglu_bf16x2(tl.load(gate_ptr + j, j < words, 0), tl.load(gate_ptr + words + j, j < words, 0), PTX)
 
 
 @triton.jit(do_not_specialize=["role", "m"])
-def _gated_rows_kernel(
+def _quantize_swiglu_rowwise_kernel(
     x_ptr, codes_ptr, scale_ptr, column_ptr, key_ptr, role, m, words,
-    STOCHASTIC: tl.constexpr, N_ROLES: tl.constexpr, FMT: tl.constexpr, LARGEST: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, CAST: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr,
+    STOCHASTIC: tl.constexpr, CODE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_2: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """x [m, 2 * words] and codes [m, words] as words of two elements and of two codes; column_ptr: int32, zeros, for
-    the bits of the columns' absmax. A row is BLOCK words and REST, if any."""
+    """x [m, 2 * words] and codes [m, words] as words of two elements and of two codes; column_ptr: int32, zeros,
+    receives bits of the columns' absmax. A row is BLOCK words, and BLOCK_2 more if that is not 0."""
     words = tl.multiple_of(words, 8)
     key = None
     if STOCHASTIC:
-        seed, step, tensor = philox_key(key_ptr, role, N_ROLES)
-        key = seed, step, tensor, 1  # a loop within the one over rows would keep the next row from being read ahead
-    most = tl.zeros((BLOCK,), tl.int32)
-    if REST:
-        most_rest = tl.zeros((REST,), tl.int32)
+        seed, step, tensor = philox_key(key_ptr, role)
+        key = seed, step, tensor, 1  # a loop inside that over rows would prevent its software pipelining
+    amax = tl.zeros((BLOCK,), tl.int32)
+    if BLOCK_2:
+        amax_2 = tl.zeros((BLOCK_2,), tl.int32)
     for i in tl.range(tl.program_id(0), m, tl.num_programs(0), num_stages=STAGES):
         row = tl.cast(i, tl.int64)
-        y = _made(x_ptr + row * 2 * words, words, 0, CAST, BLOCK)
-        most = larger(most, magnitudes(y), CAST)
-        bits = larger_half(largest(magnitudes(y), 0, CAST))
-        if REST:
-            y_rest = _made(x_ptr + row * 2 * words, words, BLOCK, CAST, REST)
-            most_rest = larger(most_rest, magnitudes(y_rest), CAST)
-            bits = tl.maximum(bits, larger_half(largest(magnitudes(y_rest), 0, CAST)))
-        bad = bits >= 0x7F800000
-        scale = scale_from_amax(bits, LARGEST, POWER_OF_TWO)
+        y = _load_swiglu(x_ptr + row * 2 * words, words, 0, CODE.ptx, BLOCK)
+        amax = max_bf16x2(amax, abs_bf16x2(y), CODE.ptx)
+        row_amax = max_of_halves(reduce_max_bf16x2(abs_bf16x2(y), 0, CODE.ptx))
+        if BLOCK_2:
+            y_2 = _load_swiglu(x_ptr + row * 2 * words, words, BLOCK, CODE.ptx, BLOCK_2)
+            amax_2 = max_bf16x2(amax_2, abs_bf16x2(y_2), CODE.ptx)
+            row_amax = tl.maximum(row_amax, max_of_halves(reduce_max_bf16x2(abs_bf16x2(y_2), 0, CODE.ptx)))
+        nonfinite = row_amax >= 0x7F800000
+        scale = scale_from_amax(row_amax, CODE)
         tl.store(scale_ptr + row, scale)
-        by, draw = quick_reciprocal(scale, bad, CAST), row * (words // 4)
-        j, draws = tl.arange(0, BLOCK), (draw + tl.arange(0, BLOCK // 4))[None, :]
-        store_codes(codes_ptr + row * words + j, j < words, y, by, bad, draws, key, STOCHASTIC, FMT, LARGEST, CAST)
-        if REST:
-            j, draws = BLOCK + tl.arange(0, REST), (draw + BLOCK // 4 + tl.arange(0, REST // 4))[None, :]
-            store_codes(
-                codes_ptr + row * words + j, j < words, y_rest, by, bad, draws, key, STOCHASTIC, FMT, LARGEST, CAST
-            )  # fmt: skip
-    record_amax_bf16x2(column_ptr, tl.arange(0, BLOCK), words, most)
-    if REST:
-        record_amax_bf16x2(column_ptr, BLOCK + tl.arange(0, REST), words, most_rest)
+        inv_scale, draw = fast_inv_scale(scale, nonfinite, CODE.ptx), row * (words // 4)
+        j, block = tl.arange(0, BLOCK), (draw + tl.arange(0, BLOCK // 4))[None, :]
+        ptrs = codes_ptr + row * words + j
+        store_codes_bf16x2(ptrs, j < words, y, inv_scale, nonfinite, block, key, STOCHASTIC, CODE)
+        if BLOCK_2:
+            j, block = BLOCK + tl.arange(0, BLOCK_2), (draw + BLOCK // 4 + tl.arange(0, BLOCK_2 // 4))[None, :]
+            ptrs = codes_ptr + row * words + j
+            store_codes_bf16x2(ptrs, j < words, y_2, inv_scale, nonfinite, block, key, STOCHASTIC, CODE)
+    atomic_max_bf16x2(column_ptr, tl.arange(0, BLOCK), words, amax)
+    if BLOCK_2:
+        atomic_max_bf16x2(column_ptr, BLOCK + tl.arange(0, BLOCK_2), words, amax_2)
 
 
 def launch_quantize_swiglu_rowwise(
     x: Tensor, fmt: str, rounding: Rounding = NEAREST, power_of_two: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [M, 2I] bf16, contiguous, not empty, M and I multiples of 16 -> of y = swiglu(x) the codes [M, I] and the
-    scale fp32 [M] that `quantize_ref` gives rowwise, and the bits of its columns' absmax, int32 [I].
-    """
-    (m, width), form, key = x.shape, FORMATS[fmt], rounding.row_key
+    scale fp32 [M], as `quantize_ref` at rowwise, and the absmax of its columns, as fp32 bits in int32 [I]."""
+    (m, width), key = x.shape, rounding.row_key
     words = width // 4
-    codes, scale = x.new_empty(m, width // 2, dtype=form.dtype), empty_scale("rowwise", m, width // 2, x)
-    columns = torch.zeros(width // 2, dtype=torch.int32, device=x.device)
-    block, rest = pieces(words)
-    warps = min(triton.next_power_of_2(triton.cdiv(block + rest, 32 * WORDS_A_THREAD)), 16)
-    together = 1 if block + rest > 32 * warps * WORDS_A_THREAD else max(WARPS_AT_ONCE // warps, 2)
-    stages = STAGES if 8 * (block + rest) <= SHARED else 1
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
-    _gated_rows_kernel[(min(processors * together, m),)](
-        x.view(torch.int32), codes.view(torch.int16), scale, columns, key, rounding.role, m, words,
-        key is not None, len(ROUNDED_TENSORS), fmt, form.max, power_of_two, casts_to_fp8(x.device), block, rest, stages,
-        num_warps=warps, maxnreg=65536 // (32 * warps * together) // 8 * 8, enable_fp_fusion=False,
+    codes, scale = x.new_empty(m, width // 2, dtype=FORMATS[fmt].dtype), empty_scale("rowwise", m, width // 2, x)
+    column_amax = torch.zeros(width // 2, dtype=torch.int32, device=x.device)
+    block, block_2 = row_blocks(words)
+    warps = min(triton.next_power_of_2(triton.cdiv(block + block_2, 32 * WORDS_PER_THREAD)), 16)
+    per_sm = 1 if block + block_2 > 32 * warps * WORDS_PER_THREAD else max(WARPS_PER_SM // warps, 2)
+    stages = STAGES if 8 * (block + block_2) <= SHARED_BYTES else 1
+    _quantize_swiglu_rowwise_kernel[(min(sm_count(x.device) * per_sm, m),)](
+        x.view(torch.int32), codes.view(torch.int16), scale, column_amax, key, rounding.role, m, words,
+        key is not None, encoding(fmt, x.device, power_of_two), block, block_2, stages,
+        num_warps=warps, maxnreg=65536 // (32 * warps * per_sm) // 8 * 8, enable_fp_fusion=False,
     )  # fmt: skip
-    return codes, scale, columns
+    return codes, scale, column_amax

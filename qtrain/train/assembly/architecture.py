@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from qtrain.checks import shown
+from qtrain.errors import UserError
 from qtrain.hardware import Hardware
 from qtrain.models import (
     ModelConfig,
@@ -85,6 +87,18 @@ class Architecture(ABC):
         return []
 
 
+def _refuse_absurd(config: Mapping[str, Any], flag: str) -> None:
+    """UserError for more layers than could be built in seconds."""
+    for key, value in config.items():
+        if key in ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "layers"):
+            depth = max(value, default=0) if isinstance(value, list | tuple) else value
+            if isinstance(depth, int) and depth > MAX_LAYERS:
+                raise UserError(f"{flag}: {key} {shown(value)} is more than {MAX_LAYERS:,} layers.")
+
+
+MAX_LAYERS = 10_000
+
+
 @dataclasses.dataclass(frozen=True)
 class LanguageArchitecture(Architecture):
     """A causal language model. config: None for one that only transformers knows (--model_impl hf)."""
@@ -99,6 +113,7 @@ class LanguageArchitecture(Architecture):
         """The model that --model and --model_impl name. Raises UserError."""
         source = read_model_source(settings.model)
         config = source.model_config() if settings.model_impl == "native" else None
+        _refuse_absurd(source.config, "--model")
         return cls(source, settings.model_impl, settings.seq_len, config)
 
     @property
@@ -136,6 +151,23 @@ class LanguageArchitecture(Architecture):
     def compile(self, model: nn.Module) -> None:
         compile_layers(model)
 
+    def notes(self, linears: Sequence[PlannedLinear]) -> list[str]:
+        positions = self.positions
+        if positions is None or self.seq_len <= positions:
+            return []
+        return [
+            f"warning: --seq_len {self.seq_len} is more than the model's {positions} positions; the exported config "
+            f"says max_position_embeddings {self.seq_len}"
+        ]
+
+    @property
+    def positions(self) -> int | None:
+        """The longest sequence that the model's config names; None where it names none."""
+        if self.config is not None:
+            return self.config.max_position_embeddings
+        named = (self.source.config.get(key) for key in ("max_position_embeddings", "n_positions"))
+        return next((positions for positions in named if isinstance(positions, int)), None)
+
     def plan(
         self,
         checked: CheckedSettings,
@@ -154,6 +186,9 @@ class VisionArchitecture(Architecture):
     name: str
     kwargs: Mapping[str, Any]
     classes: int
+
+    def __post_init__(self) -> None:
+        _refuse_absurd(self.kwargs, "--model_kwargs")
 
     @cached_property
     def empty(self) -> nn.Module:

@@ -36,7 +36,12 @@ class TextData:
     @property
     def described(self) -> list[str]:
         """Lines for the plan that describe the data."""
-        return [str(spec) for spec in (self.settings.train_ds, self.settings.eval_ds) if spec]
+        settings, per_epoch = self.settings, self.stream.samples_per_epoch
+        lines = [str(spec) for spec in (settings.train_ds, settings.eval_ds) if spec]
+        if per_epoch:
+            read = settings.n_steps * settings.batch_size
+            lines.append(f"{read / per_epoch:.3g} epochs of the training data's {per_epoch:,} sequences")
+        return lines
 
     def loader(self, position: Mapping[str, Any] | None) -> Loader:
         """Micro-batches from `position` on; None: from the start. UserError for a position of other data."""

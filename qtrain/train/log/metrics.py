@@ -49,7 +49,7 @@ class MetricsLog:
         self.path = Path(path)
         if resumed_step is not None and self.path.exists():
             self._truncate(resumed_step)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("a+", encoding="utf-8")
 
     def _truncate(self, last_step: int) -> None:
         with self.path.open("rb") as file:
@@ -65,6 +65,18 @@ class MetricsLog:
         """Append one record of numbers, strings and flat lists. NaN and Inf become null."""
         assert isinstance(record.get("step"), int), "a record without a step could not be removed on resume"
         self._file.write(json.dumps({key: _finite(value) for key, value in record.items()}) + "\n")
+        self._file.flush()
+
+    def move(self, path: Path) -> None:
+        """Continue in the new file `path`, which begins with the lines so far, also where the former one is deleted."""
+        lines = ""
+        with contextlib.suppress(OSError):  # a network file system may not give a deleted file's content
+            self._file.seek(0)
+            lines = self._file.read()
+            self._file.close()
+        self.path = Path(path)
+        self._file = self.path.open("a+", encoding="utf-8")
+        self._file.write(lines)
         self._file.flush()
 
     def close(self) -> None:

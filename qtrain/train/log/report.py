@@ -158,6 +158,8 @@ def _summary(records: list[dict[str, Any]], config: Mapping[str, Any]) -> list[t
     add("Top-1 accuracy", "top1", last, lambda value, at: f"{100 * value:.2f}% (step {at:,})")
     add("Best top-1 accuracy", "top1", highest, lambda value, at: f"{100 * value:.2f}% (step {at:,})")
     add("Top-5 accuracy", "top5", last, lambda value, at: f"{100 * value:.2f}% (step {at:,})")
+    for key in sorted({key for record in records for key in record if key.startswith("lm_eval/")}):
+        add(key, key, last, lambda value, at: f"{value:.4f} (step {at:,})")
     unit = IMAGES if any(IMAGES.many in record for record in records) else TOKENS
     add(unit.many.capitalize(), unit.many, last, lambda value, _: f"{value:,}")
     if seconds := _training_seconds(records, unit):
@@ -216,6 +218,6 @@ def write_report(run_dir: Path) -> Path:
         f"<style>{STYLE}</style></head><body>{''.join(body)}</body></html>\n"
     )
     unfinished = run_dir / ".report.html.tmp"
-    unfinished.write_text(page, encoding="utf-8")
+    unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")
     os.replace(unfinished, run_dir / "report.html")
     return run_dir / "report.html"

@@ -1,8 +1,16 @@
-"""Progress output: one live line in a terminal, plain lines elsewhere; everything goes to train.log."""
+"""Progress output: one live line in a terminal, plain lines elsewhere; everything goes to train.log.
 
+No output fails a run: text that the console's encoding lacks is escaped, and a console that is gone gets nothing more.
+"""
+
+import contextlib
 import logging
+import os
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -10,6 +18,50 @@ from rich.text import Text
 
 FILE_ONLY = {"file_only": True}
 """Pass as `extra` to write to train.log only."""
+
+
+class TolerantStream:
+    """A text stream whose `write` and `flush` never raise."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        self._attempt(lambda: self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding)))
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def _attempt(self, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except (OSError, ValueError):  # a closed terminal or pipe; a closed stream
+            with contextlib.suppress(OSError, ValueError):  # what is buffered must not fail at exit either
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+
+def safe_console() -> Console:
+    """A console on stdout that never raises."""
+    return Console(file=TolerantStream(sys.stdout))
+
+
+class _LogFile(logging.FileHandler):
+    """train.log. A full disk or a deleted folder costs lines, not the run, and prints no traceback."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 class _ConsoleHandler(logging.Handler):
@@ -38,13 +90,13 @@ def setup_log(run_dir: Path | None, console: Console | None = None, rank: int = 
         logger.removeHandler(handler)
         handler.close()
     logger.propagate = False
-    shown = _ConsoleHandler(console or Console())
+    shown = _ConsoleHandler(console or safe_console())
     logger.addHandler(shown)
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     if rank != 0:
         shown.setFormatter(logging.Formatter(f"rank {rank}: %(message)s"))
     elif run_dir is not None:
-        file = logging.FileHandler(Path(run_dir) / "train.log", encoding="utf-8")
+        file = _LogFile(Path(run_dir) / "train.log")
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         logger.addHandler(file)
     return logger
@@ -90,7 +142,7 @@ class StatusLine:
         self._unit = unit
         self._written_at: float | None = None
         self._not_logged = ""
-        console = console or _console_of(logger)
+        console = console or console_of(logger)
         self._live = (
             Live(Text(""), console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
         )
@@ -136,9 +188,9 @@ class StatusLine:
         self._not_logged = "" if due and not self._live else line
 
 
-def _console_of(logger: logging.Logger) -> Console:
+def console_of(logger: logging.Logger) -> Console:
     """The console of the logger, which the live line must share: two consoles would overwrite each other."""
     for handler in logger.handlers:
         if isinstance(handler, _ConsoleHandler):
             return handler._console
-    return Console()
+    return safe_console()

@@ -86,8 +86,15 @@ class Plan:
         total, have = sum(self.memory.values()), self.hardware.memory_bytes
         rows = [("memory", f"{total / GIB:.2f}{f' of {have / GIB:.1f}' if have else ''} GiB: {kinds}")]
         if have and total > have:
-            rows.append(("", "this does not fit: lower --micro_batch_size, or use --activation_checkpointing full"))
+            rows.append(("", "warning: this does not fit: " + self._fix(have)))
         return rows
+
+    def _fix(self, have: int) -> str:
+        """What to change so that the run fits into `have` bytes."""
+        fixed = sum(self.memory.get(kind, 0) for kind in ("weights", "gradients", "optimizer"))
+        if fixed > have:
+            return "weights, gradients and optimizer alone are larger; take a smaller --model or --optim adamw_8bit"
+        return "lower --micro_batch_size, or use --activation_checkpointing full"
 
     def _time_rows(self, tokens: int) -> list[tuple[str, str]]:
         if not self.flops:

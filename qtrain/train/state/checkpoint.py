@@ -25,7 +25,7 @@ import shutil
 import time
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,13 @@ from qtrain.train.state.run_lock import process_exists
 
 MARKER = "COMPLETE"
 META = "meta.json"
-OTHER_STEPS = "--resume also takes a run folder, and then finds the newest complete checkpoint in it."
+OTHER_STEPS = "--resume also takes a run folder, and then finds the newest whole checkpoint in it."
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint that is incomplete, or whose files are not the saved ones. why: the reason alone."""
+
+    why = ""
 
 
 @contextlib.contextmanager
@@ -119,18 +125,41 @@ def _seal(path: Path) -> tuple[int, int]:
     return path.stat().st_size, _checksum(path)
 
 
+def complete_checkpoints(folder: Path) -> list[tuple[Path, Marker]]:
+    """The complete checkpoints in `folder`, the highest step first. Checksums are not read."""
+    found = []
+    for path in sorted(folder.iterdir(), reverse=True) if folder.is_dir() else ():
+        # .old-* is the former checkpoint of a step that is being replaced, complete until the new one has the name.
+        if path.name.isdigit() or path.name.startswith(".old-"):
+            with contextlib.suppress(_Incomplete):
+                found.append((path, _read_marker(path)))
+    return sorted(found, key=lambda entry: entry[1].step, reverse=True)
+
+
 def newest_complete(folder: Path) -> tuple[Path, Marker] | None:
     """The complete checkpoint of the highest step in `folder`; None if there is none."""
-    best = None
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        # .old-* is the former checkpoint of a step that is being replaced, complete until the new one has the name.
-        if not path.name.isdigit() and not path.name.startswith(".old-"):
-            continue
-        with contextlib.suppress(_Incomplete):
-            marker = _read_marker(path)
-            if best is None or marker.step >= best[1].step:
-                best = (path, marker)
-    return best
+    return next(iter(complete_checkpoints(folder)), None)
+
+
+def newest_whole(folder: Path) -> Path | None:
+    """The newest checkpoint in `folder` whose files have the right checksums, all of which are read."""
+    for path, marker in complete_checkpoints(folder):
+        with contextlib.suppress(DamagedCheckpoint):
+            _check_checksums(path, marker.files)
+            return path
+    return None
+
+
+def incomplete_after(path: Path, step: int) -> dict[Path, str]:
+    """The incomplete checkpoints of later steps beside `path`, and why they are."""
+    found = {}
+    for other in sorted(path.parent.iterdir()):
+        if other.name.isdigit() and other.is_dir() and int(other.name) > step:
+            try:
+                _read_marker(other)
+            except _Incomplete as reason:
+                found[other] = str(reason)
+    return found
 
 
 def _first_difference(index: Metadata, wanted: Mapping[str, Tensor]) -> str | None:
@@ -154,20 +183,27 @@ def _refusal(path: Path, why: str, fix: str = OTHER_STEPS) -> UserError:
     return UserError(f"--resume: {path} cannot be loaded: {why}. {fix}")
 
 
+def damaged(path: Path, why: str, fix: str = OTHER_STEPS) -> DamagedCheckpoint:
+    """The error for a damaged checkpoint; it survives pickling, as between ranks."""
+    error = DamagedCheckpoint(str(_refusal(path, why, fix)))
+    error.why = why
+    return error
+
+
 def _verified(path: Path) -> tuple[Marker, dict[str, Any]]:
     """Marker and meta of a complete checkpoint; checksums of the other files are not read. Raises UserError."""
     if not path.is_dir():
-        raise _refusal(path, "there is no such folder")
+        raise damaged(path, "there is no such folder")
     try:
         marker = _read_marker(path)
         data = (path / META).read_bytes()
         meta = json.loads(data) if zlib.crc32(data) == marker.files[META][1] else None
     except _Incomplete as reason:
-        raise _refusal(path, str(reason)) from None
+        raise damaged(path, str(reason)) from None
     except (OSError, ValueError, RecursionError):
         meta = None
     if not isinstance(meta, dict):
-        raise _refusal(path, f"its file {META} is damaged")
+        raise damaged(path, f"its file {META} is damaged")
     return marker, meta
 
 
@@ -258,11 +294,12 @@ class Checkpoints:
         os.rename(path, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
-    def discard_after(self, step: int) -> None:
-        """Remove the checkpoints of later steps, which a run that resumes from `step` in this folder writes anew."""
-        if rank() == 0:
-            while (found := newest_complete(self.folder)) and found[1].step > step:
-                self._remove(found[1].step, found[0])
+    @staticmethod
+    def set_aside(damaged: Iterable[Path]) -> None:
+        """Rename damaged checkpoints to damaged-<step>: they neither count as checkpoints nor are replaced."""
+        for path in damaged if rank() == 0 else ():
+            names = (f"damaged-{path.name.lstrip('.')}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
+            os.rename(path, next(new for name in names if not (new := path.with_name(name)).exists()))
         all_gather(None)
 
     def latest(self) -> Path | None:
@@ -276,7 +313,8 @@ class Checkpoints:
 
         Names, shapes and dtypes must be the saved ones; the sharding may differ. Generator states ("rng") of ranks that
         the saved run did not have stay unchanged. UserError naming --resume and the path for a checkpoint that is
-        missing, incomplete, damaged or of another model; nothing is filled then, unless DCP itself fails midway.
+        missing, incomplete, damaged (DamagedCheckpoint) or of another model; nothing is filled then, unless DCP itself
+        fails midway.
         """
         path, flat = Path(path), _flatten(tensors)
         index, meta = on_all_ranks(lambda: _checked(path, flat))
@@ -292,16 +330,24 @@ class Checkpoints:
 def _checked(path: Path, wanted: Mapping[str, Tensor]) -> tuple[Metadata, dict[str, Any]]:
     """Index and meta of a complete checkpoint with right checksums that holds the `wanted` tensors."""
     marker, meta = _verified(path)
-    for name, (_, crc) in sorted(marker.files.items())[rank() :: world()]:  # each rank checks some files
-        if _checksum(path / name) != crc:
-            raise _refusal(path, f"its file {name} is damaged (checksum)")
+    _check_checksums(path, dict(sorted(marker.files.items())[rank() :: world()]))  # each rank checks some files
     try:
         index = read_index(path, marker.files)
     except Exception as error:  # damaged pickles raise errors of any type
-        raise _refusal(path, f"its file {INDEX} is not a checkpoint's ({error})") from None
+        raise damaged(path, f"its file {INDEX} is not a checkpoint's ({error})") from None
     if difference := _first_difference(index, wanted):
         raise _refusal(path, difference, "Resume with the settings of the run that saved it.")
     return index, meta
+
+
+def _check_checksums(path: Path, files: Mapping[str, tuple[int, int]]) -> None:
+    for name, (_, crc) in files.items():
+        try:
+            found = _checksum(path / name)
+        except OSError as error:
+            raise damaged(path, f"its file {name} cannot be read ({error.strerror})") from None
+        if found != crc:
+            raise damaged(path, f"its file {name} is damaged (checksum)")
 
 
 def _reason(error: BaseException) -> str:
@@ -316,6 +362,11 @@ def _reason(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+def without_recovered(name: str) -> str:
+    """The name of a run folder without the suffix of one that replaces a deleted one."""
+    return re.sub(r"-recovered(-\d+)?$", "", name)
+
+
 def resolve_resume(value: str, run_root: Path, run_name: str | None = None) -> Path | None:
     """The checkpoint that `--resume value` names.
 
@@ -325,7 +376,7 @@ def resolve_resume(value: str, run_root: Path, run_name: str | None = None) -> P
     if value == "auto":
         runs = [run for run in run_root.iterdir() if run.is_dir()] if run_root.is_dir() else []
         if run_name is not None:
-            runs = [run for run in runs if run.name == run_name or run.name.partition("_")[2] == run_name]
+            runs = [run for run in runs if run_name in (run.name, without_recovered(run.name).partition("_")[2])]
         found = [best for run in runs if (best := newest_complete(run / "checkpoints"))]
         if not found:
             name = f" of a run named {run_name!r}" if run_name is not None else ""
@@ -341,8 +392,8 @@ def resolve_resume(value: str, run_root: Path, run_name: str | None = None) -> P
     try:
         _read_marker(path)
     except _Incomplete as reason:
-        if best := newest_complete(path.parent):
-            raise _refusal(path, str(reason), f"The newest complete one beside it is {best[0]}.") from None
+        if whole := newest_whole(path.parent):
+            raise _refusal(path, str(reason), f"The newest complete one beside it is {whole}.") from None
         if (path / INDEX).exists() or path.name.isdigit():
             raise _refusal(path, str(reason)) from None
         raise _refusal(path, "there is no complete checkpoint in it", "Give a checkpoint or a run folder.") from None

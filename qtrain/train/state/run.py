@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,19 +11,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import nn
 
 from qtrain.checks import shown
-from qtrain.errors import UserError
+from qtrain.errors import TrainingStopped, UserError
 from qtrain.optim import Optimizer
 from qtrain.quant import QuantizedModel
-from qtrain.train.log.status import FILE_ONLY, setup_log
+from qtrain.train.log.metrics import read_metrics
+from qtrain.train.log.status import FILE_ONLY, console_of, setup_log
 from qtrain.train.settings import TrainSettings
-from qtrain.train.state.checkpoint import Checkpoints, read_meta
+from qtrain.train.state.checkpoint import (
+    Checkpoints,
+    DamagedCheckpoint,
+    complete_checkpoints,
+    damaged,
+    incomplete_after,
+    newest_whole,
+    read_meta,
+)
 from qtrain.train.state.ema import Ema
 from qtrain.train.state.frozen_weights import check_frozen, fingerprint
 from qtrain.train.state.run_config import changed_settings, save_run_config
-from qtrain.train.state.run_folder import RunFolder, make_run_folder
+from qtrain.train.state.run_folder import RunFolder, make_recovered_folder, make_run_folder
 from qtrain.train.state.run_lock import locked
 from qtrain.train.state.state_dict import (
     finish_optimizer,
@@ -54,6 +65,10 @@ class Run:
     ema: Ema | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
     """The lines that `restore` printed."""
+    _text: str = ""
+    _locks: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    _damaged: tuple[Path, ...] = ()
+    """Checkpoints newer than the one that was loaded."""
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -85,11 +100,56 @@ class Run:
         return self.checkpoints.save(self.state.step, tensors, meta)
 
     def restore(self) -> None:
-        """Load the checkpoint that the run resumes from, if there is one, and print the settings that differ from the
-        saved run's. Raises UserError if the checkpoint does not fit."""
-        path = self.folder.resumed_from
-        if path is None:
+        """Load the checkpoint that the run resumes from, if there is one; of a damaged one's run, the newest that is
+        whole. Prints which it is, and the settings that differ from the saved run's. Raises UserError if it does not
+        fit."""
+        if self.folder.resumed_from is None:
             return
+        given, at_fault = user_options(self.optimizer), {}
+        while True:
+            try:
+                converted = self._load(path := self.folder.resumed_from)
+                break
+            except DamagedCheckpoint as error:
+                at_fault[path] = error.why
+                older = [other for other, _ in complete_checkpoints(path.parent) if other not in at_fault]
+                if self._names_checkpoint or not older:
+                    raise self._none_whole(path, error) from None
+                self.folder = dataclasses.replace(self.folder, resumed_from=older[0])
+        if not self._names_checkpoint:
+            at_fault |= incomplete_after(path, self.state.step)
+        self.notes = [f"--resume: {other} is skipped: {why}" for other, why in at_fault.items()]
+        self._damaged = tuple(at_fault)
+        self.notes += [f"resumed at step {self.state.step} from {path}", *self._consequences()]
+        pairs = zip(given, user_options(self.optimizer), strict=True)
+        kept = {name: (old[name], now[name]) for old, now in pairs for name in old if old[name] != now[name]}
+        self.notes += _changes(changed_settings(path, self.settings), kept)
+        if converted:
+            self.notes.append(f"--resume: optimizer states converted: {', '.join(converted)}")
+        print("\n".join(self.notes), flush=True)
+
+    @property
+    def _names_checkpoint(self) -> bool:
+        """Whether --resume names one checkpoint rather than a run."""
+        path = self.folder.resumed_from
+        return self.settings.resume is not None and Path(self.settings.resume).name == path.name
+
+    def _none_whole(self, path: Path, error: DamagedCheckpoint) -> UserError:
+        whole = newest_whole(path.parent)
+        fix = f"The newest whole one beside it is {whole}." if whole else "No checkpoint beside it is whole."
+        return damaged(path, error.why, fix)
+
+    def _consequences(self) -> Iterator[str]:
+        """What resuming replaces, or where the run continues."""
+        if self.folder.parent is not None:
+            yield f"--resume: {self.folder.parent} stays as it is; this is a new run, with a folder of its own"
+            return
+        last = max((record["step"] for record in read_metrics(self.folder.path / "metrics.jsonl")), default=0)
+        if last > self.state.step:
+            yield f"--resume: the lines of steps {self.state.step + 1} to {last} in metrics.jsonl are replaced"
+
+    def _load(self, path: Path) -> list[str]:
+        """Load a checkpoint. Returns the conversions of optimizer states. Raises UserError."""
         meta = read_meta(path)
         if meta.get("script") != self.script or not {"state", "optim", "quantized_step"} <= meta.keys():
             raise UserError(
@@ -101,7 +161,6 @@ class Run:
                 f"--n_steps: {self.settings.n_steps} is less than the {state.step} steps of {path}; give more steps."
             )
         rng = rng_state()
-        given = user_options(self.optimizer)
         tensors = {
             "model": model_tensors(self.model, trains=True),
             "optim": prepare_optimizer(self.optimizer, self.model, meta["optim"]),
@@ -117,31 +176,55 @@ class Run:
         self.quantized.set_step(meta["quantized_step"])  # keys the stochastic rounding of the weights' codes
         self.quantized.refresh(frozen=True)
         self.state = state
-        pairs = zip(given, user_options(self.optimizer), strict=True)
-        kept = {name: (old[name], now[name]) for old, now in pairs for name in old if old[name] != now[name]}
-        self.notes = [*_changes(changed_settings(path, self.settings), kept)]
-        if converted:
-            self.notes.append(f"--resume: optimizer states converted: {', '.join(converted)}")
-        if self.notes:
-            print("\n".join(self.notes), flush=True)
+        return converted
 
     @contextlib.contextmanager
     def opened_folder(self, text: str = "") -> Iterator[logging.Logger]:
-        """Take the run folder for this process, write config.json and start train.log with `text`; a resumed run loses
-        the checkpoints of later steps. The logger writes to train.log inside. Raises UserError."""
+        """Take the run folder for this process, write config.json and start train.log with `text`. The logger writes to
+        train.log inside. Raises UserError."""
         self.folder = make_run_folder(self.folder, self.settings.run_name)
-        with locked(self.folder.path):
+        self._text = text
+        parent = self.folder.parent and {"run": str(self.folder.parent), "step": self.state.step}
+        with contextlib.ExitStack() as self._locks:
+            self._locks.enter_context(locked(self.folder.path))
             try:
-                # Without --resume: this file as a recipe starts a new run.
-                save_run_config(dataclasses.replace(self.settings, resume=None), self.folder.path)
+                self._save_config(parent)
+                if self.folder.is_resumed:
+                    self.checkpoints.set_aside(self._damaged)
+                elif parent and (metrics := self.folder.parent / "metrics.jsonl").exists():
+                    shutil.copyfile(metrics, self.folder.path / "metrics.jsonl")
             except OSError as error:
                 raise UserError(f"--runs_dir: cannot write {self.folder.path}: {error.strerror}.") from None
-            if self.folder.is_resumed:
-                self.checkpoints.discard_after(self.state.step)
-            log = setup_log(self.folder.path)
-            log.info("%s", "\n".join([text, *self.notes]), extra=FILE_ONLY)
-            log.info("run folder  %s", self.folder.path)
-            yield log
+            yield self._start_log()
+
+    def recover_folder(self) -> bool:
+        """If the run folder was deleted or moved away, continue in a new one beside it. Returns whether it was. Raises
+        TrainingStopped where none can be made."""
+        lost = self.folder.path
+        if (lost / "config.json").exists():
+            return False
+        try:
+            self.folder = make_recovered_folder(self.folder)
+            self._locks.enter_context(locked(self.folder.path))
+            self._save_config(None)
+            log = self._start_log(console_of(logging.getLogger("qtrain")))
+        except OSError as error:
+            raise TrainingStopped(
+                f"step {self.state.step}: the run folder {lost} is gone, and no other can be made beside it: "
+                f"{error.strerror}. Nothing is saved."
+            ) from None
+        log.warning("the run folder %s is gone; this run continues in %s", lost, self.folder.path)
+        return True
+
+    def _save_config(self, parent: Mapping[str, Any] | None) -> None:
+        # Without --resume: this file as a recipe starts a new run.
+        save_run_config(dataclasses.replace(self.settings, resume=None), self.folder.path, parent)
+
+    def _start_log(self, console: Console | None = None) -> logging.Logger:
+        log = setup_log(self.folder.path, console)
+        log.info("%s", "\n".join([self._text, *self.notes]), extra=FILE_ONLY)
+        log.info("run folder  %s", self.folder.path)
+        return log
 
 
 def _changes(settings: Mapping[str, tuple[Any, Any]], kept_options: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:

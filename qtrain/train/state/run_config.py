@@ -16,11 +16,14 @@ NOT_COMPARED = ("resume", "runs_dir", "dry_run")
 """Settings that say where and how a run is started, not what it is."""
 
 
-def save_run_config(settings: TrainSettings, folder: Path) -> None:
-    """Write config.json; one of other settings or versions becomes the next config.N.json."""
+def save_run_config(settings: TrainSettings, folder: Path, parent: Mapping[str, Any] | None = None) -> None:
+    """Write config.json; one of other settings or versions becomes the next config.N.json.
+
+    parent: {"run", "step"} that a new run continues; kept when the run itself is resumed."""
     path, former = folder / "config.json", _read(folder / "config.json")
     unfinished = folder / ".config.json.tmp"
-    write_config(settings, unfinished, sys.argv)
+    parent = parent or former.get("_parent")
+    write_config(settings, unfinished, {"_command": sys.argv, **({"_parent": parent} if parent else {})})
     if former and _without_command(former) != _without_command(_read(unfinished)):
         numbers = (n for n in range(10**6) if not (folder / f"config.{n}.json").exists())
         os.rename(path, folder / f"config.{next(numbers)}.json")

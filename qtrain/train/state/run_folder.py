@@ -1,5 +1,10 @@
-"""The folder of a run: a new one, or the one that holds the checkpoint that the run resumes from."""
+"""The folder of a run: that of the checkpoint that it resumes from, if this is the run's newest; else a new one.
 
+Resuming an older checkpoint, or one that lies outside of a run folder, starts a new run: its config.json names the
+parent run and the step, its metrics.jsonl begins with the parent's, and nothing in the parent's folder changes.
+"""
+
+import contextlib
 import re
 import shlex
 import sys
@@ -10,7 +15,7 @@ from pathlib import Path
 from qtrain.checks import shown
 from qtrain.errors import UserError
 from qtrain.train.settings import TrainSettings
-from qtrain.train.state.checkpoint import resolve_resume
+from qtrain.train.state.checkpoint import newest_complete, resolve_resume, without_recovered
 from qtrain.train.state.run_lock import check_unlocked
 
 
@@ -27,8 +32,21 @@ class RunFolder:
 
     @property
     def is_resumed(self) -> bool:
-        """Whether it is an earlier run's folder. A checkpoint that lies elsewhere starts a run in a new one."""
+        """Whether it is an earlier run's folder."""
         return self.resumed_from is not None and self.resumed_from.parent == self.checkpoints
+
+    @property
+    def parent(self) -> Path | None:
+        """The run that this one continues in a folder of its own; of a checkpoint outside of a run, its folder."""
+        if self.resumed_from is None or self.is_resumed:
+            return None
+        return run_of(self.resumed_from) or self.resumed_from.parent
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """The run folder that a checkpoint lies in, if it lies in one."""
+    run = checkpoint.parent.parent
+    return run if checkpoint.parent.name == "checkpoints" and (run / "config.json").exists() else None
 
 
 def find_run_folder(settings: TrainSettings, script: str) -> RunFolder:
@@ -39,9 +57,11 @@ def find_run_folder(settings: TrainSettings, script: str) -> RunFolder:
         raise UserError(f"--run_name: {name} cannot name a folder; use at most 100 letters, digits, '_', '-', '.'.")
     root = Path(settings.runs_dir) / script
     checkpoint = None if settings.resume is None else resolve_resume(settings.resume, root, settings.run_name)
-    if checkpoint and checkpoint.parent.name == "checkpoints" and (checkpoint.parents[1] / "config.json").exists():
-        check_unlocked(checkpoint.parents[1])
-        return RunFolder(checkpoint.parents[1], checkpoint)
+    if checkpoint and (run := run_of(checkpoint)):
+        newest = newest_complete(checkpoint.parent)
+        if newest and newest[0].samefile(checkpoint):
+            check_unlocked(run)
+            return RunFolder(run, checkpoint)
     return RunFolder(_free_path(root, settings.run_name), checkpoint)
 
 
@@ -57,6 +77,17 @@ def make_run_folder(folder: RunFolder, run_name: str) -> RunFolder:
         except OSError as error:
             raise UserError(f"--runs_dir: cannot write {folder.path}: {error.strerror}.") from None
     return folder
+
+
+def make_recovered_folder(folder: RunFolder) -> RunFolder:
+    """Make <name>-recovered (or -recovered-2, ...) beside a run folder that is gone. Raises OSError."""
+    name = without_recovered(folder.path.name)
+    for suffix in ("", *(f"-{number}" for number in range(2, 10_000))):
+        path = folder.path.with_name(f"{name}-recovered{suffix}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+            break
+    return RunFolder(path, None)
 
 
 def resume_command(folder: RunFolder, script: str) -> str:

@@ -16,8 +16,8 @@ def operands(m: int, n: int, k: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def assert_close(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Against fp64: each of the roundings, one a step of the sum, is at most half a unit of a partial sum, and no
-    partial sum is larger than the sum of magnitudes."""
+    """Against fp64: each step of the sum rounds by at most half an ulp of a partial sum, and no partial sum exceeds the
+    sum of magnitudes."""
     a, b = a.double(), b.double()
     size = a.abs() @ b.abs().t()
     roundings = 1 + 2 * (a.shape[1] / STEP_K) ** 0.5  # they add up like a random walk; 2 for its tail
@@ -32,7 +32,7 @@ def test_against_fp64(m, n, k):
 
 
 def test_the_sum_is_kept_in_fp16():
-    """From 2048 on FP16 steps by 2: what adds 1 at a time is lost, tie by tie. Beyond 65,504 is infinity."""
+    """Above 2048 FP16 has a spacing of 2: adding 1 is a tie, and is lost. Above 65,504 is Inf."""
     a = torch.ones(1, 16 * STEP_K, dtype=torch.float16)
     b = torch.full_like(a, 1 / STEP_K)
     a[0, 0], b[0, :STEP_K] = 2048, 1

@@ -9,9 +9,9 @@ from qtrain.kernels.gemm.int4_mm import (
     LONGEST_FUSED_K,
     int4_mm,
     launch_int4_mm,
-    launch_spread_int4,
+    launch_unpack_halves,
     scaled_int4_mm,
-    spread_int4_ref,
+    unpack_halves_ref,
 )
 from qtrain.kernels.gemm.tiling import Tiling
 from qtrain.kernels.numerics.packing import pack_int4
@@ -20,7 +20,7 @@ SHAPES = [(1, 1, 1), (1, 8, 32), (5, 7, 3), (17, 130, 257), (64, 48, 1000), (0, 
 
 
 def codes(rows: int, columns: int, seed: int) -> Tensor:
-    """int8 in -8..7: -8 is no code of the quantizers, but a nibble can hold it."""
+    """int8 in -8..7: no quantizer returns -8, but a nibble can hold it."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-8, 8, (rows, columns), dtype=torch.int8, generator=generator)
 
@@ -40,7 +40,7 @@ def test_exact_at_every_shape(m, n, k):
 
 def test_spread_holds_the_low_codes_then_the_high_ones():
     x = codes(5, 12, 0)
-    assert torch.equal(spread_int4_ref(pack_int4(x)), torch.cat([x[:, 0::2], x[:, 1::2]], dim=1))
+    assert torch.equal(unpack_halves_ref(pack_int4(x)), torch.cat([x[:, 0::2], x[:, 1::2]], dim=1))
 
 
 @pytest.mark.parametrize("rowwise", [True, False])
@@ -63,7 +63,7 @@ def check_kernels(device: str, shapes: list[tuple[int, int, int]], tilings: list
     """The fused kernel bitwise, plain and scaled; scales are powers of two, so that every rounding is known."""
     for m, n, k in shapes:
         a, b, expected = case(m, n, k, device)
-        assert torch.equal(launch_spread_int4(a).cpu(), spread_int4_ref(a.cpu()))
+        assert torch.equal(launch_unpack_halves(a).cpu(), unpack_halves_ref(a.cpu()))
         scales = 2.0 ** torch.randint(-4, 4, (m,)), 2.0 ** torch.randint(-4, 4, (n,))
         scaled = expected.float() * scales[0][:, None] * scales[1][None, :]
         scales = tuple(scale.to(device) for scale in scales)

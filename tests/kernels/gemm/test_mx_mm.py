@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from qtrain.kernels.gemm.mx_mm import multiplies_mx, mx_mm, tiled_scale
+from qtrain.hardware import has_mx
+from qtrain.kernels.gemm.mx_mm import mx_mm, tiled_scale
 from qtrain.kernels.quantize.mx import quantize_mx
 from tests.cases import matrix
 
@@ -35,7 +36,7 @@ def test_bf16_holds_every_element_times_its_scale():
 
 
 def test_tiles_of_scales():
-    """Group g of row r lies at 16 * (r % 32) + 4 * (r // 32) + g in its tile of 128 x 4; a row's tiles side by side."""
+    """Group g of row r is at 16 * (r % 32) + 4 * (r // 32) + g in its tile of 128 x 4; tiles are row-major."""
     rows, groups = 200, 6
     scale = torch.randint(1, 255, (rows, groups), dtype=torch.uint8)
     tiled = tiled_scale(scale.view(torch.float8_e8m0fnu)).view(torch.uint8)
@@ -48,7 +49,7 @@ def test_tiles_of_scales():
 
 @pytest.mark.gpu
 def test_on_the_gpu():
-    if not multiplies_mx(torch.device("cuda")):
+    if not has_mx(torch.device("cuda")):
         pytest.skip("this GPU multiplies no MX operands")
     a, b = (quantize_mx(matrix(256, 512, seed).cuda()) for seed in (0, 1))
     y = mx_mm(a[0], b[0], a[1], b[1], torch.bfloat16)

@@ -4,16 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from qtrain.kernels import autotune
-from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K
-from qtrain.kernels.gemm.scaled_mm import (
-    TILINGS,
-    Tiling,
-    launch_scaled_mm,
-    scaled_mm,
-    scaled_mm_add_,
-    scaled_mm_ref,
-)
+from qtrain.kernels.gemm import scaled_mm as module
+from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K, int8_mm_ref, launch_int8_mm
+from qtrain.kernels.gemm.scaled_mm import SPAN, TILINGS, launch_scaled_mm, scaled_mm, scaled_mm_ref, sum_over_spans
+from qtrain.kernels.gemm.tiling import Tiling
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = [(torch.int8, torch.int8), (E4M3, E4M3), (E5M2, E4M3)]
@@ -36,7 +30,7 @@ def operands(
 
 
 def truth(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The product in fp64, and the sum of the magnitudes that went into each element."""
+    """The product in fp64, and the sum of magnitudes of each element."""
     a, b = a.double(), b.double()
     scale = scale_a.double()[:, None] * scale_b.double()[None, :]
     return a @ b.t() * scale, a.abs() @ b.abs().t() * scale
@@ -57,7 +51,7 @@ def test_against_fp64(dtypes, tensorwise, out_dtype):
 
 
 def test_longest_sum_does_not_overflow():
-    """All codes at their largest, K beyond what int32 holds: the total is still right."""
+    """All codes at their largest, K above what int32 holds: the total is right."""
     k = LONGEST_EXACT_K + 1000
     a, b = torch.full((1, k), 127, dtype=torch.int8), torch.full((1, k), -127, dtype=torch.int8)
     out = scaled_mm(a, b, torch.ones(1), torch.ones(1), torch.float32)
@@ -66,7 +60,7 @@ def test_longest_sum_does_not_overflow():
 
 @pytest.mark.parametrize("dtype", [torch.int8, E4M3])
 def test_every_layout(dtype):
-    """A·Bᵀ, A·B and Aᵀ·B: strides alone say how an operand is stored."""
+    """A·Bᵀ, A·B and Aᵀ·B: an operand's strides say how it is stored."""
     a, b, *scales = operands(48, 32, 64, (dtype, dtype))
     expected = scaled_mm(a, b, *scales, torch.float32)
     a_column_major, b_column_major = a.t().contiguous().t(), b.t().contiguous().t()
@@ -74,7 +68,7 @@ def test_every_layout(dtype):
     assert torch.equal(scaled_mm(a_column_major, b_column_major, *scales, torch.float32), expected)
 
 
-def test_bad_scale_shows():
+def test_nonfinite_scale_shows():
     """A row whose scale is NaN is a row of NaN in the product, whatever its codes."""
     a, b, scale_a, scale_b = operands(5, 8, 16, DTYPES[0])
     scale_a[3] = float("nan")
@@ -88,40 +82,65 @@ def test_empty(m, n, k):
     assert torch.equal(scaled_mm(a, b, torch.ones(m), torch.ones(n), torch.float32), torch.zeros(m, n))
 
 
-def test_adds_to_a_gradient():
-    a, b, *scales = operands(33, 16, 48, DTYPES[0])
-    out = torch.randn(33, 16)
-    expected = out + scaled_mm(a, b, *scales, torch.float32)
-    scaled_mm_add_(out, a, b, *scales)
-    assert torch.allclose(out, expected)
+@pytest.mark.parametrize("k", [1, 127, 128, 129, 300])
+def test_a_long_int8_sum_is_exact_in_each_span(k, monkeypatch):
+    """Spans cover K once; each is an exact int32 product, and they are added in fp32."""
+    monkeypatch.setattr(module, "LONGEST_EXACT_K", 128)
+    monkeypatch.setattr(module, "SPAN", 128)
+    a, b = codes(5, k, torch.int8, 0), codes(7, k, torch.int8, 1)
+    lengths = []
+
+    def multiply(x: Tensor, y: Tensor) -> Tensor:
+        lengths.append(x.shape[1])
+        return int8_mm_ref(x, y)
+
+    total = sum_over_spans(a, b, multiply)
+    assert torch.equal(total.double(), a.double() @ b.double().t())  # sums below 2**24
+    assert sum(lengths) == k and max(lengths) <= 128 and len(lengths) == -(-k // 128)
+
+
+def test_a_span_is_exact_and_aligned():
+    assert SPAN <= LONGEST_EXACT_K and SPAN % 128 == 0
+
+
+@pytest.mark.interpreter
+def test_spans_of_the_kernel_in_the_interpreter(monkeypatch):
+    """Rows of a span are slices of longer ones: the kernel reads them in place."""
+    monkeypatch.setattr(module, "LONGEST_EXACT_K", 64)
+    monkeypatch.setattr(module, "SPAN", 64)
+    a, b = codes(40, 208, torch.int8, 0), codes(80, 208, torch.int8, 1)
+    total = sum_over_spans(a, b, lambda x, y: launch_int8_mm(x, y, SMALL))
+    assert torch.equal(total, sum_over_spans(a, b, int8_mm_ref))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tune", ["0", "1"])
+@pytest.mark.parametrize("m,n,k", [(896, 1152, 2 * SPAN + 4096), (33, 80, SPAN + 1000), (5, 7, SPAN + 333)])
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dtypes", DTYPES[:2])
-def test_adds_on_a_gpu(dtypes, out_dtype, tune, monkeypatch, tmp_path):
-    """Whichever way is chosen, timed or not, has room for the tile that it adds to, and adds once."""
-    monkeypatch.setenv("QTRAIN_TUNE", tune)
-    monkeypatch.setenv("QTRAIN_CACHE", str(tmp_path))
-    autotune._choices.cache_clear()
-    for shape in [(33, 16, 48), (1152, 896, 8192), (4096, 4096, 512)]:
-        a, b, *scales = (t.cuda() for t in operands(*shape, dtypes))
-        before = torch.randn(shape[:2]).cuda().to(out_dtype)
-        scaled_mm_add_(out := before.clone(), a, b, *scales, fast_accum=False)
-        expected, size = truth(a, b, *scales)
-        expected += before.double()
-        rounding = 2**-23 if out_dtype == torch.float32 else 2**-8
-        error = (out.double() - expected).abs()
-        assert (error <= rounding * expected.abs() + 2**-12 * size + 1e-6).all(), shape
-    autotune._choices.cache_clear()
+def test_more_tokens_than_int32_holds_run_through_the_kernels(m, n, k, out_dtype, monkeypatch):
+    """Bit for bit the definition, without running it."""
+    a, b, *scales = operands(m, n, k, DTYPES[0], device="cuda")
+    expected = scaled_mm_ref(a, b, *scales, out_dtype)
+    monkeypatch.setattr(module, "scaled_mm_ref", None)
+    assert torch.equal(scaled_mm(a, b, *scales, out_dtype), expected)
+
+
+@pytest.mark.parametrize("a_dtype,b_dtype", [(torch.int8, E4M3), (E5M2, torch.int8), (torch.bfloat16, torch.bfloat16)])
+def test_other_dtypes_are_refused(a_dtype, b_dtype):
+    a, b = torch.zeros(4, 16, dtype=a_dtype), torch.zeros(8, 16, dtype=b_dtype)
+    with pytest.raises(AssertionError, match="both int8 or both FP8"):
+        scaled_mm(a, b, torch.ones(1), torch.ones(1), torch.float32)
+
+
+def test_another_k_is_refused():
+    a, b, *scales = operands(4, 8, 32, DTYPES[0])
+    with pytest.raises(AssertionError, match="K = 32 and 16"):
+        scaled_mm(a, b[:, :16].contiguous(), *scales, torch.float32)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_operators():
     a, b, *scales = operands(3, 8, 16, DTYPES[0])
     torch.library.opcheck(scaled_mm, (a, b, *scales, torch.bfloat16))
-    torch.library.opcheck(scaled_mm_add_, (torch.randn(3, 8), a, b, *scales))
 
 
 def check_int8(device: str, out_dtype: torch.dtype, tilings: list[Tiling], shapes: list[tuple[int, int, int]]) -> None:
@@ -145,11 +164,11 @@ def test_int8_in_the_interpreter():
 
 
 @pytest.mark.interpreter
-def test_adding_and_bias_in_the_interpreter():
+def test_bias_in_the_interpreter():
     a, b, *scales = operands(40, 80, 96, DTYPES[0])
-    bias, before = torch.randn(80), torch.randn(40, 80)
-    out = launch_scaled_mm(a, b, *scales, before.clone(), SMALL, bias=bias, add=True)
-    assert torch.allclose(out, before + scaled_mm_ref(a, b, *scales, torch.float32, bias))
+    bias = torch.randn(80)
+    out = launch_scaled_mm(a, b, *scales, torch.empty(40, 80), SMALL, bias=bias)
+    assert torch.equal(out, scaled_mm_ref(a, b, *scales, torch.float32, bias))
 
 
 def random_shapes(count: int) -> list[tuple[int, int, int]]:
@@ -172,7 +191,7 @@ def test_int8_kernel(out_dtype):
 )
 def test_fp8_kernel(dtypes, fast_accum, tilings):
     """Against fp64. The tensor cores add 32 products at a time and keep about 13 bits of the running sum: with fast
-    accumulation that of all K, which adds up over K / 32 roundings, else that of a block of K."""
+    accumulation over all K, in K / 32 roundings, otherwise over a block of K."""
     bits = 9 if fast_accum else 12
     for number, shape in enumerate([(1, 16, 16), (130, 272, 144), (512, 512, 8192), *random_shapes(200)]):
         a, b, *scales = operands(*shape, dtypes, number, number % 2 == 1, "cuda")

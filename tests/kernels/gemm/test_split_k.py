@@ -1,4 +1,4 @@
-"""A last wave that is cut along K: the same INT8 product bit for bit, FP8 within its sums, offered where it pays."""
+"""Split-K of a last wave: the same INT8 product bit for bit, FP8 within its bounds, offered where it pays."""
 
 from dataclasses import replace
 
@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from qtrain.kernels.gemm import scaled_mm as product
+from qtrain.hardware import sm_count
+from qtrain.kernels.gemm import scaled_mm as module
 from qtrain.kernels.gemm.scaled_mm import TILINGS, launch_scaled_mm, scaled_mm_names, scaled_mm_ref
 from qtrain.kernels.gemm.split_k import MIN_STEPS, split_of
-from qtrain.kernels.gemm.tiling import Tiling, sm_count
+from qtrain.kernels.gemm.tiling import Tiling
 from tests.kernels.gemm.test_scaled_mm import DTYPES, E4M3, codes, operands, truth
 
 BF16 = torch.bfloat16
@@ -20,24 +21,24 @@ GRADIENTS = [(1152, 896), (896, 896), (9728, 896), (896, 4864)]  # Qwen2.5-0.5B'
 H200 = 132
 
 
-def slots_of(tiling: Tiling, device: str) -> int:
+def resident_ctas(tiling: Tiling, device: str) -> int:
     return tiling.per_sm * sm_count(torch.device(device))
 
 
-# ---- what is cut, and where it is offered ----------------------------------------------------------------------------
+# ---- what is split, and where it is offered --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("slots", [8, 132, 264])
-def test_parts_cover_every_step_once(slots):
-    """And what is left of K for the last part is never nothing; the whole waves are whole."""
-    for tiles in range(1, 3 * slots, 7):
+@pytest.mark.parametrize("resident", [8, 132, 264])
+def test_slices_cover_every_step_once(resident):
+    """The last slice is never empty; the tiles that are not split fill whole waves."""
+    for tiles in range(1, 3 * resident, 7):
         for steps in (1, 15, 16, 17, 33, 100, 256, 1040):
-            split = split_of(TWO, 128 * tiles, 100, 128 * steps - 16, slots)
+            split = split_of(TWO, 128 * tiles, 100, 128 * steps - 16, resident)
             if split is None:
                 continue
-            assert split.whole % slots == 0 and split.whole + split.rest == tiles and 0 < split.rest < slots
-            assert split.parts > 1 and split.steps >= MIN_STEPS
-            assert (split.parts - 1) * split.steps < steps <= split.parts * split.steps
+            assert split.whole % resident == 0 and split.whole + split.rest == tiles and 0 < split.rest < resident
+            assert split.slices > 1 and split.steps >= MIN_STEPS
+            assert (split.slices - 1) * split.steps < steps <= split.slices * split.steps
 
 
 def test_nothing_is_cut_without_need():
@@ -49,14 +50,14 @@ def test_nothing_is_cut_without_need():
 @pytest.mark.parametrize("m,n", GRADIENTS)
 def test_a_nearly_empty_wave_is_cut_to_a_third_or_less(m, n):
     split = split_of(TWO, m, n, 32768, 2 * H200)
-    waves = -(-split.rest * split.parts // (2 * H200))
+    waves = -(-split.rest * split.slices // (2 * H200))
     assert waves * split.steps <= 256 / 3
 
 
-def names(monkeypatch, m: int, n: int, k: int, dtype=torch.int8, out_dtype=BF16, add: bool = False) -> list[str]:
-    monkeypatch.setattr(product, "sm_count", lambda device: H200)
+def names(monkeypatch, m: int, n: int, k: int, dtype=torch.int8, out_dtype=BF16) -> list[str]:
+    monkeypatch.setattr(module, "sm_count", lambda device: H200)
     a, b = (torch.empty(rows, k, dtype=dtype, device="meta") for rows in (m, n))
-    return scaled_mm_names(a, b, out_dtype, True, add)
+    return scaled_mm_names(a, b, out_dtype)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_split_comes_first_where_the_last_wave_is_nearly_empty(monkeypatch, m, n
 
 
 def test_split_comes_second_where_the_waves_are_mostly_full(monkeypatch):
-    """2048 x 1536 are 192 tiles for 264 programs; 9728 x 896, in large tiles, 304 for 132."""
+    """2048 x 1536 are 192 tiles for 264 CTAs; 9728 x 896, in large tiles, 304 for 132."""
     for shape, dtype in (((2048, 1536), torch.int8), ((9728, 896), E4M3)):
         first, second, *_ = names(monkeypatch, *shape, 32768, dtype)
         assert not TILINGS[first].split and TILINGS[second] == replace(TILINGS[first], split=True)
@@ -85,48 +86,44 @@ def test_split_is_not_offered_where_nothing_is_cut(monkeypatch, m, n, k, dtype):
     assert not found[0].split
 
 
-@pytest.mark.parametrize("kwargs", [{"out_dtype": torch.float32}, {"add": True}])
-def test_wide_tiles_are_offered_where_large_ones_do_not_fit(monkeypatch, kwargs):
-    found = names(monkeypatch, 1152, 896, 32768, **kwargs)
-    assert [name for name in found if "split" in name] == [WIDE.name]
-    assert ("cublas" in found) != kwargs.get("add", False)
+def test_wide_tiles_are_offered_where_large_ones_do_not_fit(monkeypatch):
+    found = names(monkeypatch, 1152, 896, 32768, out_dtype=torch.float32)
+    assert [name for name in found if "split" in name] == [WIDE.name] and "cublas" in found
 
 
 # ---- what it computes ------------------------------------------------------------------------------------------------
 
 
 def check_equal(device: str, out_dtype: torch.dtype, tilings: list[Tiling], shapes: list[tuple[int, int, int]]) -> int:
-    """INT8, bit for bit as the plain tiling, with everything that an epilogue may do. Returns how many were cut."""
+    """INT8, bit for bit as the plain tiling, with all that the epilogue can do. Returns how many were split."""
     cut = 0
     for number, (m, n, k) in enumerate(shapes):
         a, b, *rowwise = operands(m, n, k, DTYPES[0], number, device=device)
-        for tensorwise, biased, add in ((False, False, False), (True, True, False), (False, True, True)):
+        for tensorwise, biased in ((False, False), (True, True), (False, True)):
             scales = [scale[:1] for scale in rowwise] if tensorwise else rowwise
             bias = torch.randn(n, device=device).to(out_dtype) if biased else None
-            before = torch.randn(m, n, device=device).to(out_dtype)
             for tiling in tilings:
-                cut += split_of(tiling, m, n, k, slots_of(tiling, device)) is not None
+                cut += split_of(tiling, m, n, k, resident_ctas(tiling, device)) is not None
                 out, expected = (
-                    launch_scaled_mm(a, b, *scales, before.clone(), t, bias=bias, add=add)
+                    launch_scaled_mm(a, b, *scales, torch.empty(m, n, dtype=out_dtype, device=device), t, bias=bias)
                     for t in (tiling, replace(tiling, split=False))
                 )
-                assert torch.equal(out, expected), ((m, n, k), tensorwise, biased, add, tiling)
-                if not add:
-                    assert torch.allclose(out, scaled_mm_ref(a, b, *scales, out_dtype, bias), 2**-7, 1e-3)
+                assert torch.equal(out, expected), ((m, n, k), tensorwise, biased, tiling)
+                assert torch.allclose(out, scaled_mm_ref(a, b, *scales, out_dtype, bias), 2**-7, 1e-3)
     return cut
 
 
 def check_near(
     device: str, out_dtype: torch.dtype, tilings: list[Tiling], shapes, dtypes, fast: bool, bits: int
 ) -> int:
-    """FP8 against fp64, within 2**-bits of the magnitudes that were added up. Returns how many were cut."""
+    """FP8 against fp64, within 2**-bits of the sum of magnitudes. Returns how many were split."""
     cut = 0
     rounding = 2**-23 if out_dtype == torch.float32 else 2**-8
     for number, (m, n, k) in enumerate(shapes):
         a, b, *scales = operands(m, n, k, dtypes, number, number % 2 == 1, device)
         expected, size = truth(a, b, *scales)
         for tiling in tilings:
-            cut += split_of(tiling, m, n, k, slots_of(tiling, device)) is not None
+            cut += split_of(tiling, m, n, k, resident_ctas(tiling, device)) is not None
             out = torch.empty(m, n, dtype=out_dtype, device=device)
             launch_scaled_mm(a, b, *scales, out, tiling, fast_accum=fast)
             error = (out.double() - expected).abs()
@@ -134,10 +131,10 @@ def check_near(
     return cut
 
 
-def check_bad_scale(device: str, tiling: Tiling, m: int, n: int, k: int) -> None:
+def check_nonfinite_scale(device: str, tiling: Tiling, m: int, n: int, k: int) -> None:
     a, b, scale_a, scale_b = operands(m, n, k, DTYPES[0], device=device)
     scale_a[m - 1], scale_b[n - 1] = float("nan"), float("inf")
-    assert split_of(tiling, m, n, k, slots_of(tiling, device)) is not None
+    assert split_of(tiling, m, n, k, resident_ctas(tiling, device)) is not None
     out = torch.zeros(m, n, device=device)
     launch_scaled_mm(a, b, scale_a, scale_b, out, tiling)
     assert out[m - 1].isnan().all() and out[: m - 1, : n - 1].isfinite().all()
@@ -161,8 +158,8 @@ def test_fp8_in_the_interpreter():
 
 
 @pytest.mark.interpreter
-def test_bad_scale_shows_in_the_interpreter():
-    check_bad_scale("cpu", SMALL, 40, 68, 1072)
+def test_nonfinite_scale_shows_in_the_interpreter():
+    check_nonfinite_scale("cpu", SMALL, 40, 68, 1072)
 
 
 # One wave or less of each tiling; a whole wave and a few tiles more; edges, and a last step of 16.
@@ -170,7 +167,7 @@ REAL = [(1152, 896, 8192), (4300, 1000, 8208), (9728, 896, 4096), (896, 4864, 40
 
 
 def random_shapes(count: int) -> list[tuple[int, int, int]]:
-    """Of few outputs, for each takes a binary of its own, and of many K."""
+    """Few outputs, because each takes a binary of its own, and many K."""
     generator = torch.Generator().manual_seed(0)
     outputs = [(m * 23, n * 24) for m, n in torch.randint(1, 120, (6, 2), generator=generator).tolist()]
     depths = torch.randint(1, 120, (count,), generator=generator).tolist()
@@ -180,7 +177,6 @@ def random_shapes(count: int) -> list[tuple[int, int, int]]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("out_dtype", [torch.float32, BF16])
 def test_int8_kernel(out_dtype):
-    """Adding reads the output's tile as well, for which the large ones have no room: they are not offered for it."""
     assert check_equal("cuda", out_dtype, [WIDE], [*REAL, *random_shapes(100)]) > 100
 
 
@@ -197,20 +193,20 @@ def test_int8_kernel_of_every_tiling():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtypes,fast", [(DTYPES[1], True), (DTYPES[1], False), (DTYPES[2], True)])
 def test_fp8_kernel(dtypes, fast):
-    """The bounds of the plain tilings, which shorter sums keep the more easily."""
+    """The bounds of the plain tilings; slices are shorter sums."""
     shapes = [*REAL, *random_shapes(100)]
     assert check_near("cuda", BF16, SPLIT, shapes, dtypes, fast, 9 if fast else 12) > 100
 
 
 @pytest.mark.gpu
-def test_bad_scale_shows():
-    check_bad_scale("cuda", WIDE, 1000, 904, 8192)
+def test_nonfinite_scale_shows():
+    check_nonfinite_scale("cuda", WIDE, 1000, 904, 8192)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tiling", SPLIT, ids=lambda t: t.name)
 def test_in_a_graph(tiling):
-    """Captured once and replayed on other codes: the same bits as without a graph, whoever comes first."""
+    """Captured once and replayed on other codes: the same bits as without a graph, whatever the order of CTAs."""
     m, n, k = REAL[0]
 
     def product(a: Tensor, b: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ DTYPES = [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch
 
 
 def matrix(rows: int, columns: int, seed: int) -> Tensor:
-    """Random bytes: among an 8-bit float's are NaN, which must come through too."""
+    """Random bytes; as 8-bit floats some are NaN, which must be moved unchanged too."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (rows, columns), dtype=torch.uint8, generator=generator)
 

@@ -40,7 +40,7 @@ def test_known_answers(rounds, words):
 
 
 def uniform(shape=(64, 33), seed=5, step=7, linear=2, role=1):
-    """Each draw as the centre of its interval in (0, 1)."""
+    """Each draw as the center of its interval in (0, 1)."""
     return (random_bits_ref(shape, torch.tensor([seed, step, linear]), role).float() + 0.5) * 2.0**-16
 
 

@@ -1,4 +1,4 @@
-"""State formats: errors within half a step, blocks that keep to rows, zeros, bad values, rounding without bias."""
+"""State formats: errors within half a step, blocks within rows, zeros, non-finite values, unbiased rounding."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ LOW_BIT = [(name, signed) for name, signed in FORMATS if name in BLOCKS]
 
 
 def values(shape, signed: bool, seed: int = 0) -> torch.Tensor:
-    """Numbers over six orders of magnitude, as states have them."""
+    """Numbers over six orders of magnitude, like those of states."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator) * 10 ** torch.empty(shape).uniform_(-3, 0, generator=generator)
     return x if signed else x * x
@@ -46,12 +46,12 @@ def test_shapes_and_errors_are_those_of_the_format(name, signed, shape):
     if name == "fp8":
         allowed = share * 2**-4 + (2**-10 if signed else 2**-9) / 448
     else:  # half a step of the code, along the power's slope at the far end of it
-        power, most = {("int8", True): (2, 127), ("int8", False): (4, 256), ("int4", True): (2, 7)}.get(
+        power, largest = {("int8", True): (2, 127), ("int8", False): (4, 256), ("int4", True): (2, 7)}.get(
             (name, signed), (2, 16)
         )
         y = share ** (1 / power)
-        low = torch.zeros_like(y) if signed else torch.full_like(y, 1 / most)
-        allowed = torch.maximum((y + 0.5 / most) ** power - share, share - (y - 0.5 / most).clamp(min=0) ** power)
+        low = torch.zeros_like(y) if signed else torch.full_like(y, 1 / largest)
+        allowed = torch.maximum((y + 0.5 / largest) ** power - share, share - (y - 0.5 / largest).clamp(min=0) ** power)
         allowed = torch.maximum(allowed, low**power)
     assert (error <= allowed * unit * (1 + 1e-5)).all()
 
@@ -65,7 +65,7 @@ def test_a_block_stays_in_its_row_so_that_rows_quantized_alone_are_the_same(name
 
 
 @pytest.mark.parametrize(("name", "signed"), LOW_BIT)
-def test_zeros_stay_zero_and_bad_values_show(name, signed):
+def test_zeros_stay_zero_and_nonfinite_values_show(name, signed):
     format, x = fitted(name, signed, (4, 256)), values((4, 256), signed)
     assert not dequantize_state(zero_state(format, x.shape, x.device), format, x.shape).any()
     x[0] = 0
@@ -103,7 +103,7 @@ def test_a_format_is_known_by_its_id(name, signed):
 
 
 @pytest.mark.parametrize("id", ["", "int8", "int8_", "int8_7", "int8_32", "int9_256", "uu8", "int8_-256", "fp64", "u"])
-def test_what_is_no_format_is_refused(id):
+def test_unknown_formats_are_refused(id):
     with pytest.raises(ValueError):
         parse_format(id)
 
@@ -112,23 +112,23 @@ def test_what_is_no_format_is_refused(id):
 
 
 def mean_over_draws(round_once, draws: int = 4096) -> torch.Tensor:
-    """The mean of many roundings, whose random bits are spread evenly."""
+    """The mean of many roundings with evenly spaced random bits."""
     total = 0.0
     for i in range(draws):
         total = total + round_once(i * (65536 // draws) + 7)
     return total / draws
 
 
-def test_bf16_is_right_on_average_and_keeps_bad_values():
+def test_bf16_is_unbiased_and_keeps_nonfinite_values():
     x = values((64,), True)
     mean = mean_over_draws(lambda bits: round_to_bf16(x, torch.full((64,), bits, dtype=torch.int32)).double())
     assert ((mean - x.double()).abs() <= x.abs().double() * 2**-8 / 2000).all()
-    bad = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
-    rounded = round_to_bf16(bad, torch.full((5,), 65535, dtype=torch.int32))
+    nonfinite = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
+    rounded = round_to_bf16(nonfinite, torch.full((5,), 65535, dtype=torch.int32))
     assert rounded[0].isnan() and rounded[1] == torch.inf and rounded[2] == -torch.inf and not rounded[3:].any()
 
 
-def test_int4_momentum_is_right_on_average():
+def test_int4_momentum_is_unbiased():
     x = values((1, 128), True)
     format = fitted("int4", True, x.shape)
 
@@ -139,8 +139,8 @@ def test_int4_momentum_is_right_on_average():
     assert ((mean_over_draws(once, 512) - x).abs() <= x.abs().max() * 15 / 49 / 200).all()
 
 
-@pytest.mark.parametrize(("name", "most", "power"), [("int8", 256, 4), ("int4", 16, 2)])
-def test_a_second_moment_is_right_on_average_as_a_root(name, most, power):
+@pytest.mark.parametrize(("name", "largest", "power"), [("int8", 256, 4), ("int4", 16, 2)])
+def test_a_second_moment_is_unbiased_as_a_root(name, largest, power):
     x = values((1, 128), False)
     format = fitted(name, False, x.shape)
 
@@ -149,12 +149,12 @@ def test_a_second_moment_is_right_on_average_as_a_root(name, most, power):
         return dequantize_state(quantize_state(x, format, given), format, x.shape).double() ** (1 / power)
 
     root = x.double() ** (1 / power)
-    above = root > root.max() / most  # smaller ones are held at the smallest code
-    assert ((mean_over_draws(once, 512) - root).abs() <= root.max() / most / 200)[above].all()
+    above = root > root.max() / largest  # smaller ones are held at the smallest code
+    assert ((mean_over_draws(once, 512) - root).abs() <= root.max() / largest / 200)[above].all()
 
 
 def test_a_second_moment_decays_though_a_step_is_less_than_half_a_code():
-    """beta2 0.999: rounded to nearest it would stay where it is."""
+    """beta2 0.999: rounded to nearest it would not change."""
     x = torch.full((1, 256), 0.5)
     x[0, 0] = 1.0
     format, generator = fitted("int8", False, x.shape), torch.Generator().manual_seed(0)

@@ -21,16 +21,16 @@ def check_kernel(device, dtype, shapes, kinds):
                     assert torch.equal(got, true), (shape, kind, options)
 
 
-def check_bad_values(function, device):
-    for bad in (float("nan"), float("inf"), -float("inf")):
+def check_nonfinite(function, device):
+    for nonfinite in (float("nan"), float("inf"), -float("inf")):
         x = torch.randn(40, 70)
-        x[33, 65] = bad
+        x[33, 65] = nonfinite
         out = function(x.to(device)).cpu()
-        assert out.isnan() if bad != bad else out == float("inf")
+        assert out.isnan() if nonfinite != nonfinite else out == float("inf")
 
 
-def check_bad_pairs(device):
-    """In rows and columns of bf16: NaN wins over Inf, on either side of a word."""
+def check_nonfinite_bf16x2(device):
+    """In rows and columns of bf16: NaN is above Inf, in either half of a word."""
     for column in (6, 7, 40):
         x = torch.randn(40, 48, dtype=torch.bfloat16)
         x[33, 40], x[33, column] = -float("inf"), float("nan")
@@ -46,23 +46,23 @@ def test_reference():
         x = matrix(*shape, seed, dtype=torch.bfloat16)
         assert absmax_ref(x).item() == x.double().abs().max()
     assert absmax_ref(torch.zeros(0, 4)).tolist() == [0.0]
-    check_bad_values(absmax_ref, "cpu")
+    check_nonfinite(absmax_ref, "cpu")
 
 
 @pytest.mark.interpreter
 def test_kernel_in_the_interpreter():
     check_kernel("cpu", torch.float32, [(1, 1), (17, 33), (100, 70)], ["normal", "outlier"])
     check_kernel("cpu", torch.bfloat16, [(17, 40), (100, 72)], ["normal", "outlier"])
-    check_bad_values(lambda x: launch_absmax(x, tensor=True)[0].view(torch.float32), "cpu")
-    check_bad_pairs("cpu")
+    check_nonfinite(lambda x: launch_absmax(x, tensor=True)[0].view(torch.float32), "cpu")
+    check_nonfinite_bf16x2("cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernel(dtype):
     check_kernel("cuda", dtype, [*SHAPES, (3000, 4100), (3000, 4104)], KINDS)
-    check_bad_values(absmax, "cuda")
-    check_bad_pairs("cuda")
+    check_nonfinite(absmax, "cuda")
+    check_nonfinite_bf16x2("cuda")
 
 
 def test_operator():

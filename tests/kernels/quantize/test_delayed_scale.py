@@ -17,11 +17,13 @@ def check(function, device: str) -> None:
                 assert torch.equal(function(x, known, fmt, power_of_two), known)
                 own = function(x, torch.zeros_like(known), fmt, power_of_two)
                 assert torch.equal(own, scale_ref(x, fmt, "tensorwise", power_of_two))
-    for bad in (float("nan"), float("inf")):
+    for nonfinite in (float("nan"), float("inf")):
         x = matrix(9, 1000, 0).to(device)
-        x[4, 7] = bad
+        x[4, 7] = nonfinite
         own = function(x, torch.zeros_like(known), "e4m3", True)
-        assert torch.equal(own.isnan(), torch.tensor([bad != bad], device=device)) and not own.isfinite().any()
+        assert (
+            torch.equal(own.isnan(), torch.tensor([nonfinite != nonfinite], device=device)) and not own.isfinite().any()
+        )
 
 
 def test_operator_on_the_cpu():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from qtrain.kernels.numerics import encode
 from qtrain.kernels.numerics.formats import FORMATS
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.quantize.absmax import absmax_ref
@@ -10,7 +11,7 @@ from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2, supports_dua
 from qtrain.kernels.quantize.operators import quantize_dual, quantize_dual_given_scale
 from qtrain.kernels.quantize.reference import quantize_ref, quantize_transposed_ref, scale_ref
 from tests.cases import KINDS
-from tests.kernels.quantize.test_kernels import KEY, ROLE, hostile, same
+from tests.kernels.quantize.test_kernels import KEY, ROLE, check_rows, check_tiles, same, stress_matrix
 
 CASES = [
     (fmt, granularity)
@@ -39,21 +40,21 @@ def check(x, fmt, granularity, power_of_two=False, stochastic=""):
 
 
 def check_given(x, fmt, scale, stochastic=""):
-    """Under a scale that x may exceed; a NaN keeps its code."""
+    """Under a given scale, whose range x may exceed; a NaN keeps its code."""
     assert supports_dual_bf16x2(x, fmt, "tensorwise", True)
-    scale, most = torch.tensor([scale], device=x.device), torch.zeros(1, dtype=torch.int32, device=x.device)
+    scale, amax = torch.tensor([scale], device=x.device), torch.zeros(1, dtype=torch.int32, device=x.device)
     rounding = rounding_of(stochastic, x.device)
     row_bits, column_bits = rounding.bits(x.shape)
     expected = quantize_ref(x, fmt, "tensorwise", row_bits, scale=scale)
     expected += quantize_transposed_ref(x, fmt, "tensorwise", column_bits, scale=scale)
     note = (tuple(x.shape), fmt, stochastic)
     same(launch_dual_bf16x2(x, fmt, "tensorwise", rounding, False, scale), expected, note)
-    same(launch_dual_bf16x2(x, fmt, "tensorwise", rounding, False, scale, most), expected, note)
-    same([most.view(torch.float32)], [absmax_ref(x)], tuple(x.shape))
+    same(launch_dual_bf16x2(x, fmt, "tensorwise", rounding, False, scale, amax), expected, note)
+    same([amax.view(torch.float32)], [absmax_ref(x)], tuple(x.shape))
 
 
 def random_shapes(seed, count):
-    """Whole blocks and parts of some."""
+    """Full and partial blocks."""
     generator = torch.Generator().manual_seed(seed)
     for number in range(count):
         m, k = (16 * torch.randint(1, 40, (2,), generator=generator)).tolist()
@@ -62,37 +63,37 @@ def random_shapes(seed, count):
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("fmt,granularity", CASES)
-def test_blocks_in_the_interpreter(fmt, granularity):
-    for kind in ("outlier", "bad"):
-        check(hostile(144, 272, 2, kind, torch.bfloat16, "cpu"), fmt, granularity, kind == "outlier")
-    check(hostile(128, 256, 3, "zero_row", torch.bfloat16, "cpu"), fmt, granularity)
+def test_dual_in_the_interpreter(fmt, granularity):
+    for kind in ("outlier", "nonfinite"):
+        check(stress_matrix(144, 272, 2, kind, torch.bfloat16, "cpu"), fmt, granularity, kind == "outlier")
+    check(stress_matrix(128, 256, 3, "zero_row", torch.bfloat16, "cpu"), fmt, granularity)
 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 def test_a_given_scale_in_the_interpreter(fmt):
-    check_given(hostile(144, 272, 2, "bad", torch.bfloat16, "cpu"), fmt, 1e-4)
-    check_given(hostile(128, 256, 3, "zero_row", torch.bfloat16, "cpu"), fmt, 0.3)
+    check_given(stress_matrix(144, 272, 2, "nonfinite", torch.bfloat16, "cpu"), fmt, 1e-4)
+    check_given(stress_matrix(128, 256, 3, "zero_row", torch.bfloat16, "cpu"), fmt, 0.3)
 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("fmt,granularity", CASES)
 def test_stochastic_rounding_in_the_interpreter(fmt, granularity):
-    for stochastic, kind in (("columns", "bad"), ("both", "outlier"), ("rows", "zero_row")):
-        check(hostile(144, 272, 2, kind, torch.bfloat16, "cpu"), fmt, granularity, kind == "outlier", stochastic)
+    for stochastic, kind in (("columns", "nonfinite"), ("both", "outlier"), ("rows", "zero_row")):
+        check(stress_matrix(144, 272, 2, kind, torch.bfloat16, "cpu"), fmt, granularity, kind == "outlier", stochastic)
 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 def test_stochastic_rounding_under_a_given_scale_in_the_interpreter(fmt):
-    check_given(hostile(144, 272, 2, "bad", torch.bfloat16, "cpu"), fmt, 1e-4, "both")
-    check_given(hostile(16, 144, 2, "bad", torch.bfloat16, "cpu"), fmt, 1e-4, "columns")
-    check_given(hostile(128, 256, 3, "normal", torch.bfloat16, "cpu"), fmt, 0.3, "rows")
+    check_given(stress_matrix(144, 272, 2, "nonfinite", torch.bfloat16, "cpu"), fmt, 1e-4, "both")
+    check_given(stress_matrix(16, 144, 2, "nonfinite", torch.bfloat16, "cpu"), fmt, 1e-4, "columns")
+    check_given(stress_matrix(128, 256, 3, "normal", torch.bfloat16, "cpu"), fmt, 0.3, "rows")
 
 
 @pytest.mark.parametrize("fmt", ["int8", "e4m3", "e5m2"])
-def test_no_number_is_beyond_the_largest_code(fmt):
-    """Nothing is clamped where a scale is made of the numbers: of any absmax in bf16 the scaled one rounds to it."""
+def test_no_number_exceeds_the_largest_code(fmt):
+    """Codes under a scale of their own absmax are not clamped: of every bf16 absmax the scaled one rounds to it."""
     x = (torch.arange(1, 0x7F80, dtype=torch.int32) << 16).view(torch.float32)
     scaled = x * scale_ref(x[:, None], fmt, "rowwise").reciprocal()
     if fmt == "int8":
@@ -100,7 +101,7 @@ def test_no_number_is_beyond_the_largest_code(fmt):
     assert scaled.max() == FORMATS[fmt].max
 
 
-def test_other_inputs_are_not_taken():
+def test_other_inputs_are_not_supported():
     x = torch.zeros(32, 48, dtype=torch.bfloat16)
     assert supports_dual_bf16x2(x, "e4m3", "1x128")
     assert not supports_dual_bf16x2(x.float(), "e4m3", "1x128") and not supports_dual_bf16x2(x[:, :40], "e4m3", "1x128")
@@ -111,29 +112,43 @@ def test_other_inputs_are_not_taken():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fmt,granularity", CASES)
-def test_blocks_on_gpu(fmt, granularity):
+def test_dual_on_gpu(fmt, granularity):
     for number, (m, k) in random_shapes(7, 120):
-        x = hostile(m, k, number, [*KINDS, "bad"][number % 6], torch.bfloat16, "cuda").contiguous()
+        x = stress_matrix(m, k, number, [*KINDS, "nonfinite"][number % 6], torch.bfloat16, "cuda").contiguous()
         check(x, fmt, granularity, number % 4 == 1)
         same(quantize_dual(x, fmt, granularity, granularity), launch_dual_bf16x2(x, fmt, granularity), (m, k))
     for shape in [(16, 16), (4096, 14336), (16384, 4096)]:
-        check(hostile(*shape, 0, "outlier", torch.bfloat16, "cuda"), fmt, granularity)
+        check(stress_matrix(*shape, 0, "outlier", torch.bfloat16, "cuda"), fmt, granularity)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 def test_a_given_scale_on_gpu(fmt):
     for number, (m, k) in random_shapes(8, 120):
-        x = hostile(m, k, number, [*KINDS, "bad"][number % 6], torch.bfloat16, "cuda").contiguous()
+        x = stress_matrix(m, k, number, [*KINDS, "nonfinite"][number % 6], torch.bfloat16, "cuda").contiguous()
         value = (1e-4, 0.3, 1.0, 300.0)[number % 4]
         check_given(x, fmt, value)
-        scale, most = torch.tensor([value], device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
-        codes, scale_out, codes_t, _ = launch_dual_bf16x2(x, fmt, "tensorwise", NEAREST, False, scale, most)
-        same(quantize_dual_given_scale(x, fmt, scale), [codes, codes_t, most.view(torch.float32)], (m, k))
+        scale, amax = torch.tensor([value], device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
+        codes, scale_out, codes_t, _ = launch_dual_bf16x2(x, fmt, "tensorwise", NEAREST, False, scale, amax)
+        same(quantize_dual_given_scale(x, fmt, scale), [codes, codes_t, amax.view(torch.float32)], (m, k))
         dual = quantize_dual(x, fmt, "tensorwise", "tensorwise", scale=scale)
         same(dual, [codes, scale_out, codes_t, scale_out], (m, k))
     for shape in [(16, 16), (4096, 14336), (16384, 4096)]:
-        check_given(hostile(*shape, 0, "outlier", torch.bfloat16, "cuda"), fmt, 0.01)
+        check_given(stress_matrix(*shape, 0, "outlier", torch.bfloat16, "cuda"), fmt, 0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_fp8_without_its_instructions_on_gpu(fmt, monkeypatch):
+    """The conversions of GPUs before sm_89, in every kernel that has them."""
+    monkeypatch.setattr(encode, "has_fp8", lambda device: False)
+    for number, (m, k) in random_shapes(11, 24):
+        x = stress_matrix(m, k, number, [*KINDS, "nonfinite"][number % 6], torch.bfloat16, "cuda").contiguous()
+        for granularity in ("128x128", "1x128", "rowwise", "tensorwise"):
+            check(x, fmt, granularity, number % 4 == 1, ("", *STOCHASTIC)[number % 4])
+        check_given(x, fmt, (1e-4, 0.3, 1.0, 300.0)[number % 4], ("", *STOCHASTIC)[number % 4])
+        check_rows(x, fmt, ("rowwise", "1x128")[number % 2], None)
+        check_tiles(x, fmt, "rowwise", "1x128", None)
 
 
 @pytest.mark.gpu
@@ -142,12 +157,12 @@ def test_a_given_scale_on_gpu(fmt):
 def test_stochastic_rounding_on_gpu(fmt, granularity, stochastic):
     rounding = rounding_of(stochastic, "cuda")
     for number, (m, k) in random_shapes(9, 60):
-        x = hostile(m, k, number, [*KINDS, "bad"][number % 6], torch.bfloat16, "cuda").contiguous()
+        x = stress_matrix(m, k, number, [*KINDS, "nonfinite"][number % 6], torch.bfloat16, "cuda").contiguous()
         check(x, fmt, granularity, False, stochastic)
         found = launch_dual_bf16x2(x, fmt, granularity, rounding)
         same(quantize_dual(x, fmt, granularity, granularity, *rounding), found, (m, k))
     for shape in [(16, 16), (4096, 14336), (16384, 4096)]:
-        check(hostile(*shape, 0, "outlier", torch.bfloat16, "cuda"), fmt, granularity, False, stochastic)
+        check(stress_matrix(*shape, 0, "outlier", torch.bfloat16, "cuda"), fmt, granularity, False, stochastic)
 
 
 @pytest.mark.gpu
@@ -156,10 +171,10 @@ def test_stochastic_rounding_on_gpu(fmt, granularity, stochastic):
 def test_stochastic_rounding_under_a_given_scale_on_gpu(fmt, stochastic):
     rounding = rounding_of(stochastic, "cuda")
     for number, (m, k) in random_shapes(10, 60):
-        x = hostile(m, k, number, [*KINDS, "bad"][number % 6], torch.bfloat16, "cuda").contiguous()
+        x = stress_matrix(m, k, number, [*KINDS, "nonfinite"][number % 6], torch.bfloat16, "cuda").contiguous()
         value = (1e-4, 0.3, 1.0, 300.0)[number % 4]
         check_given(x, fmt, value, stochastic)
-        scale, most = torch.tensor([value], device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
-        codes, _, codes_t, _ = launch_dual_bf16x2(x, fmt, "tensorwise", rounding, False, scale, most)
-        same(quantize_dual_given_scale(x, fmt, scale, *rounding), [codes, codes_t, most.view(torch.float32)], (m, k))
-    check_given(hostile(4096, 14336, 0, "outlier", torch.bfloat16, "cuda"), fmt, 0.01, stochastic)
+        scale, amax = torch.tensor([value], device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
+        codes, _, codes_t, _ = launch_dual_bf16x2(x, fmt, "tensorwise", rounding, False, scale, amax)
+        same(quantize_dual_given_scale(x, fmt, scale, *rounding), [codes, codes_t, amax.view(torch.float32)], (m, k))
+    check_given(stress_matrix(4096, 14336, 0, "outlier", torch.bfloat16, "cuda"), fmt, 0.01, stochastic)

@@ -10,7 +10,7 @@ from qtrain.kernels.quantize.absmax import absmax_ref
 from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_dual_given_scale, quantize_transposed
 from qtrain.kernels.quantize.reference import quantize_ref, quantize_transposed_ref, scale_ref
 from qtrain.kernels.quantize.rowwise import launch_rowwise
-from qtrain.kernels.quantize.rowwise_bf16x2 import launch_rowwise_bf16x2, supports_rowwise_bf16x2
+from qtrain.kernels.quantize.rowwise_bf16x2 import launch_rowwise_bf16x2, row_blocks, supports_rowwise_bf16x2
 from qtrain.kernels.quantize.tiled import Tile, launch_tiled
 from tests.cases import KINDS, SHAPES, matrix
 
@@ -39,9 +39,9 @@ def same(found, expected, note):
             assert torch.equal(got.nan_to_num(nan=-1.0), true.nan_to_num(nan=-1.0)), note
 
 
-def hostile(rows, columns, seed, kind, dtype, device):
-    x = matrix(rows, columns, seed, "normal" if kind == "bad" else kind, dtype).contiguous()
-    if kind == "bad":
+def stress_matrix(rows, columns, seed, kind, dtype, device):
+    x = matrix(rows, columns, seed, "normal" if kind == "nonfinite" else kind, dtype).contiguous()
+    if kind == "nonfinite":
         x[rows // 2, columns // 3] = float("nan")
         x[0, columns // 2] = -float("inf")
     return x.to(device)
@@ -56,10 +56,10 @@ def check_rows(x, fmt, granularity, key, power_of_two=False, **options):
     note = (tuple(x.shape), fmt, granularity, key is not None, options)
     same(found, quantize_ref(x, fmt, granularity, noise(x, key), power_of_two), note)
     if supports_rowwise_bf16x2(x, fmt, granularity, key is not None):
-        check_words(x, fmt, granularity, key, power_of_two)
+        check_rowwise_bf16x2(x, fmt, granularity, key, power_of_two)
 
 
-def check_words(x, fmt, granularity, key, power_of_two=False):
+def check_rowwise_bf16x2(x, fmt, granularity, key, power_of_two=False):
     assert supports_rowwise_bf16x2(x, fmt, granularity, key is not None)
     found = launch_rowwise_bf16x2(x, fmt, granularity, Rounding(key, ROLE), power_of_two)
     expected = quantize_ref(x, fmt, granularity, noise(x, key), power_of_two)
@@ -77,14 +77,14 @@ def check_tiles(x, fmt, granularity, granularity_t, key, power_of_two=False, **o
 
 
 def check_given(x, fmt, fmt_t, key):
-    scale, most = torch.tensor([0.01], device=x.device), torch.zeros(1, dtype=torch.int32, device=x.device)
+    scale, amax = torch.tensor([0.01], device=x.device), torch.zeros(1, dtype=torch.int32, device=x.device)
     tensorwise = ("tensorwise", noise(x, key), False, scale)
     expected = [*quantize_ref(x, fmt, *tensorwise), *quantize_transposed_ref(x, fmt_t, *tensorwise)]
     found = launch_tiled(
-        x, fmt, "tensorwise", "tensorwise", Rounding(key, ROLE), scale=scale, fmt_t=fmt_t, scale_t=scale, absmax=most
+        x, fmt, "tensorwise", "tensorwise", Rounding(key, ROLE), scale=scale, fmt_t=fmt_t, scale_t=scale, amax=amax
     )
     same(found, expected, (tuple(x.shape), fmt, fmt_t, key is not None))
-    same([most.view(torch.float32)], [absmax_ref(x)], tuple(x.shape))
+    same([amax.view(torch.float32)], [absmax_ref(x)], tuple(x.shape))
 
 
 def check_ternary(x, granularity, key):
@@ -98,7 +98,7 @@ def check_ternary(x, granularity, key):
 
 
 KEY = torch.tensor([2**40 + 77, 9, 5])
-# In the interpreter a kernel takes a quarter of a second whatever the tile holds: every path once, not every product.
+# In the interpreter a launch takes a quarter of a second: every path once, not every combination.
 SMALL = {"tile": Tile(32, 32, 4, True)}
 
 
@@ -106,30 +106,38 @@ SMALL = {"tile": Tile(32, 32, 4, True)}
 @pytest.mark.parametrize("key", [None, KEY], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("fmt", ["int8", "e4m3", "e5m2", "int4"])
 def test_kernels_in_the_interpreter(fmt, key):
-    for kind in ("outlier", "bad"):
-        x = hostile(34, 40, 0, kind, torch.float32, "cpu")
+    for kind in ("outlier", "nonfinite"):
+        x = stress_matrix(34, 40, 0, kind, torch.float32, "cpu")
         check_rows(x, fmt, "1x32", key, kind == "outlier", elements=64)
         check_tiles(x, fmt, "rowwise", "rowwise", key, **SMALL)
         check_tiles(x, fmt, "32x32", "32x32", key, kind == "outlier", **SMALL)
-    x = hostile(3, 40, 1, "zero_row", torch.float32, "cpu")
+    x = stress_matrix(3, 40, 1, "zero_row", torch.float32, "cpu")
     check_rows(x, fmt, "rowwise", key, elements=64)
-    check_rows(x, fmt, "rowwise", key, longest=8, piece=16)
+    check_rows(x, fmt, "rowwise", key, longest=8, chunk=16)
     check_tiles(x, fmt, "tensorwise", "rowwise", key, **SMALL)
 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("key", [None, KEY], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("fmt", ["int8", "e4m3", "e5m2"])
-def test_words_of_rows_in_the_interpreter(fmt, key):
-    cases = [("outlier", 33, 320), ("bad", 9, 264), ("zero_row", 3, 40), ("normal", 1, 8)]
+def test_rowwise_bf16x2_in_the_interpreter(fmt, key):
+    cases = [("outlier", 33, 320), ("nonfinite", 9, 264), ("zero_row", 3, 40), ("normal", 1, 8)]
     for number, (kind, m, k) in enumerate(cases):
-        x = hostile(m, k, number, kind, torch.bfloat16, "cpu")
-        check_words(x, fmt, "rowwise", key, number == 0)  # 320: two pieces
-        check_words(x, fmt, "1x128", key, number == 1)  # 264 and 40: a group that ends early
+        x = stress_matrix(m, k, number, kind, torch.bfloat16, "cpu")
+        check_rowwise_bf16x2(x, fmt, "rowwise", key, number == 0)  # 320: two blocks
+        check_rowwise_bf16x2(x, fmt, "1x128", key, number == 1)  # 264 and 40: a partial group
+
+
+def test_blocks_of_a_row():
+    """Powers of two that hold the row with little padding."""
+    for words in range(8, 20_000, 8):
+        blocks = row_blocks(words)
+        assert words <= sum(blocks) <= max(words + 128, words * 4 // 3), (words, blocks)
+        assert all(block & (block - 1) == 0 for block in blocks)
 
 
 @pytest.mark.parametrize("stochastic,longest", [(False, 24576), (True, 16384)])
-def test_which_rows_are_read_in_words(stochastic, longest):
+def test_which_rows_are_read_as_bf16x2(stochastic, longest):
     x = torch.zeros(4, 24, dtype=torch.bfloat16)
 
     def takes(x, fmt, granularity):
@@ -146,7 +154,7 @@ def test_which_rows_are_read_in_words(stochastic, longest):
 
 @pytest.mark.interpreter
 def test_blocks_of_128_in_the_interpreter():
-    x = hostile(130, 136, 2, "outlier", torch.float32, "cpu")
+    x = stress_matrix(130, 136, 2, "outlier", torch.float32, "cpu")
     check_tiles(x, "int8", "1x128", "1x128", None)
     check_tiles(x, "e4m3", "128x128", "128x128", None)
     check_tiles(x, "e4m3", None, "1x128", None)
@@ -155,14 +163,14 @@ def test_blocks_of_128_in_the_interpreter():
 
 @pytest.mark.interpreter
 def test_given_and_ternary_in_the_interpreter():
-    x = hostile(34, 40, 2, "bad", torch.float32, "cpu")
+    x = stress_matrix(34, 40, 2, "nonfinite", torch.float32, "cpu")
     check_given(x, "e4m3", "e5m2", None)
     check_given(x, "int8", "int8", KEY)
     check_ternary(x, "rowwise", KEY)
 
 
 def random_shapes(seed, count):
-    """Odd ones, and ones whose rows and columns are multiples of 16: what a kernel is compiled for differs."""
+    """Odd ones, and multiples of 16, for which Triton specializes kernels."""
     generator = torch.Generator().manual_seed(seed)
     for number in range(count):
         m, k = torch.randint(1, 600, (2,), generator=generator).tolist()
@@ -180,12 +188,12 @@ def x_dtype(fmt, number):
 def test_rows(granularity, fmt, key):
     key = key if key is None else key.cuda()
     for number, (m, k) in random_shapes(1, 200):
-        kind = [*KINDS, "bad"][number % 6]
+        kind = [*KINDS, "nonfinite"][number % 6]
         k = k if key is None or k % 8 == 0 else k // 2 * 8
-        x = hostile(m, k, number, kind, x_dtype(fmt, number), "cuda")
+        x = stress_matrix(m, k, number, kind, x_dtype(fmt, number), "cuda")
         check_rows(x, fmt, granularity, key, fmt == "e4m3" and number % 4 == 1)
     for shape in [(1, 16), (3, 14336), (1000, 4096), (5, 18944), (2, 151936)]:
-        check_rows(hostile(*shape, 0, "outlier", torch.bfloat16, "cuda"), fmt, granularity, key)
+        check_rows(stress_matrix(*shape, 0, "outlier", torch.bfloat16, "cuda"), fmt, granularity, key)
 
 
 @pytest.mark.gpu
@@ -195,12 +203,12 @@ def test_rows(granularity, fmt, key):
 def test_tiles(granularity, granularity_t, fmt, key):
     key = key if key is None else key.cuda()
     for number, (m, k) in random_shapes(2, 200):
-        kind = [*KINDS, "bad"][number % 6]
+        kind = [*KINDS, "nonfinite"][number % 6]
         k = k if key is None or k % 8 == 0 else k // 2 * 8
-        x = hostile(m, k, number, kind, x_dtype(fmt, number), "cuda")
+        x = stress_matrix(m, k, number, kind, x_dtype(fmt, number), "cuda")
         check_tiles(x, fmt, granularity, granularity_t, key, fmt == "e4m3" and number % 4 == 1)
     for shape in [(1, 16), (1000, 4096), (4100, 1000), (4096, 14336)]:
-        check_tiles(hostile(*shape, 0, "outlier", torch.bfloat16, "cuda"), fmt, granularity, granularity_t, key)
+        check_tiles(stress_matrix(*shape, 0, "outlier", torch.bfloat16, "cuda"), fmt, granularity, granularity_t, key)
 
 
 @pytest.mark.gpu
@@ -210,14 +218,16 @@ def test_given_scale_on_gpu(fmt, fmt_t, key):
     key = key if key is None else key.cuda()
     for number, (m, k) in random_shapes(3, 200):
         k = k if key is None or k % 8 == 0 else k // 2 * 8
-        check_given(hostile(m, k, number, [*KINDS, "bad"][number % 6], torch.bfloat16, "cuda"), fmt, fmt_t, key)
+        check_given(
+            stress_matrix(m, k, number, [*KINDS, "nonfinite"][number % 6], torch.bfloat16, "cuda"), fmt, fmt_t, key
+        )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fmt", ["e5m2", "int4", "ternary"])
 def test_other_formats_on_gpu(fmt):
     for number, (m, k) in random_shapes(4, 200):
-        x = hostile(m, k, number, [*KINDS, "bad"][number % 6], torch.bfloat16, "cuda")
+        x = stress_matrix(m, k, number, [*KINDS, "nonfinite"][number % 6], torch.bfloat16, "cuda")
         for key in (None, KEY.cuda())[: 1 + (k % 8 == 0)]:
             if fmt == "ternary":
                 check_ternary(x, ("rowwise", "tensorwise")[number % 3 == 0], key)
@@ -229,7 +239,7 @@ def test_other_formats_on_gpu(fmt):
 @pytest.mark.gpu
 @pytest.mark.parametrize("fmt", LINEAR_FORMATS)
 def test_operators_on_gpu(fmt):
-    """Every granularity, in both layouts, of any shape and layout of input: as on a CPU."""
+    """Every granularity, in both layouts, any shape and strides of the input: as on a CPU."""
     for shape in [(1, 256), (17, 33), (130, 257), (0, 16), (3, 0)]:
         for kind in ("normal", "strided"):
             x = matrix(*shape, 5, kind, torch.bfloat16).cuda()
@@ -249,9 +259,9 @@ def test_dual_with_the_scale_given_on_gpu():
     one = torch.ones(1).cuda()
     for shape in [*SHAPES, (0, 16), (3, 0)]:
         x = matrix(*shape, 5, "strided", torch.bfloat16).cuda()
-        codes, codes_t, most = quantize_dual_given_scale(x, "e4m3", one)
-        same([codes, most], [quantize_ref(x, "e4m3", "tensorwise", scale=one)[0], absmax_ref(x)], shape)
+        codes, codes_t, amax = quantize_dual_given_scale(x, "e4m3", one)
+        same([codes, amax], [quantize_ref(x, "e4m3", "tensorwise", scale=one)[0], absmax_ref(x)], shape)
         assert torch.equal(codes.float().t(), codes_t.float())
-        codes, codes_t, most = quantize_dual_given_scale(x, "e4m3", one, KEY.cuda(), ROLE, rows=False)
+        codes, codes_t, amax = quantize_dual_given_scale(x, "e4m3", one, KEY.cuda(), ROLE, rows=False)
         drawn = quantize_transposed_ref(x, "e4m3", "tensorwise", noise(x, KEY.cuda()), scale=one)[0]
-        same([codes, codes_t, most], [quantize_ref(x, "e4m3", "tensorwise", scale=one)[0], drawn, absmax_ref(x)], shape)
+        same([codes, codes_t, amax], [quantize_ref(x, "e4m3", "tensorwise", scale=one)[0], drawn, absmax_ref(x)], shape)

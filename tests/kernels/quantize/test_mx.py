@@ -1,4 +1,4 @@
-"""MX: scales are powers of two by the specification's rule, errors against fp64, bad values, the kernel bit for bit."""
+"""MX: scales are powers of two by the specification's rule, errors against fp64, non-finite values, kernels."""
 
 import pytest
 import torch
@@ -26,10 +26,10 @@ def test_against_fp64(elem, largest, step, kind):
         assert (error <= (value.abs() * step).clamp(min=2**-10 if elem == "e4m3" else 2**-17)).all()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_bad_values_show_in_their_group_only(bad):
+@pytest.mark.parametrize("nonfinite", [float("nan"), float("inf")])
+def test_nonfinite_values_show_in_their_group_only(nonfinite):
     x = matrix(3, 70, 0)
-    x[1, 40] = bad
+    x[1, 40] = nonfinite
     back = dequantize_mx(*quantize_mx(x))
     assert back[1, 32:64].isnan().all() and back.isnan().sum() == 32
 

@@ -1,4 +1,4 @@
-"""Quantizers as they are defined: errors against fp64, hostile inputs, stochastic rounding, the forms compared."""
+"""Quantizers by their definition: errors against fp64, non-finite inputs, stochastic rounding, layouts compared."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ HALF_STEP = {"int8": (0, 0.5), "int4": (0, 0.5), "ternary": (0, 0.5), "e4m3": (2
 
 
 def true_scale(x, fmt, granularity):
-    """Scales in fp64, group by group, with a loop: written apart from the reference."""
+    """Scales in fp64, group by group, in a loop: independent of the reference."""
     m, k = x.shape
     rows, columns = group_shape(granularity, m, k)
     scales = []
@@ -40,7 +40,7 @@ def true_scale(x, fmt, granularity):
 
 @pytest.mark.parametrize("fmt,granularity", EVERY)
 def test_nearest_against_fp64(fmt, granularity):
-    """Scales are right to fp32 rounding; each value is within half a step of its own, or clamped (ternary)."""
+    """Scales are right within fp32 rounding; each value is within half a step of its code, or clamped (ternary)."""
     for seed, (shape, kind) in enumerate(
         [(SHAPES[0], "normal"), *zip(SHAPES[2:], KINDS, strict=False), (SHAPES[6], "outlier")]
     ):
@@ -70,7 +70,7 @@ def test_power_of_two_scales(fmt):
 
 @pytest.mark.parametrize("fmt", LINEAR_FORMATS)
 def test_stochastic_rounding_is_unbiased_and_adjacent(fmt):
-    """The mean of 10,000 draws lies within 4 standard errors of the value; each draw is a neighbour of the value."""
+    """The mean of 10,000 draws lies within 4 standard errors of the value; each draw is a neighbor of the value."""
     x = matrix(1, 64, 3)
     x[0, :8] *= 2.0 ** -torch.arange(3, 11)  # FP8 subnormals too
     scale = quantize_ref(x, fmt, "rowwise")[1]
@@ -82,7 +82,7 @@ def test_stochastic_rounding_is_unbiased_and_adjacent(fmt):
     low, high = many.amin(0), many.amax(0)
     relative, absolute = HALF_STEP[fmt]
     step = 2 * (relative * exact.abs()).clamp(min=absolute)
-    hardly = 1e-4 * step  # a neighbour that is drawn less often than once in 10,000 times
+    hardly = 1e-4 * step  # a neighbor that is drawn less often than once in 10,000 times
     assert ((low <= exact + hardly) & (exact <= high + hardly)).all()
     assert (high - low <= step * (1 + 1e-3)).all()
     sigma = ((exact - low) * (high - exact)).clamp(min=0).sqrt() / draws**0.5
@@ -91,7 +91,7 @@ def test_stochastic_rounding_is_unbiased_and_adjacent(fmt):
 
 @pytest.mark.parametrize("fmt", LINEAR_FORMATS)
 def test_stochastic_rounding_keeps_exact_codes(fmt):
-    """Numbers that the format holds are not moved, whatever the draw; the largest least of all."""
+    """Numbers that the format holds, among them the largest, are not changed, whatever the draw."""
     values = torch.tensor([0.0, 1.0, -1.0, FORMATS[fmt].max, -FORMATS[fmt].max])
     x = values.repeat(2000, 1)
     codes, _ = quantize_ref(x, fmt, "tensorwise", random_bits_ref(x.shape, KEY, 1), scale=torch.ones(1))
@@ -99,11 +99,11 @@ def test_stochastic_rounding_keeps_exact_codes(fmt):
 
 
 @pytest.mark.parametrize("fmt,granularity", EVERY)
-@pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
-def test_bad_values_show_in_their_group_only(fmt, granularity, bad):
+@pytest.mark.parametrize("nonfinite", [float("nan"), -float("inf")])
+def test_nonfinite_values_show_in_their_group_only(fmt, granularity, nonfinite):
     for key in (None, KEY):
         x = matrix(140, 136, 1)
-        x[130, 5] = bad
+        x[130, 5] = nonfinite
         codes, scale = quantize(x, fmt, granularity, key)
         back = dequantize(codes, scale, fmt, granularity, x.shape)
         rows, columns = group_shape(granularity, *x.shape)
@@ -114,7 +114,7 @@ def test_bad_values_show_in_their_group_only(fmt, granularity, bad):
 
 
 def test_given_scale():
-    """It is used as it is; what is beyond it saturates, and FP8 keeps a NaN."""
+    """It is used unchanged; numbers out of its range saturate, and FP8 keeps a NaN."""
     x = torch.tensor([[1.0, -3.0, 1e6, float("-inf"), float("nan")]])
     for fmt, last in (("int8", 0.0), ("e4m3", float("nan")), ("e5m2", float("nan"))):
         codes, scale = quantize(x, fmt, "tensorwise", scale=torch.tensor([0.5]))
@@ -124,8 +124,8 @@ def test_given_scale():
 
 
 @pytest.mark.parametrize("fmt,granularity", EVERY)
-def test_forms_agree(fmt, granularity):
-    """Transposed: the quantizer of the transpose. Dual: both. Random bits belong to elements, whatever the layout."""
+def test_layouts_agree(fmt, granularity):
+    """Transposed: the quantizer of the transpose. Dual: both. An element draws the same bits in each layout."""
     for seed, shape in enumerate([(1, 8), (17, 33), (130, 136)]):
         x = matrix(*shape, seed, "strided")
         of_transpose = quantize(x.t(), fmt, granularity)
@@ -165,9 +165,9 @@ def test_two_formats_and_given():
     x, scale = matrix(30, 40, 0), torch.tensor([0.01])
     codes, _, codes_t, _ = quantize_dual(x, "e4m3", "1x128", "rowwise", fmt_t="e5m2")
     assert codes.dtype == torch.float8_e4m3fn and codes_t.dtype == torch.float8_e5m2
-    codes, codes_t, most = quantize_dual_given_scale(x, "int8", scale)
+    codes, codes_t, amax = quantize_dual_given_scale(x, "int8", scale)
     assert torch.equal(codes, quantize(x, "int8", "tensorwise", scale=scale)[0]) and torch.equal(codes, codes_t.t())
-    assert most.item() == x.abs().max()
+    assert amax.item() == x.abs().max()
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (3, 0)])

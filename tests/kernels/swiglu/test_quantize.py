@@ -1,11 +1,11 @@
-"""Codes of a gated MLP's activation and of its gradient: bitwise those of the activation, made and then quantized."""
+"""Codes of a SwiGLU's output and of its gradient: bitwise those of the two operations, one after the other."""
 
 import pytest
 import torch
 
 from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
-from qtrain.kernels.quantize.absmax import absmax_of_columns_ref, absmax_ref
+from qtrain.kernels.quantize.absmax import absmax_ref, column_absmax_ref
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2
 from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_dual_given_scale, quantize_transposed
 from qtrain.kernels.quantize.reference import quantize_ref, quantize_transposed_ref
@@ -19,53 +19,55 @@ from qtrain.kernels.swiglu.quantize import (
     supports_swiglu_dual,
     supports_swiglu_rowwise,
 )
-from qtrain.kernels.swiglu.rowwise import launch_quantize_swiglu_rowwise, pieces
+from qtrain.kernels.swiglu.rowwise import launch_quantize_swiglu_rowwise
 from qtrain.kernels.swiglu.swiglu import launch_swiglu, launch_swiglu_backward, swiglu
 from tests.cases import KINDS, matrix
 from tests.kernels.quantize.test_dual_bf16x2 import STOCHASTIC, rounding_of
-from tests.kernels.quantize.test_kernels import KEY, hostile, same
+from tests.kernels.quantize.test_kernels import KEY, same, stress_matrix
 
 FORMATS = ("int8", "e4m3", "e5m2")
 CASES = [(fmt, granularity) for fmt in FORMATS for granularity in ("128x128", "1x128")]
 
 
 def gate_and_gradient(m, width, seed, kind, device):
-    """x [M, 2 * width] with what `kind` says, and dy [M, width]."""
-    x = hostile(m, 2 * width, seed, kind, torch.bfloat16, device).contiguous()
-    return x, hostile(m, width, seed + 50, "outlier" if kind == "bad" else kind, torch.bfloat16, device).contiguous()
+    """x [M, 2 * width] of a kind, and dy [M, width]."""
+    x = stress_matrix(m, 2 * width, seed, kind, torch.bfloat16, device).contiguous()
+    return x, stress_matrix(
+        m, width, seed + 50, "outlier" if kind == "nonfinite" else kind, torch.bfloat16, device
+    ).contiguous()
 
 
-def made(x, dy):
-    """The activation, or the gradient of x, in bf16; the interpreter does not round to it."""
+def reference_output(x, dy):
+    """The output, or the gradient of x, in bf16; the interpreter does not round to it correctly."""
     wide = torch.float32 if x.device.type == "cpu" else torch.bfloat16
     y = launch_swiglu(x.to(wide)) if dy is None else launch_swiglu_backward(dy.to(wide), x.to(wide))
     return y.bfloat16()
 
 
 def check(x, dy, fmt, granularity, power_of_two=False, stochastic=""):
-    y, rounding = made(x, dy), rounding_of(stochastic, x.device)
+    y, rounding = reference_output(x, dy), rounding_of(stochastic, x.device)
     row_bits, column_bits = rounding.bits(y.shape)
     expected = quantize_ref(y, fmt, granularity, row_bits, power_of_two)
     expected += quantize_transposed_ref(y, fmt, granularity, column_bits, power_of_two)
-    found = launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, of_gate=True, dy=dy)
+    found = launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, swiglu=True, dy=dy)
     same(found, expected, (tuple(x.shape), fmt, granularity, dy is None, stochastic))
 
 
 def check_given(x, dy, fmt, value, stochastic=""):
-    y, scale = made(x, dy), torch.tensor([value], device=x.device)
-    most = torch.zeros(1, dtype=torch.int32, device=x.device)
+    y, scale = reference_output(x, dy), torch.tensor([value], device=x.device)
+    amax = torch.zeros(1, dtype=torch.int32, device=x.device)
     rounding = rounding_of(stochastic, x.device)
     row_bits, column_bits = rounding.bits(y.shape)
-    found = launch_dual_bf16x2(x, fmt, "tensorwise", rounding, False, scale, most, of_gate=True, dy=dy)
+    found = launch_dual_bf16x2(x, fmt, "tensorwise", rounding, False, scale, amax, swiglu=True, dy=dy)
     expected = quantize_ref(y, fmt, "tensorwise", row_bits, scale=scale)
     expected += quantize_transposed_ref(y, fmt, "tensorwise", column_bits, scale=scale)
-    same([*found, most.view(torch.float32)], [*expected, absmax_ref(y)], (tuple(x.shape), fmt, dy is None, stochastic))
+    same([*found, amax.view(torch.float32)], [*expected, absmax_ref(y)], (tuple(x.shape), fmt, dy is None, stochastic))
 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("fmt,granularity", CASES)
 def test_codes_in_the_interpreter(fmt, granularity):
-    for seed, (m, width, kind) in enumerate([(144, 128, "outlier"), (128, 256, "bad"), (16, 128, "zero_row")]):
+    for seed, (m, width, kind) in enumerate([(144, 128, "outlier"), (128, 256, "nonfinite"), (16, 128, "zero_row")]):
         x, dy = gate_and_gradient(m, width, seed, kind, "cpu")
         check(x, None, fmt, granularity, kind == "outlier")
         check(x, dy, fmt, granularity, kind == "outlier")
@@ -74,7 +76,7 @@ def test_codes_in_the_interpreter(fmt, granularity):
 @pytest.mark.interpreter
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 def test_a_given_scale_in_the_interpreter(fmt):
-    x, dy = gate_and_gradient(144, 128, 3, "bad", "cpu")
+    x, dy = gate_and_gradient(144, 128, 3, "nonfinite", "cpu")
     for value in (1e-3, 0.3):
         check_given(x, None, fmt, value)
         check_given(x, dy, fmt, value)
@@ -84,7 +86,7 @@ def test_a_given_scale_in_the_interpreter(fmt):
 @pytest.mark.parametrize("fmt,granularity", CASES)
 def test_stochastic_rounding_in_the_interpreter(fmt, granularity):
     for seed, (m, width, stochastic) in enumerate([(144, 128, "columns"), (16, 256, "both")]):
-        x, dy = gate_and_gradient(m, width, seed, "bad", "cpu")
+        x, dy = gate_and_gradient(m, width, seed, "nonfinite", "cpu")
         check(x, None, fmt, granularity, False, stochastic)
         check(x, dy, fmt, granularity, False, stochastic)
     if granularity == "128x128" and fmt != "int8":
@@ -93,51 +95,48 @@ def test_stochastic_rounding_in_the_interpreter(fmt, granularity):
 
 
 def bits_of(t):
-    """int32 bits of fp32, NaN all alike."""
+    """int32 bits -> fp32, with every NaN as -1."""
     return t.view(torch.float32).nan_to_num(nan=-1.0)
 
 
 def check_rows(x, fmt, power_of_two=False, stochastic=False):
-    """Codes along rows, and what is found of columns on the way."""
-    y, rounding = made(x, None), Rounding(KEY.to(x.device), 2) if stochastic else NEAREST
+    """Row codes, and the absmax of columns."""
+    y, rounding = reference_output(x, None), Rounding(KEY.to(x.device), 2) if stochastic else NEAREST
     *found, columns = launch_quantize_swiglu_rowwise(x, fmt, rounding, power_of_two)
     note = (tuple(x.shape), fmt, stochastic)
     same(found, quantize_ref(y, fmt, "rowwise", rounding.bits(y.shape)[0], power_of_two), note)
-    assert torch.equal(bits_of(columns), bits_of(absmax_of_columns_ref(y))), note
+    assert torch.equal(bits_of(columns), bits_of(column_absmax_ref(y))), note
 
 
 def check_gradient(x, dy, fmt, power_of_two=False, stochastic=False):
-    """Codes of y along columns, and dx with the maxima of its rows and columns."""
-    y, dx, rounding = made(x, None), made(x, dy), Rounding(KEY.to(x.device), 2) if stochastic else NEAREST
+    """Column codes of y, and dx with the absmax of its rows and columns."""
+    y, dx, rounding = (
+        reference_output(x, None),
+        reference_output(x, dy),
+        Rounding(KEY.to(x.device), 2) if stochastic else NEAREST,
+    )
     codes_t, scale_t, found, (rows, columns) = launch_quantize_swiglu_backward(
-        x, dy, absmax_of_columns_ref(y), fmt, rounding, power_of_two
+        x, dy, column_absmax_ref(y), fmt, rounding, power_of_two
     )
     note = (tuple(x.shape), fmt, stochastic)
     same((codes_t, scale_t), quantize_transposed_ref(y, fmt, "rowwise", rounding.bits(y.shape)[1], power_of_two), note)
     assert torch.equal(found.nan_to_num(nan=-1.0), dx.nan_to_num(nan=-1.0)), note
-    assert torch.equal(bits_of(columns), bits_of(absmax_of_columns_ref(dx))), note
-    assert torch.equal(bits_of(rows), bits_of(absmax_of_columns_ref(dx.t()))), note
+    assert torch.equal(bits_of(columns), bits_of(column_absmax_ref(dx))), note
+    assert torch.equal(bits_of(rows), bits_of(column_absmax_ref(dx.t()))), note
 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_rows_and_then_columns_in_the_interpreter(fmt):
-    """A row in one piece and in two, parts of a tile, and whole ones."""
-    for seed, (m, width, kind) in enumerate([(16, 144, "outlier"), (144, 80, "bad"), (16, 336, "zero_row")]):
+    """A row of one block and of two; partial and full tiles."""
+    for seed, (m, width, kind) in enumerate([(16, 144, "outlier"), (144, 80, "nonfinite"), (16, 336, "zero_row")]):
         x, dy = gate_and_gradient(m, width, seed, kind, "cpu")
         check_rows(x[:32], fmt, kind == "outlier", kind != "outlier")
         check_gradient(x, dy, fmt, kind == "outlier", kind != "outlier")
 
 
-def test_pieces_of_a_row():
-    for words in range(8, 20_000, 8):
-        block, rest = pieces(words)
-        assert words <= block + rest <= max(words + 128, words * 4 // 3), (words, block, rest)
-        assert all(piece & (piece - 1) == 0 for piece in (block, rest))
-
-
 def check_rows_operators(x, dy, fmt, fmt_y, stochastic):
-    """Forward's operator and then backward's, which may differ in format and rounding."""
+    """The operator of forward, then that of backward, which may differ in format and rounding."""
     dy_rounding = rounding_of(stochastic, x.device)._replace(role=ROUNDED_TENSORS.index("dy"))
     key, role = dy_rounding.key, ROUNDED_TENSORS.index("x")
     *rows, columns = quantize_swiglu_rowwise(x, fmt_y, dy_rounding.row_key, role, True)
@@ -149,7 +148,7 @@ def check_rows_operators(x, dy, fmt, fmt_y, stochastic):
 
 
 def check_operators(device):
-    """Of any shape and dtype: what the two operations one after the other give."""
+    """Any shape and dtype: the result of the two operations, one after the other."""
     for seed, (m, width) in enumerate([(1, 8), (3, 33), (32, 128), (0, 128)]):
         for dtype in (torch.float32, torch.bfloat16):
             x, dy = (
@@ -192,7 +191,7 @@ def check_operators(device):
                 torch.ops.qtrain.quantize_swiglu_given_scale.default,
                 (x, d, "e4m3", torch.ones(1, device=device), *drawn),
             )
-    columns = absmax_of_columns_ref(swiglu(x))
+    columns = column_absmax_ref(swiglu(x))
     torch.library.opcheck(torch.ops.qtrain.quantize_swiglu_rowwise.default, (x, "int8", rounding.key, 0))
     arguments = x, dy, columns, "int8", *rounding, False, "e4m3", None, 0, False
     torch.library.opcheck(torch.ops.qtrain.quantize_swiglu_backward.default, arguments)
@@ -203,13 +202,13 @@ def test_operators():
 
 
 def test_a_scale_of_more_than_a_block_has_no_kernel():
-    """Its pass would be over x, not over what is made of it: the operator takes the two operations."""
+    """There is no absmax pass over a result that is never stored: the operator takes the two operations."""
     x, dy = gate_and_gradient(16, 128, 0, "normal", "cpu")
     for fmt, granularity in (("int8", "tensorwise"), ("e4m3", "tensorwise"), ("int8", "rowwise")):
         assert not supports_swiglu_dual(fmt, granularity)
         assert supports_swiglu_rowwise(fmt, granularity) == (granularity == "rowwise")
-        with pytest.raises(AssertionError, match="no pass"):
-            launch_dual_bf16x2(x, fmt, granularity, of_gate=True, dy=dy)
+        with pytest.raises(AssertionError, match="no absmax pass"):
+            launch_dual_bf16x2(x, fmt, granularity, swiglu=True, dy=dy)
 
 
 @pytest.mark.gpu
@@ -226,7 +225,7 @@ def test_codes_on_gpu(fmt, granularity):
             16 * int(torch.randint(1, 40, (), generator=generator)),
             128 * int(torch.randint(1, 9, (), generator=generator)),
         )
-        x, dy = gate_and_gradient(m, width, number, [*KINDS, "bad"][number % 6], "cuda")
+        x, dy = gate_and_gradient(m, width, number, [*KINDS, "nonfinite"][number % 6], "cuda")
         check(x, None, fmt, granularity, number % 4 == 1)
         check(x, dy, fmt, granularity, number % 4 == 1)
     x, dy = gate_and_gradient(4096, 4864, 0, "outlier", "cuda")
@@ -241,7 +240,7 @@ def test_rows_and_then_columns_on_gpu(fmt, stochastic):
     generator = torch.Generator().manual_seed(12)
     for number in range(30):  # few widths, for each has a kernel
         m, width = 16 * int(torch.randint(1, 60, (), generator=generator)), (48, 144, 336, 608, 1024)[number % 5]
-        x, dy = gate_and_gradient(m, width, number, [*KINDS, "bad"][number % 6], "cuda")
+        x, dy = gate_and_gradient(m, width, number, [*KINDS, "nonfinite"][number % 6], "cuda")
         check_rows(x, fmt, number % 4 == 1, stochastic)
         check_gradient(x, dy, fmt, number % 4 == 1, stochastic)
     for width in (4864, 8960, 14336, 18944, 28672):
@@ -255,7 +254,7 @@ def test_rows_and_then_columns_on_gpu(fmt, stochastic):
 def test_a_given_scale_on_gpu(fmt):
     for number in range(40):
         x, dy = gate_and_gradient(
-            16 * (number + 1), 128 * (number % 5 + 1), number, [*KINDS, "bad"][number % 6], "cuda"
+            16 * (number + 1), 128 * (number % 5 + 1), number, [*KINDS, "nonfinite"][number % 6], "cuda"
         )
         for value in (1e-4, 0.3, 300.0):
             check_given(x, None, fmt, value)
@@ -268,7 +267,7 @@ def test_a_given_scale_on_gpu(fmt):
 def test_stochastic_rounding_on_gpu(fmt, granularity, stochastic):
     for number in range(20):
         x, dy = gate_and_gradient(
-            16 * (3 * number + 1), 128 * (number % 5 + 1), number, [*KINDS, "bad"][number % 6], "cuda"
+            16 * (3 * number + 1), 128 * (number % 5 + 1), number, [*KINDS, "nonfinite"][number % 6], "cuda"
         )
         for d in (None, dy):
             check(x, d, fmt, granularity, False, stochastic)

@@ -394,7 +394,10 @@ def test_a_linear_is_its_emulation_on_the_gpu(name, options, changes, power_of_t
         found, true = run(low, x, dy), run(high, x.double(), dy.double())
         for key in true:
             error = (found[key].double() - true[key]).norm() / true[key].norm()
-            assert error < 0.01 and cosine(found[key], true[key]) > 0.999, f"{key} of {m}x{k}x{n}: {error}"
+            limit = (
+                0.02 if name == "nvfp4" else 0.01
+            )  # bf16 data divided by their absmax / 6 often lie midway between codes
+            assert error < limit and cosine(found[key], true[key]) > 0.999, f"{key} of {m}x{k}x{n}: {error}"
 
 
 @pytest.mark.gpu
@@ -414,5 +417,7 @@ def test_a_decoder_layer_is_its_emulation_on_the_gpu(name):
     cos, sin = (table.unsqueeze(-2) for table in rope_tables(config.rope, 128, 256, x.device))
     found = run(_with(layer, cos, sin, None), x, dy)
     true = run(_with(high, cos.double(), sin.double(), None), x.double(), dy.double())
-    least = 0.99 if name == "int4" else 0.999  # where activations are rounded to bf16 in between, 4-bit codes flip
+    least = {"int4": 0.99, "nvfp4": 0.98}.get(
+        name, 0.999
+    )  # where activations are rounded to bf16 in between, 4-bit codes flip
     assert {key: value for key in true if (value := cosine(found[key], true[key])) < least} == {}

@@ -2,6 +2,8 @@
 
 import io
 import logging
+import os
+import sys
 
 import pytest
 from rich.console import Console
@@ -95,3 +97,39 @@ def test_short_numbers(value, text):
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+# ---- no output fails a run -------------------------------------------------------------------------------------------
+
+ODD = "caf\u00e9 \u2192 \u6f22\u5b57 \U0001f600 \udc80"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "latin-1", "utf-8"])
+def test_text_that_the_consoles_encoding_lacks_is_escaped(tmp_path, monkeypatch, encoding):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding, errors="strict", write_through=True))
+    log = setup_log(tmp_path)
+    with StatusLine(2, log, unit=ODD) as status:
+        log.info("step 1: sample: %s", ODD)
+        status.update(1, tok_s=1.0)
+    shown = raw.getvalue().decode(encoding)
+    assert "step 1: sample: caf" in shown and "\\udc80" in shown and ("\\u2192" in shown) == (encoding != "utf-8")
+    assert "caf\u00e9 \u2192" in (tmp_path / "train.log").read_text(encoding="utf-8")
+
+
+def test_a_console_that_is_gone_gets_nothing_more(tmp_path, monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+    monkeypatch.setattr(sys, "stdout", open(write, "w", encoding="utf-8"))  # noqa: SIM115
+    log = setup_log(tmp_path)
+    for number in range(3):
+        log.info("line %d", number)
+    sys.stdout.flush()
+    assert (tmp_path / "train.log").read_text().count("line") == 3
+
+
+def test_a_log_file_on_a_full_disk_costs_its_lines_only(tmp_path, capsys):
+    (tmp_path / "train.log").symlink_to("/dev/full")
+    setup_log(tmp_path).info("hello")
+    found = capsys.readouterr()
+    assert "hello" in found.out and "Traceback" not in found.err

@@ -37,12 +37,28 @@ def test_the_one_just_written_is_kept_though_later_steps_exist(tmp_path):
     assert (tmp_path / "00000020").is_dir()
 
 
-def test_resuming_from_an_earlier_step_discards_later_ones(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=5)
-    for step in (10, 20, 30):
-        checkpoints.save(step, tiny(step), {})
-    checkpoints.discard_after(10)
-    assert [p.name for p in tmp_path.iterdir()] == ["00000010"]
+def test_damaged_ones_set_aside_are_no_checkpoints_and_are_never_replaced(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    for _ in range(2):
+        checkpoints.set_aside([checkpoints.save(30, tiny(30), {})])
+    checkpoints.save(10, tiny(10), {})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["00000010", "damaged-00000030", "damaged-00000030-2"]
+    assert checkpoints.latest() == tmp_path / "00000010"
+
+
+def test_the_advice_names_a_checkpoint_that_is_whole(tmp_path):
+    run = make_run(tmp_path, "t_small", [10, 20, 30])
+    (run / "checkpoints/00000030/COMPLETE").unlink()
+    flip(run / "checkpoints/00000020/__0_0.distcp")
+    with pytest.raises(UserError, match=r"00000030 .*no COMPLETE.*beside it is .*00000010\."):
+        resolve_resume(str(run / "checkpoints/00000030"), tmp_path)
+
+
+def flip(path: Path) -> None:
+    """Flip a bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
 
 
 def test_a_step_saved_again_is_replaced(tmp_path):

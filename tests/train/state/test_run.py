@@ -17,11 +17,13 @@ from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.train.language import language_forward
 from qtrain.train.settings import LanguageSettings
+from qtrain.train.state.checkpoint import Checkpoints
 from qtrain.train.state.run import Run
 from qtrain.train.state.run_folder import RunFolder, find_run_folder, resume_command
 from qtrain.train.state.train_state import TrainState
 from qtrain.train.step import apply_gradients, compute_gradients
 from tests.system import TINY, tree
+from tests.train.state.test_checkpoint import flip
 from tests.train.test_step import masked_batch
 
 
@@ -180,14 +182,17 @@ def test_every_configuration_of_a_run_is_kept():
 def test_a_resumed_run_says_what_differs_and_which_side_holds(capsys):
     run = trained_run()
     capsys.readouterr()
-    assert resume(run).notes == [] and "--resume:" not in capsys.readouterr().out
+    resumed_line = f"resumed at step 3 from {run.folder.path}/checkpoints/00000003"
+    assert resume(run).notes == [resumed_line]
+    out = capsys.readouterr().out
+    assert out.startswith(f"{resumed_line}\n") and "--resume:" not in out
     changes = {"lr": 0.5, "weight_decay": 0.3, "optim_kwargs": {"betas": [0.8, 0.9]}, "train_ds": {"type": "x"}}
     resumed = resume(run, **changes)
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--resume:")]
     no_effect = "has no effect: the checkpoint's optimizer options hold"
     assert (
         said
-        == resumed.notes
+        == resumed.notes[1:]
         == [
             "--resume: lr 0.0003 > 0.5",
             f"--resume: optim_kwargs.betas [0.9, 0.95] > [0.8, 0.9] {no_effect}",
@@ -250,18 +255,100 @@ def test_without_a_checkpoint_restoring_changes_nothing():
     assert run.state.step == 0 and all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
 
 
-def test_later_checkpoints_are_removed_when_the_folder_is_opened_and_not_before():
-    """A resume that is refused for its data must not cost checkpoints."""
+def run_of_three() -> Run:
+    """A run with checkpoints of the steps 3, 5 and 7."""
     run = trained_run()
-    train(run, 2)
-    run.save()
-    first, last = run.folder.checkpoints / "00000003", run.folder.checkpoints / "00000005"
-    resumed = new_run(RunFolder(run.folder.path, first))
-    resumed.restore()
-    assert last.exists()
-    with resumed.opened_folder():
+    for _ in range(2):
+        train(run, 2)
+        run.save()
+    (run.folder.path / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in range(1, 9)))
+    return run
+
+
+@pytest.fixture
+def three(monkeypatch) -> Run:
+    monkeypatch.setattr(Run, "checkpoints", property(lambda run: Checkpoints(run.folder.checkpoints, 9)))
+    return run_of_three()
+
+
+@pytest.mark.parametrize("step", [3, 5])
+def test_resuming_an_older_checkpoint_starts_a_run_that_names_its_parent_and_changes_nothing_there(three, step, capsys):
+    before = tree(three.folder.path)
+    path = three.folder.checkpoints / f"{step:08d}"
+    chosen = settings(resume=str(path))
+    found = find_run_folder(chosen, "script")
+    fork = new_run(found, seed=9)
+    fork.settings = chosen
+    fork.restore()
+    with fork.opened_folder():
+        train(fork, 1)
+        fork.save()
+    assert fork.folder.path != three.folder.path and tree(three.folder.path) == before
+    config = json.loads((fork.folder.path / "config.json").read_text())
+    assert config["_parent"] == {"run": str(three.folder.path), "step": step}
+    out = capsys.readouterr().out
+    assert f"resumed at step {step} from {path}\n" in out and f"{three.folder.path} stays as it is" in out
+    assert (fork.folder.path / "metrics.jsonl").exists()
+    again = new_run(find_run_folder(settings(resume=str(fork.folder.path)), "script"), n_steps=20)
+    again.restore()
+    with again.opened_folder():
         pass
-    assert first.exists() and not last.exists()
+    assert again.state.step == step + 1 and again.folder.path == fork.folder.path
+    assert json.loads((fork.folder.path / "config.json").read_text())["_parent"] == config["_parent"]
+
+
+def test_a_checkpoint_that_was_renamed_inside_its_run_starts_a_run_of_its_own(three):
+    (three.folder.checkpoints / "00000007").rename(three.folder.checkpoints / "best")
+    found = find_run_folder(settings(resume=str(three.folder.checkpoints / "best")), "script")
+    assert found.path != three.folder.path and found.parent == three.folder.path
+
+
+DAMAGE = {
+    "a flipped bit": (lambda path: flip(path / "__0_0.distcp"), "its file __0_0.distcp is damaged (checksum)"),
+    "a flipped bit of the meta": (lambda path: flip(path / "meta.json"), "its file meta.json is damaged"),
+    "a flipped bit of the index": (lambda path: flip(path / ".metadata"), "its file .metadata is damaged (checksum)"),
+    "a missing file": (lambda path: (path / "__0_0.distcp").unlink(), "its file __0_0.distcp is missing"),
+    "a truncated file": (lambda path: os.truncate(path / "__0_0.distcp", 9), "its file __0_0.distcp has 9 of"),
+    "no marker": (lambda path: (path / "COMPLETE").unlink(), "it has no COMPLETE file"),
+}
+
+
+@pytest.mark.parametrize("how", ["auto", "run", "checkpoints"])
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_damaged_newest_checkpoint_is_skipped_with_a_line_and_kept(three, case, how, capsys):
+    break_it, why = DAMAGE[case]
+    newest, older = three.folder.checkpoints / "00000007", three.folder.checkpoints / "00000005"
+    break_it(newest)
+    value = {"auto": "auto", "run": str(three.folder.path), "checkpoints": str(three.folder.checkpoints)}[how]
+    resumed = new_run(find_run_folder(settings(resume=value), "script"), seed=9, resume=value)
+    resumed.restore()
+    out = capsys.readouterr().out
+    (skipped,) = [line for line in out.splitlines() if "is skipped" in line]
+    assert skipped.startswith(f"--resume: {newest} is skipped: {why}")
+    assert f"resumed at step 5 from {older}\n" in out and "lines of steps 6 to 8 in metrics.jsonl are replaced" in out
+    assert newest.exists() and resumed.state.step == 5
+    with resumed.opened_folder():
+        expected = train(three, 0) or train(resumed, 2)
+        resumed.save()
+    reference = new_run(RunFolder(three.folder.path, older), seed=4)
+    reference.restore()
+    assert train(reference, 2) == expected
+    names = sorted(path.name for path in three.folder.checkpoints.iterdir())
+    assert names == ["00000003", "00000005", "00000007", "damaged-00000007"]
+    assert find_run_folder(settings(resume=value), "script").resumed_from == newest
+
+
+def test_a_damaged_checkpoint_that_is_named_is_refused_with_a_whole_one(three):
+    newest, older = three.folder.checkpoints / "00000007", three.folder.checkpoints / "00000005"
+    for path in (newest, older):
+        flip(path / "__0_0.distcp")
+    resumed = new_run(find_run_folder(settings(resume=str(newest)), "script"), resume=str(newest))
+    with pytest.raises(UserError, match=r"00000007 .*checksum.*newest whole one beside it is .*00000003\."):
+        resumed.restore()
+    flip(three.folder.checkpoints / "00000003/__0_0.distcp")
+    resumed = new_run(find_run_folder(settings(resume="auto"), "script"), resume="auto")
+    with pytest.raises(UserError, match=r"checksum.*No checkpoint beside it is whole"):
+        resumed.restore()
 
 
 def test_a_checkpoint_of_another_script_is_refused():

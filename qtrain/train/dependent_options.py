@@ -1,0 +1,124 @@
+"""Options that have no effect without another one: one table, checked before anything is allocated.
+
+An option that contradicts the rest of the command line is refused. One that only lacks something here, such as the
+GPU that a recipe was written for, is answered by a line of the plan.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qtrain.errors import UserError
+from qtrain.optim import LRSchedule
+from qtrain.quant import LowBitScheme, Scheme
+from qtrain.train.settings import TrainSettings
+
+
+@dataclass(frozen=True)
+class Given:
+    """The settings of a run, and what follows from them."""
+
+    settings: TrainSettings
+    device: torch.device
+    dtype: torch.dtype
+    scheme: Scheme
+    schedule: LRSchedule
+
+    def has(self, name: str) -> bool:
+        """Whether the script has the flag `name` and its value is not the default."""
+        fields = {field.name: field for field in dataclasses.fields(self.settings)}
+        return name in fields and getattr(self.settings, name) != fields[name].default
+
+    def key(self, name: str, key: str) -> Any:
+        """The value of a key in a flag's JSON object; None where it is not given."""
+        return (getattr(self.settings, name, None) or {}).get(key)
+
+
+@dataclass(frozen=True)
+class Dependence:
+    """option: a flag, or a key of one. idle: whether it is given and has no effect. why: the rest of the sentence."""
+
+    option: str
+    idle: Callable[[Given], bool]
+    why: str
+    refused: bool = False
+
+
+def _without(name: str, needed: str) -> Callable[[Given], bool]:
+    return lambda given: given.has(name) and not getattr(given.settings, needed)
+
+
+def _all_bf16(given: Given) -> bool:
+    scheme = given.scheme
+    plain = isinstance(scheme, LowBitScheme) and scheme.stored_format is None and not scheme.latent
+    return plain and set(scheme.gemm_dtypes().values()) == {"bf16"}
+
+
+def _decayless(key: str) -> Callable[[Given], bool]:
+    return lambda given: given.schedule.decay == 0 and given.key("lr_schedule_kwargs", key) is not None
+
+
+def _fp32(given: Given) -> bool:
+    return given.dtype == torch.float32
+
+
+DEPENDENCES = (
+    Dependence("--hellaswag_file", _without("hellaswag_file", "hellaswag"), "needs --hellaswag", refused=True),
+    Dependence("--hellaswag_limit", _without("hellaswag_limit", "hellaswag"), "needs --hellaswag", refused=True),
+    Dependence("--eval_images", _without("eval_images", "eval_ds"), "needs --eval_ds", refused=True),
+    Dependence("--eval_sequences", _without("eval_sequences", "eval_ds"), "has no effect without --eval_ds"),
+    Dependence("--sample_tokens", _without("sample_tokens", "sample_prompts"), "has no effect without prompts"),
+    Dependence("--answer_tokens", _without("answer_tokens", "accuracy"), "has no effect without --accuracy"),
+    Dependence(
+        "--augment.mixup_prob",
+        lambda g: g.key("augment", "mixup_prob") is not None
+        and not (g.key("augment", "mixup") or g.key("augment", "cutmix")),
+        'needs "mixup" or "cutmix"',
+        refused=True,
+    ),
+    Dependence("--lr_schedule_kwargs.decay_type", _decayless("decay_type"), 'needs a "decay" above 0', refused=True),
+    Dependence("--lr_schedule_kwargs.final", _decayless("final"), 'needs a "decay" above 0', refused=True),
+    Dependence(
+        "--quantize",
+        _all_bf16,
+        "all three GEMMs are in bf16, so nothing is quantized; use --quantize bf16",
+        refused=True,
+    ),
+    Dependence(
+        "--quantize_kwargs.fast_accum",
+        lambda g: g.device.type == "cpu" and g.key("quantize_kwargs", "fast_accum") not in (None, False, []),
+        "has no effect on a CPU, which accumulates in fp32",
+    ),
+    Dependence(
+        "--quantize_lm_head",
+        lambda g: g.settings.quantize_lm_head and g.settings.quantize == "bf16",
+        "has no effect with --quantize bf16",
+    ),
+    Dependence(
+        "--optim_kwargs.master",
+        lambda g: _fp32(g) and g.key("optim_kwargs", "master") == "fp32",
+        "has no effect on fp32 weights",
+    ),
+    Dependence(
+        "--optim_kwargs.sr",
+        lambda g: _fp32(g) and g.key("optim_kwargs", "sr") is True,
+        "has no effect on fp32 weights; it rounds bf16 ones and bf16 states",
+    ),
+    Dependence(
+        "--lr_schedule_kwargs.decay",
+        lambda g: g.settings.optim == "adamw_schedule_free" and g.schedule.decay > 0,
+        'adamw_schedule_free averages instead of decaying; {"decay":0} is usual',
+    ),
+)
+
+
+def check_dependences(given: Given) -> tuple[str, ...]:
+    """Lines for the plan: given options that have no effect. UserError for one that contradicts the others."""
+    idle = [row for row in DEPENDENCES if row.idle(given)]
+    for row in idle:
+        if row.refused:
+            raise UserError(f"{row.option}: {row.why}, or leave it out.")
+    return tuple(f"note    {row.option}: {row.why}" for row in idle)

@@ -1,0 +1,295 @@
+"""Compiles every kernel for GPUs that need not be there: python -m tests.kernels.compile_kernels [ARCH...]
+
+Runs every launcher on CPU tensors with the compute capability of the target. A launch is not executed: Triton
+specializes the kernel on its arguments, as a launch does, and compiles it to a cubin with the ptxas that it ships.
+Prints one line per kernel that does not compile, or that needs more shared memory than the target has, and a summary
+as JSON. Must run without TRITON_INTERPRET.
+
+Without ARCH a sample is compiled: every kernel once for sm_80, and the sampled cases for the other targets in turn.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from qtrain import hardware
+from qtrain.kernels.cross_entropy import launch_cross_entropy
+from qtrain.kernels.gemm import blockwise_mm, fp16_mm, int4_mm, int8_mm, scaled_mm
+from qtrain.kernels.gemm.transpose import launch_transpose_8bit
+from qtrain.kernels.numerics.rounding import NEAREST, Rounding
+from qtrain.kernels.optim.fused_update import SIGNED_STATES, FusedUpdate, Slot
+from qtrain.kernels.optim.state_formats import BLOCKS, state_format, zero_state
+from qtrain.kernels.quantize.absmax import launch_absmax
+from qtrain.kernels.quantize.delayed_scale import launch_delayed_scale
+from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2
+from qtrain.kernels.quantize.mx import launch_quantize_mx
+from qtrain.kernels.quantize.nf4 import launch_dequantize_nf4, nf4_table
+from qtrain.kernels.quantize.rowwise import launch_rowwise
+from qtrain.kernels.quantize.rowwise_bf16x2 import launch_rowwise_bf16x2
+from qtrain.kernels.quantize.tiled import launch_tiled
+from qtrain.kernels.swiglu.backward import launch_quantize_swiglu_backward
+from qtrain.kernels.swiglu.delayed_scale import launch_swiglu_delayed_scale
+from qtrain.kernels.swiglu.rowwise import launch_quantize_swiglu_rowwise
+from qtrain.kernels.swiglu.swiglu import launch_swiglu, launch_swiglu_backward
+from qtrain.tensors.stored_weight import StoredWeight
+
+ARCHITECTURES = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+"""Targets, and the bytes of shared memory that a CTA can have there."""
+
+FORMATS = ("e4m3", "int8", "e5m2")  # FP8 first: of each kernel, the sample takes the first case
+BF16, FP32, INT8 = torch.bfloat16, torch.float32, torch.int8
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+STOCHASTIC = Rounding(torch.tensor([1, 2, 3]), 2)
+ROUNDINGS = (NEAREST, STOCHASTIC._replace(columns=False), STOCHASTIC._replace(rows=False), STOCHASTIC)
+SINGLE = (NEAREST, STOCHASTIC)
+
+Case = tuple[bool, Callable[[], object]]
+"""Whether it is in the sample, and the launcher's call."""
+
+
+def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+# ---- the launchers ---------------------------------------------------------------------------------------------------
+# Generators yield calls with arguments of all kinds; variables are bound as defaults, because calls run later.
+
+
+def quantizers() -> Iterator[Case]:
+    for fmt in (*FORMATS, "int4"):
+        for r in SINGLE:
+            some = (fmt, r) in (("int8", STOCHASTIC), ("e4m3", NEAREST))
+            for g in ("rowwise", "1x128", "1x32"):
+                dtype = FP32 if g == "1x32" else BF16
+                yield (
+                    some and g == "1x32",
+                    lambda f=fmt, g=g, r=r, d=dtype: launch_rowwise(zeros(64, 4096, dtype=d), f, g, r),
+                )
+            yield some, lambda f=fmt, r=r: launch_rowwise(zeros(4, 32768), f, "rowwise", r, True)
+            pairs = [("rowwise", "rowwise"), ("1x128", "1x128"), ("128x128", "128x128"), ("32x32", "32x32")]
+            for g, t in [*pairs, ("tensorwise", "tensorwise"), ("1x32", "rowwise"), (None, "1x128"), ("128x128", None)]:
+                first = g == "1x32"
+                yield some and first, lambda f=fmt, g=g, t=t, r=r: launch_tiled(zeros(256, 512, dtype=FP32), f, g, t, r)
+            yield False, lambda f=fmt, r=r: launch_tiled(
+                zeros(256, 512), f, "tensorwise", "tensorwise", r, scale=zeros(1, dtype=FP32),
+                scale_t=zeros(1, dtype=FP32), amax=zeros(1, dtype=torch.int32),
+            )  # fmt: skip
+    for fmt in FORMATS:
+        for r in SINGLE:
+            some = (fmt, r) in (("int8", NEAREST), ("e4m3", NEAREST), ("e5m2", STOCHASTIC))
+            for k, g in ((4096, "rowwise"), (4864, "rowwise"), (4096, "1x128")):
+                yield some and k == 4864, lambda f=fmt, k=k, g=g, r=r: launch_rowwise_bf16x2(zeros(64, k), f, g, r)
+    for tensor, rows, columns in ((True, False, False), (False, True, False), (False, True, True), (True, True, True)):
+        for dtype in (BF16, FP32):
+            yield (
+                (rows and dtype is BF16),
+                lambda t=tensor, r=rows, c=columns, d=dtype: launch_absmax(zeros(256, 512, dtype=d), t, r, c),
+            )
+    for dtype in (BF16, FP32):
+        for elem in ("e4m3", "e5m2"):
+            yield dtype is BF16, lambda e=elem, d=dtype: launch_quantize_mx(zeros(64, 512, dtype=d), e)
+        for k in (512, 500):
+            codes = zeros(64, k // 2, dtype=torch.uint8)
+            yield (
+                k == 500,
+                lambda c=codes, k=k, d=dtype: launch_dequantize_nf4(
+                    c, zeros(64, 8, dtype=FP32), nf4_table("cpu"), k, d
+                ),
+            )
+        yield (
+            dtype is BF16,
+            lambda d=dtype: launch_delayed_scale(zeros(64, 512, dtype=d), zeros(1, dtype=FP32), "e4m3", True),
+        )
+
+
+def dual_quantizers() -> Iterator[Case]:
+    for fmt in FORMATS:
+        for number, r in enumerate(ROUNDINGS):
+            for g in ("128x128", "1x128", "rowwise", "tensorwise"):
+                some = (fmt, g, number) in (("int8", "rowwise", 0), ("e4m3", "1x128", 0), ("e5m2", "128x128", 3))
+                shape = (144, 272) if g == "rowwise" else (256, 512)
+                yield some, lambda f=fmt, g=g, r=r, s=shape: launch_dual_bf16x2(zeros(*s), f, g, r)
+            for dy in (None, zeros(256, 256)):
+                for g in ("128x128", "1x128"):
+                    some = (fmt, g, number) == ("int8", "128x128", 2)
+                    yield (
+                        some,
+                        lambda f=fmt, g=g, r=r, dy=dy: launch_dual_bf16x2(zeros(256, 512), f, g, r, swiglu=True, dy=dy),
+                    )
+                if fmt != "int8":
+                    yield fmt == "e4m3" and number == 0, lambda f=fmt, r=r, dy=dy: launch_dual_bf16x2(
+                        zeros(256, 512), f, "tensorwise", r, False, zeros(1, dtype=FP32), zeros(1, dtype=torch.int32),
+                        swiglu=True, dy=dy,
+                    )  # fmt: skip
+            if fmt != "int8":
+                yield (
+                    False,
+                    lambda f=fmt, r=r: launch_dual_bf16x2(
+                        zeros(144, 272), f, "tensorwise", r, False, zeros(1, dtype=FP32), zeros(1, dtype=torch.int32)
+                    ),
+                )
+
+
+def swiglus() -> Iterator[Case]:
+    for dtype in (BF16, FP32):
+        yield dtype is BF16, lambda d=dtype: launch_swiglu(zeros(64, 512, dtype=d))
+        yield dtype is BF16, lambda d=dtype: launch_swiglu_backward(zeros(64, 256, dtype=d), zeros(64, 512, dtype=d))
+    for dy in (None, zeros(64, 256)):
+        yield True, lambda dy=dy: launch_swiglu_delayed_scale(zeros(64, 512), dy, zeros(1, dtype=FP32), "e4m3", False)
+    for fmt in FORMATS:
+        for r in SINGLE:
+            for width in (336, 4864, 8192):
+                some = width == 336 and (fmt, r) in (("int8", STOCHASTIC), ("e4m3", NEAREST))
+                yield some, lambda f=fmt, r=r, w=width: launch_quantize_swiglu_rowwise(zeros(64, 2 * w), f, r)
+                yield (
+                    some,
+                    lambda f=fmt, r=r, w=width: launch_quantize_swiglu_backward(
+                        zeros(64, 2 * w), zeros(64, w), zeros(w, dtype=torch.int32), f, r
+                    ),
+                )
+
+
+def gemms() -> Iterator[Case]:
+    has_fp8 = hardware.has_fp8(torch.device("cpu"))
+    dtypes = [(INT8, INT8), *([(E4M3, E4M3), (E5M2, E4M3)] if has_fp8 else [])]  # as in `scaled_mm_names`
+    names = list(scaled_mm.TILINGS)
+    for number, (name, a, b) in enumerate((name, *pair) for name in names for pair in dtypes):
+        t = scaled_mm.TILINGS[name]
+        m, n, k = (1152, 896, 16384) if t.split else (512, 512, 512)
+        scale, out = zeros(m if number % 2 else 1, dtype=FP32), zeros(m, n, dtype=FP32 if number % 3 == 0 else BF16)
+        some = name == names[0] or (t.split and t.subtiles == 4 and a is not E5M2)
+        yield some, lambda t=t, a=a, b=b, n=n, k=k, s=scale, out=out, i=number: scaled_mm.launch_scaled_mm(
+            zeros(len(out), k, dtype=a), zeros(n, k, dtype=b), s, zeros(n, dtype=FP32), out, t,
+            bias=zeros(n) if i % 2 else None, fast_accum=i % 2 == 0,
+        )  # fmt: skip
+    for number, t in enumerate(int8_mm.TILINGS.values()):
+        x = zeros(512, 512, dtype=INT8)
+        yield number == 0, lambda t=t, x=x: int8_mm.launch_int8_mm(x, x, t)
+    for number, t in enumerate(fp16_mm.TILINGS.values()):
+        x = zeros(512, 512, dtype=torch.float16)
+        yield number == 0, lambda t=t, x=x: fp16_mm.launch_fp16_mm(x, x, t)
+    for number, t in enumerate(int4_mm.FUSED.values()):
+        x, scale = zeros(512, 512, dtype=torch.uint8), zeros(512, dtype=FP32)
+        yield number == 1, lambda t=t, x=x: int4_mm.launch_int4_mm(x, x, None, torch.int32, t)
+        yield False, lambda t=t, x=x, s=scale: int4_mm.launch_int4_mm(x, x, (s, s), BF16, t)
+    yield True, lambda: int4_mm.launch_unpack_halves(zeros(64, 512, dtype=torch.uint8))
+    for number, t in enumerate(blockwise_mm.TILINGS.values()):
+        for a, b in dtypes:
+            for blocks in [("1x128", "128x128"), ("1x128", "1x128"), *([("32x32", "32x32")] if a is INT8 else [])]:
+                x, y = zeros(512, 512, dtype=a), zeros(512, 512, dtype=b)
+                scales = [zeros(512 // rows, 512 // k, dtype=FP32) for rows, k in map(blockwise_mm.BLOCKS.get, blocks)]
+                yield (
+                    number == 0 and blocks[1] != "1x128",
+                    lambda t=t, x=x, y=y, s=scales, blocks=blocks: (
+                        blockwise_mm.launch_blockwise_mm(x, y, *s, *blocks, zeros(512, 512), t, zeros(512))
+                    ),
+                )
+    yield True, lambda: launch_transpose_8bit(zeros(256, 512, dtype=INT8))
+
+
+def updates() -> Iterator[Case]:
+    def step(rule: str, formats: tuple[str, ...], weight: str, shape: tuple[int, int]) -> None:
+        value, states = zeros(*shape, dtype=FP32 if weight == "fp32" else BF16), []
+        for signed, name in zip(SIGNED_STATES[rule], formats, strict=True):
+            fitted = state_format(name, signed=signed, block=128 if name in BLOCKS else None).fitted(value.shape)
+            states.append((fitted, zero_state(fitted, value.shape, value.device)))
+        stored = StoredWeight.from_value(value, weight) if weight in ("int8", "int4") else value
+        master = value.float() if weight == "master" else None
+        FusedUpdate(rule, [Slot(stored, tuple(states), master=master)], kernel=True).step([value], torch.ones(()))
+
+    states = [("fp32", "fp32"), ("bf16", "bf16"), ("fp8", "fp8"), ("int8", "int8"), ("int4", "int4")]
+    rules = [("adamw", pair) for pair in [*states, ("bf16", "int8")]]
+    rules += [("lion", (name,)) for name in ("fp32", "fp8", "int8", "int4")]
+    rules += [("sgd", ("bf16",)), ("sgd_nesterov", ("fp8",)), ("apply", ())]
+    for rule, formats in rules:
+        for weight in ("fp32", "bf16", "master", "int8", "int4") if rule == "adamw" else ("bf16",):
+            for shape in ((64, 512), (5, 33)):
+                chosen = [("adamw", "fp8", "bf16", 64), ("adamw", "fp8", "int4", 5), ("adamw", "int4", "int8", 64),
+                          ("sgd_nesterov", "fp8", "bf16", 5), ("lion", "int8", "bf16", 64)]  # fmt: skip
+                some = (rule, (*formats, "")[0], weight, shape[0]) in chosen
+                yield some, lambda r=rule, f=formats, w=weight, s=shape: step(r, f, w, s)
+    for dtype in (BF16, FP32):
+        labels = zeros(16, dtype=torch.int64)
+        yield dtype is BF16, lambda d=dtype, y=labels: launch_cross_entropy(zeros(16, 1000, dtype=d), y, 0.0, True)
+        yield False, lambda d=dtype, y=labels: launch_cross_entropy(zeros(16, 151936, dtype=d), y, 1e-4, False)
+
+
+GROUPS = (quantizers, dual_quantizers, swiglus, gemms, updates)
+TUNED = {"_persistent_mm_kernel", "_slice_kernel", "_sum_slices_kernel", "_int4_mm_kernel", "_blockwise_mm_kernel"}
+"""Kernels whose configurations are timed, where one without enough shared memory loses: one that fits is enough."""
+
+
+# ---- the compiler ----------------------------------------------------------------------------------------------------
+
+
+class _Driver:
+    """Stands for the driver of a GPU: all that a launch asks before it compiles."""
+
+    def __init__(self, arch: int):
+        self.arch = arch
+
+    def get_current_device(self) -> int:
+        return self.arch  # kernels are cached per device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+
+def compile_for(arch: int, chosen: Callable[[int, bool], bool], *, once: bool = False) -> dict[str, object]:
+    """chosen: of a case's number and whether it is in the sample; once: compiles each kernel for one case only.
+
+    Returns {"kernels": names, "compiled": count, "failures": lines}.
+    """
+    shared: dict[str, list[int]] = {}
+    failures: list[str] = []
+
+    def compile_instead(kernel: JITFunction, grid: object) -> Callable[..., None]:
+        def launch(*args: object, **options: object) -> None:
+            if once and kernel.__name__ in shared:
+                return
+            sizes = shared.setdefault(kernel.__name__, [])
+            try:
+                sizes.append(kernel.run(*args, grid=grid, warmup=True, **options).metadata.shared)
+            except Exception as error:
+                failures.append(f"sm_{arch} {kernel.__name__}: {str(error).strip().splitlines()[-1]}")
+
+        return launch
+
+    driver.set_active(_Driver(arch))
+    JITFunction.__getitem__ = compile_instead
+    hardware.compute_capability = lambda device: divmod(arch, 10)
+    cases = (case for group in GROUPS for case in group())
+    for number, (sampled, call) in enumerate(cases):
+        if chosen(number, sampled):
+            call()
+    for name, sizes in shared.items():
+        least = min(sizes, default=0) if name in TUNED else max(sizes, default=0)
+        if least > ARCHITECTURES[arch]:
+            failures.append(f"sm_{arch} {name}: {least} bytes of shared memory")
+    return {"kernels": sorted(shared), "compiled": sum(map(len, shared.values())), "failures": failures}
+
+
+def main(architectures: list[int]) -> dict[int, dict[str, object]]:
+    if architectures:
+        return {arch: compile_for(arch, lambda number, sampled: True) for arch in architectures}
+    first, *others = ARCHITECTURES
+    found = {first: compile_for(first, lambda number, sampled: sampled, once=True)}
+    for turn, arch in enumerate(others):
+        found[arch] = compile_for(arch, lambda number, sampled, i=turn: sampled and number % len(others) == i)
+    return found
+
+
+if __name__ == "__main__":
+    results = main([int(arch) for arch in sys.argv[1:]])
+    for result in results.values():
+        print(*result["failures"], sep="\n", end="\n" if result["failures"] else "")
+    print(json.dumps(results))

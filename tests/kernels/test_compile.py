@@ -1,0 +1,57 @@
+"""Every kernel compiles for every supported GPU, none of which is needed.
+
+`make test` compiles a sample (`compile_kernels.py` says which). QTRAIN_FULL_SWEEP=1 compiles every case for every
+target, some minutes each.
+"""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[2]
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)
+
+
+def compile_kernels(*architectures: int) -> dict[int, dict]:
+    """The results of `compile_kernels.py`, in a process whose kernels are not interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.compile_kernels", *map(str, architectures)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return {int(arch): found for arch, found in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+@cache
+def launched_kernels() -> frozenset[str]:
+    """Names of the @triton.jit functions that any file of kernels/ launches: kernel[grid](...)."""
+    defined, launched = set(), set()
+    for path in (ROOT / "qtrain/kernels").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                defined |= {node.name for d in node.decorator_list if ast.unparse(d).startswith("triton.jit")}
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                launched.add(ast.unparse(node.func.value))
+    return frozenset(defined & launched)
+
+
+def test_a_sample_compiles():
+    found = compile_kernels()
+    assert [line for result in found.values() for line in result["failures"]] == []
+    assert set(found) == set(ARCHITECTURES) and set(found[80]["kernels"]) == launched_kernels()
+    assert len(launched_kernels()) > 20
+
+
+@pytest.mark.skipif(os.environ.get("QTRAIN_FULL_SWEEP") != "1", reason="minutes per target: QTRAIN_FULL_SWEEP=1")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_everything_compiles(arch):
+    found = compile_kernels(arch)[arch]
+    assert found["failures"] == [] and set(found["kernels"]) == launched_kernels()
