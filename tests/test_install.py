@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from qtrain import SCRIPTS
-from tests.system import ROOT
+from tests.system import ROOT, flags
 
 
 def pip(*arguments: object) -> None:
@@ -35,16 +35,8 @@ def test_the_installed_commands_work_from_another_folder(tmp_path):
     where = run(sys.executable, "-c", "import qtrain; print(qtrain.__file__)").strip()
     assert Path(where).is_relative_to(installed)
     (elsewhere / "a.txt").write_text("some text " * 500)
-    run(
-        f"{installed}/bin/qtrain-tokenize-data",
-        "--files=a.txt",
-        "--split=all",
-        "--tokenizer=byte",
-        "--output_dir=tokens",
-    )
-    dataset = '--train_ds={"type":"token","dataset_dir":"tokens"}'
-    plan = run(
-        f"{installed}/bin/qtrain-llm-pretrain", "--config=configs/quickstart.json", dataset, f"--eval_ds={dataset[11:]}",
-        "--seq_len=32", "--dry_run",
-    )  # fmt: skip
-    assert "memory" in plan
+    commands, tokenize = installed / "bin", flags(files="a.txt", split="all", tokenizer="byte", output_dir="tokens")
+    run(f"{commands}/qtrain-tokenize-data", *tokenize)
+    data = {"type": "token", "dataset_dir": "tokens"}
+    settings = {"config": "configs/quickstart.json", "train_ds": data, "eval_ds": data, "seq_len": 32}
+    assert "memory" in run(f"{commands}/qtrain-llm-pretrain", *flags(**settings, dry_run=True))
