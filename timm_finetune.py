@@ -40,7 +40,7 @@ RESISC45 = {"type": "hf_image", "dataset": "timm/resisc45"}
 
 def main(argv: list[str]) -> None:
     if "--list" in argv:
-        print(listing())
+        print(listing(vision=True))
         return
     settings = parse(VisionSettings, argv, f"{SCRIPT}.py")
 

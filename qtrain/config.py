@@ -25,6 +25,7 @@ from typing import Annotated, Any, TextIO, TypeVar
 
 import tyro
 
+from qtrain import __version__
 from qtrain.checks import check_fields, check_value, is_unicode, parse_json, read_json, refuse_empty, shown, type_name
 from qtrain.errors import TrainingStopped, UserError, nearest
 
@@ -59,6 +60,11 @@ def parse(cls: type[C], argv: list[str], prog: str) -> C:
     for argument in argv:
         if not is_unicode(argument):
             raise UserError(f"{shown(argument)}: the command line is not UTF-8 text.")
+    if "--version" in argv:
+        print(
+            " ".join(f"{name} {version}" for name, version in {"qtrain": __version__, **versions()}.items() if version)
+        )
+        sys.exit(0)
     recipe_path, argv = _take_option(argv, "--config")
     defaults = cls(**_read_recipe(cls, recipe_path)) if recipe_path else None
     _refuse_unknown_flags(cls, argv, prog)
@@ -71,7 +77,7 @@ def parse(cls: type[C], argv: list[str], prog: str) -> C:
                 prog=prog,
                 default=defaults,
                 description=f"{(cls.__doc__ or '').strip()}\n\n--config FILE reads a JSON recipe first; flags win. "
-                "--list prints every scheme, optimizer, dataset, tokenizer and model.",
+                "--list prints every scheme, optimizer, dataset, tokenizer and model; --version the versions.",
                 config=(tyro.conf.HelptextFromCommentsOff,),
                 use_underscores=True,
             )
