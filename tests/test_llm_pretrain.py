@@ -226,15 +226,17 @@ def test_the_run_folder_holds_what_the_design_says(here):
         assert any(line.startswith(said) and str(run / path) in line for line in done.out.splitlines())
 
 
-def test_the_suggested_command_works_as_printed(here):
-    options = {"stochastic_rounding": True}
-    first = call(llm_pretrain.main, tiny(quantize="int8", quantize_kwargs=options, export=True))
+@pytest.mark.parametrize(
+    ("scheme", "options", "other"), [("int8", {"stochastic_rounding": True}, "bf16"), ("bf16", {}, "int8")]
+)
+def test_the_suggested_command_works_as_printed(here, scheme, options, other):
+    first = call(llm_pretrain.main, tiny(quantize=scheme, quantize_kwargs=options, export=True))
     (line,) = [line for line in first.out.splitlines() if line.startswith("try next")]
     words = line.split("llm_pretrain.py ")[1].split()
     assert call(llm_pretrain.main, words).code == 0
     runs = sorted((here / "runs/llm_pretrain").iterdir())
     assert len(runs) == 2  # a new run, also where the first was a resumed one
-    assert json.loads((runs[1] / "config.json").read_text())["quantize"] == "bf16"
+    assert json.loads((runs[1] / "config.json").read_text())["quantize"] == other
 
 
 def test_the_config_of_a_resumed_run_is_a_recipe_for_a_new_one(here):
