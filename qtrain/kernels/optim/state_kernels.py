@@ -52,7 +52,9 @@ def load_state(address, scale_address, group, block, limit, last_block, FORMAT: 
 @triton.jit
 def decode_state(words, scale, factor, FORMAT: tl.constexpr, SIGNED: tl.constexpr, CODE: tl.constexpr):
     """What `load_state` returned -> values fp32 [R, C, 8] times a factor. The definition is `dequantize_state`."""
-    if FORMAT == "fp32":
+    if FORMAT == "":
+        return 0.0
+    elif FORMAT == "fp32":
         return words.to(tl.float32, bitcast=True) * factor
     elif FORMAT == "bf16":
         return bf16_to_float(words) * factor

@@ -131,6 +131,31 @@ def _store_int4_weight(p, noise, address, scales, group, limit, tile, ALIGNED: t
 
 
 @triton.jit
+def _apply_rule(
+    g, m, v, correction, eps, beta1, grad_factor1, beta2, grad_factor2, RULE: tl.constexpr, PTX: tl.constexpr
+):
+    """The gradient, and states that are decayed already (but lion's) -> the direction u, new states, the root of v."""
+    root = 0.0
+    if RULE == "adamw":
+        m = tl.fma(g, grad_factor1, m)
+        v = tl.fma(g * g, grad_factor2, v)
+        root = tl.sqrt(v)
+        u = m * reciprocal(tl.fma(root, correction, eps), PTX)
+    elif RULE == "lion":
+        c = tl.fma(g, grad_factor1, m * beta1)
+        u = tl.where(c > 0.0, 1.0, tl.where(c < 0.0, -1.0, c))
+        m = tl.fma(g, grad_factor2, m * beta2)
+    elif RULE == "apply":
+        u = g * grad_factor1
+    else:
+        m = tl.fma(g, grad_factor1, m)
+        u = m
+        if RULE == "sgd_nesterov":
+            u = tl.fma(m, beta1, g * grad_factor1)
+    return u, m, v, root
+
+
+@triton.jit
 def update_kernel(
     owner_ptr, table_ptr, grads_ptr, factors_ptr, keys_ptr, role,
     RULE: tl.constexpr, WEIGHT: tl.constexpr, GRAD: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
@@ -156,24 +181,17 @@ def update_kernel(
     if grad_address == 0:
         return
     weight_address = tl.load(row_ptr)
-    m_address = tl.load(row_ptr + 1)
-    m_scale_address = tl.load(row_ptr + 2)
-    v_address = tl.load(row_ptr + 3)
-    v_scale_address = tl.load(row_ptr + 4)
+    m_address, m_scale_address = tl.load(row_ptr + 1), tl.load(row_ptr + 2)
+    v_address, v_scale_address = tl.load(row_ptr + 3), tl.load(row_ptr + 4)
     extra_address = tl.load(row_ptr + 5)
-    row_length = tl.load(row_ptr + 6)
-    chunks = tl.load(row_ptr + 7)
+    row_length, chunks = tl.load(row_ptr + 6), tl.load(row_ptr + 7)
     chunk = pid - tl.load(row_ptr + 8)
     first_element = tl.load(row_ptr + 9)
     f = factors_ptr + owner * 8
-    decay = tl.load(f)
-    step_size = tl.load(f + 1)
-    correction = tl.load(f + 2)
-    eps = tl.load(f + 3)
-    beta1 = tl.load(f + 4)
-    grad_factor1 = tl.load(f + 5)
-    beta2 = tl.load(f + 6)
-    grad_factor2 = tl.load(f + 7)
+    decay, step_size = tl.load(f), tl.load(f + 1)
+    correction, eps = tl.load(f + 2), tl.load(f + 3)
+    beta1, grad_factor1 = tl.load(f + 4), tl.load(f + 5)
+    beta2, grad_factor2 = tl.load(f + 6), tl.load(f + 7)
 
     row32 = chunk.to(tl.int32) // chunks.to(tl.int32)
     start = (chunk - row32 * chunks) * (TILE * LOOPS)  # in the row
@@ -214,10 +232,8 @@ def update_kernel(
         number = first_element + base + element
         g = g_words.to(tl.float32, bitcast=True) if GRAD == "fp32" else bf16_to_float(g_words)
         p = _decode_weight(p_words, scales, group, limit, WEIGHT, CODE.ptx)
-        if M != "":  # lion multiplies it with two factors
-            m = decode_state(m_words, m_scale, 1.0 if RULE == "lion" else beta1, M, True, CODE)
-        if V != "":
-            v = decode_state(v_words, v_scale, beta2, V, False, CODE)
+        m = decode_state(m_words, m_scale, 1.0 if RULE == "lion" else beta1, M, True, CODE)  # lion has two factors
+        v = decode_state(v_words, v_scale, beta2, V, False, CODE)
 
         rng_words = 0
         if SR_WEIGHT or SR_M or SR_V or STORED:
@@ -226,30 +242,15 @@ def update_kernel(
             else:
                 rng_words = draw_unaligned(number, seed, step, tensor, CODE.ptx)
 
-        root = 0.0
+        u, m, v, root = _apply_rule(g, m, v, correction, eps, beta1, grad_factor1, beta2, grad_factor2, RULE, CODE.ptx)
         bits = 0
-        if RULE == "adamw":
-            m = tl.fma(g, grad_factor1, m)
-            v = tl.fma(g * g, grad_factor2, v)
-            root = tl.sqrt(v)
-            u = m * reciprocal(tl.fma(root, correction, eps), CODE.ptx)
+        if V != "":
             if SR_V:
                 bits = random_halves(rng_words, number, MIX_V, ALIGNED, False, CODE.ptx)
             store_state(
                 v, root, bits, v_address, v_scale_address, group, block, limit, last_block,
                 V, False, SR_V, ALIGNED, CODE,
             )  # fmt: skip
-        elif RULE == "lion":
-            c = tl.fma(g, grad_factor1, m * beta1)
-            u = tl.where(c > 0.0, 1.0, tl.where(c < 0.0, -1.0, c))
-            m = tl.fma(g, grad_factor2, m * beta2)
-        elif RULE == "apply":
-            u = g * grad_factor1
-        else:
-            m = tl.fma(g, grad_factor1, m)
-            u = m
-            if RULE == "sgd_nesterov":
-                u = tl.fma(m, beta1, g * grad_factor1)
         if M != "":
             if SR_M:
                 bits = random_halves(rng_words, number, MIX_M, ALIGNED, M == "int4", CODE.ptx)

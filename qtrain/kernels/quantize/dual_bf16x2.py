@@ -201,6 +201,43 @@ def _store_row_codes(
     return a, b
 
 
+@triton.jit
+def _store_rows_pack_columns(
+    ptrs, words, inside, x, inv, inv_first, inv_second, overflow, block, draws, key,
+    STOCHASTIC: tl.constexpr, STOCHASTIC_T: tl.constexpr, SAME: tl.constexpr, CODE: tl.constexpr,
+):  # fmt: skip
+    """Stores the row codes of four rows x. Returns the column codes of the first and of the second numbers of pairs,
+    four rows to an int32. Stochastic codes are packed as they come, so that fewer are live."""
+    a0, b0 = _store_row_codes(
+        ptrs, inside, x[0], inv[0], inv_first, inv_second, overflow, block, key, STOCHASTIC, STOCHASTIC_T, SAME, CODE
+    )
+    a1, b1 = _store_row_codes(
+        ptrs + words, inside, x[1], inv[1], inv_first, inv_second, overflow, block + draws, key,
+        STOCHASTIC, STOCHASTIC_T, SAME, CODE,
+    )  # fmt: skip
+    if STOCHASTIC_T:
+        a0, b0 = pack_two_rows(a0, a1, CODE), pack_two_rows(b0, b1, CODE)
+    a2, b2 = _store_row_codes(
+        ptrs + 2 * words, inside, x[2], inv[2], inv_first, inv_second, overflow, block + 2 * draws, key,
+        STOCHASTIC, STOCHASTIC_T, SAME, CODE,
+    )  # fmt: skip
+    a3, b3 = _store_row_codes(
+        ptrs + 3 * words, inside, x[3], inv[3], inv_first, inv_second, overflow, block + 3 * draws, key,
+        STOCHASTIC, STOCHASTIC_T, SAME, CODE,
+    )  # fmt: skip
+    if STOCHASTIC_T:
+        a0 = pack_two_halves(a0, pack_two_rows(a2, a3, CODE), CODE.ptx)
+        b0 = pack_two_halves(b0, pack_two_rows(b2, b3, CODE), CODE.ptx)
+    else:
+        if not SAME:
+            a0, b0 = scale_bf16x2(x[0], inv_first, inv_second, None, 0, False, False, CODE)
+            a1, b1 = scale_bf16x2(x[1], inv_first, inv_second, None, 0, False, False, CODE)
+            a2, b2 = scale_bf16x2(x[2], inv_first, inv_second, None, 0, False, False, CODE)
+            a3, b3 = scale_bf16x2(x[3], inv_first, inv_second, None, 0, False, False, CODE)
+        a0, b0 = pack_four_codes(a0, a1, a2, a3, CODE), pack_four_codes(b0, b1, b2, b3, CODE)
+    return a0, b0
+
+
 @triton.jit(do_not_specialize=["role", "stride", "stride_t"])
 def _dual_kernel(
     x_ptr, dy_ptr, codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr, source_ptr, source_t_ptr, amax_ptr,
@@ -287,38 +324,15 @@ def _dual_kernel(
         key = seed, step, tensor, tl.minimum(m, 1)
         first_of_row = (tile_m.to(tl.int64) * BLOCK + 4 * i) * draws + tile_k * (BLOCK // 8)
         block = first_of_row[:, None] + tl.arange(0, BLOCK // 8)[None, :]
-    a0, b0 = _store_row_codes(
-        ptrs, inside, x0, inv[0], inv_first, inv_second, overflow, block, key, STOCHASTIC, STOCHASTIC_T, SAME, CODE
-    )
-    a1, b1 = _store_row_codes(
-        ptrs + words, inside, x1, inv[1], inv_first, inv_second, overflow, block + draws, key,
+    a, b = _store_rows_pack_columns(
+        ptrs, words, inside, (x0, x1, x2, x3), inv, inv_first, inv_second, overflow, block, draws, key,
         STOCHASTIC, STOCHASTIC_T, SAME, CODE,
     )  # fmt: skip
-    if STOCHASTIC_T:
-        a0, b0 = pack_two_rows(a0, a1, CODE), pack_two_rows(b0, b1, CODE)
-    a2, b2 = _store_row_codes(
-        ptrs + 2 * words, inside, x2, inv[2], inv_first, inv_second, overflow, block + 2 * draws, key,
-        STOCHASTIC, STOCHASTIC_T, SAME, CODE,
-    )  # fmt: skip
-    a3, b3 = _store_row_codes(
-        ptrs + 3 * words, inside, x3, inv[3], inv_first, inv_second, overflow, block + 3 * draws, key,
-        STOCHASTIC, STOCHASTIC_T, SAME, CODE,
-    )  # fmt: skip
-    if STOCHASTIC_T:
-        a0 = pack_two_halves(a0, pack_two_rows(a2, a3, CODE), CODE.ptx)
-        b0 = pack_two_halves(b0, pack_two_rows(b2, b3, CODE), CODE.ptx)
-    else:
-        if not SAME:
-            a0, b0 = scale_bf16x2(x0, inv_first, inv_second, None, 0, False, False, CODE)
-            a1, b1 = scale_bf16x2(x1, inv_first, inv_second, None, 0, False, False, CODE)
-            a2, b2 = scale_bf16x2(x2, inv_first, inv_second, None, 0, False, False, CODE)
-            a3, b3 = scale_bf16x2(x3, inv_first, inv_second, None, 0, False, False, CODE)
-        a0, b0 = pack_four_codes(a0, a1, a2, a3, CODE), pack_four_codes(b0, b1, b2, b3, CODE)
     start_t = tile_k.to(tl.int64) * BLOCK * quads + tile_m * (BLOCK // 4)
     ptrs_t = codes_t_ptr + start_t + j[:, None] * (2 * quads) + i[None, :]
     inside_t = None if EVEN else columns[:, None] & rows[None, :]
-    tl.store(ptrs_t, tl.trans(a0), inside_t)
-    tl.store(ptrs_t + quads, tl.trans(b0), inside_t)
+    tl.store(ptrs_t, tl.trans(a), inside_t)
+    tl.store(ptrs_t + quads, tl.trans(b), inside_t)
 
 
 def supports_dual_bf16x2(x: Tensor, fmt: str, granularity: str, given: bool = False) -> bool:
