@@ -188,5 +188,10 @@ def show_progress(what: str, cell: Cell) -> None:
     print(f"  {what}: {cell.reason or cell.shown()}", file=sys.stderr, flush=True)
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """The console command of an installed package."""
     run_script(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -161,5 +161,10 @@ def checked_lora(settings: FinetuneSettings) -> Lora | None:
     return lora
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """The console command of an installed package."""
     run_script(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -99,8 +99,9 @@ def main(argv: list[str]) -> None:
             with eval_weights(run.optimizer, quantized):
                 export_hf(model, architecture.source, folder / "hf", text.tokenizer, trained_positions=settings.seq_len)
             log.info("exported    %s (AutoModelForCausalLM.from_pretrained loads it)", folder / "hf")
-            plain = "--quantize bf16 --quantize_kwargs {}" if settings.quantize_kwargs else "--quantize bf16"
-            log.info("try next    python llm_pretrain.py --config %s/config.json %s", folder, plain)
+            other = f"--quantize {'int8' if settings.quantize == 'bf16' else 'bf16'}"
+            other += " --quantize_kwargs {}" if settings.quantize_kwargs else ""
+            log.info("try next    python llm_pretrain.py --config %s/config.json %s", folder, other)
 
 
 def hellaswag_questions(settings: PretrainSettings) -> list[HellaSwagQuestion]:
@@ -111,5 +112,10 @@ def hellaswag_questions(settings: PretrainSettings) -> list[HellaSwagQuestion]:
     return load_hellaswag(settings.hellaswag_file or "hub", settings.hellaswag_limit or None, flag)
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """The console command of an installed package."""
     run_script(main)
+
+
+if __name__ == "__main__":
+    command()

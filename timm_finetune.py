@@ -40,7 +40,7 @@ RESISC45 = {"type": "hf_image", "dataset": "timm/resisc45"}
 
 def main(argv: list[str]) -> None:
     if "--list" in argv:
-        print(listing())
+        print(listing(vision=True))
         return
     settings = parse(VisionSettings, argv, f"{SCRIPT}.py")
 
@@ -137,5 +137,10 @@ def count_steps(settings: VisionSettings, images: Images) -> VisionSettings:
     return dataclasses.replace(settings, n_steps=n_steps, eval_interval=settings.eval_interval or per_epoch)
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """The console command of an installed package."""
     run_script(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -24,6 +24,8 @@ from qtrain.data.tokenizers.tokenizer import FastTokenizer, Tokenizer, load_toke
 from qtrain.errors import UserError, unknown_name
 
 TRAINED = "tokenizer.model"
+QUICKSTART_VOCAB = 4096
+"""Ids of the model `quickstart`, which a CPU can train; the scripts' default model takes days there."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,8 @@ def main(argv: list[str]) -> None:
     flags = f"""--train_ds '{{"type":"token","dataset_dir":"{folders[splits[0]]}"}}'"""
     if "validation" in splits[1:]:
         flags += f""" --eval_ds '{{"type":"token","dataset_dir":"{folders["validation"]}"}}'"""
+    if tokenizer.vocab_size <= QUICKSTART_VOCAB:
+        flags = f"--model quickstart {flags}"
     print(f"Train on it: python llm_pretrain.py {flags}")
 
 
@@ -208,5 +212,10 @@ def prepare_folder(folder: Path, manifest: Manifest, tokenizer: Tokenizer, model
         raise UserError(f"--output_dir: cannot write {folder}: {error.strerror or error}") from None
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """The console command of an installed package."""
     run_script(main, interrupted="stopped; the same command resumes after the last finished shard")
+
+
+if __name__ == "__main__":
+    command()

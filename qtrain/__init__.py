@@ -16,7 +16,8 @@ def _quiet_interrupt(kind: type[BaseException], error: BaseException, traceback:
         sys.__excepthook__(kind, error, traceback)
 
 
-if Path(getattr(sys.modules["__main__"], "__file__", None) or "").stem.replace("-", "_") in SCRIPTS:
+_main = Path(getattr(sys.modules["__main__"], "__file__", None) or "").stem
+if _main.replace("-", "_").removeprefix("qtrain_") in SCRIPTS:  # of the repository, or an installed qtrain-* command
     sys.excepthook = _quiet_interrupt
 
 import torch  # noqa: E402

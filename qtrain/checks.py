@@ -117,6 +117,12 @@ def _check_contents(flag: str, value: Any) -> None:
         raise UserError(f"{flag}: {shown(value)} is not valid Unicode text (it holds a lone surrogate).")
 
 
+def refuse_empty(flag: str, value: Any) -> None:
+    """Refuse "" as an option, alone or in a list: as a path it would mean the current folder."""
+    if value == "" or (isinstance(value, list | tuple) and "" in value):
+        raise UserError(f"{flag}: the value is empty; give one, or leave {flag} out.")
+
+
 def is_unicode(text: str) -> bool:
     """Whether the text can be encoded: no lone surrogates, of undecodable bytes of the command line or JSON escapes."""
     try:

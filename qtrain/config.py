@@ -21,11 +21,12 @@ import typing
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, TextIO, TypeVar
+from typing import Annotated, Any, NoReturn, TextIO, TypeVar
 
 import tyro
 
-from qtrain.checks import check_fields, check_value, is_unicode, parse_json, read_json, shown, type_name
+from qtrain import __version__
+from qtrain.checks import check_fields, check_value, is_unicode, parse_json, read_json, refuse_empty, shown, type_name
 from qtrain.errors import TrainingStopped, UserError, nearest
 
 C = TypeVar("C")
@@ -59,6 +60,11 @@ def parse(cls: type[C], argv: list[str], prog: str) -> C:
     for argument in argv:
         if not is_unicode(argument):
             raise UserError(f"{shown(argument)}: the command line is not UTF-8 text.")
+    if "--version" in argv:
+        print(
+            " ".join(f"{name} {version}" for name, version in {"qtrain": __version__, **versions()}.items() if version)
+        )
+        sys.exit(0)
     recipe_path, argv = _take_option(argv, "--config")
     defaults = cls(**_read_recipe(cls, recipe_path)) if recipe_path else None
     _refuse_unknown_flags(cls, argv, prog)
@@ -71,7 +77,7 @@ def parse(cls: type[C], argv: list[str], prog: str) -> C:
                 prog=prog,
                 default=defaults,
                 description=f"{(cls.__doc__ or '').strip()}\n\n--config FILE reads a JSON recipe first; flags win. "
-                "--list prints every scheme, optimizer, dataset, tokenizer and model.",
+                "--list prints every scheme, optimizer, dataset, tokenizer and model; --version the versions.",
                 config=(tyro.conf.HelptextFromCommentsOff,),
                 use_underscores=True,
             )
@@ -81,6 +87,9 @@ def parse(cls: type[C], argv: list[str], prog: str) -> C:
         raise _reworded(cls, argv, errors.getvalue(), prog) from None
     hints = typing.get_type_hints(cls, include_extras=True)
     values = {f.name: check_value(f"--{f.name}", getattr(config, f.name), hints[f.name]) for f in _fields(cls)}
+    for field in _fields(cls):
+        if field.name != "sample_prompts" and values[field.name] != field.default:  # an empty prompt has no text yet
+            refuse_empty(f"--{field.name}", values[field.name])
     return cls(**values)
 
 
@@ -101,19 +110,28 @@ def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupte
         print(interrupted, file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
-        if not _is_gone(sys.stdout):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-        sys.exit(141)
+        if not _is_gone(sys.stdout, "\n"):
+            raise  # another pipe, such as a data worker's
+        _exit_unread()
+    finally:
+        if _is_gone(sys.stdout):
+            _exit_unread()
 
 
-def _is_gone(stream: TextIO) -> bool:
-    """Whether the reader of the stream has ended, as after `| head`."""
+def _is_gone(stream: TextIO, text: str = "") -> bool:
+    """Whether the reader of the stream, as `| head`, has ended before `text` and what is still buffered."""
     try:
+        stream.write(text)
         stream.flush()
-    except BrokenPipeError:
+    except OSError:
         return True
     return False
+
+
+def _exit_unread() -> NoReturn:
+    """Exit as by SIGPIPE."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at exit
+    sys.exit(141)
 
 
 def as_dict(config: Any) -> dict[str, Any]:
@@ -163,7 +181,9 @@ def _take_option(argv: list[str], option: str) -> tuple[str | None, list[str]]:
 
 
 def _read_recipe(cls: type, path: str) -> dict[str, Any]:
-    recipe = read_json(path, "--config")
+    own = Path(__file__).parents[1] / path
+    shipped = Path(path).parts[:1] == ("configs",) and not Path(path).exists() and own.is_file()
+    recipe = read_json(own if shipped else path, "--config")  # of an installed package, from any folder
     if not isinstance(recipe, dict):
         raise UserError(f"--config ({path}): a recipe is a JSON object, not {type(recipe).__name__}.")
     return check_fields(cls, {k: v for k, v in recipe.items() if not k.startswith("_")}, f"--config ({path})")

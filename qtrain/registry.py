@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-from qtrain.checks import check_fields, type_name
+from qtrain.checks import check_fields, refuse_empty, type_name
 from qtrain.errors import UserError, unknown_name
 
 T = TypeVar("T")
@@ -53,8 +53,11 @@ class Registry(Generic[T]):
 
     def make(self, name: str, options: Mapping[str, Any], flag: str) -> T:
         """Build the entry `name` from JSON `options`, checked against its fields. `flag` is named in errors."""
-        cls = self.get(name, flag)
-        return cls(**check_fields(cls, options, f"{flag} ({name})"))
+        cls, where = self.get(name, flag), f"{flag} ({name})"
+        checked = check_fields(cls, options, where)
+        for key, value in checked.items():
+            refuse_empty(f"{where}.{key}", value)
+        return cls(**checked)
 
     def make_typed(self, spec: Mapping[str, Any], flag: str) -> T:
         """Build the entry that `spec["type"]` names from the other keys of `spec`."""

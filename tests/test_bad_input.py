@@ -81,6 +81,16 @@ FLAGS = [
     wrong("--train_ds.paths: 'r\\ud800'", "not valid Unicode", train_ds={**TEXT, "paths": "r\ud800"}),
     wrong("--train_ds.x: 'r\\udc00'", "not valid Unicode", train_ds={**TEXT, "x": {"r\udc00": 1}}),
     wrong("--train_ds: the dataset 'json' cannot be read", "s3fs", train_ds={**HF, "data_files": "s3://b/x.jsonl"}),
+    wrong("--train_ds (token).dataset_dir: the value is empty", train_ds={"type": "token", "dataset_dir": ""}),
+    wrong("--train_ds (token).dataset_dir: the value is empty", train_ds={"type": "token", "dataset_dir": ["a", ""]}),
+    wrong("--train_ds (text).paths: the value is empty", train_ds={**TEXT, "paths": ""}),
+    wrong("--train_ds (text).tokenizer: the value is empty", train_ds={**TEXT, "tokenizer": ""}),
+    wrong("--runs_dir: the value is empty", runs_dir=""),
+    wrong("--resume: the value is empty", resume=""),
+    wrong("--model: the value is empty", model=""),
+    wrong_tokenize("--output_dir: the value is empty", output_dir=""),
+    wrong_tokenize("--files: the value is empty", files=["jsonl", ""]),
+    wrong("b.jsonl.gz has the ending '.gz'", "hf_text", train_ds={**TEXT, "paths": "b.jsonl.gz"}),
     wrong("--lr: 'x' is not allowed", words=("--lr=1", "--lr=x")),
     wrong("--dtype: 'fp16' is not allowed", "'auto', 'bf16', 'fp32'", dtype="fp16"),
     wrong("--device: 'gpu' is not allowed", "'auto', 'cuda', 'cpu'", device="gpu"),
@@ -313,7 +323,7 @@ CHOICES = [
     wrong("--batch_size: 2 is not", "auto x 4", batch_size=2, gradient_accumulation=4),
     wrong("--trackers: unknown tracker 'tensorbord'", "Did you mean 'tensorboard'?", trackers=["tensorbord"]),
     wrong("--run_name: 'a/b' cannot name a folder", "letters", run_name="a/b"),
-    wrong("--run_name: '' cannot name a folder", run_name=""),
+    wrong("--run_name: the value is empty", run_name=""),
     wrong("--run_name: 'xxx", "at most 100", run_name="x" * 300),
     wrong("--runs_dir: cannot write", "empty.txt", runs_dir="empty.txt"),
     wrong("--hellaswag_file: cannot read no.jsonl", hellaswag=True, hellaswag_file="no.jsonl"),
@@ -326,7 +336,6 @@ CHOICES = [
 RESUME = [
     wrong("--resume: no/such cannot be loaded", "no such folder", resume="no/such"),
     wrong("--resume: jsonl cannot be loaded", "no complete checkpoint", resume="jsonl"),
-    wrong("--resume: . cannot be loaded", resume=""),
     wrong("--resume: empty.txt cannot be loaded", resume="empty.txt"),
     wrong("--resume: incomplete/00000002 cannot be loaded", "COMPLETE", resume="incomplete/00000002"),
     wrong("--n_steps: 1 is less than the 2 steps", resume="RUN", n_steps=1),
@@ -421,6 +430,7 @@ def _write_small_files() -> None:
     Path("nan.json").write_text('{"lr": NaN}')
     Path("deep.json").write_text("[" * 100_000)
     Path("long.json").write_text('{"n_steps": ' + "9" * 5000 + "}")
+    Path("b.jsonl.gz").write_bytes(b"x")
     Path("inf.json").write_text('{"lr": 1e999}')
     Path("kwargs.json").write_text('{"train_ds": "token"}')
     Path("no_text.jsonl").write_text('{"text": ""}\n' * 5)
@@ -506,7 +516,7 @@ def script(name: str, argv: list[str], folder: Path, **environment: str) -> subp
         (
             "tokenize_data.py",
             wrong_tokenize(words=("--n_procs", "two")),
-            "error: --n_procs: 'two' is not allowed; it must be a whole number at least 0.\n",
+            "error: --n_procs: 'two' is not allowed; it must be a whole number from 0 to 1024.\n",
         ),
     ],
 )

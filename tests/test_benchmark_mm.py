@@ -63,7 +63,7 @@ def test_all_tables(tmp_path):
         (["--shapes", "12x13"], "--shapes: '12x13' is not a size"),
         (["--shapes", ","], "--shapes: it is empty"),
         (["--tables", "mn"], "--tables: unknown table 'mn'. Did you mean 'mm'"),
-        (["--tables", ""], "--tables: it is empty"),
+        (["--tables", ""], "--tables: the value is empty"),
         (["--rows", "int9"], "--rows: no row has 'int9'"),
         (["--model", "qwen9"], "--model: unknown model 'qwen9'"),
         (["--tables", "linears", "--schemes", "int9"], "--schemes: unknown scheme 'int9'"),

@@ -49,6 +49,12 @@ def test_a_recipes_number_that_fits_no_machine_number(tmp_path, key, number):
     assert len(str(caught.value)) < 400
 
 
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        run("--version")
+    assert stop.value.code == 0 and capsys.readouterr().out.startswith("qtrain 0.1.0 python 3.")
+
+
 def test_flags_in_both_spellings():
     assert run("--batch_size", "100_000").batch_size == 100_000
     assert run("--batch-size=8").batch_size == 8

@@ -23,6 +23,7 @@ from qtrain.data.text.manifest import read_manifest
 from qtrain.data.text.tokenize import dtype_for
 from qtrain.errors import UserError
 from tests.data.corpora import functions, source_texts, write_files, write_jsonl, write_parquet
+from tests.system import call, flags
 
 ROOT = Path(__file__).parent.parent
 
@@ -295,3 +296,11 @@ def test_progress_without_a_terminal_is_plain_lines(capsys, monkeypatch):
         progress.advance(4, 1000)
     line = capsys.readouterr().out
     assert "6 documents  1,000 tokens" in line and "60%  ETA 00:00:00" in line and "\x1b" not in line
+
+
+def test_the_printed_next_command_names_a_model_that_fits_the_machine(tmp_path, monkeypatch):
+    """Without --model it would train the scripts' default of 470 M parameters."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("some text " * 50)
+    outcome = call(tokenize_data.main, flags(files="a.txt", split="all", tokenizer="byte", n_procs=1, output_dir="t"))
+    assert "Train on it: python llm_pretrain.py --model quickstart --train_ds" in outcome.out

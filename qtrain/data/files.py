@@ -11,6 +11,7 @@ from pathlib import Path
 from qtrain.errors import UserError, nearest
 
 SUFFIXES = (".txt", ".py", ".jsonl", ".parquet")
+STREAMED = (".gz", ".zst", ".bz2", ".xz", ".arrow")
 STDLIB = "python:stdlib"
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 SPLITS = ("all", "train", "validation")
@@ -36,7 +37,8 @@ def match_files(entry: str, suffixes: Iterable[str], flag: str, fix: str = "") -
         root, found = path, sorted(p for p in path.rglob("*") if p.suffix in suffixes and p.is_file())
     elif path.is_file():
         if path.suffix not in suffixes:
-            raise UserError(f"{flag}: {entry} has the ending {path.suffix!r}; allowed: {', '.join(suffixes)}.")
+            stream = ' Compressed and .arrow files are read by "type":"hf_text".' if path.suffix in STREAMED else ""
+            raise UserError(f"{flag}: {entry} has the ending {path.suffix!r}; allowed: {', '.join(suffixes)}.{stream}")
         root, found = path.parent, [path]
     elif glob.has_magic(entry):
         first_magic = next(i for i, part in enumerate(path.parts) if glob.has_magic(part))

@@ -24,6 +24,17 @@ if TYPE_CHECKING:
 LOCAL_READERS = ("arrow", "csv", "json", "parquet", "text")
 """Dataset names that mean a file format instead of a hub id; the files are in `data_files`."""
 
+READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text", ".arrow": "arrow"}
+"""Suffix of a local file -> the name of its reader in `datasets`."""
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+
+
+def reader_of(path: str) -> str | None:
+    """The reader of a file by its suffix, that of its contents where it is compressed; None for another suffix."""
+    name = Path(path)
+    return READERS.get(Path(name.stem).suffix if name.suffix in COMPRESSED else name.suffix)
+
+
 FIX = "Check the name, or use local files, which need no network (dataset type text, or tokenize_data.py --files)."
 
 
@@ -40,6 +51,21 @@ class RowSource:
     records: bool = False
     fix: str = FIX
     """What to do where the hub cannot serve it."""
+
+    @staticmethod
+    def of(
+        dataset: str,
+        subset: str | None,
+        split: str,
+        columns: tuple[str, ...],
+        data_files: Any,
+        *,
+        records: bool = False,
+    ) -> "RowSource":
+        """A source whose `dataset` may also be a local file or a glob of files."""
+        if data_files is None and (reader := reader_of(dataset)) and not Path(dataset).is_dir():
+            dataset, data_files = reader, dataset
+        return RowSource(dataset, subset, split, columns, data_files, records)
 
     def open(self, flag: str) -> "datasets.IterableDataset":
         """The streaming dataset; files, split and columns are checked. Raises UserError naming `flag`."""
@@ -107,6 +133,9 @@ class RowSource:
 
     def _check_files(self, flag: str) -> None:
         if self.dataset not in LOCAL_READERS:
+            if Path(self.dataset).is_file():
+                known = ", ".join(READERS)
+                raise UserError(f"{flag}: {self.dataset!r} cannot be read by its ending; allowed: {known}.")
             if self._is_local() and not Path(self.dataset).is_dir():
                 raise UserError(f"{flag}: the folder {self.dataset!r} does not exist.")
         elif not self._files():

@@ -32,8 +32,8 @@ def import_timm(flag: str = "--model") -> ModuleType:
     """The module timm. UserError with the command that installs it if it is missing."""
     try:
         import timm
-    except ImportError:
-        raise missing_package("timm", f"{flag}: a vision model") from None
+    except ImportError as error:  # of timm itself, or of torchvision, which it imports
+        raise missing_package((error.name or "timm").partition(".")[0], f"{flag}: a vision model") from None
     return timm
 
 

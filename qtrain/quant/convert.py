@@ -25,6 +25,9 @@ SIBLINGS = (
 quantizations of the input and keeps one. The shared bits never meet in one product."""
 
 
+NOTHING = "the scheme quantizes nothing"
+
+
 @dataclass(frozen=True)
 class LinearChoice:
     """The decision on one linear: `reason` says why it stays in high precision; None: it is swapped, to `scheme`."""
@@ -112,7 +115,7 @@ def choose_linears(
     for linear, names in find_linears(model).items():
         taken = ""
         if high_precision:
-            reason = "the scheme quantizes nothing"
+            reason = NOTHING
         elif linear is head and not quantize_head:
             reason = "output head (--quantize_lm_head takes it too)"
         elif type(linear) is not nn.Linear:
@@ -205,6 +208,8 @@ def _shared_weights(model: nn.Module) -> set[int]:
 
 def describe_choices(choices: list[LinearChoice]) -> list[str]:
     """The plan's lines: one per (kind, shape, decision), with the number of linears."""
+    if choices and all(c.reason == NOTHING for c in choices):
+        return [f"{len(choices):4d} linears: all left, {NOTHING}"]
     mixed = len({c.scheme for c in choices if c.reason is None}) > 1
     groups: dict[tuple[str, int, int, str], int] = {}
     for c in choices:

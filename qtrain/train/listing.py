@@ -4,13 +4,16 @@ import textwrap
 
 from qtrain.data import DATASETS, IMAGE_SETS, TOKENIZERS
 from qtrain.models import list_models
+from qtrain.models.vision import import_timm
 from qtrain.optim import OPTIMIZERS
 from qtrain.quant import SCHEMES
 from qtrain.registry import Registry
 
 
-def listing() -> str:
-    """All registries as text: each entry with its description and the keys of its JSON options."""
+def listing(vision: bool = False) -> str:
+    """All registries as text: each entry with its description and the keys of its JSON options.
+
+    vision: timm's models instead of the language models."""
     blocks = [
         _block("schemes (--quantize)", SCHEMES.describe(), SCHEMES),
         _block("optimizers (--optim)", OPTIMIZERS.describe(), OPTIMIZERS),
@@ -18,9 +21,20 @@ def listing() -> str:
         _block('dataset types (--train_ds {"type": ...})', DATASETS.describe(), DATASETS),
         _block("image dataset types (timm_finetune.py)", IMAGE_SETS.describe(), IMAGE_SETS),
         _block("tokenizers", sorted(TOKENIZERS.items())),
-        _block("models (--model; also: a .json file, a folder, a hub id)", list_models()),
+        _vision_models()
+        if vision
+        else _block("models (--model; also: a .json file, a folder, a hub id)", list_models()),
     ]
     return "\n\n".join(blocks)
+
+
+def _vision_models() -> str:
+    """timm's models, those of a module on one line."""
+    timm = import_timm("--list")
+    lines = ["models of timm (--model)"]
+    for module in timm.list_modules():
+        lines += _wrapped(f"  {module}: ", " ".join(timm.list_models(module=module)))
+    return "\n".join(lines)
 
 
 def _block(title: str, entries: list[tuple[str, str]], registry: Registry | None = None) -> str:

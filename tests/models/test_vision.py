@@ -109,3 +109,21 @@ def test_timm_loads_the_export_by_file_and_by_folder(scheme, tmp_path):
         assert torch.equal(found, expected)
     assert float(((found - expected).norm() / expected.norm()).detach()) < 0.05
     assert by_folder.pretrained_cfg["input_size"] == (3, 16, 16) and by_folder.pretrained_cfg["num_classes"] == 5
+
+
+def test_the_missing_package_is_named_be_it_timm_or_what_it_imports(monkeypatch):
+    """torchvision, which timm imports, may be the one that is missing."""
+    import sys
+
+    from qtrain.models.vision import import_timm
+
+    for module in [name for name in sys.modules if name.partition(".")[0] == "timm"]:
+        monkeypatch.delitem(sys.modules, module)
+    for missing in ("torchvision", "timm"):
+        monkeypatch.setitem(sys.modules, missing, None)
+        with monkeypatch.context() as patch:
+            if missing == "torchvision":
+                for module in [n for n in sys.modules if n.startswith("torchvision.")]:
+                    patch.delitem(sys.modules, module)
+            with pytest.raises(UserError, match=f"pip install {missing}"):
+                import_timm()

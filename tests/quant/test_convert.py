@@ -1,10 +1,11 @@
 """The swap: what is taken, what is left and why, and that parameters stay the objects the optimizer knows."""
 
 import pytest
+import torch
 from torch import nn
 
 from qtrain.errors import UserError
-from qtrain.quant import SCHEMES, LowBitLinear, describe_choices, quantize_linears
+from qtrain.quant import SCHEMES, LowBitLinear, choose_linears, describe_choices, quantize_linears
 
 
 class Model(nn.Module):
@@ -65,3 +66,11 @@ def test_bad_choices_are_refused(name, options, message):
     with pytest.raises(UserError, match="--quantize") as error:
         SCHEMES.make(name, options, "--quantize")
     assert message in str(error.value)
+
+
+def test_the_plan_says_once_that_the_scheme_quantizes_nothing():
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8))
+    choices = choose_linears(model, SCHEMES.make("bf16", {}, "--quantize"), device=torch.device("cpu"))
+    assert [line.split() for line in describe_choices(choices)] == [
+        ["3", "linears:", "all", "left,", "the", "scheme", "quantizes", "nothing"]
+    ]

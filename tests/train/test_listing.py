@@ -66,5 +66,11 @@ def test_names_are_listed_with_their_lines(title, entries):
     assert [line.split() for line in block(title)] == [[name, *line.split()] for name, line in entries]
 
 
+def test_the_vision_script_lists_vision_models():
+    timm = pytest.importorskip("timm")
+    shown = set(listing(vision=True).split())
+    assert set(timm.list_models()) <= shown and "llama2-470m" not in shown
+
+
 def test_lines_fit_a_wide_terminal():
-    assert all(len(line) <= 160 for line in listing().splitlines())
+    assert all(len(line) <= 160 for line in (listing() + listing(vision=True)).splitlines())

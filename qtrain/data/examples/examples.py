@@ -7,7 +7,6 @@ position is the start of the window, the place in it, and the counts so far."""
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -22,9 +21,6 @@ from qtrain.data.permutation import Permutation
 from qtrain.data.stream import Dataset, Stream, StreamContext, check_position, checked_tokenizer
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from qtrain.errors import UserError
-
-READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-"""Suffix of a local file -> the name of its reader in `datasets`."""
 
 COUNTS = ("read", "dropped", "cut", "empty")
 """Examples read; too long and dropped; too long and cut; without anything to train on, and dropped."""
@@ -42,7 +38,7 @@ class ExampleDataset(Dataset):
     """The options of every dataset of examples; a subclass defines how a row becomes segments of text."""
 
     dataset: str
-    """hub id; a local .jsonl, .json, .csv or .parquet file or glob; or a file format with data_files"""
+    """hub id; a local .jsonl, .json, .csv, .parquet or .arrow file (also .gz) or glob; or a format with data_files"""
     tokenizer: str | None = None
     """name, file, folder or hub id of the tokenizer; null: the model's"""
     subset: str | None = None
@@ -95,10 +91,7 @@ class ExampleDataset(Dataset):
             raise UserError(f'{flag}: it does not say its tokenizer; add "tokenizer":"NAME" to it.')
         tokenizer = checked_tokenizer(name, ctx, flag)
         renderer = self.renderer(tokenizer, flag)
-        dataset, files = self.dataset, self.data_files
-        if files is None and Path(dataset).suffix in READERS:  # a local file
-            dataset, files = READERS[Path(dataset).suffix], dataset
-        source = RowSource(dataset, self.subset, self.split, renderer.columns, files, records=True)
+        source = RowSource.of(self.dataset, self.subset, self.split, renderer.columns, self.data_files, records=True)
         return RowReader(source, ctx.seed, ctx.shuffle, ctx.rank, ctx.world, flag), renderer, tokenizer
 
 
@@ -197,7 +190,8 @@ class ExampleStream(Stream):
         why = [f"{counts['empty']} have nothing to learn"] if counts["empty"] else []
         why += [f"{counts['dropped']} are longer than seq_len+1 = {length} tokens"] if counts["dropped"] else []
         why += [f"none is in the part {self._options.part!r}"] if not counts["read"] else []
-        fix = "Raise --seq_len, or set too_long to 'cut'." if counts["dropped"] else "Use other data."
+        cut = "" if self._options.too_long == "cut" else ", or set too_long to 'cut'"
+        fix = f"Raise --seq_len{cut}." if counts["dropped"] else "Use other data."
         return UserError(f"{self._flag}: of {counts['read']} examples none can be used: {', '.join(why)}. {fix}")
 
     def _window(self, cursor: Mapping[str, Any]) -> tuple[list[Sample], dict[str, Any], dict[str, int]]:

@@ -11,6 +11,8 @@ from qtrain.data.images.images import IMAGE_SETS, Images, ImageSet, decode
 from qtrain.errors import UserError, unknown_name
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".jp2")
+SPLITS = ("train", "training", "val", "valid", "validation", "dev", "test", "testing", "eval")
+"""Names that folders of splits usually have."""
 
 
 class _Folder(Images):
@@ -39,7 +41,9 @@ class ImageFolder(ImageSet):
         root = Path(self.path).expanduser()
         if not root.is_dir():
             raise UserError(f"{flag}: the folder {self.path!r} does not exist.")
-        if self.split is not None:
+        if self.split is None:
+            _refuse_splits_as_classes(root, flag)
+        else:
             splits = [p.name for p in root.iterdir() if p.is_dir()]
             if self.split not in splits:
                 raise unknown_name(flag, f"split of {self.path!r}", self.split, splits)
@@ -58,6 +62,19 @@ class ImageFolder(ImageSet):
             files += [os.path.relpath(path, root) for path in found]
             labels += [label] * len(found)
         return _Folder(root, classes, files, labels, flag)
+
+
+def _refuse_splits_as_classes(root: Path, flag: str) -> None:
+    """UserError where all folders are named as splits and hold folders of classes: they would be the classes."""
+    folders = [p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")]
+    names = sorted(p.name for p in folders)
+    named = len(names) > 1 and all(name.lower() in SPLITS for name in names)
+    if named and all(any(p.is_dir() for p in folder.iterdir()) for folder in folders):
+        train = next((name for name in names if name.lower().startswith("train")), names[0])
+        raise UserError(
+            f"{flag}: the folders of {root} are splits, not classes: {', '.join(names)}. "
+            f'Add "split":"{train}" for one, and another in --eval_ds.'
+        )
 
 
 def _image_files(folder: Path) -> list[str]:

@@ -19,7 +19,7 @@ class HfTextDataset(Dataset):
     """A Hugging Face dataset, streamed and tokenized during training"""
 
     dataset: str
-    """hub id; or json, parquet, csv, text or arrow with data_files"""
+    """hub id; a local file or glob; or json, parquet, csv, text or arrow with data_files"""
     tokenizer: str
     """name, file, folder or hub id of the tokenizer"""
     subset: str | None = None
@@ -38,7 +38,7 @@ class HfTextDataset(Dataset):
 
     def open(self, ctx: StreamContext, flag: str) -> Stream:
         tokenizer = checked_tokenizer(self.tokenizer, ctx, flag)
-        source = RowSource(self.dataset, self.subset, self.split, (self.text_column,), self.data_files)
+        source = RowSource.of(self.dataset, self.subset, self.split, (self.text_column,), self.data_files)
         reader = RowReader(source, ctx.seed, ctx.shuffle, ctx.rank, ctx.world, flag)
         return HfTextStream(reader, self.shuffle_buffer, ctx, tokenizer, flag)
 

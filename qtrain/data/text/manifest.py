@@ -1,5 +1,6 @@
 """manifest.json: the contents of a folder of token shards, and the progress of its tokenization."""
 
+import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, field
@@ -66,6 +67,19 @@ def read_manifest(folder: Path, flag: str) -> Manifest:
     if manifest.complete and not {"name", "fingerprint"} <= manifest.tokenizer.keys():
         raise UserError(f"{where}: it does not name its tokenizer; write the folder again with tokenize_data.py.")
     return manifest
+
+
+def damaged_shard(folder: Path, manifest: Manifest) -> Path | None:
+    """The first shard of the folder that is missing or whose sha256 is not the manifest's. Reads all shards."""
+    for shard in manifest.shards:
+        try:
+            with (folder / shard.file).open("rb") as stream:
+                same = hashlib.file_digest(stream, "sha256").hexdigest() == shard.sha256
+        except OSError:
+            same = False
+        if not same:
+            return folder / shard.file
+    return None
 
 
 def write_atomic(path: Path, data: bytes) -> None:

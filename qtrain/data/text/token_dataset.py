@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,8 @@ import numpy as np
 from qtrain.data.batch import Sample
 from qtrain.data.permutation import Permutation
 from qtrain.data.stream import DATASETS, Dataset, Stream, StreamContext, check_position, check_same_tokenizer
-from qtrain.data.text.shards import TokenArray, find_shards
+from qtrain.data.text.manifest import FILE_NAME, Manifest, damaged_shard
+from qtrain.data.text.shards import Shard, TokenArray, find_shards
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from qtrain.errors import UserError
 
@@ -23,6 +25,8 @@ class TokenDataset(Dataset):
     """folders, .bin files or globs"""
     tokenizer: str | None = None
     """tokenizer of the ids, where no manifest names it"""
+    verify: bool = False
+    """read all shards at the start and compare their sha256 with the manifest's; sizes are always checked"""
 
     def load_tokenizer(self, flag: str) -> Tokenizer | None:
         _, manifests = find_shards(self.dataset_dir, flag)
@@ -36,6 +40,8 @@ class TokenDataset(Dataset):
 
     def open(self, ctx: StreamContext, flag: str) -> Stream:
         shards, manifests = find_shards(self.dataset_dir, flag)
+        if self.verify:
+            _verify(shards, manifests, flag)
         for folder, manifest in manifests:
             tokenizer = manifest.tokenizer
             if tokenizer["fingerprint"] != manifests[0][1].tokenizer["fingerprint"]:
@@ -91,6 +97,19 @@ class TokenStream(Stream):
     def seek(self, position: Mapping[str, Any]) -> None:
         check_position(position, {"windows": self._windows, "seed": self._ctx.seed}, self._flag)
         self._taken = position["sample"]
+
+
+def _verify(shards: list[Shard], manifests: list[tuple[Path, Manifest]], flag: str) -> None:
+    """UserError for a shard whose contents are not the manifest's, or that no manifest lists."""
+    listed = [folder for folder, _ in manifests]
+    for shard in shards:
+        if shard.path.parent not in listed:
+            raise UserError(f"{flag}.verify: {shard.path} has no {FILE_NAME} beside it; leave verify out.")
+    for folder, manifest in manifests:
+        if damaged := damaged_shard(folder, manifest):
+            raise UserError(
+                f"{flag}: {damaged} is damaged: its sha256 is not the one in {FILE_NAME}. Write or copy it again."
+            )
 
 
 def _beyond_vocabulary(flag: str, where: str, token_id: int, vocab_size: int | None) -> UserError:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qtrain.data.text.corpus import Corpus
-from qtrain.data.text.manifest import Manifest, ShardEntry, publish
+from qtrain.data.text.manifest import Manifest, ShardEntry, damaged_shard, publish
 from qtrain.data.text.progress import TokenizeProgress
 from qtrain.data.tokenizers.tokenizer import Tokenizer
 from qtrain.errors import UserError
@@ -119,14 +119,8 @@ class ShardWriter:
 
 def check_finished_shards(folder: Path, manifest: Manifest) -> None:
     """Refuse to resume from shards whose sha256 is not the manifest's."""
-    for shard in manifest.shards:
-        try:
-            with (folder / shard.file).open("rb") as stream:
-                same = hashlib.file_digest(stream, "sha256").hexdigest() == shard.sha256
-        except OSError:
-            same = False
-        if not same:
-            raise UserError(f"--output_dir: {folder / shard.file} is missing or damaged. Delete {folder}, begin again.")
+    if damaged := damaged_shard(folder, manifest):
+        raise UserError(f"--output_dir: {damaged} is missing or damaged. Delete {folder}, begin again.")
 
 
 def encode_chunks(

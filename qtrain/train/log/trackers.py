@@ -25,6 +25,9 @@ class Tracker(ABC):
     @abstractmethod
     def log(self, values: Mapping[str, float], step: int) -> None: ...
 
+    def log_samples(self, samples: Sequence[tuple[str, str]], step: int) -> None:  # noqa: B027
+        """Texts that the model wrote: (prompt, continuation). A tracker without text does nothing."""
+
     @abstractmethod
     def close(self) -> None: ...
 
@@ -65,6 +68,12 @@ class TensorBoardTracker(Tracker):
     def log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, global_step=step)
+
+    def log_samples(self, samples: Sequence[tuple[str, str]], step: int) -> None:
+        for number, (prompt, continuation) in enumerate(samples):
+            # As code, because a text may hold Markdown.
+            text = "\n".join("    " + line for line in f"{prompt} [>] {continuation}".splitlines())
+            self._writer.add_text(f"sample {number}", text, global_step=step)
 
     def close(self) -> None:
         self._writer.close()
@@ -113,7 +122,7 @@ class Trackers:
             log.warning("tracker %s failed and is dropped: %s: %s", name, type(error).__name__, what)
 
     def log(self, record: Mapping[str, Any], step: int) -> None:
-        """Send the numbers of a record; strings, lists and nulls are in metrics.jsonl only."""
+        """Send the numbers and the `samples` of a record; other text, lists and nulls are in metrics.jsonl only."""
         values = {
             key: value
             for key, value in record.items()
@@ -121,6 +130,8 @@ class Trackers:
         }
         for name, tracker in list(self._open.items()):
             self._guard(name, lambda tracker=tracker: tracker.log(values, step))
+            if samples := record.get("samples"):
+                self._guard(name, lambda tracker=tracker, samples=samples: tracker.log_samples(samples, step))
 
     def close(self) -> None:
         for name, tracker in list(self._open.items()):

@@ -172,3 +172,49 @@ def test_the_tokenizers_own_template_and_other_words_for_roles(tmp_path):
     (sample,) = epoch({k: v for k, v in given.items() if v is not None}, seq_len=8)
     assert sample.tokens[:4].tolist() == [0, 1, 3, 3]  # the template writes the end token; then filling
     assert sample.trained.tolist() == [True, True] + [False] * 6
+
+
+@pytest.mark.parametrize("name", ["q.jsonl.gz", "q.jsonl.bz2", "q.jsonl.xz", "q.arrow", "q.jsonl"])
+def test_local_files_of_every_kind_give_the_same_samples(name, tmp_path):
+    """Compressed, and in Arrow's stream format."""
+    import bz2
+    import gzip
+    import lzma
+
+    import pyarrow.json
+
+    write_questions(tmp_path / "plain.jsonl")
+    data = (tmp_path / "plain.jsonl").read_bytes()
+    path = tmp_path / name
+    if name.endswith(".arrow"):
+        table = pyarrow.json.read_json(tmp_path / "plain.jsonl")
+        with pyarrow.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
+    else:
+        packers = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".jsonl": bytes}
+        path.write_bytes(packers[path.suffix](data))
+    options = {"type": "instruct", "template": "gsm8k", "tokenizer": "byte"}
+    streams = [
+        open_stream({**options, "dataset": str(file)}, StreamContext(seq_len=128, seed=1), "--train_ds")
+        for file in (path, tmp_path / "plain.jsonl")
+    ]
+    for _ in range(5):
+        first, second = (stream.next_sample() for stream in streams)
+        assert np.array_equal(first.tokens, second.tokens)
+
+
+def test_a_file_of_another_kind_is_not_a_missing_folder(tmp_path):
+    (tmp_path / "q.xls").write_bytes(b"x")
+    spec = {"type": "instruct", "template": "gsm8k", "tokenizer": "byte", "dataset": str(tmp_path / "q.xls")}
+    with pytest.raises(UserError, match=r"q\.xls' cannot be read by its ending; allowed: \.jsonl"):
+        open_stream(spec, StreamContext(seq_len=128, seed=1), "--train_ds")
+
+
+def test_too_long_is_not_advised_where_it_is_set(tmp_path):
+    write_questions(tmp_path / "q.jsonl")
+    spec = {"type": "instruct", "template": "gsm8k", "tokenizer": "byte", "dataset": str(tmp_path / "q.jsonl")}
+    for too_long, advised in (("drop", True), ("cut", False)):
+        with pytest.raises(UserError, match=r"Raise --seq_len") as caught:
+            stream = open_stream({**spec, "too_long": too_long}, StreamContext(seq_len=2, seed=1), "--train_ds")
+            stream.next_sample()
+        assert ("too_long to 'cut'" in str(caught.value)) is advised

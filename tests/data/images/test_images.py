@@ -78,6 +78,17 @@ def test_sets_of_other_classes_are_told_apart(tmp_path):
         check_same_classes(a, c, "--eval_ds")
 
 
+def test_folders_of_splits_are_not_taken_for_classes(tmp_path):
+    for split in ("train", "val"):
+        write_folder(tmp_path / "photos" / split)
+    spec = {"type": "image_folder", "path": f"{tmp_path}/photos"}
+    with pytest.raises(UserError, match=r'splits, not classes: train, val\. Add "split":"train"'):
+        open_images(spec, "--train_ds")
+    assert open_images({**spec, "split": "val"}, "--eval_ds").classes == CLASSES
+    write_folder(tmp_path / "real", classes=("train", "test"))  # image files right below: classes after all
+    assert open_images({**spec, "path": f"{tmp_path}/real"}, "--train_ds").classes == ("test", "train")
+
+
 def test_every_type_describes_itself():
     assert IMAGE_SETS.names() == ["hf_image", "image_folder", "parquet", "sklearn:digits", "wds"]
     assert all(line.endswith(".") or len(line) > 40 for _, line in IMAGE_SETS.describe())

@@ -1,11 +1,13 @@
 """Every .bin format is recognised and read exactly, masks included; a file that contradicts itself is refused."""
 
+import hashlib
 import json
 import os
 
 import numpy as np
 import pytest
 
+from qtrain.data import StreamContext, open_stream
 from qtrain.data.text.manifest import Manifest, ShardEntry
 from qtrain.data.text.shards import TokenArray, find_shards
 from qtrain.errors import UserError
@@ -140,6 +142,28 @@ def test_a_shard_that_is_removed_while_others_are_read(tmp_path):
     shards[1].path.unlink()
     with pytest.raises(UserError, match=r"--train_ds: cannot read .*tokens_00001\.bin: No such file"):
         array.read(500, 200)
+
+
+def test_a_flipped_bit_is_found_with_verify(tmp_path):
+    folder = ours(tmp_path / "set")
+    record = json.loads((folder / "manifest.json").read_text())
+    for entry in record["shards"]:
+        entry["sha256"] = hashlib.sha256((folder / entry["file"]).read_bytes()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(record))
+    ctx, spec = StreamContext(seq_len=8, seed=0), {"type": "token", "dataset_dir": str(folder), "verify": True}
+    open_stream(spec, ctx, "--train_ds")
+    data = bytearray((folder / "tokens_00001.bin").read_bytes())
+    data[100] ^= 1
+    (folder / "tokens_00001.bin").write_bytes(data)
+    open_stream({**spec, "verify": False}, ctx, "--train_ds")
+    with pytest.raises(UserError, match=r"--train_ds: .*tokens_00001\.bin is damaged: its sha256"):
+        open_stream(spec, ctx, "--train_ds")
+
+
+def test_verify_needs_a_manifest(tmp_path):
+    spec = {"type": "token", "dataset_dir": str(write_raw(tmp_path / "x.bin", TOKENS)), "verify": True}
+    with pytest.raises(UserError, match=r"--train_ds.verify: .*x\.bin has no manifest\.json"):
+        open_stream(spec, StreamContext(seq_len=8, seed=0), "--train_ds")
 
 
 def test_a_missing_shard_is_named(tmp_path):

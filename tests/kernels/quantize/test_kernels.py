@@ -12,7 +12,7 @@ from qtrain.kernels.quantize.reference import quantize_ref, quantize_transposed_
 from qtrain.kernels.quantize.rowwise import launch_rowwise
 from qtrain.kernels.quantize.rowwise_bf16x2 import launch_rowwise_bf16x2, row_blocks, supports_rowwise_bf16x2
 from qtrain.kernels.quantize.tiled import Tile, launch_tiled
-from tests.cases import KINDS, SHAPES, matrix
+from tests.cases import KINDS, SHAPES, matrix, without_e5m2
 
 ROLE = 2
 ROWS = ["rowwise", "1x128", "1x32"]
@@ -104,7 +104,7 @@ SMALL = {"tile": Tile(32, 32, 4, True)}
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("key", [None, KEY], ids=["nearest", "stochastic"])
-@pytest.mark.parametrize("fmt", ["int8", "e4m3", "e5m2", "int4"])
+@pytest.mark.parametrize("fmt", without_e5m2(["int8", "e4m3", "e5m2", "int4"]))
 def test_kernels_in_the_interpreter(fmt, key):
     for kind in ("outlier", "nonfinite"):
         x = stress_matrix(34, 40, 0, kind, torch.float32, "cpu")
@@ -119,7 +119,7 @@ def test_kernels_in_the_interpreter(fmt, key):
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("key", [None, KEY], ids=["nearest", "stochastic"])
-@pytest.mark.parametrize("fmt", ["int8", "e4m3", "e5m2"])
+@pytest.mark.parametrize("fmt", without_e5m2(["int8", "e4m3", "e5m2"]))
 def test_rowwise_bf16x2_in_the_interpreter(fmt, key):
     cases = [("outlier", 33, 320), ("nonfinite", 9, 264), ("zero_row", 3, 40), ("normal", 1, 8)]
     for number, (kind, m, k) in enumerate(cases):

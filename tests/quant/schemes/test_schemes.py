@@ -394,9 +394,7 @@ def test_a_linear_is_its_emulation_on_the_gpu(name, options, changes, power_of_t
         found, true = run(low, x, dy), run(high, x.double(), dy.double())
         for key in true:
             error = (found[key].double() - true[key]).norm() / true[key].norm()
-            limit = (
-                0.02 if name == "nvfp4" else 0.01
-            )  # bf16 data divided by their absmax / 6 often lie midway between codes
+            limit = 0.04 if name == "nvfp4" else 0.01  # bf16 data lie midway between NVFP4's few codes more often
             assert error < limit and cosine(found[key], true[key]) > 0.999, f"{key} of {m}x{k}x{n}: {error}"
 
 

@@ -4,12 +4,16 @@ import importlib.util
 import json
 import logging
 import math
+import re
+import sys
+import types
 
 import pytest
 
 from qtrain.errors import UserError
 from qtrain.train.log import trackers
 from qtrain.train.log.trackers import TRACKERS, Tracker, Trackers, check_trackers, open_trackers
+from tests.system import ROOT
 
 
 class Recorder(Tracker):
@@ -116,3 +120,29 @@ def test_trackio_keeps_the_run_locally(tmp_path, monkeypatch):
     opened.log({"loss": 1.0}, 1)
     opened.close()
     assert any((tmp_path / "trackio").iterdir())
+
+
+def test_samples_reach_tensorboard(tmp_path, monkeypatch):
+    """Without the package: a stand-in for its writer."""
+    texts = {}
+
+    class Writer:
+        def __init__(self, *_, **__): ...
+        def add_text(self, name, text, global_step):
+            texts[name, global_step] = text
+
+        def add_scalar(self, *_, **__): ...
+        def close(self): ...
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
+    monkeypatch.setattr(TRACKERS["tensorboard"], "package", "json")
+    opened = open_trackers(["tensorboard"], {"lr": 0.1}, tmp_path, "p", "r")
+    opened.log({"eval_loss": 1.0, "samples": [("def f", "(x):\n  pass"), ("# a", "b")]}, 3)
+    assert texts["sample 0", 3] == "    def f [>] (x):\n      pass" and texts["sample 1", 3] == "    # a [>] b"
+
+
+def test_requirements_name_what_the_scripts_stand_on():
+    names = {re.split(r"[<>=;]", line)[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()}
+    assert names >= {"torch", "triton", "transformers", "datasets", "timm", "sentencepiece", "wandb", "tyro"}
+    development = (ROOT / "requirements-dev.txt").read_text()
+    assert all(tracker.package in names or tracker.package in development for tracker in TRACKERS.values())
