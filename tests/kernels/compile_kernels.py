@@ -22,6 +22,7 @@ from qtrain import hardware
 from qtrain.kernels.cross_entropy import launch_cross_entropy
 from qtrain.kernels.gemm import blockwise_mm, fp16_mm, int4_mm, int8_mm, scaled_mm
 from qtrain.kernels.gemm.transpose import launch_transpose_8bit
+from qtrain.kernels.numerics.encode import encoding
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.optim.fused_update import SIGNED_STATES, FusedUpdate, Slot
 from qtrain.kernels.optim.state_formats import BLOCKS, state_format, zero_state
@@ -267,6 +268,7 @@ def compile_for(arch: int, chosen: Callable[[int, bool], bool], *, once: bool = 
     driver.set_active(_Driver(arch))
     JITFunction.__getitem__ = compile_instead
     hardware.compute_capability = lambda device: divmod(arch, 10)
+    encoding.cache_clear()
     cases = (case for group in GROUPS for case in group())
     for number, (sampled, call) in enumerate(cases):
         if chosen(number, sampled):

@@ -5,6 +5,7 @@ its format; `pack_codes` packs those of formats below 8 bits. Kernels are launch
 would round a product and a sum once, where the definition rounds twice.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,7 @@ class Encoding:
     """The GPU converts fp32 to FP8; otherwise it is done with integer operations."""
 
 
+@functools.cache  # asked at each launch
 def encoding(fmt: str, device: torch.device, power_of_two: bool = False) -> Encoding:
     """The encoding of a format (`FORMATS`) on a device."""
     return Encoding(FORMATS[fmt], power_of_two, has_ptx(device), has_fp8(device))

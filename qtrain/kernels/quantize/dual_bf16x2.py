@@ -207,7 +207,7 @@ def _store_rows_pack_columns(
     STOCHASTIC: tl.constexpr, STOCHASTIC_T: tl.constexpr, SAME: tl.constexpr, CODE: tl.constexpr,
 ):  # fmt: skip
     """Stores the row codes of four rows x. Returns the column codes of the first and of the second numbers of pairs,
-    four rows to an int32. Stochastic codes are packed as they come, so that fewer are live."""
+    four rows to an int32. Stochastic codes are packed after every two rows, which limits live registers."""
     a0, b0 = _store_row_codes(
         ptrs, inside, x[0], inv[0], inv_first, inv_second, overflow, block, key, STOCHASTIC, STOCHASTIC_T, SAME, CODE
     )

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from qtrain.kernels.numerics import encode
 from qtrain.kernels.optim.fused_update import SIGNED_STATES, FusedUpdate, Slot
 from qtrain.kernels.optim.state_formats import dequantize_state, state_format, zero_state
 from qtrain.tensors.stored_weight import StoredWeight
@@ -247,9 +246,9 @@ def test_on_the_gpu_the_kernel_is_the_definition(kind):
 
 
 @pytest.mark.gpu
-def test_on_the_gpu_fp8_without_its_instructions(monkeypatch):
+@pytest.mark.usefixtures("without_fp8_instructions")
+def test_on_the_gpu_fp8_without_its_instructions():
     """The conversions of GPUs before sm_89."""
-    monkeypatch.setattr(encode, "has_fp8", lambda device: False)
     compare("adamw", "cuda", True, 3, GPU_SHAPES, formats=("fp8", "fp8"))
 
 

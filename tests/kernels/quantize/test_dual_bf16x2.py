@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from qtrain.kernels.numerics import encode
 from qtrain.kernels.numerics.formats import FORMATS
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.quantize.absmax import absmax_ref
@@ -138,10 +137,10 @@ def test_a_given_scale_on_gpu(fmt):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("without_fp8_instructions")
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-def test_fp8_without_its_instructions_on_gpu(fmt, monkeypatch):
+def test_fp8_without_its_instructions_on_gpu(fmt):
     """The conversions of GPUs before sm_89, in every kernel that has them."""
-    monkeypatch.setattr(encode, "has_fp8", lambda device: False)
     for number, (m, k) in random_shapes(11, 24):
         x = stress_matrix(m, k, number, [*KINDS, "nonfinite"][number % 6], torch.bfloat16, "cuda").contiguous()
         for granularity in ("128x128", "1x128", "rowwise", "tensorwise"):
