@@ -516,7 +516,7 @@ def script(name: str, argv: list[str], folder: Path, **environment: str) -> subp
         (
             "tokenize_data.py",
             wrong_tokenize(words=("--n_procs", "two")),
-            "error: --n_procs: 'two' is not allowed; it must be a whole number at least 0.\n",
+            "error: --n_procs: 'two' is not allowed; it must be a whole number from 0 to 1024.\n",
         ),
     ],
 )
