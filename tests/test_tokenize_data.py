@@ -66,7 +66,7 @@ def test_shards_hold_every_document_with_its_end(here, capsys):
         assert hashlib.sha256((folder / shard.file).read_bytes()).hexdigest() == shard.sha256
     said = capsys.readouterr().out
     assert f"{len(expected):,} tokens" in said and "tokens/s" in said
-    assert """python llm_pretrain.py --train_ds '{"type":"token","dataset_dir":"jsonl_all"}'""" in said
+    assert """llm_pretrain.py --model quickstart --train_ds '{"type":"token","dataset_dir":"jsonl_all"}'""" in said
     spec = {"type": "token", "dataset_dir": "jsonl_all"}
     sample = open_stream(spec, StreamContext(32, shuffle=False), "--train_ds").next_sample()
     tokenizer = dataset_tokenizer(spec, "--train_ds")
