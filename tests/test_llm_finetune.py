@@ -289,7 +289,7 @@ MISTAKES = [
     ("its bias is 'all', which is not supported", "", {"lora": {"adapter": "biased"}}),
     ("is a shape without weights", "", {"pretrained": True}),
     ("--lm_eval gsm8k needs the package 'lm_eval'", "pip install lm_eval", {"lm_eval": "gsm8k", "export": True}),
-    ("--lm_eval: no task is given", "leave the flag out", {"lm_eval": "", "export": True}),
+    ("--lm_eval: the value is empty", "leave --lm_eval out", {"lm_eval": "", "export": True}),
     ("--lm_eval: no task is given", "leave the flag out", {"lm_eval": " ,", "export": True}),
     ("--lm_eval: it evaluates the exported model", "--no_export", {"lm_eval": "gsm8k", "export": False}),
 ]  # fmt: skip

@@ -139,7 +139,7 @@ def test_help_shows_the_recipes_values():
 
 
 def test_list_shows_every_entry_of_every_registry():
-    for main in MAINS.values():
+    for script, main in MAINS.items():
         done = call(main, ["--list"])
         assert done.code == 0
         entries = [
@@ -147,12 +147,12 @@ def test_list_shows_every_entry_of_every_registry():
             *OPTIMIZERS.describe(),
             *DATASETS.describe(),
             *TOKENIZERS.items(),
-            *list_models(),
+            *([] if script == "timm_finetune" else list_models()),  # that one lists timm's
         ]
         for name, line in entries:
             assert line and any(row.split()[:1] == [name] and line in row for row in done.out.splitlines()), name
     names = {name for name, _ in entries}
-    assert {"int8", "bf16", "adamw", "token", "text", "hf_text", "mix", "byte", "llama2", "qwen2.5-7b"} <= names
+    assert {"int8", "bf16", "adamw", "token", "text", "hf_text", "mix", "byte", "llama2"} <= names
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.json")), ids=lambda p: p.name)
