@@ -12,6 +12,7 @@ NAMES = ["int8_weight", "int4_weight"]
 
 
 def swapped(name: str, k: int, n: int, **options):
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(k, n))
     quantized = quantize_linears(model, SCHEMES.make(name, options, "--quantize"), seed=0)
     return model, quantized
