@@ -127,7 +127,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("num_workers", "killed"), [(0, False), (1, False), (1, True)])
+@pytest.mark.parametrize(
+    ("num_workers", "killed"), [pytest.param(0, False, marks=pytest.mark.sweep), (1, False), (1, True)]
+)
 def test_a_loader_that_is_not_closed_does_not_disturb_the_end(datasets, num_workers, killed, tmp_path):
     """The interpreter ends quietly with status 0; and when it is killed, its producer goes too."""
     script = tmp_path / "forgetful.py"
