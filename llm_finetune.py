@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qtrain.config import JsonDict, parse, run_script
+from qtrain.distributed.launch import launch
+from qtrain.distributed.ranks import rank
 from qtrain.models import (
     Lora,
     add_lora,
@@ -34,7 +36,7 @@ from qtrain.train.language import language_forward
 from qtrain.train.listing import listing
 from qtrain.train.loop import Training, explain_out_of_memory, log_results
 from qtrain.train.settings import Count, CountOrZero, LanguageSettings, NotNegative
-from qtrain.train.step import eval_weights, evaluate
+from qtrain.train.step import evaluate, export_weights
 
 SCRIPT = Path(__file__).stem
 
@@ -77,6 +79,7 @@ def main(argv: list[str]) -> None:
         print(listing())
         return
     settings = parse(FinetuneSettings, argv, f"{SCRIPT}.py")
+    launch(settings.gpus, settings.device)
 
     # ---- plan: whatever can be refused is refused here, before anything is allocated or written ----------------------
     lora = checked_lora(settings)
@@ -137,15 +140,15 @@ def main(argv: list[str]) -> None:
         log_results(run)
         if exit_code:
             sys.exit(exit_code)
-        with eval_weights(run.optimizer, quantized):
-            if lora is not None:
+        with export_weights(run) as writes:
+            if writes and lora is not None:
                 save_adapter(model, lora, settings.model, folder / "adapter")
                 log.info("adapter     %s (peft.PeftModel.from_pretrained loads it)", folder / "adapter")
                 merge_lora(model)
-            if settings.export:
+            if writes and settings.export:
                 export_hf(model, architecture.source, folder / "hf", text.tokenizer, trained_positions=settings.seq_len)
                 log.info("exported    %s (AutoModelForCausalLM.from_pretrained loads it)", folder / "hf")
-        if settings.lm_eval:
+        if settings.lm_eval and rank() == 0:
             found = run_lm_eval(settings.lm_eval, folder / "hf", prepared.device.type)
             training.record_results(found)
             for name, value in found.items():

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qtrain.config import parse, run_script
+from qtrain.distributed.launch import launch
 from qtrain.models import export_hf
 from qtrain.train.assembly.architecture import LanguageArchitecture
 from qtrain.train.assembly.assemble import assemble, build_quantized
@@ -22,7 +23,7 @@ from qtrain.train.language import language_forward
 from qtrain.train.listing import listing
 from qtrain.train.loop import Training, explain_out_of_memory, log_results
 from qtrain.train.settings import CountOrZero, LanguageSettings
-from qtrain.train.step import eval_weights
+from qtrain.train.step import export_weights
 
 SCRIPT = Path(__file__).stem
 
@@ -50,6 +51,7 @@ def main(argv: list[str]) -> None:
         print(listing())
         return
     settings = parse(PretrainSettings, argv, f"{SCRIPT}.py")
+    launch(settings.gpus, settings.device)
 
     # ---- plan: whatever can be refused is refused here, before anything is allocated or written ----------------------
     checked = check_settings(settings, SCRIPT)
@@ -96,8 +98,11 @@ def main(argv: list[str]) -> None:
             sys.exit(exit_code)
         if settings.export:
             folder = run.folder.path
-            with eval_weights(run.optimizer, quantized):
-                export_hf(model, architecture.source, folder / "hf", text.tokenizer, trained_positions=settings.seq_len)
+            with export_weights(run) as writes:
+                if writes:
+                    export_hf(
+                        model, architecture.source, folder / "hf", text.tokenizer, trained_positions=settings.seq_len
+                    )
             log.info("exported    %s (AutoModelForCausalLM.from_pretrained loads it)", folder / "hf")
             other = f"--quantize {'int8' if settings.quantize == 'bf16' else 'bf16'}"
             other += " --quantize_kwargs {}" if settings.quantize_kwargs else ""

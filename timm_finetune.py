@@ -20,6 +20,7 @@ from qtrain.data import (
     make_augmentation,
     open_images,
 )
+from qtrain.distributed.launch import launch
 from qtrain.errors import UserError
 from qtrain.models import check_vision_model, export_timm
 from qtrain.quant import exported_tensors
@@ -32,7 +33,7 @@ from qtrain.train.eval.vision import VisionEvaluation, vision_forward
 from qtrain.train.listing import listing
 from qtrain.train.loop import Training, explain_out_of_memory, log_results
 from qtrain.train.settings import VisionSettings
-from qtrain.train.step import eval_weights
+from qtrain.train.step import export_weights
 
 SCRIPT = Path(__file__).stem
 RESISC45 = {"type": "hf_image", "dataset": "timm/resisc45"}
@@ -43,6 +44,7 @@ def main(argv: list[str]) -> None:
         print(listing(vision=True))
         return
     settings = parse(VisionSettings, argv, f"{SCRIPT}.py")
+    launch(settings.gpus, settings.device)
 
     # ---- plan: whatever can be refused is refused here, before anything is allocated or written ----------------------
     if settings.train_ds is None:
@@ -80,7 +82,14 @@ def main(argv: list[str]) -> None:
         run = assemble(prepared, model, quantized, ema_decay=settings.ema_decay)
 
     # ---- data --------------------------------------------------------------------------------------------------------
-    loader = ImageLoader(maker, "--train_ds", num_workers=settings.num_workers, position=run.state.data)
+    loader = ImageLoader(
+        maker,
+        "--train_ds",
+        num_workers=settings.num_workers,
+        position=run.state.data,
+        rank=prepared.mesh.rank,
+        ranks=prepared.mesh.world,
+    )
     forward = vision_forward(model)
     evaluation = VisionEvaluation(
         model,
@@ -101,16 +110,17 @@ def main(argv: list[str]) -> None:
         if exit_code:
             sys.exit(exit_code)
         folder = run.folder.path / "timm"
-        with eval_weights(run.optimizer, quantized, run.ema):
-            export_timm(
-                model,
-                exported_tensors(model),
-                folder,
-                name=name,
-                kwargs=architecture.kwargs,
-                classes=images.classes,
-                image=image,
-            )
+        with export_weights(run) as writes:
+            if writes:
+                export_timm(
+                    model,
+                    exported_tensors(model),
+                    folder,
+                    name=name,
+                    kwargs=architecture.kwargs,
+                    classes=images.classes,
+                    image=image,
+                )
         log.info("exported    %s (timm.create_model('local-dir:%s', pretrained=True) loads it)", folder, folder)
 
 

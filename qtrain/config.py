@@ -17,6 +17,7 @@ import platform
 import re
 import subprocess
 import sys
+import time
 import typing
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -101,9 +102,15 @@ def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupte
     for stream in (sys.stdout, sys.stderr):
         if getattr(stream, "errors", None) == "strict":
             stream.reconfigure(errors="backslashreplace")
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":  # one of several processes: rank 0 speaks for all
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         main(sys.argv[1:])
     except (UserError, TrainingStopped) as error:
+        if rank != "0":  # rank 0 has most likely found the same; the launcher ends this process once that has ended
+            time.sleep(10)
+            print(f"rank {rank}: ", end="", file=sys.stderr)
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:

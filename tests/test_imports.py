@@ -10,7 +10,7 @@ FILES = sorted((ROOT / "qtrain").rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 
 BASE = {"errors", "checks", "registry", "config", "hub", "portable"}  # know no room; every room may use them
-BELOW_QUANT = {"tensors", "kernels", "hardware"}
+BELOW_QUANT = {"distributed", "tensors", "kernels", "hardware"}
 ROOMS = {
     "bench": {"train", "models", "optim", "data", "quant", *BELOW_QUANT},
     "train": {"models", "optim", "data", "quant", *BELOW_QUANT},
@@ -18,6 +18,7 @@ ROOMS = {
     "optim": BELOW_QUANT,
     "data": BELOW_QUANT,
     "quant": BELOW_QUANT,
+    "distributed": {"tensors", "kernels", "hardware"},
     "tensors": {"kernels", "hardware"},
     "kernels": {"hardware"},
     "hardware": set(),

@@ -53,6 +53,11 @@ class Stream(ABC):
     def next_sample(self) -> Sample:
         """The next sample. Raises StopIteration after `ctx.epochs`."""
 
+    def skip(self, count: int) -> None:
+        """Pass over `count` samples, which other ranks read. Raises StopIteration like `next_sample`."""
+        for _ in range(count):
+            self.next_sample()
+
     @abstractmethod
     def position(self) -> dict[str, Any]:
         """Where the next sample comes from: small and JSON-serializable."""

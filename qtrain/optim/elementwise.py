@@ -87,6 +87,9 @@ class LowBitSpec(OptimizerSpec):
         note = "offload has no effect on a CPU, where optimizer states are in host memory anyway"
         return replace(self, offload=False), note
 
+    def needs_whole(self, hidden: bool) -> bool:
+        return False
+
     def refuses_partitions(self) -> str | None:
         if self.state_options.offload:
             return "offloaded states are moved for the whole model at once; leave offload out of --optim_kwargs."

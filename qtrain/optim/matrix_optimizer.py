@@ -57,6 +57,9 @@ class MatrixOptimizerSpec(OptimizerSpec):
     method: ClassVar[type["MatrixOptimizer"]]
     _SPEC_ONLY: ClassVar = ("sr", "rest", "rest_lr_scale")
 
+    def needs_whole(self, hidden: bool) -> bool:
+        return hidden
+
     @abstractmethod
     def matrix_bytes(self, rows: int, columns: int, weight_bytes: int) -> float:
         """Bytes of state of one matrix of a hidden layer."""
@@ -139,8 +142,7 @@ class MatrixOptimizer(PartitionedOptimizer):
         super().__init__(hidden, defaults)
         self.hidden_groups = list(self.param_groups)
         parameters = self.parameters()
-        if any(isinstance(p, DTensor) for p in parameters):
-            raise UserError("--optim: this optimizer needs whole matrices, which are sharded here; use adamw_8bit.")
+        assert not any(isinstance(p, DTensor) for p in parameters), "matrices are whole: see OptimizerSpec.needs_whole"
         for group in self.hidden_groups:
             group["step"] = torch.zeros((), dtype=torch.int64, device=parameters[0].device)
         self.seed, self.sr, self._rest_lr_scale = seed, sr, rest_lr_scale

@@ -46,6 +46,11 @@ class OptimizerSpec(ABC):
         """The spec that takes effect on `device`, and a note for the user where that is not this one."""
         return self, None
 
+    def needs_whole(self, hidden: bool) -> bool:
+        """Whether the optimizer needs all elements of a parameter on one rank, or only rows of it. hidden: whether it
+        is a matrix of a hidden layer."""
+        return True
+
     def refuses_partitions(self) -> str | None:
         """Why the optimizer cannot update a partitioned model (`PartitionedOptimizer`), and the fix; None: it can."""
         return None

@@ -12,8 +12,8 @@ Everything stays on the device. The history is the state that checkpoints hold; 
 """
 
 import torch
-import torch.distributed as dist
 
+from qtrain.distributed.wire import maximum_over_ranks
 from qtrain.kernels.quantize.reference import scale_ref
 from qtrain.quant.linear import LowBitLinear
 
@@ -36,8 +36,7 @@ class AmaxHistory:
     def roll(self) -> None:
         """Append the absmax seen since the last call to the history and update the scales of the next step."""
         amax = torch.cat(self._seen).view(-1, 2)
-        if dist.is_initialized():  # ranks see different data and must use one scale
-            dist.all_reduce(amax, dist.ReduceOp.MAX)
+        maximum_over_ranks(amax)  # ranks see different data and must use one scale
         amax = torch.where(amax.isfinite(), amax, 0.0)
         rolled = torch.cat([amax[..., None], self.history[..., :-1]], dim=-1)
         self.history.copy_(torch.where((amax > 0)[..., None], rolled, self.history))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from qtrain.quant.scheme import DelayedScale, LowBitScheme, NeedsOperand
 from qtrain.tensors.quantized_tensor import Operand, Operands, flatten_operands, unflatten_operands
+from qtrain.tensors.stored_weight import StoredWeight
 
 
 class LinearArguments(NamedTuple):
@@ -119,19 +120,34 @@ class LowBitLinear(nn.Module):
         self.weight, self.bias = linear.weight, linear.bias
         self.scheme = scheme
         self.register_buffer("key", key, persistent=False)
-        self.low_bit_weight = LowBitWeight(self._quantize_weight(), self.weight._version)
+        self.low_bit_weight = LowBitWeight(self._quantize(self.weight), self.weight._version)
+        self.codes_only = False
         if scheme.amax_history:
             for name in ("x_scale", "x_amax", "dy_scale", "dy_amax"):
                 self.register_buffer(name, torch.zeros(1, device=key.device), persistent=False)
 
     @torch.no_grad()
-    def _quantize_weight(self) -> Operands:
-        return self.scheme.quantize_weight(self.weight, self.key if self.scheme.stochastic_rounding else None)
+    def _quantize(self, weight: Tensor) -> Operands:
+        return self.scheme.quantize_weight(weight, self.key if self.scheme.stochastic_rounding else None)
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Quantize the weight again; to be called after every change of it."""
-        self.low_bit_weight.update(self._quantize_weight(), self.weight._version)
+    def refresh(self, weight: Tensor | None = None) -> None:
+        """Quantize the weight again; to be called after every change of it. weight: its value, if this module keeps
+        codes only."""
+        if weight is None and self.codes_only:
+            return
+        self.low_bit_weight.update(self._quantize(self.weight if weight is None else weight), self.weight._version)
+
+    @property
+    def reads_codes_only(self) -> bool:
+        """Whether no product reads the weight itself, nor is it stored in low bits."""
+        return None not in self.low_bit_weight.operands() and not isinstance(self.weight.data, StoredWeight)
+
+    def keep_codes_only(self) -> None:
+        """Free the weight's memory. The parameter keeps its shape and receives the gradient; `refresh` then needs the
+        value."""
+        self.codes_only = True
+        self.weight.data = self.weight.new_zeros(()).expand(self.weight.shape)
 
     @property
     def stale(self) -> bool:

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
+from qtrain.distributed.mesh import Mesh, make_mesh, mesh_shape
+from qtrain.distributed.ranks import from_rank_0, join_world, launched_world
 from qtrain.optim import OPTIMIZERS, LRSchedule, OptimizerSpec, make_schedule
 from qtrain.quant import SCHEMES, Scheme
 from qtrain.train.dependent_options import Given, check_dependences
-from qtrain.train.distributed import refuse_many_processes
 from qtrain.train.in_backward import check_in_backward
 from qtrain.train.log.trackers import check_trackers
 from qtrain.train.settings import BatchGeometry, TrainSettings, batch_geometry, choose_device, choose_dtype
@@ -27,6 +28,7 @@ class CheckedSettings:
     optimizer: OptimizerSpec
     schedule: LRSchedule
     folder: RunFolder
+    mesh: Mesh
     notes: tuple[str, ...] = ()
     """Lines for the plan: settings that have no effect."""
 
@@ -36,17 +38,19 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
 
     scheme: replaces the one that --quantize names.
     """
-    refuse_many_processes()
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
-    geometry = batch_geometry(settings)
+    mesh_shape(settings.dp_replicate, settings.dp_shard, launched_world())
+    geometry = batch_geometry(settings, launched_world())
     scheme = scheme or SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")
     optimizer = OPTIMIZERS.make(settings.optim, settings.optim_kwargs or {}, "--optim")
     schedule = make_schedule(settings.lr_schedule_kwargs)
     notes = check_dependences(Given(settings, device, dtype, scheme, schedule))
     check_in_backward(settings, geometry, optimizer)
     check_trackers(settings.trackers)
-    folder = find_run_folder(settings, script)
+    join_world(device)
+    folder = from_rank_0(lambda: find_run_folder(settings, script))
+    mesh = make_mesh(settings.dp_replicate, settings.dp_shard, device.type)
     optimizer, note = optimizer.for_device(device)
     return CheckedSettings(
         settings=settings,
@@ -58,5 +62,6 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
         optimizer=optimizer,
         schedule=schedule,
         folder=folder,
+        mesh=mesh,
         notes=(*notes, f"optim   {note}") if note else notes,
     )

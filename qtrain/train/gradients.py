@@ -24,7 +24,9 @@ class Gradients:
     norm_value: float
     """The same on the host."""
     tokens: int
-    """Tokens read, trained on or not."""
+    """Tokens read by all ranks, trained on or not."""
+    stop_signal: int = 0
+    """The number of a signal that some rank has received; 0: none."""
 
     @property
     def finite(self) -> bool:

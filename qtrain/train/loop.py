@@ -3,14 +3,17 @@
 import contextlib
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from qtrain.config import as_dict
 from qtrain.data import TensorBatch
+from qtrain.distributed.ranks import from_rank_0, rank
 from qtrain.errors import TrainingStopped
 from qtrain.hardware import keep_freed_memory
 from qtrain.optim import OPTIMIZERS, LRSchedule
@@ -63,17 +66,24 @@ class Training:
             self.in_backward = OptimizerInBackward(run.model, run.optimizer)
         self.first_step = state.step
         resumed = run.folder.resumed_from is not None
-        self.metrics = MetricsLog(run.folder.path / "metrics.jsonl", state.step if resumed else None)
+        self.metrics = MetricsLog(self._metrics_path, state.step if resumed else None)
         # A stop signal skips an evaluation that is due: the resumed run makes up for it.
-        self._evaluated = any(r["step"] == state.step and "loss" not in r for r in read_metrics(self.metrics.path))
+        self._evaluated = from_rank_0(
+            lambda: any(r["step"] == state.step and "loss" not in r for r in read_metrics(self.metrics.path))
+        )
         self.trackers = self._open_trackers()
         # Steps that compile, autotune and capture graphs do not count into the speed.
         self.throughput = Throughput(run.device, skip_steps=2 if graphs is None else WARM_UP + 2)
 
+    @property
+    def _metrics_path(self) -> Path:
+        """Rank 0 writes the metrics of all."""
+        return self.run.folder.path / "metrics.jsonl" if rank() == 0 else Path(os.devnull)
+
     def _open_trackers(self) -> Trackers:
         run, settings = self.run, self.run.settings
-        config, where = as_dict(settings), run.folder.path
-        return open_trackers(settings.trackers, config, where, settings.project, settings.run_name, run.state.step)
+        config, where, names = as_dict(settings), run.folder.path, settings.trackers if rank() == 0 else ()
+        return open_trackers(names, config, where, settings.project, settings.run_name, run.state.step)
 
     def fit(self) -> int:
         """Train to the last step. Returns 0, or the exit code of the signal that stopped it earlier. Raises
@@ -82,13 +92,13 @@ class Training:
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(explain_out_of_memory(self.plan, settings, run.device, lambda: run.state.step + 1))
-                stop = stack.enter_context(StopSignals())
+                stop = stack.enter_context(StopSignals(collective=run.parallel.mesh.world > 1))
                 status = stack.enter_context(StatusLine(settings.n_steps, log, unit=self.plan.unit.per_second))
                 profiler = stack.enter_context(StepProfiler(run.folder.path, log, enabled=settings.profile))
                 if self._evaluation_due() and not self._evaluated:
                     self._evaluate()
                 while run.state.step < settings.n_steps and not stop.requested:
-                    self._step(status)
+                    self._step(status, stop)
                     profiler.step()
                     if not stop.requested or run.state.step == settings.n_steps:
                         self._between_steps()
@@ -112,16 +122,25 @@ class Training:
         finally:
             self.metrics.close()
             self.trackers.close()
-        write_report(self.run.folder.path)
+        if rank() == 0:
+            write_report(self.run.folder.path)
 
-    def _step(self, status: StatusLine) -> None:
+    def _step(self, status: StatusLine, stop: StopSignals) -> None:
         run, settings, state = self.run, self.run.settings, self.run.state
         batches, positions = zip(*self._next_batches(), strict=True)
         lr = settings.lr * self.schedule.factor(state.step, settings.n_steps)
         if self.in_backward is not None:
             set_lr(run.optimizer, lr)
         gradients = compute_gradients(
-            run.model, self.forward, run.quantized, list(batches), state.step, self.graphs, self.in_backward
+            run.model,
+            self.forward,
+            run.quantized,
+            list(batches),
+            state.step,
+            self.graphs,
+            self.in_backward,
+            parallel=run.parallel,
+            stop_signal=stop.number,
         )
         if not gradients.finite:
             raise self._nonfinite(gradients)
@@ -133,14 +152,15 @@ class Training:
             clip_grad_norm=settings.clip_grad_norm,
             graphs=self.graphs,
             in_backward=self.in_backward,
+            parallel=run.parallel,
         )
-        tokens = gradients.tokens * self.plan.geometry.world
         state.step += 1
-        state.tokens += tokens
+        state.tokens += gradients.tokens
         state.data = positions[-1]
         if run.ema is not None:
             run.ema.update(state.step)
-        self.throughput.step(tokens)
+        self.throughput.step(gradients.tokens)
+        stop.agree(gradients.stop_signal)
         if state.step % settings.log_interval == 0 or state.step == settings.n_steps:
             self._log_step(status, gradients, lr)
 
@@ -183,7 +203,8 @@ class Training:
 
     def _between_steps(self) -> None:
         """Evaluate and save if due. Metrics of a step are written before its checkpoint."""
-        self._recover_folder()
+        if self.run.parallel.mesh.world == 1:  # with several ranks, at the next save: they must agree
+            self._recover_folder()
         settings, step = self.run.settings, self.run.state.step
         if self._evaluation_due():
             self._evaluate()
@@ -210,15 +231,16 @@ class Training:
         """If the run folder is gone, continue in a new one, with the metrics so far and a checkpoint; else False."""
         if not self.run.recover_folder():
             return False
-        self.metrics.move(self.run.folder.path / "metrics.jsonl")
+        if rank() == 0:
+            self.metrics.move(self._metrics_path)
         self.trackers.close()
         self.trackers = self._open_trackers()
         self._save()
         return True
 
     def _evaluate(self) -> None:
-        state = self.run.state
-        with self.throughput.pause(), eval_weights(self.run.optimizer, self.run.quantized, self.run.ema):
+        run, state = self.run, self.run.state
+        with self.throughput.pause(), eval_weights(run.optimizer, run.quantized, run.ema, run.parallel):
             found = self.evaluation()
         if not found:
             return
@@ -247,7 +269,9 @@ class Training:
 
 
 def log_results(run: Run) -> None:
-    """Write report.html; log where it and the last checkpoint are."""
+    """Write report.html; log where it and the last checkpoint are. Rank 0 does."""
+    if rank() != 0:
+        return
     log.info("report      %s", write_report(run.folder.path))
     if run.settings.keep_ckpts:
         log.info("checkpoint  %s", run.checkpoints.latest())

@@ -10,6 +10,7 @@ import torch
 
 from qtrain.checks import Range
 from qtrain.config import JsonDict
+from qtrain.distributed.ranks import local_rank
 from qtrain.errors import UserError
 
 Count = Annotated[int, Range(1)]
@@ -32,6 +33,18 @@ class TrainSettings:
     """Device to train on; auto: the GPU if there is one, else the CPU."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Dtype of weights, gradients and activations; auto: bf16 on a GPU, fp32 on a CPU."""
+
+    gpus: Annotated[int, Range(0, 1024)] = 0
+    """GPUs of this machine to train on, one process each (with --device cpu: processes); 0: as many processes as
+    torchrun has started, or one."""
+    dp_replicate: Annotated[int, Range(0, 10**5)] = 0
+    """Copies of the optimizer states and master weights, each divided over --dp_shard processes; 0: automatic."""
+    dp_shard: Annotated[int, Range(0, 10**5)] = 0
+    """Processes that divide optimizer states and master weights among them (ZeRO-2); 0: all that --dp_replicate
+    leaves."""
+    deterministic: bool = False
+    """Give the same losses and weights, bit for bit, on any number of processes that divides the step's micro-batches;
+    costs an exchange of gradients per micro-batch."""
 
     quantize: str = "bf16"
     """Scheme that the matrix products of linear layers run in; --list shows all, bf16 quantizes nothing."""
@@ -209,7 +222,14 @@ def choose_device(name: str) -> torch.device:
         raise UserError("--device: cuda was asked for, but torch sees no GPU. Use --device cpu or auto.")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name, 0) if name == "cuda" else torch.device(name)
+    if name != "cuda":
+        return torch.device(name)
+    if local_rank() and local_rank() >= torch.cuda.device_count():
+        raise UserError(
+            f"--gpus: process {local_rank()} of this machine has no GPU of its own; torch sees "
+            f"{torch.cuda.device_count()}. Start as many processes as there are GPUs."
+        )
+    return torch.device(name, local_rank())
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

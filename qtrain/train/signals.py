@@ -29,10 +29,13 @@ class StopSignals:
 
     Schedulers send SIGUSR1 before a preemption, a terminal that closes SIGHUP, unless nohup has it ignored. A second
     Ctrl-C ends the process at once. To be entered in the main thread; on exit the former handlers are restored.
+    collective: stop only on what all ranks `agree` on.
     """
 
-    def __init__(self) -> None:
-        self.requested: str | None = None
+    def __init__(self, *, collective: bool = False) -> None:
+        self._collective = collective
+        self._received: str | None = None
+        self._agreed: str | None = None
         self._pid = os.getpid()
         self._first_interrupt: float | None = None
         self._before: dict[int, Any] = {}
@@ -47,6 +50,21 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    @property
+    def requested(self) -> str | None:
+        """The name of the signal to stop on."""
+        return self._agreed if self._collective else self._received
+
+    @property
+    def number(self) -> int:
+        """The number of the signal that this process has received; 0 without one."""
+        return int(signal.Signals[self._received]) if self._received else 0
+
+    def agree(self, number: int) -> None:
+        """Stop on the signal `number`, the highest that any rank had received in a step; 0: go on."""
+        if number:
+            self._agreed = signal.Signals(number).name
 
     @property
     def exit_code(self) -> int:
@@ -65,10 +83,10 @@ class StopSignals:
             return
         if number == signal.SIGINT:
             self._first_interrupt = now
-        if self.requested is None:
-            self.requested = signal.Signals(number).name
+        if self._received is None:
+            self._received = signal.Signals(number).name
             # os.write, as the signal may have interrupted a print that holds the stream's lock.
-            text = f"\n{self.requested}: stopping after this step, then saving. Ctrl-C (again) stops at once.\n"
+            text = f"\n{self._received}: stopping after this step, then saving. Ctrl-C (again) stops at once.\n"
             with contextlib.suppress(OSError):  # the terminal may be gone
                 os.write(2, text.encode())
 

@@ -7,13 +7,17 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.data import Batch
+from qtrain.distributed.mesh import Mesh
+from qtrain.distributed.ranks import rank
 from qtrain.optim import Optimizer
 from qtrain.quant import QuantizedModel
 from qtrain.train.cuda_graphs import StepGraphs, forward_backward
-from qtrain.train.gradients import Gradients, norm_of
+from qtrain.train.gradients import Gradients
 from qtrain.train.in_backward import OptimizerInBackward
 from qtrain.train.language import Forward
+from qtrain.train.parallel import DataParallel
 from qtrain.train.state.ema import Ema
+from qtrain.train.state.run import Run
 
 
 def compute_gradients(
@@ -24,31 +28,34 @@ def compute_gradients(
     step: int,
     graphs: StepGraphs | None = None,
     in_backward: OptimizerInBackward | None = None,
+    *,
+    parallel: DataParallel | None = None,
+    stop_signal: int = 0,
 ) -> Gradients:
     """Forward and backward over the micro-batches of one step, launched kernel by kernel or replayed from `graphs`.
 
     Every micro-batch's loss is divided by the trained tokens of the whole step, so the gradient does not depend on how
-    the step is split. With `in_backward` there is one micro-batch, and the weights are updated on return.
+    the step is split, nor over how many ranks. With `in_backward` there is one micro-batch, and the weights are updated
+    on return. parallel: None: one rank. stop_signal: the number of a signal that this rank has received, 0: none.
     """
     quantized.assert_fresh()
-    device = next(model.parameters()).device
-    trained = torch.full((), float(max(sum(batch.n_trained for batch in batches), 1)), device=device)
-    nll = torch.zeros((), device=device)
+    parallel = parallel or DataParallel(model, quantized, Mesh())
+    parallel.begin_step(step, len(batches))
+    trained = parallel.count_trained(sum(batch.n_trained for batch in batches))
+    nll = []
     if in_backward is not None:
         in_backward.begin()
     for index, batch in enumerate(batches):
-        quantized.set_step(step * len(batches) + index)
+        parallel.begin_micro_batch(index)
         if graphs is None:
-            nll += forward_backward(forward, batch, trained)
-        else:
-            nll += graphs.micro_step(batch, trained, accumulate=index > 0)
-    if in_backward is not None:
-        norm = in_backward.finish()
-    else:
-        norm = norm_of([p.grad for p in model.parameters() if p.grad is not None])
+            nll.append(forward_backward(forward, batch, trained))
+        else:  # a replay writes its result to the same memory again
+            accumulate = index > 0 and parallel.adds_locally
+            nll.append(graphs.micro_step(batch, trained, accumulate=accumulate).clone())
+        parallel.end_micro_batch(index)
+    norm = in_backward.finish() if in_backward is not None else None
     # The only synchronization of a step: a non-finite gradient must not reach weights that are ever saved.
-    loss, norm_value = torch.stack([nll / trained, norm]).tolist()
-    return Gradients(loss, norm, norm_value, sum(batch.size for batch in batches))
+    return parallel.sums(nll, trained, sum(batch.size for batch in batches), stop_signal, norm)
 
 
 def apply_gradients(
@@ -60,6 +67,7 @@ def apply_gradients(
     clip_grad_norm: float,
     graphs: StepGraphs | None = None,
     in_backward: OptimizerInBackward | None = None,
+    parallel: DataParallel | None = None,
 ) -> None:
     """Clip (0: do not), update the weights with learning rate `lr`, free the gradients, and refresh all weights' codes.
 
@@ -67,7 +75,8 @@ def apply_gradients(
     """
     if in_backward is None:
         _update_weights(optimizer, gradients, lr, clip_grad_norm)
-    (graphs or quantized).refresh()
+    recorded = graphs.refresh if graphs else quantized.refresh
+    (parallel.refresh if parallel else lambda refresh: refresh())(recorded)
 
 
 def _update_weights(optimizer: Optimizer, gradients: Gradients, lr: float, clip_grad_norm: float) -> None:
@@ -88,14 +97,16 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
 
 
 @contextlib.contextmanager
-def eval_weights(optimizer: Optimizer, quantized: QuantizedModel, ema: Ema | None = None) -> Iterator[None]:
+def eval_weights(
+    optimizer: Optimizer, quantized: QuantizedModel, ema: Ema | None = None, parallel: DataParallel | None = None
+) -> Iterator[None]:
     """Inside, the model has the weights that it is evaluated and exported with: those that train, but for schedule-free
     optimizers and with `ema`, which average them. On exit the training weights are back, bit for bit."""
     if ema is None and not optimizer.averages_weights:
         yield
         return
     try:
-        with ema.in_place() if ema is not None else _averaged(optimizer):
+        with ema.in_place() if ema is not None else _averaged(optimizer, parallel):
             quantized.refresh_weights()
             yield
     finally:
@@ -103,13 +114,26 @@ def eval_weights(optimizer: Optimizer, quantized: QuantizedModel, ema: Ema | Non
 
 
 @contextlib.contextmanager
-def _averaged(optimizer: Optimizer) -> Iterator[None]:
+def export_weights(run: Run) -> Iterator[bool]:
+    """Inside, the model has the weights that it is exported with, all of them in full. Yields whether this rank is the
+    one that writes."""
+    with eval_weights(run.optimizer, run.quantized, run.ema, run.parallel):
+        run.parallel.restore_full_weights()
+        yield rank() == 0
+
+
+@contextlib.contextmanager
+def _averaged(optimizer: Optimizer, parallel: DataParallel | None) -> Iterator[None]:
     """Inside, the model has a schedule-free optimizer's average."""
     optimizer.eval()
+    if parallel:
+        parallel.gather()
     try:
         yield
     finally:
         optimizer.train()
+        if parallel:
+            parallel.gather()
 
 
 @torch.no_grad()

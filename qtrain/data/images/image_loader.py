@@ -68,8 +68,8 @@ class BatchMaker:
     def decode(self, index: int) -> list[Image.Image]:
         return [self.images.read(i) for i in self.members(index)]
 
-    def make(self, index: int, decoded: list[Image.Image]) -> Item:
-        """Micro-batch `index` from its decoded images, and the position after it."""
+    def make(self, index: int, decoded: list[Image.Image], next_index: int) -> Item:
+        """Micro-batch `index` from its decoded images, and the position of micro-batch `next_index`."""
         epoch, members = index // self.per_epoch, self.members(index)
         with restored_generators():
             tensors = []
@@ -79,7 +79,7 @@ class BatchMaker:
             seed_generators(self.seed, index, MIXING, len(self.images))
             labels = torch.from_numpy(self.images.labels[members])
             batch = ImageBatch(*self._mixer(torch.stack(tensors), labels))
-        return batch, self.position(index + 1)
+        return batch, self.position(next_index)
 
     def _augmented(self, i: int, image: Image.Image) -> Tensor:
         """Image i as the model's input. UserError naming the image and the policy where a transform fails."""
@@ -108,30 +108,41 @@ class BatchMaker:
 
 
 class ImageLoader(PrefetchLoader):
-    """Iterates (ImageBatch, position after it), without end."""
+    """Iterates (ImageBatch, position after it), without end.
+
+    rank, ranks: of each `ranks` micro-batches take number `rank`; the position is that after all of them."""
 
     def __init__(
-        self, maker: BatchMaker, flag: str, *, num_workers: int = 0, position: Mapping[str, Any] | None = None
+        self,
+        maker: BatchMaker,
+        flag: str,
+        *,
+        num_workers: int = 0,
+        position: Mapping[str, Any] | None = None,
+        rank: int = 0,
+        ranks: int = 1,
     ):
         start = 0 if position is None else maker.find(position, flag)
         if num_workers:
-            ranges = [(maker, start + n, num_workers) for n in range(num_workers)]
+            ranges = [(maker, start + n * ranks, num_workers * ranks, rank, ranks) for n in range(num_workers)]
             super().__init__([PrefetchProcess(_every_nth, args, PREFETCH) for args in ranges])
         else:
             # One waits in the queue and one to be put into it.
-            decoded = PrefetchThread(_decoded(maker, start), PREFETCH - 1)
+            decoded = PrefetchThread(_decoded(maker, start, rank, ranks), PREFETCH - 1)
             super().__init__([decoded], finish=lambda item: maker.make(*item))
 
 
-def _decoded(maker: BatchMaker, start: int) -> Iterator[tuple[int, list[Image.Image]]]:
-    """(index, decoded images) of the micro-batches from `start` on. Decoding draws no random number."""
+def _decoded(maker: BatchMaker, start: int, rank: int, ranks: int) -> Iterator[tuple[int, list[Image.Image], int]]:
+    """The arguments of `BatchMaker.make` from `start` on. Decoding draws no random number."""
     with ThreadPoolExecutor(DECODING_THREADS, "data") as pool:
-        for index in itertools.count(start):
-            yield index, list(pool.map(maker.images.read, maker.members(index)))
+        for index in itertools.count(start, ranks):
+            own = index + rank
+            yield own, list(pool.map(maker.images.read, maker.members(own))), index + ranks
 
 
-def _every_nth(maker: BatchMaker, start: int, stride: int) -> Iterator[Item]:
-    """The micro-batches start, start + stride, ..., on one thread."""
+def _every_nth(maker: BatchMaker, start: int, stride: int, rank: int, ranks: int) -> Iterator[Item]:
+    """Number `rank` of the `ranks` micro-batches from start, start + stride, ... on, on one thread."""
     torch.set_num_threads(1)
     for index in itertools.count(start, stride):
-        yield maker.make(index, maker.decode(index))
+        own = index + rank
+        yield maker.make(own, maker.decode(own), index + ranks)

@@ -85,6 +85,9 @@ class TokenStream(Stream):
         self._taken += self._ctx.world
         return Sample(tokens, None if trained is None else trained[:-1])
 
+    def skip(self, count: int) -> None:
+        self._taken += count
+
     def _beyond(self, start: int, tokens: np.ndarray) -> UserError:
         where = int(tokens.argmax())
         shard, place = self._tokens.shard_at(start + where)

@@ -82,6 +82,11 @@ class Architecture(ABC):
         """Rows of the input of each linear, by its name; None: the same for all."""
         return None
 
+    @property
+    def reads_linears_only(self) -> bool:
+        """Whether the model calls its linears and never reads their weights itself."""
+        return False
+
     def notes(self, linears: Sequence[PlannedLinear]) -> list[str]:
         """Lines to print below the list of linears."""
         return []
@@ -115,6 +120,10 @@ class LanguageArchitecture(Architecture):
         config = source.model_config() if settings.model_impl == "native" else None
         _refuse_absurd(source.config, "--model")
         return cls(source, settings.model_impl, settings.seq_len, config)
+
+    @property
+    def reads_linears_only(self) -> bool:
+        return self.impl == "native"
 
     @property
     def vocab_size(self) -> int | None:

@@ -5,6 +5,7 @@ from torch import nn
 from qtrain.optim import parameter_groups
 from qtrain.quant import QuantizedModel, quantize_linears
 from qtrain.train.assembly.prepare import Prepared
+from qtrain.train.parallel import DataParallel
 from qtrain.train.state.ema import Ema
 from qtrain.train.state.run import Run
 from qtrain.train.state.state_dict import seed_rng
@@ -36,11 +37,31 @@ def assemble(prepared: Prepared, model: nn.Module, quantized: QuantizedModel, *,
     if settings.compile:
         architecture.compile(model)
     groups = parameter_groups(model, settings.weight_decay)
+    hidden = {id(p) for group in groups if group["hidden"] for p in group["params"]}
+    parallel = DataParallel(
+        model,
+        quantized,
+        prepared.mesh,
+        lambda p: prepared.optimizer.needs_whole(id(p) in hidden),
+        deterministic=settings.deterministic,
+        keep_full_weights=not architecture.reads_linears_only,
+    )
+    for group in groups:
+        group["params"] = [parallel.master(p) for p in group["params"]]
     optimizer = prepared.optimizer.build(groups, settings.lr, seed=settings.seed)
     quantized.watch(optimizer)
     ema = Ema(model, ema_decay) if ema_decay else None
     run = Run(
-        settings, prepared.script, prepared.folder, prepared.device, model, quantized, optimizer, TrainState(), ema
+        settings,
+        prepared.script,
+        prepared.folder,
+        prepared.device,
+        model,
+        quantized,
+        optimizer,
+        TrainState(),
+        ema,
+        parallel,
     )
     run.restore()
     return run

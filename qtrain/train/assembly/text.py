@@ -15,6 +15,7 @@ from qtrain.data import (
     load_tokenizer,
     open_stream,
 )
+from qtrain.distributed.mesh import Mesh
 from qtrain.errors import UserError
 from qtrain.models import ModelSource
 from qtrain.train.assembly.architecture import LanguageArchitecture
@@ -31,6 +32,7 @@ class TextData:
     tokenizer: Tokenizer | None
     stream: Stream
     micro_batch_size: int
+    mesh: Mesh
     eval_windows: list[Batch]
 
     @property
@@ -44,8 +46,16 @@ class TextData:
         return lines
 
     def loader(self, position: Mapping[str, Any] | None) -> Loader:
-        """Micro-batches from `position` on; None: from the start. UserError for a position of other data."""
-        return Loader(self.stream, self.micro_batch_size, num_workers=self.settings.num_workers, position=position)
+        """This rank's micro-batches from `position` on; None: from the start. UserError for a position of other
+        data."""
+        return Loader(
+            self.stream,
+            self.micro_batch_size,
+            num_workers=self.settings.num_workers,
+            position=position,
+            rank=self.mesh.rank,
+            ranks=self.mesh.world,
+        )
 
 
 def open_text(
@@ -85,7 +95,7 @@ def open_text(
     if settings.eval_ds is not None:
         sequences = settings.eval_sequences
         windows = eval_batches(settings.eval_ds, context, micro_batch_size, sequences, "--eval_ds").batches
-    return TextData(settings, context, tokenizer, stream, micro_batch_size, windows)
+    return TextData(settings, context, tokenizer, stream, micro_batch_size, checked.mesh, windows)
 
 
 def tokenizer_needed(flags: str) -> UserError:

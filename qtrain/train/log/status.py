@@ -83,7 +83,7 @@ class _ConsoleHandler(logging.Handler):
 def setup_log(run_dir: Path | None, console: Console | None = None, rank: int = 0) -> logging.Logger:
     """The logger "qtrain": writes to the console and, with a run folder, appends to its train.log.
 
-    Calling it again replaces the handlers. Ranks other than 0 only show warnings and write no file.
+    Calling it again replaces the handlers. Ranks other than 0 show only warnings, and write train.rank<N>.log.
     """
     logger = logging.getLogger("qtrain")
     for handler in list(logger.handlers):
@@ -92,11 +92,12 @@ def setup_log(run_dir: Path | None, console: Console | None = None, rank: int = 
     logger.propagate = False
     shown = _ConsoleHandler(console or safe_console())
     logger.addHandler(shown)
-    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.setLevel(logging.INFO)
     if rank != 0:
+        shown.setLevel(logging.WARNING)
         shown.setFormatter(logging.Formatter(f"rank {rank}: %(message)s"))
-    elif run_dir is not None:
-        file = _LogFile(Path(run_dir) / "train.log")
+    if run_dir is not None:
+        file = _LogFile(Path(run_dir) / (f"train.rank{rank}.log" if rank else "train.log"))
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         logger.addHandler(file)
     return logger

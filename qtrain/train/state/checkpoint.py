@@ -30,14 +30,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
+from qtrain.distributed.ranks import all_gather, on_all_ranks, rank, world
 from qtrain.errors import TrainingStopped, UserError
 from qtrain.portable import sync_to_disk
-from qtrain.train.distributed import all_gather, on_all_ranks, rank, world
 from qtrain.train.state.checkpoint_index import INDEX, CheckedReader, read_index
 from qtrain.train.state.run_lock import process_exists
 
@@ -317,7 +318,9 @@ class Checkpoints:
         fails midway.
         """
         path, flat = Path(path), _flatten(tensors)
-        index, meta = on_all_ranks(lambda: _checked(path, flat))
+        shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in flat.items()}
+        everywhere = {name: tensor for of_rank in all_gather(shapes) for name, tensor in of_rank.items()}
+        index, meta = on_all_ranks(lambda: _checked(path, everywhere))
         known = {name: tensor for name, tensor in flat.items() if name in index.state_dict_metadata}
         try:
             with _quiet_dcp():
@@ -327,15 +330,16 @@ class Checkpoints:
         return meta
 
 
-def _checked(path: Path, wanted: Mapping[str, Tensor]) -> tuple[Metadata, dict[str, Any]]:
-    """Index and meta of a complete checkpoint with right checksums that holds the `wanted` tensors."""
+def _checked(path: Path, everywhere: Mapping[str, Tensor]) -> tuple[Metadata, dict[str, Any]]:
+    """Index and meta of a complete checkpoint with right checksums that holds the tensors wanted `everywhere`, on some
+    rank each."""
     marker, meta = _verified(path)
     _check_checksums(path, dict(sorted(marker.files.items())[rank() :: world()]))  # each rank checks some files
     try:
         index = read_index(path, marker.files)
     except Exception as error:  # damaged pickles raise errors of any type
         raise damaged(path, f"its file {INDEX} is not a checkpoint's ({error})") from None
-    if difference := _first_difference(index, wanted):
+    if difference := _first_difference(index, everywhere):
         raise _refusal(path, difference, "Resume with the settings of the run that saved it.")
     return index, meta
 

@@ -15,11 +15,14 @@ from rich.console import Console
 from torch import nn
 
 from qtrain.checks import shown
+from qtrain.distributed.mesh import Mesh
+from qtrain.distributed.ranks import from_rank_0, leave_world, rank
 from qtrain.errors import TrainingStopped, UserError
 from qtrain.optim import Optimizer
 from qtrain.quant import QuantizedModel
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.log.status import FILE_ONLY, console_of, setup_log
+from qtrain.train.parallel import DataParallel
 from qtrain.train.settings import TrainSettings
 from qtrain.train.state.checkpoint import (
     Checkpoints,
@@ -63,12 +66,17 @@ class Run:
     optimizer: Optimizer
     state: TrainState
     ema: Ema | None = None
+    parallel: DataParallel | None = None
+    """None: one rank."""
     notes: list[str] = dataclasses.field(default_factory=list)
     """The lines that `restore` printed."""
     _text: str = ""
     _locks: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     _damaged: tuple[Path, ...] = ()
     """Checkpoints newer than the one that was loaded."""
+
+    def __post_init__(self) -> None:
+        self.parallel = self.parallel or DataParallel(self.model, self.quantized, Mesh())
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -80,9 +88,10 @@ class Run:
 
     def save(self) -> Path:
         """Write a checkpoint of everything but frozen weights. Returns its folder."""
-        optim_tensors, optim_meta = optimizer_tensors(self.optimizer, self.model)
+        master = self.parallel.master
+        optim_tensors, optim_meta = optimizer_tensors(self.optimizer, self.model, master)
         tensors = {
-            "model": model_tensors(self.model, trains=True),
+            "model": model_tensors(self.model, trains=True, master=master),
             "optim": optim_tensors,
             "quantized": self.quantized.tensors(),
             "rng": rng_state(),
@@ -126,7 +135,7 @@ class Run:
         self.notes += _changes(changed_settings(path, self.settings), kept)
         if converted:
             self.notes.append(f"--resume: optimizer states converted: {', '.join(converted)}")
-        print("\n".join(self.notes), flush=True)
+        print("\n".join(self.notes), flush=True)  # other ranks than 0 print nothing
 
     @property
     def _names_checkpoint(self) -> bool:
@@ -161,9 +170,10 @@ class Run:
                 f"--n_steps: {self.settings.n_steps} is less than the {state.step} steps of {path}; give more steps."
             )
         rng = rng_state()
+        master = self.parallel.master
         tensors = {
-            "model": model_tensors(self.model, trains=True),
-            "optim": prepare_optimizer(self.optimizer, self.model, meta["optim"]),
+            "model": model_tensors(self.model, trains=True, master=master),
+            "optim": prepare_optimizer(self.optimizer, self.model, meta["optim"], master),
             "quantized": self.quantized.tensors(),
             "rng": rng,
         }
@@ -171,9 +181,10 @@ class Run:
             tensors["ema"] = self.ema.tensors()
         check_frozen(meta.get("frozen"), self._frozen, path, self.settings.model)
         Checkpoints.load(path, tensors)
-        converted = finish_optimizer(self.optimizer, self.model)
+        converted = finish_optimizer(self.optimizer, self.model, master)
         set_rng_state(rng)
         self.quantized.set_step(meta["quantized_step"])  # keys the stochastic rounding of the weights' codes
+        self.parallel.gather()
         self.quantized.refresh(frozen=True)
         self.state = state
         return converted
@@ -182,46 +193,55 @@ class Run:
     def opened_folder(self, text: str = "") -> Iterator[logging.Logger]:
         """Take the run folder for this process, write config.json and start train.log with `text`. The logger writes to
         train.log inside. Raises UserError."""
-        self.folder = make_run_folder(self.folder, self.settings.run_name)
+        self.folder = from_rank_0(lambda: make_run_folder(self.folder, self.settings.run_name))
         self._text = text
-        parent = self.folder.parent and {"run": str(self.folder.parent), "step": self.state.step}
         with contextlib.ExitStack() as self._locks:
-            self._locks.enter_context(locked(self.folder.path))
-            try:
-                self._save_config(parent)
-                if self.folder.is_resumed:
-                    self.checkpoints.set_aside(self._damaged)
-                elif parent and (metrics := self.folder.parent / "metrics.jsonl").exists():
-                    shutil.copyfile(metrics, self.folder.path / "metrics.jsonl")
-            except OSError as error:
-                raise UserError(f"--runs_dir: cannot write {self.folder.path}: {error.strerror}.") from None
+            from_rank_0(self._take_folder)
+            if self.folder.is_resumed:
+                self.checkpoints.set_aside(self._damaged)
             yield self._start_log()
+        leave_world()
+
+    def _take_folder(self) -> None:
+        self._locks.enter_context(locked(self.folder.path))
+        parent = self.folder.parent and {"run": str(self.folder.parent), "step": self.state.step}
+        try:
+            self._save_config(parent)
+            if parent and (metrics := self.folder.parent / "metrics.jsonl").exists():
+                shutil.copyfile(metrics, self.folder.path / "metrics.jsonl")
+        except OSError as error:
+            raise UserError(f"--runs_dir: cannot write {self.folder.path}: {error.strerror}.") from None
 
     def recover_folder(self) -> bool:
         """If the run folder was deleted or moved away, continue in a new one beside it. Returns whether it was. Raises
         TrainingStopped where none can be made."""
         lost = self.folder.path
-        if (lost / "config.json").exists():
+        if from_rank_0((lost / "config.json").exists):
             return False
         try:
-            self.folder = make_recovered_folder(self.folder)
-            self._locks.enter_context(locked(self.folder.path))
-            self._save_config(None)
+            self.folder = from_rank_0(self._take_recovered_folder)
             log = self._start_log(console_of(logging.getLogger("qtrain")))
         except OSError as error:
             raise TrainingStopped(
                 f"step {self.state.step}: the run folder {lost} is gone, and no other can be made beside it: "
                 f"{error.strerror}. Nothing is saved."
             ) from None
-        log.warning("the run folder %s is gone; this run continues in %s", lost, self.folder.path)
+        if rank() == 0:
+            log.warning("the run folder %s is gone; this run continues in %s", lost, self.folder.path)
         return True
+
+    def _take_recovered_folder(self) -> RunFolder:
+        self.folder = make_recovered_folder(self.folder)
+        self._locks.enter_context(locked(self.folder.path))
+        self._save_config(None)
+        return self.folder
 
     def _save_config(self, parent: Mapping[str, Any] | None) -> None:
         # Without --resume: this file as a recipe starts a new run.
         save_run_config(dataclasses.replace(self.settings, resume=None), self.folder.path, parent)
 
     def _start_log(self, console: Console | None = None) -> logging.Logger:
-        log = setup_log(self.folder.path, console)
+        log = setup_log(self.folder.path, console, rank())
         log.info("%s", "\n".join([self._text, *self.notes]), extra=FILE_ONLY)
         log.info("run folder  %s", self.folder.path)
         return log

@@ -12,7 +12,7 @@ from typing import Any
 from qtrain.config import as_dict, write_config
 from qtrain.train.settings import TrainSettings
 
-NOT_COMPARED = ("resume", "runs_dir", "dry_run")
+NOT_COMPARED = ("resume", "runs_dir", "dry_run", "gpus", "dp_replicate", "dp_shard")
 """Settings that say where and how a run is started, not what it is."""
 
 
@@ -41,7 +41,9 @@ def changed_settings(checkpoint: Path, settings: TrainSettings) -> dict[str, tup
     return {
         name: (former.get(name), current.get(name))
         for name in {**former, **current}
-        if former.get(name) != current.get(name) and name not in NOT_COMPARED
+        if former.get(name) != current.get(name)
+        and name not in NOT_COMPARED
+        and (name in former or "." in name)  # a setting that the saved run's version did not have
     }
 
 

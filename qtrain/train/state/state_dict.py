@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import empty as empty_dtensor
 
+from qtrain.distributed.ranks import all_gather, rank
+from qtrain.distributed.shards import is_placeholder
 from qtrain.errors import UserError
 from qtrain.optim import Optimizer
 from qtrain.tensors.stored_weight import StoredWeight
-from qtrain.train.distributed import rank
 
 
 def clean_name(name: str) -> str:
@@ -22,8 +23,16 @@ def clean_name(name: str) -> str:
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
-def model_tensors(model: nn.Module, trains: bool | None = None) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name: the tensors themselves, tied ones once.
+Master = Callable[[Tensor], Tensor]
+"""What the optimizer updates in place of a parameter: a shard of it, where it is sharded."""
+
+
+def _itself(parameter: Tensor) -> Tensor:
+    return parameter
+
+
+def model_tensors(model: nn.Module, trains: bool | None = None, master: Master = _itself) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name: the tensors themselves, tied ones once; of sharded ones the masters.
 
     A weight stored in low bits gives its codes and scale, as `<name>.codes` and `<name>.scale`. trains: True: only what
     a step may change; False: only the frozen parameters; None: both.
@@ -34,6 +43,9 @@ def model_tensors(model: nn.Module, trains: bool | None = None) -> dict[str, Ten
         frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
         if id(tensor) not in seen and trains in (None, not frozen):
             seen.add(id(tensor))
+            tensor = master(tensor)
+            if is_placeholder(tensor):
+                continue
             if isinstance(tensor, StoredWeight):
                 found |= {f"{clean_name(name)}.{part}": inner for part, inner in tensor.inner.items()}
             else:
@@ -81,14 +93,16 @@ def set_rng_state(state: Mapping[str, Mapping[str, Tensor]]) -> None:
 _HOW = ("params", "fused", "foreach", "capturable", "differentiable")
 
 
-def optimizer_tensors(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+def optimizer_tensors(
+    optimizer: Optimizer, model: nn.Module, master: Master = _itself
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """An optimizer's state by parameter name: ({parameter: {state: tensor}}, the rest as JSON).
 
     torch's own get/set_optimizer_state_dict are not exact: saving before the first step takes a step, and loading casts
     floating states to the parameter's dtype.
     """
     optimizer.synchronize()
-    names = {id(p): clean_name(name) for name, p in model.named_parameters()}
+    names = {id(master(p)): clean_name(name) for name, p in model.named_parameters()}
     tensors: dict[str, dict[str, Tensor]] = {}
     states: dict[str, dict[str, Any]] = {}
     groups = []
@@ -97,6 +111,8 @@ def optimizer_tensors(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str,
         groups.append({"params": [names[id(p)] for p in group["params"]], "options": options})
         for parameter in group["params"]:
             name = names[id(parameter)]
+            if is_placeholder(parameter):
+                continue
             for key, value in optimizer.state.get(parameter, {}).items():
                 described = states.setdefault(name, {})
                 if not isinstance(value, Tensor):
@@ -111,17 +127,20 @@ def optimizer_tensors(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str,
                     "dtype": str(value.dtype).removeprefix("torch."),
                     "on_host": value.device.type == "cpu" and parameter.device.type != "cpu",
                 }
+    states = {name: state for of_rank in all_gather(states) for name, state in of_rank.items()}
     return tensors, {"class": type(optimizer).__name__, "groups": groups, "states": states}
 
 
-def prepare_optimizer(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+def prepare_optimizer(
+    optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any], master: Master = _itself
+) -> dict[str, dict[str, Tensor]]:
     """Allocate the states that `saved` (from `optimizer_tensors`) describes in a new optimizer. Returns the tensors.
 
     `Checkpoints.load` then fills them in place; `finish_optimizer` comes last. Group options come from `saved` too,
     `lr` and `weight_decay` among them; of another class, those that both have. Raises UserError when the optimizer
     holds other parameters than the saved one, or states that cannot be made this one's.
     """
-    parameters = {clean_name(name): p for name, p in model.named_parameters()}
+    parameters = {clean_name(name): master(p) for name, p in model.named_parameters()}
     names = {id(p): name for name, p in parameters.items()}
     try:
         before = [group["params"] for group in saved["groups"]]
@@ -139,6 +158,8 @@ def prepare_optimizer(optimizer: Optimizer, model: nn.Module, saved: Mapping[str
                     _restore_option(group, key, value)
             on_device = bool(group.get("fused") or group.get("capturable"))
             for name in saved_group["params"]:
+                if is_placeholder(parameters[name]):
+                    continue
                 if saved["states"].get(name):
                     optimizer.check_saved(name, parameters[name], _described(saved["states"][name]))
                 for key, described in saved["states"].get(name, {}).items():
@@ -163,12 +184,12 @@ def user_options(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def finish_optimizer(optimizer: Optimizer, model: nn.Module) -> list[str]:
+def finish_optimizer(optimizer: Optimizer, model: nn.Module, master: Master = _itself) -> list[str]:
     """Check the loaded states and convert them to the optimizer's formats. Returns the conversions, for a message.
 
     UserError for states that no training leaves behind, such as NaN.
     """
-    return optimizer.adopt_states({p: clean_name(name) for name, p in model.named_parameters()})
+    return optimizer.adopt_states({master(p): clean_name(name) for name, p in model.named_parameters()})
 
 
 def _described(states: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -1,0 +1,214 @@
+"""Whether training comes out the same on any mesh: `python -m qtrain.bench.mesh_equality`.
+
+Trains a small model in every scheme x optimizer on one process and on several meshes, with the same twelve micro-batches
+a step, and compares losses, gradient norms, weights, low-bit codes and optimizer states: bit for bit with
+--deterministic, losses within a relative 1e-5 without. Odd sizes: no dimension divides by the number of ranks, and
+quantization blocks cross the shards' borders.
+
+    python -m qtrain.bench.mesh_equality                                      on the CPU, the whole matrix
+    python -m qtrain.bench.mesh_equality --device cuda --meshes 1x1 1x4 4x1 2x2
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from qtrain.data import Batch
+from qtrain.distributed.launch import run_processes
+from qtrain.distributed.mesh import Mesh, make_mesh
+from qtrain.distributed.ranks import all_gather, join_world, leave_world, local_rank, rank
+from qtrain.distributed.shards import plain_tensors
+from qtrain.distributed.weights import gather_weights
+from qtrain.models import ModelSource, build_model
+from qtrain.optim import OPTIMIZERS, parameter_groups
+from qtrain.quant import SCHEMES, quantize_linears
+from qtrain.train.language import language_forward
+from qtrain.train.parallel import DataParallel
+from qtrain.train.step import apply_gradients, compute_gradients
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 263,
+    "hidden_size": 144,
+    "intermediate_size": 272,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+MICRO_BATCHES = 12
+SCHEMES_COMPARED: dict[str, tuple[str, dict[str, Any]]] = {
+    "bf16": ("bf16", {}),
+    "int8": ("int8", {}),
+    "fp8_tensorwise": ("fp8_tensorwise", {}),
+    "fp8_tensorwise delayed": ("fp8_tensorwise", {"scaling": "delayed"}),
+    "fp8_rowwise": ("fp8_rowwise", {}),
+    "fp8_blockwise": ("fp8_blockwise", {}),
+    "bitnet": ("bitnet", {}),
+    "int8_weight": ("int8_weight", {}),
+    "int4_weight": ("int4_weight", {}),
+}
+OPTIMIZERS_COMPARED = ("adamw", "adamw_8bit", "adamw_4bit", "muon", "q_galore_adamw")
+MESHES = ("1x1", "1x2", "2x1", "1x3", "1x4", "2x2")
+
+
+def train(
+    scheme: str, optimizer_name: str, mesh: Mesh, device: torch.device, steps: int, deterministic: bool
+) -> dict[str, Any]:
+    """Losses and norms of the steps, and digests of all that training has changed."""
+    name, options = SCHEMES_COMPARED[scheme]
+    model = build_model(ModelSource("small", CONFIG, "--model"), device=device, dtype=torch.bfloat16, seed=1)
+    quantized = quantize_linears(model, SCHEMES.make(name, options, "--schemes"), seed=0, head=model.lm_head)
+    spec = OPTIMIZERS.make(optimizer_name, {}, "--optimizers")
+    groups = parameter_groups(model, 0.1)
+    hidden = {id(p) for group in groups if group["hidden"] for p in group["params"]}
+    parallel = DataParallel(
+        model, quantized, mesh, lambda p: spec.needs_whole(id(p) in hidden), deterministic=deterministic
+    )
+    for group in groups:
+        group["params"] = [parallel.master(p) for p in group["params"]]
+    optimizer = spec.build(groups, 1e-3, seed=3)
+    quantized.watch(optimizer)
+    forward, found = language_forward(model, None), []
+    per_rank = MICRO_BATCHES // mesh.world
+    for step in range(steps):
+        batches = [_micro_batch(step, index * mesh.world + mesh.rank) for index in range(per_rank)]
+        gradients = compute_gradients(model, forward, quantized, batches, step, parallel=parallel)
+        apply_gradients(optimizer, quantized, gradients, lr=1e-3, clip_grad_norm=0.5, parallel=parallel)
+        found.append((gradients.loss, gradients.norm_value))
+    return {"steps": found, "digests": _digests(parallel, quantized, optimizer)}
+
+
+def _micro_batch(step: int, number: int) -> Batch:
+    """2 x 24 random tokens, of which a third is not trained on."""
+    generator = torch.Generator().manual_seed(step * MICRO_BATCHES + number)
+    tokens = torch.randint(CONFIG["vocab_size"], (2, 25), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[torch.rand(labels.shape, generator=generator) < 1 / 3] = -100
+    return Batch(tokens[:, :-1].contiguous(), labels)
+
+
+def _digests(parallel: DataParallel, quantized, optimizer) -> dict[str, str]:
+    """A digest of each weight, of the codes of each linear and of each optimizer state, of full shape."""
+    found: dict[str, str] = {}
+
+    def add_weight(sharded, tensors: list[Tensor]) -> None:
+        found.update({f"weight {sharded.name} {i}": _digest(t) for i, t in enumerate(tensors)})
+
+    if parallel.mesh.shard > 1:
+        gather_weights(parallel.parameters, parallel.mesh, add_weight)
+    else:
+        for sharded in parallel.parameters:
+            add_weight(sharded, plain_tensors(sharded.parameter))
+    for index, linear in enumerate(quantized.linears):
+        found |= {f"codes {index} {name}": _digest(t) for name, t in linear.low_bit_weight.named_buffers()}
+    names = {id(sharded.master): sharded.name for sharded in parallel.parameters}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            for key, value in sorted(optimizer.state.get(p, {}).items()):
+                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                if p.numel() and isinstance(whole, Tensor):  # not the placeholder of another rank's
+                    found[f"state {names[id(p)]} {key}"] = _digest(whole)
+    return {name: digest for of_rank in all_gather(found) for name, digest in of_rank.items()}
+
+
+def _digest(tensor: Tensor) -> str:
+    plain = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+    return hashlib.sha256(plain.numpy().tobytes()).hexdigest()[:16]
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any], deterministic: bool) -> str:
+    """How a result differs from that of one process; '' if it does not, as far as that is promised."""
+    if not deterministic:
+        worst = max(abs(a - b) / abs(a) for (a, _), (b, _) in zip(one["steps"], other["steps"], strict=True))
+        return f"losses differ by {worst:.1e}" if worst > 1e-5 else ""
+    for step, (a, b) in enumerate(zip(one["steps"], other["steps"], strict=True), start=1):
+        if list(a) != list(b):
+            return f"step {step}: loss, norm {a} and {b}"
+    a, b = one["digests"], other["digests"]
+    odd = sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
+    return f"{len(odd)} of {len(a)} tensors, first {odd[0]}" if odd else ""
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """One process of a mesh: train every case; rank 0 writes the results."""
+    torch.set_num_threads(1)
+    device = torch.device("cuda", local_rank()) if arguments.device == "cuda" else torch.device("cpu")
+    join_world(device)
+    replicate, shard = map(int, arguments.work.split("x"))
+    mesh = make_mesh(replicate, shard, device.type)
+    results = {}
+    for scheme in arguments.schemes:
+        for optimizer in arguments.optimizers:
+            results[f"{scheme} | {optimizer}"] = train(
+                scheme, optimizer, mesh, device, arguments.steps, not arguments.not_deterministic
+            )
+            if rank() == 0:
+                Path(arguments.out).write_text(json.dumps(results))
+    leave_world()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--meshes", nargs="+", default=MESHES, help="replicate x shard, such as 2x2")
+    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES_COMPARED), choices=list(SCHEMES_COMPARED))
+    parser.add_argument("--optimizers", nargs="+", default=list(OPTIMIZERS_COMPARED))
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--not_deterministic", action="store_true", help="as runs are without --deterministic")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.work:
+        work(arguments)
+        return 0
+    return compare(arguments)
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Run the meshes one after the other and print the table. Returns 1 if any result differs."""
+    results: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for mesh in dict.fromkeys(("1x1", *arguments.meshes)):
+            replicate, shard = map(int, mesh.split("x"))
+            out, started = Path(folder) / f"{mesh}.json", time.monotonic()
+            command = [sys.executable, "-m", "qtrain.bench.mesh_equality", *sys.argv[1:], "--work", mesh, "--out", out]
+            code = run_processes(replicate * shard, list(map(str, command)))
+            if not out.exists():
+                print(f"{mesh}: the processes ended with code {code} and no result", file=sys.stderr)
+                return 1
+            results[mesh] = json.loads(out.read_text())
+            print(f"{mesh}: {len(results[mesh])} cases in {time.monotonic() - started:.0f} s", flush=True)
+    return print_table(results, deterministic=not arguments.not_deterministic)
+
+
+def print_table(results: Mapping[str, Mapping[str, Any]], deterministic: bool) -> int:
+    one, failures = results["1x1"], 0
+    print(f"{'scheme | optimizer':44}" + "".join(f"{mesh:>8}" for mesh in results if mesh != "1x1"))
+    notes = []
+    for case in one:
+        line = f"{case:44}"
+        for mesh, found in results.items():
+            if mesh != "1x1":
+                odd = differences(one[case], found[case], deterministic) if case in found else "not run"
+                line += f"{'DIFFERS' if odd else 'equal':>8}"
+                notes += [f"{case} on {mesh}: {odd}"] if odd else []
+                failures += bool(odd)
+        print(line)
+    print("\n".join(notes))
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""Rank and world size, with or without a process group, and actions that all ranks take or fail together."""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from qtrain.errors import UserError
+
+T = TypeVar("T")
+
+TIMEOUT = timedelta(minutes=10)
+"""How long a collective waits for a rank. Launchers end all ranks as soon as one process ends, long before this."""
+
+
+def launched_world() -> int:
+    """The number of processes that torchrun, or `launch`, started; 1 without them. UserError for a broken setting."""
+    given = os.environ.get("WORLD_SIZE", "1")
+    if not given.isdecimal() or not int(given):
+        raise UserError(f"WORLD_SIZE: {given!r} is not a number of processes; start the script with torchrun.")
+    return int(given)
+
+
+def launched_rank() -> int:
+    """The rank that the launcher gave this process; 0 without one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def local_rank() -> int:
+    """This process's number on its machine, which is also the index of its GPU."""
+    return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
+
+
+def join_world(device: torch.device) -> None:
+    """Join the processes that the launcher started, if there are several. Raises UserError where they do not meet."""
+    if launched_world() == 1 or dist.is_initialized():
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            timeout=TIMEOUT,
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"WORLD_SIZE: the {launched_world()} processes did not meet ({reason}); start them with torchrun, which "
+            "sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
+        ) from None
+
+
+def leave_world() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def all_gather(value: T) -> list[T]:
+    """`value` of every rank, on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * world()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def from_rank_0(action: Callable[[], T]) -> T:
+    """Run `action` on rank 0. Returns its result on every rank; an error is raised on all of them."""
+    return on_all_ranks(lambda: action() if rank() == 0 else None, of_rank_0=True)
+
+
+def on_all_ranks(action: Callable[[], T], of_rank_0: bool = False) -> T:
+    """Run `action` on every rank. An error of any rank is raised on all, so that none waits for a rank that failed.
+
+    of_rank_0: return rank 0's result instead of this rank's own."""
+    result, error = None, None
+    try:
+        result = action()
+    except (UserError, OSError) as raised:
+        error = raised
+    outcomes = all_gather((result if of_rank_0 else None, error))
+    for _, raised in outcomes:
+        if raised is not None:
+            raise raised
+    return outcomes[0][0] if of_rank_0 else result

@@ -1,0 +1,120 @@
+"""Trained parameters divided over the ranks of a mesh: each rank updates its shard of the master weights (ZeRO).
+
+The model computes with `parameter`, of full shape. The optimizer updates `master`:
+
+    rows    a DTensor sharded along its rows, for optimizers that update element by element
+    whole   the entire tensor on one rank, its owner, for optimizers that work on whole matrices, and for weights that
+            are stored in low bits; on the other ranks a placeholder of no elements, which gets no gradient
+
+Where the mesh does not shard, the master is the parameter itself.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as ShardOf
+
+from qtrain.distributed.mesh import Mesh
+from qtrain.tensors.stored_weight import StoredWeight
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A trained parameter and its master. bounds: shard rank s holds the elements [bounds[s], bounds[s + 1])."""
+
+    name: str
+    parameter: nn.Parameter
+    master: nn.Parameter
+    bounds: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        return self.parameter.shape[0] if self.parameter.ndim else 1
+
+    def set_gradient(self, flat: Tensor) -> None:
+        """Give the master its gradient. flat: the elements of this rank's shard."""
+        if isinstance(self.master, DTensor):
+            local = flat.view(self.master.to_local().shape)
+            self.master.grad = as_shard(local, self.master.device_mesh, self.parameter.shape)
+        elif not is_placeholder(self.master):
+            self.master.grad = flat.view(self.parameter.shape)
+
+
+def is_placeholder(master: Tensor) -> bool:
+    """Whether another rank owns the whole parameter."""
+    return not isinstance(master, DTensor) and master.numel() == 0
+
+
+def as_shard(local: Tensor, device_mesh, shape: torch.Size) -> DTensor:
+    """This rank's rows of a tensor of `shape` as a DTensor."""
+    stride = torch.empty(shape, device="meta").stride()
+    placements = (Replicate(), ShardOf(0))
+    return DTensor.from_local(local, device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def shard_parameters(
+    named: Iterable[tuple[str, nn.Parameter]], mesh: Mesh, needs_whole: Callable[[nn.Parameter], bool]
+) -> list[Sharded]:
+    """Divide parameters over the shard dimension of the mesh. needs_whole: whether the optimizer needs all of one."""
+    parameters = list(named)
+    if mesh.shard == 1:
+        return [Sharded(name, p, p, (0, p.numel())) for name, p in parameters]
+    whole = {id(p) for _, p in parameters if not p.ndim or isinstance(p.data, StoredWeight) or needs_whole(p)}
+    owners = _balanced_owners([p for _, p in parameters if id(p) in whole], mesh.shard)
+    return [
+        _owned(name, p, owners[id(p)], mesh) if id(p) in whole else _by_rows(name, p, mesh) for name, p in parameters
+    ]
+
+
+def _balanced_owners(parameters: Sequence[nn.Parameter], ranks: int) -> dict[int, int]:
+    """id of a parameter -> the rank that owns it: the largest first, each to the rank that has least."""
+    load, owners = [0] * ranks, {}
+    for p in sorted(parameters, key=lambda p: -p.numel()):  # stable: equal on all ranks
+        owner = load.index(min(load))
+        owners[id(p)], load[owner] = owner, load[owner] + p.numel()
+    return owners
+
+
+def _owned(name: str, p: nn.Parameter, owner: int, mesh: Mesh) -> Sharded:
+    bounds = tuple(p.numel() * (s > owner) for s in range(mesh.shard + 1))
+    if mesh.shard_rank == owner:
+        return Sharded(name, p, nn.Parameter(p.data), bounds)
+    return Sharded(name, p, nn.Parameter(p.new_empty(0, *p.shape[1:])), bounds)
+
+
+def _by_rows(name: str, p: nn.Parameter, mesh: Mesh) -> Sharded:
+    rows, width = p.shape[0], p[0].numel()
+    per_rank = -(-rows // mesh.shard)  # as torch.chunk and DTensor divide
+    cuts = [min(s * per_rank, rows) for s in range(mesh.shard + 1)]
+    own = p.data[cuts[mesh.shard_rank] : cuts[mesh.shard_rank + 1]].clone()
+    master = nn.Parameter(as_shard(own, mesh.device_mesh, p.shape))
+    return Sharded(name, p, master, tuple(cut * width for cut in cuts))
+
+
+def plain_tensors(p: Tensor) -> list[Tensor]:
+    """What a parameter consists of: itself, or a stored weight's codes and scale."""
+    p = p.data
+    return list(p.inner.values()) if isinstance(p, StoredWeight) else [p]
+
+
+def local_tensors(master: Tensor) -> list[Tensor]:
+    """What this rank holds of a master."""
+    if isinstance(master, DTensor):
+        return [master.data.to_local()]
+    return [] if is_placeholder(master) else plain_tensors(master)
+
+
+def byte_slices(tensor: Tensor, sharded: Sharded) -> list[tuple[int, int]]:
+    """For each shard rank, which bytes of a full tensor of the parameter it holds."""
+    elements = sharded.parameter.numel()
+    size = tensor.numel() * tensor.element_size()
+    return [(low * size // elements, high * size // elements) for low, high in pairwise(sharded.bounds)]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as a flat view of its bytes."""
+    return tensor.detach().reshape(-1).view(torch.uint8)

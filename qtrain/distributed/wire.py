@@ -1,0 +1,59 @@
+"""What ranks send each other, as raw bytes, with a count of them.
+
+Bytes, because collectives of some backends do not know every low-bit dtype. Messages may differ in length from rank to
+rank: parameters do not divide evenly, and a whole matrix may belong to one rank.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
+
+sent = Counter()
+"""Bytes that this rank has sent, by kind of message; its own share is not counted."""
+
+
+def exchange(messages: Tensor, sizes: Sequence[int], own: int, group: dist.ProcessGroup | None, kind: str) -> Tensor:
+    """All-to-all. messages: one after the other, of `sizes` elements, one for each rank; own: elements of the message
+    for this rank. Returns [ranks, own], what each rank sent to this one."""
+    element, ranks, me = messages.element_size(), len(sizes), dist.get_rank(group)
+    received = torch.empty(ranks, own, dtype=messages.dtype, device=messages.device)
+    dist.all_to_all_single(
+        received.view(-1).view(torch.uint8),
+        messages.view(torch.uint8),
+        [own * element] * ranks,
+        [size * element for size in sizes],
+        group=group,
+    )
+    sent[kind] += (sum(sizes) - sizes[me]) * element
+    return received
+
+
+def gather(message: Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None, kind: str) -> list[Tensor]:
+    """All-gather of 1-D messages of `sizes` elements, one of each rank."""
+    longest = max(sizes)
+    padded = message
+    if len(message) < longest:
+        padded = message.new_empty(longest)
+        padded[: len(message)] = message
+    received = message.new_empty(len(sizes), longest)
+    _all_gather(received.view(-1).view(torch.uint8), padded.view(torch.uint8), group=group)
+    sent[kind] += longest * (len(sizes) - 1) * message.element_size()
+    return [row[:size] for row, size in zip(received, sizes, strict=True)]
+
+
+def maximum_over_ranks(values: Tensor) -> None:
+    """Replace every value by its maximum over all ranks."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+
+
+def gather_rows(own: Tensor) -> Tensor:
+    """[n] of every rank as [ranks, n]."""
+    every = own.new_empty(dist.get_world_size(), len(own))
+    _all_gather(every.view(-1), own)
+    return every
