@@ -1,7 +1,7 @@
 """Whether training comes out the same on any mesh: `python -m qtrain.bench.mesh_equality`.
 
-Trains a small model in every scheme x optimizer on one process and on several meshes, with the same twelve micro-batches
-a step, and compares losses, gradient norms, weights, low-bit codes and optimizer states: bit for bit with
+Trains a small model in every scheme x optimizer on one process and on several meshes, with the same twelve
+micro-batches a step, and compares losses, gradient norms, weights, low-bit codes and optimizer states: bit for bit with
 --deterministic, losses within a relative 1e-5 without. Odd sizes: no dimension divides by the number of ranks, and
 quantization blocks cross the shards' borders.
 
