@@ -28,7 +28,7 @@ from qtrain.distributed.launch import run_processes
 from qtrain.distributed.mesh import Mesh, make_mesh
 from qtrain.distributed.ranks import all_gather, join_world, leave_world, local_rank, rank
 from qtrain.distributed.shards import plain_tensors
-from qtrain.distributed.weights import gather_weights
+from qtrain.distributed.weights import GatheredMaster, gather_weights
 from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, quantize_linears
@@ -52,10 +52,13 @@ SCHEMES_COMPARED: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("bf16", {}),
     "int8": ("int8", {}),
     "fp8_tensorwise": ("fp8_tensorwise", {}),
+    "int8 tensorwise": ("int8", {"granularity": "tensorwise"}),
     "fp8_tensorwise delayed": ("fp8_tensorwise", {"scaling": "delayed"}),
     "fp8_rowwise": ("fp8_rowwise", {}),
     "fp8_blockwise": ("fp8_blockwise", {}),
+    "int8_blockwise": ("int8_blockwise", {}),
     "bitnet": ("bitnet", {}),
+    "bitnet int8 backward": ("bitnet", {"backward": "int8"}),
     "int8_weight": ("int8_weight", {}),
     "int4_weight": ("int4_weight", {}),
 }
@@ -107,7 +110,7 @@ def _digests(parallel: DataParallel, quantized, optimizer) -> dict[str, str]:
         found.update({f"weight {sharded.name} {i}": _digest(t) for i, t in enumerate(tensors)})
 
     if parallel.mesh.shard > 1:
-        gather_weights(parallel.parameters, parallel.mesh, add_weight)
+        gather_weights([GatheredMaster(s, add_weight) for s in parallel.parameters], parallel.mesh)
     else:
         for sharded in parallel.parameters:
             add_weight(sharded, plain_tensors(sharded.parameter))

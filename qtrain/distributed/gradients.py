@@ -17,10 +17,7 @@ from torch import Tensor
 
 from qtrain.distributed.mesh import Mesh
 from qtrain.distributed.shards import Sharded
-from qtrain.distributed.wire import exchange, gather
-
-BUCKET_BYTES = 1 << 28
-"""Gradients that are sent at once."""
+from qtrain.distributed.wire import exchange, gather, in_buckets
 
 
 class GradientReduction:
@@ -113,18 +110,9 @@ def _flat_gradient(parameter: Tensor) -> Tensor:
 
 
 def _buckets(parameters: Sequence[Sharded]) -> Iterator[list[Sharded]]:
-    """Parameters of one dtype, up to BUCKET_BYTES of gradients or a single one."""
+    """Parameters of one dtype whose gradients are sent at once."""
     by_dtype: dict[torch.dtype, list[Sharded]] = {}
     for p in parameters:
         by_dtype.setdefault(p.parameter.dtype, []).append(p)
     for members in by_dtype.values():
-        bucket, size = [], 0
-        for member in members:
-            bytes_ = member.parameter.numel() * member.parameter.element_size()
-            if bucket and size + bytes_ > BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(member)
-            size += bytes_
-        if bucket:
-            yield bucket
+        yield from in_buckets(members, lambda m: m.parameter.numel() * m.parameter.element_size())

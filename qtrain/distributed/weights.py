@@ -1,52 +1,75 @@
 """All-gather of updated weights: from the masters' shards to what the model computes with, a few tensors at a time."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from qtrain.distributed.mesh import Mesh
 from qtrain.distributed.shards import Sharded, as_bytes, byte_slices, local_tensors, plain_tensors
-from qtrain.distributed.wire import gather
+from qtrain.distributed.wire import gather, in_buckets
 
-BUCKET_BYTES = 1 << 28
 
-Receive = Callable[[Sharded, list[Tensor]], None]
-"""Takes a parameter and its gathered tensors, of full shape."""
+class Gathered(Protocol):
+    """What ranks gather of one parameter: tensors of which every rank holds the rows of its shard."""
+
+    sharded: Sharded
+
+    def empty(self) -> list[Tensor]:
+        """The full tensors, in new memory."""
+
+    def own(self) -> list[Tensor]:
+        """This rank's rows of them."""
+
+    def receive(self, tensors: list[Tensor]) -> None:
+        """Take the full tensors."""
+
+    def bytes(self) -> int:
+        """Of the full tensors."""
+
+
+@dataclass(frozen=True)
+class GatheredMaster:
+    """The values of a master, or the codes and scales of one that is stored in low bits."""
+
+    sharded: Sharded
+    give: Callable[[Sharded, list[Tensor]], None]
+
+    def empty(self) -> list[Tensor]:
+        tensors = plain_tensors(self.sharded.parameter)
+        return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+
+    def own(self) -> list[Tensor]:
+        return [t.contiguous() for t in local_tensors(self.sharded.master)]
+
+    def receive(self, tensors: list[Tensor]) -> None:
+        self.give(self.sharded, tensors)
+
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in plain_tensors(self.sharded.parameter))
 
 
 @torch.no_grad()
-def gather_weights(parameters: Iterable[Sharded], mesh: Mesh, receive: Receive) -> None:
-    """Gather the masters of `parameters` over the shard ranks and hand each to `receive`."""
-    for bucket in _buckets(parameters):
-        _gather_bucket(bucket, mesh, receive)
+def gather_weights(items: Iterable[Gathered], mesh: Mesh, kind: str = "weights") -> None:
+    """Gather `items` over the shard ranks and hand each its full tensors. kind: under which the bytes are counted."""
+    for bucket in in_buckets(items, lambda item: item.bytes()):
+        _gather_bucket(bucket, mesh, kind)
 
 
-def _gather_bucket(bucket: Sequence[Sharded], mesh: Mesh, receive: Receive) -> None:
-    # By parameter: its tensors (one, or codes and scale), with new memory, and the bytes of each that a rank holds.
-    targets = [
-        [torch.empty_like(t, memory_format=torch.contiguous_format) for t in plain_tensors(m.parameter)] for m in bucket
+def _gather_bucket(bucket: Sequence[Gathered], mesh: Mesh, kind: str) -> None:
+    targets = [item.empty() for item in bucket]
+    # Of each full tensor its bytes, and which of them each rank holds.
+    slices = [
+        (as_bytes(t), byte_slices(t, item.sharded)) for item, full in zip(bucket, targets, strict=True) for t in full
     ]
-    slices = [(as_bytes(t), byte_slices(t, m)) for m, full in zip(bucket, targets, strict=True) for t in full]
-    own = [as_bytes(t.contiguous()) for m in bucket for t in local_tensors(m.master)]
+    own = [as_bytes(t) for item in bucket for t in item.own()]
     message = torch.cat(own) if own else slices[0][0].new_empty(0)
     sizes = [sum(held[s][1] - held[s][0] for _, held in slices) for s in range(mesh.shard)]
-    rows = gather(message, sizes, mesh.shard_group, "weights")
+    rows = gather(message, sizes, mesh.shard_group, kind)
     for s, row in enumerate(rows):
         pieces = [target[held[s][0] : held[s][1]] for target, held in slices]
         torch._foreach_copy_(pieces, list(row.split([len(piece) for piece in pieces])))
-    for m, full in zip(bucket, targets, strict=True):
-        receive(m, full)
-
-
-def _buckets(parameters: Iterable[Sharded]) -> Iterator[list[Sharded]]:
-    bucket, size = [], 0
-    for p in parameters:
-        bytes_ = sum(t.numel() * t.element_size() for t in plain_tensors(p.parameter))
-        if bucket and size + bytes_ > BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(p)
-        size += bytes_
-    if bucket:
-        yield bucket
+    for item, full in zip(bucket, targets, strict=True):
+        item.receive(full)

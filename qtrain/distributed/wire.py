@@ -5,13 +5,19 @@ rank: parameters do not divide evenly, and a whole matrix may belong to one rank
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
+
+T = TypeVar("T")
+
+BUCKET_BYTES = 1 << 28
+"""What is sent at once."""
 
 sent = Counter()
 """Bytes that this rank has sent, by kind of message; its own share is not counted."""
@@ -57,3 +63,17 @@ def gather_rows(own: Tensor) -> Tensor:
     every = own.new_empty(dist.get_world_size(), len(own))
     _all_gather(every.view(-1), own)
     return every
+
+
+def in_buckets(items: Iterable[T], bytes_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Consecutive items of up to BUCKET_BYTES together, or a single larger one."""
+    bucket: list[T] = []
+    size = 0
+    for item in items:
+        if bucket and size + bytes_of(item) > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(item)
+        size += bytes_of(item)
+    if bucket:
+        yield bucket

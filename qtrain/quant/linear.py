@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.quant.scheme import DelayedScale, LowBitScheme, NeedsOperand
-from qtrain.tensors.quantized_tensor import Operand, Operands, flatten_operands, unflatten_operands
+from qtrain.tensors.quantized_tensor import Operand, Operands, QuantizedTensor, flatten_operands, unflatten_operands
 from qtrain.tensors.stored_weight import StoredWeight
 
 
@@ -137,6 +137,10 @@ class LowBitLinear(nn.Module):
         if weight is None and self.codes_only:
             return
         self.low_bit_weight.update(self._quantize(self.weight if weight is None else weight), self.weight._version)
+
+    def receive_codes(self, codes: QuantizedTensor) -> None:
+        """Take the weight's codes in the scheme's `wire_format`."""
+        self.low_bit_weight.update(self.scheme.operands_of(codes, self.in_features), self.weight._version)
 
     @property
     def reads_codes_only(self) -> bool:

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from qtrain.errors import UserError
 from qtrain.hardware import lacks_fp8
+from qtrain.kernels.gemm.transpose import transpose_8bit
+from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES
 from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.swiglu.quantize import (
@@ -185,6 +187,25 @@ class LowBitScheme(Scheme):
         """w [N, K] -> operands of (output, grad_input); None where a GEMM reads w itself."""
         rows, columns = self._operands(w, "w", key)
         return Operands(None if rows is w else rows, None if columns is w else columns)
+
+    def wire_format(self) -> OperandFormat | None:
+        """The format of codes that processes may exchange in place of a weight, since both operands follow from one
+        set of codes; None: they do not, as under one scale per row and another per column."""
+        rows, columns = self._formats_of("w")
+        stochastic = any(applies(self.stochastic_rounding, gemm) for gemm, _ in READERS["w"])
+        if rows is None or columns is None or stochastic:
+            return None
+        group_rows, group_columns = GRANULARITIES[rows.granularity]
+        square = group_rows == group_columns and FORMATS[rows.fmt].packing == 1
+        return rows if columns.sum_dim == 0 or (rows == columns and square) else None
+
+    def operands_of(self, codes: QuantizedTensor, in_features: int) -> Operands:
+        """The operands of a weight from its codes in `wire_format`: those that `quantize_weight` returns."""
+        columns = self._formats_of("w")[1]
+        if columns is not None and columns.sum_dim == 0:
+            return Operands(codes, codes.summed_over_rows())
+        scale = codes.scale if codes.scale.ndim == 1 else codes.scale.t()
+        return Operands(codes, codes._replace(codes=transpose_8bit(codes.codes), scale=scale))
 
     def quantize_input(
         self, x: Tensor, key: Tensor | None, needs: NeedsOperand, delayed: DelayedScale | None = None

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from qtrain.distributed.gradients import GradientReduction
 from qtrain.distributed.mesh import Mesh
 from qtrain.distributed.shards import Sharded, plain_tensors, shard_parameters
-from qtrain.distributed.weights import gather_weights
+from qtrain.distributed.weights import GatheredMaster, gather_weights
 from qtrain.distributed.wire import gather_rows
 from qtrain.quant import LowBitLinear, QuantizedModel
+from qtrain.quant.sharded_codes import ShardedCodes, gather_codes
 from qtrain.train.gradients import Gradients, norm_of
 
 
@@ -50,6 +51,11 @@ class DataParallel:
         if mesh.world > 1 or deterministic:
             self._reduction = GradientReduction(self.parameters, mesh, every_micro_batch=deterministic)
         self._linear_of = {} if mesh.shard == 1 else _linears_by_weight(quantized, model)
+        self._codes = [
+            ShardedCodes(s, linear, mesh.shard_rank)
+            for s in self.parameters
+            if (linear := self._linear_of.get(id(s.parameter))) and linear.scheme.wire_format()
+        ]
         if mesh.shard > 1 and not keep_full_weights:
             self._drop_full_weights()
 
@@ -147,8 +153,13 @@ class DataParallel:
     @torch.no_grad()
     def gather(self) -> None:
         """Copy the masters' values into the model, and quantize those weights that it does not keep in full."""
-        if self.mesh.shard > 1:
-            gather_weights(self.parameters, self.mesh, self._receive)
+        if self.mesh.shard == 1:
+            return
+        codes = [weight for weight in self._codes if weight.linear.codes_only]
+        gathered = {id(weight.sharded) for weight in codes}
+        masters = [GatheredMaster(s, self._receive) for s in self.parameters if id(s) not in gathered]
+        gather_weights(masters, self.mesh)
+        gather_codes(codes, self.mesh)
 
     def _receive(self, sharded: Sharded, tensors: list[Tensor]) -> None:
         linear = self._linear_of.get(id(sharded.parameter))

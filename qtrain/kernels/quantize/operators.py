@@ -61,7 +61,7 @@ def quantize(
     """x [M, K] fp32/bf16 -> codes [M, K] (packed formats [M, ceil(K / packing)]), scale fp32 (`scale_shape`).
 
     key, role: stochastic rounding with the bits of `random_bits_ref`; None: to nearest even. power_of_two: scales are
-    rounded up to powers of two. scale: fp32 [1], given (delayed scaling; tensorwise only), returned as a copy.
+    rounded up to powers of two. scale: given (tensorwise or of blocks), laid out as `empty_scale`; returned as a copy.
     """
     rounding = Rounding(key, role)
     if not _kernel_takes(x, rounding):

@@ -18,17 +18,32 @@ from qtrain.kernels.numerics.packing import pack
 
 def scale_ref(x: Tensor, fmt: str, granularity: str, power_of_two: bool = False) -> Tensor:
     """x [M, K] -> scale of each group, fp32, shaped as `scale_shape`. power_of_two: rounded up to a power of two."""
-    groups = _groups(x, granularity)
-    if fmt == "ternary":
-        scale = _mean_abs(groups, x.shape)
-    else:  # a product with the reciprocal, as on the GPU: CUDA compiles a division by a constant to one
-        scale = groups.abs().amax(dim=(1, 3)).float() * (1 / FORMATS[fmt].max)
+    if fmt != "ternary":
+        return scale_from_amax_ref(amax_ref(x, granularity), fmt, granularity, x.shape, power_of_two)
+    return _laid_out(_mean_abs(_groups(x, granularity), x.shape), granularity, x.shape, power_of_two)
+
+
+def amax_ref(x: Tensor, granularity: str) -> Tensor:
+    """x [M, K] -> absmax of each group, fp32, shaped as `scale_shape`. NaN propagates."""
+    amax = _groups(x, granularity).abs().amax(dim=(1, 3)).float()
+    return amax.reshape(scale_shape(granularity, *x.shape))
+
+
+def scale_from_amax_ref(
+    amax: Tensor, fmt: str, granularity: str, shape: tuple[int, int], power_of_two: bool = False
+) -> Tensor:
+    """Absmax of each group of a matrix of this shape -> scales; a power of two where that is wanted."""
+    # A product with the reciprocal, as on the GPU: CUDA compiles a division by a constant to one.
+    return _laid_out(amax * (1 / FORMATS[fmt].max), granularity, shape, power_of_two)
+
+
+def _laid_out(scale: Tensor, granularity: str, shape: tuple[int, int], power_of_two: bool) -> Tensor:
     scale = scale.clamp(min=SCALE_EPS)
     if power_of_two:
         bits = scale.view(torch.int32)
         raised = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
         scale = torch.where(scale.isfinite(), raised, scale)
-    return empty_scale(granularity, *x.shape, x).copy_(scale.reshape(scale_shape(granularity, *x.shape)))
+    return empty_scale(granularity, *shape, scale).copy_(scale.reshape(scale_shape(granularity, *shape)))
 
 
 def quantize_ref(
@@ -41,7 +56,7 @@ def quantize_ref(
 ) -> tuple[Tensor, Tensor]:
     """x [M, K] fp32/bf16 -> codes as `codes_shape`, scale fp32 as `scale_shape`.
 
-    bits: 16 random bits per element, int32 [M, K], for stochastic rounding. scale: fp32 [1], given (tensorwise).
+    bits: 16 random bits per element, int32 [M, K], for stochastic rounding. scale: given, fp32 as `scale_shape`.
     """
     x = x.float()
     if scale is None:

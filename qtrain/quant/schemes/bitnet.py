@@ -27,6 +27,8 @@ from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.scheme import SCHEMES, LowBitScheme
 from qtrain.tensors.quantized_tensor import OperandFormat, Operands, QuantizedTensor
 
+PACKED = OperandFormat("ternary", "tensorwise")
+
 
 @SCHEMES.register("bitnet")
 @dataclass(frozen=True)
@@ -60,16 +62,23 @@ class BitNet(LowBitScheme):
         return None, second._replace(sum_dim=0)  # dy in bf16, times the codes that `output` reads, dequantized
 
     def exported_weight(self, w: Tensor) -> Tensor:
-        return _ternary(w.detach()).dequantize(w.dtype)
+        return self.quantize_weight(w.detach(), None).rows.dequantize(w.dtype)
 
     def quantize_weight(self, w: Tensor, key: Tensor | None) -> Operands:
-        ternary = _ternary(w)
+        codes, scale = quantize(w, *PACKED[:2])
+        return self.operands_of(QuantizedTensor(codes, scale, PACKED), w.shape[1])
+
+    def wire_format(self) -> OperandFormat | None:
+        return PACKED
+
+    def operands_of(self, codes: QuantizedTensor, in_features: int) -> Operands:
+        ternary = _unpacked(codes, in_features)
         if self.backward == "bf16":
             return Operands(ternary, ternary.summed_over_rows())
         return Operands(ternary, ternary._replace(codes=ternary.codes.t().contiguous()))
 
 
-def _ternary(w: Tensor) -> QuantizedTensor:
-    """w [N, K] -> codes int8 [N, K] in {-1, 0, 1}, scale fp32 [1]: not packed, INT8 tensor cores multiply them."""
-    packed, scale = quantize(w, "ternary", "tensorwise")
-    return QuantizedTensor(unpack_ternary(packed, w.shape[1]), scale, OperandFormat("int8", "tensorwise"))
+def _unpacked(packed: QuantizedTensor, in_features: int) -> QuantizedTensor:
+    """Ternary codes as int8 [N, K] in {-1, 0, 1}: not packed, INT8 tensor cores multiply them."""
+    codes = unpack_ternary(packed.codes, in_features)
+    return QuantizedTensor(codes, packed.scale, OperandFormat("int8", "tensorwise"))

@@ -1,0 +1,126 @@
+"""Low-bit all-gather: every rank quantizes its rows of a weight, and codes are what ranks gather.
+
+A scale that spans ranks needs the absmax of all of its elements: ranks reduce those of all weights at once, 4 bytes a
+scale, with MAX over their bit patterns, which order as the numbers do with NaN above Inf. BitNet's scale, a mean, needs
+a SUM in fp64. Then scales are known everywhere, and codes are those of the whole weight, bit for bit, however its rows
+are divided.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qtrain.distributed.mesh import Mesh
+from qtrain.distributed.shards import Sharded, local_tensors
+from qtrain.distributed.weights import gather_weights
+from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, SCALE_EPS, codes_shape, empty_scale, scale_shape
+from qtrain.kernels.quantize.absmax import absmax
+from qtrain.kernels.quantize.operators import quantize
+from qtrain.kernels.quantize.reference import amax_ref, scale_from_amax_ref
+from qtrain.quant.linear import LowBitLinear
+from qtrain.tensors.quantized_tensor import QuantizedTensor
+
+
+@dataclass
+class ShardedCodes:
+    """The codes of a linear's weight, of which this rank computes its rows. shard_rank: of this rank."""
+
+    sharded: Sharded
+    linear: LowBitLinear
+    shard_rank: int
+    scale: Tensor | None = None
+
+    @cached_property
+    def _format(self):
+        return self.linear.scheme.wire_format()
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return self.linear.out_features, self.linear.in_features
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether the scale is a mean, not an absmax."""
+        return self._format.fmt == "ternary"
+
+    def _pieces(self) -> Iterator[tuple[Tensor, slice]]:
+        """This rank's rows, and the rows of the scale that belong to them. Blocks start at multiples of their height in
+        the whole weight: rows above the first such row are a piece of their own."""
+        for rows in local_tensors(self.sharded.master):
+            low = self.sharded.bounds[self.shard_rank] // self.linear.in_features
+            height = GRANULARITIES[self._format.granularity][0]
+            if height is None:
+                yield rows, slice(None)
+                continue
+            head = min(-low % height, len(rows))
+            first = (low + head) // height
+            if head:
+                yield rows[:head], slice(low // height, low // height + 1)
+            if head < len(rows):
+                yield rows[head:], slice(first, first - (head - len(rows)) // height)
+
+    def statistics(self) -> Tensor:
+        """Of this rank's rows: the absmax of every scale's group, flat, fp32; the sum of |w|, fp64 [1], for a mean."""
+        device = self.linear.weight.device
+        if self.is_mean:
+            sums = [rows.abs().sum(dtype=torch.float64) for rows, _ in self._pieces()]
+            return sum(sums, torch.zeros((), dtype=torch.float64, device=device)).view(1)
+        found = torch.zeros(scale_shape(self._format.granularity, *self._shape), device=device)
+        for rows, of in self._pieces():
+            if self._format.granularity == "tensorwise":
+                found.copy_(absmax(rows))
+            else:
+                found[of] = amax_ref(rows, self._format.granularity)
+        return found.view(-1)
+
+    def set_scale(self, statistics: Tensor) -> None:
+        """Compute the scale from the statistics of all ranks."""
+        if self.is_mean:
+            self.scale = (statistics / self.linear.weight.numel()).float().clamp(min=SCALE_EPS)
+            return
+        fmt, granularity = self._format.fmt, self._format.granularity
+        amax = statistics.view(scale_shape(granularity, *self._shape))
+        self.scale = scale_from_amax_ref(amax, fmt, granularity, self._shape, self.linear.scheme.power_of_two)
+
+    # ---- Gathered ----------------------------------------------------------------------------------------------------
+
+    def empty(self) -> list[Tensor]:
+        shape, dtype = codes_shape(self._format.fmt, *self._shape), FORMATS[self._format.fmt].dtype
+        return [torch.empty(shape, dtype=dtype, device=self.linear.weight.device)]
+
+    def own(self) -> list[Tensor]:
+        return [self._encode(rows, self.scale[of]) for rows, of in self._pieces()]
+
+    def _encode(self, rows: Tensor, scale: Tensor) -> Tensor:
+        fmt, granularity = self._format.fmt, self._format.granularity
+        laid_out = empty_scale(granularity, *rows.shape, scale).copy_(scale)
+        return quantize(rows.contiguous(), fmt, granularity, scale=laid_out)[0]
+
+    def receive(self, tensors: list[Tensor]) -> None:
+        self.linear.receive_codes(QuantizedTensor(tensors[0], self.scale, self._format))
+        self.scale = None
+
+    def bytes(self) -> int:
+        rows, width = codes_shape(self._format.fmt, *self._shape)
+        return rows * width
+
+
+@torch.no_grad()
+def gather_codes(weights: Sequence[ShardedCodes], mesh: Mesh) -> None:
+    """Give the linears of `weights` the codes of their updated masters. Every rank of the shard group calls it."""
+    for group, op in (
+        ([w for w in weights if not w.is_mean], dist.ReduceOp.MAX),
+        ([w for w in weights if w.is_mean], dist.ReduceOp.SUM),
+    ):
+        if not group:
+            continue
+        own = [weight.statistics() for weight in group]
+        flat = torch.cat(own)
+        dist.all_reduce(flat.view(torch.int32) if op is dist.ReduceOp.MAX else flat, op, group=mesh.shard_group)
+        for weight, statistics in zip(group, flat.split([len(s) for s in own]), strict=True):
+            weight.set_scale(statistics)
+    gather_weights(weights, mesh, "codes")
