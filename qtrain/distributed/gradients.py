@@ -6,15 +6,16 @@ a * ranks + r of the step. Added after every micro-batch (`every_micro_batch`), 
 ranks, bit for bit. That costs an all-to-all per micro-batch and an fp32 copy of the shard; without it ranks add their
 own micro-batches in the gradients' dtype, as one GPU does, and meet once per step.
 
-With replicas every rank sums a part of its shard, and the replicas gather the sums.
+With replicas every rank sums a part of its shard, and the replicas gather the sums. A `GradientWire` sends less.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from qtrain.distributed.gradient_wire import FIRST_NUMBER, GradientWire
 from qtrain.distributed.mesh import Mesh
 from qtrain.distributed.shards import Sharded
 from qtrain.distributed.wire import exchange, gather, in_buckets
@@ -23,19 +24,29 @@ from qtrain.distributed.wire import exchange, gather, in_buckets
 class GradientReduction:
     """Moves the gradients of `parameters` to their masters. Every rank calls `add` and `finish` equally often."""
 
-    def __init__(self, parameters: Sequence[Sharded], mesh: Mesh, *, every_micro_batch: bool = False):
-        self._mesh = mesh
+    def __init__(
+        self,
+        parameters: Sequence[Sharded],
+        mesh: Mesh,
+        *,
+        every_micro_batch: bool = False,
+        wire: GradientWire | None = None,
+        seed: int = 0,
+    ):
         self._keeps_sums = every_micro_batch
-        self._buckets = [_Bucket(members, mesh) for members in _buckets(parameters)]
+        self._buckets = [_Bucket(members, mesh, wire) for members in _buckets(parameters)]
         self._sums: list[Tensor | None] = [None] * len(self._buckets)
+        self._seed, self._world = seed, mesh.world
 
-    def add(self) -> None:
-        """Add the gradients of all ranks to the sums, and free them."""
+    def add(self, micro_step: int = 0) -> None:
+        """Add the gradients of all ranks to the sums, and free them. micro_step: the number of this rank's micro-batch
+        in the run, which keys random bits."""
         for index, bucket in enumerate(self._buckets):
-            received = bucket.exchange()
+            number = FIRST_NUMBER + index * self._world
+            received = bucket.exchange((self._seed, micro_step, number))
             if self._keeps_sums:
                 if self._sums[index] is None:
-                    self._sums[index] = torch.zeros(received.shape[1], device=received.device)
+                    self._sums[index] = torch.zeros_like(received[0], dtype=torch.float32)
                 add_in_order(self._sums[index], received)
             else:
                 self._finish_bucket(bucket, add_in_order(received[0].float(), received[1:]))
@@ -51,8 +62,8 @@ class GradientReduction:
         bucket.give(total.to(bucket.dtype))
 
 
-def add_in_order(total: Tensor, terms: Tensor) -> Tensor:
-    """total [L] fp32 += terms [ranks, L], one rank after the other."""
+def add_in_order(total: Tensor, terms: Iterable[Tensor]) -> Tensor:
+    """total [L] fp32 += terms of [L], one rank after the other."""
     for term in terms:
         total += term
     return total
@@ -61,8 +72,8 @@ def add_in_order(total: Tensor, terms: Tensor) -> Tensor:
 class _Bucket:
     """Parameters whose gradients travel together. Shard rank s gets the elements of all of them that it holds."""
 
-    def __init__(self, members: list[Sharded], mesh: Mesh):
-        self._members, self._mesh = members, mesh
+    def __init__(self, members: list[Sharded], mesh: Mesh, wire: GradientWire | None = None):
+        self._members, self._mesh, self._wire = members, mesh, wire
         self.dtype = members[0].parameter.dtype
         self._lengths = [sum(m.bounds[s + 1] - m.bounds[s] for m in members) for s in range(mesh.shard)]
         self._parts = [  # of every rank: its part of its shard
@@ -72,8 +83,24 @@ class _Bucket:
         ]
         self._sizes = [high - low for low, high in self._parts]
 
-    def exchange(self) -> Tensor:
-        """[ranks, n]: every rank's gradients of the elements that this rank sums."""
+    def exchange(self, key: tuple[int, int, int]) -> Tensor | list[Tensor]:
+        """Of every rank, [n]: its gradients of the elements that this rank sums. key: Philox's of the first message."""
+        messages = self._messages()
+        own = self._sizes[self._mesh.rank]
+        if self._mesh.world == 1:
+            return [messages]
+        if self._wire is None:
+            return exchange(messages, self._sizes, own, None, "gradients")
+        encoded = [
+            self._wire.encode(message, torch.tensor([*key[:2], key[2] + d], device=messages.device))
+            for d, message in enumerate(messages.split(self._sizes))
+        ]
+        sizes = [self._wire.size(elements) for elements in self._sizes]
+        received = exchange(torch.cat(encoded), sizes, sizes[self._mesh.rank], None, "gradients")
+        return [self._wire.decode(row, own) for row in received]
+
+    def _messages(self) -> Tensor:
+        """What this rank sends to each other, one after the other; frees the gradients."""
         flat = [_flat_gradient(m.parameter) for m in self._members]
         for m in self._members:
             m.parameter.grad = None
@@ -81,14 +108,10 @@ class _Bucket:
             [g[m.bounds[s] : m.bounds[s + 1]] for g, m in zip(flat, self._members, strict=True)]
             for s in range(self._mesh.shard)
         ]
-        if self._mesh.world == 1:
-            return torch.cat(slices[0])[None]
         if self._mesh.replicate > 1:
             shards = [torch.cat(of_shard) for of_shard in slices]
-            messages = torch.cat([shards[d % self._mesh.shard][low:high] for d, (low, high) in enumerate(self._parts)])
-        else:
-            messages = torch.cat([piece for of_shard in slices for piece in of_shard])
-        return exchange(messages, self._sizes, self._sizes[self._mesh.rank], None, "gradients")
+            return torch.cat([shards[d % self._mesh.shard][low:high] for d, (low, high) in enumerate(self._parts)])
+        return torch.cat([piece for of_shard in slices for piece in of_shard])
 
     def give(self, part: Tensor) -> None:
         """Set the masters' gradients from this rank's part of its shard."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from qtrain.distributed.ranks import launched_world
 from qtrain.errors import UserError
 from qtrain.optim import LRSchedule
 from qtrain.quant import LowBitScheme, Scheme
@@ -66,6 +67,17 @@ def _fp32(given: Given) -> bool:
 
 
 DEPENDENCES = (
+    Dependence(
+        "--gradient_wire",
+        lambda g: g.has("gradient_wire") and g.settings.deterministic,
+        "rounds what --deterministic promises to add exactly; leave one of them out",
+        refused=True,
+    ),
+    Dependence(
+        "--gradient_wire",
+        lambda g: g.has("gradient_wire") and launched_world() == 1,
+        "has no effect on one process",
+    ),
     Dependence("--hellaswag_file", _without("hellaswag_file", "hellaswag"), "needs --hellaswag", refused=True),
     Dependence("--hellaswag_limit", _without("hellaswag_limit", "hellaswag"), "needs --hellaswag", refused=True),
     Dependence("--eval_images", _without("eval_images", "eval_ds"), "needs --eval_ds", refused=True),

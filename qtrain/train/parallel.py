@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from qtrain.distributed.gradient_wire import GradientWire
 from qtrain.distributed.gradients import GradientReduction
 from qtrain.distributed.mesh import Mesh
 from qtrain.distributed.shards import Sharded, plain_tensors, shard_parameters
@@ -28,7 +29,8 @@ from qtrain.train.gradients import Gradients, norm_of
 class DataParallel:
     """The trained parameters of `model` on the mesh. deterministic: add in the order of the micro-batches.
 
-    needs_whole: whether the optimizer needs all elements of a parameter on one rank."""
+    needs_whole: whether the optimizer needs all elements of a parameter on one rank. keep_full_weights: also of linears
+    that read codes only. wire: how gradients are encoded between ranks, rounded with `seed`; None: as they are."""
 
     def __init__(
         self,
@@ -39,6 +41,8 @@ class DataParallel:
         *,
         deterministic: bool = False,
         keep_full_weights: bool = False,
+        wire: GradientWire | None = None,
+        seed: int = 0,
     ):
         self.mesh, self.deterministic = mesh, deterministic
         self._first_micro_step, self._micro_batches = 0, 1
@@ -49,7 +53,9 @@ class DataParallel:
         self.masters = {id(s.parameter): s.master for s in self.parameters}
         self._reduction = None
         if mesh.world > 1 or deterministic:
-            self._reduction = GradientReduction(self.parameters, mesh, every_micro_batch=deterministic)
+            self._reduction = GradientReduction(
+                self.parameters, mesh, every_micro_batch=deterministic, wire=wire, seed=seed
+            )
         self._linear_of = {} if mesh.shard == 1 else _linears_by_weight(quantized, model)
         self._codes = [
             ShardedCodes(s, linear, mesh.shard_rank)
@@ -73,7 +79,10 @@ class DataParallel:
 
     def begin_micro_batch(self, index: int) -> None:
         """Key random bits with the number of this rank's micro-batch `index` among those of the run."""
-        self._quantized.set_step(self._first_micro_step + index * self.mesh.world + self.mesh.rank)
+        self._quantized.set_step(self._micro_step(index))
+
+    def _micro_step(self, index: int) -> int:
+        return self._first_micro_step + index * self.mesh.world + self.mesh.rank
 
     def count_trained(self, own: int) -> Tensor:
         """Trained tokens of the step over all ranks, at least 1: an fp32 scalar on the device."""
@@ -87,7 +96,7 @@ class DataParallel:
         last = index == self._micro_batches - 1
         if self._reduction is None or not (last or self.deterministic):
             return
-        self._reduction.add()
+        self._reduction.add(self._micro_step(index))
         if last:
             self._reduction.finish()
 

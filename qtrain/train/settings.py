@@ -46,6 +46,10 @@ class TrainSettings:
     """Give the same losses and weights, bit for bit, on any number of processes that divides the step's micro-batches;
     costs an exchange of gradients per micro-batch."""
 
+    gradient_wire: Literal["exact", "int8", "fp8", "int4"] = "exact"
+    """Format in which processes send each other gradients; exact: their own dtype; the others are rounded
+    stochastically, with one scale for 256 elements (int4: 64). Sums are in fp32 with all of them."""
+
     quantize: str = "bf16"
     """Scheme that the matrix products of linear layers run in; --list shows all, bf16 quantizes nothing."""
     quantize_kwargs: JsonDict = None

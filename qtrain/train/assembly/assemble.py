@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from qtrain.distributed.gradient_wire import GRADIENT_WIRES
 from qtrain.optim import parameter_groups
 from qtrain.quant import QuantizedModel, quantize_linears
 from qtrain.train.assembly.prepare import Prepared
@@ -44,13 +45,17 @@ def assemble(prepared: Prepared, model: nn.Module, quantized: QuantizedModel, *,
         prepared.mesh,
         lambda p: prepared.optimizer.needs_whole(id(p) in hidden),
         deterministic=settings.deterministic,
-        keep_full_weights=not architecture.reads_linears_only,
+        keep_full_weights=not architecture.reads_linears_only or bool(ema_decay),
+        wire=GRADIENT_WIRES[settings.gradient_wire],
+        seed=settings.seed,
     )
     for group in groups:
         group["params"] = [parallel.master(p) for p in group["params"]]
     optimizer = prepared.optimizer.build(groups, settings.lr, seed=settings.seed)
     quantized.watch(optimizer)
     ema = Ema(model, ema_decay) if ema_decay else None
+    if prepared.mesh.rank:
+        seed_rng(settings.seed + prepared.mesh.rank)  # else all ranks drop out the same activations
     run = Run(
         settings,
         prepared.script,

@@ -1,0 +1,102 @@
+"""Gradients of all ranks add up to those of one: in which order, in which dtype, and at how many bytes."""
+
+import pytest
+import torch
+from torch import nn
+
+from qtrain.distributed.gradient_wire import GRADIENT_WIRES
+from qtrain.distributed.gradients import GradientReduction, add_in_order
+from qtrain.distributed.mesh import make_mesh
+from qtrain.distributed.shards import local_tensors, shard_parameters
+from qtrain.distributed.wire import sent
+from tests.worlds import run_ranks
+
+SHAPES = {"a": (7, 5), "bias": (3,), "scalar": (), "b": (16, 130), "owned": (9, 4)}
+
+
+def _gradient(name: str, rank: int, micro_batch: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + 10 * micro_batch + len(name))
+    return (torch.randn(SHAPES[name], generator=generator) * 10 ** (rank - 1)).bfloat16()
+
+
+def _reduce(replicate: int, shard: int, micro_batches: int, every: bool, wire: str) -> dict:
+    mesh = make_mesh(replicate, shard, "cpu")
+    parameters = {name: nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for name, shape in SHAPES.items()}
+    owned = id(parameters["owned"])
+    sharded = shard_parameters(parameters.items(), mesh, lambda p: id(p) == owned)
+    reduction = GradientReduction(sharded, mesh, every_micro_batch=every, wire=GRADIENT_WIRES[wire])
+    for micro_batch in range(micro_batches):
+        for name, p in parameters.items():
+            p.grad = _gradient(name, mesh.rank, micro_batch)
+        reduction.add(micro_batch)
+        assert all(p.grad is None for p in parameters.values() if mesh.shard > 1)
+    reduction.finish()
+    found = {}
+    for s in sharded:
+        grad = s.master.grad
+        if grad is not None:
+            local = grad.to_local() if hasattr(grad, "to_local") else grad
+            assert [local.shape] == [t.shape for t in local_tensors(s.master)]
+            found[s.name] = (s.bounds[mesh.shard_rank], local.float().flatten().tolist())
+    return {"grads": found, "sent": sent["gradients"]}
+
+
+def _whole(results: list[dict], name: str, replicas: list[list[int]]) -> torch.Tensor:
+    """The gradient from its shards; replicas must agree."""
+    wholes = []
+    for ranks in replicas:
+        flat = torch.full((torch.empty(SHAPES[name]).numel(),), float("nan"))
+        for rank in ranks:
+            if name in results[rank]["grads"]:
+                low, values = results[rank]["grads"][name]
+                flat[low : low + len(values)] = torch.tensor(values)
+        wholes.append(flat)
+    assert all(torch.equal(w, wholes[0]) for w in wholes)
+    return wholes[0].view(SHAPES[name])
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "replicas"),
+    [(1, 3, [[0, 1, 2]]), (2, 1, [[0], [1]]), (2, 2, [[0, 1], [2, 3]])],
+    ids=["1x3", "2x1", "2x2"],
+)
+def test_micro_batches_are_added_in_their_order(replicate, shard, replicas):
+    """In fp32, rank by rank within each micro-batch, and rounded once: bit for bit."""
+    world = replicate * shard
+    results = run_ranks(world, _reduce, replicate, shard, 2, True, "exact")
+    for name in SHAPES:
+        terms = [_gradient(name, rank, m).float() for m in range(2) for rank in range(world)]
+        expected = add_in_order(torch.zeros(SHAPES[name]), terms).bfloat16().float()
+        assert torch.equal(_whole(results, name, replicas), expected), name
+
+
+@pytest.mark.parametrize("wire", GRADIENT_WIRES)
+def test_low_bit_sums_are_close_and_cheap(wire):
+    """Against the fp64 sum: within the rounding of each term, and a quarter to a half of bf16's bytes."""
+    (first, *_) = results = run_ranks(2, _reduce, 1, 2, 1, False, wire)
+    elements = sum(torch.empty(shape).numel() for shape in SHAPES.values())
+    for name in SHAPES:
+        terms = [_gradient(name, rank, 0).double() for rank in range(2)]
+        error = (_whole(results, name, [[0, 1]]).double() - sum(terms)).abs()
+        scale = {"exact": 2**-8, "int8": 1 / 127, "fp8": 1 / 8, "int4": 1 / 7}[wire]
+        largest = sum(_gradient(n, r, 0).double().abs().max() for r in range(2) for n in SHAPES)
+        assert bool((error <= scale * largest).all()), name
+    most = {"exact": 2.0, "int8": 1.25, "fp8": 1.25, "int4": 0.75}[wire]  # small messages fill up blocks
+    assert first["sent"] <= most * elements
+
+
+def _silent(every: bool) -> list:
+    mesh = make_mesh(1, 2, "cpu")
+    p = nn.Parameter(torch.zeros(4, 2))
+    (sharded,) = shard_parameters([("p", p)], mesh, lambda _: False)
+    reduction = GradientReduction([sharded], mesh, every_micro_batch=every)
+    if mesh.rank == 1:
+        p.grad = torch.ones(4, 2)
+    reduction.add()
+    reduction.finish()
+    return sharded.master.grad.to_local().tolist()
+
+
+@pytest.mark.parametrize("every", [True, False])
+def test_a_rank_without_a_gradient_adds_zeros(every):
+    assert run_ranks(2, _silent, every) == [[[1, 1], [1, 1]]] * 2

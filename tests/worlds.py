@@ -1,0 +1,71 @@
+"""Functions run by several ranks at once: processes forked from the test's, which meet over gloo."""
+
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from qtrain.distributed.ranks import join_world, leave_world
+
+SECONDS = 240
+"""How long ranks may take; a rank that waits for one that failed is ended at once."""
+
+
+def environment(world: int) -> list[dict[str, str]]:
+    """Each rank's variables, as a launcher sets them."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+
+
+def run_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """`function(*arguments)` on every rank. Returns what each returned, without tensors; a rank's error fails."""
+    context, pipes, processes = multiprocessing.get_context("fork"), [], []
+    for variables in environment(world):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_rank, args=(sender, variables, function, arguments))
+        process.start()
+        sender.close()
+        pipes.append(receiver)
+        processes.append(process)
+    end, results = time.monotonic() + SECONDS, [None] * world
+    try:
+        waiting = set(range(world))
+        while waiting:
+            for rank in sorted(waiting):
+                if pipes[rank].poll(0.01):
+                    try:
+                        error, results[rank] = pickle.loads(pipes[rank].recv_bytes())
+                    except EOFError:
+                        error = f"ended with code {processes[rank].exitcode}"
+                    assert not error, f"rank {rank}: {error}"
+                    waiting.discard(rank)
+            assert time.monotonic() < end, f"ranks {sorted(waiting)} did not end"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return results
+
+
+def _rank(sender: Any, variables: dict[str, str], function: Callable[..., Any], arguments: tuple) -> None:
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    outcome: tuple[str, Any] = ("", None)
+    try:
+        join_world(torch.device("cpu"))
+        outcome = ("", function(*arguments))
+        leave_world()
+    except BaseException:
+        outcome = (traceback.format_exc(), None)
+    sender.send_bytes(pickle.dumps(outcome))
+    sender.close()
+    os._exit(0)  # without the test process's own handlers at exit
