@@ -150,8 +150,8 @@ def child(job):
     sys.argv = [job["script"] + ".py", *job["argv"]]
     if job["hang_at"] is not None:
         step = Training._step
-        def hang(self, status):
-            step(self, status)
+        def hang(self, *arguments):
+            step(self, *arguments)
             if self.run.state.step == job["hang_at"]:
                 time.sleep(300)
         Training._step = hang

@@ -2,7 +2,7 @@
 
 Trains a small model in every scheme x optimizer on one process and on several meshes, with the same twelve
 micro-batches a step, and compares losses, gradient norms, weights, low-bit codes and optimizer states: bit for bit with
---deterministic, losses within a relative 1e-5 without. Odd sizes: no dimension divides by the number of ranks, and
+--deterministic, losses within a relative 1e-3 without. Odd sizes: no dimension divides by the number of ranks, and
 quantization blocks cross the shards' borders.
 
     python -m qtrain.bench.mesh_equality                                      on the CPU, the whole matrix
@@ -48,6 +48,9 @@ CONFIG = {
     "tie_word_embeddings": True,
 }
 MICRO_BATCHES = 12
+CLOSE = {"losses": 1e-3, "norms": 1e-2}
+"""Relative differences without --deterministic. One process adds twelve gradients in bf16; each of several processes
+adds fewer, and their sums are added in fp32. Then values cross the borders of low-bit codes."""
 SCHEMES_COMPARED: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("bf16", {}),
     "int8": ("int8", {}),
@@ -67,9 +70,16 @@ MESHES = ("1x1", "1x2", "2x1", "1x3", "1x4", "2x2")
 
 
 def train(
-    scheme: str, optimizer_name: str, mesh: Mesh, device: torch.device, steps: int, deterministic: bool
+    scheme: str,
+    optimizer_name: str,
+    mesh: Mesh,
+    device: torch.device,
+    steps: int,
+    deterministic: bool,
+    micro_batches: int = MICRO_BATCHES,
 ) -> dict[str, Any]:
-    """Losses and norms of the steps, and digests of all that training has changed."""
+    """Losses and norms of the steps, and digests of all that training has changed. micro_batches: of all ranks, in a
+    step."""
     name, options = SCHEMES_COMPARED[scheme]
     model = build_model(ModelSource("small", CONFIG, "--model"), device=device, dtype=torch.bfloat16, seed=1)
     quantized = quantize_linears(model, SCHEMES.make(name, options, "--schemes"), seed=0, head=model.lm_head)
@@ -84,7 +94,7 @@ def train(
     optimizer = spec.build(groups, 1e-3, seed=3)
     quantized.watch(optimizer)
     forward, found = language_forward(model, None), []
-    per_rank = MICRO_BATCHES // mesh.world
+    per_rank = micro_batches // mesh.world
     for step in range(steps):
         batches = [_micro_batch(step, index * mesh.world + mesh.rank) for index in range(per_rank)]
         gradients = compute_gradients(model, forward, quantized, batches, step, parallel=parallel)
@@ -134,8 +144,11 @@ def _digest(tensor: Tensor) -> str:
 def differences(one: Mapping[str, Any], other: Mapping[str, Any], deterministic: bool) -> str:
     """How a result differs from that of one process; '' if it does not, as far as that is promised."""
     if not deterministic:
-        worst = max(abs(a - b) / abs(a) for (a, _), (b, _) in zip(one["steps"], other["steps"], strict=True))
-        return f"losses differ by {worst:.1e}" if worst > 1e-5 else ""
+        for kind, of_one, of_other in zip(CLOSE, zip(*one["steps"], strict=True), zip(*other["steps"], strict=True)):
+            worst = max(abs(a - b) / abs(a) for a, b in zip(of_one, of_other, strict=True))
+            if worst > CLOSE[kind]:
+                return f"{kind} differ by {worst:.1e}"
+        return ""
     for step, (a, b) in enumerate(zip(one["steps"], other["steps"], strict=True), start=1):
         if list(a) != list(b):
             return f"step {step}: loss, norm {a} and {b}"

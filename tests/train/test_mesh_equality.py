@@ -1,0 +1,66 @@
+"""The reduced matrix of `python -m qtrain.bench.mesh_equality`: losses, norms, weights, codes and optimizer states are
+those of one process, bit for bit. The full one is that command."""
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from qtrain.bench.mesh_equality import SCHEMES_COMPARED, differences, train
+from qtrain.distributed.mesh import make_mesh
+from tests.worlds import run_ranks
+
+STEPS = 2
+CASES = [(scheme, "adamw_8bit", "1x2") for scheme in SCHEMES_COMPARED] + [
+    ("bf16", "adamw", "1x3"),
+    ("int8", "adamw_4bit", "1x3"),
+    ("int8_weight", "adamw_8bit", "1x3"),
+    ("fp8_tensorwise", "muon", "1x3"),
+    ("fp8_blockwise", "q_galore_adamw", "1x3"),
+    ("bitnet", "muon", "2x2"),
+    ("fp8_rowwise", "adamw_8bit", "2x1"),
+]
+
+
+def _of_rank(scheme: str, optimizer: str, mesh: str, micro_batches: int, deterministic: bool) -> dict[str, Any]:
+    made = make_mesh(*map(int, mesh.split("x")), "cpu")
+    return train(scheme, optimizer, made, torch.device("cpu"), STEPS, deterministic, micro_batches)
+
+
+def _results(
+    scheme: str, optimizer: str, mesh: str, micro_batches: int, deterministic: bool = True
+) -> list[dict[str, Any]]:
+    world = math.prod(map(int, mesh.split("x")))
+    return run_ranks(world, _of_rank, scheme, optimizer, mesh, micro_batches, deterministic)
+
+
+@functools.cache
+def _of_one(scheme: str, optimizer: str, micro_batches: int, deterministic: bool = True) -> dict[str, Any]:
+    return _results(scheme, optimizer, "1x1", micro_batches, deterministic)[0]
+
+
+@pytest.mark.parametrize(("scheme", "optimizer", "mesh"), CASES, ids=[" ".join(case) for case in CASES])
+def test_a_mesh_trains_as_one_process(scheme, optimizer, mesh):
+    """With two micro-batches on every rank."""
+    micro_batches = 2 * math.prod(map(int, mesh.split("x")))
+    one = _of_one(scheme, optimizer, micro_batches)
+    for of_rank in _results(scheme, optimizer, mesh, micro_batches):
+        assert differences(one, of_rank, deterministic=True) == ""
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "fp8_tensorwise delayed"])
+def test_without_deterministic_losses_are_close(scheme):
+    one = _of_one(scheme, "adamw_8bit", 4, False)
+    for of_rank in _results(scheme, "adamw_8bit", "1x2", 4, False):
+        assert differences(one, of_rank, deterministic=False) == ""
+
+
+def test_a_difference_is_found():
+    one = _of_one("int8", "adamw_8bit", 4)
+    (loss, norm), digests = one["steps"][-1], one["digests"]
+    off_by_an_ulp = {**one, "steps": [*one["steps"][:-1], (loss * (1 + 2**-50), norm)]}
+    assert differences(one, off_by_an_ulp, deterministic=True).startswith("step 2")
+    other_codes = {**one, "digests": {**digests, next(name for name in digests if name.startswith("codes")): ""}}
+    assert differences(one, other_codes, deterministic=True).startswith("1 of")
