@@ -144,9 +144,10 @@ def _digest(tensor: Tensor) -> str:
 def differences(one: Mapping[str, Any], other: Mapping[str, Any], deterministic: bool) -> str:
     """How a result differs from that of one process; '' if it does not, as far as that is promised."""
     if not deterministic:
-        for kind, of_one, of_other in zip(CLOSE, zip(*one["steps"], strict=True), zip(*other["steps"], strict=True)):
-            worst = max(abs(a - b) / abs(a) for a, b in zip(of_one, of_other, strict=True))
-            if worst > CLOSE[kind]:
+        for index, (kind, most) in enumerate(CLOSE.items()):
+            pairs = [(a[index], b[index]) for a, b in zip(one["steps"], other["steps"], strict=True)]
+            worst = max(abs(a - b) / abs(a) for a, b in pairs)
+            if worst > most:
                 return f"{kind} differ by {worst:.1e}"
         return ""
     for step, (a, b) in enumerate(zip(one["steps"], other["steps"], strict=True), start=1):
