@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from qtrain.config import run_script
 from qtrain.train.log.metrics import read_metrics
+from tests.worlds import environment
 
 ROOT = Path(__file__).parent.parent
 PYTHON_FIRST = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -147,6 +148,7 @@ def child(job):
     os.dup2(os.open(job["errors"], os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644), 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.chdir(job["cwd"])
+    os.environ.update(job["environment"])
     sys.argv = [job["script"] + ".py", *job["argv"]]
     if job["hang_at"] is not None:
         step = Training._step
@@ -199,6 +201,11 @@ class Process:
         self.server.running.discard(self.pid)
         return Outcome(code, self.output.read_text(), self.errors.read_text())
 
+    @property
+    def ended(self) -> bool:
+        """Whether it is over and not waited for yet."""
+        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
     def until(self, condition: Callable[[], Any]) -> None:
         """Wait until `condition` holds; a process that complains fails the test at once."""
 
@@ -234,19 +241,34 @@ class Server:
         print(json.dumps(job), file=self._process.stdin, flush=True)
         return self._process.stdout.readline()
 
-    def start(self, script: str, argv: list[str], hang_at: int | None = None) -> Process:
+    def start(self, script: str, argv: list[str], hang_at: int | None = None, **environment: str) -> Process:
         """Start `script` with `argv`. With `hang_at` it does not go on after that step, so that it can be killed."""
         self._jobs += 1
         output, errors = (self._folder / f"{self._jobs}.{kind}" for kind in ("out", "err"))
         for path in (output, errors):
             path.touch()
         job = {"script": script, "argv": argv, "cwd": str(self._folder), "hang_at": hang_at}
+        job["environment"] = environment
         pid = int(self.ask({**job, "output": str(output), "errors": str(errors)}))
         self.running.add(pid)
         return Process(self, pid, output, errors)
 
     def run(self, script: str, argv: list[str]) -> Outcome:
         return self.start(script, argv).wait()
+
+    def run_ranks(self, world: int, script: str, argv: list[str]) -> list[Outcome]:
+        """The script as `world` ranks, as a launcher starts them: when one has failed, the others are killed."""
+        ranks = [self.start(script, argv, **variables) for variables in environment(world)]
+        wait_until(lambda: any(rank.ended for rank in ranks), 120)
+        first = next(rank for rank in ranks if rank.ended)
+        outcomes = {id(first): first.wait()}
+        if outcomes[id(first)].code:
+            with contextlib.suppress(AssertionError):
+                wait_until(lambda: all(rank.ended for rank in ranks if rank is not first), 0.5)
+            for rank in ranks:
+                if rank is not first and not rank.ended:
+                    os.kill(rank.pid, signal.SIGKILL)
+        return [outcomes.get(id(rank)) or rank.wait() for rank in ranks]
 
     def stop(self) -> None:
         for pid in self.running:  # a test that failed did not wait for them

@@ -533,21 +533,3 @@ def test_ctrl_c_during_the_imports(name, tmp_path):
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
     outcome = script(f"{name}.py", ["--help"], tmp_path, PYTHONPATH=str(tmp_path))
     assert outcome.returncode in (130, -signal.SIGINT) and outcome.stderr == "interrupted\n"
-
-
-@pytest.mark.parametrize(
-    ("rank", "message"),
-    [
-        ("0", "error: WORLD_SIZE: 2 processes were started, but a run trains on one device; start the script with "
-         "python instead of torchrun.\n"),
-        ("1", ""),
-    ],
-)  # fmt: skip
-def test_torchrun_is_refused_once_and_not_by_every_process(folder, rank, message, monkeypatch):
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", rank)
-    before = tree(folder)
-    done = call(llm_pretrain.main, flags(**GOOD["pretrain"]))
-    assert (done.code, done.out, done.err) == (2, "", message)
-    assert tree(folder) == before

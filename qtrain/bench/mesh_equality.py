@@ -39,7 +39,7 @@ from qtrain.train.step import apply_gradients, compute_gradients
 CONFIG = {
     "model_type": "llama",
     "vocab_size": 263,
-    "hidden_size": 144,
+    "hidden_size": 192,
     "intermediate_size": 272,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,

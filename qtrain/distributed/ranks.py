@@ -12,6 +12,8 @@ from qtrain.errors import UserError
 
 T = TypeVar("T")
 
+MEETING_TIMEOUT = timedelta(seconds=120)
+"""How long processes wait at their start for one that is missing."""
 TIMEOUT = timedelta(minutes=10)
 """How long a collective waits for a rank. Launchers end all ranks as soon as one process ends, long before this."""
 
@@ -40,13 +42,24 @@ def join_world(device: torch.device) -> None:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    given = os.environ.get("RANK", "")
+    if given and not (given.isdecimal() and int(given) < launched_world()):
+        raise UserError(
+            f"RANK: {given!r} is not a number from 0 to {launched_world() - 1}, below WORLD_SIZE; start the script "
+            "with torchrun."
+        )
     try:
+        store, own, world = next(dist.rendezvous("env://", timeout=MEETING_TIMEOUT))
+        store.set_timeout(TIMEOUT)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=own,
+            world_size=world,
             timeout=TIMEOUT,
             device_id=device if device.type == "cuda" else None,
         )
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, dist.DistError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"WORLD_SIZE: the {launched_world()} processes did not meet ({reason}); start them with torchrun, which "

@@ -3,8 +3,9 @@
 The model computes with `parameter`, of full shape. The optimizer updates `master`:
 
     rows    a DTensor sharded along its rows, for optimizers that update element by element
-    whole   the entire tensor on one rank, its owner, for optimizers that work on whole matrices, and for weights that
-            are stored in low bits; on the other ranks a placeholder of no elements, which gets no gradient
+    whole   the entire tensor on one rank, its owner, for optimizers that work on whole matrices, for weights that are
+            stored in low bits, and for those whose rows cannot be divided at multiples of ALIGNMENT; on the other
+            ranks a placeholder of no elements, which gets no gradient
 
 Where the mesh does not shard, the master is the parameter itself.
 """
@@ -20,6 +21,10 @@ from torch.distributed.tensor import Shard as ShardOf
 
 from qtrain.distributed.mesh import Mesh
 from qtrain.tensors.stored_weight import StoredWeight
+
+ALIGNMENT = 64
+"""Elements: a parameter is divided by rows only where each rank's begin at a multiple of this. Vectorized updates treat
+the last elements of a tensor in another way, with other rounding: they must be the same ones on any mesh."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +68,25 @@ def shard_parameters(
     parameters = list(named)
     if mesh.shard == 1:
         return [Sharded(name, p, p, (0, p.numel())) for name, p in parameters]
-    whole = {id(p) for _, p in parameters if not p.ndim or isinstance(p.data, StoredWeight) or needs_whole(p)}
+    whole = {
+        id(p)
+        for _, p in parameters
+        if isinstance(p.data, StoredWeight) or needs_whole(p) or not _divides_by_rows(p, mesh.shard)
+    }
     owners = _balanced_owners([p for _, p in parameters if id(p) in whole], mesh.shard)
     return [
         _owned(name, p, owners[id(p)], mesh) if id(p) in whole else _by_rows(name, p, mesh) for name, p in parameters
     ]
+
+
+def _divides_by_rows(p: nn.Parameter, ranks: int) -> bool:
+    return p.ndim > 0 and all(cut * p[0].numel() % ALIGNMENT == 0 for cut in _row_cuts(p, ranks)[:-1])
+
+
+def _row_cuts(p: nn.Parameter, ranks: int) -> list[int]:
+    """The first row of every rank, and the number of rows; as torch.chunk and DTensor divide."""
+    rows, per_rank = p.shape[0], -(-p.shape[0] // ranks)
+    return [min(rank * per_rank, rows) for rank in range(ranks + 1)]
 
 
 def _balanced_owners(parameters: Sequence[nn.Parameter], ranks: int) -> dict[int, int]:
@@ -87,9 +106,7 @@ def _owned(name: str, p: nn.Parameter, owner: int, mesh: Mesh) -> Sharded:
 
 
 def _by_rows(name: str, p: nn.Parameter, mesh: Mesh) -> Sharded:
-    rows, width = p.shape[0], p[0].numel()
-    per_rank = -(-rows // mesh.shard)  # as torch.chunk and DTensor divide
-    cuts = [min(s * per_rank, rows) for s in range(mesh.shard + 1)]
+    cuts, width = _row_cuts(p, mesh.shard), p[0].numel()
     own = p.data[cuts[mesh.shard_rank] : cuts[mesh.shard_rank + 1]].clone()
     master = nn.Parameter(as_shard(own, mesh.device_mesh, p.shape))
     return Sharded(name, p, master, tuple(cut * width for cut in cuts))

@@ -143,11 +143,11 @@ class ScheduleFreeOptimizer(LowBitOptimizer):
         chunks = []
         for index, group in enumerate(self.param_groups):
             members: list[list[Tensor]] = []
-            size = BATCH_ELEMENTS
+            size = 0
             for p in group["params"]:
                 if p not in partition:
                     continue
-                if size + p.numel() > BATCH_ELEMENTS:
+                if not members or size + p.numel() > BATCH_ELEMENTS:
                     members.append([])
                     size = 0
                 members[-1].append(p)
