@@ -28,7 +28,7 @@ import tyro
 
 from qtrain import __version__
 from qtrain.checks import check_fields, check_value, is_unicode, parse_json, read_json, refuse_empty, shown, type_name
-from qtrain.errors import TrainingStopped, UserError, nearest
+from qtrain.errors import LostRank, TrainingStopped, UserError, nearest
 
 C = TypeVar("C")
 
@@ -108,8 +108,9 @@ def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupte
     try:
         main(sys.argv[1:])
     except (UserError, TrainingStopped) as error:
-        if rank != "0":  # rank 0 has most likely found the same; the launcher ends this process once that has ended
-            time.sleep(10)
+        if rank != "0" or isinstance(error, LostRank):
+            time.sleep(10)  # for rank 0 or the launcher to give the cause; the launcher then ends this process
+        if rank != "0":
             print(f"rank {rank}: ", end="", file=sys.stderr)
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -16,6 +16,10 @@ class TrainingStopped(Exception):
     exit_code = 1
 
 
+class LostRank(TrainingStopped):
+    """Another process of the run has ended: that one's message, or the launcher's, says why."""
+
+
 def nearest(given: str, allowed: Iterable[str]) -> str | None:
     """The allowed name closest in spelling to `given`, or None when nothing is close."""
     by_folded = {name.lower().replace("-", "_"): name for name in allowed}

@@ -1,16 +1,21 @@
 """Rank and world size, with or without a process group, and actions that all ranks take or fail together."""
 
+import contextlib
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from qtrain.errors import UserError
+from qtrain.errors import LostRank, UserError
 
 T = TypeVar("T")
+
+_GLOO = re.compile(r"gloo|Connection (closed|reset)|Broken pipe|NCCL", re.IGNORECASE)
+"""What the messages of a failed collective contain; those of gloo have no class of their own."""
 
 MEETING_TIMEOUT = timedelta(seconds=120)
 """How long processes wait at their start for one that is missing."""
@@ -71,6 +76,22 @@ def leave_world() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def explain_lost_rank(step: Callable[[], int]) -> Iterator[None]:
+    """Turn the error of a collective inside, which another rank did not take part in, into LostRank. step: the one that
+    is running."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        if not dist.is_initialized() or not (isinstance(error, dist.DistError) or _GLOO.search(reason)):
+            raise
+        raise LostRank(
+            f"step {step()}: another process has ended or does not answer ({reason}); start the run again with "
+            "--resume auto."
+        ) from None
 
 
 def rank() -> int:

@@ -13,7 +13,8 @@ import torch
 
 from qtrain.config import as_dict
 from qtrain.data import TensorBatch
-from qtrain.distributed.ranks import from_rank_0, rank
+from qtrain.distributed.ranks import explain_lost_rank, from_rank_0, rank
+from qtrain.distributed.wire import sent
 from qtrain.errors import TrainingStopped
 from qtrain.hardware import keep_freed_memory
 from qtrain.optim import OPTIMIZERS, LRSchedule
@@ -92,6 +93,7 @@ class Training:
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(explain_out_of_memory(self.plan, settings, run.device, lambda: run.state.step + 1))
+                stack.enter_context(explain_lost_rank(lambda: run.state.step + 1))
                 stop = stack.enter_context(StopSignals(collective=run.parallel.mesh.world > 1))
                 status = stack.enter_context(StatusLine(settings.n_steps, log, unit=self.plan.unit.per_second))
                 profiler = stack.enter_context(StepProfiler(run.folder.path, log, enabled=settings.profile))
@@ -161,8 +163,15 @@ class Training:
             run.ema.update(state.step)
         self.throughput.step(gradients.tokens)
         stop.agree(gradients.stop_signal)
+        if state.step == self.first_step + 1 and sent:
+            log.info("wire    %s", self._wire_line())
         if state.step % settings.log_interval == 0 or state.step == settings.n_steps:
             self._log_step(status, gradients, lr)
+
+    @staticmethod
+    def _wire_line() -> str:
+        """What this process has sent in the first step."""
+        return "a step sends " + ", ".join(f"{n / 2**20:,.2f} MiB of {kind}" for kind, n in sent.items()) + " a process"
 
     def _next_batches(self) -> list[tuple[TensorBatch, dict]]:
         try:

@@ -166,9 +166,11 @@ class DataParallel:
             return
         codes = [weight for weight in self._codes if weight.linear.codes_only]
         gathered = {id(weight.sharded) for weight in codes}
-        masters = [GatheredMaster(s, self._receive) for s in self.parameters if id(s) not in gathered]
-        gather_weights(masters, self.mesh)
+        self._gather_masters(s for s in self.parameters if id(s) not in gathered)
         gather_codes(codes, self.mesh)
+
+    def _gather_masters(self, parameters: Iterable[Sharded]) -> None:
+        gather_weights([GatheredMaster(sharded, self._receive) for sharded in parameters], self.mesh)
 
     def _receive(self, sharded: Sharded, tensors: list[Tensor]) -> None:
         linear = self._linear_of.get(id(sharded.parameter))
@@ -185,11 +187,12 @@ class DataParallel:
             linear.keep_codes_only()
 
     def restore_full_weights(self) -> None:
-        """For an export: the full weights again."""
-        for linear in self._linear_of.values():
+        """For an export: the full weights of those linears that have only codes. All others stay as they are."""
+        dropped = {id(linear.weight): linear for linear in self._linear_of.values() if linear.codes_only}
+        for linear in dropped.values():
             linear.codes_only = False
             linear.weight.data = torch.empty_like(linear.weight.data, memory_format=torch.contiguous_format)
-        self.gather()
+        self._gather_masters(s for s in self.parameters if id(s.parameter) in dropped)
 
 
 def _linears_by_weight(quantized: QuantizedModel, model: nn.Module) -> dict[int, LowBitLinear]:

@@ -48,6 +48,7 @@ def prepare(
     plan = architecture.plan(checked, linears, describe_hardware(checked.device), data, trained)
     lines = [
         *plan.lines(),
+        *([f"mesh    {checked.mesh.describe()}"] if checked.mesh.world > 1 else []),
         *checked.notes,
         *auto_lines,
         "linears",
