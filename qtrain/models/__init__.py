@@ -1,5 +1,6 @@
 """Models: the native decoder, Hugging Face load and export, adapters, vision models, and the cost of training them."""
 
+from qtrain.models.adapted_original import AdaptedOriginal
 from qtrain.models.build import MODEL_IMPLS, build_model, empty_model
 from qtrain.models.config import ModelConfig
 from qtrain.models.decoder import Decoder
@@ -27,6 +28,7 @@ from qtrain.models.vision_cost import VisionCost, vision_cost
 __all__ = [
     "MODEL_IMPLS",
     "RECOMPUTE_MODES",
+    "AdaptedOriginal",
     "Decoder",
     "Lora",
     "LossSums",
