@@ -85,11 +85,6 @@ class StateFormat:
         """Of the values or codes. An unsigned int8 state is uint8."""
         return torch.uint8 if self.name == "int8" and not self.signed else _DTYPES[self.name]
 
-    @property
-    def bytes_per_element(self) -> float:
-        """Codes and scales, of rows that the block divides."""
-        return (0.5 if self.name == "int4" else self.dtype.itemsize) + (4 / self.block if self.block else 0)
-
 
 def state_format(name: FormatName, *, signed: bool, block: int | None = None) -> StateFormat:
     """The format called `name`, with its default block or the given one (a power of two, at least 64)."""
