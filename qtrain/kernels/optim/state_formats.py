@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtrain.kernels.numerics.packing import pack_int4, unpack_int4
+from qtrain.kernels.numerics.packing import pack, unpack
 
 FormatName = Literal["fp32", "bf16", "fp8", "int8", "int4"]
 BLOCKS = {"fp8": 128, "int8": 256, "int4": 128}
@@ -139,7 +139,7 @@ def quantize_state(value: Tensor, format: StateFormat, random_bits: Tensor | Non
         scale = torch.where(blocks.amin(2) > scale * (1 / 256), -scale, scale)
     _, length = row_shape(value.shape)
     codes = _encode(blocks, scale[:, :, None], format, bits).flatten(1)[:, :length]
-    codes = pack_int4(codes) if format.name == "int4" else codes.reshape(value.shape)
+    codes = pack(codes, "int4") if format.name == "int4" else codes.reshape(value.shape)
     return {"codes": codes.contiguous(), "scale": scale}
 
 
@@ -155,7 +155,7 @@ def dequantize_state(tensors: Mapping[str, Tensor], format: StateFormat, shape: 
         return tensors["value"].float()
     rows, length = row_shape(shape)
     codes = tensors["codes"]
-    codes = unpack_int4(codes, length) if format.name == "int4" else codes.reshape(rows, length)
+    codes = unpack(codes, "int4", length) if format.name == "int4" else codes.reshape(rows, length)
     scale = tensors["scale"].repeat_interleave(format.block, dim=1)[:, :length]
     return _decode(codes, scale, format).reshape(shape)
 

@@ -21,7 +21,7 @@ from typing import Literal
 from torch import Tensor
 
 from qtrain.errors import UserError
-from qtrain.kernels.numerics.packing import unpack_ternary
+from qtrain.kernels.numerics.packing import unpack
 from qtrain.kernels.quantize.operators import quantize
 from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.scheme import SCHEMES, LowBitScheme
@@ -72,4 +72,4 @@ class BitNet(LowBitScheme):
 def _ternary(w: Tensor) -> QuantizedTensor:
     """w [N, K] -> codes int8 [N, K] in {-1, 0, 1}, scale fp32 [1]: not packed, INT8 tensor cores multiply them."""
     packed, scale = quantize(w, "ternary", "tensorwise")
-    return QuantizedTensor(unpack_ternary(packed, w.shape[1]), scale, OperandFormat("int8", "tensorwise"))
+    return QuantizedTensor(unpack(packed, "ternary", w.shape[1]), scale, OperandFormat("int8", "tensorwise"))
