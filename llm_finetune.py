@@ -13,6 +13,7 @@ from qtrain.config import JsonDict, parse, run_script
 from qtrain.distributed.launch import launch
 from qtrain.distributed.ranks import rank
 from qtrain.models import (
+    AdaptedOriginal,
     Lora,
     add_lora,
     as_lora,
@@ -63,7 +64,8 @@ class FinetuneSettings(LanguageSettings):
     """Do not train the embedding, nor the output head if both are the same matrix."""
     lora: JsonDict = None
     """Train low-rank adapters on frozen weights; options as a JSON object: r, alpha, dropout, targets, rslora, dora,
-    base (format of the frozen weights: none, nf4, int8, fp8), adapter (folder of one to continue). {}: the defaults."""
+    base (format of the frozen weights: none, nf4, int8, fp8), adapter (folder of one to continue), merge (the weights
+    that the export adds adapters to: trained, as frozen in base, or original, those of --model). {}: the defaults."""
     accuracy: CountOrZero = 0
     """At every evaluation, let the model answer N questions of --eval_ds and compare final answers; 0: none."""
     answer_tokens: Count = 256
@@ -107,6 +109,8 @@ def main(argv: list[str]) -> None:
             add_lora(model, lora, settings.seed)
             if lora.adapter is not None:
                 load_adapter(model, lora.adapter)
+        merges_original = lora is not None and lora.merge == "original"
+        original = AdaptedOriginal(model, architecture.source) if merges_original else None
         trains = "\n".join([*notes, describe_trained(model)])
         print(trains, flush=True)
 
@@ -144,9 +148,13 @@ def main(argv: list[str]) -> None:
             if writes and lora is not None:
                 save_adapter(model, lora, settings.model, folder / "adapter")
                 log.info("adapter     %s (peft.PeftModel.from_pretrained loads it)", folder / "adapter")
-                merge_lora(model)
             if writes and settings.export:
-                export_hf(model, architecture.source, folder / "hf", text.tokenizer, trained_positions=settings.seq_len)
+                if original is None:
+                    merge_lora(model)
+                positions = settings.seq_len
+                export_hf(
+                    original or model, architecture.source, folder / "hf", text.tokenizer, trained_positions=positions
+                )
                 log.info("exported    %s (AutoModelForCausalLM.from_pretrained loads it)", folder / "hf")
         if settings.lm_eval and rank() == 0:
             found = run_lm_eval(settings.lm_eval, folder / "hf", prepared.device.type)
@@ -160,7 +168,7 @@ def checked_lora(settings: FinetuneSettings) -> Lora | None:
     if settings.lora is None:
         return None
     lora = as_lora(settings.lora)
-    check_combination(lora, settings.quantize, settings.activation_checkpointing)
+    check_combination(lora, settings.quantize, settings.activation_checkpointing, settings.pretrained)
     return lora
 
 

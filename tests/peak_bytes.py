@@ -1,6 +1,7 @@
 """Counts the memory of tensors on a CPU, as an allocator of a GPU would."""
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,12 +10,15 @@ from torch.utils._pytree import tree_iter
 
 
 class PeakBytes(TorchDispatchMode):
-    """While active, counts tensors that operations allocate, until they are freed. peak: the most bytes at once."""
+    """While active, counts tensors that operations allocate, until they are freed. peak: the most bytes at once.
 
-    def __init__(self) -> None:
+    known: tensors that exist already, of which operations may return views.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.peak = self._live = 0
-        self._known: set[int] = set()
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -137,11 +137,20 @@ def test_a_run_from_a_folder_with_adapters_on_a_4_bit_base(here):
     assert merged.keys() == start.keys()
     assert torch.equal(merged["model.embed_tokens.weight"], start["model.embed_tokens.weight"])
     adapter = {"adapter": str(run / "adapter")}
-    again = call(llm_finetune.main, command(**{**settings, "lora": {**adapter, "base": "nf4"}, "n_steps": 1}))
+    lora = {**adapter, "base": "nf4", "merge": "original"}
+    again = call(llm_finetune.main, command(**{**settings, "lora": lora, "n_steps": 1}))
     assert again.code == 0, again.err
     (second,) = [p for p in Path("runs/llm_finetune").iterdir() if p.name != run.name]
     first = next(r for r in read_metrics(second / "metrics.jsonl") if "eval_loss" in r)
     assert first["eval_loss"] == pytest.approx(evaluations[1]["eval_loss"], abs=1e-5)
+    name = "model.layers.1.self_attn.o_proj"
+    a, b = (
+        load_file(second / "adapter/adapter_model.safetensors")[f"base_model.model.{name}.lora_{x}.weight"]
+        for x in "AB"
+    )
+    onto_original = load_file(second / "hf/model.safetensors")[f"{name}.weight"]
+    assert torch.allclose(onto_original, start[f"{name}.weight"] + 16 / 4 * (b @ a), atol=1e-6)
+    assert not torch.allclose(merged[f"{name}.weight"], onto_original, atol=1e-2)
 
 
 def _tokenizer():
@@ -274,6 +283,7 @@ MISTAKES = [
     ("--lora: unknown key 'rank'", "", {"lora": {"rank": 8}}),
     ("--lora.r: 0 is out of range", "at least 1", {"lora": {"r": 0}}),
     ("--lora.targets: unknown projection 'q_prj'", "Did you mean 'q_proj'?", {"lora": {"targets": ["q_prj"]}}),
+    ("--lora.merge: 'original' adds adapters to", "--no_pretrained", {"lora": {"base": "nf4", "merge": "original"}}),
     ("--lora.base: 'int4' is not allowed", "'nf4'", {"lora": {"base": "int4"}}),
     ("both say how linears multiply", "leave one out", {"lora": {"base": "nf4"}, "quantize": "int8"}),
     ("--lora.adapter: nowhere is no adapter", "adapter_config.json", {"lora": {"adapter": "nowhere"}}),

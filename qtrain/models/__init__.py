@@ -1,6 +1,7 @@
 """Models: the native decoder, Hugging Face load and export, adapters, vision models, and the cost of training them."""
 
-from qtrain.models.build import MODEL_IMPLS, build_model, empty_model
+from qtrain.models.adapted_original import AdaptedOriginal
+from qtrain.models.build import build_model, empty_model
 from qtrain.models.config import ModelConfig
 from qtrain.models.decoder import Decoder
 from qtrain.models.execution import RECOMPUTE_MODES, apply_activation_checkpointing, compile_layers
@@ -25,8 +26,8 @@ from qtrain.models.vision import (
 from qtrain.models.vision_cost import VisionCost, vision_cost
 
 __all__ = [
-    "MODEL_IMPLS",
     "RECOMPUTE_MODES",
+    "AdaptedOriginal",
     "Decoder",
     "Lora",
     "LossSums",

@@ -25,8 +25,8 @@ from qtrain.models.source import FIX, ModelSource
 from qtrain.quant.export import exported_tensors
 
 MAX_SHARD_BYTES = 5_000_000_000
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_WEIGHT_FILES = ["model*.safetensors", _INDEX, "config.json", "generation_config.json"]
+_WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_WEIGHT_FILES = ["model*.safetensors", INDEX, "config.json", "generation_config.json"]
 
 
 class Tokenizer(Protocol):
@@ -93,7 +93,7 @@ def load_hf_weights(model: nn.Module, source: ModelSource) -> None:
     """
     folder = weights_folder(source)
     where = f"--pretrained ({source.name})"
-    files = _files_of_tensors(folder, where)
+    files = files_of_tensors(folder, where)
     config: ModelConfig = model.config
     slices = {entry.hf_name: entry for entry in layout(config)}
     extra = {name for name in files.keys() - slices.keys() if not name.endswith("rotary_emb.inv_freq")}
@@ -101,8 +101,8 @@ def load_hf_weights(model: nn.Module, source: ModelSource) -> None:
     if tied_head:
         extra.remove("lm_head.weight")
         slices["lm_head.weight"] = TensorSlice("lm_head.weight", "lm_head.weight")
-    _refuse(where, "lacks the tensors", slices.keys() - files.keys())
-    _refuse(where, "has tensors that this architecture does not", extra)
+    refuse_tensors(where, "lacks the tensors", slices.keys() - files.keys())
+    refuse_tensors(where, "has tensors that this architecture does not", extra)
 
     parameters = dict(model.named_parameters(remove_duplicate=False))
     device = str(parameters["embed_tokens.weight"].device)
@@ -111,7 +111,7 @@ def load_hf_weights(model: nn.Module, source: ModelSource) -> None:
         by_file.setdefault(files[name], []).append(entry)
     wrong = []
     for file, members in sorted(by_file.items()):
-        with _opened(file, where, device) as opened:
+        with opened_tensors(file, where, device) as opened:
             for entry in members:
                 target = entry.of(parameters[entry.name])
                 shape = tuple(opened.get_slice(entry.hf_name).get_shape())
@@ -119,9 +119,9 @@ def load_hf_weights(model: nn.Module, source: ModelSource) -> None:
                     wrong.append(f"{entry.hf_name} {list(shape)} (expected {list(target.shape)})")
                 elif entry.hf_name != "lm_head.weight" or not tied_head:
                     target.copy_(opened.get_tensor(entry.hf_name))
-    _refuse(where, "has tensors of another shape than its config says", wrong)
+    refuse_tensors(where, "has tensors of another shape than its config says", wrong)
     if tied_head:
-        with _opened(files["lm_head.weight"], where, device) as opened:
+        with opened_tensors(files["lm_head.weight"], where, device) as opened:
             head = opened.get_tensor("lm_head.weight").to(model.lm_head.weight.dtype)
         if not torch.equal(head, model.lm_head.weight):
             raise UserError(
@@ -202,7 +202,7 @@ def _write_weights(model: nn.Module, folder: Path) -> torch.dtype:
         save_file({name: on("cpu", slices[name]) for name in names}, folder / file, metadata={"format": "pt"})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        _write_json(folder / _INDEX, index)
+        _write_json(folder / INDEX, index)
     return dtype
 
 
@@ -229,21 +229,21 @@ def _adopt_special_ids(config: dict[str, Any], tokenizer: Tokenizer) -> None:
         config["bos_token_id"] = tokenizer.bos_id
 
 
-def _files_of_tensors(folder: Path, where: str) -> dict[str, Path]:
+def files_of_tensors(folder: Path, where: str) -> dict[str, Path]:
     """Name of each tensor -> the file of the folder that holds it."""
-    if (folder / _INDEX).is_file():
-        weight_map = read_json(folder / _INDEX, where).get("weight_map", {})
+    if (folder / INDEX).is_file():
+        weight_map = read_json(folder / INDEX, where).get("weight_map", {})
         files = {name: folder / file for name, file in weight_map.items()}
-        _refuse(where, f"lacks files that {_INDEX} names", {f.name for f in files.values() if not f.is_file()})
+        refuse_tensors(where, f"lacks files that {INDEX} names", {f.name for f in files.values() if not f.is_file()})
         return files
     if not (folder / _WEIGHTS).is_file():
-        raise UserError(f"{where}: {folder} has neither {_WEIGHTS} nor {_INDEX}; only safetensors are read.")
-    with _opened(folder / _WEIGHTS, where) as opened:
+        raise UserError(f"{where}: {folder} has neither {_WEIGHTS} nor {INDEX}; only safetensors are read.")
+    with opened_tensors(folder / _WEIGHTS, where) as opened:
         return dict.fromkeys(opened.keys(), folder / _WEIGHTS)
 
 
 @contextlib.contextmanager
-def _opened(file: Path, where: str, device: str = "cpu") -> Iterator[Any]:
+def opened_tensors(file: Path, where: str, device: str = "cpu") -> Iterator[Any]:
     """An open safetensors file that loads tensors to `device`. UserError for a damaged file."""
     from safetensors import SafetensorError, safe_open
 
@@ -255,7 +255,7 @@ def _opened(file: Path, where: str, device: str = "cpu") -> Iterator[Any]:
         yield tensors
 
 
-def _refuse(where: str, what: str, names: Any) -> None:
+def refuse_tensors(where: str, what: str, names: Any) -> None:
     if names:
         shown = sorted(names)
         more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""

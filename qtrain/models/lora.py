@@ -34,7 +34,7 @@ ALL = "all-linear"
 @dataclasses.dataclass(frozen=True)
 class Lora:
     """The options of --lora. adapter: a folder to continue from, whose r, alpha, targets, rslora and dora then
-    apply."""
+    apply. merge: the weights that the exported model adds the adapters to, those trained on or the source's own."""
 
     r: Annotated[int, Range(1)] = 16
     alpha: Annotated[float, Range(1e-6)] = 16.0
@@ -43,6 +43,7 @@ class Lora:
     rslora: bool = False
     dora: bool = False
     base: Literal["none", "nf4", "int8", "fp8"] = "none"
+    merge: Literal["trained", "original"] = "trained"
     adapter: str | None = None
 
     @property
@@ -135,14 +136,20 @@ class LoraLinear(nn.Module):
         return squares.clamp(min=torch.finfo(torch.float32).tiny).sqrt()
 
     @torch.no_grad()
+    def add_adapter(self, index: int, rows: Tensor) -> Tensor:
+        """The fp32 weight `rows` [n, K] of the adapted projection `index`, with its adapter."""
+        rows = rows + self.scale * (self.lora_b[index] @ self.lora_a[index])
+        if self.magnitude is not None:
+            rows *= (self.magnitude[index] / rows.norm(dim=1)).unsqueeze(1)
+        return rows
+
+    @torch.no_grad()
     def merged(self) -> nn.Linear:
         """The equivalent plain linear, in the weight's dtype."""
         weight = exported_weight(self.base).float().clone()
-        for i, (projection, a, b) in enumerate(zip(self.adapted, self.lora_a, self.lora_b, strict=True)):
-            rows = weight[projection.start : projection.stop]
-            rows += self.scale * (b @ a)
-            if self.magnitude is not None:
-                rows *= (self.magnitude[i] / rows.norm(dim=1)).unsqueeze(1)
+        for i, projection in enumerate(self.adapted):
+            rows = slice(projection.start, projection.stop)
+            weight[rows] = self.add_adapter(i, weight[rows])
         with torch.device("meta"):
             linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None)
         linear.weight = nn.Parameter(weight.to(self.weight.dtype), requires_grad=False)
@@ -197,7 +204,9 @@ def add_lora(model: nn.Module, lora: Lora, seed: int, flag: str = "--lora") -> l
     return added
 
 
-def check_combination(lora: Lora, quantize: str, activation_checkpointing: str, flag: str = "--lora") -> None:
+def check_combination(
+    lora: Lora, quantize: str, activation_checkpointing: str, pretrained: bool, flag: str = "--lora"
+) -> None:
     """UserError for options of --lora that exclude each other or one of these settings."""
     if lora.dropout and activation_checkpointing != "none":
         raise UserError("--activation_checkpointing: recomputed layers would drop other values; set dropout to 0.")
@@ -208,6 +217,8 @@ def check_combination(lora: Lora, quantize: str, activation_checkpointing: str, 
             f"--quantize: {quantize!r} does not go with DoRA, which needs the norms of the multiplied weights; "
             f'leave it out, or give {flag} a "base".'
         )
+    if lora.merge == "original" and not pretrained:
+        raise UserError(f"{flag}.merge: 'original' adds adapters to the weights of --model; leave out --no_pretrained.")
 
 
 def lora_linears(model: nn.Module) -> dict[str, LoraLinear]:

@@ -22,7 +22,8 @@ What backward needs. Bytes per token that one layer keeps, by tensor (`saved_per
 Low-bit linears keep codes instead of their X (`LinearBytes.kept_input`), and nothing of down's X where backward
 recomputes it (`LowBitBytes.down_input_recomputed`).
 
-BitNet's norms before the output projections add norms' 1/rms, o_proj's X, and, eager, the input of down's norm.
+BitNet's norms before the output projections add norms' 1/rms, o_proj's X, and the input of down's norm: on a GPU a
+compiler does not recompute the kernel that makes it.
 
 (*) (Q + KV)·b with QK-norm, where v stays a view of the kept qkv output. (**) kept as o_proj's output, from which the
 sum is recomputed. (***) with QK-norm 4·(H + KV heads) more. The compiled column is what PyTorch's min-cut partitioner
@@ -134,7 +135,7 @@ def saved_per_token(
     kept["down input"] = 0 if low_bit.down_input_recomputed else inner * of_input["down_proj"]
     # A plain o_proj without a norm before it reads the attention output, which is kept anyway.
     kept["o_proj input"] = q * of_input["o_proj"] if config.sub_norm or codes["o_proj"] is not None else 0
-    kept["down norm input"] = 0 if compiled else inner * element * config.sub_norm
+    kept["down norm input"] = inner * element * config.sub_norm
     return kept
 
 

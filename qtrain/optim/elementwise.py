@@ -64,22 +64,9 @@ class LowBitSpec(OptimizerSpec):
         options = {name: getattr(self, name) for name in self.group_options}
         return self.optimizer(groups, {"lr": lr, "weight_decay": 0.0, **options}, self.state_options, seed=seed)
 
-    def state_bytes(self, weight_bytes: int) -> float:
-        return 0.0 if self.state_options.offload else self.state_options.bytes_per_parameter(weight_bytes)
-
-    def total_state_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int) -> float:
+    def state_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int) -> float:
         """As for any optimizer; for states in host memory, the staging buffers on the device."""
-        options = self.state_options
-        if not options.offload:
-            return super().total_state_bytes(shapes, weight_bytes)
-        dtype = torch.bfloat16 if weight_bytes == 2 else torch.float32
-        tensors = []
-        for shape in shapes:
-            weight = torch.empty(shape.shape, dtype=dtype, device="meta")
-            formats = options.formats_of(weight, dict.fromkeys(options.formats, True)).values()
-            master = options.master and dtype == torch.bfloat16
-            tensors += [host_sizes(weight.shape, formats, master=master)] * shape.count
-        return staging_bytes(tensors)
+        return state_bytes(self.state_options, shapes, weight_bytes)
 
     def for_device(self, device: torch.device) -> tuple[OptimizerSpec, str | None]:
         if not self.offload or device.type != "cpu":
@@ -94,6 +81,18 @@ class LowBitSpec(OptimizerSpec):
         if self.state_options.offload:
             return "offloaded states are moved for the whole model at once; leave offload out of --optim_kwargs."
         return None
+
+
+def state_bytes(options: StateOptions, shapes: Sequence[ParameterShape], weight_bytes: int) -> int:
+    """Bytes of device memory of a model's states and master copies; offloaded: of their staging buffers."""
+    dtype = torch.bfloat16 if weight_bytes == 2 else torch.float32
+    tensors = []
+    for shape in shapes:
+        weight = torch.empty(shape.shape, dtype=dtype, device="meta")
+        formats = options.formats_of(weight, dict.fromkeys(options.formats, True)).values()
+        master = options.master and dtype == torch.bfloat16 and not shape.stored
+        tensors += [host_sizes(weight.shape, formats, master=master)] * shape.count
+    return staging_bytes(tensors) if options.offload else sum(sizes.rows * sum(sizes.row_bytes) for sizes in tensors)
 
 
 @dataclass

@@ -6,7 +6,7 @@ constructing it over a tiny parameter. Nothing that a user gives is evaluated.
 
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from qtrain.errors import UserError, missing_package, unknown_name
 from qtrain.optim.optimizer import Optimizer, adapted
-from qtrain.optim.registry import OPTIMIZERS, OptimizerSpec
+from qtrain.optim.registry import OPTIMIZERS, OptimizerSpec, ParameterShape
 
 _REFUSED = {"LBFGS": "it calls the model several times a step", "SparseAdam": "gradients here are dense"}
 _FLAGS = {"lr": "--lr", "weight_decay": "--weight_decay"}
@@ -39,15 +39,18 @@ class LibraryOptimizer(OptimizerSpec):
     def refuses_partitions(self) -> str | None:
         return f"{self.name} comes from another library and updates all parameters at once; use one of qtrain's own."
 
-    def state_bytes(self, weight_bytes: int) -> float:
-        """Measured on a tiny parameter for torch; estimated from the name for libraries that may need a GPU."""
+    def state_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int) -> float:
+        return self._bytes_per_parameter(weight_bytes) * sum(shape.elements for shape in shapes)
+
+    def _bytes_per_parameter(self, weight_bytes: int) -> float:
+        """Measured on a small parameter for torch; estimated from the name for libraries that may need a GPU."""
         for word, size in _STATE_BYTES.items():
             if word in self.name.lower():
                 return size
         if not self.name.startswith("torch."):
             return 2.0 * weight_bytes
-        parameter = torch.nn.Parameter(torch.zeros(4, 4))
-        parameter.grad = torch.ones(4, 4)
+        parameter = torch.nn.Parameter(torch.zeros(256, 256))  # large enough for factored states to be small beside it
+        parameter.grad = torch.ones(256, 256)
         optimizer = self.cls([parameter], lr=1e-3, **self.options)
         optimizer.step()
         values = [v for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor) and v.ndim]

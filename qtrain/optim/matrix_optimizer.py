@@ -67,10 +67,7 @@ class MatrixOptimizerSpec(OptimizerSpec):
     def _rest(self) -> OptimizerSpec:
         return OPTIMIZERS.make(self.rest, {"betas": self.betas, "eps": self.eps, "sr": self.sr}, "--optim_kwargs")
 
-    def state_bytes(self, weight_bytes: int) -> float:
-        return self._rest().state_bytes(weight_bytes)  # for callers that do not know the shapes
-
-    def total_state_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int) -> float:
+    def state_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int) -> float:
         others = [shape for shape in shapes if not shape.hidden]
         own = sum(
             shape.count * self.matrix_bytes(rows, shape.shape[1], weight_bytes)
@@ -78,7 +75,7 @@ class MatrixOptimizerSpec(OptimizerSpec):
             if shape.hidden
             for rows in shape.parts or shape.shape[:1]
         )
-        return own + self._rest().total_state_bytes(others, weight_bytes)
+        return own + self._rest().state_bytes(others, weight_bytes)
 
     @abstractmethod
     def direction_bytes(self, weight_bytes: int) -> float:

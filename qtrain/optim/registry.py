@@ -14,12 +14,13 @@ from qtrain.registry import Registry
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """`count` parameters of one shape. hidden, parts: as in `parameter_groups`."""
+    """`count` parameters of one shape. hidden, parts: as in `parameter_groups`. stored: in low bits."""
 
     shape: tuple[int, ...]
     count: int = 1
     hidden: bool = False
     parts: tuple[int, ...] = ()
+    stored: bool = False
 
     @property
     def elements(self) -> int:
@@ -30,12 +31,8 @@ class OptimizerSpec(ABC):
     """A choice of `--optim`; its fields are the keys of `--optim_kwargs`."""
 
     @abstractmethod
-    def state_bytes(self, weight_bytes: int) -> float:
-        """Bytes of optimizer state per parameter, for weights of `weight_bytes` each."""
-
-    def total_state_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int) -> float:
-        """Bytes of device memory that the states of a whole model take."""
-        return self.state_bytes(weight_bytes) * sum(shape.elements for shape in shapes)
+    def state_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int) -> float:
+        """Bytes of device memory that the states of a whole model take, for weights of `weight_bytes` each."""
 
     def step_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int, *, partitioned: bool) -> float:
         """Bytes of temporaries at the largest moment of a step, for gradients of `weight_bytes` each. partitioned: each

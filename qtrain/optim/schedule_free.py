@@ -8,6 +8,7 @@ x = y + (1 - 1/b1)·(z - y): a checkpoint holds y, as the weights, and z.
 evaluation, so the copy does not raise the peak.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -18,9 +19,9 @@ from torch import Tensor
 from qtrain.checks import Range
 from qtrain.kernels.optim.fused_update import FusedUpdate, Slot
 from qtrain.optim.batched_states import BATCH_ELEMENTS
-from qtrain.optim.elementwise import LowBitOptimizer
+from qtrain.optim.elementwise import LowBitOptimizer, state_bytes
 from qtrain.optim.optimizer import Optimizer
-from qtrain.optim.registry import OPTIMIZERS, OptimizerSpec
+from qtrain.optim.registry import OPTIMIZERS, OptimizerSpec, ParameterShape
 from qtrain.optim.state_layout import StateOptions, local
 from qtrain.tensors.stored_weight import StoredWeight
 
@@ -87,25 +88,29 @@ class ScheduleFreeOptimizer(LowBitOptimizer):
         if not trained:
             return
         (beta1, beta2), float_share = group["betas"], share.float()
-        g = [local(chunk.parameters[i].grad).float() for i in trained]
+        # fp32 copies, overwritten where a value is no longer needed: three at the peak, `step_bytes` counts them.
+        g = [local(chunk.parameters[i].grad).to(torch.float32, copy=True) for i in trained]
         if self.grad_scale is not None:
-            g = torch._foreach_mul(g, self.grad_scale.float())
+            torch._foreach_mul_(g, self.grad_scale.float())
 
-        squares = torch._foreach_mul(g, g)
-        torch._foreach_neg_(squares)
-        _apply(chunk.v, trained, squares, lr=1 - beta2, weight_decay=1.0)  # v = b2 * v + (1 - b2) * g * g
-        roots = torch._foreach_sqrt([chunk.v.slots[i].weight.float() for i in trained])
+        negated = torch._foreach_mul(g, g)
+        torch._foreach_neg_(negated)
+        _apply(chunk.v, trained, negated, lr=1 - beta2, weight_decay=1.0)  # v = b2 * v + (1 - b2) * g * g
+        del negated
+        roots = [_dense(chunk.v.slots[i].weight, torch.float32) for i in trained]
+        torch._foreach_sqrt_(roots)
         torch._foreach_add_(roots, group["eps"])
+        torch._foreach_div_(g, roots)
+        del roots
         y = [_dense(chunk.y.slots[i].weight, torch.float32) for i in trained]
-        steps = torch._foreach_div(g, roots)
-        torch._foreach_add_(steps, y, alpha=group["weight_decay"])
+        torch._foreach_add_(g, y, alpha=group["weight_decay"])
 
         # y <- y - share·(y - z) - lr·(1 - b1·(1 - share))·step
-        move = torch._foreach_sub(y, [chunk.z.slots[i].weight.float() for i in trained])
-        torch._foreach_mul_(move, float_share)
-        torch._foreach_add_(move, torch._foreach_mul(steps, (rate * (1 - beta1 * (1 - share))).float()))
-        _apply(chunk.z, trained, steps, lr=rate, weight_decay=0.0)
-        _apply(chunk.y, trained, move, lr=1.0, weight_decay=0.0)
+        torch._foreach_sub_(y, [chunk.z.slots[i].weight.float() for i in trained])
+        torch._foreach_mul_(y, float_share)
+        torch._foreach_add_(y, torch._foreach_mul(g, (rate * (1 - beta1 * (1 - share))).float()))
+        _apply(chunk.z, trained, g, lr=rate, weight_decay=0.0)
+        _apply(chunk.y, trained, y, lr=1.0, weight_decay=0.0)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
@@ -221,8 +226,17 @@ class ScheduleFreeAdamW(OptimizerSpec):
     def state_options(self) -> StateOptions:
         return StateOptions({"z": self.z, "exp_avg_sq": self.v}, sr=self.sr)
 
-    def state_bytes(self, weight_bytes: int) -> float:
-        return self.state_options.bytes_per_parameter(weight_bytes)
+    def state_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int) -> float:
+        return state_bytes(self.state_options, shapes, weight_bytes)
+
+    def step_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int, *, partitioned: bool) -> float:
+        """Three fp32 copies of the parameters that are updated together (`ScheduleFreeOptimizer._step_chunk`)."""
+        groups: dict[tuple, int] = {}
+        for shape in shapes:
+            group = shape.hidden, shape.parts, len(shape.shape)
+            groups[group] = groups.get(group, 0) + shape.elements // (shape.count if partitioned else 1)
+        largest = max(math.prod(shape.shape) for shape in shapes)
+        return 12 * max(largest, *(min(size, BATCH_ELEMENTS) for size in groups.values()))
 
     def build(self, groups: list[dict[str, Any]], lr: float, seed: int = 0) -> Optimizer:
         own = {"betas": self.betas, "eps": self.eps, "r": self.r, "weight_lr_power": self.weight_lr_power}

@@ -47,12 +47,6 @@ class StateOptions:
         formats = {s: state_format(name, signed=signed[s], block=block) for s, name in names.items()}
         return {s: format.fitted(parameter.shape) for s, format in formats.items()}
 
-    def bytes_per_parameter(self, weight_bytes: int) -> float:
-        """Bytes of states and master copy per parameter, in large matrices whose weights have `weight_bytes` each."""
-        large = torch.empty(2**16, 2**10, dtype=torch.bfloat16 if weight_bytes == 2 else torch.float32, device="meta")
-        formats = self.formats_of(large, dict.fromkeys(self.formats, True))
-        return sum(format.bytes_per_element for format in formats.values()) + 4 * (self.master and weight_bytes == 2)
-
 
 def state_keys(name: str, format: StateFormat) -> dict[str, str]:
     """Tensor of the state (`value`, or `codes` and `scale`) -> its key among the parameter's states."""

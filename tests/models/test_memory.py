@@ -58,6 +58,8 @@ def test_compiled_layers_keep_what_the_table_says(name, mode):
     apply_activation_checkpointing(model, mode)
     compile_layers(model)
     expected = saved_per_token(model.config, mode, True, 2)
+    if mode == "none":  # recomputed on a CPU, where no kernel makes it
+        expected.pop("down norm input")
     assert kept_bytes(model, 2, 64) == pytest.approx(sum(expected.values()) - expected["layer input"], rel=0.02)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from qtrain.errors import UserError
-from qtrain.optim import OPTIMIZERS
+from qtrain.optim import OPTIMIZERS, ParameterShape
 
 FAMILY = ["adamw", "adamw_bf16_sr", "adamw_8bit", "adamw_fp8", "adamw_4bit"]
 SHAPES = [(64, 128), (96, 64), (5, 33), (64,)]
@@ -120,20 +120,20 @@ def test_small_tensors_and_vectors_keep_fp32_states():
     assert kinds[1:] == [{"exp_avg", "exp_avg_sq"}] * 3
 
 
-@pytest.mark.parametrize(("name", "most"), [("adamw_8bit", 2.1), ("adamw_fp8", 2.1), ("adamw_4bit", 1.1)])
-def test_state_bytes_are_those_planned(name, most):
-    params = [nn.Parameter(torch.randn(64, 1024))]
-    spec = OPTIMIZERS.make(name, {}, "--optim")
-    optimizer = spec.build([{"params": params}], 0.01)
-    train(optimizer, params, range(1))
-    size = sum(v.numel() * v.element_size() for k, v in optimizer.state[params[0]].items() if k != "step")
-    assert size / params[0].numel() == pytest.approx(spec.state_bytes(4)) and spec.state_bytes(4) <= most
-
-
-def test_plain_adamw_needs_what_torchs_needs():
-    assert [OPTIMIZERS.make("adamw", {}, "").state_bytes(n) for n in (2, 4)] == [4.0, 8.0]
-    assert OPTIMIZERS.make("adamw_8bit", {"master": "fp32"}, "").state_bytes(2) == pytest.approx(6.03, abs=0.01)
-    assert OPTIMIZERS.make("adamw_8bit", {"offload": True}, "").state_bytes(2) == 0
+@pytest.mark.parametrize(
+    ("name", "options", "weight_bytes", "planned"),
+    [
+        ("adamw", {}, 2, 4),
+        ("adamw", {}, 4, 8),
+        ("adamw_8bit", {}, 4, 2.03),
+        ("adamw_fp8", {}, 4, 2.06),
+        ("adamw_4bit", {}, 4, 1.06),
+        ("adamw_8bit", {"master": "fp32"}, 2, 6.03),
+    ],
+)
+def test_bytes_of_state_per_parameter(name, options, weight_bytes, planned):
+    found = OPTIMIZERS.make(name, options, "").state_bytes([ParameterShape((64, 1024))], weight_bytes)
+    assert found / 2**16 == pytest.approx(planned, abs=0.01)
 
 
 def test_torchs_schedulers_drive_it():

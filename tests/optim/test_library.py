@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from qtrain.errors import UserError
-from qtrain.optim import OPTIMIZERS
+from qtrain.optim import OPTIMIZERS, ParameterShape
 
 
 def test_a_class_of_torch_trains():
@@ -23,7 +23,7 @@ def test_a_class_of_torch_trains():
     [("torch.AdamW", {}, 4.0), ("torch.SGD", {}, 0.0), ("torch.SGD", {"momentum": 0.9}, 2.0)],
 )
 def test_their_states_are_counted(name, options, size):
-    assert OPTIMIZERS.make(name, options, "--optim").state_bytes(2) == size
+    assert OPTIMIZERS.make(name, options, "--optim").state_bytes([ParameterShape((4, 8))], 2) == 32 * size
 
 
 @pytest.mark.parametrize(

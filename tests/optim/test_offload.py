@@ -11,7 +11,7 @@ from qtrain.kernels.optim.fused_update import SIGNED_STATES, FusedUpdate, Slot
 from qtrain.kernels.optim.state_formats import state_format, zero_state
 from qtrain.optim import OPTIMIZERS, ParameterShape, offload, parameter_groups
 from qtrain.optim.elementwise import LowBitOptimizer
-from qtrain.optim.offload import OffloadedUpdate
+from qtrain.optim.offload import OffloadedUpdate, host_sizes
 from qtrain.tensors.stored_weight import StoredWeight
 
 FAMILY = ["adamw", "adamw_bf16_sr", "adamw_8bit", "adamw_fp8", "adamw_4bit"]
@@ -109,7 +109,8 @@ def compare(kind: dict, device: str, kernel: bool | None = None, shapes=SHAPES, 
 def room(kind: dict, rows: int) -> int:
     """Bytes that hold so many rows of 256 elements and no more."""
     formats = [state_format(name, signed=True) for name in kind["formats"]]
-    return int(256 * rows * sum(f.bytes_per_element + 4 * kind.get("master", False) / len(formats) for f in formats))
+    sizes = host_sizes(torch.Size((rows, 256)), formats, master=kind.get("master", False))
+    return rows * sum(sizes.row_bytes)
 
 
 @pytest.mark.parametrize("device", ANYWHERE)
@@ -309,7 +310,7 @@ def test_the_plan_counts_the_stages(name, bucket, monkeypatch):
     stages = optimizer._updates[0].update._stages
     shapes = [ParameterShape((192, 64), 2), ParameterShape((64, 192)), ParameterShape((192,), 4)]
     shapes.append(ParameterShape((64,)))
-    planned = spec.total_state_bytes(shapes, 2)
+    planned = spec.state_bytes(shapes, 2)
     # the parameters' order, which the plan does not know, decides which of them share a bucket
     assert planned == pytest.approx(sum(map(len, stages)), rel=0.1) and planned <= 3 * bucket
 
@@ -317,7 +318,7 @@ def test_the_plan_counts_the_stages(name, bucket, monkeypatch):
 def test_a_large_models_states_take_three_buckets_of_the_device():
     embedding, layer = ParameterShape((152064, 3584), 2), ParameterShape((37888, 3584), 28, hidden=True)
     spec = OPTIMIZERS.make("adamw_bf16_sr", {"offload": True}, "--optim")
-    size = spec.total_state_bytes([embedding, layer, ParameterShape((3584,), 57)], 2)
+    size = spec.state_bytes([embedding, layer, ParameterShape((3584,), 57)], 2)
     assert 0.85 * 3 * 2**28 < size <= 3 * 2**28
 
 
@@ -336,5 +337,5 @@ def test_the_device_holds_the_planned_stages_and_no_master(monkeypatch):
         optimizer.step()
     optimizer.synchronize()
     added = torch.cuda.max_memory_allocated() - before
-    planned = spec.total_state_bytes([ParameterShape((4096, 2048), 3)], 2)
+    planned = spec.state_bytes([ParameterShape((4096, 2048), 3)], 2)
     assert planned <= added <= planned + 2**21  # with the tables of about 80 buckets

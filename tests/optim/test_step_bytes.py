@@ -1,4 +1,4 @@
-"""The memory that a step of a matrix optimizer takes beside weights, gradients and states, as planned and counted."""
+"""The memory that a step of an optimizer takes beside weights, gradients and states, as planned and counted."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def as_on_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("partitioned", [False, True])
-@pytest.mark.parametrize("name", ["galore_adamw", "q_galore_adamw", "apollo_mini", "muon"])
+@pytest.mark.parametrize("name", ["galore_adamw", "q_galore_adamw", "apollo_mini", "muon", "adamw_schedule_free"])
 def test_a_steps_temporaries_are_planned(name, partitioned, dtype, as_on_a_gpu):
     """GaLore's in a step that refreshes every subspace."""
     model = build_model(SOURCE, dtype=dtype)
@@ -36,7 +36,7 @@ def test_a_steps_temporaries_are_planned(name, partitioned, dtype, as_on_a_gpu):
         optimizer.partition([*layers, [p for p in model.parameters() if p not in inside]])
     for p in model.parameters():
         p.grad = torch.full_like(p, 0.01)
-    with PeakBytes() as counted:
+    with PeakBytes(model.parameters()) as counted:
         optimizer.step()
     shapes = [ParameterShape(*shape) for shape in parameter_shapes(SOURCE.model_config())]
     states = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t))

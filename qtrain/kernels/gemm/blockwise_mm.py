@@ -252,14 +252,5 @@ def blockwise_mm(
 
 
 @blockwise_mm.register_fake
-def _(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    block_a: str,
-    block_b: str,
-    out_dtype: torch.dtype,
-    bias: Tensor | None = None,
-) -> Tensor:
+def _(a, b, scale_a, scale_b, block_a, block_b, out_dtype, bias=None):
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)

@@ -21,7 +21,7 @@ from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.gemm.int8_mm import int8_mm, int8_mm_ref
 from qtrain.kernels.gemm.scaled_mm import scaled_mm, scaled_mm_ref
 from qtrain.kernels.gemm.tiling import Tiling, scale_tile, store_tile, tile_of
-from qtrain.kernels.numerics.packing import unpack_int4
+from qtrain.kernels.numerics.packing import unpack
 
 LONGEST_FUSED_K = (2**31 - 1) // (256 * 64)
 
@@ -36,9 +36,9 @@ def unpack_halves_ref(packed: Tensor) -> Tensor:
 
 
 def int4_mm_ref(a: Tensor, b: Tensor, k: int) -> Tensor:
-    """A uint8 [M, ceil(K/2)], B uint8 [N, ceil(K/2)], as `pack_int4` leaves them -> int32 [M, N], exact."""
+    """A uint8 [M, ceil(K/2)], B uint8 [N, ceil(K/2)], as `pack` leaves INT4 codes -> int32 [M, N], exact."""
     _check(a, b, k)
-    return int8_mm_ref(unpack_int4(a, k), unpack_int4(b, k))
+    return int8_mm_ref(unpack(a, "int4", k), unpack(b, "int4", k))
 
 
 def scaled_int4_mm_ref(
@@ -46,7 +46,7 @@ def scaled_int4_mm_ref(
 ) -> Tensor:
     """The same with scale_a fp32 [M] or [1] and scale_b fp32 [N] or [1] -> [M, N] in out_dtype."""
     _check(a, b, k)
-    return scaled_mm_ref(unpack_int4(a, k), unpack_int4(b, k), scale_a, scale_b, out_dtype)
+    return scaled_mm_ref(unpack(a, "int4", k), unpack(b, "int4", k), scale_a, scale_b, out_dtype)
 
 
 def _check(a: Tensor, b: Tensor, k: int) -> None:

@@ -55,7 +55,5 @@ def mx_mm(
 
 
 @mx_mm.register_fake
-def _(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None
-) -> Tensor:
+def _(a, b, scale_a, scale_b, out_dtype, bias=None):
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)

@@ -195,13 +195,5 @@ def scaled_mm(
 
 
 @scaled_mm.register_fake
-def _(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    out_dtype: torch.dtype,
-    bias: Tensor | None = None,
-    fast_accum: bool = True,
-) -> Tensor:
+def _(a, b, scale_a, scale_b, out_dtype, bias=None, fast_accum=True):
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)

@@ -26,26 +26,6 @@ def _unpack_ref(packed: Tensor, columns: int, per_byte: int) -> Tensor:
     return (fields.view(torch.int8) >> (8 - bits)).flatten(-2)[..., :columns].contiguous()
 
 
-def pack_int4(codes: Tensor) -> Tensor:
-    """codes int8 [..., K] in -8..7 -> uint8 [..., ceil(K / 2)]."""
-    return _pack_ref(codes, 2)
-
-
-def unpack_int4(packed: Tensor, columns: int) -> Tensor:
-    """uint8 [..., ceil(K / 2)] -> codes int8 [..., K], K = columns."""
-    return _unpack_ref(packed, columns, 2)
-
-
-def pack_ternary(codes: Tensor) -> Tensor:
-    """codes int8 [..., K] in -1..1 -> uint8 [..., ceil(K / 4)]."""
-    return _pack_ref(codes, 4)
-
-
-def unpack_ternary(packed: Tensor, columns: int) -> Tensor:
-    """uint8 [..., ceil(K / 4)] -> codes int8 [..., K], K = columns."""
-    return _unpack_ref(packed, columns, 4)
-
-
 def pack(codes: Tensor, fmt: str) -> Tensor:
     """Codes int8 or fp8 [..., K] -> as the format stores them."""
     return codes if FORMATS[fmt].packing == 1 else _pack_ref(codes, FORMATS[fmt].packing)

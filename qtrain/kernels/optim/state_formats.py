@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtrain.kernels.numerics.packing import pack_int4, unpack_int4
+from qtrain.kernels.numerics.packing import pack, unpack
 
 FormatName = Literal["fp32", "bf16", "fp8", "int8", "int4"]
 BLOCKS = {"fp8": 128, "int8": 256, "int4": 128}
@@ -84,11 +84,6 @@ class StateFormat:
     def dtype(self) -> torch.dtype:
         """Of the values or codes. An unsigned int8 state is uint8."""
         return torch.uint8 if self.name == "int8" and not self.signed else _DTYPES[self.name]
-
-    @property
-    def bytes_per_element(self) -> float:
-        """Codes and scales, of rows that the block divides."""
-        return (0.5 if self.name == "int4" else self.dtype.itemsize) + (4 / self.block if self.block else 0)
 
 
 def state_format(name: FormatName, *, signed: bool, block: int | None = None) -> StateFormat:
@@ -144,7 +139,7 @@ def quantize_state(value: Tensor, format: StateFormat, random_bits: Tensor | Non
         scale = torch.where(blocks.amin(2) > scale * (1 / 256), -scale, scale)
     _, length = row_shape(value.shape)
     codes = _encode(blocks, scale[:, :, None], format, bits).flatten(1)[:, :length]
-    codes = pack_int4(codes) if format.name == "int4" else codes.reshape(value.shape)
+    codes = pack(codes, "int4") if format.name == "int4" else codes.reshape(value.shape)
     return {"codes": codes.contiguous(), "scale": scale}
 
 
@@ -160,7 +155,7 @@ def dequantize_state(tensors: Mapping[str, Tensor], format: StateFormat, shape: 
         return tensors["value"].float()
     rows, length = row_shape(shape)
     codes = tensors["codes"]
-    codes = unpack_int4(codes, length) if format.name == "int4" else codes.reshape(rows, length)
+    codes = unpack(codes, "int4", length) if format.name == "int4" else codes.reshape(rows, length)
     scale = tensors["scale"].repeat_interleave(format.block, dim=1)[:, :length]
     return _decode(codes, scale, format).reshape(shape)
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from qtrain.kernels.numerics.formats import FORMATS, SCALE_EPS
 from qtrain.kernels.numerics.minifloat import encode_minifloat
-from qtrain.kernels.numerics.packing import pack_int4
+from qtrain.kernels.numerics.packing import pack
 from qtrain.kernels.numerics.philox import random_bits_ref
 
 GROUP = 16
@@ -60,7 +60,7 @@ def quantize_nvfp4_ref(x: Tensor, bits: Tensor | None = None) -> tuple[Tensor, T
     scaled = (groups / (scale.float() * tensor_scale)[..., None]).flatten(1)[:, :columns]
     codes = encode_minifloat(scaled, E2M1, bits)
     scale = torch.where(finite, scale.float(), float("nan")).to(E4M3.dtype)
-    return pack_int4(codes.view(torch.int8)), scale, tensor_scale
+    return pack(codes.view(torch.int8), "int4"), scale, tensor_scale
 
 
 @torch.library.custom_op("qtrain::quantize_nvfp4", mutates_args=())

@@ -21,7 +21,7 @@ from typing import Literal
 from torch import Tensor
 
 from qtrain.errors import UserError
-from qtrain.kernels.numerics.packing import unpack_ternary
+from qtrain.kernels.numerics.packing import unpack
 from qtrain.kernels.quantize.operators import quantize
 from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.scheme import SCHEMES, LowBitScheme
@@ -80,5 +80,5 @@ class BitNet(LowBitScheme):
 
 def _unpacked(packed: QuantizedTensor, in_features: int) -> QuantizedTensor:
     """Ternary codes as int8 [N, K] in {-1, 0, 1}: not packed, INT8 tensor cores multiply them."""
-    codes = unpack_ternary(packed.codes, in_features)
+    codes = unpack(packed.codes, "ternary", in_features)
     return QuantizedTensor(codes, packed.scale, OperandFormat("int8", "tensorwise"))

@@ -77,7 +77,11 @@ def language_memory(
     up, down = schemes["gate_up"], schemes["down_proj"]
     in_one_function = up and down and not (model_config.mlp_bias or model_config.sub_norm or adapted)
     trained = trained or all_of(model_config, element)
-    shapes = [ParameterShape(*found) for found in trained.shapes]
+    stored = {linear.shape for linear in linears if linear.stored and not linear.is_head}
+    shapes = [
+        ParameterShape(*found, stored=not adapted and found.hidden and found.shape in stored)
+        for found in trained.shapes
+    ]
     return estimate_memory(
         model_config,
         StepShape(
@@ -90,8 +94,7 @@ def language_memory(
             accumulates=checked.geometry.gradient_accumulation > 1,
             in_backward=settings.optimizer_in_backward,
         ),
-        optimizer_bytes=checked.optimizer.total_state_bytes(shapes, trained.element)
-        / count_parameters(model_config).total,
+        optimizer_bytes=checked.optimizer.state_bytes(shapes, trained.element) / count_parameters(model_config).total,
         step_bytes=checked.optimizer.step_bytes(shapes, trained.element, partitioned=settings.optimizer_in_backward),
         pretrained=settings.pretrained,
         low_bit=LowBitBytes(
@@ -108,9 +111,10 @@ def _linear_bytes(scheme: LowBitScheme | None, element: int, adapted: bool) -> L
     if scheme is None:
         return LinearBytes(element)
     kept = scheme.kept_input_bytes(element)
+    of_w = [scheme.operand_formats(gemm) for gemm in ("output", "grad_input")]
     return LinearBytes(
         weight=scheme.weight_bytes(element),
         codes=scheme.code_bytes(),
         kept_input=None if adapted or kept == element else kept,
-        dequantized=scheme.stored_format is not None and "bf16" in scheme.gemm_dtypes().values(),
+        dequantized=any(other is None and w is not None for other, w in of_w),
     )

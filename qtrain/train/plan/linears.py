@@ -25,6 +25,16 @@ class PlannedLinear:
         return self.choice.name
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Of the weight."""
+        return self.choice.out_features, self.choice.in_features
+
+    @property
+    def stored(self) -> bool:
+        """Whether the weight itself is kept in low bits."""
+        return self.scheme is not None and self.scheme.stored_format is not None
+
+    @property
     def weights(self) -> int:
         return self.choice.in_features * self.choice.out_features
 

@@ -57,8 +57,10 @@ def _memory(
     """Bytes by kind. Activations are an upper bound for a compiled model, which keeps some results only once."""
     settings, element = checked.settings, checked.dtype.itemsize
     parameters = sum(p.numel() for p in model.parameters())
+    stored = {linear.name + ".weight" for linear in linears if linear.stored}
+    kept_in_low_bits = {id(p) for name, p in model.named_parameters() if name in stored}
     shapes = [
-        ParameterShape(tuple(p.shape), 1, group["hidden"], group["parts"])
+        ParameterShape(tuple(p.shape), 1, group["hidden"], group["parts"], id(p) in kept_in_low_bits)
         for group in parameter_groups(model, 0.0)
         for p in group["params"]
     ]
@@ -80,7 +82,7 @@ def _memory(
     found = {
         "weights": weights,
         "gradients": element * gradients,
-        "optimizer": checked.optimizer.total_state_bytes(shapes, element),
+        "optimizer": checked.optimizer.state_bytes(shapes, element),
         "activations": checked.geometry.micro_batch_size * kept,
         "codes": codes,
     }

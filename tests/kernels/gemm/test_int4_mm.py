@@ -14,7 +14,7 @@ from qtrain.kernels.gemm.int4_mm import (
     unpack_halves_ref,
 )
 from qtrain.kernels.gemm.tiling import Tiling
-from qtrain.kernels.numerics.packing import pack_int4
+from qtrain.kernels.numerics.packing import pack
 
 SHAPES = [(1, 1, 1), (1, 8, 32), (5, 7, 3), (17, 130, 257), (64, 48, 1000), (0, 8, 8)]
 
@@ -28,7 +28,7 @@ def codes(rows: int, columns: int, seed: int) -> Tensor:
 def case(m: int, n: int, k: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
     """Packed operands on the device, and their exact product."""
     a, b = codes(m, k, m + k), codes(n, k, n + k + 1)
-    return pack_int4(a).to(device), pack_int4(b).to(device), (a.double() @ b.double().t()).int()
+    return pack(a, "int4").to(device), pack(b, "int4").to(device), (a.double() @ b.double().t()).int()
 
 
 @pytest.mark.parametrize("m,n,k", SHAPES)
@@ -40,7 +40,7 @@ def test_exact_at_every_shape(m, n, k):
 
 def test_spread_holds_the_low_codes_then_the_high_ones():
     x = codes(5, 12, 0)
-    assert torch.equal(unpack_halves_ref(pack_int4(x)), torch.cat([x[:, 0::2], x[:, 1::2]], dim=1))
+    assert torch.equal(unpack_halves_ref(pack(x, "int4")), torch.cat([x[:, 0::2], x[:, 1::2]], dim=1))
 
 
 @pytest.mark.parametrize("rowwise", [True, False])
@@ -90,7 +90,7 @@ def test_kernels():
 @pytest.mark.gpu
 def test_longest_fused_sum_does_not_overflow():
     k = LONGEST_FUSED_K // 32 * 32
-    lowest = pack_int4(torch.full((16, k), -8, dtype=torch.int8)).cuda()
+    lowest = pack(torch.full((16, k), -8, dtype=torch.int8), "int4").cuda()
     out = launch_int4_mm(lowest, lowest, None, torch.int32, next(iter(FUSED.values())))
     assert (out == 64 * k).all()
 

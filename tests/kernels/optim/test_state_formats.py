@@ -90,11 +90,6 @@ def test_a_block_is_halved_to_divide_a_row_and_not_below_64():
     assert blocks == {512: 256, 896: 128, 960: 64, 96: 256, 33: 256}
 
 
-def test_bytes_per_element():
-    found = {name: 2 * state_format(name, signed=True).bytes_per_element for name in BLOCKS}
-    assert found["int8"] <= 2.1 and found["fp8"] <= 2.1 and found["int4"] <= 1.1
-
-
 @pytest.mark.parametrize(("name", "signed"), FORMATS)
 def test_a_format_is_known_by_its_id(name, signed):
     format = state_format(name, signed=signed)

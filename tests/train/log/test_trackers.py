@@ -1,13 +1,10 @@
 """Trackers: opened by name, missing ones refused with the command that installs them, failing ones never fatal."""
 
-import importlib.util
 import json
 import logging
 import math
 import re
-import sys
 import time
-import types
 
 import pytest
 
@@ -85,7 +82,6 @@ def test_a_tracker_that_cannot_be_opened_does_not_stop_the_run(warnings, monkeyp
     assert len(warnings()) == 1 and "not logged in" in warnings()[0]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
 def test_tensorboard_files_hold_the_numbers_and_a_resumed_run_replaces_later_steps(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -101,7 +97,6 @@ def test_tensorboard_files_hold_the_numbers_and_a_resumed_run_replaces_later_ste
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 20.0)]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 def test_wandb_offline_writes_the_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -116,7 +111,6 @@ def test_wandb_offline_writes_the_run(tmp_path, monkeypatch):
     assert b"loss" in written.read_bytes()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="trackio is not installed")
 def test_trackio_keeps_the_run_locally(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     opened = open_trackers(["trackio"], json.loads('{"lr": 0.1}'), tmp_path, "p", "r")
@@ -126,23 +120,23 @@ def test_trackio_keeps_the_run_locally(tmp_path, monkeypatch):
     assert any((tmp_path / "trackio").iterdir())
 
 
-def test_samples_reach_tensorboard(tmp_path, monkeypatch):
-    """Without the package: a stand-in for its writer."""
-    texts = {}
+def test_samples_reach_tensorboard(tmp_path):
+    """As code, so that a text's own Markdown and line breaks stay as they are; read back from the event file."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    class Writer:
-        def __init__(self, *_, **__): ...
-        def add_text(self, name, text, global_step):
-            texts[name, global_step] = text
-
-        def add_scalar(self, *_, **__): ...
-        def close(self): ...
-
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
-    monkeypatch.setattr(TRACKERS["tensorboard"], "package", "json")
     opened = open_trackers(["tensorboard"], {"lr": 0.1}, tmp_path, "p", "r")
-    opened.log({"eval_loss": 1.0, "samples": [("def f", "(x):\n  pass"), ("# a", "b")]}, 3)
-    assert texts["sample 0", 3] == "    def f [>] (x):\n      pass" and texts["sample 1", 3] == "    # a [>] b"
+    for step, text in ((3, "(x):\n  pass"), (6, "(y): *")):
+        opened.log({"eval_loss": 1.0, "samples": [("def f", text), ("# a", "b")]}, step)
+    opened.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+
+    def texts(tag: str) -> list[tuple[int, str]]:
+        return [(e.step, e.tensor_proto.string_val[0].decode()) for e in events.Tensors(f"{tag}/text_summary")]
+
+    assert texts("sample 0") == [(3, "    def f [>] (x):\n      pass"), (6, "    def f [>] (y): *")]
+    assert texts("sample 1") == [(3, "    # a [>] b"), (6, "    # a [>] b")]
+    assert texts("config") == [(0, "| setting | value |\n| --- | --- |\n| lr | 0.1 |")]
 
 
 def test_requirements_name_what_the_scripts_stand_on():

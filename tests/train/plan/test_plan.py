@@ -207,7 +207,7 @@ def test_planned_bytes_with_frozen_weights_are_those_of_the_model(part):
     assert plan.memory["weights"] - copies == sum({id(t): t.nbytes for t in held if id(t) not in scales}.values())
     moments = language_memory(checked, config, linears_of(checked, config), trained).moments
     assert moments["optimizer"]["gradients"] == sum(p.grad.nbytes for p in trains)
-    states = checked.optimizer.total_state_bytes([ParameterShape(tuple(p.shape)) for p in trains], trains[0].itemsize)
+    states = checked.optimizer.state_bytes([ParameterShape(tuple(p.shape)) for p in trains], trains[0].itemsize)
     assert plan.memory["optimizer"] == round(states)
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
 

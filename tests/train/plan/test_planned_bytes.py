@@ -1,0 +1,58 @@
+"""The plan's bytes of weights, codes and optimizer states against those of real tensors after a step, for every
+registered scheme and optimizer."""
+
+from itertools import chain
+
+import pytest
+import torch
+
+from qtrain.models import Decoder, ModelConfig
+from qtrain.optim import OPTIMIZERS, parameter_groups
+from qtrain.quant import SCHEMES, quantize_linears
+from qtrain.quant.linear import LowBitWeight
+from qtrain.tensors.stored_weight import StoredWeight
+from qtrain.train.plan.language_plan import language_memory
+from qtrain.train.settings import LanguageSettings
+from tests.train.plan.test_plan import checked_of, linears_of
+
+SHAPE = {"model_type": "qwen2", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512}
+SHAPE |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+ON_HOST = ("step", "refresh", "cosines")
+
+CASES = {name: {"optim": name} for name in OPTIMIZERS.names()}
+CASES |= {name: {"quantize": name} for name in SCHEMES.names() if name != "auto"}  # auto is one of the others
+CASES |= {
+    "a master copy": {"optim_kwargs": {"master": "fp32"}},
+    "no master copy of a stored weight": {"optim_kwargs": {"master": "fp32"}, "quantize": "int8_weight"},
+    "states of several formats": {"optim_kwargs": {"m": "int4", "v": "int8", "block": 64}},
+    "schedule-free states in bf16": {"optim": "adamw_schedule_free", "optim_kwargs": {"z": "bf16", "v": "bf16"}},
+    "stored codes and INT8 ones": {"quantize": "int4_weight", "quantize_kwargs": {"activations": "int8"}},
+    "ternary codes in both layouts": {"quantize": "bitnet", "quantize_kwargs": {"backward": "int8"}},
+    "factored states": {"optim": "torch.Adafactor"},
+}
+
+
+def held(tensors) -> int:
+    """Bytes of tensors, each storage once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_planned_bytes_are_those_of_the_tensors(case):
+    """To 1% of each, or 1% of the weights where a library's states are next to nothing."""
+    checked = checked_of(LanguageSettings(batch_size=1, seq_len=8, **CASES[case]))
+    config = ModelConfig.from_hf(SHAPE)
+    linears = linears_of(checked, config)
+    model = Decoder(config).to(torch.bfloat16)
+    quantized = quantize_linears(model, checked.scheme, seed=0, head=model.lm_head)
+    planned = language_memory(checked, model.config, linears, None)
+    optimizer = checked.optimizer.build(parameter_groups(model, 0.1), 0.01)
+    for p in model.parameters():
+        p.grad = torch.full(p.shape, 0.01, dtype=p.dtype)
+    optimizer.step()
+    quantized.refresh()
+    weights = [t for p in model.parameters() for t in (p.inner.values() if isinstance(p, StoredWeight) else [p])]
+    codes = chain.from_iterable(m.buffers() for m in model.modules() if isinstance(m, LowBitWeight))
+    assert planned.weights == pytest.approx(held([*weights, *codes]), rel=0.01)
+    states = [t for state in optimizer.state.values() for key, t in state.items() if key not in ON_HOST]
+    assert planned.optimizer == pytest.approx(held(states), rel=0.01, abs=0.01 * planned.weights)
