@@ -32,9 +32,10 @@ from qtrain.hardware import describe_hardware
 from qtrain.models import ModelSource, build_model, read_model_source
 from qtrain.quant import SCHEMES, Scheme, quantize_linears
 from qtrain.quant.convert import find_linears
+from qtrain.train.device import choose_device, choose_dtype
 from qtrain.train.language import language_forward
 from qtrain.train.listing import listing
-from qtrain.train.settings import Count, choose_device, choose_dtype
+from qtrain.train.settings import Count
 from qtrain.train.step import compute_gradients
 
 

@@ -80,7 +80,17 @@ class Dataset(ABC):
         """The tokenizer of its ids, or None where the dataset names none."""
 
 
-DATASETS: Registry[Dataset] = Registry("dataset type")
+DATASETS: Registry[Dataset] = Registry(
+    "dataset type",
+    modules=[
+        "qtrain.data.examples.chat_dataset",
+        "qtrain.data.examples.instruct_dataset",
+        "qtrain.data.text.hf_text_dataset",
+        "qtrain.data.text.mix_dataset",
+        "qtrain.data.text.text_dataset",
+        "qtrain.data.text.token_dataset",
+    ],
+)
 
 
 def open_stream(spec: Mapping[str, Any], ctx: StreamContext, flag: str) -> Stream:

@@ -1,16 +1,14 @@
 """The settings that every training script shares; each script's own dataclass adds its few.
 
 The docstring under a field is its `--help` line, `Range` its bounds: they are written down here and nowhere else.
+Nothing here imports torch, which takes seconds: the command line is parsed before.
 """
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import torch
-
 from qtrain.checks import Range
 from qtrain.config import JsonDict
-from qtrain.distributed.ranks import local_rank
 from qtrain.errors import UserError
 
 Count = Annotated[int, Range(1)]
@@ -214,26 +212,3 @@ def batch_geometry(settings: TrainSettings, world: int = 1) -> BatchGeometry:
             "give two of the three, such that the first divides the batch."
         )
     return BatchGeometry(micro, accumulation, world)
-
-
-def choose_device(name: str) -> torch.device:
-    """The device that --device names on this machine."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device: cuda was asked for, but torch sees no GPU. Use --device cpu or auto.")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name != "cuda":
-        return torch.device(name)
-    if local_rank() and local_rank() >= torch.cuda.device_count():
-        raise UserError(
-            f"--gpus: process {local_rank()} of this machine has no GPU of its own; torch sees "
-            f"{torch.cuda.device_count()}. Start as many processes as there are GPUs."
-        )
-    return torch.device(name, local_rank())
-
-
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype that --dtype names on this device."""
-    if name == "auto":
-        name = "bf16" if device.type == "cuda" else "fp32"
-    return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
