@@ -13,20 +13,14 @@ from typing import TYPE_CHECKING
 
 from qtrain.bench.benchmark_settings import BenchmarkSettings
 from qtrain.config import parse, run_script
+from qtrain.train.listing import listing
 
 if TYPE_CHECKING:
     from qtrain.bench.tables import Cell
 
 
 def main(argv: list[str]) -> None:
-    if "--list" in argv:
-        from qtrain.bench.benchmark_tables import row_names
-        from qtrain.train.listing import listing
-
-        rows = [f"  {name}" for name in row_names()]
-        print(listing(), "\n".join(["rows of benchmark_mm.py (--rows, --skip)", *rows]), sep="\n\n")
-        return
-    benchmark(parse(BenchmarkSettings, argv, "benchmark_mm.py"))
+    benchmark(parse(BenchmarkSettings, argv, "benchmark_mm.py", listing_with_rows))
 
 
 def benchmark(settings: BenchmarkSettings) -> None:
@@ -66,6 +60,12 @@ def benchmark(settings: BenchmarkSettings) -> None:
     if any(cell.details.get("wrong") for table in tables for row in table.rows.values() for cell in row.values()):
         print("error: a result was wrong; see the footnotes", file=sys.stderr)
         sys.exit(1)
+
+
+def listing_with_rows() -> str:
+    from qtrain.bench.benchmark_tables import row_names
+
+    return "\n  ".join([f"{listing()}\n\nrows of benchmark_mm.py (--rows, --skip)", *row_names()])
 
 
 def show_progress(what: str, cell: "Cell") -> None:

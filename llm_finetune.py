@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qtrain.config import JsonDict, parse, run_script
+from qtrain.train.listing import listing
 from qtrain.train.settings import Count, CountOrZero, LanguageSettings, NotNegative
 
 SCRIPT = Path(__file__).stem
@@ -49,12 +50,7 @@ class FinetuneSettings(LanguageSettings):
 
 
 def main(argv: list[str]) -> None:
-    if "--list" in argv:
-        from qtrain.train.listing import listing
-
-        print(listing())
-        return
-    train(parse(FinetuneSettings, argv, f"{SCRIPT}.py"))
+    train(parse(FinetuneSettings, argv, f"{SCRIPT}.py", listing))
 
 
 def train(settings: FinetuneSettings) -> None:

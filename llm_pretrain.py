@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qtrain.config import parse, run_script
+from qtrain.train.listing import listing
 from qtrain.train.settings import CountOrZero, LanguageSettings
 
 SCRIPT = Path(__file__).stem
@@ -33,12 +34,7 @@ class PretrainSettings(LanguageSettings):
 
 
 def main(argv: list[str]) -> None:
-    if "--list" in argv:
-        from qtrain.train.listing import listing
-
-        print(listing())
-        return
-    train(parse(PretrainSettings, argv, f"{SCRIPT}.py"))
+    train(parse(PretrainSettings, argv, f"{SCRIPT}.py", listing))
 
 
 def train(settings: PretrainSettings) -> None:

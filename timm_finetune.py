@@ -7,11 +7,13 @@ python timm_finetune.py --model timm/vit_giant_patch14_dinov2.lvd142m --model_kw
 import dataclasses
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qtrain.config import parse, run_script
 from qtrain.errors import UserError
+from qtrain.train.listing import listing
 from qtrain.train.settings import VisionSettings
 
 if TYPE_CHECKING:
@@ -22,12 +24,7 @@ RESISC45 = {"type": "hf_image", "dataset": "timm/resisc45"}
 
 
 def main(argv: list[str]) -> None:
-    if "--list" in argv:
-        from qtrain.train.listing import listing
-
-        print(listing(vision=True))
-        return
-    train(parse(VisionSettings, argv, f"{SCRIPT}.py"))
+    train(parse(VisionSettings, argv, f"{SCRIPT}.py", partial(listing, vision=True)))
 
 
 def train(settings: VisionSettings) -> None:

@@ -22,6 +22,7 @@ from qtrain.data.text.tokenize import check_finished_shards, dtype_for, tokenize
 from qtrain.data.tokenizers.sentencepiece_model import convert_sentencepiece, train_tokenizer
 from qtrain.data.tokenizers.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
 from qtrain.errors import UserError, unknown_name
+from qtrain.train.listing import listing
 
 TRAINED = "tokenizer.model"
 QUICKSTART_VOCAB = 4096
@@ -57,12 +58,7 @@ class TokenizeSettings:
 
 
 def main(argv: list[str]) -> None:
-    if "--list" in argv:
-        from qtrain.train.listing import listing
-
-        print(listing())
-        return
-    settings = parse(TokenizeSettings, argv, "tokenize_data.py")
+    settings = parse(TokenizeSettings, argv, "tokenize_data.py", listing)
 
     # ---- corpus: whatever can be refused is refused before anything is written ---------------------------------------
     check_choices(settings)

@@ -122,10 +122,7 @@ def gradients_of(
 
 
 def main(argv: list[str]) -> None:
-    if "--list" in argv:
-        print(listing())
-        return
-    settings = parse(GradientErrorSettings, argv, "-m qtrain.bench.gradient_error")
+    settings = parse(GradientErrorSettings, argv, "-m qtrain.bench.gradient_error", listing)
     device = choose_device(settings.device)
     schemes = compared_schemes(split_list(settings.schemes))
     if not schemes:

@@ -84,10 +84,7 @@ def main(argv: list[str]) -> None:
         settings = LanguageSettings(**check_fields(LanguageSettings, cell["settings"], WORKER))
         print(json.dumps(time_training(settings, cell["warmup_steps"])))
         return
-    if "--list" in argv:
-        print(listing())
-        return
-    settings = parse(TrainStepSettings, argv, "-m qtrain.bench.train_step")
+    settings = parse(TrainStepSettings, argv, "-m qtrain.bench.train_step", listing)
     device = choose_device(settings.device)
     cells = make_cells(settings)
     with watching_clocks(device) as clocks:

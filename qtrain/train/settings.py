@@ -5,7 +5,7 @@ Nothing here imports torch, which takes seconds: the command line is parsed befo
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from qtrain.checks import Range
 from qtrain.config import JsonDict
@@ -22,6 +22,23 @@ NotNegative = Annotated[float, Range(0, 1e30)]
 @dataclass(frozen=True)
 class TrainSettings:
     """Settings of any training run."""
+
+    HELP_GROUPS: ClassVar[dict[str, str]] = {
+        "model": "model model_impl model_kwargs pretrained lora freeze_embedding_layer doc_mask loss_chunks z_loss "
+        "activation_checkpointing ema_decay",
+        "data": "train_ds seq_len seq_len_multiple augment batch_size micro_batch_size gradient_accumulation "
+        "num_workers",
+        "quantization": "quantize quantize_kwargs quantize_lm_head quantize_min_size",
+        "optimizer": "optim optim_kwargs lr weight_decay clip_grad_norm optimizer_in_backward",
+        "schedule": "n_epochs n_steps lr_schedule_kwargs",
+        "evaluation": "eval_ds eval_interval eval_sequences eval_images sample_prompts sample_tokens hellaswag "
+        "hellaswag_file hellaswag_limit accuracy answer_tokens lm_eval",
+        "checkpoint and run folder": "ckpt_interval keep_ckpts resume export run_name runs_dir",
+        "hardware and process": "device dtype gpus dp_replicate dp_shard compile cuda_graphs seed deterministic "
+        "dry_run",
+        "logging": "log_interval trackers project profile",
+    }
+    """The flags of the training scripts as `--help` groups them."""
 
     model: str = "llama2-470m"
     """Model to train: a name that --list shows, a Hugging Face hub id, a local folder, or a config.json."""
