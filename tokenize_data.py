@@ -36,7 +36,8 @@ class TokenizeSettings:
     dataset: str | None = None
     """tinystories, c4_realnewslike, fineweb_edu, or any hub dataset ORG/NAME."""
     files: tuple[str, ...] = ()
-    """Local text instead of a dataset: .txt, .py, .jsonl, .parquet files, globs, folders, or python:stdlib."""
+    """Local text instead of a dataset: .txt, .py, .jsonl, .json, .csv, .parquet or .arrow files, compressed ones too
+    (.gz, .zst, .bz2, .xz), globs, folders, or python:stdlib."""
     subset: str | None = None
     """Subset (configuration) of the hub dataset."""
     split: str = "train"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtrain.data.columns import missing_column, valid_unicode
+from qtrain.data.compression import COMPRESSED, register_zstd
 from qtrain.data.files import as_list
 from qtrain.data.permutation import Permutation
 from qtrain.errors import UserError, unknown_name
@@ -26,7 +27,6 @@ LOCAL_READERS = ("arrow", "csv", "json", "parquet", "text")
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text", ".arrow": "arrow"}
 """Suffix of a local file -> the name of its reader in `datasets`."""
-COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 
 
 def reader_of(path: str) -> str | None:
@@ -73,6 +73,7 @@ class RowSource:
 
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its complaints become one UserError
         datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else each opening calls the hub, of local files too
+        register_zstd()
         self._check_files(flag)
         with self.reading(flag):
             splits = datasets.load_dataset(self.dataset, self.subset, data_files=self.data_files, streaming=True)
