@@ -16,6 +16,7 @@ from qtrain.data.columns import missing_column, valid_unicode
 from qtrain.data.compression import COMPRESSED, register_zstd
 from qtrain.data.files import as_list
 from qtrain.data.permutation import Permutation
+from qtrain.data.row_counts import estimate_rows
 from qtrain.errors import UserError, unknown_name
 from qtrain.hub import reaching_hub
 
@@ -100,6 +101,17 @@ class RowSource:
             info = datasets.load_dataset_builder(self.dataset, self.subset, data_files=self.data_files).info
         return (info.splits[self.split].num_examples or None) if info.splits and self.split in info.splits else None
 
+    def estimated_rows(self, flag: str) -> float | None:
+        """About how many rows the split has: as the hub states it, or from the sizes of local files; else None."""
+        if not self._is_local():
+            with contextlib.suppress(UserError):  # an estimate ends no run
+                return self.n_rows(flag)
+            return None
+        files = self.data_files.get(self.split) if isinstance(self.data_files, dict) else self.data_files
+        if self.dataset not in LOCAL_READERS or files is None:
+            return None
+        return estimate_rows(path for pattern in as_list(files) for path in glob.glob(pattern, recursive=True))
+
     @contextlib.contextmanager
     def reading(self, flag: str) -> Iterator[None]:
         """Wrap any reading of this source: failures of the hub and of the library become one UserError."""
@@ -163,6 +175,9 @@ class RowReader:
     @staticmethod
     def first_cursor() -> dict[str, Any]:
         return {"epoch": 0, "shard": 0, "row": 0, "state": None}
+
+    def estimated_rows(self) -> float | None:
+        return self._source.estimated_rows(self._flag)
 
     def _shards_of(self, epoch: int) -> list[int]:
         order = Permutation(self.shards, self._seed, epoch).all().tolist() if self._shuffle else [*range(self.shards)]

@@ -2,6 +2,7 @@
 
 The tests run over every registered type; a new one needs a case in `corpora.specs`."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -364,3 +365,19 @@ def test_compressed_and_arrow_files_are_read_by_every_type(kind, ending, tmp_pat
     spec |= {"template": {"prompt": "{id}", "answer": "{text}"}} if kind == "instruct" else {}
     stream = open_stream(spec, StreamContext(seq_len=32, tokenizer=load_tokenizer("byte", "")), "--train_ds")
     assert b"of many" in bytes(stream.next_sample().tokens.clip(0, 255).astype(np.uint8))
+
+
+@pytest.mark.parametrize(("kind", "which"), [case for case in CASES if case[0] in ("text", "hf_text", "instruct")])
+def test_the_size_of_an_epoch_is_estimated(datasets, kind, which):
+    """For the plan; the stream stays where it is."""
+    ctx = StreamContext(seq_len=64, seed=3, epochs=1)
+    stream = open_stream(datasets[kind][which], ctx, FLAG)
+    start = stream.position()
+    about = stream.estimated_samples()
+    assert stream.position() == start
+    count = 0
+    with contextlib.suppress(StopIteration):
+        while True:
+            stream.next_sample()
+            count += 1
+    assert about == pytest.approx(count, rel=0.15), count
