@@ -10,34 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qtrain.config import JsonDict, parse, run_script
-from qtrain.distributed.launch import launch
-from qtrain.distributed.ranks import rank
-from qtrain.models import (
-    AdaptedOriginal,
-    Lora,
-    add_lora,
-    as_lora,
-    check_combination,
-    export_hf,
-    load_adapter,
-    merge_lora,
-    save_adapter,
-)
-from qtrain.quant import base_scheme
-from qtrain.train.assembly.architecture import LanguageArchitecture
-from qtrain.train.assembly.assemble import assemble, build_quantized
-from qtrain.train.assembly.prepare import prepare
-from qtrain.train.assembly.text import open_text
-from qtrain.train.checked_settings import check_settings
-from qtrain.train.cuda_graphs import step_graphs
-from qtrain.train.eval.exact_match import FinetuneEvaluation, load_written_questions
-from qtrain.train.eval.lm_eval import check_lm_eval, run_lm_eval
-from qtrain.train.freezing import describe_trained, freeze_embedding, trained_part
-from qtrain.train.language import language_forward
 from qtrain.train.listing import listing
-from qtrain.train.loop import Training, explain_out_of_memory, log_results
 from qtrain.train.settings import Count, CountOrZero, LanguageSettings, NotNegative
-from qtrain.train.step import evaluate, export_weights
 
 SCRIPT = Path(__file__).stem
 
@@ -77,14 +51,43 @@ class FinetuneSettings(LanguageSettings):
 
 
 def main(argv: list[str]) -> None:
-    if "--list" in argv:
-        print(listing())
-        return
-    settings = parse(FinetuneSettings, argv, f"{SCRIPT}.py")
+    train(parse(FinetuneSettings, argv, f"{SCRIPT}.py", listing))
+
+
+def train(settings: FinetuneSettings) -> None:
+    # Imported here: torch and what needs it take seconds, which a mistyped flag should not have to wait for.
+    from qtrain.distributed.launch import launch
+    from qtrain.distributed.ranks import rank
+    from qtrain.models import (
+        AdaptedOriginal,
+        add_lora,
+        as_lora,
+        check_combination,
+        export_hf,
+        load_adapter,
+        merge_lora,
+        save_adapter,
+    )
+    from qtrain.quant import base_scheme
+    from qtrain.train.assembly.architecture import LanguageArchitecture
+    from qtrain.train.assembly.assemble import assemble, build_quantized
+    from qtrain.train.assembly.prepare import prepare
+    from qtrain.train.assembly.text import open_text
+    from qtrain.train.checked_settings import check_settings
+    from qtrain.train.cuda_graphs import step_graphs
+    from qtrain.train.eval.exact_match import FinetuneEvaluation, load_written_questions
+    from qtrain.train.eval.lm_eval import check_lm_eval, run_lm_eval
+    from qtrain.train.freezing import describe_trained, freeze_embedding, trained_part
+    from qtrain.train.language import language_forward
+    from qtrain.train.loop import Training, explain_out_of_memory, log_results
+    from qtrain.train.step import evaluate, export_weights
+
     launch(settings.gpus, settings.device)
 
     # ---- plan: whatever can be refused is refused here, before anything is allocated or written ----------------------
-    lora = checked_lora(settings)
+    lora = None if settings.lora is None else as_lora(settings.lora)
+    if lora is not None:
+        check_combination(lora, settings.quantize, settings.activation_checkpointing, settings.pretrained)
     stores_base = lora is not None and lora.base != "none"
     checked = check_settings(settings, SCRIPT, base_scheme(lora.base, settings.quantize) if stores_base else None)
     check_lm_eval(settings.lm_eval, settings.export)
@@ -161,15 +164,6 @@ def main(argv: list[str]) -> None:
             training.record_results(found)
             for name, value in found.items():
                 log.info("%s %.4f", name, value)
-
-
-def checked_lora(settings: FinetuneSettings) -> Lora | None:
-    """The options of --lora, checked alone and against the other settings; None without it."""
-    if settings.lora is None:
-        return None
-    lora = as_lora(settings.lora)
-    check_combination(lora, settings.quantize, settings.activation_checkpointing, settings.pretrained)
-    return lora
 
 
 def command() -> None:

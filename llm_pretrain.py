@@ -9,21 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qtrain.config import parse, run_script
-from qtrain.distributed.launch import launch
-from qtrain.models import export_hf
-from qtrain.train.assembly.architecture import LanguageArchitecture
-from qtrain.train.assembly.assemble import assemble, build_quantized
-from qtrain.train.assembly.prepare import prepare
-from qtrain.train.assembly.text import open_text, tokenizer_needed
-from qtrain.train.checked_settings import check_settings
-from qtrain.train.cuda_graphs import step_graphs
-from qtrain.train.eval.hellaswag import HellaSwagQuestion, load_hellaswag
-from qtrain.train.eval.language import LanguageEvaluation
-from qtrain.train.language import language_forward
 from qtrain.train.listing import listing
-from qtrain.train.loop import Training, explain_out_of_memory, log_results
 from qtrain.train.settings import CountOrZero, LanguageSettings
-from qtrain.train.step import export_weights
 
 SCRIPT = Path(__file__).stem
 
@@ -47,10 +34,25 @@ class PretrainSettings(LanguageSettings):
 
 
 def main(argv: list[str]) -> None:
-    if "--list" in argv:
-        print(listing())
-        return
-    settings = parse(PretrainSettings, argv, f"{SCRIPT}.py")
+    train(parse(PretrainSettings, argv, f"{SCRIPT}.py", listing))
+
+
+def train(settings: PretrainSettings) -> None:
+    # Imported here: torch and what needs it take seconds, which a mistyped flag should not have to wait for.
+    from qtrain.distributed.launch import launch
+    from qtrain.models import export_hf
+    from qtrain.train.assembly.architecture import LanguageArchitecture
+    from qtrain.train.assembly.assemble import assemble, build_quantized
+    from qtrain.train.assembly.prepare import prepare
+    from qtrain.train.assembly.text import open_text, tokenizer_needed
+    from qtrain.train.checked_settings import check_settings
+    from qtrain.train.cuda_graphs import step_graphs
+    from qtrain.train.eval.hellaswag import load_hellaswag
+    from qtrain.train.eval.language import LanguageEvaluation
+    from qtrain.train.language import language_forward
+    from qtrain.train.loop import Training, explain_out_of_memory, log_results
+    from qtrain.train.step import export_weights
+
     launch(settings.gpus, settings.device)
 
     # ---- plan: whatever can be refused is refused here, before anything is allocated or written ----------------------
@@ -59,7 +61,10 @@ def main(argv: list[str]) -> None:
     text = open_text(checked, architecture)
     if text.tokenizer is None and (settings.sample_prompts or settings.hellaswag):
         raise tokenizer_needed("--sample_prompts and --hellaswag")
-    questions = hellaswag_questions(settings)
+    questions = []
+    if settings.hellaswag:
+        flag = "--hellaswag_file" if settings.hellaswag_file else "--hellaswag"
+        questions = load_hellaswag(settings.hellaswag_file or "hub", settings.hellaswag_limit or None, flag)
     prepared = prepare(checked, architecture, text.described)
     print(prepared.text, flush=True)
     if settings.dry_run:
@@ -107,14 +112,6 @@ def main(argv: list[str]) -> None:
             other = f"--quantize {'int8' if settings.quantize == 'bf16' else 'bf16'}"
             other += " --quantize_kwargs {}" if settings.quantize_kwargs else ""
             log.info("try next    python llm_pretrain.py --config %s/config.json %s", folder, other)
-
-
-def hellaswag_questions(settings: PretrainSettings) -> list[HellaSwagQuestion]:
-    """The questions that --hellaswag asks; none without it."""
-    if not settings.hellaswag:
-        return []
-    flag = "--hellaswag_file" if settings.hellaswag_file else "--hellaswag"
-    return load_hellaswag(settings.hellaswag_file or "hub", settings.hellaswag_limit or None, flag)
 
 
 def command() -> None:

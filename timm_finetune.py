@@ -7,43 +7,49 @@ python timm_finetune.py --model timm/vit_giant_patch14_dinov2.lvd142m --model_kw
 import dataclasses
 import os
 import sys
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qtrain.config import parse, run_script
-from qtrain.data import (
-    BatchMaker,
-    ImageLoader,
-    Images,
-    ImageTransform,
-    Mixer,
-    check_same_classes,
-    make_augmentation,
-    open_images,
-)
-from qtrain.distributed.launch import launch
 from qtrain.errors import UserError
-from qtrain.models import check_vision_model, export_timm
-from qtrain.quant import exported_tensors
-from qtrain.train.assembly.architecture import VisionArchitecture
-from qtrain.train.assembly.assemble import assemble, build_quantized
-from qtrain.train.assembly.prepare import prepare
-from qtrain.train.checked_settings import check_settings
-from qtrain.train.cuda_graphs import step_graphs
-from qtrain.train.eval.vision import VisionEvaluation, vision_forward
 from qtrain.train.listing import listing
-from qtrain.train.loop import Training, explain_out_of_memory, log_results
 from qtrain.train.settings import VisionSettings
-from qtrain.train.step import export_weights
+
+if TYPE_CHECKING:
+    from qtrain.data import Images
 
 SCRIPT = Path(__file__).stem
 RESISC45 = {"type": "hf_image", "dataset": "timm/resisc45"}
 
 
 def main(argv: list[str]) -> None:
-    if "--list" in argv:
-        print(listing(vision=True))
-        return
-    settings = parse(VisionSettings, argv, f"{SCRIPT}.py")
+    train(parse(VisionSettings, argv, f"{SCRIPT}.py", partial(listing, vision=True)))
+
+
+def train(settings: VisionSettings) -> None:
+    # Imported here: torch and what needs it take seconds, which a mistyped flag should not have to wait for.
+    from qtrain.data import (
+        BatchMaker,
+        ImageLoader,
+        ImageTransform,
+        Mixer,
+        check_same_classes,
+        make_augmentation,
+        open_images,
+    )
+    from qtrain.distributed.launch import launch
+    from qtrain.models import check_vision_model, export_timm
+    from qtrain.quant import exported_tensors
+    from qtrain.train.assembly.architecture import VisionArchitecture
+    from qtrain.train.assembly.assemble import assemble, build_quantized
+    from qtrain.train.assembly.prepare import prepare
+    from qtrain.train.checked_settings import check_settings
+    from qtrain.train.cuda_graphs import step_graphs
+    from qtrain.train.eval.vision import VisionEvaluation, vision_forward
+    from qtrain.train.loop import Training, explain_out_of_memory, log_results
+    from qtrain.train.step import export_weights
+
     launch(settings.gpus, settings.device)
 
     # ---- plan: whatever can be refused is refused here, before anything is allocated or written ----------------------
@@ -124,7 +130,7 @@ def main(argv: list[str]) -> None:
         log.info("exported    %s (timm.create_model('local-dir:%s', pretrained=True) loads it)", folder, folder)
 
 
-def describe_images(images: Images, eval_images: Images | None, settings: VisionSettings) -> list[str]:
+def describe_images(images: "Images", eval_images: "Images | None", settings: VisionSettings) -> list[str]:
     """The lines of the plan about the data."""
     found, epochs = {"train": images, "evaluation": eval_images}, settings.n_steps * settings.batch_size / len(images)
     return [f"{use}: {len(s):,} images of {len(s.classes)} classes" for use, s in found.items() if s is not None] + [
@@ -132,7 +138,7 @@ def describe_images(images: Images, eval_images: Images | None, settings: Vision
     ]
 
 
-def count_steps(settings: VisionSettings, images: Images) -> VisionSettings:
+def count_steps(settings: VisionSettings, images: "Images") -> VisionSettings:
     """The settings with `n_steps` and `eval_interval` worked out from epochs."""
     per_epoch = len(images) // settings.batch_size
     if not per_epoch:

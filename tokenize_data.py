@@ -22,6 +22,7 @@ from qtrain.data.text.tokenize import check_finished_shards, dtype_for, tokenize
 from qtrain.data.tokenizers.sentencepiece_model import convert_sentencepiece, train_tokenizer
 from qtrain.data.tokenizers.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
 from qtrain.errors import UserError, unknown_name
+from qtrain.train.listing import listing
 
 TRAINED = "tokenizer.model"
 QUICKSTART_VOCAB = 4096
@@ -35,7 +36,8 @@ class TokenizeSettings:
     dataset: str | None = None
     """tinystories, c4_realnewslike, fineweb_edu, or any hub dataset ORG/NAME."""
     files: tuple[str, ...] = ()
-    """Local text instead of a dataset: .txt, .py, .jsonl, .parquet files, globs, folders, or python:stdlib."""
+    """Local text instead of a dataset: .txt, .py, .jsonl, .json, .csv, .parquet or .arrow files, compressed ones too
+    (.gz, .zst, .bz2, .xz), globs, folders, or python:stdlib."""
     subset: str | None = None
     """Subset (configuration) of the hub dataset."""
     split: str = "train"
@@ -57,12 +59,7 @@ class TokenizeSettings:
 
 
 def main(argv: list[str]) -> None:
-    if "--list" in argv:
-        from qtrain.train.listing import listing
-
-        print(listing())
-        return
-    settings = parse(TokenizeSettings, argv, "tokenize_data.py")
+    settings = parse(TokenizeSettings, argv, "tokenize_data.py", listing)
 
     # ---- corpus: whatever can be refused is refused before anything is written ---------------------------------------
     check_choices(settings)

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TextIO, TypeVar
@@ -29,6 +29,7 @@ import tyro
 from qtrain import __version__
 from qtrain.checks import check_fields, check_value, is_unicode, parse_json, read_json, refuse_empty, shown, type_name
 from qtrain.errors import LostRank, TrainingStopped, UserError, nearest
+from qtrain.flags import Answers, Shell, completion_script, parse_flags
 
 C = TypeVar("C")
 
@@ -56,42 +57,46 @@ JsonDict = Annotated[
 """A field that is a JSON object, both as a flag and in a recipe."""
 
 
-def parse(cls: type[C], argv: list[str], prog: str) -> C:
-    """The settings `cls` from `argv` (without the program's name). Raises UserError; `--help` prints and exits."""
+def parse(cls: type[C], argv: list[str], prog: str, listing: Callable[[], str] | None = None) -> C:
+    """The settings `cls` from `argv` (without the program's name). Raises UserError.
+
+    `--help`, `--version`, `--completion` and, where there is a listing, `--list` print and exit.
+    """
     for argument in argv:
         if not is_unicode(argument):
             raise UserError(f"{shown(argument)}: the command line is not UTF-8 text.")
+    answers = [field.name for field in dataclasses.fields(Answers) if listing or field.name != "list"]
+    if listing and "--list" in argv:
+        _print_and_exit(listing())
     if "--version" in argv:
-        print(
-            " ".join(f"{name} {version}" for name, version in {"qtrain": __version__, **versions()}.items() if version)
-        )
-        sys.exit(0)
-    recipe_path, argv = _take_option(argv, "--config")
-    defaults = cls(**_read_recipe(cls, recipe_path)) if recipe_path else None
-    _refuse_unknown_flags(cls, argv, prog)
+        found = {"qtrain": __version__, **versions()}
+        _print_and_exit(" ".join(f"{name} {version}" for name, version in found.items() if version))
+    shell, argv = _take_option(argv, "--completion", "shell")
+    if shell:
+        shell = check_value("--completion", shell, Shell)
+        _print_and_exit(completion_script(cls, shell, Path(sys.argv[0]).name, answers))
+    recipe_path, argv = _take_option(argv, "--config", "file")
+    recipe = _read_recipe(cls, recipe_path) if recipe_path else {}
+    _refuse_unknown_flags(cls, argv, prog, answers)
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            config = tyro.cli(
-                cls,
-                args=argv,
-                prog=prog,
-                default=defaults,
-                description=f"{(cls.__doc__ or '').strip()}\n\n--config FILE reads a JSON recipe first; flags win. "
-                "--list prints every scheme, optimizer, dataset, tokenizer and model; --version the versions.",
-                config=(tyro.conf.HelptextFromCommentsOff,),
-                use_underscores=True,
-            )
+            given = parse_flags(cls, argv, prog, recipe, answers)
     except SystemExit as stop:
         if stop.code in (0, None):
             raise
         raise _reworded(cls, argv, errors.getvalue(), prog) from None
     hints = typing.get_type_hints(cls, include_extras=True)
-    values = {f.name: check_value(f"--{f.name}", getattr(config, f.name), hints[f.name]) for f in _fields(cls)}
+    values = {f.name: check_value(f"--{f.name}", given[f.name], hints[f.name]) for f in _fields(cls)}
     for field in _fields(cls):
         if field.name != "sample_prompts" and values[field.name] != field.default:  # an empty prompt has no text yet
             refuse_empty(f"--{field.name}", values[field.name])
     return cls(**values)
+
+
+def _print_and_exit(text: str) -> NoReturn:
+    print(text)
+    sys.exit(0)
 
 
 def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupted") -> None:
@@ -172,7 +177,7 @@ def _fields(cls: type) -> list[dataclasses.Field]:
     return [f for f in dataclasses.fields(cls) if f.init]
 
 
-def _take_option(argv: list[str], option: str) -> tuple[str | None, list[str]]:
+def _take_option(argv: list[str], option: str, what: str) -> tuple[str | None, list[str]]:
     """Remove `option VALUE` or `option=VALUE` from argv. UserError if it is given twice or without a value."""
     value, rest, arguments = None, [], iter(argv)
     for argument in arguments:
@@ -181,9 +186,9 @@ def _take_option(argv: list[str], option: str) -> tuple[str | None, list[str]]:
             continue
         given = argument[len(option) + 1 :] if "=" in argument else next(arguments, "")
         if not given or given.startswith("--"):
-            raise UserError(f"{option}: the file is missing; write {option} FILE.")
+            raise UserError(f"{option}: the {what} is missing; write {option} {what.upper()}.")
         if value is not None:
-            raise UserError(f"{option}: given twice ({value}, {given}); one recipe per run.")
+            raise UserError(f"{option}: given twice ({value}, {given}); give one {what}.")
         value = given
     return value, rest
 
@@ -201,7 +206,7 @@ def _flag_name(argument: str) -> str:
     return argument[2:].split("=", 1)[0].replace("-", "_")
 
 
-def _refuse_unknown_flags(cls: type, argv: list[str], prog: str) -> None:
+def _refuse_unknown_flags(cls: type, argv: list[str], prog: str, answers: Sequence[str]) -> None:
     hints = typing.get_type_hints(cls)
     known = {f.name for f in _fields(cls)}
     allowed = known | {f"no_{f.name}" for f in _fields(cls) if hints[f.name] is bool} | {"help"}
@@ -210,7 +215,7 @@ def _refuse_unknown_flags(cls: type, argv: list[str], prog: str) -> None:
             continue
         name, following = _flag_name(argument), argv[position + 1 : position + 2]
         if name not in allowed:
-            close = nearest(name, known)
+            close = nearest(name, known.union(answers))
             hint = f" Did you mean --{close}?" if close else ""
             raise UserError(f"{argument.split('=')[0]}: unknown flag.{hint} All flags: python {prog} --help")
         has_value = "=" in argument or bool(following and not following[0].startswith("-"))

@@ -2,16 +2,18 @@
 
 An entry is a frozen dataclass. Its name is the word on the command line, its fields are the keys of its JSON options
 (checked by type and range). The first line of its docstring and the docstrings under its fields are what `--list`
-prints.
+prints. A registry may name the modules of its entries instead of being filled by whoever imports them: it imports them
+when it is first asked.
 """
 
 import ast
 import dataclasses
+import importlib
 import inspect
 import itertools
 import textwrap
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from qtrain.checks import check_fields, refuse_empty, type_name
@@ -21,19 +23,27 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Maps a name to a dataclass type. `kind` is the word for an entry, as in 'unknown scheme'."""
+    """Maps a name to a dataclass type. `kind` is the word for an entry, as in 'unknown scheme'. modules: those that
+    register entries, imported on first use."""
 
-    def __init__(self, kind: str):
+    def __init__(self, kind: str, modules: Sequence[str] = ()):
         self.kind = kind
-        self._entries: dict[str, type[T]] = {}
+        self._modules = list(modules)
+        self._registered: dict[str, type[T]] = {}
+
+    @property
+    def _entries(self) -> dict[str, type[T]]:
+        while self._modules:
+            importlib.import_module(self._modules.pop(0))
+        return self._registered
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
         """Class decorator that adds a dataclass under `name`."""
 
         def add(cls: type[T]) -> type[T]:
-            assert name not in self._entries, f"{self.kind} {name!r} is registered twice"
+            assert name not in self._registered, f"{self.kind} {name!r} is registered twice"
             assert cls.__doc__, f"{self.kind} {name!r} has no docstring"
-            self._entries[name] = cls
+            self._registered[name] = cls
             return cls
 
         return add

@@ -134,6 +134,8 @@ SERVER = """
 import contextlib, json, os, sys, time
 import torch
 import llm_finetune, llm_pretrain, timm_finetune, tokenize_data
+import qtrain.train.assembly.prepare, qtrain.train.assembly.text, qtrain.train.eval.lm_eval, qtrain.train.eval.vision
+import qtrain.train.eval.exact_match, qtrain.train.eval.hellaswag, qtrain.train.eval.language, qtrain.train.freezing
 from qtrain import hardware
 from qtrain.config import run_script
 from qtrain.train.loop import Training

@@ -527,9 +527,13 @@ def test_the_shell_sees_exit_code_2_and_one_line_on_stderr(folder, name, mistake
     assert tree(folder) == before
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_ctrl_c_during_the_imports(name, tmp_path):
-    """A stand-in for torch is interrupted while it is imported."""
-    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
-    outcome = script(f"{name}.py", ["--help"], tmp_path, PYTHONPATH=str(tmp_path))
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [*((name, "tyro") for name in SCRIPTS), ("llm_finetune", "torch"), ("timm_finetune", "torch")],
+)
+def test_ctrl_c_during_the_imports(name, module, tmp_path):
+    """A stand-in for tyro, which comes before the command line is parsed, or torch, which comes after, is interrupted
+    while it is imported."""
+    (tmp_path / f"{module}.py").write_text("raise KeyboardInterrupt")
+    outcome = script(f"{name}.py", [], tmp_path, PYTHONPATH=str(tmp_path))
     assert outcome.returncode in (130, -signal.SIGINT) and outcome.stderr == "interrupted\n"

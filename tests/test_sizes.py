@@ -122,3 +122,10 @@ def test_more_tokens_than_positions_are_said_in_the_plan_and_in_the_export(tmp_p
     for trained, exported in ((128, 128), (32, 64)):
         export_hf(build_model(source, seed=0), source, tmp_path / "hf", trained_positions=trained)
         assert json.loads((tmp_path / "hf/config.json").read_text())["max_position_embeddings"] == exported
+
+
+def test_the_plan_says_about_how_many_epochs_of_text_the_steps_are(tmp_path):
+    (tmp_path / "a.txt").write_text("a" * 12_799)  # and the end token
+    data = {"type": "text", "paths": str(tmp_path / "a.txt"), "tokenizer": "byte"}
+    done = call(llm_pretrain.main, flags(model="quickstart", train_ds=data, seq_len=64, n_steps=100, dry_run=True))
+    assert "about 2 epochs of the training data (some 200 sequences, estimated from a part of them)" in done.out

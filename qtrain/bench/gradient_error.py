@@ -32,9 +32,10 @@ from qtrain.hardware import describe_hardware
 from qtrain.models import ModelSource, build_model, read_model_source
 from qtrain.quant import SCHEMES, Scheme, quantize_linears
 from qtrain.quant.convert import find_linears
+from qtrain.train.device import choose_device, choose_dtype
 from qtrain.train.language import language_forward
 from qtrain.train.listing import listing
-from qtrain.train.settings import Count, choose_device, choose_dtype
+from qtrain.train.settings import Count
 from qtrain.train.step import compute_gradients
 
 
@@ -121,10 +122,7 @@ def gradients_of(
 
 
 def main(argv: list[str]) -> None:
-    if "--list" in argv:
-        print(listing())
-        return
-    settings = parse(GradientErrorSettings, argv, "-m qtrain.bench.gradient_error")
+    settings = parse(GradientErrorSettings, argv, "-m qtrain.bench.gradient_error", listing)
     device = choose_device(settings.device)
     schemes = compared_schemes(split_list(settings.schemes))
     if not schemes:

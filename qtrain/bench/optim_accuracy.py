@@ -23,7 +23,8 @@ from qtrain.config import parse, run_script
 from qtrain.errors import UserError
 from qtrain.hardware import describe_hardware
 from qtrain.optim import OPTIMIZERS
-from qtrain.train.settings import Count, choose_device
+from qtrain.train.device import choose_device
+from qtrain.train.settings import Count
 
 NAMES = (
     "adamw_8bit", "bnb.AdamW8bit", "torchao.AdamW8bit", "adamw_fp8", "torchao.AdamWFp8", "adamw_4bit",

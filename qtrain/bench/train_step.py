@@ -31,9 +31,10 @@ from qtrain.hardware import describe_hardware
 from qtrain.models import read_model_source
 from qtrain.optim import OPTIMIZERS
 from qtrain.quant import SCHEMES
+from qtrain.train.device import choose_device
 from qtrain.train.in_backward import check_in_backward
 from qtrain.train.listing import listing
-from qtrain.train.settings import Count, CountOrZero, LanguageSettings, batch_geometry, choose_device
+from qtrain.train.settings import Count, CountOrZero, LanguageSettings, batch_geometry
 
 WORKER = "--cell"
 ROOT = Path(__file__).parents[2]
@@ -83,10 +84,7 @@ def main(argv: list[str]) -> None:
         settings = LanguageSettings(**check_fields(LanguageSettings, cell["settings"], WORKER))
         print(json.dumps(time_training(settings, cell["warmup_steps"])))
         return
-    if "--list" in argv:
-        print(listing())
-        return
-    settings = parse(TrainStepSettings, argv, "-m qtrain.bench.train_step")
+    settings = parse(TrainStepSettings, argv, "-m qtrain.bench.train_step", listing)
     device = choose_device(settings.device)
     cells = make_cells(settings)
     with watching_clocks(device) as clocks:

@@ -12,11 +12,12 @@ from qtrain.train.assembly.assemble import assemble, build_quantized
 from qtrain.train.assembly.prepare import prepare
 from qtrain.train.checked_settings import check_settings
 from qtrain.train.cuda_graphs import step_graphs
+from qtrain.train.device import choose_device
 from qtrain.train.in_backward import OptimizerInBackward
 from qtrain.train.language import language_forward
 from qtrain.train.log.failures import GIB, is_out_of_memory
 from qtrain.train.loop import peak_memory
-from qtrain.train.settings import LanguageSettings, choose_device
+from qtrain.train.settings import LanguageSettings
 from qtrain.train.step import apply_gradients, compute_gradients
 
 

@@ -1,46 +1,29 @@
 """Data: token shards, text, mixtures, examples, images and tokenizers; streams that resume exactly; the loaders.
 
-Import order: tokenizers < this folder's own files < text, examples, images.
+Import order: tokenizers < this folder's own files < text, examples, images. Whoever reads text or writes shards needs
+no torch: the names below are imported when they are first asked for.
 """
 
-# Modules imported for no name register dataset types: a new type is one file and one line here.
-from qtrain.data.batch import IGNORED, Batch, Sample, TensorBatch
-from qtrain.data.examples import chat_dataset, instruct_dataset  # noqa: F401
-from qtrain.data.examples.examples import ExampleDataset
-from qtrain.data.images import image_folder, image_rows, image_wds, sklearn_digits  # noqa: F401
-from qtrain.data.images.augment import ImageTransform, Mixer, make_augmentation
-from qtrain.data.images.image_loader import BatchMaker, ImageBatch, ImageLoader
-from qtrain.data.images.images import IMAGE_SETS, Images, check_same_classes, open_images
-from qtrain.data.loader import Loader
-from qtrain.data.stream import DATASETS, Stream, StreamContext, dataset_tokenizer, open_stream
-from qtrain.data.text import hf_text_dataset, mix_dataset, text_dataset, token_dataset  # noqa: F401
-from qtrain.data.text.eval_windows import eval_batches
-from qtrain.data.tokenizers.tokenizer import TOKENIZERS, Tokenizer, load_tokenizer
+import importlib
+from typing import Any
 
-__all__ = [
-    "DATASETS",
-    "IGNORED",
-    "IMAGE_SETS",
-    "TOKENIZERS",
-    "Batch",
-    "BatchMaker",
-    "ExampleDataset",
-    "ImageBatch",
-    "ImageLoader",
-    "ImageTransform",
-    "Images",
-    "Loader",
-    "Mixer",
-    "Sample",
-    "Stream",
-    "StreamContext",
-    "TensorBatch",
-    "Tokenizer",
-    "check_same_classes",
-    "dataset_tokenizer",
-    "eval_batches",
-    "load_tokenizer",
-    "make_augmentation",
-    "open_images",
-    "open_stream",
-]
+_MODULES = {
+    "batch": ("IGNORED", "Batch", "Sample", "TensorBatch"),
+    "examples.examples": ("ExampleDataset",),
+    "images.augment": ("ImageTransform", "Mixer", "make_augmentation"),
+    "images.image_loader": ("BatchMaker", "ImageBatch", "ImageLoader"),
+    "images.images": ("IMAGE_SETS", "Images", "check_same_classes", "open_images"),
+    "loader": ("Loader",),
+    "stream": ("DATASETS", "Stream", "StreamContext", "dataset_tokenizer", "open_stream"),
+    "text.eval_windows": ("eval_batches"),
+    "tokenizers.tokenizer": ("TOKENIZERS", "Tokenizer", "load_tokenizer"),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [*_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

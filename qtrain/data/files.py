@@ -8,10 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from qtrain.data.compression import COMPRESSED
 from qtrain.errors import UserError, nearest
 
-SUFFIXES = (".txt", ".py", ".jsonl", ".parquet")
-STREAMED = (".gz", ".zst", ".bz2", ".xz", ".arrow")
+COMPRESSIBLE = (".txt", ".py", ".jsonl", ".json", ".csv")
+SUFFIXES = (*COMPRESSIBLE, ".parquet", ".arrow")
+NAMED_ONLY = (".json", ".csv")
+"""Not taken from a folder, where they mostly are settings and tables beside the text."""
 STDLIB = "python:stdlib"
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 SPLITS = ("all", "train", "validation")
@@ -29,21 +32,30 @@ def as_list(value: str | list[str]) -> list[str]:
     return [value] if isinstance(value, str) else list(value)
 
 
+def format_of(path: Path) -> str:
+    """The suffix of a file, that of its contents where it is compressed text."""
+    inner = Path(path.stem).suffix
+    return inner if path.suffix in COMPRESSED and inner in COMPRESSIBLE else path.suffix
+
+
 def match_files(entry: str, suffixes: Iterable[str], flag: str, fix: str = "") -> list[TextFile]:
     """The files of a path, a glob (`**` allowed) or a folder, sorted. UserError, with `fix`, when there are none."""
     suffixes = tuple(suffixes)
     path = Path(entry).expanduser()
     if path.is_dir():
-        root, found = path, sorted(p for p in path.rglob("*") if p.suffix in suffixes and p.is_file())
+        taken = set(suffixes) - set(NAMED_ONLY)
+        root, found = path, sorted(p for p in path.rglob("*") if format_of(p) in taken and p.is_file())
     elif path.is_file():
-        if path.suffix not in suffixes:
-            stream = ' Compressed and .arrow files are read by "type":"hf_text".' if path.suffix in STREAMED else ""
-            raise UserError(f"{flag}: {entry} has the ending {path.suffix!r}; allowed: {', '.join(suffixes)}.{stream}")
+        if format_of(path) not in suffixes:
+            compressed = f", compressed or not ({', '.join(COMPRESSED)})" if suffixes == SUFFIXES else ""
+            raise UserError(
+                f"{flag}: {entry} has the ending {path.suffix!r}; allowed: {', '.join(suffixes)}{compressed}."
+            )
         root, found = path.parent, [path]
     elif glob.has_magic(entry):
         first_magic = next(i for i, part in enumerate(path.parts) if glob.has_magic(part))
         matches = sorted(Path(p) for p in glob.glob(str(path), recursive=True))
-        root, found = Path(*path.parts[:first_magic]), [p for p in matches if p.suffix in suffixes and p.is_file()]
+        root, found = Path(*path.parts[:first_magic]), [p for p in matches if format_of(p) in suffixes and p.is_file()]
     else:
         close = nearest(entry, [str(p) for p in path.parent.glob("*")]) if path.parent.is_dir() else None
         raise UserError(f"{flag}: {entry!r} does not exist.{f' Did you mean {close!r}?' if close else ''}{fix}")

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtrain.data.columns import missing_column, valid_unicode
+from qtrain.data.compression import COMPRESSED, register_zstd
 from qtrain.data.files import as_list
 from qtrain.data.permutation import Permutation
+from qtrain.data.row_counts import estimate_rows
 from qtrain.errors import UserError, unknown_name
 from qtrain.hub import reaching_hub
 
@@ -26,7 +28,6 @@ LOCAL_READERS = ("arrow", "csv", "json", "parquet", "text")
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text", ".arrow": "arrow"}
 """Suffix of a local file -> the name of its reader in `datasets`."""
-COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 
 
 def reader_of(path: str) -> str | None:
@@ -73,6 +74,7 @@ class RowSource:
 
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its complaints become one UserError
         datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else each opening calls the hub, of local files too
+        register_zstd()
         self._check_files(flag)
         with self.reading(flag):
             splits = datasets.load_dataset(self.dataset, self.subset, data_files=self.data_files, streaming=True)
@@ -98,6 +100,17 @@ class RowSource:
         with self.reading(flag):
             info = datasets.load_dataset_builder(self.dataset, self.subset, data_files=self.data_files).info
         return (info.splits[self.split].num_examples or None) if info.splits and self.split in info.splits else None
+
+    def estimated_rows(self, flag: str) -> float | None:
+        """About how many rows the split has: as the hub states it, or from the sizes of local files; else None."""
+        if not self._is_local():
+            with contextlib.suppress(UserError):  # an estimate ends no run
+                return self.n_rows(flag)
+            return None
+        files = self.data_files.get(self.split) if isinstance(self.data_files, dict) else self.data_files
+        if self.dataset not in LOCAL_READERS or files is None:
+            return None
+        return estimate_rows(path for pattern in as_list(files) for path in glob.glob(pattern, recursive=True))
 
     @contextlib.contextmanager
     def reading(self, flag: str) -> Iterator[None]:
@@ -162,6 +175,9 @@ class RowReader:
     @staticmethod
     def first_cursor() -> dict[str, Any]:
         return {"epoch": 0, "shard": 0, "row": 0, "state": None}
+
+    def estimated_rows(self) -> float | None:
+        return self._source.estimated_rows(self._flag)
 
     def _shards_of(self, epoch: int) -> list[int]:
         order = Permutation(self.shards, self._seed, epoch).all().tolist() if self._shuffle else [*range(self.shards)]

@@ -40,6 +40,10 @@ class StreamContext:
     micro_batch_size: int = 1
 
 
+ESTIMATED_FROM = 256
+"""Documents or rows that `Stream.estimated_samples` reads."""
+
+
 class Stream(ABC):
     """Samples in order, with positions."""
 
@@ -48,6 +52,10 @@ class Stream(ABC):
 
     samples_per_epoch: int | None = None
     """Of all ranks; None where it is known only after reading everything."""
+
+    def estimated_samples(self) -> float | None:
+        """About as many, from a part of the data; None where its size is not known. The stream stays where it is."""
+        return self.samples_per_epoch
 
     @abstractmethod
     def next_sample(self) -> Sample:
@@ -80,7 +88,17 @@ class Dataset(ABC):
         """The tokenizer of its ids, or None where the dataset names none."""
 
 
-DATASETS: Registry[Dataset] = Registry("dataset type")
+DATASETS: Registry[Dataset] = Registry(
+    "dataset type",
+    modules=[
+        "qtrain.data.examples.chat_dataset",
+        "qtrain.data.examples.instruct_dataset",
+        "qtrain.data.text.hf_text_dataset",
+        "qtrain.data.text.mix_dataset",
+        "qtrain.data.text.text_dataset",
+        "qtrain.data.text.token_dataset",
+    ],
+)
 
 
 def open_stream(spec: Mapping[str, Any], ctx: StreamContext, flag: str) -> Stream:

@@ -43,6 +43,14 @@ def vision_cost(model: nn.Module, head: nn.Module | None, input_size: tuple[int,
     hooks = [
         m.register_forward_hook(lambda m, args, _: rows.update({m: args[0].numel() // m.in_features})) for m in linears
     ]
+    without_grad_input: list[float] = []  # forward FLOPs of convolutions of the image itself
+
+    def note_input(m: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        if not args[0].requires_grad:
+            without_grad_input.append(2.0 * output.numel() * m.weight[0].numel())
+
+    convolutions = [m for m in model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+    hooks += [m.register_forward_hook(note_input) for m in convolutions]
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -64,7 +72,7 @@ def vision_cost(model: nn.Module, head: nn.Module | None, input_size: tuple[int,
     work = {m: 6.0 * count * m.in_features * m.out_features for m, count in rows.items()}
     of_head = work.pop(head, 0.0)
     of_attention = 3.0 * attention.flops
-    total = 3.0 * counter.get_total_flops()
+    total = 3.0 * counter.get_total_flops() - sum(without_grad_input)
     counts = sorted(count for m, count in rows.items() if m is not head)
     return VisionCost(
         blocks=sum(work.values()),

@@ -9,9 +9,10 @@ from qtrain.distributed.ranks import from_rank_0, join_world, launched_world
 from qtrain.optim import OPTIMIZERS, LRSchedule, OptimizerSpec, make_schedule
 from qtrain.quant import SCHEMES, Scheme
 from qtrain.train.dependent_options import Given, check_dependences
+from qtrain.train.device import choose_device, choose_dtype
 from qtrain.train.in_backward import check_in_backward
 from qtrain.train.log.trackers import check_trackers
-from qtrain.train.settings import BatchGeometry, TrainSettings, batch_geometry, choose_device, choose_dtype
+from qtrain.train.settings import BatchGeometry, TrainSettings, batch_geometry
 from qtrain.train.state.run_folder import RunFolder, find_run_folder
 
 

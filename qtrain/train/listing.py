@@ -2,11 +2,6 @@
 
 import textwrap
 
-from qtrain.data import DATASETS, IMAGE_SETS, TOKENIZERS
-from qtrain.models import list_models
-from qtrain.models.vision import import_timm
-from qtrain.optim import OPTIMIZERS
-from qtrain.quant import SCHEMES
 from qtrain.registry import Registry
 
 
@@ -14,6 +9,12 @@ def listing(vision: bool = False) -> str:
     """All registries as text: each entry with its description and the keys of its JSON options.
 
     vision: timm's models instead of the language models."""
+    # Imported here: a command that lists nothing need not wait for torch.
+    from qtrain.data import DATASETS, IMAGE_SETS, TOKENIZERS
+    from qtrain.models import list_models
+    from qtrain.optim import OPTIMIZERS
+    from qtrain.quant import SCHEMES
+
     blocks = [
         _block("schemes (--quantize)", SCHEMES.describe(), SCHEMES),
         _block("optimizers (--optim)", OPTIMIZERS.describe(), OPTIMIZERS),
@@ -30,6 +31,8 @@ def listing(vision: bool = False) -> str:
 
 def _vision_models() -> str:
     """timm's models, those of a module on one line."""
+    from qtrain.models.vision import import_timm
+
     timm = import_timm("--list")
     lines = ["models of timm (--model)"]
     for module in timm.list_modules():

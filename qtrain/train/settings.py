@@ -1,16 +1,14 @@
 """The settings that every training script shares; each script's own dataclass adds its few.
 
 The docstring under a field is its `--help` line, `Range` its bounds: they are written down here and nowhere else.
+Nothing here imports torch, which takes seconds: the command line is parsed before.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
-
-import torch
+from typing import Annotated, ClassVar, Literal
 
 from qtrain.checks import Range
 from qtrain.config import JsonDict
-from qtrain.distributed.ranks import local_rank
 from qtrain.errors import UserError
 
 Count = Annotated[int, Range(1)]
@@ -24,6 +22,23 @@ NotNegative = Annotated[float, Range(0, 1e30)]
 @dataclass(frozen=True)
 class TrainSettings:
     """Settings of any training run."""
+
+    HELP_GROUPS: ClassVar[dict[str, str]] = {
+        "model": "model model_impl model_kwargs pretrained lora freeze_embedding_layer doc_mask loss_chunks z_loss "
+        "activation_checkpointing ema_decay",
+        "data": "train_ds seq_len seq_len_multiple augment batch_size micro_batch_size gradient_accumulation "
+        "num_workers",
+        "quantization": "quantize quantize_kwargs quantize_lm_head quantize_min_size",
+        "optimizer": "optim optim_kwargs lr weight_decay clip_grad_norm optimizer_in_backward",
+        "schedule": "n_epochs n_steps lr_schedule_kwargs",
+        "evaluation": "eval_ds eval_interval eval_sequences eval_images sample_prompts sample_tokens hellaswag "
+        "hellaswag_file hellaswag_limit accuracy answer_tokens lm_eval",
+        "checkpoint and run folder": "ckpt_interval keep_ckpts resume export run_name runs_dir",
+        "hardware and process": "device dtype gpus dp_replicate dp_shard compile cuda_graphs seed deterministic "
+        "dry_run",
+        "logging": "log_interval trackers project profile",
+    }
+    """The flags of the training scripts as `--help` groups them."""
 
     model: str = "llama2-470m"
     """Model to train: a name that --list shows, a Hugging Face hub id, a local folder, or a config.json."""
@@ -218,26 +233,3 @@ def batch_geometry(settings: TrainSettings, world: int = 1) -> BatchGeometry:
             "give two of the three, such that the first divides the batch."
         )
     return BatchGeometry(micro, accumulation, world)
-
-
-def choose_device(name: str) -> torch.device:
-    """The device that --device names on this machine."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device: cuda was asked for, but torch sees no GPU. Use --device cpu or auto.")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name != "cuda":
-        return torch.device(name)
-    if local_rank() and local_rank() >= torch.cuda.device_count():
-        raise UserError(
-            f"--gpus: process {local_rank()} of this machine has no GPU of its own; torch sees "
-            f"{torch.cuda.device_count()}. Start as many processes as there are GPUs."
-        )
-    return torch.device(name, local_rank())
-
-
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype that --dtype names on this device."""
-    if name == "auto":
-        name = "bf16" if device.type == "cuda" else "fp32"
-    return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]

@@ -1,12 +1,16 @@
 """Small corpora of real text (standard-library source) in every format, shared by the tests of this room."""
 
+import bz2
+import gzip
 import json
+import lzma
 import sysconfig
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow
+import pyarrow.csv
 import pyarrow.parquet
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
@@ -51,6 +55,34 @@ def write_parquet(folder: Path, files: int = 3, row_group_size: int = 20) -> lis
         table = pyarrow.table({"id": list(range(len(texts[f::files]))), "text": texts[f::files]})
         pyarrow.parquet.write_table(table, folder / f"{f}.parquet", row_group_size=row_group_size)
     return [text for f in range(files) for text in texts[f::files]]
+
+
+def compress(data: bytes, ending: str) -> bytes:
+    """`data` as a file with this ending holds it; "": as it is."""
+    if ending == ".zst":
+        with pyarrow.BufferOutputStream() as sink:
+            with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+                stream.write(data)
+            return sink.getvalue().to_pybytes()
+    return {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}[ending](data)
+
+
+def encode(texts: list[str], ending: str) -> bytes:
+    """A file of `texts` in the format of an ending such as .jsonl; .arrow: a file, .arrows: a stream."""
+    table, sink = pyarrow.table({"id": list(range(len(texts))), "text": texts}), pyarrow.BufferOutputStream()
+    records = [json.dumps({"id": i, "text": text}) for i, text in enumerate(texts)]
+    match ending:
+        case ".jsonl":
+            return "\n\n".join(records).encode()
+        case ".json":
+            return f" [{', '.join(records)}]".encode()
+        case ".csv":
+            pyarrow.csv.write_csv(table, sink)
+        case ".arrow" | ".arrows":
+            create = pyarrow.ipc.new_file if ending == ".arrow" else pyarrow.ipc.new_stream
+            with create(sink, table.schema) as writer:
+                writer.write_table(table, max_chunksize=50)
+    return sink.getvalue().to_pybytes()
 
 
 def write_raw(path: Path, tokens: np.ndarray, dtype: str = "<u2") -> Path:

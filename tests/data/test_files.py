@@ -66,6 +66,20 @@ def test_a_split_does_not_depend_on_where_the_folder_lies(tmp_path):
     assert found[0] == found[1] and 4 <= len(found[0]) <= 20
 
 
+def test_compressed_files_are_of_the_format_inside(tmp_path):
+    """A folder's .json and .csv files are taken where they are named only."""
+    for name in ("a.txt.gz", "b.jsonl.zst", "c.json", "d.csv.gz", "e.arrow", "f.tar.gz", "g.bin.gz"):
+        (tmp_path / name).touch()
+    found = {entry: text_files(str(tmp_path / entry), "all", 0.05, "--files") for entry in ("", "*", "d.csv.gz")}
+    names = {entry: [f.relative for f in files] for entry, files in found.items()}
+    assert names[""] == ["a.txt.gz", "b.jsonl.zst", "e.arrow"] and names["d.csv.gz"] == ["d.csv.gz"]
+    assert names["*"] == ["a.txt.gz", "b.jsonl.zst", "c.json", "d.csv.gz", "e.arrow"]
+    with pytest.raises(UserError, match=r"f\.tar\.gz has the ending '\.gz'; allowed: .*, compressed or not \(\.gz"):
+        text_files(str(tmp_path / "f.tar.gz"), "all", 0.05, "--files")
+    with pytest.raises(UserError, match="matches no file"):
+        match_files(str(tmp_path), [".bin"], "--train_ds")
+
+
 @pytest.mark.parametrize(
     ("paths", "split", "said"),
     [

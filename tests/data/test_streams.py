@@ -2,6 +2,7 @@
 
 The tests run over every registered type; a new one needs a case in `corpora.specs`."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -11,11 +12,20 @@ import socket
 import numpy as np
 import pytest
 
-from qtrain.data import DATASETS, Sample, StreamContext, dataset_tokenizer, open_stream
+from qtrain.data import DATASETS, Sample, StreamContext, dataset_tokenizer, load_tokenizer, open_stream
 from qtrain.data.text import documents as documents_module
 from qtrain.data.text import packing as packing_module
 from qtrain.errors import UserError
-from tests.data.corpora import functions, source_texts, specs, write_llmq, write_parquet, write_raw
+from tests.data.corpora import (
+    compress,
+    encode,
+    functions,
+    source_texts,
+    specs,
+    write_llmq,
+    write_parquet,
+    write_raw,
+)
 
 FLAG = "--train_ds"
 EOS = 257
@@ -342,3 +352,32 @@ def test_without_the_hub_there_is_one_message(monkeypatch):
         open_stream(spec, StreamContext(16), FLAG)
     assert "\n" not in str(caught.value)
     hub_reachable.cache_clear()
+
+
+@pytest.mark.parametrize("kind", ["text", "hf_text", "instruct"])
+@pytest.mark.parametrize("ending", [".jsonl.gz", ".jsonl.zst", ".arrow"])
+def test_compressed_and_arrow_files_are_read_by_every_type(kind, ending, tmp_path):
+    """.zst too, without the package that `datasets` would need for it."""
+    path = tmp_path / f"a{ending}"
+    form, _, inner = ending[1:].partition(".")
+    path.write_bytes(compress(encode([f"text {i} of many" for i in range(200)], f".{form}"), inner and f".{inner}"))
+    spec = {"type": kind, "tokenizer": "byte", "paths" if kind == "text" else "dataset": str(path)}
+    spec |= {"template": {"prompt": "{id}", "answer": "{text}"}} if kind == "instruct" else {}
+    stream = open_stream(spec, StreamContext(seq_len=32, tokenizer=load_tokenizer("byte", "")), "--train_ds")
+    assert b"of many" in bytes(stream.next_sample().tokens.clip(0, 255).astype(np.uint8))
+
+
+@pytest.mark.parametrize(("kind", "which"), [case for case in CASES if case[0] in ("text", "hf_text", "instruct")])
+def test_the_size_of_an_epoch_is_estimated(datasets, kind, which):
+    """For the plan; the stream stays where it is."""
+    ctx = StreamContext(seq_len=64, seed=3, epochs=1)
+    stream = open_stream(datasets[kind][which], ctx, FLAG)
+    start = stream.position()
+    about = stream.estimated_samples()
+    assert stream.position() == start
+    count = 0
+    with contextlib.suppress(StopIteration):
+        while True:
+            stream.next_sample()
+            count += 1
+    assert about == pytest.approx(count, rel=0.15), count

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from qtrain.errors import UserError
 from qtrain.models import (
@@ -48,11 +49,21 @@ def test_the_cost_is_that_of_the_formulas():
     cost = vision_cost(model, output_head(model), (3, 16, 16))
     assert cost.blocks == 6 * 17 * 2 * 12 * 32**2 and cost.head == 6 * 32 * 5 and cost.rows == 17
     assert cost.attention == 3 * 2 * 2 * (2 * 17 * 17 * 32)
-    assert cost.other == 6 * 16 * 32 * 3 * 4 * 4  # the patches' convolution
+    assert cost.other == 4 * 16 * 32 * 3 * 4 * 4  # the patches' convolution; an image has no gradient
     inputs = {name: rows * model.get_submodule(name).in_features for name, rows in cost.linear_rows.items()}
     assert inputs.pop("head") == 32 and sum(inputs.values()) == 2 * 17 * (32 + 32 + 32 + 128) and not cost.bypassed
     a_layer = 17 * 4 * (32 * 2 + 96 + 32 * 2 + 128 * 2)  # norms' inputs and outputs, qkv, attention, mlp
     assert 2 * a_layer < cost.kept < 3 * a_layer
+
+
+@pytest.mark.parametrize("name", ["resnet10t", "test_byobnet"])
+def test_the_cost_of_convolutions_is_that_of_a_counted_step(name):
+    """Without a gradient of the image, which would make the speed of light of a small network too slow."""
+    model = empty_vision_model(name, {}, 5)
+    cost = vision_cost(model, output_head(model), (3, 64, 64))
+    with FlopCounterMode(display=False) as counted:
+        model(torch.empty(1, 3, 64, 64, device="meta")).sum().backward()
+    assert sum(cost.flops.values()) == counted.get_total_flops()
 
 
 def test_linears_that_a_model_does_not_call_are_told():

@@ -7,7 +7,8 @@ import torch
 
 from qtrain.checks import check_fields
 from qtrain.errors import UserError
-from qtrain.train.settings import LanguageSettings, batch_geometry, choose_device, choose_dtype
+from qtrain.train.device import choose_device, choose_dtype
+from qtrain.train.settings import LanguageSettings, batch_geometry
 
 
 def geometry(batch: int, micro: int, accumulation: int, world: int = 1) -> tuple[int, int, int]:

@@ -18,7 +18,7 @@ from qtrain.data.examples.example_packing import Example, pack, pad
 from qtrain.data.files import split_of
 from qtrain.data.hub_rows import RowReader, RowSource
 from qtrain.data.permutation import Permutation
-from qtrain.data.stream import Dataset, Stream, StreamContext, check_position, checked_tokenizer
+from qtrain.data.stream import ESTIMATED_FROM, Dataset, Stream, StreamContext, check_position, checked_tokenizer
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from qtrain.errors import UserError
 
@@ -158,6 +158,16 @@ class ExampleStream(Stream):
         check_position(position, self._fixed, self._flag)
         cursor = {key: position[key] for key in self._reader.first_cursor()}
         self._start(cursor, position["at"], {key: position[key] for key in COUNTS})
+
+    def estimated_samples(self) -> float | None:
+        rows = self._reader.estimated_rows()
+        if rows is None:
+            return None
+        read, _ = self._reader.read(self._reader.first_cursor(), ESTIMATED_FROM)
+        examples, _ = self._examples(read)
+        padded = bool(self._ctx.seq_len_multiple)
+        samples = len(examples) if padded else sum(len(example.ids) for example in examples) / self._ctx.seq_len
+        return rows * samples / max(len(read), 1)
 
     def next_sample(self) -> Sample:
         while not self._samples:

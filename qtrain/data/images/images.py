@@ -47,7 +47,15 @@ class ImageSet(ABC):
         """Open the set. Whatever can be refused without reading all images is refused here."""
 
 
-IMAGE_SETS: Registry[ImageSet] = Registry("image dataset type")
+IMAGE_SETS: Registry[ImageSet] = Registry(
+    "image dataset type",
+    modules=[
+        "qtrain.data.images.image_folder",
+        "qtrain.data.images.image_rows",
+        "qtrain.data.images.image_wds",
+        "qtrain.data.images.sklearn_digits",
+    ],
+)
 
 
 def open_images(spec: Mapping[str, Any], flag: str) -> Images:

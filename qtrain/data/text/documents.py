@@ -1,10 +1,11 @@
 """Local text as indexed documents with random access, so a shuffled order needs no storage.
 
-A .txt or .py file is one document, a .jsonl file has one per line and a .parquet file one per row. Opening a .jsonl
-file indexes the starts of its lines (8 bytes per line). Opening a .txt or .py file reads it, so that one that is not
-text is refused before the run. A .parquet file is read by row group, and recently used groups are cached decoded.
-`DocumentOrder` accounts for that: it permutes blocks (files, row groups), takes as many at a time as fit the cache, and
-permutes the documents within them. Without .parquet files that is one permutation of all documents.
+A .txt or .py file is one document, the other formats have one per line, record or row. Opening a .jsonl file indexes
+the starts of its lines (8 bytes per line), an .arrow file is mapped into memory. Opening a .txt or .py file reads it,
+so that one that is not text is refused before the run. A .parquet file is read by row group; a compressed .jsonl file,
+and any .json or .csv file, is decoded whole; what was used recently is cached decoded. `DocumentOrder` accounts for
+that: it permutes blocks (files, row groups), takes as many at a time as fit the cache, and permutes the documents
+within them. Without such files that is one permutation of all documents.
 """
 
 import json
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qtrain.data.columns import missing_column, valid_unicode
+from qtrain.data.compression import DAMAGED, open_decompressed
 from qtrain.data.files import TextFile
 from qtrain.data.permutation import Permutation
+from qtrain.data.text.decoded import is_decoded_whole, text_column
 from qtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,8 +37,9 @@ class Block:
     file: TextFile
     count: int
     starts: np.ndarray | None = None  # int64 [count + 1], .jsonl: where each line starts, and the end of the last
-    row_group: int = -1  # .parquet
-    decoded_bytes: int = 0  # .parquet: size in memory, as the file states it
+    row_group: int | None = None  # .parquet
+    cached: bool = False  # read through the cache of decoded rows
+    decoded_bytes: int = 0  # their size there; 0 of an .arrow file, whose memory the system manages
 
 
 class Documents:
@@ -44,11 +48,11 @@ class Documents:
     def __init__(self, files: list[TextFile], text_column: str, flag: str):
         self._column, self._flag = text_column, flag
         self.blocks: list[Block] = []
+        self._cache: OrderedDict[int, pyarrow.ChunkedArray] = OrderedDict()
+        self._sizes: dict[int, int] = {}
         for file in files:
             self.blocks += self._open(file)
         self._ends = np.cumsum([block.count for block in self.blocks], dtype=np.int64)
-        self._cache: OrderedDict[int, pyarrow.ChunkedArray] = OrderedDict()
-        self._cached_bytes = 0
         if len(self) == 0:
             raise UserError(f"{flag}: {_list(files)}: no documents; every file is empty.")
 
@@ -59,6 +63,9 @@ class Documents:
         try:
             if file.path.suffix == ".parquet":
                 return self._open_parquet(file)
+            if is_decoded_whole(file.path):
+                rows = self._remember(len(self.blocks), self._decode(file.path), file.path)
+                return [Block(file, len(rows), cached=True, decoded_bytes=_cached_size(rows, file.path))]
             if file.path.suffix == ".jsonl":
                 starts = _line_starts(file.path)
                 block = Block(file, len(starts) - 1, starts)
@@ -84,7 +91,7 @@ class Documents:
         except pyarrow.ArrowException as error:
             raise UserError(f"{self._flag}: {file.path} is not a readable parquet file: {error}") from None
         return [
-            Block(file, g.num_rows, None, i, sum(_column_bytes(g, c, self._column) for c in range(g.num_columns)))
+            Block(file, g.num_rows, None, i, True, sum(_column_bytes(g, c, self._column) for c in range(g.num_columns)))
             for i, g in enumerate(groups)
         ]
 
@@ -98,7 +105,7 @@ class Documents:
         block = self.blocks[at]
         row = index - (int(self._ends[at]) - block.count)
         try:
-            if block.row_group >= 0:
+            if block.cached:
                 return self._rows(at)[row].as_py() or ""
             if block.starts is not None:
                 return self._read_line(block, row)
@@ -109,7 +116,11 @@ class Documents:
     def _text(self, path: Path) -> str:
         """The contents of a .txt or .py file."""
         try:
-            return path.read_bytes().decode()
+            with open_decompressed(path) as stream:
+                return stream.read().decode()
+        except DAMAGED as error:
+            reason = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
+            raise UserError(f"{self._flag}: cannot read {path}: {reason}") from None
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{self._flag}: {path} is not UTF-8 text (byte {error.start}). Convert it, or give paths without it."
@@ -119,9 +130,12 @@ class Documents:
         with block.file.path.open("rb") as stream:
             stream.seek(int(block.starts[row]))
             line = stream.read(int(block.starts[row + 1] - block.starts[row]))
-        where = f"{block.file.path}, line at byte {int(block.starts[row])}"
+        return self._record_text(line, f"{block.file.path}, line at byte {int(block.starts[row])}")
+
+    def _record_text(self, record: Any, where: str) -> str:
+        """The text of a JSON object: a line (bytes), or decoded."""
         try:
-            record = json.loads(line)
+            record = json.loads(record) if isinstance(record, bytes) else record
         except UnicodeDecodeError:
             raise UserError(f"{self._flag}: {where}: not UTF-8 text.") from None
         except ValueError as error:
@@ -135,7 +149,7 @@ class Documents:
         return valid_unicode(text or "")
 
     def _rows(self, index: int) -> "pyarrow.ChunkedArray":
-        """The decoded text column of block `index`, a row group; the least recently used ones are evicted."""
+        """The decoded text column of block `index`."""
         import pyarrow
         import pyarrow.parquet
 
@@ -143,15 +157,24 @@ class Documents:
             self._cache.move_to_end(index)
             return self._cache[index]
         block = self.blocks[index]
+        if block.row_group is None:
+            return self._remember(index, self._decode(block.file.path), block.file.path)
         try:
             with pyarrow.parquet.ParquetFile(block.file.path) as parquet:
                 rows = parquet.read_row_group(block.row_group, columns=[self._column])[self._column]
         except pyarrow.ArrowException as error:
             raise UserError(f"{self._flag}: {block.file.path} is damaged: {error}") from None
+        return self._remember(index, rows, block.file.path)
+
+    def _decode(self, path: Path) -> "pyarrow.ChunkedArray":
+        return text_column(path, self._column, self._record_text, self._check_column, self._flag)
+
+    def _remember(self, index: int, rows: "pyarrow.ChunkedArray", path: Path) -> "pyarrow.ChunkedArray":
+        """Cache the rows of block `index`; the least recently used ones are evicted."""
         self._cache[index] = rows
-        self._cached_bytes += rows.nbytes
-        while self._cached_bytes > 2 * CACHE_BYTES and len(self._cache) > 1:
-            self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
+        self._sizes[index] = _cached_size(rows, path)
+        while sum(self._sizes[i] for i in self._cache) > 2 * CACHE_BYTES and len(self._cache) > 1:
+            self._cache.popitem(last=False)
         return rows
 
 
@@ -189,6 +212,10 @@ class DocumentOrder:
             size += block_size
         self._window_ends = self._ends[[*cuts, len(self._ends) - 1]]
         self._epoch = epoch
+
+
+def _cached_size(rows: "pyarrow.ChunkedArray", path: Path) -> int:
+    return 0 if path.suffix == ".arrow" else rows.nbytes
 
 
 def _list(files: list[TextFile]) -> str:

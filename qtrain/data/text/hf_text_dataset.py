@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from qtrain.checks import Range
 from qtrain.data.hub_rows import RowReader, RowSource
 from qtrain.data.permutation import Permutation
-from qtrain.data.stream import DATASETS, Dataset, Stream, StreamContext, checked_tokenizer
+from qtrain.data.stream import DATASETS, ESTIMATED_FROM, Dataset, Stream, StreamContext, checked_tokenizer
 from qtrain.data.text.packing import Document, PackedStream
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
@@ -68,3 +68,10 @@ class HfTextStream(PackedStream):
         if not self._ctx.shuffle:
             return place
         return Permutation(count, self._ctx.seed, start["epoch"], start["shard"], start["row"])(place)
+
+    def estimated_samples(self) -> float | None:
+        rows = self._reader.estimated_rows()
+        if rows is None:
+            return None
+        texts, _ = self._reader.read(self._reader.first_cursor(), ESTIMATED_FROM)
+        return rows * self.mean_tokens(texts) / self._ctx.seq_len

@@ -3,7 +3,7 @@
 import dataclasses
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from qtrain.errors import UserError
 
 ENCODE_CHARACTERS = 1 << 17
 ENCODE_DOCUMENTS = 64
+ESTIMATED_CHARACTERS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +58,14 @@ class PackedStream(Stream):
         self._buffer: deque[tuple[dict[str, Any], np.ndarray]] = deque()  # from _cursor on; _token is in the first
         self._buffered = -self._token
         self._last_epoch_with_text: int | None = None
+
+    def mean_tokens(self, texts: Sequence[str]) -> float:
+        """Tokens of a document, its end token included, on average over `texts`; of long ones by their beginnings."""
+        beginnings = [text[:ESTIMATED_CHARACTERS] for text in texts]
+        total = 0.0
+        for text, beginning, ids in zip(texts, beginnings, self._tokenizer.encode_batch(beginnings), strict=True):
+            total += len(ids) * len(text) / len(beginning) + 1 if text else 0
+        return total / max(len(texts), 1)
 
     def next_sample(self) -> Sample:
         length = self._ctx.seq_len + 1

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from qtrain.checks import Range
 from qtrain.data.files import text_files
-from qtrain.data.stream import DATASETS, Dataset, Stream, StreamContext, checked_tokenizer
+from qtrain.data.stream import DATASETS, ESTIMATED_FROM, Dataset, Stream, StreamContext, checked_tokenizer
 from qtrain.data.text.documents import DocumentOrder, Documents
 from qtrain.data.text.packing import Document, PackedStream
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -16,10 +16,10 @@ from qtrain.errors import UserError
 @DATASETS.register("text")
 @dataclass(frozen=True)
 class TextDataset(Dataset):
-    """Local .txt, .py, .jsonl and .parquet files (or python:stdlib), tokenized during training"""
+    """Local .txt, .py, .jsonl, .json, .csv, .parquet and .arrow files (or python:stdlib), tokenized during training"""
 
     paths: str | list[str]
-    """files, globs or folders; python:stdlib is the standard library's source"""
+    """files (compressed ones too), globs or folders; python:stdlib is the standard library's source"""
     tokenizer: str
     """name, file, folder or hub id of the tokenizer"""
     split: Literal["all", "train", "validation"] | None = None
@@ -58,3 +58,8 @@ class TextStream(PackedStream):
             epoch, place = divmod(index, count)
             yield Document({"document": index}, epoch, self._documents.read(self._order(epoch, place)))
             index += self._ctx.world
+
+    def estimated_samples(self) -> float:
+        count = len(self._documents)
+        first = (self._order(0, place) for place in range(min(count, ESTIMATED_FROM)))
+        return count * self.mean_tokens([self._documents.read(index) for index in first]) / self._ctx.seq_len

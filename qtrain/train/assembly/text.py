@@ -20,6 +20,7 @@ from qtrain.errors import UserError
 from qtrain.models import ModelSource
 from qtrain.train.assembly.architecture import LanguageArchitecture
 from qtrain.train.checked_settings import CheckedSettings
+from qtrain.train.log.status import short_number
 from qtrain.train.settings import LanguageSettings
 
 
@@ -40,9 +41,12 @@ class TextData:
         """Lines for the plan that describe the data."""
         settings, per_epoch = self.settings, self.stream.samples_per_epoch
         lines = [str(spec) for spec in (settings.train_ds, settings.eval_ds) if spec]
+        read = settings.n_steps * settings.batch_size
         if per_epoch:
-            read = settings.n_steps * settings.batch_size
             lines.append(f"{read / per_epoch:.3g} epochs of the training data's {per_epoch:,} sequences")
+        elif about := self.stream.estimated_samples():
+            size = f"some {short_number(about)} sequences, estimated from a part of them"
+            lines.append(f"about {short_number(read / about)} epochs of the training data ({size})")
         return lines
 
     def loader(self, position: Mapping[str, Any] | None) -> Loader:

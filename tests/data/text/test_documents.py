@@ -11,7 +11,7 @@ from qtrain.data.files import text_files
 from qtrain.data.text import documents as documents_module
 from qtrain.data.text.documents import DocumentOrder, Documents
 from qtrain.errors import UserError
-from tests.data.corpora import write_files, write_jsonl, write_parquet
+from tests.data.corpora import compress, encode, functions, write_files, write_jsonl, write_parquet
 
 
 def open_folder(folder, column="text") -> Documents:
@@ -26,6 +26,57 @@ def test_reads_every_document_in_any_order(write, tmp_path, monkeypatch):
     assert len(documents) == len(texts)
     for index in np.random.default_rng(0).permutation(len(texts)).tolist():
         assert documents.read(index) == texts[index]
+
+
+ENDINGS = ["", ".gz", ".zst", ".bz2", ".xz"]
+COMPRESSED = [(form, ending) for form in (".jsonl", ".json", ".csv") for ending in ENDINGS[1:]]
+
+
+@pytest.mark.parametrize(
+    ("form", "ending"), [*COMPRESSED, (".jsonl", ""), (".json", ""), (".csv", ""), (".arrow", ""), (".arrows", "")]
+)
+def test_every_format_is_read_in_any_order(form, ending, tmp_path, monkeypatch):
+    """With less cache than the files have text. A file named .arrow holds one of Arrow's two formats."""
+    monkeypatch.setattr(documents_module, "CACHE_BYTES", 1)
+    texts = functions()
+    for i in range(3):
+        path = tmp_path / f"{i}{form.replace('.arrows', '.arrow')}{ending}"
+        path.write_bytes(compress(encode(texts[i::3], form), ending))
+    documents = Documents(text_files(f"{tmp_path}/*", "all", 0.05, "--files"), "text", "--files")
+    expected = [text for i in range(3) for text in texts[i::3]]
+    assert len(documents) == len(texts)
+    order = np.random.default_rng(0).permutation(len(texts))[:60]
+    assert all(documents.read(index) == expected[index] for index in order.tolist())
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_compressed_text_is_one_document(ending, tmp_path):
+    (tmp_path / f"a.txt{ending}").write_bytes(compress("café\n".encode() * 9, ending))
+    documents = open_folder(tmp_path)
+    assert [documents.read(i) for i in range(len(documents))] == ["café\n" * 9]
+
+
+@pytest.mark.parametrize(("form", "ending"), [*COMPRESSED, (".txt", ".gz"), (".txt", ".zst"), (".arrow", "")])
+def test_a_damaged_or_truncated_file_is_named(form, ending, tmp_path):
+    path = tmp_path / f"x{form}{ending}"
+    whole = compress(b"text " * 9999 if form == ".txt" else encode(functions(), form), ending)
+    for data in (whole[: len(whole) // 2], b"another format" * 9):
+        path.write_bytes(data)
+        with pytest.raises(UserError, match="cannot read") as caught:
+            Documents(text_files(str(path), "all", 0.05, "--files"), "text", "--files")
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("form", "ending"), [(".jsonl", ".gz"), (".json", ""), (".csv", ".zst"), (".arrow", "")])
+def test_columns_of_every_format_are_checked(form, ending, tmp_path):
+    path = tmp_path / f"x{form}{ending}"
+    path.write_bytes(compress(encode(["a"], form), ending))
+    files = text_files(str(path), "all", 0.05, "--files")
+    with pytest.raises(UserError, match=r"no column 'texts'. Did you mean 'text'\? Its columns: id, text"):
+        Documents(files, "texts", "--files")
+    if form != ".csv":  # which has no types
+        with pytest.raises(UserError, match=r"'id' is int(64)?, not text"):
+            Documents(files, "id", "--files")
 
 
 def test_line_ends_and_blank_lines_of_jsonl(tmp_path):

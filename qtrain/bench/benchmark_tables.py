@@ -1,0 +1,109 @@
+"""The tables of benchmark_mm.py, chosen and checked before anything is measured."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from qtrain.bench.arguments import compared_schemes, parse_sizes, split_list, wanted_names
+from qtrain.bench.benchmark_settings import BenchmarkSettings
+from qtrain.bench.linears import SHAPES, linear_table
+from qtrain.bench.matmul_rows import ROWS
+from qtrain.bench.matmuls import Problem, matmul_table
+from qtrain.bench.quantizers import QUANTIZER_ROWS, quantizer_table
+from qtrain.bench.tables import Table
+from qtrain.errors import UserError, unknown_name
+from qtrain.models import read_model_source
+from qtrain.models.cost import layer_linears
+from qtrain.quant import SCHEMES, Auto
+
+SIZES = {
+    "cuda": {
+        "shapes": "1024x1024x1024,2048x2048x2048,4096x4096x4096",
+        "quantizer_shapes": "16384x4096,16384x14336",
+        "tokens": 16384,
+    },
+    "cpu": {"shapes": "256x256x256,512x512x512", "quantizer_shapes": "256x1024", "tokens": 256},
+}
+"""Default sizes; on a CPU small ones that show that everything works."""
+INT8_ROUNDINGS = ('int8:{"stochastic_rounding":false}', 'int8:{"stochastic_rounding":true}')
+"""Beside the default of int8, stochastic rounding in one of its three products: in none, and in all."""
+Job = Callable[..., Table]
+"""Measures a table; takes `hardware` and `report`."""
+R = TypeVar("R")
+
+
+def with_default_sizes(settings: BenchmarkSettings, device: torch.device) -> BenchmarkSettings:
+    """The settings with this device's sizes where none are given."""
+    return replace(settings, **{key: v for key, v in SIZES[device.type].items() if not getattr(settings, key)})
+
+
+def chosen_tables(settings: BenchmarkSettings, device: torch.device) -> list[Job]:
+    """The tables that --tables names, ready to be measured. Raises UserError."""
+    chosen = split_list(settings.tables)
+    for name in chosen:
+        if name not in TABLES:
+            raise unknown_name("--tables", "table", name, TABLES)
+    if not chosen:
+        raise UserError(f"--tables: it is empty; name some of {', '.join(TABLES)}.")
+    return [make(settings, device) for name, make in TABLES.items() if name in chosen]
+
+
+def row_names() -> list[str]:
+    """The names that --rows and --skip choose among."""
+    return [row.name for row in (*ROWS, *QUANTIZER_ROWS)]
+
+
+def products(settings: BenchmarkSettings, device: torch.device) -> Job:
+    """The table of matrix products, ready to be measured."""
+    if settings.model:
+        tokens, found = settings.tokens, layer_linears(read_model_source(settings.model).model_config())
+        sizes = {f"{name} {tokens}x{n}x{k}": (tokens, n, k) for name, (n, k) in found.items()}
+    else:
+        sizes = {text: parse_sizes(text, 3, "--shapes") for text in listed(settings.shapes, "--shapes")}
+    layout = settings.a_column_major, settings.b_column_major
+    problems = {name: Problem(*size, device, *layout) for name, size in sizes.items()}
+    return partial(matmul_table, problems, rows_among(settings, ROWS), settings.budget_ms)
+
+
+def quantizers(settings: BenchmarkSettings, device: torch.device) -> Job:
+    """The table of quantizers, ready to be measured."""
+    texts = listed(settings.quantizer_shapes, "--quantizer_shapes")
+    shapes = [parse_sizes(text, 2, "--quantizer_shapes") for text in texts]
+    return partial(quantizer_table, shapes, rows_among(settings, QUANTIZER_ROWS), device, settings.budget_ms)
+
+
+def linears(settings: BenchmarkSettings, device: torch.device) -> Job:
+    """The table of linears under schemes, ready to be measured."""
+    if settings.linear_shapes:
+        texts = split_list(settings.linear_shapes)
+        shapes = {text: parse_sizes(text, 2, "--linear_shapes") for text in texts}
+    elif settings.model:
+        shapes = layer_linears(read_model_source(settings.model).model_config())
+    else:
+        shapes = SHAPES if device.type == "cuda" else {"512x256": (512, 256)}
+    names = [name for name in SCHEMES.names() if SCHEMES.get(name, "") is not Auto]
+    schemes = compared_schemes(split_list(settings.schemes) or [*names, *INT8_ROUNDINGS])
+    return partial(linear_table, shapes, settings.tokens, schemes, device, settings.budget_ms)
+
+
+TABLES: dict[str, Callable[[BenchmarkSettings, torch.device], Job]] = {
+    "mm": products,
+    "quantizers": quantizers,
+    "linears": linears,
+}
+
+
+def listed(text: str, flag: str) -> list[str]:
+    found = split_list(text)
+    if not found:
+        raise UserError(f"{flag}: it is empty; name at least one size.")
+    return found
+
+
+def rows_among(settings: BenchmarkSettings, rows: Sequence[R]) -> list[R]:
+    """The rows that --rows and --skip select."""
+    wanted = wanted_names(settings.rows, settings.skip, row_names(), "--rows")
+    return [row for row in rows if row.name in wanted]

@@ -1,0 +1,105 @@
+"""The text column of files that cannot be read from the middle: .arrow, .json, .csv, and compressed .jsonl.
+
+They are decoded whole, except .arrow, which is mapped into memory.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qtrain.data.compression import COMPRESSED, DAMAGED, open_decompressed
+from qtrain.data.files import format_of
+from qtrain.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+CSV_BLOCK = 1 << 28
+"""Bytes of a row of a .csv file at most."""
+
+
+def is_decoded_whole(path: Path) -> bool:
+    """Whether a file of text is read by `text_column`."""
+    form = format_of(path)
+    return form in (".arrow", ".json", ".csv") or (form == ".jsonl" and path.suffix in COMPRESSED)
+
+
+TextOf = Callable[[Any, str], str]
+"""The text of a record, given as a line of JSON (bytes) or decoded, and its place for messages."""
+Check = Callable[[str, list[str]], None]
+"""Refuses the columns of a place that lack the one asked for."""
+
+
+def text_column(path: Path, column: str, text_of: TextOf, check: Check, flag: str) -> "pyarrow.ChunkedArray":
+    """The column `column` of the file's rows. UserError for a file without it, and for one that is damaged."""
+    import pyarrow
+
+    try:
+        match format_of(path):
+            case ".arrow":
+                return _column(_mapped(path), path, column, check, flag)
+            case ".csv":
+                return _column(_csv(path, column), path, column, check, flag)
+            case ".json":
+                texts = _json_texts(path, text_of)
+            case _:
+                with open_decompressed(path) as lines:
+                    texts = _line_texts(lines, path, text_of)
+    except (pyarrow.ArrowException, *DAMAGED) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"{flag}: cannot read {path}: {reason}.") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{flag}: {path} is not UTF-8 text (byte {error.start}).") from None
+    except ValueError as error:
+        raise UserError(f"{flag}: {path}: not valid JSON ({error}).") from None
+    return pyarrow.chunked_array([pyarrow.array(texts, pyarrow.large_string())])
+
+
+def _line_texts(lines: Iterable[bytes], path: Path, text_of: TextOf) -> list[str]:
+    return [text_of(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
+
+
+def _json_texts(path: Path, text_of: TextOf) -> list[str]:
+    """Of a list of records, or of lines as in a .jsonl file."""
+    with open_decompressed(path) as stream:
+        data = stream.read()
+    if data.lstrip().startswith(b"["):
+        return [text_of(record, f"{path}, record {i}") for i, record in enumerate(json.loads(data))]
+    return _line_texts(data.splitlines(), path, text_of)
+
+
+def _column(table: "pyarrow.Table", path: Path, column: str, check: Check, flag: str) -> "pyarrow.ChunkedArray":
+    import pyarrow
+
+    check(str(path), table.column_names)
+    kind = table.schema.field(column).type
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+        raise UserError(f"{flag}: {path}: the column {column!r} is {kind}, not text.")
+    return table[column]
+
+
+def _mapped(path: Path) -> "pyarrow.Table":
+    """Both of Arrow's formats, of files and of streams; `datasets` writes the second."""
+    import pyarrow
+    from pyarrow import ipc
+
+    source = pyarrow.memory_map(str(path))
+    try:
+        return ipc.open_file(source).read_all()
+    except pyarrow.ArrowInvalid:
+        source.seek(0)
+        return ipc.open_stream(source).read_all()
+
+
+def _csv(path: Path, column: str) -> "pyarrow.Table":
+    import pyarrow
+    from pyarrow import csv
+
+    with open_decompressed(path) as stream:
+        return csv.read_csv(
+            stream,
+            read_options=csv.ReadOptions(block_size=CSV_BLOCK),
+            parse_options=csv.ParseOptions(newlines_in_values=True),
+            convert_options=csv.ConvertOptions(column_types={column: pyarrow.large_string()}),
+        )
