@@ -17,7 +17,7 @@ from qtrain.checks import Range
 from qtrain.config import parse, run_script
 from qtrain.data.files import SPLITS, STDLIB
 from qtrain.data.text.corpus import Corpus, HubCorpus, LocalCorpus
-from qtrain.data.text.manifest import FILE_NAME, Manifest, read_manifest, write_atomic
+from qtrain.data.text.manifest import FILE_NAME, Manifest, read_manifest, sha256_of, write_atomic
 from qtrain.data.text.tokenize import check_finished_shards, dtype_for, tokenize
 from qtrain.data.tokenizers.sentencepiece_model import convert_sentencepiece, train_tokenizer
 from qtrain.data.tokenizers.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
@@ -205,6 +205,7 @@ def prepare_folder(folder: Path, manifest: Manifest, tokenizer: Tokenizer, model
             write_atomic(temporary / TRAINED, model)
         names = ("name", "vocab_size", "bos_id", "eos_id")
         manifest.tokenizer = {n: getattr(tokenizer, n) for n in names} | {"fingerprint": tokenizer.fingerprint()}
+        manifest.tokenizer["files"] = {path.name: sha256_of(path) for path in sorted(temporary.iterdir())}
         manifest.dtype = dtype_for(tokenizer.vocab_size)
         manifest.write(temporary)
         temporary.replace(folder)

@@ -101,7 +101,8 @@ def check_value(flag: str, value: Any, annotation: Any) -> Any:
 
 
 def _check_contents(flag: str, value: Any) -> None:
-    """Refuse numbers that do not fit 64 bits and text that is not Unicode, at any depth of a JSON value."""
+    """Refuse numbers that do not fit 64 bits, and text that is not Unicode or holds a NUL, which no path or flag can,
+    at any depth of a JSON value."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _check_contents(flag, key)
@@ -115,6 +116,8 @@ def _check_contents(flag: str, value: Any) -> None:
         raise UserError(f"{flag}: {value} is not a finite number.")  # 1e999 in JSON
     elif isinstance(value, str) and not is_unicode(value):
         raise UserError(f"{flag}: {shown(value)} is not valid Unicode text (it holds a lone surrogate).")
+    elif isinstance(value, str) and "\0" in value:
+        raise UserError(f"{flag}: {shown(value)} holds a NUL character; leave it out.")
 
 
 def refuse_empty(flag: str, value: Any) -> None:
