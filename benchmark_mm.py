@@ -17,14 +17,14 @@ from typing import Annotated, Literal, TypeVar
 import qtrain  # noqa: F401  # isort: skip  (before torch: handles a Ctrl-C during the imports)
 import torch
 
-from qtrain.bench.arguments import compared_schemes, parse_sizes, split_list, wanted_names
+from qtrain.bench.arguments import MAX_SIZE, compared_schemes, parse_sizes, split_list, wanted_names
 from qtrain.bench.linears import SHAPES, linear_table
 from qtrain.bench.matmul_rows import ROWS
 from qtrain.bench.matmuls import Problem, matmul_table
 from qtrain.bench.quantizers import QUANTIZER_ROWS, quantizer_table
-from qtrain.bench.tables import Cell, Table, about_run, check_png, write_json, write_png
+from qtrain.bench.tables import Cell, Table, about_run, check_json, check_png, write_json, write_png
 from qtrain.bench.timing import watching_clocks
-from qtrain.checks import Range
+from qtrain.checks import Range, user_path
 from qtrain.config import parse, run_script
 from qtrain.errors import UserError, unknown_name
 from qtrain.hardware import describe_hardware
@@ -32,7 +32,7 @@ from qtrain.models import read_model_source
 from qtrain.models.cost import layer_linears
 from qtrain.quant import SCHEMES, Auto
 from qtrain.train.listing import listing
-from qtrain.train.settings import CountOrZero, choose_device
+from qtrain.train.settings import choose_device
 
 SIZES = {
     "cuda": {
@@ -60,7 +60,7 @@ class BenchmarkSettings:
     """Sizes MxNxK of the matrix products, separated by commas; empty: 1024, 2048 and 4096 cubed, on a CPU 256, 512."""
     model: str | None = None
     """Use the linears of this model (as for llm_pretrain.py --model) with --tokens rows instead of --shapes."""
-    tokens: CountOrZero = 0
+    tokens: Annotated[int, Range(0, MAX_SIZE)] = 0
     """Rows of the inputs of linears, with --model and in the table of linears; 0: 16384, on a CPU 256."""
     a_column_major: bool = False
     """Store A [M, K] column-major, like dy in the gradient of a weight."""
@@ -105,6 +105,8 @@ def main(argv: list[str]) -> None:
     if not chosen:
         raise UserError(f"--tables: it is empty; name some of {', '.join(TABLES)}.")
     jobs = [make(settings, device) for name, make in TABLES.items() if name in chosen]
+    if settings.json:
+        check_json(user_path(settings.json, "--json"))
     if settings.png:
         check_png()
 

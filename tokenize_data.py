@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from qtrain.checks import Range
+from qtrain.checks import Range, user_path
 from qtrain.config import parse, run_script
 from qtrain.data.files import SPLITS, STDLIB
 from qtrain.data.text.corpus import Corpus, HubCorpus, LocalCorpus
@@ -134,7 +134,7 @@ def open_corpus(settings: TokenizeSettings, split: str) -> Corpus:
 
 def output_folder(settings: TokenizeSettings, split: str, several: bool) -> Path:
     if settings.output_dir:
-        return Path(f"{settings.output_dir}_{split}" if several else settings.output_dir)
+        return user_path(f"{settings.output_dir}_{split}" if several else settings.output_dir, "--output_dir")
     if settings.dataset:
         name = "_".join(filter(None, [settings.dataset.split("/")[-1], settings.subset]))
     else:

@@ -59,6 +59,8 @@ JsonDict = Annotated[
 def parse(cls: type[C], argv: list[str], prog: str) -> C:
     """The settings `cls` from `argv` (without the program's name). Raises UserError; `--help` prints and exits."""
     for argument in argv:
+        if "\0" in argument:
+            raise UserError(f"{shown(argument)}: the command line holds a NUL character.")
         if not is_unicode(argument):
             raise UserError(f"{shown(argument)}: the command line is not UTF-8 text.")
     if "--version" in argv:
@@ -102,7 +104,9 @@ def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupte
     for stream in (sys.stdout, sys.stderr):
         if getattr(stream, "errors", None) == "strict":
             stream.reconfigure(errors="backslashreplace")
-    rank = os.environ.get("RANK", "0")
+    rank = os.environ.get("RANK", "0") if "WORLD_SIZE" in os.environ else "0"
+    if not rank.isdecimal():
+        rank = "0"  # refused as soon as the settings are read
     if rank != "0":  # one of several processes: rank 0 speaks for all
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
@@ -111,7 +115,8 @@ def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupte
         if rank != "0":  # rank 0 has most likely found the same; the launcher ends this process once that has ended
             time.sleep(10)
             print(f"rank {rank}: ", end="", file=sys.stderr)
-        print(f"error: {error}", file=sys.stderr)
+        message = " ".join(str(error).split("\n")) if isinstance(error, UserError) else str(error)
+        print(f"error: {_shortened(message)}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
@@ -123,6 +128,11 @@ def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupte
     finally:
         if _is_gone(sys.stdout):
             _exit_unread()
+
+
+def _shortened(message: str) -> str:
+    """A message with words of hundreds of characters, such as a path that was not meant as one, cut in the middle."""
+    return re.sub(r"\S{250,}", lambda word: f"{word[0][:60]}...{word[0][-20:]}", message)
 
 
 def _is_gone(stream: TextIO, text: str = "") -> bool:

@@ -16,6 +16,11 @@ class TrainingStopped(Exception):
     exit_code = 1
 
 
+def first_line(error: BaseException | str) -> str:
+    """What an error says, in one line; its type where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def nearest(given: str, allowed: Iterable[str]) -> str | None:
     """The allowed name closest in spelling to `given`, or None when nothing is close."""
     by_folded = {name.lower().replace("-", "_"): name for name in allowed}

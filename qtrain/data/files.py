@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from qtrain.checks import user_path
 from qtrain.errors import UserError, nearest
 
 SUFFIXES = (".txt", ".py", ".jsonl", ".parquet")
@@ -32,7 +33,7 @@ def as_list(value: str | list[str]) -> list[str]:
 def match_files(entry: str, suffixes: Iterable[str], flag: str, fix: str = "") -> list[TextFile]:
     """The files of a path, a glob (`**` allowed) or a folder, sorted. UserError, with `fix`, when there are none."""
     suffixes = tuple(suffixes)
-    path = Path(entry).expanduser()
+    path = user_path(entry, flag)
     if path.is_dir():
         root, found = path, sorted(p for p in path.rglob("*") if p.suffix in suffixes and p.is_file())
     elif path.is_file():

@@ -6,7 +6,10 @@ shards (the files of a dataset), and each shard is read in order as a dataset of
 
 import contextlib
 import glob
+import lzma
 import re
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from qtrain.data.columns import missing_column, valid_unicode
 from qtrain.data.files import as_list
 from qtrain.data.permutation import Permutation
-from qtrain.errors import UserError, unknown_name
+from qtrain.errors import UserError, first_line, unknown_name
 from qtrain.hub import reaching_hub
 
 if TYPE_CHECKING:
@@ -26,6 +29,8 @@ LOCAL_READERS = ("arrow", "csv", "json", "parquet", "text")
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text", ".arrow": "arrow"}
 """Suffix of a local file -> the name of its reader in `datasets`."""
+DAMAGED_ARCHIVE = (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
+"""Errors of compressed files that are neither OSErrors nor ValueErrors."""
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 
 
@@ -110,19 +115,19 @@ class RowSource:
                 yield
             except StopIteration:  # the library's, from a file without rows
                 raise UserError(f"{flag}: {what} cannot be read: a file of it is empty.") from None
-            except (ValueError, RuntimeError) as error:  # pyarrow's errors are ValueErrors
+            except (ValueError, RuntimeError, *DAMAGED_ARCHIVE) as error:  # pyarrow's errors are ValueErrors
                 if found := re.search(r"Available: (\[.*\])", str(error)):
                     names = re.findall(r"'([^']+)'", found.group(1))
                     raise unknown_name(flag, f"subset of {self.dataset!r}", str(self.subset), names) from None
-                raise UserError(f"{flag}: {what} cannot be read: {_first_line(error)}") from None
+                raise UserError(f"{flag}: {what} cannot be read: {first_line(error)}") from None
             except ImportError as error:  # fsspec's, for a protocol in data_files whose package is not installed
                 raise UserError(
-                    f"{flag}: {what} cannot be read: {_first_line(error)}. Or download the files and give their paths."
+                    f"{flag}: {what} cannot be read: {first_line(error)}. Or download the files and give their paths."
                 ) from None
             except OSError as error:
                 if not local:
                     raise
-                raise UserError(f"{flag}: {what} cannot be read: {_first_line(error)}") from None
+                raise UserError(f"{flag}: {what} cannot be read: {first_line(error)}") from None
 
     def _is_local(self) -> bool:
         return self.dataset in LOCAL_READERS or self.dataset.startswith((".", "/")) or Path(self.dataset).is_dir()
@@ -206,7 +211,3 @@ class RowReader:
         if not isinstance(text, str | None):
             raise UserError(f"{self._flag}: the column {column!r} holds {text!r}, which is not text.")
         return valid_unicode(text or "")
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

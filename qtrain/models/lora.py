@@ -36,7 +36,7 @@ class Lora:
     """The options of --lora. adapter: a folder to continue from, whose r, alpha, targets, rslora and dora then
     apply."""
 
-    r: Annotated[int, Range(1)] = 16
+    r: Annotated[int, Range(1, 65536)] = 16
     alpha: Annotated[float, Range(1e-6)] = 16.0
     dropout: Annotated[float, Range(0, 0.99)] = 0.0
     targets: str | tuple[str, ...] = ALL

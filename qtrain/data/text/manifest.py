@@ -91,6 +91,8 @@ def read_manifest(folder: Path, flag: str) -> Manifest:
         raise UserError(f"{where}: it does not name its tokenizer; write the folder again with tokenize_data.py.")
     if manifest.cursor is not None:
         check_fields(Cursor, manifest.cursor, f"{where}.cursor")
+    if manifest.complete and manifest.tokens != sum(shard.tokens for shard in manifest.shards):
+        raise UserError(f"{where}: its shards do not have {manifest.tokens:,} tokens together; copy the file again.")
     for name in (*(shard.file for shard in manifest.shards), *manifest.tokenizer.get("files", {})):
         if Path(name).name != name:
             raise UserError(f"{where}: {name!r} is not the name of a file in its folder.")
