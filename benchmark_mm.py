@@ -28,8 +28,9 @@ def benchmark(settings: BenchmarkSettings) -> None:
     import torch
 
     from qtrain.bench.benchmark_tables import chosen_tables, with_default_sizes
-    from qtrain.bench.tables import about_run, check_png, write_json, write_png
+    from qtrain.bench.tables import about_run, check_json, check_png, write_json, write_png
     from qtrain.bench.timing import watching_clocks
+    from qtrain.checks import user_path
     from qtrain.hardware import describe_hardware
     from qtrain.train.device import choose_device
 
@@ -37,6 +38,8 @@ def benchmark(settings: BenchmarkSettings) -> None:
     device = choose_device(settings.device)
     settings = with_default_sizes(settings, device)
     jobs = chosen_tables(settings, device)
+    if settings.json:
+        check_json(user_path(settings.json, "--json"))
     if settings.png:
         check_png()
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from qtrain.checks import Range
+from qtrain.checks import Range, user_path
 from qtrain.config import parse, run_script
 from qtrain.data.files import SPLITS, STDLIB
 from qtrain.data.text.corpus import Corpus, HubCorpus, LocalCorpus
-from qtrain.data.text.manifest import FILE_NAME, Manifest, read_manifest, write_atomic
+from qtrain.data.text.manifest import FILE_NAME, Manifest, read_manifest, sha256_of, write_atomic
 from qtrain.data.text.tokenize import check_finished_shards, dtype_for, tokenize
 from qtrain.data.tokenizers.sentencepiece_model import convert_sentencepiece, train_tokenizer
 from qtrain.data.tokenizers.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
@@ -131,7 +131,7 @@ def open_corpus(settings: TokenizeSettings, split: str) -> Corpus:
 
 def output_folder(settings: TokenizeSettings, split: str, several: bool) -> Path:
     if settings.output_dir:
-        return Path(f"{settings.output_dir}_{split}" if several else settings.output_dir)
+        return user_path(f"{settings.output_dir}_{split}" if several else settings.output_dir, "--output_dir")
     if settings.dataset:
         name = "_".join(filter(None, [settings.dataset.split("/")[-1], settings.subset]))
     else:
@@ -202,6 +202,7 @@ def prepare_folder(folder: Path, manifest: Manifest, tokenizer: Tokenizer, model
             write_atomic(temporary / TRAINED, model)
         names = ("name", "vocab_size", "bos_id", "eos_id")
         manifest.tokenizer = {n: getattr(tokenizer, n) for n in names} | {"fingerprint": tokenizer.fingerprint()}
+        manifest.tokenizer["files"] = {path.name: sha256_of(path) for path in sorted(temporary.iterdir())}
         manifest.dtype = dtype_for(tokenizer.vocab_size)
         manifest.write(temporary)
         temporary.replace(folder)

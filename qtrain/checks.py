@@ -1,8 +1,10 @@
 """Checks values against a field's declared type and range: in flags, recipes and nested JSON objects alike."""
 
 import dataclasses
+import errno
 import json
 import math
+import os
 import types
 import typing
 from collections.abc import Mapping
@@ -75,10 +77,17 @@ def _coerce(value: Any, annotation: Any) -> Any:
 
 
 def _matches(value: Any, annotation: Any) -> bool:
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _matches(value, args[0])
+    if origin in (typing.Union, types.UnionType):
+        return any(_matches(value, a) for a in args)
+    if origin is list:
+        return isinstance(value, list) and all(_matches(v, args[0]) for v in value)
     if annotation in (int, float) and isinstance(value, bool):
         return False  # a bool is an int in Python, but true is not 1
     try:
-        typeguard.check_type(value, annotation)
+        typeguard.check_type(value, annotation, collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS)
     except typeguard.TypeCheckError:
         return False
     return True
@@ -89,9 +98,8 @@ def check_value(flag: str, value: Any, annotation: Any) -> Any:
     if not isinstance(value, float):  # its Range refuses inf and NaN
         _check_contents(flag, value)
     value = _coerce(value, annotation)
-    bounds = [a for a in getattr(annotation, "__metadata__", ()) if isinstance(a, Range)]
-    base = get_args(annotation)[0] if bounds else annotation
-    if not _matches(value, base):
+    bounds = _bounds(annotation)
+    if not _matches(value, annotation):
         raise UserError(f"{flag}: {shown(value)} is not allowed; it must be {type_name(annotation)}.")
     numbers = [value] if isinstance(value, int | float) else value if isinstance(value, list | tuple) else []
     for bound in bounds:
@@ -100,8 +108,16 @@ def check_value(flag: str, value: Any, annotation: Any) -> Any:
     return value
 
 
+def _bounds(annotation: Any) -> list[Range]:
+    """The ranges of an annotation, also where it may be something else too, as in Annotated[float, Range(0)] | None."""
+    if get_origin(annotation) in (typing.Union, types.UnionType):
+        return [bound for member in get_args(annotation) for bound in _bounds(member)]
+    return [a for a in getattr(annotation, "__metadata__", ()) if isinstance(a, Range)]
+
+
 def _check_contents(flag: str, value: Any) -> None:
-    """Refuse numbers that do not fit 64 bits and text that is not Unicode, at any depth of a JSON value."""
+    """Refuse numbers that do not fit 64 bits, and text that is not Unicode or holds a NUL, which no path or flag can,
+    at any depth of a JSON value."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _check_contents(flag, key)
@@ -115,6 +131,8 @@ def _check_contents(flag: str, value: Any) -> None:
         raise UserError(f"{flag}: {value} is not a finite number.")  # 1e999 in JSON
     elif isinstance(value, str) and not is_unicode(value):
         raise UserError(f"{flag}: {shown(value)} is not valid Unicode text (it holds a lone surrogate).")
+    elif isinstance(value, str) and "\0" in value:
+        raise UserError(f"{flag}: {shown(value)} holds a NUL character; leave it out.")
 
 
 def refuse_empty(flag: str, value: Any) -> None:
@@ -166,13 +184,27 @@ def parse_json(text: str, where: str) -> Any:
         raise UserError(f"{where}: not valid JSON ({str(error)[:100]}). Given: {shown(text)}.") from None
 
 
+def user_path(name: str | Path, flag: str) -> Path:
+    """A path as the user gave it, with ~ expanded; it need not exist. UserError for one that no file can have, such as
+    one that is too long or an unknown ~user, and for one in a folder that must not be read."""
+    try:
+        path = Path(name).expanduser()
+        os.lstat(path)
+    except RuntimeError:
+        raise UserError(f"{flag}: {shown(str(name))}: there is no such user's folder.") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise UserError(f"{flag}: cannot read {shown(str(name))}: {error.strerror}.") from None
+    return path
+
+
 MAX_JSON = 1 << 26
 """Characters of the largest JSON file that is read: one that never ends, such as /dev/zero, is refused."""
 
 
 def read_json(path: str | Path, flag: str) -> Any:
     """Read a JSON file. UserError naming `flag` and the file if it is missing or broken."""
-    path = Path(path)
+    path = user_path(path, flag)
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_JSON + 1)

@@ -63,6 +63,8 @@ def parse(cls: type[C], argv: list[str], prog: str, listing: Callable[[], str] |
     `--help`, `--version`, `--completion` and, where there is a listing, `--list` print and exit.
     """
     for argument in argv:
+        if "\0" in argument:
+            raise UserError(f"{shown(argument)}: the command line holds a NUL character.")
         if not is_unicode(argument):
             raise UserError(f"{shown(argument)}: the command line is not UTF-8 text.")
     answers = [field.name for field in dataclasses.fields(Answers) if listing or field.name != "list"]
@@ -107,7 +109,9 @@ def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupte
     for stream in (sys.stdout, sys.stderr):
         if getattr(stream, "errors", None) == "strict":
             stream.reconfigure(errors="backslashreplace")
-    rank = os.environ.get("RANK", "0")
+    rank = os.environ.get("RANK", "0") if "WORLD_SIZE" in os.environ else "0"
+    if not rank.isdecimal():
+        rank = "0"  # refused as soon as the settings are read
     if rank != "0":  # one of several processes: rank 0 speaks for all
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
@@ -117,7 +121,8 @@ def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupte
             time.sleep(10)  # for rank 0 or the launcher to give the cause; the launcher then ends this process
         if rank != "0":
             print(f"rank {rank}: ", end="", file=sys.stderr)
-        print(f"error: {error}", file=sys.stderr)
+        message = " ".join(str(error).split("\n")) if isinstance(error, UserError) else str(error)
+        print(f"error: {_shortened(message)}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
@@ -129,6 +134,11 @@ def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupte
     finally:
         if _is_gone(sys.stdout):
             _exit_unread()
+
+
+def _shortened(message: str) -> str:
+    """A message with words of hundreds of characters, such as a path that was not meant as one, cut in the middle."""
+    return re.sub(r"\S{250,}", lambda word: f"{word[0][:60]}...{word[0][-20:]}", message)
 
 
 def _is_gone(stream: TextIO, text: str = "") -> bool:

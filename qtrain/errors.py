@@ -20,6 +20,11 @@ class LostRank(TrainingStopped):
     """Another process of the run has ended: that one's message, or the launcher's, says why."""
 
 
+def first_line(error: BaseException | str) -> str:
+    """What an error says, in one line; its type where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def nearest(given: str, allowed: Iterable[str]) -> str | None:
     """The allowed name closest in spelling to `given`, or None when nothing is close."""
     by_folded = {name.lower().replace("-", "_"): name for name in allowed}

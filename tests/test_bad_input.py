@@ -1,6 +1,7 @@
 """A user's mistake is one short line that names the flag or file, what was given and what is allowed; nothing is
 written. The table runs over both scripts; it lists what real command lines get wrong, one mistake a line."""
 
+import gzip
 import json
 import os
 import shutil
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -333,6 +336,54 @@ CHOICES = [
     wrong("--hellaswag_file", "--hellaswag", hellaswag_file="jsonl/0.jsonl"),
 ]
 
+BROKEN_FILES = [  # of what a user has by downloading, copying, converting
+    wrong("--config: ", "File name too long", config="x" * 5000 + ".json"),
+    wrong("--config (nul.json).model: 'a\\x00b' holds a NUL character", config="nul.json"),
+    wrong("'--lr=\\x001': the command line holds a NUL character", words=("--lr=\0001",)),
+    wrong("--runs_dir: cannot read", "File name too long", runs_dir="y" * 300),
+    wrong("--resume: cannot read", "File name too long", resume="y" * 5000),
+    wrong("--model: '~nobody-has-this-name/x': there is no such user's folder", model="~nobody-has-this-name/x"),
+    wrong("--train_ds: '~nobody-has-this", train_ds={**TEXT, "paths": "~nobody-has-this-name/x.txt"}),
+    wrong("--train_ds: '~nobody-has-this", train_ds={**TOKENS, "dataset_dir": "~nobody-has-this-name/x"}),
+    wrong("--train_ds: '~nobody-has-this", train_ds={**TEXT, "tokenizer": "~nobody-has-this-name/x"}),
+    wrong("--train_ds (text).paths: ['jsonl', 5] is not allowed", train_ds={**TEXT, "paths": ["jsonl", 5]}),
+    wrong("layer_types: 5 is not allowed", "'sliding_attention', 'full_attention'", model="types.json"),
+    wrong("layer_types: [{}] is not allowed", model="types2.json"),
+    wrong("layer_types: ['odd'] is not allowed", model="types3.json"),
+    wrong("layer_types names 1 layers; num_hidden_layers is 2", model="types4.json"),
+    wrong("weight_map: None is not allowed", "a JSON object", model="index_list", pretrained=True),
+    wrong("weight_map: {'model.norm.weight': 5} is not allowed", model="index_number", pretrained=True),
+    wrong("lacks in one.safetensors the tensors: model.embed", model="index_other", pretrained=True),
+    wrong("model.norm.weight is stored as I64; only floating-point", model="whole_numbers", pretrained=True),
+    wrong("--model (broken_generation/generation_config.json): not valid JSON", model="broken_generation"),
+    wrong("--model (list_generation/generation_config.json): [] is not allowed", model="list_generation"),
+    wrong("--model (type.list.json): unknown model_type", model="type.list.json", model_impl="hf"),
+    wrong("transformers refuses its config: KeyError: 'nope'", model="act.json", model_impl="hf"),
+    wrong("transformers refuses its weights: Safetensor", model="broken_weights", pretrained=True, model_impl="hf"),
+    wrong("--seq_len: 65 tokens are more than the 64 positions in the table of GPT2LMHeadModel", model="positions.json",
+          model_impl="hf", seq_len=65),
+    wrong("broken_template/chat_template.jinja cannot be read as text",
+          train_ds={**TEXT, "tokenizer": "broken_template"}),
+    wrong("no_unk.json is not a tokenizer.json: WordLevel error", train_ds={**TEXT, "tokenizer": "no_unk.json"}),
+    wrong("nested.jsonl, line at byte 0: not valid JSON", train_ds={**TEXT, "paths": "nested.jsonl"}),
+    wrong("latin.parquet, row ", "of row group 0: not UTF-8 text", train_ds={**TEXT, "paths": "latin.parquet"}),
+    wrong("cannot read damaged.parquet: ", train_ds={**TEXT, "paths": "damaged.parquet"}),
+    wrong("'json' cannot be read: Compressed file ended", train_ds={**HF, "data_files": "cut.jsonl.gz"}),
+    wrong("'json' cannot be read: Corrupt input data", train_ds={**HF, "data_files": "broken.jsonl.xz"}),
+    wrong("the weights are too large to be added",
+          train_ds={"type": "mix", "datasets": [{**TOKENS, "weight": 1e308}, {**TEXT, "weight": 1e308}]}),
+    wrong("its shards do not have", "tokens together", train_ds={**TOKENS, "dataset_dir": "twice"}),
+    wrong("not a .jsonl file (maximum recursion", hellaswag=True, hellaswag_file="nested.jsonl"),
+    wrong("endings: 'cd' is not allowed", "a list of text", hellaswag=True, hellaswag_file="endings.jsonl"),
+    wrong("an ending is empty", hellaswag=True, hellaswag_file="no_ending.jsonl"),
+    wrong("OverflowError", hellaswag=True, hellaswag_file="infinite_label.jsonl"),
+    wrong("no complete checkpoint", resume="infinite_step"),
+    wrong("--resume: odd_run/metrics.jsonl is not a file; move it away", resume="odd_run"),
+    wrong_tokenize("--output_dir: cannot read", "File name too long", output_dir="z" * 300),
+    wrong_tokenize("--train_tokenizer: 1099511627776 pieces", tokenizer=None, train_tokenizer=2**40),
+    wrong_tokenize("cursor.source.document: 'x' is not allowed", output_dir="odd_cursor"),
+]  # fmt: skip
+
 RESUME = [
     wrong("--resume: no/such cannot be loaded", "no such folder", resume="no/such"),
     wrong("--resume: jsonl cannot be loaded", "no complete checkpoint", resume="jsonl"),
@@ -375,7 +426,7 @@ TOKENIZE = [
     wrong_tokenize("--config (typo.json): unknown key 'batchsize'", config="typo.json"),
 ]
 
-MISTAKES = [*FLAGS, *RECIPES, *MODELS, *DATA, *TOKENIZERS, *CHOICES, *RESUME, *TOKENIZE]
+MISTAKES = [*FLAGS, *RECIPES, *MODELS, *DATA, *TOKENIZERS, *CHOICES, *BROKEN_FILES, *RESUME, *TOKENIZE]
 
 
 @pytest.fixture(scope="module")
@@ -390,6 +441,7 @@ def folder(tmp_path_factory) -> Path:
         _write_small_files()
         _write_tokens()
         assert call(llm_pretrain.main, flags(**GOOD["pretrain"], ckpt_interval=1, export=False)).code == 0
+        _write_broken_files()
         shutil.copytree(only_run(Path("runs")) / "checkpoints", "incomplete")
         shutil.rmtree("incomplete/00000001")
         Path("incomplete/00000002/COMPLETE").unlink()
@@ -418,6 +470,56 @@ def _write_models() -> None:
     tensors = load_file("whole/model.safetensors")
     save_file({**tensors, "model.norm.weight": torch.ones(64)}, "wide/model.safetensors")
     save_file({k: v for k, v in tensors.items() if k != "model.norm.weight"}, "short/model.safetensors")
+
+
+def _write_broken_files() -> None:
+    Path("nul.json").write_text('{"model": "a\\u0000b"}')
+    sliding = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}
+    for name, kinds in (("types", 5), ("types2", [{}]), ("types3", ["odd"]), ("types4", ["full_attention"])):
+        write_model(Path(f"{name}.json"), **sliding, layer_types=kinds)
+    write_model(Path("type.list.json"), model_type=["gpt2"])
+    write_model(Path("act.json"), model_type="gpt2", activation_function="nope")
+    write_model(Path("positions.json"), model_type="gpt2")
+    tensors = load_file("whole/model.safetensors")
+    index = {"index_list": [], "index_number": {"weight_map": {"model.norm.weight": 5}}}
+    index["index_other"] = {"weight_map": dict.fromkeys(tensors, "one.safetensors")}
+    for name in (*index, "whole_numbers", "broken_generation", "list_generation", "broken_template"):
+        shutil.copytree("whole", name)
+    for name, content in index.items():
+        Path(name, "model.safetensors.index.json").write_text(json.dumps(content))
+    save_file({"model.norm.weight": tensors["model.norm.weight"]}, "index_other/one.safetensors")
+    whole_numbers = {**tensors, "model.norm.weight": torch.ones(32, dtype=torch.int64)}
+    save_file(whole_numbers, "whole_numbers/model.safetensors")
+    Path("broken_generation/generation_config.json").write_text("{")
+    Path("list_generation/generation_config.json").write_text("[]")
+    shutil.copy("tokens/tokenizer.json", "broken_template")
+    Path("broken_template/chat_template.jinja").write_bytes(b"\xff\xfe")
+    Tokenizer(WordLevel({"a": 0, "</s>": 1}, unk_token="[UNK]")).save("no_unk.json")
+    Path("nested.jsonl").write_text('{"text": ' + "[" * 100_000 + "\n")
+    texts = pyarrow.table({"text": ["a" * 50] * 20})
+    pyarrow.parquet.write_table(texts, "latin.parquet", compression="none", use_dictionary=False)
+    data = Path("latin.parquet").read_bytes()
+    Path("latin.parquet").write_bytes(data.replace(b"a" * 50, b"\xe9" * 50))
+    Path("damaged.parquet").write_bytes(data[:4] + b"\xff" * 200 + data[204:])
+    Path("cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "abc"}\n' * 5000)[:60])
+    Path("broken.jsonl.xz").write_bytes(b"\xfd7zXZ\0broken")
+    question = {"ctx": "a b", "endings": ["c", "d"], "label": 0}
+    changes = {"endings": {"endings": "cd"}, "no_ending": {"endings": ["c", ""]}, "infinite_label": {"label": 1e999}}
+    for name, change in changes.items():
+        Path(f"{name}.jsonl").write_text(json.dumps({**question, **change}) + "\n")
+    manifest = json.loads(Path("tokens/manifest.json").read_text())
+    cursor = {"source": {"document": "x"}, "documents": 0, "tokens": 0}
+    odd = {"twice": {"shards": manifest["shards"] * 2}, "odd_cursor": {"complete": False, "cursor": cursor}}
+    for name, change in odd.items():
+        shutil.copytree("tokens", name)
+        Path(name, "manifest.json").write_text(json.dumps({**manifest, **change}))
+    run = only_run(Path("runs"))
+    for name in ("odd_run", "infinite_step"):
+        shutil.copytree(run, name)
+    Path("odd_run/metrics.jsonl").unlink()
+    Path("odd_run/metrics.jsonl").mkdir()
+    for checkpoint in Path("infinite_step/checkpoints").iterdir():
+        (checkpoint / "COMPLETE").write_text('{"step": 1e999, "saved_at": 1, "files": {}}')
 
 
 def _write_small_files() -> None:

@@ -62,6 +62,11 @@ def test_all_tables(tmp_path):
     [
         (["--shapes", "12x13"], "--shapes: '12x13' is not a size"),
         (["--shapes", ","], "--shapes: it is empty"),
+        (["--shapes", "9" * 5000 + "x1x1"], "is not a size; write 3 whole numbers from 1 to 10,000,000"),
+        (["--shapes", "99999999999x1x1"], "is not a size"),
+        (["--model", "quickstart", "--tokens", "1" + "0" * 15], "--tokens: 1000000000000000 is out of range"),
+        (["--rows", "int8", "--skip", "int8"], "--rows, --skip: together they leave no row"),
+        (["--skip", "nothing"], "--skip: no row has 'nothing'"),
         (["--tables", "mn"], "--tables: unknown table 'mn'. Did you mean 'mm'"),
         (["--tables", ""], "--tables: the value is empty"),
         (["--rows", "int9"], "--rows: no row has 'int9'"),

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 import pytest
 
-from qtrain.checks import Range
-from qtrain.config import JsonDict, parse, versions, write_config
+from qtrain.checks import Range, check_value
+from qtrain.config import JsonDict, parse, run_script, versions, write_config
 from qtrain.errors import UserError
 
 
@@ -47,6 +47,32 @@ def test_a_recipes_number_that_fits_no_machine_number(tmp_path, key, number):
     with pytest.raises(UserError, match=rf"^--config .*recipe\.json\)\.{key}: (-?inf|-?9999)") as caught:
         run("--config", recipe(tmp_path, f'{{"{key}": {number}}}'))
     assert len(str(caught.value)) < 400
+
+
+def test_ranges_and_members_of_nested_types():
+    assert check_value("--x", 0.5, Annotated[float, Range(0.1, 1)] | None) == 0.5
+    assert check_value("--x", None, Annotated[float, Range(0.1, 1)] | None) is None
+    for value, kind in ((0, Annotated[float, Range(0.1, 1)] | None), (["a"] * 9 + [5], list[str]), ([True], list[int])):
+        with pytest.raises(UserError, match=r"^--x: .* it must be "):
+            check_value("--x", value, kind)
+
+
+@pytest.mark.parametrize(("environment", "prefix"), [({"RANK": "x"}, ""), ({"RANK": "1"}, "")])
+def test_one_process_speaks_whatever_its_rank_is_called(environment, prefix, monkeypatch, capsys):
+    """RANK alone, as some schedulers set it, names no other process that could speak."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    def main(argv: list[str]) -> None:
+        print("said")
+        raise UserError(f"--a: two\nlines and {'x' * 5000}")
+
+    with pytest.raises(SystemExit):
+        run_script(main)
+    said = capsys.readouterr()
+    assert said.out == "said\n" and said.err.count("\n") == 1
+    assert said.err.startswith("error: --a: two lines and xxx") and len(said.err) < 200
 
 
 def test_version(capsys):

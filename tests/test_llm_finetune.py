@@ -293,6 +293,7 @@ MISTAKES = [
     ("--activation_checkpointing", "dropout", {"lora": {"dropout": 0.1}, "activation_checkpointing": "full"}),
     ("--lora.dropout: 0.1 does not go with DoRA", "set 0", {"lora": {"dora": True, "dropout": 0.1}}),
     ("--quantize: 'int8' does not go with DoRA", '"base"', {"lora": {"dora": True}, "quantize": "int8"}),
+    ("--lora.r: 1000000000 is out of range", "65536", {"lora": {"r": 10**9}}),
     ("--lora.dora: 'yes' is not allowed", "", {"lora": {"dora": "yes"}}),
     ("--lora.targets: the list is empty", "", {"lora": {"targets": []}}),
     ("has the shape [2, 64]", "adapter of another model", {"lora": {"adapter": "wider"}}),

@@ -1,15 +1,19 @@
 """timm_finetune.py from the command line to the exported model: what it writes, resumes, refuses."""
 
 import dataclasses
+import io
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -22,7 +26,7 @@ from qtrain.optim import OPTIMIZERS
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.settings import VisionSettings
 from qtrain.train.state.checkpoint import newest_complete
-from tests.data.images.pictures import write_folder, write_table, write_tar
+from tests.data.images.pictures import png, write_folder, write_table, write_tar
 from tests.system import ROOT, call, contents, flags, last_step, losses, only_run, serving, tree
 
 timm = pytest.importorskip("timm")
@@ -68,6 +72,7 @@ def folder(tmp_path_factory) -> Path:
         Path("no_tar.tar").write_text("no tar")
         write_tar(Path("images.tar"), range(12))
         Path("a_class.txt").write_text("cat\ndog\n")
+        _write_broken_images()
         assert call(timm_finetune.main, flags(**GOOD, ckpt_interval=2)).code == 0
         yield here
 
@@ -189,6 +194,26 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(folder, tmp_path):
     assert (one / "timm/model.safetensors").read_bytes() == (other / "timm/model.safetensors").read_bytes()
 
 
+def _write_broken_images() -> None:
+    labels = {"negative": ("cls", b"-3"), "huge_label": ("cls", b"9" * 30), "nested_label": ("json", b"[" * 100_000)}
+    for name, (ending, label) in labels.items():
+        with tarfile.open(f"{name}.tar", "w") as tar:
+            for member, data in (("0.png", png(0)), (f"0.{ending}", label)):
+                entry = tarfile.TarInfo(member)
+                entry.size = len(data)
+                tar.addfile(entry, io.BytesIO(data))
+    whole = Path("images.tar").read_bytes()
+    with tarfile.open("images.tar") as tar:
+        Path("cut.tar").write_bytes(whole[: tar.getmembers()[8].offset + 100])
+    Path("no_class.txt").write_text("\n")
+    Path("same_class.txt").write_text("cat\ndog\ncat\n")
+    table = pyarrow.table({"image": [png(0)] * 24, "label": pyarrow.array([2**63] * 24, pyarrow.uint64())})
+    pyarrow.parquet.write_table(table, "huge.parquet")
+    write_folder(Path("pipe"))
+    Path("pipe/cat/000.png").unlink()
+    os.mkfifo("pipe/cat/000.png")
+
+
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 
@@ -269,6 +294,19 @@ MISTAKES = [
         model_kwargs=None,
         activation_checkpointing="full",
     ),
+    wrong("'mX' in 'rand-mX' is not a letter and a number", augment={"auto_augment": "rand-mX"}),
+    wrong("'n99999999999' in 'rand-m9-n99999999999' is out of range", augment={"auto_augment": "rand-m9-n99999999999"}),
+    wrong("--augment.crop_pct: 0.0 is out of range", augment={"crop_pct": 0.0}),
+    wrong("--model_kwargs", "cannot be built", model_kwargs={"features_only": True}),
+    wrong("--train_ds: the label -3 is out of range", **images(type="wds", paths="negative.tar")),
+    wrong("has no label", **images(type="wds", paths="huge_label.tar")),
+    wrong("has no label", **images(type="wds", paths="nested_label.tar")),
+    wrong("its end is missing: it is truncated", **images(type="wds", paths="cut.tar")),
+    wrong("'no_class.txt' is empty", **images(type="wds", paths="images.tar", classes="no_class.txt")),
+    wrong("'same_class.txt' names a class twice", **images(type="wds", paths="images.tar", classes="same_class.txt")),
+    wrong("the label 9223372036854775808 of", "too large", **images(type="parquet", paths="huge.parquet")),
+    wrong("000.png is not a file", **images(type="image_folder", path="pipe")),
+    wrong("there is no such user's folder", **images(type="image_folder", path="~nobody-has-this-name")),
     wrong("--train_ds: cannot resume", "seed", resume="RUN", n_steps=9, seed=7),
     wrong("--train_ds: cannot resume", "batch_size", resume="RUN", n_steps=9, batch_size=2),
     wrong("--resume", "ema", resume="RUN", ema_decay=0.9),

@@ -225,6 +225,25 @@ def test_changed_files_and_damaged_shards_are_refused(here, monkeypatch):
         tokenize_data.main(options)
 
 
+def test_a_damaged_tokenizer_file_is_found_when_the_folder_is_read(here):
+    """Also in bytes that the tokenizer's fingerprint does not see, such as the scores in tokenizer.model: an export
+    copies them."""
+    tokenize_data.main(["--files", "../files", "--split", "all", "--train_tokenizer", "800", "--output_dir", "out"])
+    spec = {"type": "token", "dataset_dir": "out"}
+    dataset_tokenizer(spec, "--train_ds")
+    for name in ("tokenizer.model", "tokenizer.json", "tokenizer_config.json"):
+        path = here / "out" / name
+        good = path.read_bytes()
+        path.write_bytes(good[:-30] + bytes([good[-30] ^ 1]) + good[-29:])
+        with pytest.raises(UserError, match=rf"^--train_ds: .*{name} is missing or damaged: its sha256"):
+            dataset_tokenizer(spec, "--train_ds")
+        path.write_bytes(good)
+    record = json.loads((here / "out/manifest.json").read_text())
+    del record["tokenizer"]["files"]  # of an older folder
+    (here / "out/manifest.json").write_text(json.dumps(record))
+    dataset_tokenizer(spec, "--train_ds")
+
+
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 

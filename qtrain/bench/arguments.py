@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from qtrain.checks import parse_json
+from qtrain.bench.benchmark_settings import MAX_SIZE
+from qtrain.checks import parse_json, shown
 from qtrain.errors import UserError
 from qtrain.quant import SCHEMES, Auto, Scheme
 
@@ -41,11 +42,14 @@ def compared_schemes(words: Iterable[str]) -> dict[str, Scheme]:
 
 
 def parse_sizes(text: str, count: int, flag: str) -> tuple[int, ...]:
-    """'MxNxK' -> its `count` whole numbers, each at least 1. UserError naming `flag`."""
+    """'MxNxK' -> its `count` whole numbers from 1 to MAX_SIZE. UserError naming `flag`."""
     numbers = text.lower().split("x")
-    if len(numbers) != count or not all(n.isascii() and n.isdigit() and int(n) for n in numbers):
+    whole = all(n.isascii() and n.isdigit() and len(n) <= len(str(MAX_SIZE)) for n in numbers)
+    if len(numbers) != count or not whole or not all(1 <= int(n) <= MAX_SIZE for n in numbers):
         example = "x".join(["4096"] * count)
-        raise UserError(f"{flag}: {text!r} is not a size; write {count} whole numbers of at least 1 as in {example}.")
+        raise UserError(
+            f"{flag}: {shown(text)} is not a size; write {count} whole numbers from 1 to {MAX_SIZE:,} as in {example}."
+        )
     return tuple(map(int, numbers))
 
 
@@ -55,11 +59,15 @@ def wanted_names(rows: str, skip: str, names: list[str], flag: str) -> set[str]:
     UserError for a word of `rows` that is in no name.
     """
     keep, leave = ([word.lower() for word in split_list(text)] for text in (rows, skip))
-    for word in keep:
-        if not any(word in name.lower() for name in names):
-            raise UserError(f"{flag}: no row has {word!r} in its name. Rows: {', '.join(names)}.")
-    return {
+    for option, words in ((flag, keep), ("--skip", leave)):
+        for word in words:
+            if not any(word in name.lower() for name in names):
+                raise UserError(f"{option}: no row has {shown(word)} in its name; --list shows the rows.")
+    found = {
         name
         for name in names
         if (not keep or any(word in name.lower() for word in keep)) and not any(word in name.lower() for word in leave)
     }
+    if not found:
+        raise UserError(f"{flag}, --skip: together they leave no row; --list shows the rows.")
+    return found

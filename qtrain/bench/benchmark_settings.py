@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from qtrain.checks import Range
-from qtrain.train.settings import CountOrZero
+
+MAX_SIZE = 10_000_000
+"""The largest size that is accepted."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,7 @@ class BenchmarkSettings:
     """Sizes MxNxK of the matrix products, separated by commas; empty: 1024, 2048 and 4096 cubed, on a CPU 256, 512."""
     model: str | None = None
     """Use the linears of this model (as for llm_pretrain.py --model) with --tokens rows instead of --shapes."""
-    tokens: CountOrZero = 0
+    tokens: Annotated[int, Range(0, MAX_SIZE)] = 0
     """Rows of the inputs of linears, with --model and in the table of linears; 0: 16384, on a CPU 256."""
     a_column_major: bool = False
     """Store A [M, K] column-major, like dy in the gradient of a weight."""

@@ -102,6 +102,13 @@ def about_run(settings: Any, device: str, clocks: dict[str, float] | None = None
     }
 
 
+def check_json(path: Path) -> None:
+    """UserError for a path that no file can be written to, before an hour of measurements."""
+    existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    if path.is_dir() or (existing != path.absolute() and not existing.is_dir()):
+        raise UserError(f"--json: cannot write {path}: {existing} is {'a folder' if existing.is_dir() else 'a file'}.")
+
+
 def write_json(tables: Sequence[Table], path: Path, about: dict[str, Any]) -> None:
     """Write all tables, and `about` the measurement. UserError if the file cannot be written."""
     record = {"date": time.strftime("%Y-%m-%d"), **about, "tables": [table.record() for table in tables]}

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from qtrain.checks import user_path
 from qtrain.data.compression import COMPRESSED
 from qtrain.errors import UserError, nearest
 
@@ -41,7 +42,7 @@ def format_of(path: Path) -> str:
 def match_files(entry: str, suffixes: Iterable[str], flag: str, fix: str = "") -> list[TextFile]:
     """The files of a path, a glob (`**` allowed) or a folder, sorted. UserError, with `fix`, when there are none."""
     suffixes = tuple(suffixes)
-    path = Path(entry).expanduser()
+    path = user_path(entry, flag)
     if path.is_dir():
         taken = set(suffixes) - set(NAMED_ONLY)
         root, found = path, sorted(p for p in path.rglob("*") if format_of(p) in taken and p.is_file())

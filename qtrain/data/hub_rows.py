@@ -7,17 +7,18 @@ shards (the files of a dataset), and each shard is read in order as a dataset of
 import contextlib
 import glob
 import re
+import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtrain.data.columns import missing_column, valid_unicode
-from qtrain.data.compression import COMPRESSED, register_zstd
+from qtrain.data.compression import COMPRESSED, DAMAGED, register_zstd
 from qtrain.data.files import as_list
 from qtrain.data.permutation import Permutation
 from qtrain.data.row_counts import estimate_rows
-from qtrain.errors import UserError, unknown_name
+from qtrain.errors import UserError, first_line, unknown_name
 from qtrain.hub import reaching_hub
 
 if TYPE_CHECKING:
@@ -123,19 +124,24 @@ class RowSource:
                 yield
             except StopIteration:  # the library's, from a file without rows
                 raise UserError(f"{flag}: {what} cannot be read: a file of it is empty.") from None
-            except (ValueError, RuntimeError) as error:  # pyarrow's errors are ValueErrors
+            except (
+                ValueError,
+                RuntimeError,
+                *DAMAGED,
+                zipfile.BadZipFile,
+            ) as error:  # pyarrow's errors are ValueErrors
                 if found := re.search(r"Available: (\[.*\])", str(error)):
                     names = re.findall(r"'([^']+)'", found.group(1))
                     raise unknown_name(flag, f"subset of {self.dataset!r}", str(self.subset), names) from None
-                raise UserError(f"{flag}: {what} cannot be read: {_first_line(error)}") from None
+                raise UserError(f"{flag}: {what} cannot be read: {first_line(error)}") from None
             except ImportError as error:  # fsspec's, for a protocol in data_files whose package is not installed
                 raise UserError(
-                    f"{flag}: {what} cannot be read: {_first_line(error)}. Or download the files and give their paths."
+                    f"{flag}: {what} cannot be read: {first_line(error)}. Or download the files and give their paths."
                 ) from None
             except OSError as error:
                 if not local:
                     raise
-                raise UserError(f"{flag}: {what} cannot be read: {_first_line(error)}") from None
+                raise UserError(f"{flag}: {what} cannot be read: {first_line(error)}") from None
 
     def _is_local(self) -> bool:
         return self.dataset in LOCAL_READERS or self.dataset.startswith((".", "/")) or Path(self.dataset).is_dir()
@@ -222,7 +228,3 @@ class RowReader:
         if not isinstance(text, str | None):
             raise UserError(f"{self._flag}: the column {column!r} holds {text!r}, which is not text.")
         return valid_unicode(text or "")
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

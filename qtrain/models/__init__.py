@@ -7,7 +7,7 @@ from qtrain.models.decoder import Decoder
 from qtrain.models.execution import RECOMPUTE_MODES, apply_activation_checkpointing, compile_layers
 from qtrain.models.generate import generate
 from qtrain.models.greedy_decode import answer, rows_at_once
-from qtrain.models.hf import export_hf
+from qtrain.models.hf import export_hf, generation_config
 from qtrain.models.lora import Lora, add_lora, check_combination, merge_lora
 from qtrain.models.loss import LossSums, linear_cross_entropy
 from qtrain.models.peft_format import as_lora, load_adapter, save_adapter
@@ -49,6 +49,7 @@ __all__ = [
     "export_hf",
     "export_timm",
     "generate",
+    "generation_config",
     "image_config",
     "linear_cross_entropy",
     "list_models",

@@ -303,7 +303,12 @@ def _read_window(values: Mapping[str, Any], family: _Family, where: str) -> int 
         return window
     first = check_value(f"{where}: max_window_layers", values.get("max_window_layers", 28), Annotated[int, Range(0)])
     layers = range(values["num_hidden_layers"])
-    kinds = values.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in layers]
+    kinds = ["sliding_attention" if i >= first else "full_attention" for i in layers]
+    if values.get("layer_types") is not None:
+        allowed = list[Literal["sliding_attention", "full_attention"]]
+        kinds = check_value(f"{where}: layer_types", values["layer_types"], allowed)
+        if len(kinds) != len(layers):
+            raise UserError(f"{where}: layer_types names {len(kinds)} layers; num_hidden_layers is {len(layers)}.")
     if len(set(kinds)) > 1:
         raise UserError(f"{where}: a sliding window in only some layers is not supported natively. {USE_HF}")
     return window if kinds[0] == "sliding_attention" else None

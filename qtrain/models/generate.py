@@ -21,19 +21,20 @@ def generate(
 
     temperature 0 takes the most likely token; otherwise one is sampled from the top_k most likely (None: all), the same
     ones for the same seed. A row that sampled eos_id continues with eos_id; when all have, sampling stops. Only ids
-    below vocab_size are sampled: a model's vocabulary is often padded beyond its tokenizer's.
+    below vocab_size are sampled: a model's vocabulary is often padded beyond its tokenizer's. A model with a table of
+    positions (`max_positions`) reads the last that fit it.
     """
     if prompt_ids.ndim != 2 or prompt_ids.shape[1] == 0:
         raise UserError(f"generate: the prompt has the shape {tuple(prompt_ids.shape)}; give at least one token.")
     was_training = model.training
     model.eval()
     generator = torch.Generator(prompt_ids.device).manual_seed(seed)
-    ids = prompt_ids
+    ids, longest = prompt_ids, getattr(model, "max_positions", None) or 0
     done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     try:
         with torch.compiler.set_stance("force_eager"):  # every length is a new shape
             for _ in range(max_new_tokens):
-                logits = model(ids)[:, -1, :vocab_size].float()  # [B, V]
+                logits = model(ids[:, -longest:])[:, -1, :vocab_size].float()  # [B, V]
                 token = _sample(logits, temperature, top_k, generator)
                 if eos_id is not None:
                     token = torch.where(done, eos_id, token)

@@ -49,9 +49,12 @@ class KVCache:
 def answer(
     model: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_id: int | None, vocab_size: int | None
 ) -> list[list[int]]:
-    """The greedy continuation of each prompt (of at least one id), up to and without eos_id."""
+    """The greedy continuation of each prompt (of at least one id), up to and without eos_id; for a model with a table
+    of positions (`max_positions`), as far as that goes."""
     device, was_training = next(model.parameters()).device, model.training
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    if (longest := getattr(model, "max_positions", None)) is not None:
+        max_new_tokens = max(1, min(max_new_tokens, longest + 1 - int(lengths.max())))
     places = int(lengths.max()) + max_new_tokens
     ids = torch.zeros(len(prompts), places, dtype=torch.int64, device=device)
     for row, prompt in zip(ids, prompts, strict=True):

@@ -17,11 +17,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from qtrain.checks import read_json
+from qtrain.checks import check_value, read_json
 from qtrain.errors import UserError
 from qtrain.hub import reaching_hub
 from qtrain.models.config import ModelConfig
 from qtrain.models.source import FIX, ModelSource
+from qtrain.models.writing import writing_export
 from qtrain.quant.export import exported_tensors
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -112,11 +113,16 @@ def load_hf_weights(model: nn.Module, source: ModelSource) -> None:
     wrong = []
     for file, members in sorted(by_file.items()):
         with opened_tensors(file, where, device) as opened:
+            refuse_tensors(
+                where, f"lacks in {file.name} the tensors", {e.hf_name for e in members} - set(opened.keys())
+            )
             for entry in members:
-                target = entry.of(parameters[entry.name])
-                shape = tuple(opened.get_slice(entry.hf_name).get_shape())
+                target, stored = entry.of(parameters[entry.name]), opened.get_slice(entry.hf_name)
+                shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
                 if shape != tuple(target.shape):
                     wrong.append(f"{entry.hf_name} {list(shape)} (expected {list(target.shape)})")
+                elif "F" not in dtype:  # F32, BF16, F8_E4M3, ...; whole numbers are codes of another format
+                    raise UserError(f"{where}: {entry.hf_name} is stored as {dtype}; only floating-point weights load.")
                 elif entry.hf_name != "lm_head.weight" or not tied_head:
                     target.copy_(opened.get_tensor(entry.hf_name))
     refuse_tensors(where, "has tensors of another shape than its config says", wrong)
@@ -155,7 +161,7 @@ def export_hf(
     replaces `folder`. trained_positions: tokens of the sequences that the model was trained on; the config names no
     fewer positions.
     """
-    with _replacing(Path(folder)) as temporary:
+    with _replacing(Path(folder)) as temporary, writing_export(folder):
         if hasattr(model, "save_pretrained"):
             model.save_pretrained(temporary, max_shard_size=MAX_SHARD_BYTES)
             config = read_json(temporary / "config.json", "export")
@@ -165,7 +171,7 @@ def export_hf(
             config.pop("dtype", None)  # transformers 5 reads torch_dtype too, and the two must not disagree
         if isinstance(positions := config.get("max_position_embeddings"), int):
             config["max_position_embeddings"] = max(positions, trained_positions)
-        generation = _generation_config(source, config)
+        generation = generation_config(source, config)
         if tokenizer is not None:
             _adopt_special_ids(config, tokenizer)
             _adopt_special_ids(generation, tokenizer)
@@ -206,8 +212,8 @@ def _write_weights(model: nn.Module, folder: Path) -> torch.dtype:
     return dtype
 
 
-def _generation_config(source: ModelSource, config: dict[str, Any]) -> dict[str, Any]:
-    """The source's generation settings if they are available locally, else its special tokens."""
+def generation_config(source: ModelSource, config: dict[str, Any]) -> dict[str, Any]:
+    """The source's generation settings if they are available locally, else its special tokens. Raises UserError."""
     from huggingface_hub import try_to_load_from_cache
 
     own = source.folder / "generation_config.json" if source.folder else None
@@ -215,7 +221,8 @@ def _generation_config(source: ModelSource, config: dict[str, Any]) -> dict[str,
         cached = try_to_load_from_cache(source.hub_id, "generation_config.json")
         own = Path(cached) if isinstance(cached, str) else None
     if own is not None and own.is_file():
-        return read_json(own, "--model")
+        generation = read_json(own, "--model")
+        return check_value(f"--model ({own})", generation, dict[str, Any])
     special = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {"_from_model_config": True, **{key: value for key, value in special.items() if value is not None}}
 
@@ -232,7 +239,9 @@ def _adopt_special_ids(config: dict[str, Any], tokenizer: Tokenizer) -> None:
 def files_of_tensors(folder: Path, where: str) -> dict[str, Path]:
     """Name of each tensor -> the file of the folder that holds it."""
     if (folder / INDEX).is_file():
-        weight_map = read_json(folder / INDEX, where).get("weight_map", {})
+        index = read_json(folder / INDEX, where)
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        check_value(f"{where} ({INDEX}): weight_map", weight_map, dict[str, str])
         files = {name: folder / file for name, file in weight_map.items()}
         refuse_tensors(where, f"lacks files that {INDEX} names", {f.name for f in files.values() if not f.is_file()})
         return files

@@ -5,7 +5,10 @@ applied to its last hidden state (then the loss is computed through the head in 
 whether its attention keeps documents apart when positions restart.
 """
 
+import contextlib
 import copy
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,9 @@ from qtrain.models.selective_recompute import selective_contexts
 from qtrain.models.source import FIX, ModelSource
 from qtrain.quant.export import exported_tensors
 
+POSITION_TABLES = ("wpe", "embed_positions", "position_embedding", "pos_embed")
+"""What transformers calls tables of positions."""
+
 
 class HfModel(nn.Module):
     """A transformers model with the native decoder's interface. `layers` and `lm_head` are the model's own modules."""
@@ -35,6 +41,17 @@ class HfModel(nn.Module):
         self._recompute: Recompute = "none"
         self._plain_head: bool | None = None
         self._keeps_documents: bool | None = None
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest text that the model can read: the rows of its table of positions, learned or fixed, as of GPT-2,
+        OPT and GPT-J; None where positions are computed, as rotary ones are."""
+        named = getattr(self.model.config, "max_position_embeddings", None)
+        if not isinstance(named, int):
+            return None
+        tensors = itertools.chain(self.model.named_parameters(), self.model.named_buffers())
+        rows = (len(t) for name, t in tensors if t.ndim > 1 and any(word in name for word in POSITION_TABLES))
+        return named if any(named <= n <= named + 8 for n in rows) else None  # OPT's has two rows more
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -154,7 +171,7 @@ def build_hf_model(
 
     values = copy.deepcopy(source.config)
     model_type = values.pop("model_type", None)
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise unknown_name(source.where, "model_type", str(model_type), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     try:
         config = AutoConfig.for_model(model_type, **values)
@@ -162,12 +179,25 @@ def build_hf_model(
         raise UserError(f"{source.where}: transformers refuses this config: {' '.join(str(error).split())}") from None
     if pretrained:
         place = source.folder or source.hub_id
-        with reaching_hub("--model", f"the weights of {source.name!r}", FIX):
+        with reaching_hub("--model", f"the weights of {source.name!r}", FIX), _explained(source, "weights"):
             model = AutoModelForCausalLM.from_pretrained(place, config=config, dtype=dtype).to(device)
     else:
         devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), torch.device(device):
+        with torch.random.fork_rng(devices=devices), torch.device(device), _explained(source, "config"):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.train()
     return HfModel(model)
+
+
+@contextlib.contextmanager
+def _explained(source: ModelSource, what: str) -> Iterator[None]:
+    """Errors of any type with which transformers refuses a model become one UserError."""
+    try:
+        yield
+    except Exception as error:
+        of_the_hub = isinstance(error, OSError) and source.folder is None
+        if of_the_hub or isinstance(error, MemoryError) or "memory" in str(error):
+            raise
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"{source.where}: transformers refuses its {what}: {type(error).__name__}: {reason}") from None

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtrain.checks import check_fields, check_value, read_json
+from qtrain.checks import check_fields, check_value, read_json, user_path
 from qtrain.errors import UserError
 from qtrain.models.lora import Lora, lora_linears
+from qtrain.models.writing import writing_export
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -34,7 +35,6 @@ def save_adapter(model: nn.Module, lora: Lora, base: str, folder: Path | str) ->
     from safetensors.torch import save_file
 
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     words = {projection.word for linear in lora_linears(model).values() for projection in linear.adapted}
     config = {
         "peft_type": "LORA",
@@ -52,15 +52,18 @@ def save_adapter(model: nn.Module, lora: Lora, base: str, folder: Path | str) ->
         "inference_mode": True,
     }
     tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in adapter_tensors(model).items()}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    with writing_export(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def with_adapter_config(lora: Lora, flag: str = "--lora") -> Lora:
     """`lora` with r, alpha, targets, rslora and dora of the adapter that it continues, if it names one."""
     if lora.adapter is None:
         return lora
-    where, path = f"{flag}.adapter", Path(lora.adapter).expanduser()
+    where = f"{flag}.adapter"
+    path = user_path(lora.adapter, where)
     if not (path / CONFIG).is_file():
         raise UserError(f"{where}: {lora.adapter} is no adapter: it has no {CONFIG}. Give a folder in PEFT's format.")
     config = read_json(path / CONFIG, where)
@@ -93,7 +96,8 @@ def load_adapter(model: nn.Module, folder: str, flag: str = "--lora") -> None:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    where, path = f"{flag}.adapter", Path(folder).expanduser() / WEIGHTS
+    where = f"{flag}.adapter"
+    path = user_path(folder, where) / WEIGHTS
     try:
         saved = load_file(path)
     except (OSError, SafetensorError) as error:

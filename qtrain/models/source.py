@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from qtrain.checks import read_json
+from qtrain.checks import read_json, user_path
 from qtrain.errors import UserError, unknown_name
 from qtrain.hub import hub_file
 from qtrain.models.config import ModelConfig
@@ -42,7 +42,7 @@ def read_model_source(name: str, flag: str = "--model") -> ModelSource:
     A name without a slash is looked up among the shipped shapes first (ignoring case), then as a folder. A name with
     exactly one slash that is not a local path is a hub id.
     """
-    path = Path(name).expanduser()
+    path = user_path(name, flag)
     shipped = {p.stem: p for p in SHIPPED.glob("*.json")}
     if name.lower() in shipped:
         return _from_file(name, shipped[name.lower()], flag)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from qtrain.errors import UserError, missing_package, nearest
 from qtrain.hub import reaching_hub
 from qtrain.models.selective_recompute import selective_contexts
+from qtrain.models.writing import writing_export
 
 RESERVED = {
     "pretrained": "--pretrained decides it",
@@ -66,7 +67,9 @@ def empty_vision_model(name: str, kwargs: Mapping[str, Any], classes: int) -> nn
     timm = import_timm()
     try:
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
-            return timm.create_model(name, num_classes=classes, **kwargs)
+            model = timm.create_model(name, num_classes=classes, **kwargs)
+            model.get_classifier()  # a model of features, which some keys give, has none
+            return model
     except Exception as error:  # a model's constructor may raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"--model_kwargs: {name} cannot be built with {json.dumps(dict(kwargs))}: {reason}.") from None
@@ -163,11 +166,9 @@ def export_timm(
 ) -> None:
     """Write model.safetensors and config.json in timm's format, for `timm.create_model(name, checkpoint_path=...)` and
     `timm.create_model("local-dir:FOLDER")`. tensors: name in `state_dict` -> function that returns the value."""
-    folder.mkdir(parents=True, exist_ok=True)
     values = {
         key.replace("_orig_mod.", ""): make().detach().cpu().contiguous().clone() for key, make in tensors.items()
     }
-    save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
     cfg = model.pretrained_cfg
     known = ("first_conv", "classifier", "pool_size", "fixed_input_size")
     pretrained_cfg = {**{key: cfg[key] for key in known if key in cfg}, **image, "num_classes": len(classes)}
@@ -179,4 +180,7 @@ def export_timm(
         "label_names": list(classes),
         "pretrained_cfg": pretrained_cfg,
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    with writing_export(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -105,6 +105,11 @@ DEPENDENCES = (
         "has no effect on a CPU, which accumulates in fp32",
     ),
     Dependence(
+        "--freeze_embedding_layer",
+        lambda g: g.has("freeze_embedding_layer") and getattr(g.settings, "lora", None) is not None,
+        "has no effect with --lora, which freezes all weights",
+    ),
+    Dependence(
         "--quantize_lm_head",
         lambda g: g.settings.quantize_lm_head and g.settings.quantize == "bf16",
         "has no effect with --quantize bf16",

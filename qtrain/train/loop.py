@@ -281,7 +281,10 @@ def log_results(run: Run) -> None:
     """Write report.html; log where it and the last checkpoint are. Rank 0 does."""
     if rank() != 0:
         return
-    log.info("report      %s", write_report(run.folder.path))
+    try:
+        log.info("report      %s", write_report(run.folder.path))
+    except OSError as error:
+        log.warning("report.html cannot be written: %s", error.strerror)
     if run.settings.keep_ckpts:
         log.info("checkpoint  %s", run.checkpoints.latest())
 

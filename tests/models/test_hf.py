@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qtrain.errors import UserError
+from qtrain.errors import TrainingStopped, UserError
 from qtrain.models import build_model, export_hf, hf, read_model_source
 from tests.models.families import FAMILIES, batch, drawn, source_of
 
@@ -91,7 +91,7 @@ def test_a_failed_export_leaves_the_old_one(tmp_path):
     model, source = drawn(source_of("llama2")), source_of("llama2")
     export_hf(model, source, tmp_path / "hf")
     before = (tmp_path / "hf" / "model.safetensors").read_bytes()
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(TrainingStopped, match="hf could not be written: disk full"):
         export_hf(build_model(source, seed=9), source, tmp_path / "hf", Failing())
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
     assert (tmp_path / "hf" / "model.safetensors").read_bytes() == before

@@ -5,7 +5,15 @@ import torch
 import torch.nn.functional as F
 
 from qtrain.errors import UserError
-from qtrain.models import ModelSource, apply_activation_checkpointing, build_model, export_hf, read_model_source
+from qtrain.models import (
+    ModelSource,
+    answer,
+    apply_activation_checkpointing,
+    build_model,
+    export_hf,
+    generate,
+    read_model_source,
+)
 from tests.models.families import DOC_IDS, batch, drawn, source_of
 
 FOREIGN = {
@@ -110,3 +118,25 @@ def test_unknown_architecture():
     with pytest.raises(UserError, match="transformers refuses this config"):
         bad = {"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}
         build_model(ModelSource("x", bad, "--model (x)"), impl="hf")
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        ({"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 12}, 12),
+        ({"model_type": "opt", "hidden_size": 32, "ffn_dim": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 1,
+          "num_attention_heads": 4, "max_position_embeddings": 12}, 12),
+        ({"model_type": "gptj", "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 12, "rotary_dim": 4}, 12),
+        (FOREIGN["bloom"], None),
+        ({"model_type": "gpt_neox", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+          "num_attention_heads": 4, "max_position_embeddings": 12}, None),
+    ],
+)  # fmt: skip
+def test_a_table_of_positions_limits_what_is_read(config, limit):
+    """Samples and answers stay within it; a longer --seq_len is refused (tests/test_bad_input.py)."""
+    model = build_model(ModelSource("x", {"vocab_size": 97, **config}, "x"), impl="hf", seed=1)
+    assert model.max_positions == limit
+    prompt = torch.arange(10).unsqueeze(0)
+    assert generate(model, prompt, 8, temperature=0).shape == (1, 18)
+    answers = answer(model, [[1, 2, 3], list(range(10))], 8, None, None)
+    assert [len(ids) for ids in answers] == [3, 3] if limit else [8, 8]

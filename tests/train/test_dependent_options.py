@@ -51,6 +51,7 @@ CASES = {
         {"quantize": "fp8_rowwise", "quantize_kwargs": {"fast_accum": True}},
         {"quantize_kwargs": {}},
     ),
+    "--freeze_embedding_layer": (FINETUNE, {"freeze_embedding_layer": True, "lora": {}}, {"lora": None}),
     "--quantize_lm_head": (PRETRAIN, {"quantize_lm_head": True}, {"quantize": "int8"}),
     "--optim_kwargs.master": (PRETRAIN, {"optim_kwargs": {"master": "fp32"}}, {"dtype": "bf16"}),
     "--optim_kwargs.sr": (PRETRAIN, {"optim_kwargs": {"sr": True}}, {"dtype": "bf16"}),

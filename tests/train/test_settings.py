@@ -7,8 +7,9 @@ import torch
 
 from qtrain.checks import check_fields
 from qtrain.errors import UserError
+from qtrain.train.checked_settings import check_settings
 from qtrain.train.device import choose_device, choose_dtype
-from qtrain.train.settings import LanguageSettings, batch_geometry
+from qtrain.train.settings import LanguageSettings, TrainSettings, batch_geometry
 
 
 def geometry(batch: int, micro: int, accumulation: int, world: int = 1) -> tuple[int, int, int]:
@@ -67,3 +68,22 @@ def test_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert choose_device("auto") == choose_device("cuda") == torch.device("cuda", 0)
     assert choose_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "x"}, "RANK: 'x' is not the number of a process"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK: '-1' is not the number"),
+        ({"WORLD_SIZE": "2", "RANK": "5"}, "RANK: 5 is not below WORLD_SIZE, 2"),
+        ({"WORLD_SIZE": "2"}, "RANK: it is not set, but WORLD_SIZE is 2"),
+    ],
+)
+def test_a_rank_that_no_process_can_have_is_refused_at_once(environment, message, monkeypatch):
+    """The other processes would wait for it."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"^{message}"):
+        check_settings(TrainSettings(device="cpu"), "llm_pretrain")

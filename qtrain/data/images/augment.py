@@ -7,6 +7,7 @@ resumed, and does not change the model's own draws (dropout).
 
 import contextlib
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -60,11 +61,22 @@ class Augmentation:
 def make_augmentation(options: Mapping[str, Any] | None, flag: str = "--augment") -> Augmentation:
     """The augmentation that the flag's JSON describes. UserError naming `flag` for options that are not allowed."""
     chosen = Augmentation(**check_fields(Augmentation, options or {}, flag))
+    _check_policy(chosen.auto_augment, f"{flag}.auto_augment")
     for name, (low, high) in (("scale", chosen.scale), ("ratio", chosen.ratio)):
         if not 0 < low <= high < float("inf") or (name == "scale" and high > 1):
             bounds = "0 < smallest <= largest" + (" <= 1" if name == "scale" else "")
             raise UserError(f"{flag}.{name}: {[low, high]} is out of range; it must be {bounds}.")
     return chosen
+
+
+def _check_policy(policy: str | None, flag: str) -> None:
+    """Refuse what timm would ignore, as in rand-mX, and more operations than an image has use for."""
+    for section in policy.split("-")[1:] if policy else ():
+        found = re.fullmatch(r"([a-z]+)(\d+(?:\.\d+)?)", section)
+        if not found:
+            raise UserError(f"{flag}: {shown(section)} in {shown(policy)} is not a letter and a number, such as m9.")
+        if found[1] in ("n", "w", "d") and float(found[2]) > 100:
+            raise UserError(f"{flag}: {shown(section)} in {shown(policy)} is out of range; it must be at most 100.")
 
 
 @contextlib.contextmanager

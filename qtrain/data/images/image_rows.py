@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
+from qtrain.checks import MAX_INT
 from qtrain.data.columns import missing_column
 from qtrain.data.files import as_list, match_globs
 from qtrain.data.hub_rows import RowSource
@@ -35,6 +36,8 @@ class _Rows(Images):
             raise UserError(f"{flag}: the column {label_column!r} of {what} has rows without a label.")
         values = values.to_numpy()
         if np.issubdtype(values.dtype, np.integer):
+            if len(values) and int(values.max()) > MAX_INT:
+                raise UserError(f"{flag}: the label {int(values.max())} of {what} is too large.")
             self.labels = values.astype(np.int64)
             self.classes = class_names(self.labels, getattr(feature, "names", None), flag)
         elif all(isinstance(value, str) for value in values):

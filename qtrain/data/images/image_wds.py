@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from qtrain.checks import MAX_INT
 from qtrain.data.files import match_globs
 from qtrain.data.images.image_folder import ENDINGS
 from qtrain.data.images.images import IMAGE_SETS, Images, ImageSet, class_names, decode
@@ -67,6 +68,9 @@ class WebDataset(ImageSet):
             except (OSError, UnicodeDecodeError):
                 raise UserError(f"{flag}: cannot read the classes in {self.classes!r}.") from None
             names = [name.strip() for name in names if name.strip()]
+            if len(names) != len(set(names)) or not names:
+                why = "names a class twice" if names else "is empty"
+                raise UserError(f"{flag}: the file of classes {self.classes!r} {why}; it needs one name per line.")
         with ThreadPoolExecutor(8) as pool:
             found = list(pool.map(lambda file: list(_members(file, flag)), files))
         rows = [(file, *row) for file, members in enumerate(found) for row in members]
@@ -104,6 +108,10 @@ def _members(path: Path, flag: str) -> Iterator[tuple[int, int, int]]:
                     label = _label(tar.extractfile(member).read(), ending)
                     if label is not None:
                         labels[stem] = label
+            with path.open("rb") as file:
+                file.seek(tar.offset)
+                if file.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:
+                    raise tarfile.ReadError("its end is missing: it is truncated")
     except (tarfile.TarError, OSError) as error:
         raise UserError(f"{flag}: {path} cannot be read as a tar file ({error}).") from None
     for stem, place in images.items():
@@ -115,6 +123,6 @@ def _members(path: Path, flag: str) -> Iterator[tuple[int, int, int]]:
 def _label(data: bytes, ending: str) -> int | None:
     try:
         value = int(data) if ending == "cls" else json.loads(data).get("label")
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return None
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_INT else None

@@ -63,12 +63,13 @@ def open_images(spec: Mapping[str, Any], flag: str) -> Images:
     images = IMAGE_SETS.make_typed(spec, flag).open(flag)
     if not len(images):
         raise UserError(f"{flag}: it has no images.")
+    if int(images.labels.min()) < 0:
+        raise UserError(f"{flag}: the label {int(images.labels.min())} is out of range; labels count from 0.")
     if len(images.classes) < 2:
         raise UserError(f"{flag}: there is only one class, {images.classes[0]!r}; training needs at least two.")
-    low, high = int(images.labels.min()), int(images.labels.max())
-    if low < 0 or high >= len(images.classes):
+    if (high := int(images.labels.max())) >= len(images.classes):
         raise UserError(
-            f"{flag}: the label {low if low < 0 else high} is out of range; {len(images.classes)} classes have labels "
+            f"{flag}: the label {high} is out of range; {len(images.classes)} classes have labels "
             f"from 0 to {len(images.classes) - 1}."
         )
     return images
@@ -86,6 +87,8 @@ def check_same_classes(train: Images, other: Images, flag: str) -> None:
 
 def decode(source: bytes | Path, name: str, flag: str) -> Image.Image:
     """The image in a file or in bytes. name: for errors."""
+    if isinstance(source, Path) and source.exists() and not source.is_file():
+        raise UserError(f"{flag}: {name} is not a file.")  # opening a named pipe would wait for ever
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
             if image.width * image.height > MAX_PIXELS:

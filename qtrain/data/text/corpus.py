@@ -2,8 +2,10 @@
 
 import hashlib
 from collections.abc import Iterator
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol
 
+from qtrain.checks import Range, check_fields
 from qtrain.data.files import text_files
 from qtrain.data.hub_rows import RowReader, RowSource
 from qtrain.data.text.documents import DocumentOrder, Documents
@@ -34,6 +36,13 @@ class Corpus(Protocol):
         """All texts, in an order whose first texts a tokenizer can be trained on."""
 
 
+@dataclass(frozen=True)
+class _LocalState:
+    """Where LocalCorpus goes on."""
+
+    document: Annotated[int, Range(0)]
+
+
 class LocalCorpus:
     """Local files, in the order of their paths."""
 
@@ -45,7 +54,7 @@ class LocalCorpus:
         self.fingerprint = hashlib.sha256(sizes.encode()).hexdigest()[:16]
 
     def chunks(self, state: dict[str, Any] | None) -> Iterator[tuple[dict[str, Any], list[str]]]:
-        at = state["document"] if state else 0
+        at = check_fields(_LocalState, state, "manifest.json: cursor.source")["document"] if state else 0
         while at < self.n_documents:
             start, texts, characters = at, [], 0
             while at < self.n_documents and characters < CHUNK_CHARACTERS and len(texts) < CHUNK_DOCUMENTS:

@@ -21,7 +21,7 @@ from qtrain.data.compression import DAMAGED, open_decompressed
 from qtrain.data.files import TextFile
 from qtrain.data.permutation import Permutation
 from qtrain.data.text.decoded import is_decoded_whole, text_column
-from qtrain.errors import UserError
+from qtrain.errors import UserError, first_line
 
 if TYPE_CHECKING:
     import pyarrow
@@ -74,7 +74,7 @@ class Documents:
                 return [block]
             return [Block(file, int(len(self._text(file.path)) > 0))]
         except OSError as error:
-            raise UserError(f"{self._flag}: cannot read {file.path}: {error.strerror or error}") from None
+            raise UserError(f"{self._flag}: cannot read {file.path}: {first_line(error.strerror or error)}") from None
 
     def _open_parquet(self, file: TextFile) -> list[Block]:
         import pyarrow
@@ -89,7 +89,7 @@ class Documents:
                     raise UserError(f"{self._flag}: {file.path}: the column {self._column!r} is {kind}, not text.")
                 groups = [meta.row_group(i) for i in range(meta.num_row_groups)]
         except pyarrow.ArrowException as error:
-            raise UserError(f"{self._flag}: {file.path} is not a readable parquet file: {error}") from None
+            raise UserError(f"{self._flag}: {file.path} is not a readable parquet file: {first_line(error)}") from None
         return [
             Block(file, g.num_rows, None, i, True, sum(_column_bytes(g, c, self._column) for c in range(g.num_columns)))
             for i, g in enumerate(groups)
@@ -106,12 +106,23 @@ class Documents:
         row = index - (int(self._ends[at]) - block.count)
         try:
             if block.cached:
-                return self._rows(at)[row].as_py() or ""
+                return self._row(at, row)
             if block.starts is not None:
                 return self._read_line(block, row)
             return self._text(block.file.path)
         except OSError as error:
-            raise UserError(f"{self._flag}: cannot read {block.file.path}: {error.strerror or error}") from None
+            raise UserError(
+                f"{self._flag}: cannot read {block.file.path}: {first_line(error.strerror or error)}"
+            ) from None
+
+    def _row(self, index: int, row: int) -> str:
+        """Text of a row of block `index`, which is decoded as a whole."""
+        try:
+            return self._rows(index)[row].as_py() or ""
+        except UnicodeDecodeError:
+            group = self.blocks[index].row_group
+            where = f"{self.blocks[index].file.path}, row {row}{'' if group is None else f' of row group {group}'}"
+            raise UserError(f"{self._flag}: {where}: not UTF-8 text.") from None
 
     def _text(self, path: Path) -> str:
         """The contents of a .txt or .py file."""
@@ -119,7 +130,7 @@ class Documents:
             with open_decompressed(path) as stream:
                 return stream.read().decode()
         except DAMAGED as error:
-            reason = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
+            reason = first_line(getattr(error, "strerror", None) or error)
             raise UserError(f"{self._flag}: cannot read {path}: {reason}") from None
         except UnicodeDecodeError as error:
             raise UserError(
@@ -138,7 +149,7 @@ class Documents:
             record = json.loads(record) if isinstance(record, bytes) else record
         except UnicodeDecodeError:
             raise UserError(f"{self._flag}: {where}: not UTF-8 text.") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{self._flag}: {where}: not valid JSON ({error}).") from None
         if not isinstance(record, dict):
             raise UserError(f"{self._flag}: {where}: not a JSON object.")
@@ -163,7 +174,7 @@ class Documents:
             with pyarrow.parquet.ParquetFile(block.file.path) as parquet:
                 rows = parquet.read_row_group(block.row_group, columns=[self._column])[self._column]
         except pyarrow.ArrowException as error:
-            raise UserError(f"{self._flag}: {block.file.path} is damaged: {error}") from None
+            raise UserError(f"{self._flag}: {block.file.path} is damaged: {first_line(error)}") from None
         return self._remember(index, rows, block.file.path)
 
     def _decode(self, path: Path) -> "pyarrow.ChunkedArray":

@@ -5,9 +5,9 @@ import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from qtrain.checks import check_fields, read_json
+from qtrain.checks import Range, check_fields, read_json
 from qtrain.errors import UserError
 from qtrain.portable import sync_to_disk
 
@@ -21,15 +21,36 @@ class ShardEntry:
     """One file of raw token ids."""
 
     file: str
-    tokens: int
+    tokens: Annotated[int, Range(1)]
     sha256: str
+
+
+@dataclass(frozen=True)
+class TokenizerEntry:
+    """The tokenizer of the ids. `files`: sha256 of its files in the folder by name; older folders do not say."""
+
+    name: str
+    fingerprint: str
+    vocab_size: int | None = None
+    bos_id: int | None = None
+    eos_id: int | None = None
+    files: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where the next shard starts: the corpus's state, the documents before it, the tokens to skip after it."""
+
+    source: dict[str, Any] | None
+    documents: Annotated[int, Range(0)]
+    tokens: Annotated[int, Range(0)]
 
 
 @dataclass
 class Manifest:
     """The fields of manifest.json. `cursor`: where an unfinished tokenization continues; None when it is complete.
 
-    `tokenizer`: name, fingerprint, vocab_size, bos_id, eos_id. `settings`: the command that wrote the folder."""
+    `tokenizer`: the fields of TokenizerEntry. `settings`: the command that wrote the folder."""
 
     settings: dict[str, Any]
     tokenizer: dict[str, Any] = field(default_factory=dict)
@@ -64,21 +85,49 @@ def read_manifest(folder: Path, flag: str) -> Manifest:
         raise UserError(f"{where}: shards must be a list of objects.")
     values["shards"] = [ShardEntry(**check_fields(ShardEntry, shard, f"{where}.shards")) for shard in shards]
     manifest = Manifest(**values)
-    if manifest.complete and not {"name", "fingerprint"} <= manifest.tokenizer.keys():
+    if manifest.tokenizer:
+        check_fields(TokenizerEntry, manifest.tokenizer, f"{where}.tokenizer")
+    elif manifest.complete:
         raise UserError(f"{where}: it does not name its tokenizer; write the folder again with tokenize_data.py.")
+    if manifest.cursor is not None:
+        check_fields(Cursor, manifest.cursor, f"{where}.cursor")
+    if manifest.complete and manifest.tokens != sum(shard.tokens for shard in manifest.shards):
+        raise UserError(f"{where}: its shards do not have {manifest.tokens:,} tokens together; copy the file again.")
+    for name in (*(shard.file for shard in manifest.shards), *manifest.tokenizer.get("files", {})):
+        if Path(name).name != name:
+            raise UserError(f"{where}: {name!r} is not the name of a file in its folder.")
     return manifest
 
 
 def damaged_shard(folder: Path, manifest: Manifest) -> Path | None:
     """The first shard of the folder that is missing or whose sha256 is not the manifest's. Reads all shards."""
-    for shard in manifest.shards:
+    return _first_changed(folder, {shard.file: shard.sha256 for shard in manifest.shards})
+
+
+def check_tokenizer_files(folder: Path, manifest: Manifest, flag: str) -> None:
+    """UserError for a file of the folder's tokenizer that is not the one that was written. An export copies them all,
+    and not every byte of them shows in the tokenizer's fingerprint."""
+    if changed := _first_changed(folder, manifest.tokenizer.get("files", {})):
+        raise UserError(
+            f"{flag}: {changed} is missing or damaged: its sha256 is not the one in {FILE_NAME}. Copy it again from "
+            "where the folder was written, or write the folder again."
+        )
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _first_changed(folder: Path, expected: dict[str, str]) -> Path | None:
+    """The first of the files that is missing, cannot be read or has another sha256."""
+    for name, sha256 in expected.items():
         try:
-            with (folder / shard.file).open("rb") as stream:
-                same = hashlib.file_digest(stream, "sha256").hexdigest() == shard.sha256
+            same = sha256_of(folder / name) == sha256
         except OSError:
             same = False
         if not same:
-            return folder / shard.file
+            return folder / name
     return None
 
 

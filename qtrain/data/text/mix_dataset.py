@@ -33,6 +33,8 @@ class MixDataset(Dataset):
                 raise UserError(f"{where}.weight: {weight!r} is not allowed; it must be a number above 0.")
             dataset = DATASETS.make_typed({k: v for k, v in spec.items() if k != "weight"}, where)
             components.append((weight, dataset, where))
+        if not math.isfinite(sum(weight for weight, _, _ in components)):
+            raise UserError(f"{flag}.datasets: the weights are too large to be added; give smaller ones.")
         return components
 
     def load_tokenizer(self, flag: str) -> Tokenizer | None:

@@ -19,6 +19,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from qtrain.checks import user_path
 from qtrain.data.files import as_list, match_files
 from qtrain.data.text.manifest import DTYPES, FILE_NAME, Manifest, read_manifest
 from qtrain.errors import UserError
@@ -53,7 +54,7 @@ def find_shards(dataset_dir: str | list[str], flag: str) -> tuple[list[Shard], l
     shards: list[Shard] = []
     manifests: dict[Path, Manifest] = {}
     for entry in as_list(dataset_dir):
-        folder = Path(entry).expanduser()
+        folder = user_path(entry, flag)
         if folder.is_dir() and (folder / FILE_NAME).is_file():
             paths = [folder / shard.file for shard in _manifest(folder, manifests, flag).shards]
         else:

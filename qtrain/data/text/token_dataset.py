@@ -10,7 +10,7 @@ import numpy as np
 from qtrain.data.batch import Sample
 from qtrain.data.permutation import Permutation
 from qtrain.data.stream import DATASETS, Dataset, Stream, StreamContext, check_position, check_same_tokenizer
-from qtrain.data.text.manifest import FILE_NAME, Manifest, damaged_shard
+from qtrain.data.text.manifest import FILE_NAME, Manifest, check_tokenizer_files, damaged_shard
 from qtrain.data.text.shards import Shard, TokenArray, find_shards
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from qtrain.errors import UserError
@@ -31,6 +31,7 @@ class TokenDataset(Dataset):
     def load_tokenizer(self, flag: str) -> Tokenizer | None:
         _, manifests = find_shards(self.dataset_dir, flag)
         for folder, manifest in manifests:
+            check_tokenizer_files(folder, manifest, flag)
             byte = manifest.tokenizer["name"] == "byte"
             tokenizer = load_tokenizer("byte" if byte else str(folder), flag)
             if tokenizer.fingerprint() != manifest.tokenizer["fingerprint"]:

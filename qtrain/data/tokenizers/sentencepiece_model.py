@@ -176,7 +176,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, flag: str) -> bytes:
             num_threads=8,  # fixed, because it is stored in the file
             minloglevel=2,
         )
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise UserError(f"{flag}: {vocab_size} pieces cannot be trained on this text. {_reason(str(error))}") from None
     return file.getvalue()
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qtrain.checks import read_json
+from qtrain.checks import read_json, user_path
 from qtrain.data.tokenizers.sentencepiece_model import convert_sentencepiece
-from qtrain.errors import UserError, nearest
+from qtrain.errors import UserError, first_line, nearest
 from qtrain.hub import hub_reachable, reaching_hub
 
 ALIASES = {
@@ -204,7 +204,7 @@ def load_tokenizer(name: str, flag: str) -> Tokenizer:
         return ByteTokenizer()
     if name in ALIASES:
         return _from_hub(name, ALIASES[name][0], flag)
-    path = Path(name).expanduser()
+    path = user_path(name, flag)
     if path.is_dir():
         return _from_folder(name, path, flag)
     if path.is_file():
@@ -259,7 +259,10 @@ def _from_file(name: str, path: Path, flag: str) -> Tokenizer:
             if isinstance(read, dict):
                 config |= {k: _plain_token(v) for k, v in read.items() if v is not None}
     template = path.parent / "chat_template.jinja"
-    chat_template = template.read_text(encoding="utf-8") if template.is_file() else None
+    try:
+        chat_template = template.read_text(encoding="utf-8") if template.is_file() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{flag}: {template} cannot be read as text: {first_line(error)}") from None
     try:
         text = path.read_text(encoding="utf-8")
         known = {token["content"] for token in json.loads(text).get("added_tokens", [])}
@@ -268,6 +271,8 @@ def _from_file(name: str, path: Path, flag: str) -> Tokenizer:
                 config[key] = next((token for token in usual if token in known), None)
         model = path.parent / "tokenizer.model"
         model_bytes = model.read_bytes() if path.name == "tokenizer.json" and model.is_file() else None
-        return FastTokenizer(name, text, config, chat_template, model_bytes)
+        tokenizer = FastTokenizer(name, text, config, chat_template, model_bytes)
+        tokenizer.encode(PROBE)  # a vocabulary without its own unknown token fails at some text
+        return tokenizer
     except Exception as error:  # the Rust library raises bare Exception
-        raise UserError(f"{flag}: {path} is not a tokenizer.json: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{flag}: {path} is not a tokenizer.json: {first_line(error)}") from None

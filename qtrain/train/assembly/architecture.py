@@ -22,6 +22,7 @@ from qtrain.models import (
     compile_vision,
     empty_model,
     empty_vision_model,
+    generation_config,
     image_config,
     output_head,
     read_model_source,
@@ -117,6 +118,7 @@ class LanguageArchitecture(Architecture):
     def of(cls, settings: LanguageSettings) -> "LanguageArchitecture":
         """The model that --model and --model_impl name. Raises UserError."""
         source = read_model_source(settings.model)
+        generation_config(source, {})  # an export writes it: refuse a broken one now
         config = source.model_config() if settings.model_impl == "native" else None
         _refuse_absurd(source.config, "--model")
         return cls(source, settings.model_impl, settings.seq_len, config)
@@ -132,7 +134,14 @@ class LanguageArchitecture(Architecture):
 
     @cached_property
     def empty(self) -> nn.Module:
-        return empty_model(self.source, self.impl)
+        model = empty_model(self.source, self.impl)
+        limit = getattr(model, "max_positions", None)
+        if limit is not None and self.seq_len > limit:
+            raise UserError(
+                f"--seq_len: {self.seq_len} tokens are more than the {limit} positions in the table of "
+                f"{type(model.model).__name__}; give at most {limit}."
+            )
+        return model
 
     @property
     def rows(self) -> int:

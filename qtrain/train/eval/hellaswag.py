@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from qtrain.checks import check_value
 from qtrain.errors import UserError
 from qtrain.hub import reaching_hub
 
@@ -72,14 +73,16 @@ def read_question(row: dict[str, Any], where: str) -> HellaSwagQuestion:
             context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
         else:
             context = row["ctx"]
-        endings = tuple(_clean(ending) for ending in row["endings"])
+        endings = tuple(_clean(ending) for ending in check_value(f"{where}: endings", row["endings"], list[str]))
         answer = int(row["label"])
         context = _clean(context)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UserError(
             f"{where}: not a HellaSwag question ({type(error).__name__}: {error}). It needs endings, label, and either "
             "ctx, or ctx_a, ctx_b and activity_label; the published test split has no labels."
         ) from None
+    if not all(endings):
+        raise UserError(f"{where}: an ending is empty.")
     if not 0 <= answer < len(endings):
         raise UserError(f"{where}: label {answer} names none of the {len(endings)} endings; they count from 0.")
     return HellaSwagQuestion(context, endings, answer)
@@ -107,7 +110,7 @@ def load_hellaswag(source: str, limit: int | None, flag: str) -> list[HellaSwagQ
                     questions.append(read_question(json.loads(line), f"{flag} ({source}, line {number})"))
     except OSError as error:
         raise UserError(f"{flag}: cannot read {source} ({error.strerror}); give a .jsonl of questions.") from None
-    except ValueError as error:  # JSON and UTF-8
+    except (ValueError, RecursionError) as error:  # JSON and UTF-8
         raise UserError(f"{flag}: {source} is not a .jsonl file ({error}).") from None
     if not questions:
         raise UserError(f"{flag}: {source} holds no questions.")

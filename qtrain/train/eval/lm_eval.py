@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-from qtrain.errors import TrainingStopped, UserError, missing_package, unknown_name
+from qtrain.errors import TrainingStopped, UserError, first_line, missing_package, unknown_name
 
 
 def check_lm_eval(tasks: str | None, export: bool) -> None:
@@ -27,7 +27,7 @@ def check_lm_eval(tasks: str | None, export: bool) -> None:
     try:
         get_task_dict(manager.match_tasks(_names(tasks)), manager)
     except Exception as error:  # of any library that reads a task's data
-        raise UserError(f"--lm_eval: the data of {tasks} cannot be loaded ({_first_line(error)}).") from None
+        raise UserError(f"--lm_eval: the data of {tasks} cannot be loaded ({first_line(error)}).") from None
 
 
 def run_lm_eval(tasks: str, folder: Path, device: str) -> dict[str, float]:
@@ -41,7 +41,7 @@ def run_lm_eval(tasks: str, folder: Path, device: str) -> dict[str, float]:
         found = lm_eval.simple_evaluate(model="hf", model_args=arguments, tasks=names, device=device)
     except Exception as error:  # of any of the harness's tasks
         raise TrainingStopped(
-            f"--lm_eval: {tasks} failed ({_first_line(error)}). The model is trained and exported; try again with: "
+            f"--lm_eval: {tasks} failed ({first_line(error)}). The model is trained and exported; try again with: "
             f"lm_eval --model hf --model_args {arguments} --tasks {tasks}"
         ) from None
     return {
@@ -54,7 +54,3 @@ def run_lm_eval(tasks: str, folder: Path, device: str) -> dict[str, float]:
 
 def _names(tasks: str) -> list[str]:
     return [name.strip() for name in tasks.split(",") if name.strip()]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0] or type(error).__name__

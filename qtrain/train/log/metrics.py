@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import math
 import os
 import time
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+log = logging.getLogger("qtrain")
 
 # ---- the log --------------------------------------------------------------------------------------------------------
 
@@ -24,22 +27,25 @@ def _record(line: bytes) -> dict[str, Any] | None:
     """A complete line of the log as a record; None for a truncated one."""
     try:
         record = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl in order, without a line truncated by a kill; none of a missing file."""
+    """The records of a metrics.jsonl in order, without a line truncated by a kill; none of a file that is missing or
+    cannot be read."""
     try:
         with Path(path).open("rb") as file:
             return [record for line in file if (record := _record(line)) is not None]
-    except FileNotFoundError:
+    except OSError:
         return []
 
 
 class MetricsLog:
-    """Appends one JSON object per line to `path`, each flushed at once. Every record has a `step`.
+    """Appends one JSON object per line to `path`, each written at once. Every record has a `step`.
+
+    Lines that cannot be written, as on a full disk, are kept and written with the next ones; `unwritten` counts them.
 
     On resuming after `resumed_step`, lines of later steps and a line truncated by a kill are removed: the log of a
     resumed run equals that of an uninterrupted one, if a step's records are written before its checkpoint.
@@ -49,7 +55,8 @@ class MetricsLog:
         self.path = Path(path)
         if resumed_step is not None and self.path.exists():
             self._truncate(resumed_step)
-        self._file = self.path.open("a+", encoding="utf-8")
+        self._file = self.path.open("ab+", buffering=0)
+        self._pending = b""
 
     def _truncate(self, last_step: int) -> None:
         with self.path.open("rb") as file:
@@ -64,23 +71,41 @@ class MetricsLog:
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record of numbers, strings and flat lists. NaN and Inf become null."""
         assert isinstance(record.get("step"), int), "a record without a step could not be removed on resume"
-        self._file.write(json.dumps({key: _finite(value) for key, value in record.items()}) + "\n")
-        self._file.flush()
+        line = json.dumps({key: _finite(value) for key, value in record.items()}) + "\n"
+        self._append(line.encode())
+
+    def _append(self, data: bytes) -> None:
+        first, self._pending = not self._pending, self._pending + data
+        try:
+            while self._pending:
+                self._pending = self._pending[self._file.write(self._pending) :]
+        except OSError as error:
+            if first:
+                log.warning("%s cannot be written (%s); its lines are kept until it can", self.path, error.strerror)
+
+    @property
+    def unwritten(self) -> int:
+        """Lines that could not be written yet."""
+        return self._pending.count(b"\n")
 
     def move(self, path: Path) -> None:
         """Continue in the new file `path`, which begins with the lines so far, also where the former one is deleted."""
-        lines = ""
+        lines = b""
         with contextlib.suppress(OSError):  # a network file system may not give a deleted file's content
             self._file.seek(0)
             lines = self._file.read()
             self._file.close()
         self.path = Path(path)
-        self._file = self.path.open("a+", encoding="utf-8")
-        self._file.write(lines)
-        self._file.flush()
+        self._file = self.path.open("ab+", buffering=0)
+        lines, self._pending = lines + self._pending, b""
+        self._append(lines)
 
     def close(self) -> None:
-        self._file.close()
+        self._append(b"")
+        if self.unwritten:
+            log.warning("%d lines of %s are lost: they could not be written", self.unwritten, self.path)
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 # ---- speed ----------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
+from qtrain.checks import user_path
 from qtrain.distributed.ranks import all_gather, on_all_ranks, rank, world
 from qtrain.errors import TrainingStopped, UserError
 from qtrain.portable import sync_to_disk
@@ -93,8 +94,11 @@ def _read_marker(path: Path) -> Marker:
         marker = Marker(int(raw["step"]), float(raw["saved_at"]), files)
     except (FileNotFoundError, NotADirectoryError):
         raise _Incomplete(f"it has no {MARKER} file, so it was not written to the end") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         raise _Incomplete(f"its {MARKER} file is damaged") from None
+    named = re.fullmatch(r"(?:\.old-)?(\d{8,})(?:-\d+)?", path.name)
+    if named and int(named[1]) != marker.step:
+        raise _Incomplete(f"its {MARKER} file is damaged: it says step {marker.step}")
     if not {META, INDEX} <= files.keys() or any(Path(name).name != name for name in files):
         raise _Incomplete(f"its {MARKER} file is damaged")
     for name, (size, _) in files.items():
@@ -387,7 +391,7 @@ def resolve_resume(value: str, run_root: Path, run_name: str | None = None) -> P
             print(f"--resume auto: no complete checkpoint{name} in {run_root}; starting from step 0.")
             return None
         return max(found, key=lambda best: (best[1].saved_at, best[1].step))[0]
-    path = Path(value)
+    path = user_path(value, "--resume")
     if not path.is_dir():
         raise _refusal(path, "there is no such folder", "Give a checkpoint, a run folder, or auto.")
     for folder in (path / "checkpoints", path):

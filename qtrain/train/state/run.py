@@ -199,13 +199,20 @@ class Run:
             from_rank_0(self._take_folder)
             if self.folder.is_resumed:
                 self.checkpoints.set_aside(self._damaged)
-            yield self._start_log()
+            try:
+                log = self._start_log()
+            except OSError as error:
+                raise UserError(f"--runs_dir: cannot write {self.folder.path}: {error.strerror}.") from None
+            yield log
         leave_world()
 
     def _take_folder(self) -> None:
-        self._locks.enter_context(locked(self.folder.path))
+        for name in ("config.json", "metrics.jsonl", "train.log", "run.lock"):
+            if (path := self.folder.path / name).exists() and not path.is_file():
+                raise UserError(f"--resume: {path} is not a file; move it away.")
         parent = self.folder.parent and {"run": str(self.folder.parent), "step": self.state.step}
         try:
+            self._locks.enter_context(locked(self.folder.path))
             self._save_config(parent)
             if parent and (metrics := self.folder.parent / "metrics.jsonl").exists():
                 shutil.copyfile(metrics, self.folder.path / "metrics.jsonl")

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from qtrain.checks import shown
+from qtrain.checks import shown, user_path
 from qtrain.errors import UserError
 from qtrain.train.settings import TrainSettings
 from qtrain.train.state.checkpoint import newest_complete, resolve_resume, without_recovered
@@ -55,7 +55,7 @@ def find_run_folder(settings: TrainSettings, script: str) -> RunFolder:
     if not re.fullmatch(r"[\w.-]{1,100}", settings.run_name):
         name = shown(settings.run_name)
         raise UserError(f"--run_name: {name} cannot name a folder; use at most 100 letters, digits, '_', '-', '.'.")
-    root = Path(settings.runs_dir) / script
+    root = user_path(settings.runs_dir, "--runs_dir") / script
     checkpoint = None if settings.resume is None else resolve_resume(settings.resume, root, settings.run_name)
     if checkpoint and (run := run_of(checkpoint)):
         newest = newest_complete(checkpoint.parent)

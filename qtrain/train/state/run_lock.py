@@ -13,7 +13,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
+from qtrain.checks import Range, check_fields
 from qtrain.errors import UserError
 
 try:
@@ -29,7 +31,7 @@ class Owner:
     """The process that holds a run folder. started: its start time in the kernel's clock ticks; None where the system
     does not tell."""
 
-    pid: int
+    pid: Annotated[int, Range(1, 2**31 - 1)]
     host: str
     started: int | None
     since: str
@@ -111,8 +113,9 @@ def _turn(folder: Path) -> Iterator[None]:
 
 def _read(folder: Path) -> Owner | None:
     """The owner that the lock names; None without a lock, and for one whose writer was killed while writing it."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return Owner(**json.loads((folder / NAME).read_text(encoding="utf-8")))
+    with contextlib.suppress(OSError, ValueError, RecursionError, UserError):
+        owner = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        return Owner(**check_fields(Owner, owner, NAME)) if isinstance(owner, dict) else None
     return None
 
 

@@ -175,7 +175,15 @@ def test_a_missing_shard_is_named(tmp_path):
 def test_manifest_is_read_strictly(tmp_path):
     folder = ours(tmp_path / "set")
     record = json.loads((folder / "manifest.json").read_text())
-    for change in [{"tokens": "many"}, {"shards": [{"file": "x"}]}, {"shards": 3}, {"unknown": 1}, {"tokenizer": {}}]:
+    (shard, *_), tokenizer = record["shards"], {"name": "byte", "fingerprint": "x"}
+    changes = [{"tokens": "many"}, {"shards": [{"file": "x"}]}, {"shards": 3}, {"unknown": 1}, {"tokenizer": {}}]
+    changes += [{"shards": [{**shard, **wrong}]} for wrong in ({"tokens": -5}, {"file": "../x"}, {"file": "a\0b"})]
+    changes += [
+        {"tokenizer": {**tokenizer, **wrong}} for wrong in ({"name": 5}, {"eos_id": "x"}, {"files": {"../x": ""}})
+    ]
+    cursor = {"source": None, "documents": 0, "tokens": 0}
+    changes += [{"cursor": wrong} for wrong in ({"a": 1}, {**cursor, "tokens": -7}, {**cursor, "source": "x"})]
+    for change in changes:
         (folder / "manifest.json").write_text(json.dumps(record | change))
         with pytest.raises(UserError, match=r"manifest\.json"):
             find_shards(str(folder), "--train_ds")

@@ -1,6 +1,8 @@
 """metrics.jsonl survives kills and resumes; throughput excludes everything but training."""
 
+import errno
 import json
+import logging
 import time
 
 import pytest
@@ -25,6 +27,42 @@ def test_a_resumed_log_equals_an_uninterrupted_one(tmp_path):
         file.write('{"step": 21, "lo')  # killed while writing
     write_steps(tmp_path / "resumed.jsonl", range(14, 41), resumed_step=13)
     assert (tmp_path / "resumed.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_a_full_disk_costs_no_line(tmp_path, monkeypatch, caplog):
+    """The lines are kept, and written when there is space again, also the rest of one that was written in part."""
+    log, room = MetricsLog(tmp_path / "metrics.jsonl"), [0]
+
+    class Full:
+        def __init__(self, file):
+            self.file = file
+
+        def write(self, data):
+            if not room[0]:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            written = self.file.write(data[: room[0]])
+            room[0] -= written
+            return written
+
+        def close(self):
+            self.file.close()
+
+    monkeypatch.setattr(log, "_file", Full(log._file))
+    monkeypatch.setattr(logging.getLogger("qtrain"), "propagate", True)
+    for step, free in ((1, 0), (2, 20), (3, 0), (4, 10_000)):
+        room[0] = free
+        log.write({"step": step, "loss": 1 / step})
+        assert log.unwritten == (0 if step == 4 else step)
+    log.close()
+    write_steps(tmp_path / "whole.jsonl", range(1, 5))
+    assert (tmp_path / "metrics.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert [record.message.count("cannot be written (No space") for record in caplog.records] == [1]
+
+
+def test_a_line_of_thousands_of_brackets_and_a_folder_are_no_records(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("[" * 100_000 + '\n{"step": 2}\n')
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 2}]
+    assert read_metrics(tmp_path) == []
 
 
 @pytest.mark.parametrize("cut", range(1, 30))

@@ -65,6 +65,14 @@ DAMAGE = {
         lambda p: (p / "COMPLETE").write_text('{"step": 1, "saved_at": 0, "files": {}}'),
         "COMPLETE file is damaged",
     ),
+    "marker of another step": (
+        lambda p: (p / "COMPLETE").write_text((p / "COMPLETE").read_text().replace('"step": 2', '"step": 6')),
+        "COMPLETE file is damaged: it says step 6",
+    ),
+    "marker of an infinite step": (
+        lambda p: (p / "COMPLETE").write_text('{"step": 1e999, "saved_at": 1, "files": {}}'),
+        "COMPLETE file is damaged",
+    ),
     "missing shard": (lambda p: (p / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
     "short shard": (lambda p: os.truncate(p / "__0_0.distcp", 1000), "has 1,000 of"),
     "empty shard": (lambda p: os.truncate(p / "__0_0.distcp", 0), "has 0 of"),

@@ -111,3 +111,19 @@ def test_one_of_many_processes_takes_over_a_stale_lock(tmp_path):
     for process in processes:
         process.join()
     assert found == ["held"] + ["refused"] * 7 and not (tmp_path / NAME).exists()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"pid": "x"}, {"pid": 2**70}, {"pid": -1}, {"host": 5}, {"since": []}, {"extra": 1}]
+)
+def test_a_lock_that_no_process_wrote_is_replaced(tmp_path, changes):
+    write(tmp_path, **changes)
+    check_unlocked(tmp_path)
+    with locked(tmp_path):
+        pass
+
+
+def test_a_lock_of_thousands_of_brackets_is_replaced(tmp_path):
+    (tmp_path / NAME).write_text("[" * 100_000)
+    with locked(tmp_path):
+        pass
