@@ -59,7 +59,7 @@ def test_a_failing_augmentation_names_the_file_and_the_policy(tmp_path):
 
     maker._transform._transform = fail
     with pytest.raises(UserError, match=r"\.png cannot be augmented .*'rand-m9'.*bits must be"):
-        maker.make(0, maker.decode(0))
+        maker.make(0, maker.decode(0), 1)
 
 
 def test_an_image_whose_decoder_fails_in_any_way_is_named(tmp_path, monkeypatch):

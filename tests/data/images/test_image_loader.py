@@ -91,11 +91,11 @@ def test_the_models_own_draws_do_not_notice_the_augmentation(images):
 def test_an_images_augmentation_depends_on_seed_epoch_and_image_alone(images):
     """Not on the size of the micro-batch that it comes in."""
     small, large = maker(images), maker(images, micro=4)
-    whole = large.make(1, large.decode(1))[0].images
-    halves = [small.make(n, small.decode(n))[0].images for n in (2, 3)]
+    whole = large.make(1, large.decode(1), 2)[0].images
+    halves = [small.make(n, small.decode(n), n + 1)[0].images for n in (2, 3)]
     assert torch.equal(torch.cat(halves), whole)
     other = maker(images, seed=2)
-    assert not torch.equal(other.make(0, other.decode(0))[0].images, small.make(0, small.decode(0))[0].images)
+    assert not torch.equal(other.make(0, other.decode(0), 1)[0].images, small.make(0, small.decode(0), 1)[0].images)
 
 
 def test_targets():
