@@ -15,7 +15,7 @@ _MODULES = {
     "images.images": ("IMAGE_SETS", "Images", "check_same_classes", "open_images"),
     "loader": ("Loader",),
     "stream": ("DATASETS", "Stream", "StreamContext", "dataset_tokenizer", "open_stream"),
-    "text.eval_windows": ("eval_batches"),
+    "text.eval_windows": ("eval_batches",),
     "tokenizers.tokenizer": ("TOKENIZERS", "Tokenizer", "load_tokenizer"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
