@@ -80,13 +80,15 @@ class LinearBytes:
     """Bytes per element of a linear: of its weight, of the low-bit codes beside it, and of the codes of its input that
     backward keeps instead of the input (None: the input itself).
 
-    dequantized: the whole weight is dequantized while it is read.
+    dequantized: the whole weight is dequantized while it is read. codes_only: codes are all that is read; where masters
+    are sharded, there is no full weight.
     """
 
     weight: float
     codes: float = 0.0
     kept_input: float | None = None
     dequantized: bool = False
+    codes_only: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,8 +209,11 @@ def estimate_memory(
     pretrained: bool = False,
     low_bit: LowBitBytes | None = None,
     trained: TrainedPart | None = None,
+    shards: int = 1,
+    whole_matrices: bool = False,
 ) -> MemoryEstimate:
-    """Memory of training on one GPU.
+    """Memory of training on one GPU, or on one of several that hold a shard each of the master weights and states.
+    whole_matrices: the optimizer updates each linear's weight on one of them.
 
     optimizer_bytes: of states per parameter. step_bytes: temporaries of the optimizer's step. pretrained: weights are
     loaded instead of drawn. low_bit: None for a model that is not quantized. trained: None where everything trains.
@@ -226,9 +231,10 @@ def estimate_memory(
     if step.in_backward:
         gradients = min(gradients, step.element * _largest_partition(config))
     return MemoryEstimate(
-        weights=_weight_bytes(config, step.element, low_bit, trained),
+        weights=_weight_bytes(config, step.element, low_bit, trained)
+        + _master_bytes(config, step.element, low_bit, trained, shards, whole_matrices),
         gradients=gradients,
-        optimizer=round(parameters * optimizer_bytes),
+        optimizer=round(parameters * optimizer_bytes / shards),
         activations=round(config.num_hidden_layers * step.tokens * saved),
         loss=round(_loss_bytes(config, step, low_bit, trained)),
         backward=round(_backward_bytes(config, step, low_bit, trained, recomputed)),
@@ -237,7 +243,7 @@ def estimate_memory(
         one_layer=round(step.tokens * saved),
         plain_weights=parameters * step.element,
         initialization=config.vocab_size * config.hidden_size * (step.element if pretrained else 4),
-        step=round(step_bytes),
+        step=round(step_bytes / shards) + (trained.bytes // shards if shards > 1 else 0),  # the shards' gradients
         in_backward=step.in_backward,
     )
 
@@ -251,6 +257,25 @@ def _weight_bytes(config: ModelConfig, element: int, low_bit: LowBitBytes, train
         added += config.vocab_size * config.hidden_size * (low_bit.head.weight - element + low_bit.head.codes)
     weights = round(count_parameters(config).total * element + added)
     return weights + trained.added_bytes(config.num_hidden_layers, element)
+
+
+def _master_bytes(
+    config: ModelConfig, element: int, low_bit: LowBitBytes, trained: TrainedPart, shards: int, whole_matrices: bool
+) -> int:
+    """Bytes by which masters that are sharded change the weights: a shard of each is added, and the full weights that
+    only codes are computed from are gone. A weight that is stored in low bits, or updated as a whole, is its own
+    master on one rank."""
+    if shards == 1:
+        return 0
+    if trained.adapters:
+        return trained.bytes // shards
+    sizes = {name: config.num_hidden_layers * n * k for name, (n, k) in layer_linears(config).items()}
+    linears = [(sizes[name], linear) for name, linear in low_bit.layer.items()]
+    if low_bit.head is not None and not config.tie_word_embeddings:
+        linears.append((config.vocab_size * config.hidden_size, low_bit.head))
+    gone = sum(size * linear.weight for size, linear in linears if linear.codes_only)
+    own = [size for size, linear in linears if linear.weight != element or (whole_matrices and not linear.codes_only)]
+    return round((trained.bytes - sum(own) * element) / shards - gone)
 
 
 def _head_elements(config: ModelConfig, trained: TrainedPart) -> int:

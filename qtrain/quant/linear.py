@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from qtrain.quant.scheme import DelayedScale, LowBitScheme, NeedsOperand
 from qtrain.tensors.quantized_tensor import Operand, Operands, QuantizedTensor, flatten_operands, unflatten_operands
-from qtrain.tensors.stored_weight import StoredWeight
 
 
 class LinearArguments(NamedTuple):
@@ -141,11 +140,6 @@ class LowBitLinear(nn.Module):
     def receive_codes(self, codes: QuantizedTensor) -> None:
         """Take the weight's codes in the scheme's `wire_format`."""
         self.low_bit_weight.update(self.scheme.operands_of(codes, self.in_features), self.weight._version)
-
-    @property
-    def reads_codes_only(self) -> bool:
-        """Whether no product reads the weight itself, nor is it stored in low bits."""
-        return None not in self.low_bit_weight.operands() and not isinstance(self.weight.data, StoredWeight)
 
     def keep_codes_only(self) -> None:
         """Free the weight's memory. The parameter keeps its shape and receives the gradient; `refresh` then needs the

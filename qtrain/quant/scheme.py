@@ -172,6 +172,11 @@ class LowBitScheme(Scheme):
         """Bytes of codes kept beside the master weight, per weight element."""
         return self._kept_bytes(*self._formats_of("w"))
 
+    @property
+    def reads_codes_only(self) -> bool:
+        """Whether no GEMM reads a weight itself, but only codes that are computed from it."""
+        return self.stored_format is None and None not in self._formats_of("w")
+
     def kept_input_bytes(self, element: int) -> float:
         """Bytes of a linear's input kept for backward, per element of `element` bytes."""
         kept = self._formats_of("x")[1]

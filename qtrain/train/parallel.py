@@ -204,5 +204,5 @@ def _linears_by_weight(quantized: QuantizedModel, model: nn.Module) -> dict[int,
     return {
         id(linear.weight): linear
         for linear in quantized.linears
-        if linear.weight.requires_grad and holders[id(linear.weight)] == 1 and linear.reads_codes_only
+        if linear.weight.requires_grad and holders[id(linear.weight)] == 1 and linear.scheme.reads_codes_only
     }

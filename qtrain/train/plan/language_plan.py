@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from qtrain.distributed.mesh import mesh_shape
 from qtrain.hardware import Hardware
 from qtrain.kernels.autotune import forced
 from qtrain.models import ModelConfig
@@ -103,6 +104,8 @@ def language_memory(
             down_input_recomputed=bool(in_one_function and down.rowwise_swiglu("x") and up.rowwise_swiglu("dy")),
         ),
         trained=trained,
+        shards=mesh_shape(settings.dp_replicate, settings.dp_shard, checked.geometry.world)[1],
+        whole_matrices=checked.optimizer.needs_whole(hidden=True),
     )
 
 
@@ -116,5 +119,6 @@ def _linear_bytes(scheme: LowBitScheme | None, element: int, adapted: bool) -> L
         weight=scheme.weight_bytes(element),
         codes=scheme.code_bytes(),
         kept_input=None if adapted or kept == element else kept,
+        codes_only=scheme.reads_codes_only and not adapted,
         dequantized=any(other is None and w is not None for other, w in of_w),
     )

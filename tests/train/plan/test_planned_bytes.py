@@ -1,19 +1,25 @@
 """The plan's bytes of weights, codes and optimizer states against those of real tensors after a step, for every
 registered scheme and optimizer."""
 
+from dataclasses import replace
 from itertools import chain
 
 import pytest
 import torch
 
+from qtrain.distributed.mesh import make_mesh
+from qtrain.distributed.shards import Sharded, local_tensors, plain_tensors
 from qtrain.models import Decoder, ModelConfig
 from qtrain.optim import OPTIMIZERS, parameter_groups
+from qtrain.optim.state_layout import local
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.linear import LowBitWeight
 from qtrain.tensors.stored_weight import StoredWeight
+from qtrain.train.parallel import DataParallel
 from qtrain.train.plan.language_plan import language_memory
 from qtrain.train.settings import LanguageSettings
 from tests.train.plan.test_plan import checked_of, linears_of
+from tests.worlds import run_ranks
 
 SHAPE = {"model_type": "qwen2", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512}
 SHAPE |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
@@ -56,3 +62,56 @@ def test_planned_bytes_are_those_of_the_tensors(case):
     assert planned.weights == pytest.approx(held([*weights, *codes]), rel=0.01)
     states = [t for state in optimizer.state.values() for key, t in state.items() if key not in ON_HOST]
     assert planned.optimizer == pytest.approx(held(states), rel=0.01, abs=0.01 * planned.weights)
+
+
+def _on_mesh(options: dict) -> tuple[int, int, int, int]:
+    """Planned and held bytes of weights, and of states, on this rank of two."""
+    checked = checked_of(LanguageSettings(batch_size=2, seq_len=8, **options))
+    checked = replace(checked, geometry=replace(checked.geometry, world=2))
+    config = ModelConfig.from_hf(SHAPE)
+    planned = language_memory(checked, config, linears_of(checked, config), None)
+    model = Decoder(config).to(torch.bfloat16)
+    quantized = quantize_linears(model, checked.scheme, seed=0, head=model.lm_head)
+    groups = parameter_groups(model, 0.1)
+    hidden = {id(p) for group in groups if group["hidden"] for p in group["params"]}
+    needs_whole = checked.optimizer.needs_whole
+    parallel = DataParallel(model, quantized, make_mesh(1, 2, "cpu"), lambda p: needs_whole(id(p) in hidden))
+    for group in groups:
+        group["params"] = [parallel.master(p) for p in group["params"]]
+    optimizer = checked.optimizer.build(groups, 0.01)
+    for sharded in parallel.parameters:
+        sharded.set_gradient(torch.full((sum(t.numel() for t in masters(sharded)),), 0.01, dtype=torch.bfloat16))
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    parallel.refresh()
+    weights = [t for p in model.parameters() for t in plain_tensors(p)]
+    weights += [t for sharded in parallel.parameters for t in masters(sharded, stored=True)]
+    codes = chain.from_iterable(m.buffers() for m in model.modules() if isinstance(m, LowBitWeight))
+    states = [local(t) for state in optimizer.state.values() for key, t in state.items() if key not in ON_HOST]
+    return planned.weights, held([*weights, *codes]), planned.optimizer, held(states)
+
+
+def masters(sharded: Sharded, stored: bool = False) -> list[torch.Tensor]:
+    """This rank's part of a master; of one that is stored in low bits its codes, or something of its elements."""
+    found = local_tensors(sharded.master)
+    return found if stored or len(found) < 2 else [sharded.master]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"quantize": "int8"},
+        {"quantize": "fp8_tensorwise", "optim": "adamw_8bit"},
+        {"quantize": "int8_weight"},
+        {"quantize": "fp8_tensorwise", "quantize_kwargs": {"grad_input": "bf16"}},
+        {"optim": "muon"},
+    ],
+    ids=str,
+)
+def test_planned_bytes_of_a_rank_of_two(options):
+    """The mean of both ranks: whole matrices do not divide evenly."""
+    found = run_ranks(2, _on_mesh, options)
+    (planned, _, states, _), weights, of_states = found[0], [row[1] for row in found], [row[3] for row in found]
+    assert planned == pytest.approx(sum(weights) / 2, rel=0.01)
+    assert states == pytest.approx(sum(of_states) / 2, rel=0.01)
