@@ -1,5 +1,6 @@
 """One generator of numeric cases, shared by tests and benchmarks: odd shapes, outliers, zero rows, layouts."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,7 +28,12 @@ def matrix(rows: int, columns: int, seed: int, kind: str = "normal", dtype: torc
 KINDS = ["normal", "outlier", "zero_row", "tiny", "strided"]
 
 
+def sampled(cases: list[Any], swept: Callable[..., bool]) -> list[Any]:
+    """Cases of a slow test; those of which `swept` holds run in the full sweep only."""
+    lists = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*case, marks=pytest.mark.sweep if swept(*case) else ()) for case in lists]
+
+
 def without_e5m2(cases: list[Any]) -> list[Any]:
     """Cases of a kernel in the interpreter; those in e5m2, which take e4m3's path, only in the full sweep."""
-    lists = [case if isinstance(case, tuple) else (case,) for case in cases]
-    return [pytest.param(*case, marks=pytest.mark.sweep if case[0] == "e5m2" else ()) for case in lists]
+    return sampled(cases, lambda fmt, *_: fmt == "e5m2")

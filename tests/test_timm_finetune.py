@@ -84,7 +84,7 @@ def run_of(runs: Path) -> Path:
 # ---- a run -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("quantize", ["bf16", "int8"])
+@pytest.mark.parametrize("quantize", [pytest.param("bf16", marks=pytest.mark.sweep), "int8"])
 def test_digits_from_random_weights_to_a_model_that_timm_loads(quantize, tmp_path, monkeypatch):
     """The recipe of the documentation, shortened; the exported model gives the evaluation's own results."""
     pytest.importorskip("sklearn")

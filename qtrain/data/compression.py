@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
-DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError)
-"""What reading a damaged or truncated file raises."""
+CORRUPT = (EOFError, zlib.error, lzma.LZMAError)
+"""What decompressing a damaged or truncated file raises, besides OSErrors and ValueErrors."""
+DAMAGED = (OSError, *CORRUPT)
 
 
 def open_decompressed(path: Path) -> BinaryIO:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtrain.data.columns import missing_column, valid_unicode
-from qtrain.data.compression import COMPRESSED, DAMAGED, register_zstd
+from qtrain.data.compression import COMPRESSED, CORRUPT, register_zstd
 from qtrain.data.files import as_list
 from qtrain.data.permutation import Permutation
 from qtrain.data.row_counts import estimate_rows
@@ -127,7 +127,7 @@ class RowSource:
             except (
                 ValueError,
                 RuntimeError,
-                *DAMAGED,
+                *CORRUPT,
                 zipfile.BadZipFile,
             ) as error:  # pyarrow's errors are ValueErrors
                 if found := re.search(r"Available: (\[.*\])", str(error)):

@@ -68,9 +68,9 @@ def _fp32(given: Given) -> bool:
 
 DEPENDENCES = (
     Dependence(
-        "--gradient_wire",
+        "--gradient_wire, --deterministic",
         lambda g: g.has("gradient_wire") and g.settings.deterministic,
-        "rounds what --deterministic promises to add exactly; leave one of them out",
+        "the one rounds what the other promises to add exactly; leave one out",
         refused=True,
     ),
     Dependence(

@@ -130,7 +130,7 @@ def test_the_kernel_updates_slices_as_the_whole(kind, bucket, monkeypatch):
 @pytest.mark.parametrize(
     ("stored", "device"),
     [
-        pytest.param("int4", "cpu", marks=pytest.mark.interpreter),
+        pytest.param("int4", "cpu", marks=[pytest.mark.interpreter, pytest.mark.sweep]),
         pytest.param("int8", "cpu", marks=[pytest.mark.interpreter, pytest.mark.sweep]),
         *(pytest.param(stored, "cuda", marks=pytest.mark.gpu) for stored in ("int8", "int4")),
     ],

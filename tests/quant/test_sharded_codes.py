@@ -25,14 +25,16 @@ CASES = {
     "bitnet": ("bitnet", {}, 0.25),
     "bitnet int8": ("bitnet", {"backward": "int8"}, 0.25),
 }
-SHAPES = [(1, 8), (130, 72), (300, 257), (256, 512)]  # [N, K]: fewer rows than ranks, odd ones, whole blocks
+ODD = ((1, 8), (130, 64), (300, 192), (260, 257), (256, 512))
+"""[N, K]: fewer rows than ranks, rows that cut blocks, weights that one rank owns, whole blocks."""
+EVEN = ((130, 64), (300, 192), (256, 512))
 
 
-def _linears(name: str) -> list[LowBitLinear]:
+def _linears(name: str, shapes: tuple) -> list[LowBitLinear]:
     scheme, options, _ = CASES[name]
     made = SCHEMES.make(scheme, options, "--quantize")
     generator, linears = torch.Generator().manual_seed(0), []
-    for n, k in SHAPES:
+    for n, k in shapes:
         linear = nn.Linear(k, n, bias=False).bfloat16()
         values = torch.randn(n, k, generator=generator) * torch.randn(n, 1, generator=generator).exp()
         values[n // 2] = 0  # a row of zeros
@@ -48,8 +50,8 @@ def _digests(linears: list[LowBitLinear]) -> list[dict[str, str]]:
     return [{name: digest(t) for name, t in linear.low_bit_weight.named_buffers()} for linear in linears]
 
 
-def _gathered(name: str, replicate: int, shard: int, whole: bool) -> tuple:
-    mesh, linears = make_mesh(replicate, shard, "cpu"), _linears(name)
+def _gathered(name: str, shapes: tuple, replicate: int, shard: int, whole: bool) -> tuple:
+    mesh, linears = make_mesh(replicate, shard, "cpu"), _linears(name, shapes)
     sharded = shard_parameters([(str(i), linear.weight) for i, linear in enumerate(linears)], mesh, lambda p: whole)
     for linear in linears:
         linear.keep_codes_only()
@@ -63,16 +65,16 @@ def _gathered(name: str, replicate: int, shard: int, whole: bool) -> tuple:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("replicate", "shard", "whole"), [(1, 2, False), (1, 3, False), (2, 2, True)])
 def test_gathered_codes_are_those_of_the_whole_weight(name, replicate, shard, whole):
-    expected = _digests(_linears(name))
-    for digests, _, _ in run_ranks(replicate * shard, _gathered, name, replicate, shard, whole):
+    expected = _digests(_linears(name, ODD))
+    for digests, _, _ in run_ranks(replicate * shard, _gathered, name, ODD, replicate, shard, whole):
         assert digests == expected
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_per_weight(name):
     """Between two ranks that hold the same number of rows."""
-    elements = sum(n * k for n, k in SHAPES)
-    ((_, codes, weights), _) = run_ranks(2, _gathered, name, 1, 2, False)
+    elements = sum(n * k for n, k in EVEN)
+    ((_, codes, weights), _) = run_ranks(2, _gathered, name, EVEN, 1, 2, False)
     assert weights == 0 and codes <= CASES[name][2] * elements / 2 * 1.01  # rows do not divide evenly
 
 

@@ -20,6 +20,12 @@ DECAYLESS = {"decay": 0}
 
 # option: (settings, what makes it idle, what gives it an effect)
 CASES = {
+    "--gradient_wire, --deterministic": (
+        PRETRAIN,
+        {"gradient_wire": "int8", "deterministic": True},
+        {"gradient_wire": "exact"},
+    ),
+    "--gradient_wire": (PRETRAIN, {"gradient_wire": "int8"}, {"gradient_wire": "exact"}),
     "--hellaswag_file": (PRETRAIN, {"hellaswag_file": "x"}, {"hellaswag": True}),
     "--hellaswag_limit": (PRETRAIN, {"hellaswag_limit": 5}, {"hellaswag": True}),
     "--eval_images": (VisionSettings, {"n_steps": 1, "eval_images": 5}, {"eval_ds": {"type": "synthetic"}}),

@@ -131,7 +131,8 @@ def test_layers_are_recomputed_before_their_weights_change(scheme, mode):
     assert_same(*ways)
 
 
-@pytest.mark.parametrize("scheme", ["int8", pytest.param("int8_weight", marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("scheme", ["int8", "int8_weight"])
 def test_compiled_layers_are_updated_outside_the_compiled_graph(scheme):
     ways = [Trainee("q_galore_adamw", scheme, tie_word_embeddings=False, in_backward=way) for way in (False, True)]
     for way in ways:

@@ -6,6 +6,7 @@ import torch
 from qtrain.kernels.optim.fused_update import SIGNED_STATES, FusedUpdate, Slot
 from qtrain.kernels.optim.state_formats import dequantize_state, state_format, zero_state
 from qtrain.tensors.stored_weight import StoredWeight
+from tests.cases import sampled
 
 HYPER = {"lr": 0.01, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 RULES = list(SIGNED_STATES)
@@ -190,7 +191,7 @@ def compare(rule: str, device: str, kernel: bool, steps: int, shapes, **kind) ->
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", sampled(KINDS, lambda kind: kind in (KINDS[3], KINDS[5], KINDS[8])), ids=str)
 def test_the_kernel_is_the_definition(kind):
     compare("adamw", "cpu", True, 2, SHAPES, **kind)
 

@@ -225,6 +225,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.sweep
 def test_two_processes_save_their_shards_and_one_process_loads_them(tmp_path):
     """FSDP2 over gloo: exact on two ranks with a generator each; the same files then fill an unsharded model."""
     on_cpu = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
