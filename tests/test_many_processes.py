@@ -139,6 +139,7 @@ def test_saved_by_four_and_resumed_by_any_number_and_back(server, tmp_path):
         assert {outcome.code for outcome in done} == {0}, done[0].err
         assert "resumed at step 2" in done[0].out
         assert_equal(whole, begun)
+    assert Path(os.devnull).is_char_device(), "the logs of other ranks are written there, and truncated nowhere"
 
 
 # ---- processes that end ----------------------------------------------------------------------------------------------

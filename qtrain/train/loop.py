@@ -67,7 +67,8 @@ class Training:
             self.in_backward = OptimizerInBackward(run.model, run.optimizer)
         self.first_step = state.step
         resumed = run.folder.resumed_from is not None
-        self.metrics = MetricsLog(self._metrics_path, state.step if resumed else None)
+        # Only rank 0 has a log to truncate: the others' is the null device.
+        self.metrics = MetricsLog(self._metrics_path, state.step if resumed and rank() == 0 else None)
         # A stop signal skips an evaluation that is due: the resumed run makes up for it.
         self._evaluated = from_rank_0(
             lambda: any(r["step"] == state.step and "loss" not in r for r in read_metrics(self.metrics.path))

@@ -53,7 +53,7 @@ class MetricsLog:
 
     def __init__(self, path: Path, resumed_step: int | None = None):
         self.path = Path(path)
-        if resumed_step is not None and self.path.exists():
+        if resumed_step is not None and self.path.is_file():
             self._truncate(resumed_step)
         self._file = self.path.open("ab+", buffering=0)
         self._pending = b""
