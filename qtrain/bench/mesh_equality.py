@@ -77,6 +77,7 @@ def train(
     steps: int,
     deterministic: bool,
     micro_batches: int = MICRO_BATCHES,
+    full_shard: bool = False,
 ) -> dict[str, Any]:
     """Losses and norms of the steps, and digests of all that training has changed. micro_batches: of all ranks, in a
     step."""
@@ -87,7 +88,12 @@ def train(
     groups = parameter_groups(model, 0.1)
     hidden = {id(p) for group in groups if group["hidden"] for p in group["params"]}
     parallel = DataParallel(
-        model, quantized, mesh, lambda p: spec.needs_whole(id(p) in hidden), deterministic=deterministic
+        model,
+        quantized,
+        mesh,
+        lambda p: spec.needs_whole(id(p) in hidden),
+        deterministic=deterministic,
+        blocks=tuple(model.layers) if full_shard else (),
     )
     for group in groups:
         group["params"] = [parallel.master(p) for p in group["params"]]
@@ -124,6 +130,7 @@ def _digests(parallel: DataParallel, quantized, optimizer) -> dict[str, str]:
     else:
         for sharded in parallel.parameters:
             add_weight(sharded, plain_tensors(sharded.parameter))
+    parallel.gather_blocks()
     for index, linear in enumerate(quantized.linears):
         found |= {f"codes {index} {name}": _digest(t) for name, t in linear.low_bit_weight.named_buffers()}
     names = {id(sharded.master): sharded.name for sharded in parallel.parameters}

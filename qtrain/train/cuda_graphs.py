@@ -34,6 +34,7 @@ def step_graphs(run: Run, forward: Forward, *, recordable: bool = True) -> "Step
     """
     settings = run.settings
     recordable = recordable and settings.compile and settings.cuda_graphs and not settings.optimizer_in_backward
+    recordable = recordable and not run.parallel.reshards  # memory comes and goes, at other addresses
     return StepGraphs(run.model, forward, run.quantized) if recordable and run.device.type == "cuda" else None
 
 

@@ -78,6 +78,23 @@ DEPENDENCES = (
         lambda g: g.has("gradient_wire") and launched_world() == 1,
         "has no effect on one process",
     ),
+    Dependence(
+        "--reshard_after_forward",
+        lambda g: g.settings.reshard_after_forward == "always" and launched_world() == 1,
+        "has no effect on one process",
+    ),
+    Dependence(
+        "--reshard_after_forward, --ema_decay",
+        lambda g: g.settings.reshard_after_forward == "always" and bool(getattr(g.settings, "ema_decay", 0)),
+        "the average is of whole weights, which no process has then; leave one out",
+        refused=True,
+    ),
+    Dependence(
+        "--reshard_after_forward, --lora",
+        lambda g: g.settings.reshard_after_forward == "always" and getattr(g.settings, "lora", None) is not None,
+        "only trained weights are divided, and adapters are small; leave one out",
+        refused=True,
+    ),
     Dependence("--hellaswag_file", _without("hellaswag_file", "hellaswag"), "needs --hellaswag", refused=True),
     Dependence("--hellaswag_limit", _without("hellaswag_limit", "hellaswag"), "needs --hellaswag", refused=True),
     Dependence("--eval_images", _without("eval_images", "eval_ds"), "needs --eval_ds", refused=True),

@@ -24,16 +24,18 @@ CASES = [(scheme, "adamw_8bit", "1x2") for scheme in SCHEMES_COMPARED] + [
 ]
 
 
-def _of_rank(scheme: str, optimizer: str, mesh: str, micro_batches: int, deterministic: bool) -> dict[str, Any]:
+def _of_rank(
+    scheme: str, optimizer: str, mesh: str, micro_batches: int, deterministic: bool, full_shard: bool
+) -> dict[str, Any]:
     made = make_mesh(*map(int, mesh.split("x")), "cpu")
-    return train(scheme, optimizer, made, torch.device("cpu"), STEPS, deterministic, micro_batches)
+    return train(scheme, optimizer, made, torch.device("cpu"), STEPS, deterministic, micro_batches, full_shard)
 
 
 def _results(
-    scheme: str, optimizer: str, mesh: str, micro_batches: int, deterministic: bool = True
+    scheme: str, optimizer: str, mesh: str, micro_batches: int, deterministic: bool = True, full_shard: bool = False
 ) -> list[dict[str, Any]]:
     world = math.prod(map(int, mesh.split("x")))
-    return run_ranks(world, _of_rank, scheme, optimizer, mesh, micro_batches, deterministic)
+    return run_ranks(world, _of_rank, scheme, optimizer, mesh, micro_batches, deterministic, full_shard)
 
 
 @functools.cache

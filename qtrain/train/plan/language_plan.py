@@ -105,6 +105,7 @@ def language_memory(
         ),
         trained=trained,
         shards=mesh_shape(settings.dp_replicate, settings.dp_shard, checked.geometry.world)[1],
+        reshards=checked.reshards,
         whole_matrices=checked.optimizer.needs_whole(hidden=True),
     )
 
@@ -114,11 +115,13 @@ def _linear_bytes(scheme: LowBitScheme | None, element: int, adapted: bool) -> L
     if scheme is None:
         return LinearBytes(element)
     kept = scheme.kept_input_bytes(element)
+    wire = scheme.wire_format()
     of_w = [scheme.operand_formats(gemm) for gemm in ("output", "grad_input")]
     return LinearBytes(
         weight=scheme.weight_bytes(element),
         codes=scheme.code_bytes(),
         kept_input=None if adapted or kept == element else kept,
         codes_only=scheme.reads_codes_only and not adapted,
+        wire=wire.bytes_per_element if wire and scheme.reads_codes_only else 0.0,
         dequantized=any(other is None and w is not None for other, w in of_w),
     )
