@@ -16,14 +16,15 @@ from torch import Tensor, nn
 
 
 class ShardedBlock:
-    """A block of a model. tensors: those whose memory it frees; gather: fills them."""
+    """A block of a model. tensors: those whose memory it frees, contiguous ones if it is free already; gather: fills
+    them."""
 
     def __init__(self, module: nn.Module, tensors: Sequence[Tensor], gather: Callable[[], None]):
         self.module = module
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self._tensors, self._gather = tuple(tensors), gather
-        sizes = {t.untyped_storage()._cdata: (t.untyped_storage(), t.numel() * t.element_size()) for t in tensors}
-        self._storages = list(sizes.values())
+        storages = {t.untyped_storage()._cdata: (t, t.untyped_storage()) for t in tensors}
+        self._storages = [(found, found.nbytes() or t.numel() * t.element_size()) for t, found in storages.values()]
         self.gathered = True
         self.ready: torch.cuda.Event | None = None
         """What a stream must wait for before it reads the tensors."""

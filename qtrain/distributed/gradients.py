@@ -12,7 +12,7 @@ sent and freed as soon as its backward pass is over.
 With replicas every rank sums a part of its shard, and the replicas gather the sums. A `GradientWire` sends less.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -21,7 +21,8 @@ from torch import Tensor
 from qtrain.distributed.gradient_wire import FIRST_NUMBER, GradientWire
 from qtrain.distributed.mesh import Mesh
 from qtrain.distributed.shards import Sharded
-from qtrain.distributed.wire import exchange, gather, in_buckets
+from qtrain.distributed.wire import ALONE_BYTES, exchange, gather, in_buckets
+from qtrain.kernels.ordered_sum import add_in_order
 
 
 class GradientReduction:
@@ -61,7 +62,9 @@ class GradientReduction:
                     bucket.sums = torch.zeros_like(received[0], dtype=torch.float32)
                 add_in_order(bucket.sums, received)
             else:
-                bucket.give(add_in_order(received[0].float(), received[1:]))
+                total = received[0].float()
+                add_in_order(total, received[1:])
+                bucket.give(total)
 
     def finish(self) -> None:
         """Give the masters the sums since the last call as gradients."""
@@ -69,13 +72,6 @@ class GradientReduction:
             for bucket in self._buckets:
                 bucket.give(bucket.sums)
                 bucket.sums = None
-
-
-def add_in_order(total: Tensor, terms: Iterable[Tensor]) -> Tensor:
-    """total [L] fp32 += terms of [L], one rank after the other."""
-    for term in terms:
-        total += term
-    return total
 
 
 class _Bucket:
@@ -118,6 +114,8 @@ class _Bucket:
             [g[m.bounds[s] : m.bounds[s + 1]] for g, m in zip(flat, self._members, strict=True)]
             for s in range(self._mesh.shard)
         ]
+        if len(flat) == 1 and self._mesh.replicate == 1:
+            return flat[0]  # its elements are in the order of the shards
         if self._mesh.replicate > 1:
             shards = [torch.cat(of_shard) for of_shard in slices]
             return torch.cat([shards[d % self._mesh.shard][low:high] for d, (low, high) in enumerate(self._parts)])
@@ -144,9 +142,16 @@ def _flat_gradient(parameter: Tensor) -> Tensor:
 
 
 def _buckets(parameters: Sequence[Sharded]) -> Iterator[list[Sharded]]:
-    """Parameters of one dtype whose gradients are sent at once."""
-    by_dtype: dict[torch.dtype, list[Sharded]] = {}
+    """Parameters of one dtype whose gradients are sent at once. Large ones are sent alone, without a copy."""
+    small: dict[torch.dtype, list[Sharded]] = {}
     for p in parameters:
-        by_dtype.setdefault(p.parameter.dtype, []).append(p)
-    for members in by_dtype.values():
-        yield from in_buckets(members, lambda m: m.parameter.numel() * m.parameter.element_size())
+        if _bytes(p) >= ALONE_BYTES:
+            yield [p]
+        else:
+            small.setdefault(p.parameter.dtype, []).append(p)
+    for members in small.values():
+        yield from in_buckets(members, _bytes)
+
+
+def _bytes(p: Sharded) -> int:
+    return p.parameter.numel() * p.parameter.element_size()

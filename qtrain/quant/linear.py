@@ -99,9 +99,10 @@ class LowBitWeight(nn.Module):
         return Operands(*unflatten_operands([getattr(self, name) for name in self._names], self._layouts))
 
     def free(self) -> None:
-        """Free the codes' memory; the buffers stay."""
-        for buffer in self.buffers():
-            buffer.untyped_storage().resize_(0)
+        """Free the codes' memory; the buffers stay, and the scales."""
+        for name, buffer in self.named_buffers():
+            if name.endswith("_codes"):
+                buffer.untyped_storage().resize_(0)
 
     def update(self, operands: Operands, version: int) -> None:
         """Copy new codes into the buffers, whose addresses recorded steps rely on."""

@@ -93,6 +93,9 @@ class ShardedCodes:
 
     def empty(self) -> list[Tensor]:
         shape, dtype = codes_shape(self._format.fmt, *self._shape), FORMATS[self._format.fmt].dtype
+        codes = self.linear.low_bit_weight.output_codes
+        if self.keeps and codes.dtype == dtype and codes.shape == shape:  # not packed on the wire: no copy
+            return [codes]
         return [torch.empty(shape, dtype=dtype, device=self.linear.weight.device)]
 
     def own(self) -> list[Tensor]:

@@ -164,12 +164,13 @@ class DataParallel:
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     def refresh(self, recorded: Callable[[], None] | None = None) -> None:
-        """After the optimizer's step: gather the weights and requantize them. recorded: replays the latter."""
-        if self.mesh.world == 1:
-            (recorded or self._quantized.refresh)()
-            return
+        """After the optimizer's step: `requantize`, or the replay of it."""
         # The number of the last micro-batch of all ranks keys the rounding of weights, as it does on one rank.
         self._quantized.set_step(self._first_micro_step + self._micro_batches * self.mesh.world - 1)
+        (recorded or self.requantize)()
+
+    def requantize(self) -> None:
+        """Give the model the masters' values, and its linears the codes of them."""
         self.gather()
         self._quantized.refresh()
 

@@ -1,11 +1,13 @@
 """Gradients of all ranks add up to those of one: in which order, in which dtype, and at how many bytes."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
 from qtrain.distributed.gradient_wire import GRADIENT_WIRES
-from qtrain.distributed.gradients import GradientReduction, add_in_order
+from qtrain.distributed.gradients import GradientReduction
 from qtrain.distributed.mesh import make_mesh
 from qtrain.distributed.shards import local_tensors, shard_parameters
 from qtrain.distributed.wire import sent
@@ -66,7 +68,7 @@ def test_micro_batches_are_added_in_their_order(replicate, shard, replicas):
     results = run_ranks(world, _reduce, replicate, shard, 2, True, "exact")
     for name in SHAPES:
         terms = [_gradient(name, rank, m).float() for m in range(2) for rank in range(world)]
-        expected = add_in_order(torch.zeros(SHAPES[name]), terms).bfloat16().float()
+        expected = functools.reduce(torch.add, terms, torch.zeros(SHAPES[name])).bfloat16().float()
         assert torch.equal(_whole(results, name, replicas), expected), name
 
 
