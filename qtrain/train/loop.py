@@ -109,6 +109,8 @@ class Training:
                     self._save()
                 self._recover_folder()
         finally:
+            if self.graphs is not None:
+                self.graphs.release()
             self.metrics.close()
             self.trackers.close()
         if run.state.step < settings.n_steps and not settings.keep_ckpts:
