@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from qtrain.distributed import ranks
-from qtrain.distributed.ranks import join_world
+from qtrain.distributed.ranks import check_launcher, join_world
 from qtrain.errors import UserError
 from qtrain.train.log.metrics import read_metrics
 from tests.cases import sampled
@@ -253,12 +253,12 @@ def test_a_broken_launch_is_one_message(server, variables, says, tmp_path):
     assert tree(tmp_path) == {}
 
 
-@pytest.mark.parametrize("rank", ["5", "x", "-1"])
-def test_a_rank_outside_the_world(rank, monkeypatch):
+@pytest.mark.parametrize(("rank", "says"), [("5", "5 is not below WORLD_SIZE, 2"), ("x", "'x' is not"), ("-1", "'-1'")])
+def test_a_rank_outside_the_world(rank, says, monkeypatch):
     for name, value in {"WORLD_SIZE": "2", "RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"^RANK: '{rank}' is not a number from 0 to 1"):
-        join_world(torch.device("cpu"))
+    with pytest.raises(UserError, match=f"^RANK: {says}"):
+        check_launcher()
 
 
 def test_a_port_that_is_taken_and_a_rank_that_is_missing(server, tmp_path, monkeypatch):

@@ -2,8 +2,8 @@
 
 Trains a small model in every scheme x optimizer on one process and on several meshes, with the same twelve
 micro-batches a step, and compares losses, gradient norms, weights, low-bit codes and optimizer states: bit for bit with
---deterministic, losses within a relative 1e-3 without. Odd sizes: no dimension divides by the number of ranks, and
-quantization blocks cross the shards' borders.
+--deterministic, losses within a relative 1e-3 without. The vocabulary is odd, and quantization
+blocks cross the shards' borders.
 
     python -m qtrain.bench.mesh_equality                                      on the CPU, the whole matrix
     python -m qtrain.bench.mesh_equality --device cuda --meshes 1x1 1x4 4x1 2x2

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from qtrain.errors import LostRank, UserError
+from qtrain.errors import LostRank, UserError, first_line
 
 T = TypeVar("T")
 
-_GLOO = re.compile(r"gloo|Connection (closed|reset)|Broken pipe|NCCL", re.IGNORECASE)
-"""What the messages of a failed collective contain; those of gloo have no class of their own."""
+_COLLECTIVE_FAILED = re.compile(r"gloo|Connection (closed|reset)|Broken pipe|NCCL", re.IGNORECASE)
+"""What the messages of a failed collective contain; gloo's errors have no class of their own."""
 
 MEETING_TIMEOUT = timedelta(seconds=120)
 """How long processes wait at their start for one that is missing."""
@@ -31,9 +31,17 @@ def launched_world() -> int:
     return int(given)
 
 
-def launched_rank() -> int:
-    """The rank that the launcher gave this process; 0 without one."""
-    return int(os.environ.get("RANK", "0"))
+def check_launcher() -> None:
+    """UserError for settings of a launcher that no process can have: others would wait for its rank in vain."""
+    fix = "start the script with torchrun, which sets RANK, LOCAL_RANK and WORLD_SIZE, or without any of them."
+    for name in ("RANK", "LOCAL_RANK"):
+        given = os.environ.get(name)
+        if given is None and name == "RANK" and launched_world() > 1:
+            raise UserError(f"RANK: it is not set, but WORLD_SIZE is {launched_world()}; {fix}")
+        if given is not None and not given.isdecimal():
+            raise UserError(f"{name}: {given!r} is not the number of a process; {fix}")
+        if given is not None and int(given) >= launched_world() and "WORLD_SIZE" in os.environ:
+            raise UserError(f"{name}: {given} is not below WORLD_SIZE, {launched_world()}; {fix}")
 
 
 def local_rank() -> int:
@@ -47,12 +55,6 @@ def join_world(device: torch.device) -> None:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    given = os.environ.get("RANK", "")
-    if given and not (given.isdecimal() and int(given) < launched_world()):
-        raise UserError(
-            f"RANK: {given!r} is not a number from 0 to {launched_world() - 1}, below WORLD_SIZE; start the script "
-            "with torchrun."
-        )
     try:
         store, own, world = next(dist.rendezvous("env://", timeout=MEETING_TIMEOUT))
         store.set_timeout(TIMEOUT)
@@ -65,10 +67,9 @@ def join_world(device: torch.device) -> None:
             device_id=device if device.type == "cuda" else None,
         )
     except (RuntimeError, ValueError, dist.DistError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"WORLD_SIZE: the {launched_world()} processes did not meet ({reason}); start them with torchrun, which "
-            "sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
+            f"WORLD_SIZE: the {launched_world()} processes did not meet ({first_line(error)}); start them with "
+            "torchrun, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
         ) from None
 
 
@@ -85,8 +86,8 @@ def explain_lost_rank(step: Callable[[], int]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        if not dist.is_initialized() or not (isinstance(error, dist.DistError) or _GLOO.search(reason)):
+        reason = first_line(error)
+        if not dist.is_initialized() or not (isinstance(error, dist.DistError) or _COLLECTIVE_FAILED.search(reason)):
             raise
         raise LostRank(
             f"step {step()}: another process has ended or does not answer ({reason}); start the run again with "

@@ -1,13 +1,11 @@
 """Settings checked against each other and this machine, with the registry entries that they name."""
 
-import os
 from dataclasses import dataclass
 
 import torch
 
 from qtrain.distributed.mesh import Mesh, make_mesh, mesh_shape
-from qtrain.distributed.ranks import from_rank_0, join_world, launched_world
-from qtrain.errors import UserError
+from qtrain.distributed.ranks import check_launcher, from_rank_0, join_world, launched_world
 from qtrain.optim import OPTIMIZERS, LRSchedule, OptimizerSpec, make_schedule
 from qtrain.quant import SCHEMES, Scheme
 from qtrain.train.dependent_options import Given, check_dependences
@@ -36,25 +34,12 @@ class CheckedSettings:
     """Lines for the plan: settings that have no effect."""
 
 
-def _check_launcher() -> None:
-    """UserError for settings of a launcher that no process can have: others would wait for its rank in vain."""
-    fix = "start the script with torchrun, which sets RANK, LOCAL_RANK and WORLD_SIZE, or without any of them."
-    for name in ("RANK", "LOCAL_RANK"):
-        given = os.environ.get(name)
-        if given is None and name == "RANK" and launched_world() > 1:
-            raise UserError(f"RANK: it is not set, but WORLD_SIZE is {launched_world()}; {fix}")
-        if given is not None and not given.isdecimal():
-            raise UserError(f"{name}: {given!r} is not the number of a process; {fix}")
-        if given is not None and int(given) >= launched_world() and "WORLD_SIZE" in os.environ:
-            raise UserError(f"{name}: {given} is not below WORLD_SIZE, {launched_world()}; {fix}")
-
-
 def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None = None) -> CheckedSettings:
     """Check everything that needs neither the model nor the data; creates nothing. Raises UserError.
 
     scheme: replaces the one that --quantize names.
     """
-    _check_launcher()
+    check_launcher()
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
     mesh_shape(settings.dp_replicate, settings.dp_shard, launched_world())

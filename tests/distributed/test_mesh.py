@@ -36,15 +36,15 @@ def _place(replicate: int, shard: int) -> tuple:
 
     mesh = make_mesh(replicate, shard, "cpu")
     groups = (mesh.shard_group, mesh.replicate_group)
-    return (mesh.rank, mesh.replicate_rank, mesh.shard_rank, *(dist.get_process_group_ranks(g) for g in groups))
+    return (mesh.rank, mesh.shard_rank, *(dist.get_process_group_ranks(g) for g in groups))
 
 
 def test_ranks_of_a_mesh_of_2_by_2():
     assert run_ranks(4, _place, 2, 0) == [
-        (0, 0, 0, [0, 1], [0, 2]),
-        (1, 0, 1, [0, 1], [1, 3]),
-        (2, 1, 0, [2, 3], [0, 2]),
-        (3, 1, 1, [2, 3], [1, 3]),
+        (0, 0, [0, 1], [0, 2]),
+        (1, 1, [0, 1], [1, 3]),
+        (2, 0, [2, 3], [0, 2]),
+        (3, 1, [2, 3], [1, 3]),
     ]
 
 

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from qtrain.checks import user_path
 from qtrain.distributed.ranks import all_gather, on_all_ranks, rank, world
-from qtrain.errors import TrainingStopped, UserError
+from qtrain.errors import TrainingStopped, UserError, first_line
 from qtrain.portable import sync_to_disk
 from qtrain.train.state.checkpoint_index import INDEX, CheckedReader, read_index
 from qtrain.train.state.run_lock import process_exists
@@ -367,7 +367,7 @@ def _reason(error: BaseException) -> str:
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
         cause = cause.__context__
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return first_line(error)
 
 
 def without_recovered(name: str) -> str:
