@@ -92,18 +92,23 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
 def assert_equal(one: Path, other: Path, step: int = 4) -> None:
     """Losses, norms and data positions; the last checkpoint's tensors; the export."""
     assert [row[:5] for row in losses(one)] == [row[:5] for row in losses(other)]
-    a, b = (contents(folder / "checkpoints" / f"{step:08d}") for folder in (one, other))
-    a, b = ({name: t for name, t in found.items() if not name.startswith("rng.")} for found in (a, b))
-    assert a.keys() == b.keys() and len(a) > 10
-    assert not [name for name in a if not torch.equal(a[name], b[name])]
+    assert_same_checkpoint(one, other, step)
     a, b = exported(one), exported(other)
     assert a.keys() == b.keys() and len(a) > 10
     assert not [name for name in a if not torch.equal(a[name], b[name])]
 
 
+def assert_same_checkpoint(one: Path, other: Path, step: int) -> None:
+    a, b = (contents(folder / "checkpoints" / f"{step:08d}") for folder in (one, other))
+    a, b = ({name: t for name, t in found.items() if not name.startswith("rng.")} for found in (a, b))
+    assert a.keys() == b.keys() and len(a) > 10
+    assert not [name for name in a if not torch.equal(a[name], b[name])]
+
+
+HSDP_ASYNC = {"dp_replicate": 2, "async_checkpoint": True}
 CASES = {
     "int8, ZeRO-2": (2, "llm_pretrain", {**PRETRAIN, "quantize": "int8"}),
-    "fp8_tensorwise, HSDP": (4, "llm_pretrain", {**PRETRAIN, "quantize": "fp8_tensorwise", "dp_replicate": 2}),
+    "fp8_tensorwise, HSDP": (4, "llm_pretrain", {**PRETRAIN, "quantize": "fp8_tensorwise", **HSDP_ASYNC}),
     "bf16, DDP of 3": (3, "llm_pretrain", {**PRETRAIN, "dp_replicate": 3, "z_loss": 1e-4}),
     "stored in INT8, muon": (2, "llm_pretrain", {**PRETRAIN, "quantize": "int8_weight", "optim": "muon"}),
     "schedule-free": (2, "llm_pretrain", {**PRETRAIN, "quantize": "bitnet", "optim": "adamw_schedule_free"}),
@@ -120,9 +125,11 @@ SWEPT = ("bf16, DDP of 3", "schedule-free", "fine-tuned, recomputed")
 @pytest.mark.parametrize("case", sampled([*CASES], lambda case: case in SWEPT))
 def test_several_processes_train_as_one(server, case, tmp_path):
     world, script, settings = CASES[case]
-    alone = {k: v for k, v in settings.items() if not k.startswith("dp_")}
+    alone = {k: v for k, v in settings.items() if k not in HSDP_ASYNC}
     one = run(server, 1, script, tmp_path / "one", **alone)
-    assert_equal(one, run(server, world, script, tmp_path / "many", **settings))
+    many = run(server, world, script, tmp_path / "many", **settings)
+    assert_equal(one, many)
+    assert_same_checkpoint(one, many, 2)
 
 
 def test_saved_by_four_and_resumed_by_any_number_and_back(server, tmp_path):

@@ -103,12 +103,17 @@ def world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def all_gather(value: T) -> list[T]:
-    """`value` of every rank, on every rank."""
+def host_group() -> dist.ProcessGroup | None:
+    """A new group of all ranks over the host's network, for the collectives of another thread; None without others."""
+    return dist.new_group(backend="gloo", timeout=TIMEOUT) if dist.is_initialized() else None
+
+
+def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """`value` of every rank, on every rank. group: of all ranks; None: the one of the steps."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * world()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group)
     return values
 
 
@@ -117,16 +122,16 @@ def from_rank_0(action: Callable[[], T]) -> T:
     return on_all_ranks(lambda: action() if rank() == 0 else None, of_rank_0=True)
 
 
-def on_all_ranks(action: Callable[[], T], of_rank_0: bool = False) -> T:
+def on_all_ranks(action: Callable[[], T], of_rank_0: bool = False, group: dist.ProcessGroup | None = None) -> T:
     """Run `action` on every rank. An error of any rank is raised on all, so that none waits for a rank that failed.
 
-    of_rank_0: return rank 0's result instead of this rank's own."""
+    of_rank_0: return rank 0's result instead of this rank's own. group: as in `all_gather`."""
     result, error = None, None
     try:
         result = action()
     except (UserError, OSError) as raised:
         error = raised
-    outcomes = all_gather((result if of_rank_0 else None, error))
+    outcomes = all_gather((result if of_rank_0 else None, error), group)
     for _, raised in outcomes:
         if raised is not None:
             raise raised

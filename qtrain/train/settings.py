@@ -33,7 +33,7 @@ class TrainSettings:
         "schedule": "n_epochs n_steps lr_schedule_kwargs",
         "evaluation": "eval_ds eval_interval eval_sequences eval_images sample_prompts sample_tokens hellaswag "
         "hellaswag_file hellaswag_limit accuracy answer_tokens lm_eval",
-        "checkpoint and run folder": "ckpt_interval keep_ckpts resume export run_name runs_dir",
+        "checkpoint and run folder": "ckpt_interval keep_ckpts async_checkpoint resume export run_name runs_dir",
         "hardware and process": "device dtype gpus dp_replicate dp_shard gradient_wire compile cuda_graphs seed "
         "deterministic dry_run",
         "logging": "log_interval trackers project profile",
@@ -119,6 +119,9 @@ class TrainSettings:
     """Steps between checkpoints; 0: save at the end, and when a signal stops the run, only."""
     keep_ckpts: CountOrZero = 2
     """Newest checkpoints to keep, older ones are deleted; 0: save none at all."""
+    async_checkpoint: bool = False
+    """Write checkpoints while training goes on: a step waits only for a copy of the state, which takes as much host
+    memory as the checkpoint has bytes."""
     resume: str | None = None
     """Continue a run: its folder, one of its checkpoints, or auto for the newest run called --run_name; None: start a
     new run."""

@@ -24,6 +24,7 @@ from qtrain.train.log.metrics import read_metrics
 from qtrain.train.log.status import FILE_ONLY, console_of, setup_log
 from qtrain.train.parallel import DataParallel
 from qtrain.train.settings import TrainSettings
+from qtrain.train.state.background_save import BackgroundSave
 from qtrain.train.state.checkpoint import (
     Checkpoints,
     DamagedCheckpoint,
@@ -70,6 +71,7 @@ class Run:
     """None: one rank."""
     notes: list[str] = dataclasses.field(default_factory=list)
     """The lines that `restore` printed."""
+    background: BackgroundSave = dataclasses.field(default_factory=BackgroundSave)
     _text: str = ""
     _locks: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     _damaged: tuple[Path, ...] = ()
@@ -80,7 +82,11 @@ class Run:
 
     @property
     def checkpoints(self) -> Checkpoints:
-        return Checkpoints(self.folder.checkpoints, max(self.settings.keep_ckpts, 1))
+        return Checkpoints(self.folder.checkpoints, self._keep)
+
+    @property
+    def _keep(self) -> int:
+        return max(self.settings.keep_ckpts, 1)
 
     @cached_property
     def _frozen(self) -> dict[str, str]:
@@ -88,6 +94,14 @@ class Run:
 
     def save(self) -> Path:
         """Write a checkpoint of everything but frozen weights. Returns its folder."""
+        return self.checkpoints.save(self.state.step, *self._contents())
+
+    def begin_save(self) -> None:
+        """Start to write a checkpoint of the state as it is now; `background.finish` ends it."""
+        self.background.begin(self.folder.checkpoints, self._keep, self.state.step, *self._contents())
+
+    def _contents(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The tensors of a checkpoint, and its meta."""
         master = self.parallel.master
         optim_tensors, optim_meta = optimizer_tensors(self.optimizer, self.model, master)
         tensors = {
@@ -106,7 +120,7 @@ class Run:
             "quantize_kwargs": self.settings.quantize_kwargs,
             "frozen": self._frozen,
         }
-        return self.checkpoints.save(self.state.step, tensors, meta)
+        return tensors, meta
 
     def restore(self) -> None:
         """Load the checkpoint that the run resumes from, if there is one; of a damaged one's run, the newest that is
