@@ -101,6 +101,10 @@ def _print_and_exit(text: str) -> NoReturn:
     sys.exit(0)
 
 
+CAUSE_SECONDS = 10
+"""How long a process of several keeps an error to itself that rank 0 has too, or that follows from another's."""
+
+
 def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupted") -> None:
     """Run a script's main on the command line. UserError and TrainingStopped are printed on stderr, without traceback.
 
@@ -118,7 +122,9 @@ def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupte
         main(sys.argv[1:])
     except (UserError, TrainingStopped) as error:
         if rank != "0" or isinstance(error, LostRank):
-            time.sleep(10)  # for rank 0 or the launcher to give the cause; the launcher then ends this process
+            time.sleep(
+                CAUSE_SECONDS
+            )  # for rank 0 or the launcher to give the cause; the launcher then ends this process
         if rank != "0":
             print(f"rank {rank}: ", end="", file=sys.stderr)
         message = " ".join(str(error).split("\n")) if isinstance(error, UserError) else str(error)

@@ -2,12 +2,8 @@
 
 import json
 import os
-import re
 import signal
 import socket
-import subprocess
-import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,27 +15,13 @@ from safetensors.torch import load_file
 from qtrain.distributed import ranks
 from qtrain.distributed.ranks import check_launcher, join_world
 from qtrain.errors import UserError
-from qtrain.train.log.metrics import read_metrics
 from tests.cases import sampled
-from tests.data.corpora import functions, write_questions, write_raw
+from tests.data.corpora import write_questions
 from tests.data.images.pictures import write_folder
-from tests.system import PYTHON_FIRST, ROOT, contents, flags, losses, only_run, serving, tree, wait_until, write_model
+from tests.processes import PRETRAIN, SHARED, launched, write_pretraining
+from tests.system import contents, flags, losses, only_run, serving, tree
 from tests.worlds import environment
 
-TOKENS = {"type": "token", "dataset_dir": "tokens", "tokenizer": "byte"}
-SHARED = {"device": "cpu", "deterministic": True, "lr": 0.01, "ckpt_interval": 2, "keep_ckpts": 9}
-PRETRAIN = {
-    **SHARED,
-    "model": "tiny.json",
-    "train_ds": TOKENS,
-    "eval_ds": TOKENS,
-    "eval_sequences": 4,
-    "seq_len": 32,
-    "batch_size": 12,
-    "micro_batch_size": 1,
-    "n_steps": 4,
-    "optim": "adamw_8bit",
-}
 INSTRUCT = {"type": "instruct", "dataset": "questions.jsonl", "template": "gsm8k", "tokenizer": "byte"}
 FINETUNE = {
     **{k: v for k, v in PRETRAIN.items() if k not in ("eval_ds", "eval_sequences")},
@@ -66,9 +48,7 @@ VISION = {
 def server(tmp_path_factory):
     """Starts scripts in a folder that holds data of every kind."""
     folder = tmp_path_factory.mktemp("processes")
-    write_model(folder / "tiny.json", max_position_embeddings=512)
-    text = "\n".join(functions()[:36]).encode()
-    write_raw(folder / "tokens" / "0.bin", torch.frombuffer(bytearray(text[:6000]), dtype=torch.uint8).numpy())
+    write_pretraining(folder)
     write_questions(folder / "questions.jsonl")
     write_folder(folder / "images")
     with serving(folder) as server:
@@ -147,73 +127,6 @@ def test_saved_by_four_and_resumed_by_any_number_and_back(server, tmp_path):
         assert "resumed at step 2" in done[0].out
         assert_equal(whole, begun)
     assert Path(os.devnull).is_char_device(), "the logs of other ranks are written there, and truncated nowhere"
-
-
-# ---- processes that end ----------------------------------------------------------------------------------------------
-
-
-def launched(folder: Path, *words: str, **settings: Any) -> subprocess.Popen:
-    """llm_pretrain.py as a user starts it, in a folder."""
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "llm_pretrain.py"), *flags(**settings), *words],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**PYTHON_FIRST, "OMP_NUM_THREADS": "1"},
-    )
-
-
-def ranks_of(process: subprocess.Popen) -> list[int]:
-    """The processes that a launcher started, by rank."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    by_rank = {}
-    for pid in map(int, children):
-        found = re.search(rb"\0RANK=(\d+)\0", b"\0" + Path(f"/proc/{pid}/environ").read_bytes())
-        if found:
-            by_rank[int(found[1])] = pid
-    return [by_rank[rank] for rank in sorted(by_rank)]
-
-
-def test_a_killed_rank_ends_the_run_and_the_run_resumes(server, tmp_path):
-    settings = {**PRETRAIN, "quantize": "int8", "n_steps": 400, "eval_interval": 0, "runs_dir": tmp_path}
-    process = launched(server.folder, gpus=2, **settings)
-    wait_until(lambda: [*tmp_path.glob("*/*/checkpoints/00000002/COMPLETE")], 120)
-    folder = only_run(tmp_path)
-    os.kill(ranks_of(process)[1], signal.SIGKILL)
-    started = time.monotonic()
-    _, errors = process.communicate(timeout=60)
-    assert time.monotonic() - started < 60
-    assert process.returncode == 128 + signal.SIGKILL
-    assert errors == "error: rank 1 was killed by SIGKILL; all ranks end.\n"
-    last = max(r["step"] for r in read_metrics(folder / "metrics.jsonl") if "loss" in r)
-    saved = max(int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdigit())
-    assert saved in (last - 1, last, last - 2)
-
-    again = launched(server.folder, **{**settings, "n_steps": saved + 2}, gpus=2, resume="auto")
-    out, errors = again.communicate(timeout=120)
-    assert (again.returncode, errors) == (0, "") and f"resumed at step {saved}" in out
-    steps = [r["step"] for r in read_metrics(folder / "metrics.jsonl") if "loss" in r]
-    assert steps == [*range(1, saved + 3)]
-
-
-def test_a_signal_to_one_rank_is_one_save_of_all(server, tmp_path):
-    settings = {**PRETRAIN, "n_steps": 400, "ckpt_interval": 0, "eval_interval": 0, "runs_dir": tmp_path}
-    ranks = [server.start("llm_pretrain", flags(**settings), **variables) for variables in environment(2)]
-    wait_until(lambda: [p for p in tmp_path.glob("*/*/metrics.jsonl") if len(read_metrics(p)) > 2], 60)
-    os.kill(ranks[1].pid, signal.SIGTERM)
-    assert [rank.wait().code for rank in ranks] == [143, 143]
-    folder = only_run(tmp_path)
-    last = [r["step"] for r in read_metrics(folder / "metrics.jsonl") if "loss" in r][-1]
-    assert [int(p.name) for p in (folder / "checkpoints").iterdir()] == [last]
-
-
-def test_a_nonfinite_gradient_of_one_rank_stops_all_before_the_update(server, tmp_path):
-    """The second half of the stream's first step, which rank 1 reads, would make every gradient infinite."""
-    settings = {**PRETRAIN, "lr": 1e30, "clip_grad_norm": 0, "n_steps": 6, "runs_dir": tmp_path}
-    done = server.run_ranks(2, "llm_pretrain", flags(**settings))
-    assert done[0].code == 1 and done[1].code in (1, -signal.SIGKILL)
-    assert done[0].err.count("error:") == 1 and "is nan" in done[0].err.lower() and done[1].err == ""
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from qtrain.distributed.heartbeat import Heartbeat
 from qtrain.errors import LostRank, UserError, first_line
 
 T = TypeVar("T")
@@ -19,8 +20,12 @@ _COLLECTIVE_FAILED = re.compile(r"gloo|Connection (closed|reset)|Broken pipe|NCC
 
 MEETING_TIMEOUT = timedelta(seconds=120)
 """How long processes wait at their start for one that is missing."""
-TIMEOUT = timedelta(minutes=10)
-"""How long a collective waits for a rank. Launchers end all ranks as soon as one process ends, long before this."""
+RANK_TIMEOUT = 600
+"""Default of --rank_timeout, seconds."""
+MARGIN = timedelta(seconds=60)
+"""How much longer a collective waits than --rank_timeout, after which a heartbeat names the rank that is missing."""
+
+_heartbeat: Heartbeat | None = None
 
 
 def launched_world() -> int:
@@ -49,21 +54,26 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
 
 
-def join_world(device: torch.device) -> None:
-    """Join the processes that the launcher started, if there are several. Raises UserError where they do not meet."""
+def join_world(device: torch.device, rank_timeout: int = RANK_TIMEOUT) -> None:
+    """Join the processes that the launcher started, if there are several. Raises UserError where they do not meet.
+
+    rank_timeout: seconds that ranks wait for one that does not go on."""
+    global _heartbeat
     if launched_world() == 1 or dist.is_initialized():
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
         store, own, world = next(dist.rendezvous("env://", timeout=MEETING_TIMEOUT))
-        store.set_timeout(TIMEOUT)
+        _meet(store, own, world)
+        timeout = timedelta(seconds=rank_timeout) + MARGIN
+        store.set_timeout(timeout)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=store,
             rank=own,
             world_size=world,
-            timeout=TIMEOUT,
+            timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
     except (RuntimeError, ValueError, dist.DistError) as error:
@@ -71,10 +81,32 @@ def join_world(device: torch.device) -> None:
             f"WORLD_SIZE: the {launched_world()} processes did not meet ({first_line(error)}); start them with "
             "torchrun, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
         ) from None
+    _heartbeat = Heartbeat(dist.PrefixStore("heartbeat", store.clone()), own, world, rank_timeout)
+
+
+def _meet(store: dist.Store, own: int, world: int) -> None:
+    """Wait until every rank has come to the store, which is the launcher's. RuntimeError for one that does not."""
+    keys = [f"here/{rank}" for rank in range(world)]
+    store.set(keys[own], "")
+    try:
+        store.wait(keys, MEETING_TIMEOUT)
+    except dist.DistStoreError:
+        missing = next((rank for rank, key in enumerate(keys) if not store.check([key])), None)
+        raise RuntimeError(f"rank {missing} is missing") from None
+
+
+def note_step(step: int) -> None:
+    """What this rank's heartbeat says of its progress: `step` is finished."""
+    if _heartbeat is not None:
+        _heartbeat.step = step
 
 
 def leave_world() -> None:
     """Leave the process group, if there is one."""
+    global _heartbeat
+    if _heartbeat is not None:
+        _heartbeat.stop()
+        _heartbeat = None
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -105,7 +137,7 @@ def world() -> int:
 
 def host_group() -> dist.ProcessGroup | None:
     """A new group of all ranks over the host's network, for the collectives of another thread; None without others."""
-    return dist.new_group(backend="gloo", timeout=TIMEOUT) if dist.is_initialized() else None
+    return dist.new_group(backend="gloo") if dist.is_initialized() else None
 
 
 def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -132,7 +164,8 @@ def on_all_ranks(action: Callable[[], T], of_rank_0: bool = False, group: dist.P
     except (UserError, OSError) as raised:
         error = raised
     outcomes = all_gather((result if of_rank_0 else None, error), group)
-    for _, raised in outcomes:
+    for failed_rank, (_, raised) in enumerate(outcomes):
         if raised is not None:
+            raised.failed_rank = failed_rank
             raise raised
     return outcomes[0][0] if of_rank_0 else result

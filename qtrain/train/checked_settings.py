@@ -50,7 +50,7 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
     notes = check_dependences(Given(settings, device, dtype, scheme, schedule))
     check_in_backward(settings, geometry, optimizer)
     check_trackers(settings.trackers)
-    join_world(device)
+    join_world(device, settings.rank_timeout)
     folder = from_rank_0(lambda: find_run_folder(settings, script))
     mesh = make_mesh(settings.dp_replicate, settings.dp_shard, device.type)
     optimizer, note = optimizer.for_device(device)

@@ -13,7 +13,7 @@ import torch
 
 from qtrain.config import as_dict
 from qtrain.data import TensorBatch
-from qtrain.distributed.ranks import explain_lost_rank, from_rank_0, rank
+from qtrain.distributed.ranks import explain_lost_rank, from_rank_0, note_step, rank
 from qtrain.distributed.wire import sent
 from qtrain.errors import TrainingStopped, first_line
 from qtrain.hardware import keep_freed_memory
@@ -164,6 +164,7 @@ class Training:
             parallel=run.parallel,
         )
         state.step += 1
+        note_step(state.step)
         state.tokens += gradients.tokens
         state.data = positions[-1]
         if run.ema is not None:

@@ -34,8 +34,8 @@ class TrainSettings:
         "evaluation": "eval_ds eval_interval eval_sequences eval_images sample_prompts sample_tokens hellaswag "
         "hellaswag_file hellaswag_limit accuracy answer_tokens lm_eval",
         "checkpoint and run folder": "ckpt_interval keep_ckpts async_checkpoint resume export run_name runs_dir",
-        "hardware and process": "device dtype gpus dp_replicate dp_shard gradient_wire compile cuda_graphs seed "
-        "deterministic dry_run",
+        "hardware and process": "device dtype gpus dp_replicate dp_shard rank_timeout gradient_wire compile "
+        "cuda_graphs seed deterministic dry_run",
         "logging": "log_interval trackers project profile",
     }
     """The flags of the training scripts as `--help` groups them."""
@@ -57,6 +57,9 @@ class TrainSettings:
     dp_shard: Annotated[int, Range(0, 10**5)] = 0
     """Processes that divide optimizer states and master weights among them (ZeRO-2); 0: all that --dp_replicate
     leaves."""
+    rank_timeout: Annotated[int, Range(1, 10**6)] = 600
+    """Seconds that processes wait for one that does not go on, such as one that compiles, before all end with its name;
+    one that does not even answer is named after 25."""
     deterministic: bool = False
     """Give the same losses and weights, bit for bit, on any number of processes that divides the step's micro-batches;
     costs an exchange of gradients per micro-batch."""

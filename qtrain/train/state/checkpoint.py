@@ -358,15 +358,18 @@ def _check_checksums(path: Path, files: Mapping[str, tuple[int, int]]) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of an error; DCP wraps the errors of its ranks."""
+    """The first line of an error, with the rank that it happened on, if there are several; DCP wraps those of its
+    ranks."""
+    failed_rank = getattr(error, "failed_rank", None)
     if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
+        failed_rank, (error, _) = next(iter(error.failures.items()))
+    where = f"rank {failed_rank}: " if failed_rank is not None and world() > 1 else ""
     cause: BaseException | None = error
     while cause is not None:  # torch.save raises a second error after the disk's
         if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
+            return where + cause.strerror
         cause = cause.__context__
-    return first_line(error)
+    return where + first_line(error)
 
 
 def without_recovered(name: str) -> str:
