@@ -122,9 +122,7 @@ def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupte
         main(sys.argv[1:])
     except (UserError, TrainingStopped) as error:
         if rank != "0" or isinstance(error, LostRank):
-            time.sleep(
-                CAUSE_SECONDS
-            )  # for rank 0 or the launcher to give the cause; the launcher then ends this process
+            time.sleep(CAUSE_SECONDS)  # rank 0 or the launcher gives the cause; the latter then ends this process
         if rank != "0":
             print(f"rank {rank}: ", end="", file=sys.stderr)
         message = " ".join(str(error).split("\n")) if isinstance(error, UserError) else str(error)

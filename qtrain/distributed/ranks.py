@@ -3,6 +3,8 @@
 import contextlib
 import os
 import re
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -65,7 +67,7 @@ def join_world(device: torch.device, rank_timeout: int = RANK_TIMEOUT) -> None:
         torch.cuda.set_device(device)
     try:
         store, own, world = next(dist.rendezvous("env://", timeout=MEETING_TIMEOUT))
-        _meet(store, own, world)
+        store = _meet(store, own, world)
         timeout = timedelta(seconds=rank_timeout) + MARGIN
         store.set_timeout(timeout)
         dist.init_process_group(
@@ -84,15 +86,31 @@ def join_world(device: torch.device, rank_timeout: int = RANK_TIMEOUT) -> None:
     _heartbeat = Heartbeat(dist.PrefixStore("heartbeat", store.clone()), own, world, rank_timeout)
 
 
-def _meet(store: dist.Store, own: int, world: int) -> None:
-    """Wait until every rank has come to the store, which is the launcher's. RuntimeError for one that does not."""
-    keys = [f"here/{rank}" for rank in range(world)]
-    store.set(keys[own], "")
-    try:
-        store.wait(keys, MEETING_TIMEOUT)
-    except dist.DistStoreError:
-        missing = next((rank for rank, key in enumerate(keys) if not store.check([key])), None)
-        raise RuntimeError(f"rank {missing} is missing") from None
+def _meet(store: dist.Store, own: int, world: int) -> dist.Store:
+    """Wait for all ranks at the launcher's store. Returns the part of it that is theirs alone. RuntimeError where one
+    does not come.
+
+    torchrun keeps its store, with the addresses of processes that have ended, when it starts them again. So each rank
+    gives a name that is used once, and rank 0 answers to it with the name of this meeting."""
+    name = uuid.uuid4().hex
+    store.set(f"rank {own}", name)
+    if own != 0:
+        store.wait([f"meeting of {name}"], MEETING_TIMEOUT)
+        meeting = dist.PrefixStore(store.get(f"meeting of {name}").decode(), store)
+        meeting.set(str(own), "")
+        meeting.wait(["complete"], MEETING_TIMEOUT)
+        return meeting
+    meeting, missing = dist.PrefixStore(name, store), set(range(1, world))
+    end = time.monotonic() + MEETING_TIMEOUT.total_seconds()
+    while missing:
+        for rank in [rank for rank in sorted(missing) if store.check([f"rank {rank}"])]:
+            store.set(f"meeting of {store.get(f'rank {rank}').decode()}", name)
+        missing = {rank for rank in missing if not meeting.check([str(rank)])}
+        if missing and time.monotonic() > end:
+            raise RuntimeError(f"rank {min(missing)} is missing")
+        time.sleep(0.02)
+    meeting.set("complete", "")
+    return meeting
 
 
 def note_step(step: int) -> None:
