@@ -9,6 +9,7 @@ skipped, so the config.json of any run is a recipe.
 
 import contextlib
 import dataclasses
+import hashlib
 import io
 import itertools
 import json
@@ -171,6 +172,14 @@ def write_config(config: Any, path: Path, notes: Mapping[str, Any]) -> None:
     underscore in front."""
     record = {**notes, "_versions": versions(), **as_dict(config)}
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def source_digest() -> str:
+    """A digest of this package's source."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def versions() -> dict[str, str | None]:

@@ -265,13 +265,18 @@ class Server:
         return self.start(script, argv).wait()
 
     def run_ranks(
-        self, world: int, script: str, argv: list[str], patches: Mapping[int, str] = MappingProxyType({})
+        self,
+        world: int,
+        script: str,
+        argv: list[str],
+        patches: Mapping[int, str] = MappingProxyType({}),
+        of_rank: Mapping[int, list[str]] = MappingProxyType({}),
     ) -> list[Outcome]:
         """The script as `world` ranks, as a launcher starts them: when one has failed, the others are killed.
 
-        patches: Python code that runs before the script's, by rank."""
+        By rank: patches: Python code that runs before the script's; of_rank: arguments that only it gets."""
         ranks = [
-            self.start(script, argv, patch=patches.get(rank, ""), **variables)
+            self.start(script, [*argv, *of_rank.get(rank, [])], patch=patches.get(rank, ""), **variables)
             for rank, variables in enumerate(environment(world))
         ]
         wait_until(lambda: any(rank.ended for rank in ranks), 120)

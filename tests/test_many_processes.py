@@ -157,6 +157,39 @@ def test_a_mistake_is_one_message_of_rank_0(server, world, says, settings, tmp_p
 
 
 @pytest.mark.parametrize(
+    ("says", "settings", "patch"),
+    [
+        ("--lr: it is 0.02 on rank 1 and 0.01 on rank 0; start all processes with the same flags", {"lr": 0.02}, ""),
+        (
+            "--train_ds: rank 1 reads other data than rank 0: windows is 93 there and 168 on rank 0",
+            {},
+            "import shutil; shutil.copytree('tokens', 'own/tokens')\n"
+            "import numpy; numpy.fromfile('tokens/0.bin', 'u2')[:3000].tofile('own/tokens/0.bin')\n"
+            "shutil.copy('tiny.json', 'own'); os.chdir('own')",
+        ),
+        (
+            "WORLD_SIZE: rank 1 runs qtrain other and rank 0 ",
+            {},
+            "import qtrain.train.checked_settings as c; c.source_digest = lambda: 'other'",
+        ),
+        (
+            "--runs_dir: rank 1 does not see ",
+            {},
+            "from qtrain.train.state import run; run.SHARED_SECONDS = 0.5\n"
+            "from pathlib import Path; Path.exists = lambda self, **_: False",
+        ),
+    ],
+    ids=["settings", "data", "version", "folder"],
+)
+def test_ranks_that_differ_are_one_message_that_names_one(server, says, settings, patch, tmp_path):
+    argv = flags(**{**PRETRAIN, "runs_dir": tmp_path / "runs"})
+    done = server.run_ranks(2, "llm_pretrain", argv, {1: patch}, {1: flags(**settings)})
+    assert done[0].code == 2 and {outcome.code for outcome in done} <= {2, -signal.SIGKILL}
+    assert done[0].err.startswith("error: ") and says in done[0].err and done[0].err.count("\n") == 1
+    assert done[1].err == "" and not [*tmp_path.glob("**/metrics.jsonl")]
+
+
+@pytest.mark.parametrize(
     ("variables", "says"),
     [
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE: 'two' is not a number of processes"),

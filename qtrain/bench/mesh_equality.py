@@ -96,14 +96,14 @@ def train(
     forward, found = language_forward(model, None), []
     per_rank = micro_batches // mesh.world
     for step in range(steps):
-        batches = [_micro_batch(step, index * mesh.world + mesh.rank) for index in range(per_rank)]
+        batches = [random_micro_batch(step, index * mesh.world + mesh.rank) for index in range(per_rank)]
         gradients = compute_gradients(model, forward, quantized, batches, step, parallel=parallel)
         apply_gradients(optimizer, quantized, gradients, lr=1e-3, clip_grad_norm=0.5, parallel=parallel)
         found.append((gradients.loss, gradients.norm_value))
-    return {"steps": found, "digests": _digests(parallel, quantized, optimizer)}
+    return {"steps": found, "digests": state_digests(parallel, quantized, optimizer)}
 
 
-def _micro_batch(step: int, number: int) -> Batch:
+def random_micro_batch(step: int, number: int) -> Batch:
     """2 x 24 random tokens, of which a third is not trained on."""
     generator = torch.Generator().manual_seed(step * MICRO_BATCHES + number)
     tokens = torch.randint(CONFIG["vocab_size"], (2, 25), generator=generator)
@@ -112,7 +112,7 @@ def _micro_batch(step: int, number: int) -> Batch:
     return Batch(tokens[:, :-1].contiguous(), labels)
 
 
-def _digests(parallel: DataParallel, quantized, optimizer) -> dict[str, str]:
+def state_digests(parallel: DataParallel, quantized, optimizer) -> dict[str, str]:
     """A digest of each weight, of the codes of each linear and of each optimizer state, of full shape."""
     found: dict[str, str] = {}
 

@@ -5,7 +5,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -165,6 +165,16 @@ def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     values: list[Any] = [None] * world()
     dist.all_gather_object(values, value, group)
     return values
+
+
+def first_difference(own: Mapping[str, Any]) -> tuple[int, str, Any, Any] | None:
+    """The first rank that has another value than rank 0, of which key, its value and rank 0's; None where all agree."""
+    first, *others = all_gather(dict(own))
+    for number, other in enumerate(others, start=1):
+        for key in [*first, *(key for key in other if key not in first)]:
+            if first.get(key) != other.get(key):
+                return number, key, other.get(key), first.get(key)
+    return None
 
 
 def from_rank_0(action: Callable[[], T]) -> T:

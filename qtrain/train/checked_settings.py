@@ -4,8 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
+from qtrain.checks import shown
+from qtrain.config import as_dict, source_digest
 from qtrain.distributed.mesh import Mesh, make_mesh, mesh_shape
-from qtrain.distributed.ranks import check_launcher, from_rank_0, join_world, launched_world
+from qtrain.distributed.ranks import check_launcher, first_difference, from_rank_0, join_world, launched_world
+from qtrain.errors import UserError
 from qtrain.optim import OPTIMIZERS, LRSchedule, OptimizerSpec, make_schedule
 from qtrain.quant import SCHEMES, Scheme
 from qtrain.train.dependent_options import Given, check_dependences
@@ -34,6 +37,24 @@ class CheckedSettings:
     """Lines for the plan: settings that have no effect."""
 
 
+def _check_alike(settings: TrainSettings) -> None:
+    """UserError naming a rank that was started with other settings than rank 0, or with another version."""
+    if launched_world() == 1:
+        return
+    versions = {"torch": torch.__version__, "qtrain": source_digest()}
+    if found := first_difference({**as_dict(settings), **versions}):
+        number, name, its, first = found
+        if name in versions:
+            raise UserError(
+                f"WORLD_SIZE: rank {number} runs {name} {its} and rank 0 {first}; install the same version for all "
+                "processes."
+            )
+        raise UserError(
+            f"--{name}: it is {shown(its)} on rank {number} and {shown(first)} on rank 0; start all processes with the "
+            "same flags."
+        )
+
+
 def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None = None) -> CheckedSettings:
     """Check everything that needs neither the model nor the data; creates nothing. Raises UserError.
 
@@ -51,6 +72,7 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
     check_in_backward(settings, geometry, optimizer)
     check_trackers(settings.trackers)
     join_world(device, settings.rank_timeout)
+    _check_alike(settings)
     folder = from_rank_0(lambda: find_run_folder(settings, script))
     mesh = make_mesh(settings.dp_replicate, settings.dp_shard, device.type)
     optimizer, note = optimizer.for_device(device)

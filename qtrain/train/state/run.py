@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +17,7 @@ from torch import nn
 
 from qtrain.checks import shown
 from qtrain.distributed.mesh import Mesh
-from qtrain.distributed.ranks import from_rank_0, leave_world, rank
+from qtrain.distributed.ranks import from_rank_0, leave_world, on_all_ranks, rank
 from qtrain.errors import TrainingStopped, UserError
 from qtrain.optim import Optimizer
 from qtrain.quant import QuantizedModel
@@ -49,6 +50,9 @@ from qtrain.train.state.state_dict import (
     user_options,
 )
 from qtrain.train.state.train_state import TrainState
+
+SHARED_SECONDS = 10
+"""How long a network file system may take to show a new folder to other machines."""
 
 
 @dataclass
@@ -211,6 +215,7 @@ class Run:
         self._text = text
         with contextlib.ExitStack() as self._locks:
             from_rank_0(self._take_folder)
+            on_all_ranks(self._see_folder)
             if self.folder.is_resumed:
                 self.checkpoints.set_aside(self._damaged)
             try:
@@ -232,6 +237,17 @@ class Run:
                 shutil.copyfile(metrics, self.folder.path / "metrics.jsonl")
         except OSError as error:
             raise UserError(f"--runs_dir: cannot write {self.folder.path}: {error.strerror}.") from None
+
+    def _see_folder(self) -> None:
+        """UserError on a rank that does not see the folder which rank 0 has made."""
+        end = time.monotonic() + SHARED_SECONDS
+        while not (self.folder.path / "config.json").exists():
+            if time.monotonic() > end:
+                raise UserError(
+                    f"--runs_dir: rank {rank()} does not see {self.folder.path}, which rank 0 has made; give a folder "
+                    "on a file system that all processes share."
+                )
+            time.sleep(0.2)
 
     def recover_folder(self) -> bool:
         """If the run folder was deleted or moved away, continue in a new one beside it. Returns whether it was. Raises
