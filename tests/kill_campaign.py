@@ -28,7 +28,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--n_steps", type=int, default=600)
+    parser.add_argument("--n_steps", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--async_checkpoint", action="store_true")
     given = parser.parse_args()
@@ -40,7 +40,13 @@ def campaign(folder: Path, given: argparse.Namespace) -> int:
     """Returns 0 if nothing was lost."""
     write_pretraining(folder)
     settings: dict[str, Any] = {**PRETRAIN, "quantize": "int8", "gpus": given.gpus, "n_steps": given.n_steps}
-    settings |= {"eval_interval": 0, "ckpt_interval": 5, "keep_ckpts": 2, "async_checkpoint": given.async_checkpoint}
+    settings |= {
+        "eval_interval": 0,
+        "ckpt_interval": 3,
+        "keep_ckpts": 2,
+        "batch_size": 6,
+        "async_checkpoint": given.async_checkpoint,
+    }
     undisturbed = launched(folder, **settings, runs_dir=folder / "undisturbed")
     _, errors = undisturbed.communicate()
     assert undisturbed.returncode == 0, errors
@@ -57,7 +63,7 @@ def campaign(folder: Path, given: argparse.Namespace) -> int:
             wait_until(
                 lambda process=process, before=before: last_step(runs) > before or process.poll() is not None, 120
             )
-            time.sleep(draw.uniform(0, 3))
+            time.sleep(draw.uniform(0, 5))
         rank = draw.randrange(given.gpus)
         step, started = last_step(runs), time.monotonic()
         if process.poll() is None:

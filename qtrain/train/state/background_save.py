@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from qtrain.distributed.ranks import host_group
@@ -64,8 +65,11 @@ class BackgroundSave:
         copied, meta = self._host.of(flatten(tensors)), copy.deepcopy(meta)
         copy_s = time.perf_counter() - start
         checkpoints = Checkpoints(folder, keep, self._group)
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
         def write() -> Written:
+            if device is not None:  # a thread begins on GPU 0, where DCP would make a context for every rank
+                torch.cuda.set_device(device)
             start = time.perf_counter()
             path = checkpoints.save(step, copied, meta)
             return Written(step, path, self._host.nbytes, copy_s, time.perf_counter() - start)
