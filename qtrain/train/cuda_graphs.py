@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.data import TensorBatch
+from qtrain.errors import first_line
 from qtrain.quant import QuantizedModel
 from qtrain.train.language import Forward
 from qtrain.train.parallel import DataParallel
@@ -157,7 +158,6 @@ class StepGraphs:
             # The generator still believes that it is being captured, and would fail outside of a capture.
             generator = torch.cuda.default_generators[self._device.index]
             generator.graphsafe_set_state(generator.clone_state())
-            reason = str(error).strip().splitlines()[0]
-            log.warning("the step cannot be captured as a CUDA graph and runs without (%s)", reason)
+            log.warning("the step cannot be captured as a CUDA graph and runs without (%s)", first_line(error))
             return None
         return graph, result
