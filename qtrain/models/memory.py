@@ -209,10 +209,10 @@ def estimate_memory(
     pretrained: bool = False,
     low_bit: LowBitBytes | None = None,
     trained: TrainedPart | None = None,
-    shards: int = 1,
+    share: float = 1.0,
     whole_matrices: bool = False,
 ) -> MemoryEstimate:
-    """Memory of training on one GPU, or on one of several that hold a shard each of the master weights and states.
+    """Memory of training on one GPU, or on one of several that hold a share each of the master weights and states.
     whole_matrices: the optimizer updates each linear's weight on one of them.
 
     optimizer_bytes: of states per parameter. step_bytes: temporaries of the optimizer's step. pretrained: weights are
@@ -232,9 +232,9 @@ def estimate_memory(
         gradients = min(gradients, step.element * _largest_partition(config))
     return MemoryEstimate(
         weights=_weight_bytes(config, step.element, low_bit, trained)
-        + _master_bytes(config, step.element, low_bit, trained, shards, whole_matrices),
+        + _master_bytes(config, step.element, low_bit, trained, share, whole_matrices),
         gradients=gradients,
-        optimizer=round(parameters * optimizer_bytes / shards),
+        optimizer=round(parameters * optimizer_bytes * share),
         activations=round(config.num_hidden_layers * step.tokens * saved),
         loss=round(_loss_bytes(config, step, low_bit, trained)),
         backward=round(_backward_bytes(config, step, low_bit, trained, recomputed)),
@@ -243,7 +243,7 @@ def estimate_memory(
         one_layer=round(step.tokens * saved),
         plain_weights=parameters * step.element,
         initialization=config.vocab_size * config.hidden_size * (step.element if pretrained else 4),
-        step=round(step_bytes / shards) + (trained.bytes // shards if shards > 1 else 0),  # the shards' gradients
+        step=round((step_bytes + trained.bytes * (share < 1)) * share),  # the shards' gradients
         in_backward=step.in_backward,
     )
 
@@ -260,22 +260,22 @@ def _weight_bytes(config: ModelConfig, element: int, low_bit: LowBitBytes, train
 
 
 def _master_bytes(
-    config: ModelConfig, element: int, low_bit: LowBitBytes, trained: TrainedPart, shards: int, whole_matrices: bool
+    config: ModelConfig, element: int, low_bit: LowBitBytes, trained: TrainedPart, share: float, whole_matrices: bool
 ) -> int:
     """Bytes by which masters that are sharded change the weights: a shard of each is added, and the full weights that
     only codes are computed from are gone. A weight that is stored in low bits, or updated as a whole, is its own
     master on one rank."""
-    if shards == 1:
+    if share == 1:
         return 0
     if trained.adapters:
-        return trained.bytes // shards
+        return round(trained.bytes * share)
     sizes = {name: config.num_hidden_layers * n * k for name, (n, k) in layer_linears(config).items()}
     linears = [(sizes[name], linear) for name, linear in low_bit.layer.items()]
     if low_bit.head is not None and not config.tie_word_embeddings:
         linears.append((config.vocab_size * config.hidden_size, low_bit.head))
     gone = sum(size * linear.weight for size, linear in linears if linear.codes_only)
     own = [size for size, linear in linears if linear.weight != element or (whole_matrices and not linear.codes_only)]
-    return round((trained.bytes - sum(own) * element) / shards - gone)
+    return round((trained.bytes - sum(own) * element) * share - gone)
 
 
 def _head_elements(config: ModelConfig, trained: TrainedPart) -> int:

@@ -75,7 +75,7 @@ DEPENDENCES = (
     ),
     Dependence(
         "--gradient_wire",
-        lambda g: g.has("gradient_wire") and launched_world() == 1,
+        lambda g: g.has("gradient_wire") and (g.settings.world_size or launched_world()) == 1,
         "has no effect on one process",
     ),
     Dependence("--hellaswag_file", _without("hellaswag_file", "hellaswag"), "needs --hellaswag", refused=True),
