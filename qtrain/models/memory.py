@@ -46,6 +46,7 @@ once: a layer or an embedding. A tied embedding's gradient exists from the head'
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from qtrain.models.config import ModelConfig
 from qtrain.models.cost import LAYER_LINEARS, count_parameters, layer_linears, parameter_shapes
@@ -141,6 +142,17 @@ def saved_per_token(
     return kept
 
 
+class RankShare(NamedTuple):
+    """What one of several GPUs holds: of the optimizer states, and of the master weights that are not the model's own
+    weights."""
+
+    states: float
+    masters: float
+
+
+ONE_GPU = RankShare(1.0, 1.0)
+
+
 @dataclasses.dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes on one device."""
@@ -209,10 +221,11 @@ def estimate_memory(
     pretrained: bool = False,
     low_bit: LowBitBytes | None = None,
     trained: TrainedPart | None = None,
-    share: float = 1.0,
+    share: RankShare = ONE_GPU,
     whole_matrices: bool = False,
 ) -> MemoryEstimate:
     """Memory of training on one GPU, or on one of several that hold a share each of the master weights and states.
+
     whole_matrices: the optimizer updates each linear's weight on one of them.
 
     optimizer_bytes: of states per parameter. step_bytes: temporaries of the optimizer's step. pretrained: weights are
@@ -232,9 +245,9 @@ def estimate_memory(
         gradients = min(gradients, step.element * _largest_partition(config))
     return MemoryEstimate(
         weights=_weight_bytes(config, step.element, low_bit, trained)
-        + _master_bytes(config, step.element, low_bit, trained, share, whole_matrices),
+        + _master_bytes(config, step.element, low_bit, trained, share.masters, whole_matrices),
         gradients=gradients,
-        optimizer=round(parameters * optimizer_bytes * share),
+        optimizer=round(parameters * optimizer_bytes * share.states),
         activations=round(config.num_hidden_layers * step.tokens * saved),
         loss=round(_loss_bytes(config, step, low_bit, trained)),
         backward=round(_backward_bytes(config, step, low_bit, trained, recomputed)),
@@ -243,7 +256,7 @@ def estimate_memory(
         one_layer=round(step.tokens * saved),
         plain_weights=parameters * step.element,
         initialization=config.vocab_size * config.hidden_size * (step.element if pretrained else 4),
-        step=round((step_bytes + trained.bytes * (share < 1)) * share),  # the shards' gradients
+        step=round((step_bytes + trained.bytes * (share.states < 1)) * share.states),  # the shards' gradients
         in_backward=step.in_backward,
     )
 

@@ -15,22 +15,24 @@ from qtrain.optim import ParameterShape
 def fullest_share(shapes: Sequence[ParameterShape], shards: int, needs_whole: Callable[[bool], bool]) -> float:
     """Elements of the fullest rank, of all. needs_whole: whether the optimizer needs all of a parameter on one rank,
     given whether it is a matrix of a hidden layer."""
-    if shards == 1:
+    total = sum(shape.elements for shape in shapes)
+    if shards == 1 or not total:
         return 1.0
-    rows, whole = 0, []
+    rows, vectors, whole = 0, 0, []
     for shape in shapes:
+        if len(shape.shape) < 2:  # many small ones, which plans of decoders have as a single one
+            vectors += shape.elements
+            continue
         own = None if shape.stored or needs_whole(shape.hidden) else _rows_of_first(shape.shape, shards)
         if own is None:
             whole += [math.prod(shape.shape)] * shape.count
         else:
             rows += own * shape.count
-    return (rows + _fullest_owner(whole, shards)) / sum(shape.elements for shape in shapes)
+    return (rows + _fullest_owner(whole, shards) + vectors / shards) / total
 
 
 def _rows_of_first(shape: tuple[int, ...], shards: int) -> int | None:
     """Elements of the first rank's rows, which has most; None for a parameter that is not divided."""
-    if not shape:
-        return None
     width, per_rank = math.prod(shape[1:]), -(-shape[0] // shards)
     cuts = {min(rank * per_rank, shape[0]) for rank in range(shards)}
     return per_rank * width if all(cut * width % ALIGNMENT == 0 for cut in cuts) else None

@@ -1,6 +1,6 @@
 """The plan of a language model's run, from its config and from what the swap will do to its linears."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from qtrain.distributed.mesh import Mesh
@@ -8,7 +8,7 @@ from qtrain.hardware import Hardware
 from qtrain.kernels.autotune import forced
 from qtrain.models import ModelConfig
 from qtrain.models.cost import LAYER_LINEARS, count_parameters, flops_per_token
-from qtrain.models.memory import LinearBytes, LowBitBytes, MemoryEstimate, StepShape, all_of, estimate_memory
+from qtrain.models.memory import LinearBytes, LowBitBytes, MemoryEstimate, RankShare, StepShape, all_of, estimate_memory
 from qtrain.models.trained_cost import TrainedPart
 from qtrain.optim import ParameterShape
 from qtrain.quant import LowBitScheme
@@ -144,9 +144,23 @@ def language_memory(
             down_input_recomputed=bool(in_one_function and down.rowwise_swiglu("x") and up.rowwise_swiglu("dy")),
         ),
         trained=trained,
-        share=fullest_share(shapes, checked.mesh.shard, checked.optimizer.needs_whole),
+        share=_rank_share(checked, shapes, {linear.shape for linear in linears if _codes_only(linear, adapted)}),
         whole_matrices=checked.optimizer.needs_whole(hidden=True),
     )
+
+
+def _codes_only(linear: PlannedLinear, adapted: bool) -> bool:
+    """Whether codes are all that is read of the weight: where masters are sharded, there is no full one."""
+    return linear.scheme is not None and linear.scheme.reads_codes_only and not adapted
+
+
+def _rank_share(
+    checked: CheckedSettings, shapes: Sequence[ParameterShape], codes_only: Set[tuple[int, ...]]
+) -> RankShare:
+    """What the fullest rank holds. codes_only: shapes of the weights of which ranks hold codes and a master."""
+    shard, needs_whole = checked.mesh.shard, checked.optimizer.needs_whole
+    apart = [s for s in shapes if not s.stored and (not s.hidden or not needs_whole(True) or s.shape in codes_only)]
+    return RankShare(fullest_share(shapes, shard, needs_whole), fullest_share(apart, shard, needs_whole))
 
 
 def _linear_bytes(scheme: LowBitScheme | None, element: int, adapted: bool) -> LinearBytes:

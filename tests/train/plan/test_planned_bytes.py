@@ -110,9 +110,8 @@ def masters(sharded: Sharded, stored: bool = False) -> list[torch.Tensor]:
     ids=str,
 )
 def test_planned_bytes_of_a_rank_of_two(options):
-    """Those of the fuller one. To 2%: four whole matrices divide less evenly than the embeddings beside them, and the
-    plan takes one share for both."""
+    """Those of the fuller one: whole matrices do not divide evenly."""
     found = run_ranks(2, _on_mesh, options)
     (planned, _, states, _), weights, of_states = found[0], [row[1] for row in found], [row[3] for row in found]
-    assert planned == pytest.approx(max(weights), rel=0.02)
+    assert planned == pytest.approx(max(weights), rel=0.01)
     assert states == pytest.approx(max(of_states), rel=0.01)
