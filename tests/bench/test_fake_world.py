@@ -11,7 +11,7 @@ from qtrain.train.plan import language_plan
 from qtrain.train.settings import LanguageSettings
 from tests.system import write_model
 
-SHAPE = {"hidden_size": 192, "intermediate_size": 272, "vocab_size": 1031, "tie_word_embeddings": False}
+SHAPE = {"hidden_size": 1088, "intermediate_size": 1984, "vocab_size": 1031, "tie_word_embeddings": False}
 
 
 def settings_of(model: str, world: int, **options) -> LanguageSettings:
@@ -25,20 +25,20 @@ def differences(settings: LanguageSettings, *ranks: int) -> list[str]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"dp_shard": 14, "optim": "adamw"}, {"dp_replicate": 4, "quantize": "bf16"}, {"quantize": "fp8_blockwise"}],
+    [{}, {"dp_shard": 18, "optim": "adamw"}, {"dp_replicate": 4, "quantize": "bf16"}, {"quantize": "fp8_blockwise"}],
     ids=str,
 )
 def test_ranks_of_a_world_hold_what_is_planned(tmp_path, options):
-    """28 ranks: no number of rows divides by that."""
+    """36 ranks: no number of rows divides by that."""
     model = write_model(tmp_path / "tiny.json", **SHAPE)
-    assert differences(settings_of(model, 28, **options), 0, 1, 27) == ["", "", ""]
+    assert differences(settings_of(model, 36, **options), 0, 1, 35) == ["", "", ""]
     assert not dist.is_initialized()
 
 
 def test_a_plan_of_equal_shares_is_found_to_be_wrong(tmp_path, monkeypatch):
     model = write_model(tmp_path / "tiny.json", **SHAPE)
     monkeypatch.setattr(language_plan, "fullest_share", lambda shapes, shards, needs_whole: 1 / shards)
-    (found,) = differences(settings_of(model, 28), 0)
+    (found,) = differences(settings_of(model, 36), 0)
     assert "differ by" in found
 
 
