@@ -13,8 +13,10 @@ from pathlib import Path
 
 import torch
 
+from qtrain.errors import unknown_name
+
 # Dense datasheet peaks in TFLOP/s (TOPS for int8), fp32 accumulation, and memory bandwidth in TB/s, by product name
-# (`_product`). Products that are not listed are measured: laptop, NVL and other variants have peaks of their own.
+# (`product_of`). Products that are not listed are measured: laptop, NVL and other variants have peaks of their own.
 DATASHEET: dict[str, dict[str, float]] = {
     "H100 PCIe": {"bf16": 756.4, "fp8": 1512.9, "int8": 1512.9, "fp32": 51.2, "bandwidth": 2.0},
     "H100": {"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "fp32": 66.9, "bandwidth": 3.35},
@@ -28,6 +30,21 @@ DATASHEET: dict[str, dict[str, float]] = {
     "RTX 5090": {"bf16": 209.5, "fp8": 419.0, "mxfp8": 419.0, "int8": 838.0, "fp32": 104.8, "bandwidth": 1.792},
     "RTX 3090": {"bf16": 71.0, "int8": 284.0, "fp32": 35.6, "bandwidth": 0.936},
 }
+
+MEMORY_GIB = {
+    "H100 PCIe": 79.1,
+    "H100": 79.1,
+    "H200": 139.8,
+    "H800": 79.1,
+    "B200": 178.4,
+    "A100": 79.3,
+    "A100 PCIe": 79.3,
+    "L40S": 44.4,
+    "RTX 4090": 23.5,
+    "RTX 5090": 31.4,
+    "RTX 3090": 23.6,
+}
+"""Memory of the products of DATASHEET as torch reports it; of A100 and H100 those with 80 GB."""
 
 RUNS_AS = {"int4": "int8"}
 """Arithmetic that this package runs on the tensor cores of another: packed INT4 codes are unpacked to INT8."""
@@ -105,9 +122,22 @@ def describe_hardware(device: torch.device) -> Hardware:
         name = f"CPU, {torch.get_num_threads()} threads"
         return Hardware(name, _measured_peaks(device), host_memory(), measured=True)
     properties = torch.cuda.get_device_properties(device)
-    peaks = DATASHEET.get(_product(properties.name))
+    peaks = DATASHEET.get(product_of(properties.name))
     measured = peaks is None
     return Hardware(properties.name, _measured_peaks(device) if measured else peaks, properties.total_memory, measured)
+
+
+def planned_gpus() -> dict[str, str]:
+    """The GPUs that a run can be planned for without having one: name on the command line -> product."""
+    return {product.lower().removeprefix("rtx ").replace(" ", "-"): product for product in DATASHEET}
+
+
+def datasheet_hardware(name: str, flag: str = "--gpu") -> Hardware:
+    """A GPU by its name in `planned_gpus`, from its datasheet alone. UserError naming `flag` for another name."""
+    product = planned_gpus().get(name.lower())
+    if product is None:
+        raise unknown_name(flag, "GPU", name, planned_gpus())
+    return Hardware(product, DATASHEET[product], int(MEMORY_GIB[product] * 2**30), measured=False)
 
 
 def host_memory() -> int | None:
@@ -122,7 +152,7 @@ def host_memory() -> int | None:
     return min(found, default=None)
 
 
-def _product(name: str) -> str:
+def product_of(name: str) -> str:
     """The product in a device's name as torch gives it: 'H100' of 'NVIDIA H100 80GB HBM3'."""
     words = name.replace("-PCIE-", " PCIe ").removeprefix("NVIDIA ").removeprefix("GeForce ").replace("-", " ").split()
     # The size and kind of the memory come before PCIe in some names and after it in others.

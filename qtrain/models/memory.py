@@ -46,6 +46,7 @@ once: a layer or an embedding. A tied embedding's gradient exists from the head'
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from qtrain.models.config import ModelConfig
 from qtrain.models.cost import LAYER_LINEARS, count_parameters, layer_linears, parameter_shapes
@@ -142,6 +143,17 @@ def saved_per_token(
     return kept
 
 
+class RankShare(NamedTuple):
+    """What one of several GPUs holds: of the optimizer states, and of the master weights that are not the model's own
+    weights."""
+
+    states: float
+    masters: float
+
+
+ONE_GPU = RankShare(1.0, 1.0)
+
+
 @dataclasses.dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes on one device."""
@@ -209,11 +221,12 @@ def estimate_memory(
     pretrained: bool = False,
     low_bit: LowBitBytes | None = None,
     trained: TrainedPart | None = None,
-    shards: int = 1,
+    share: RankShare = ONE_GPU,
     whole_matrices: bool = False,
     reshards: bool = False,
 ) -> MemoryEstimate:
-    """Memory of training on one GPU, or on one of several that hold a shard each of the master weights and states.
+    """Memory of training on one GPU, or on one of several that hold a share each of the master weights and states.
+
     whole_matrices: the optimizer updates each linear's weight on one of them. reshards: layers exist in full only while
     they run.
 
@@ -234,10 +247,10 @@ def estimate_memory(
         gradients = min(gradients, step.element * _largest_partition(config))
     held = gradients if step.accumulates else 0
     weights = _weight_bytes(config, step.element, low_bit, trained)
-    weights += _master_bytes(config, step.element, low_bit, trained, shards, whole_matrices)
+    weights += _master_bytes(config, step.element, low_bit, trained, share.masters, whole_matrices)
     if reshards:
-        weights += _resharded_bytes(config, step.element, low_bit, shards, whole_matrices)
-        sums = 4 * (trained.bytes // step.element) // shards
+        weights += _resharded_bytes(config, step.element, low_bit, share.masters, whole_matrices)
+        sums = round(4 * (trained.bytes // step.element) * share.masters)
         layer = step.element * sum(n * k for n, k in layer_linears(config).values())
         held = sums if step.accumulates else 0
         # In full those outside of layers; of two layers, one of which is sent, and both of its messages.
@@ -245,7 +258,7 @@ def estimate_memory(
     return MemoryEstimate(
         weights=weights,
         gradients=gradients,
-        optimizer=round(parameters * optimizer_bytes / shards),
+        optimizer=round(parameters * optimizer_bytes * share.states),
         activations=round(config.num_hidden_layers * step.tokens * saved),
         loss=round(_loss_bytes(config, step, low_bit, trained)),
         backward=round(_backward_bytes(config, step, low_bit, trained, recomputed)),
@@ -254,7 +267,7 @@ def estimate_memory(
         one_layer=round(step.tokens * saved),
         plain_weights=parameters * step.element,
         initialization=config.vocab_size * config.hidden_size * (step.element if pretrained else 4),
-        step=round(step_bytes / shards) + (trained.bytes // shards if shards > 1 else 0),  # the shards' gradients
+        step=round((step_bytes + trained.bytes * (share.states < 1)) * share.states),  # the shards' gradients
         in_backward=step.in_backward,
     )
 
@@ -271,25 +284,27 @@ def _weight_bytes(config: ModelConfig, element: int, low_bit: LowBitBytes, train
 
 
 def _master_bytes(
-    config: ModelConfig, element: int, low_bit: LowBitBytes, trained: TrainedPart, shards: int, whole_matrices: bool
+    config: ModelConfig, element: int, low_bit: LowBitBytes, trained: TrainedPart, share: float, whole_matrices: bool
 ) -> int:
     """Bytes by which masters that are sharded change the weights: a shard of each is added, and the full weights that
     only codes are computed from are gone. A weight that is stored in low bits, or updated as a whole, is its own
     master on one rank."""
-    if shards == 1:
+    if share == 1:
         return 0
     if trained.adapters:
-        return trained.bytes // shards
+        return round(trained.bytes * share)
     sizes = {name: config.num_hidden_layers * n * k for name, (n, k) in layer_linears(config).items()}
     linears = [(sizes[name], linear) for name, linear in low_bit.layer.items()]
     if low_bit.head is not None and not config.tie_word_embeddings:
         linears.append((config.vocab_size * config.hidden_size, low_bit.head))
     gone = sum(size * linear.weight for size, linear in linears if linear.codes_only)
     own = [size for size, linear in linears if linear.weight != element or (whole_matrices and not linear.codes_only)]
-    return round((trained.bytes - sum(own) * element) / shards - gone)
+    return round((trained.bytes - sum(own) * element) * share - gone)
 
 
-def _resharded_bytes(config: ModelConfig, element: int, low_bit: LowBitBytes, shards: int, whole_matrices: bool) -> int:
+def _resharded_bytes(
+    config: ModelConfig, element: int, low_bit: LowBitBytes, share: float, whole_matrices: bool
+) -> int:
     """Bytes by which the weights change where only two layers are gathered, the one that runs and the next one. Each
     rank keeps its shard of the codes that travel, and its own copy of masters that were the model's weights."""
     gathered = kept = 0.0
@@ -297,7 +312,7 @@ def _resharded_bytes(config: ModelConfig, element: int, low_bit: LowBitBytes, sh
         linear = low_bit.layer[name]
         gathered += n * k * (linear.codes + (0 if linear.codes_only else linear.weight))
         own = linear.weight != element or (whole_matrices and not linear.codes_only)
-        kept += n * k * (linear.wire + (linear.weight if own else 0)) / shards
+        kept += n * k * (linear.wire + (linear.weight if own else 0)) * share
     layers = config.num_hidden_layers
     return round(layers * kept - max(layers - 2, 0) * gathered)
 

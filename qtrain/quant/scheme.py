@@ -156,11 +156,12 @@ class LowBitScheme(Scheme):
         return {"output": self.output, "grad_input": self.grad_input, "grad_weight": self.grad_weight}
 
     def refusal(self, in_features: int, out_features: int, device: torch.device) -> str | None:
-        """Why a linear of this shape stays in high precision on this device; None if it is swapped.
+        """Why a linear of this shape stays in high precision on this device; None if it is swapped. The device meta
+        stands for a GPU that is not here, in plans.
 
         Kernels take any shape, but operands that tensor cores cannot read in place are slower than bf16.
         """
-        if device.type == "cuda" and (in_features % 16 or out_features % 16):
+        if device.type != "cpu" and (in_features % 16 or out_features % 16):
             return "8-bit tensor cores take in- and out-features in multiples of 16"
         return lacks_fp8(device) if "fp8" in self.gemm_dtypes().values() else None
 

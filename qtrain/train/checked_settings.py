@@ -12,9 +12,10 @@ from qtrain.errors import UserError
 from qtrain.optim import OPTIMIZERS, LRSchedule, OptimizerSpec, make_schedule
 from qtrain.quant import SCHEMES, Scheme
 from qtrain.train.dependent_options import Given, check_dependences
-from qtrain.train.device import choose_device, choose_dtype
+from qtrain.train.device import choose_dtype
 from qtrain.train.in_backward import check_in_backward
 from qtrain.train.log.trackers import check_trackers
+from qtrain.train.planned_machine import check_plan_flags, check_planned_scheme, planned_device, planned_mesh
 from qtrain.train.settings import BatchGeometry, TrainSettings, batch_geometry
 from qtrain.train.state.run_folder import RunFolder, find_run_folder
 
@@ -63,11 +64,14 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
     scheme: replaces the one that --quantize names.
     """
     check_launcher()
-    device = choose_device(settings.device)
+    check_plan_flags(settings)
+    device = planned_device(settings)
     dtype = choose_dtype(settings.dtype, device)
-    mesh_shape(settings.dp_replicate, settings.dp_shard, launched_world())
-    geometry = batch_geometry(settings, launched_world())
+    world = settings.world_size or launched_world()
+    mesh_shape(settings.dp_replicate, settings.dp_shard, world)
+    geometry = batch_geometry(settings, world)
     scheme = scheme or SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")
+    check_planned_scheme(settings, scheme)
     optimizer = OPTIMIZERS.make(settings.optim, settings.optim_kwargs or {}, "--optim")
     schedule = make_schedule(settings.lr_schedule_kwargs)
     notes = check_dependences(Given(settings, device, dtype, scheme, schedule))
@@ -76,7 +80,7 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
     join_world(device, settings.rank_timeout)
     _check_alike(settings)
     folder = from_rank_0(lambda: find_run_folder(settings, script))
-    mesh = make_mesh(settings.dp_replicate, settings.dp_shard, device.type)
+    mesh = planned_mesh(settings) or make_mesh(settings.dp_replicate, settings.dp_shard, device.type)
     optimizer, note = optimizer.for_device(device)
     return CheckedSettings(
         settings=settings,

@@ -75,12 +75,12 @@ DEPENDENCES = (
     ),
     Dependence(
         "--gradient_wire",
-        lambda g: g.has("gradient_wire") and launched_world() == 1,
+        lambda g: g.has("gradient_wire") and (g.settings.world_size or launched_world()) == 1,
         "has no effect on one process",
     ),
     Dependence(
         "--reshard_after_forward",
-        lambda g: g.settings.reshard_after_forward == "always" and launched_world() == 1,
+        lambda g: g.settings.reshard_after_forward == "always" and (g.settings.world_size or launched_world()) == 1,
         "has no effect on one process",
     ),
     Dependence(

@@ -25,5 +25,5 @@ def choose_device(name: str) -> torch.device:
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """The dtype that --dtype names on this device."""
     if name == "auto":
-        name = "bf16" if device.type == "cuda" else "fp32"
+        name = "fp32" if device.type == "cpu" else "bf16"
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]

@@ -22,11 +22,26 @@ def listing(vision: bool = False) -> str:
         _block('dataset types (--train_ds {"type": ...})', DATASETS.describe(), DATASETS),
         _block("image dataset types (timm_finetune.py)", IMAGE_SETS.describe(), IMAGE_SETS),
         _block("tokenizers", sorted(TOKENIZERS.items())),
+        _block("GPUs that --dry_run can plan for (--gpu)", _gpus()),
+        _block("links between machines (--wire)", _wires()),
         _vision_models()
         if vision
         else _block("models (--model; also: a .json file, a folder, a hub id)", list_models()),
     ]
     return "\n\n".join(blocks)
+
+
+def _gpus() -> list[tuple[str, str]]:
+    from qtrain.hardware import MEMORY_GIB, planned_gpus
+    from qtrain.train.plan.wires import IN_NODE
+
+    return [(name, f"{p}, {MEMORY_GIB[p]} GiB, {IN_NODE[p]} in a machine") for name, p in planned_gpus().items()]
+
+
+def _wires() -> list[tuple[str, str]]:
+    from qtrain.train.plan.wires import WIRES
+
+    return [(name, f"{wire.bandwidth / 1e9:.3g} GB/s a GPU and direction") for name, wire in WIRES.items()]
 
 
 def _vision_models() -> str:

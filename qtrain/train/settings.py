@@ -35,7 +35,8 @@ class TrainSettings:
         "hellaswag_file hellaswag_limit accuracy answer_tokens lm_eval",
         "checkpoint and run folder": "ckpt_interval keep_ckpts async_checkpoint resume export run_name runs_dir",
         "hardware and process": "device dtype gpus dp_replicate dp_shard reshard_after_forward rank_timeout "
-        "gradient_wire compile cuda_graphs seed deterministic dry_run",
+        "gradient_wire compile cuda_graphs seed deterministic",
+        "plan": "dry_run gpu world_size gpus_per_node wire sol",
         "logging": "log_interval trackers project profile",
     }
     """The flags of the training scripts as `--help` groups them."""
@@ -148,6 +149,17 @@ class TrainSettings:
     """Record three steps with PyTorch's profiler and write the trace into the run folder."""
     dry_run: bool = False
     """Print the plan (sizes, memory, shortest time, what is quantized) and stop without training or writing."""
+    gpu: str | None = None
+    """Plan for this GPU (h100, h200, b200, a100, l40s, 4090, ...) instead of the one here; needs --dry_run."""
+    world_size: Annotated[int, Range(1, 10**5)] | None = None
+    """Plan for this many GPUs: memory, bytes on each wire, step time, and a table for 1 to 4,096 GPUs; needs --dry_run.
+    None: for the processes that run."""
+    gpus_per_node: Annotated[int, Range(1, 1024)] = 8
+    """GPUs of a machine, with --world_size; they are linked as GPUs of this kind are sold (NVLink or PCIe)."""
+    wire: str = "ib400"
+    """Link between machines, per GPU, with --world_size: ib400, ib200, ethernet100, ..."""
+    sol: Annotated[float, Range(0.01, 1)] | None = None
+    """Fraction of the speed of light at which one GPU computes, with --world_size; None: as measured on an H200."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,25 @@ def test_parameter_counts_are_those_of_the_module(name):
     assert counted.linear == sum(p.numel() for p in linear)
 
 
+PUBLISHED = {
+    "smollm2-135m": 134_515_008,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "llama3.1-8b": 8_030_261_248,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "llama3.1-70b": 70_553_706_496,
+}
+"""Parameters of the checkpoints on the hub."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_shipped_shapes_have_the_published_number_of_parameters(name):
+    assert count_parameters(CONFIGS[name]).total == PUBLISHED[name]
+
+
 def test_linears_of_a_layer():
     found = layer_linears(CONFIGS["qwen2.5-7b"])
     assert found == {"qkv": (4608, 3584), "o_proj": (3584, 3584), "gate_up": (37888, 3584), "down_proj": (3584, 18944)}

@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qtrain.hardware import describe_hardware
 from qtrain.models.trained_cost import TrainedPart
 from qtrain.quant import describe_choices
 from qtrain.train.assembly.architecture import Architecture
@@ -17,6 +16,7 @@ from qtrain.train.plan.auto_scheme import resolve_auto_scheme
 from qtrain.train.plan.linears import PlannedLinear, plan_linears, refuse_no_swap, warn_high_precision
 from qtrain.train.plan.plan import Plan
 from qtrain.train.plan.resharding import reshards
+from qtrain.train.planned_machine import planned_hardware
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ def prepare(
     )
     linears = plan_linears(model, checked.scheme, checked.settings, head=head, device=checked.device)
     refuse_no_swap(linears, checked.scheme, checked.settings.quantize)
-    hardware = describe_hardware(checked.device)
+    hardware = planned_hardware(checked.settings, checked.device)
     plan = architecture.plan(checked, linears, hardware, data, trained)
     if reshards(checked, plan, model, architecture.blocks(model), trained):
         checked = dataclasses.replace(checked, reshards=True)
@@ -61,5 +61,6 @@ def prepare(
     ]
     lines += architecture.notes(linears)
     lines += warn_high_precision(linears, checked.scheme, checked.dtype, architecture.linear_rows)
+    lines += plan.world.table() if plan.world else []
     shared = {f.name: getattr(checked, f.name) for f in dataclasses.fields(CheckedSettings)}
     return Prepared(**shared, architecture=architecture, linears=tuple(linears), plan=plan, text="\n".join(lines))

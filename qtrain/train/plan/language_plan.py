@@ -1,20 +1,25 @@
 """The plan of a language model's run, from its config and from what the swap will do to its linears."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from dataclasses import replace
 
-from qtrain.distributed.mesh import mesh_shape
+from qtrain.distributed.mesh import Mesh
 from qtrain.hardware import Hardware
 from qtrain.kernels.autotune import forced
 from qtrain.models import ModelConfig
 from qtrain.models.cost import LAYER_LINEARS, count_parameters, flops_per_token
-from qtrain.models.memory import LinearBytes, LowBitBytes, MemoryEstimate, StepShape, all_of, estimate_memory
+from qtrain.models.memory import LinearBytes, LowBitBytes, MemoryEstimate, RankShare, StepShape, all_of, estimate_memory
 from qtrain.models.trained_cost import TrainedPart
 from qtrain.optim import ParameterShape
 from qtrain.quant import LowBitScheme
 from qtrain.train.checked_settings import CheckedSettings
+from qtrain.train.plan.fullest_rank import fullest_share
 from qtrain.train.plan.linears import PlannedLinear, shares
 from qtrain.train.plan.plan import Plan
 from qtrain.train.plan.speed_of_light import emulated_arithmetics, shortest_seconds
+from qtrain.train.plan.traffic import Traffic, weights_on_wire
+from qtrain.train.plan.units import TOKENS
+from qtrain.train.plan.world import Work, plan_world, refuse_world
 
 
 def plan_language_run(
@@ -40,6 +45,7 @@ def plan_language_run(
         "emulated": emulated_arithmetics((linear.scheme for linear in linears), hardware),
     }
     if model_config is None:
+        refuse_world(settings)
         return Plan(**shared)
     if isinstance(checked.scheme, LowBitScheme) and checked.scheme.sub_norm:
         model_config = model_config.with_sub_norms("--quantize")
@@ -48,18 +54,52 @@ def plan_language_run(
     flops = flops if trained is None else trained.flops(flops, model_config.num_hidden_layers)
     weights = {linear.name: linear.weights for linear in linears}
     blocks, head = ([linear for linear in linears if linear.is_head == is_head] for is_head in (False, True))
+    parameters = count_parameters(model_config).total
+    seconds = shortest_seconds(
+        flops,
+        {"blocks": shares(blocks, weights), "head": shares(head, weights)},
+        hardware,
+        checked.dtype,
+        frozen=trained is not None and bool(trained.adapters),
+    )
+
+    def memory_on(mesh: Mesh) -> dict[str, int]:
+        return language_memory(replace(checked, mesh=mesh), model_config, linears, trained).at_peak
+
+    world = None
+    if settings.world_size is not None:
+        samples = checked.geometry.micro_batch_size * checked.geometry.gradient_accumulation * settings.seq_len
+        traffic = _traffic(checked, model_config, linears, trained)
+        work = Work(parameters, seconds, samples, TOKENS, low_bit=any(linear.scheme for linear in linears))
+        world = plan_world(settings, checked.mesh, hardware, work, traffic, memory_on)
     return Plan(
         **shared,
-        parameters=count_parameters(model_config).total,
+        parameters=parameters,
         flops=flops,
-        seconds=shortest_seconds(
-            flops,
-            {"blocks": shares(blocks, weights), "head": shares(head, weights)},
-            hardware,
-            checked.dtype,
-            frozen=trained is not None and bool(trained.adapters),
-        ),
-        memory=language_memory(checked, model_config, linears, trained).at_peak,
+        seconds=seconds,
+        memory=memory_on(checked.mesh),
+        world=world,
+    )
+
+
+def _traffic(
+    checked: CheckedSettings,
+    model_config: ModelConfig,
+    linears: Sequence[PlannedLinear],
+    trained: TrainedPart | None,
+) -> Traffic:
+    """What the ranks of any mesh send each other."""
+    adapted = trained is not None and bool(trained.adapters)
+    trained = trained or all_of(model_config, checked.dtype.itemsize)
+    parameters = trained.bytes // trained.element
+    own_head = trained.head and not model_config.tie_word_embeddings
+    alone = [] if adapted else [linear for linear in linears if own_head or not linear.is_head]
+    return Traffic(
+        parameters=parameters,
+        matrices=sum(group.count for group in trained.shapes if len(group.shape) > 1),
+        element=trained.element,
+        weights=weights_on_wire(parameters, alone, trained.element),
+        gradient_wire=checked.settings.gradient_wire,
     )
 
 
@@ -104,10 +144,24 @@ def language_memory(
             down_input_recomputed=bool(in_one_function and down.rowwise_swiglu("x") and up.rowwise_swiglu("dy")),
         ),
         trained=trained,
-        shards=mesh_shape(settings.dp_replicate, settings.dp_shard, checked.geometry.world)[1],
+        share=_rank_share(checked, shapes, {linear.shape for linear in linears if _codes_only(linear, adapted)}),
         reshards=checked.reshards,
         whole_matrices=checked.optimizer.needs_whole(hidden=True),
     )
+
+
+def _codes_only(linear: PlannedLinear, adapted: bool) -> bool:
+    """Whether codes are all that is read of the weight: where masters are sharded, there is no full one."""
+    return linear.scheme is not None and linear.scheme.reads_codes_only and not adapted
+
+
+def _rank_share(
+    checked: CheckedSettings, shapes: Sequence[ParameterShape], codes_only: Set[tuple[int, ...]]
+) -> RankShare:
+    """What the fullest rank holds. codes_only: shapes of the weights of which ranks hold codes and a master."""
+    shard, needs_whole = checked.mesh.shard, checked.optimizer.needs_whole
+    apart = [s for s in shapes if not s.stored and (not s.hidden or not needs_whole(True) or s.shape in codes_only)]
+    return RankShare(fullest_share(shapes, shard, needs_whole), fullest_share(apart, shard, needs_whole))
 
 
 def _linear_bytes(scheme: LowBitScheme | None, element: int, adapted: bool) -> LinearBytes:

@@ -8,6 +8,7 @@ from qtrain.config import as_dict
 from qtrain.hardware import Hardware
 from qtrain.train.log.status import duration, short_number
 from qtrain.train.plan.units import TOKENS, Unit
+from qtrain.train.plan.world import WorldPlan
 from qtrain.train.settings import BatchGeometry, TrainSettings
 
 GIB = 1024**3
@@ -21,7 +22,7 @@ class Plan:
     flops, seconds and memory are empty then. flops: per token, forward and backward, by kind of work. seconds: the
     shortest time per token by kind, each kind at the dense peak of the arithmetic that it runs in. memory: bytes at the
     peak, by kind. emulated: arithmetic of the swapped linears that the device lacks. unit: tokens; images for a vision
-    model, in every field that says token.
+    model, in every field that says token. world: where --world_size plans for GPUs that are not those that run.
     """
 
     model: str
@@ -37,6 +38,7 @@ class Plan:
     memory: dict[str, int] = field(default_factory=dict)
     emulated: tuple[str, ...] = ()
     unit: Unit = TOKENS
+    world: WorldPlan | None = None
 
     def efficiency(self, tok_s: float) -> dict[str, float | None]:
         """`sol`: fraction of the speed of light; `mfu`: of the dense bf16 peak. None if the FLOPs are unknown."""
@@ -73,6 +75,7 @@ class Plan:
                 ("", f"no {' or '.join(self.emulated)} arithmetic: emulated, with the same results but no speedup")
             )
         rows += self._memory_rows() + self._time_rows(tokens)
+        rows += self.world.rows(self.n_steps) if self.world else []
         return [f"{name:8}{text}" for name, text in rows]
 
     def _peaks(self) -> str:

@@ -1,19 +1,24 @@
 """The plan of a vision model's run, in images, from one pass over the meta device."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import nn
 
+from qtrain.distributed.mesh import Mesh
 from qtrain.hardware import Hardware
 from qtrain.kernels.autotune import forced
 from qtrain.models import VisionCost, repeated_blocks
 from qtrain.optim import ParameterShape, parameter_groups
 from qtrain.train.checked_settings import CheckedSettings
 from qtrain.train.in_backward import model_partitions
+from qtrain.train.plan.fullest_rank import fullest_share
 from qtrain.train.plan.linears import PlannedLinear, shares
 from qtrain.train.plan.plan import Plan
 from qtrain.train.plan.speed_of_light import emulated_arithmetics, shortest_seconds
+from qtrain.train.plan.traffic import Traffic, weights_on_wire
 from qtrain.train.plan.units import IMAGES
+from qtrain.train.plan.world import Work, plan_world, refuse_world
 
 
 def plan_vision_run(
@@ -40,15 +45,35 @@ def plan_vision_run(
         "parameters": sum(p.numel() for p in model.parameters()),
     }
     if cost is None:
+        refuse_world(settings)
         return Plan(**shared)
     work = {linear.name: linear.weights * cost.linear_rows.get(linear.name, 0) for linear in linears}
     blocks, head = ([linear for linear in linears if linear.is_head == is_head] for is_head in (False, True))
     by_kind = {"blocks": shares(blocks, work), "head": shares(head, work)}
-    memory = _memory(checked, model, cost, linears)
-    if settings.ema_decay:
-        memory["average"] = 4 * shared["parameters"]
     seconds = shortest_seconds(cost.flops, by_kind, hardware, checked.dtype)
-    return Plan(**shared, flops=cost.flops, seconds=seconds, memory=memory)
+
+    def memory_on(mesh: Mesh) -> dict[str, int]:
+        return _memory(replace(checked, mesh=mesh), model, cost, linears)
+
+    world = None
+    if settings.world_size is not None:
+        samples = checked.geometry.micro_batch_size * checked.geometry.gradient_accumulation
+        low_bit = any(linear.scheme for linear in linears)
+        work = Work(shared["parameters"], seconds, samples, IMAGES, low_bit)
+        world = plan_world(settings, checked.mesh, hardware, work, _traffic(checked, model, linears), memory_on)
+    return Plan(**shared, flops=cost.flops, seconds=seconds, memory=memory_on(checked.mesh), world=world)
+
+
+def _traffic(checked: CheckedSettings, model: nn.Module, linears: Sequence[PlannedLinear]) -> Traffic:
+    """What the ranks of any mesh send each other. They keep all weights in full, which timm's models may read."""
+    element, parameters = checked.dtype.itemsize, [p.numel() for p in model.parameters()]
+    return Traffic(
+        parameters=sum(parameters),
+        matrices=sum(p.ndim > 1 for p in model.parameters()),
+        element=element,
+        weights=weights_on_wire(sum(parameters), linears, element, codes_only=False),
+        gradient_wire=checked.settings.gradient_wire,
+    )
 
 
 def _memory(
@@ -76,14 +101,19 @@ def _memory(
     if settings.activation_checkpointing == "full" and blocks:
         width = max((linear.choice.in_features for linear in linears if not linear.is_head), default=0)
         kept = kept / blocks + blocks * cost.rows * width * element
+    share = fullest_share(shapes, checked.mesh.shard, checked.optimizer.needs_whole)
+    if share < 1:
+        in_full = sum(shape.elements for shape in shapes if not shape.stored)
+        weights += element * share * in_full  # the masters
     gradients = parameters
     if settings.optimizer_in_backward:
         gradients = max(sum(p.numel() for p in members) for members in model_partitions(model).values())
     found = {
         "weights": weights,
         "gradients": element * gradients,
-        "optimizer": checked.optimizer.state_bytes(shapes, element),
+        "optimizer": share * checked.optimizer.state_bytes(shapes, element),
         "activations": checked.geometry.micro_batch_size * kept,
         "codes": codes,
+        "average": 4 * parameters if settings.ema_decay else 0,
     }
     return {kind: int(size) for kind, size in found.items() if size}

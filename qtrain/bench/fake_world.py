@@ -1,0 +1,168 @@
+"""The plan's memory against the tensors of a world of any size, on a laptop: `python -m qtrain.bench.fake_world`.
+
+A fake process group has as many ranks as it is told, and its collectives do nothing. On it the real mesh, the real
+swap, the real shards and the real optimizer are built from tensors without memory, once for every rank looked at, and
+their bytes are counted: of weights, codes and masters, and of optimizer states. (The plan leaves out the scales of
+schemes that have one per row: 5 MiB of a 7B.)
+
+    python -m qtrain.bench.fake_world                                    7B and 70B on 1,024 GPUs
+    python -m qtrain.bench.fake_world --models qwen2.5-32b --world_size 256 --dp_shard 8 --optim adamw_4bit
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qtrain.config import run_script
+from qtrain.distributed.mesh import Mesh, make_mesh
+from qtrain.distributed.shards import local_tensors, plain_tensors
+from qtrain.models import Decoder, ModelConfig, read_model_source
+from qtrain.optim import parameter_groups
+from qtrain.optim.state_layout import local
+from qtrain.quant import quantize_linears
+from qtrain.quant.linear import LowBitWeight
+from qtrain.train.checked_settings import CheckedSettings, check_settings
+from qtrain.train.parallel import DataParallel
+from qtrain.train.plan.language_plan import language_memory
+from qtrain.train.plan.linears import plan_linears
+from qtrain.train.settings import LanguageSettings
+
+GIB = 2**30
+TOLERANCE = 0.01
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Of a rank. weights: with codes and masters; masters: those alone, if known; states: of the optimizer."""
+
+    weights: int
+    states: int
+    masters: int = 0
+
+
+@contextlib.contextmanager
+def fake_world(rank: int, world: int) -> Iterator[None]:
+    """This process as one of `world` ranks whose collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    before = os.environ.get("WORLD_SIZE")
+    os.environ["WORLD_SIZE"] = str(world)
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        os.environ.pop("WORLD_SIZE")
+        if before is not None:
+            os.environ["WORLD_SIZE"] = before
+
+
+def held_bytes(checked: CheckedSettings, config: ModelConfig, mesh: Mesh) -> Bytes:
+    """What this rank of `mesh` holds, for an optimizer that updates element by element."""
+    settings = checked.settings
+    with torch.device("meta"):
+        model = Decoder(config).to(checked.dtype)
+    quantized = quantize_linears(
+        model, checked.scheme, seed=0, head=model.lm_head, quantize_head=settings.quantize_lm_head
+    )
+    groups = parameter_groups(model, settings.weight_decay)
+    parallel = DataParallel(model, quantized, mesh, lambda p: checked.optimizer.needs_whole(hidden=True))
+    for group in groups:
+        group["params"] = [parallel.master(p) for p in group["params"]]
+    optimizer = checked.optimizer.build(groups, settings.lr)
+    for sharded in parallel.parameters:
+        elements = sharded.bounds[mesh.shard_rank + 1] - sharded.bounds[mesh.shard_rank]
+        sharded.set_gradient(torch.empty(elements, dtype=checked.dtype, device="meta"))
+    with contextlib.suppress(NotImplementedError):  # the states come first; then there are no values to update
+        optimizer.step()
+    codes = chain.from_iterable(m.buffers() for m in model.modules() if isinstance(m, LowBitWeight))
+    weights = chain.from_iterable(plain_tensors(p) for p in model.parameters())
+    masters = [t for sharded in parallel.parameters for t in local_tensors(sharded.master)]
+    states = (t for state in optimizer.state.values() for key, t in state.items() if key != "step")
+    return Bytes(_size([*weights, *codes, *masters]), _size(local(t) for t in states), _size(masters))
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors, each storage once."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def planned_bytes(checked: CheckedSettings, config: ModelConfig) -> Bytes:
+    """What the plan says of the fullest rank."""
+    with torch.device("meta"):
+        model = Decoder(config)
+    linears = plan_linears(model, checked.scheme, checked.settings, head=model.lm_head, device=checked.device)
+    memory = language_memory(checked, config, linears, None)
+    return Bytes(memory.weights, memory.optimizer)
+
+
+def compare(settings: LanguageSettings, ranks: Iterable[int]) -> Iterator[tuple[int, Bytes, Bytes]]:
+    """(rank, its planned bytes, its held ones) of `ranks` of the world that `settings` plan."""
+    checked = check_settings(settings, "fake_world")
+    config = read_model_source(settings.model).model_config()
+    planned = planned_bytes(checked, config)
+    for rank in ranks:
+        with fake_world(rank, settings.world_size):
+            mesh = make_mesh(settings.dp_replicate, settings.dp_shard, "cpu")
+            yield rank, planned, held_bytes(checked, config, mesh)
+
+
+def difference(planned: Bytes, held: Bytes, fullest: bool) -> str:
+    """Which kind the plan misses by more than TOLERANCE of a rank's masters and states; '' if none. Ranks that are not
+    the fullest may hold less."""
+    allowed = TOLERANCE * (held.masters + held.states)
+    for kind in ("weights", "states"):
+        off = getattr(held, kind) - getattr(planned, kind)
+        if off > allowed or (fullest and off < -allowed):
+            return f"{kind} differ by {off / 2**20:.2f} MiB"
+    return ""
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m qtrain.bench.fake_world", description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["qwen2.5-7b", "llama3.1-70b"])
+    parser.add_argument("--world_size", type=int, default=1024)
+    parser.add_argument("--dp_shard", type=int, default=0)
+    parser.add_argument("--quantize", default="fp8_tensorwise")
+    parser.add_argument("--optim", default="adamw_8bit", help="one that updates element by element")
+    parser.add_argument("--ranks", type=int, nargs="+", help="default: the first, the second, the middle and the last")
+    given = parser.parse_args(argv)
+    world, failures = given.world_size, 0
+    for model in given.models:
+        settings = LanguageSettings(
+            model=model,
+            quantize=given.quantize,
+            optim=given.optim,
+            batch_size=world,
+            dp_shard=given.dp_shard,
+            gpu="h200",
+            dry_run=True,
+            world_size=world,
+            gpus_per_node=1,
+        )
+        started = time.perf_counter()
+        ranks = sorted({r for r in given.ranks or (0, 1, world // 2, world - 1) if r < world})
+        for rank, planned, held in compare(settings, ranks):
+            wrong = difference(planned, held, fullest=rank == 0)
+            failures += bool(wrong)
+            print(
+                f"{model} rank {rank} of {world}: weights, codes, masters {held.weights / GIB:.4f} GiB "
+                f"(planned {planned.weights / GIB:.4f}), states {held.states / GIB:.4f} GiB "
+                f"(planned {planned.states / GIB:.4f}){wrong and ': ' + wrong}",
+                flush=True,
+            )
+        print(f"{model}: {time.perf_counter() - started:.1f} s", flush=True)
+    sys.exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    run_script(main)

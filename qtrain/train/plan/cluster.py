@@ -1,0 +1,87 @@
+"""What a collective costs on machines of several GPUs: bytes on each kind of wire, and seconds.
+
+Every GPU has a link inside its machine and one to the other machines. A collective takes as long as the slower of the
+two: bytes over bandwidth, and the start of every message.
+
+    all-to-all     a message of 1/R of the bytes for each of R ranks; those for other machines leave by the GPU's own
+                   adapter
+    all-gather     a ring: every GPU passes on R - 1 parts, but each part enters a machine once, and its n GPUs share
+                   those
+"""
+
+import math
+from dataclasses import dataclass
+
+from qtrain.distributed.mesh import Mesh
+from qtrain.train.plan.wires import START_SECONDS, Wire
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a collective. in_node: how many of them share a machine."""
+
+    count: int
+    in_node: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one GPU and step: bytes that it sends inside its machine and to others, and how long that takes."""
+
+    inside: float = 0.0
+    between: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def bytes(self) -> float:
+        return self.inside + self.between
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.inside + other.inside, self.between + other.between, self.seconds + other.seconds)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Machines of `gpus_per_node` GPUs. inside, between: the wires of each GPU."""
+
+    gpus_per_node: int
+    inside: Wire
+    between: Wire
+
+    def nodes(self, world: int) -> int:
+        return -(-world // self.gpus_per_node)
+
+    def world(self, mesh: Mesh) -> Ranks:
+        return Ranks(mesh.world, min(mesh.world, self.gpus_per_node))
+
+    def shard_group(self, mesh: Mesh) -> Ranks:
+        """Consecutive ranks."""
+        together = self.world(mesh).in_node
+        return Ranks(mesh.shard, min(mesh.shard, math.gcd(mesh.shard, together)))
+
+    def replicate_group(self, mesh: Mesh) -> Ranks:
+        """Ranks that are `mesh.shard` apart."""
+        together = self.world(mesh).in_node
+        return Ranks(mesh.replicate, together // mesh.shard if together % mesh.shard == 0 else 1)
+
+    def all_to_all(self, ranks: Ranks, volume: float, calls: int) -> Cost:
+        """volume: bytes that each rank has for all ranks together, itself included."""
+        near, far = ranks.in_node - 1, ranks.count - ranks.in_node
+        message = volume / ranks.count
+        return self._cost(ranks, calls, near * message, far * message, near, far)
+
+    def all_gather(self, ranks: Ranks, volume: float, calls: int) -> Cost:
+        """volume: bytes that each rank has afterwards."""
+        part, nodes = volume / ranks.count, ranks.count // ranks.in_node
+        between = (ranks.count - ranks.in_node) * part / ranks.in_node
+        inside = (ranks.count - 1) * part - between
+        return self._cost(ranks, calls, inside, between, ranks.in_node - 1, nodes - 1)
+
+    def _cost(self, ranks: Ranks, calls: int, inside: float, between: float, near: int, far: int) -> Cost:
+        if ranks.count == 1:
+            return Cost()
+        seconds = max(
+            inside / self.inside.bandwidth + calls * near * self.inside.message_seconds,
+            between / self.between.bandwidth + calls * far * self.between.message_seconds,
+        )
+        return Cost(inside, between, calls * START_SECONDS + seconds)

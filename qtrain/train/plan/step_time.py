@@ -1,0 +1,75 @@
+"""How long a step takes on N GPUs: one GPU's computation, what the exchange adds to it, and what of that is exposed.
+
+Computation runs at a fraction of the speed of light that was measured on one H200; another GPU, and a model that is
+larger than the measured ones, are assumed to reach the same. The exchange's own cost beside the wire, copies in memory
+and launches from Python, was measured on two H200s.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from qtrain.distributed.mesh import Mesh
+from qtrain.train.plan.cluster import Cost
+from qtrain.train.plan.traffic import Traffic
+from qtrain.train.plan.units import IMAGES, TOKENS, Unit
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Fractions of the speed of light that one H200 reached. fractions: by scheme, then by parameters of the model."""
+
+    models: str
+    fractions: dict[str, dict[float, float]]
+
+
+MEASURED = {
+    # docs/results/train_steps.json and distributed.json: compiled, sequence 1024, 32,768 or 65,536 tokens a step.
+    TOKENS: Measured(
+        "Qwen2.5 of 0.5B to 7B",
+        {
+            "fp8_tensorwise": {494e6: 0.383, 1544e6: 0.456, 7616e6: 0.497},
+            "bf16": {494e6: 0.493, 7616e6: 0.618},
+        },
+    ),
+    # docs/results/vision.json: 64 images of 224 x 224 a step.
+    IMAGES: Measured("ViT-giant", {"fp8_tensorwise": {1135e6: 0.315}, "bf16": {1135e6: 0.465}}),
+}
+
+GRADIENT_MATRIX_SECONDS, WEIGHT_MATRIX_SECONDS = 0.232e-3, 0.299e-3
+PARAMETER_SECONDS = 2.16e-12
+"""docs/results/distributed.json: over a step of the 0.5B two H200s take 55 ms (ZeRO-2) and 27 ms (DDP) longer than one,
+of which 2 and 3 ms are on the wire; over one of the 7B 114 ms (ZeRO-2), 37 of them on the wire. The rest is taken as
+launches, so many per matrix whose gradient, and whose weight, travels, and as traffic of memory per parameter."""
+
+
+def measured_sol(unit: Unit, parameters: int, *, low_bit: bool) -> tuple[float, str]:
+    """(fraction of the speed of light for a model of this many parameters, what that was measured on). Between the
+    measured models it is linear in the logarithm of their size, beyond them that of the nearest."""
+    measured, scheme = MEASURED[unit], "fp8_tensorwise" if low_bit else "bf16"
+    sizes, fractions = zip(*measured.fractions[scheme].items(), strict=True)
+    fraction = np.interp(math.log(parameters), np.log(sizes), fractions)
+    return float(fraction), f"measured on one H200, {measured.models} in {scheme}"
+
+
+def compute_seconds(seconds: Mapping[str, float], samples: int, sol: float, checkpointing: str) -> float:
+    """Of one GPU's micro-batches of a step. seconds: shortest time per sample by kind; samples: tokens or images.
+    Full activation checkpointing computes the layers' forward pass, a third of their work, again."""
+    again = sum(s for kind, s in seconds.items() if kind != "head") / 3 if checkpointing == "full" else 0.0
+    return samples * (sum(seconds.values()) + again) / sol
+
+
+def exchange_overhead(traffic: Traffic, mesh: Mesh) -> float:
+    """Seconds of the exchange that are not on the wire."""
+    if mesh.world == 1:
+        return 0.0
+    per_matrix = GRADIENT_MATRIX_SECONDS + WEIGHT_MATRIX_SECONDS * (mesh.shard > 1)
+    return traffic.matrices * per_matrix + traffic.parameters * PARAMETER_SECONDS
+
+
+def exposed_seconds(costs: Mapping[str, Cost], compute: float) -> float:
+    """Seconds on the wire that a GPU waits for, with `compute` seconds of computation beside them. Gradients and
+    weights travel after the last micro-batch, so nothing overlaps."""
+    return sum(cost.seconds for cost in costs.values())

@@ -1,0 +1,73 @@
+"""What the ranks of a mesh send each other in a step, from what trains: gradients there, updated weights back.
+
+The gradients of all ranks meet once a step, after the last micro-batch, in an all-to-all over all ranks
+(`distributed/gradients.py`); replicas then gather the sums of their shards. Ranks of a shard group gather the updated
+weights: codes where a scheme's codes may travel, else the values themselves (`quant/sharded_codes.py`).
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from qtrain.distributed.gradient_wire import GRADIENT_WIRES
+from qtrain.distributed.mesh import Mesh
+from qtrain.distributed.wire import BUCKET_BYTES
+from qtrain.kernels.numerics.formats import FORMATS
+from qtrain.quant import LowBitScheme
+from qtrain.train.plan.cluster import Cluster, Cost
+from qtrain.train.plan.linears import PlannedLinear
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of a step of the whole model. parameters: that train; matrices: that these make up; element: bytes of each
+    parameter and of its gradient; weights: bytes of all updated weights as they travel; gradient_wire: see
+    --gradient_wire."""
+
+    parameters: int
+    matrices: int
+    element: int
+    weights: float
+    gradient_wire: str = "exact"
+
+    @property
+    def gradients(self) -> float:
+        """Bytes of all gradients as they travel."""
+        wire = GRADIENT_WIRES[self.gradient_wire]
+        return self.parameters * (self.element if wire is None else wire.bytes_per_element)
+
+    def costs(self, mesh: Mesh, cluster: Cluster) -> dict[str, Cost]:
+        """By what travels. A mesh of one rank sends nothing."""
+        plain = self.parameters * self.element
+        buckets = _buckets(plain)
+        return {
+            "gradients": cluster.all_to_all(cluster.world(mesh), self.gradients, buckets)
+            + cluster.all_gather(cluster.replicate_group(mesh), plain / mesh.shard, buckets),
+            "weights": cluster.all_gather(cluster.shard_group(mesh), self.weights, _buckets(self.weights)),
+        }
+
+
+def _buckets(size: float) -> int:
+    return math.ceil(size / BUCKET_BYTES)
+
+
+def weight_bytes_on_wire(scheme: LowBitScheme | None, element: int, codes_only: bool = True) -> float:
+    """Bytes per element of a linear's weight as ranks gather it. codes_only: ranks keep no full weight where codes are
+    all that is read."""
+    if scheme is None:
+        return element
+    if scheme.stored_format is not None:
+        return scheme.weight_bytes(element)
+    codes = scheme.wire_format() if codes_only and scheme.reads_codes_only else None
+    return element if codes is None else 1 / FORMATS[codes.fmt].packing
+
+
+def weights_on_wire(
+    parameters: int, trained: Iterable[PlannedLinear], element: int, *, codes_only: bool = True
+) -> float:
+    """Bytes of all updated weights. parameters: that train; trained: the linears among them that hold their weights
+    alone."""
+    saved = (
+        linear.weights * (weight_bytes_on_wire(linear.scheme, element, codes_only) - element) for linear in trained
+    )
+    return parameters * element + sum(saved)

@@ -1,0 +1,207 @@
+"""The plan of a world that is not the one that runs: memory, wires and step time of a mesh, and a table of sizes.
+
+Every size of the table trains the same micro-batches on each GPU (weak scaling). Efficiency is over one GPU of the same
+kind, computing the same without any exchange.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from qtrain.distributed.mesh import Mesh
+from qtrain.errors import UserError
+from qtrain.hardware import Hardware
+from qtrain.train.log.status import duration, short_number
+from qtrain.train.plan.cluster import Cluster, Cost
+from qtrain.train.plan.step_time import compute_seconds, exchange_overhead, exposed_seconds, measured_sol
+from qtrain.train.plan.traffic import Traffic
+from qtrain.train.plan.units import Unit
+from qtrain.train.plan.wires import Wire, find_wire, wire_in_node
+from qtrain.train.settings import TrainSettings
+
+GIB, MIB = 1024**3, 1024**2
+SIZES = tuple(2**n for n in range(13))
+"""GPUs of the table's rows: 1 to 4,096."""
+
+
+@dataclass(frozen=True)
+class SizedStep:
+    """A step on a mesh. memory: bytes per GPU at the peak; seconds: of the step, `compute` of them computation and
+    `exposed` waiting for wires."""
+
+    mesh: Mesh
+    memory: int
+    costs: dict[str, Cost]
+    compute: float
+    exposed: float
+    overhead: float
+    samples: int
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.exposed + self.overhead
+
+    @property
+    def sent(self) -> Cost:
+        return sum(self.costs.values(), Cost())
+
+    @property
+    def rate(self) -> float:
+        """Tokens or images per second of all GPUs."""
+        return self.samples * self.mesh.world / self.seconds
+
+    @property
+    def efficiency(self) -> float:
+        return self.compute / self.seconds
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one GPU computes in a step. parameters: of the model; seconds: shortest time per sample by kind; samples:
+    tokens or images; low_bit: a scheme has swapped linears."""
+
+    parameters: int
+    seconds: Mapping[str, float]
+    samples: int
+    unit: Unit
+    low_bit: bool
+
+
+@dataclass(frozen=True)
+class WorldPlan:
+    """The plan for a mesh on a cluster, and for others. compute: seconds of one GPU's computation in a step, of
+    `samples` tokens or images; sol: the fraction of the speed of light that it assumes, sol_source: where that is
+    from. memory_on: bytes per GPU by kind on a mesh. keeps_shard: the meshes of the table have shard groups of the same
+    size, else of all ranks."""
+
+    mesh: Mesh
+    keeps_shard: bool
+    cluster: Cluster
+    hardware: Hardware
+    traffic: Traffic
+    memory_on: Callable[[Mesh], Mapping[str, int]]
+    samples: int
+    unit: Unit
+    compute: float
+    sol: float
+    sol_source: str
+
+    def step(self, mesh: Mesh) -> SizedStep:
+        """A step on `mesh` with the same micro-batches per GPU."""
+        costs = self.traffic.costs(mesh, self.cluster)
+        return SizedStep(
+            mesh=mesh,
+            memory=sum(self.memory_on(mesh).values()),
+            costs=costs,
+            compute=self.compute,
+            exposed=exposed_seconds(costs, self.compute),
+            overhead=exchange_overhead(self.traffic, mesh),
+            samples=self.samples,
+        )
+
+    def rows(self, n_steps: int) -> list[tuple[str, str]]:
+        """Lines of the plan of a run of this many steps, each with its name."""
+        step, cluster = self.step(self.mesh), self.cluster
+        nodes = cluster.nodes(self.mesh.world)
+        between = f" and {_wire(cluster.between)} between them" if nodes > 1 else ""
+        sent = ", ".join(f"{what} {_size(cost.bytes)}" for what, cost in step.costs.items() if cost.bytes)
+        across = f", {_size(step.sent.between)} of it to other machines" if nodes > 1 else ""
+        wire = f"; gradients in {self.traffic.gradient_wire}" if self.traffic.gradient_wire != "exact" else ""
+        return [
+            (
+                "world",
+                f"{self.mesh.world:,} GPUs, {nodes:,} machine{'s' * (nodes > 1)} of "
+                f"{min(self.mesh.world, cluster.gpus_per_node)}: {_wire(cluster.inside)} inside{between}",
+            ),
+            ("wire", f"a GPU sends {_size(step.sent.bytes)} a step ({sent}{wire}){across}"),
+            (
+                "step",
+                f"{step.seconds:.3f} s: computation {step.compute:.3f}, wires {step.exposed:.3f} (none of it "
+                f"overlaps), copies and launches of the exchange {step.overhead:.3f}; "
+                f"{short_number(step.rate)} {self.unit.per_second}, {100 * step.efficiency:.0f}% of "
+                f"{self.mesh.world:,} times one GPU; {n_steps:,} steps in {duration(n_steps * step.seconds)}",
+            ),
+            ("", f"computation at {100 * self.sol:.0f}% of the speed of light ({self.sol_source})"),
+        ]
+
+    def table(self) -> list[str]:
+        """The same for other numbers of GPUs."""
+        head = ["GPUs", "replicate x shard", "GiB a GPU", "GiB sent", "to machines", "wires", "step", "", "of one"]
+        head[7] = self.unit.per_second
+        steps = [self.step(mesh) for mesh in self.meshes()]
+        have = self.hardware.memory_bytes or 0
+        grid = [head] + [_cells(step, have) for step in steps]
+        widths = [max(len(row[column]) for row in grid) for column in range(len(head))]
+        lines = [f"sizes   {self.samples:,} {self.unit.many} a GPU and step at every size (weak scaling)"]
+        lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in grid]
+        if any(step.memory > have for step in steps):
+            lines.append(f"* does not fit: {self.hardware.name} has {have / GIB:.1f} GiB")
+        return lines
+
+    def meshes(self) -> Sequence[Mesh]:
+        """Those of the table: shard groups of the same size as asked for, or, where no flag says their size, of all
+        ranks."""
+        found, node = [], self.cluster.gpus_per_node
+        for world in sorted({*SIZES, self.mesh.world}):
+            shard = min(self.mesh.shard, world) if self.keeps_shard else world
+            if world % shard == 0 and (world <= node or world % node == 0):
+                found.append(Mesh(world // shard, shard))
+        return found
+
+
+def plan_world(
+    settings: TrainSettings,
+    mesh: Mesh,
+    hardware: Hardware,
+    work: Work,
+    traffic: Traffic,
+    memory_on: Callable[[Mesh], Mapping[str, int]],
+) -> WorldPlan:
+    """The plan of `mesh`, made up of GPUs like `hardware`. Raises UserError."""
+    sol, source = settings.sol, "--sol"
+    if sol is None:
+        sol, source = measured_sol(work.unit, work.parameters, low_bit=work.low_bit)
+        source += f"; assumed of {hardware.name}" if "H200" not in hardware.name else ""
+    return WorldPlan(
+        mesh=mesh,
+        keeps_shard=bool(settings.dp_shard or settings.dp_replicate),
+        cluster=Cluster(settings.gpus_per_node, wire_in_node(hardware), find_wire(settings.wire)),
+        hardware=hardware,
+        traffic=traffic,
+        memory_on=memory_on,
+        samples=work.samples,
+        unit=work.unit,
+        compute=compute_seconds(work.seconds, work.samples, sol, settings.activation_checkpointing),
+        sol=sol,
+        sol_source=source,
+    )
+
+
+def refuse_world(settings: TrainSettings) -> None:
+    """UserError for --world_size with a model whose sizes are not known."""
+    if settings.world_size is not None:
+        raise UserError(
+            f"--world_size: what {settings.model} computes and keeps is not known without running it (a model of "
+            "--model_impl hf, or one that does not run on the meta device); plan with a native shape."
+        )
+
+
+def _cells(step: SizedStep, have: int) -> list[str]:
+    return [
+        f"{step.mesh.world:,}",
+        f"{step.mesh.replicate} x {step.mesh.shard}",
+        f"{step.memory / GIB:.1f}{'*' if step.memory > have else ' '}",
+        f"{step.sent.bytes / GIB:.2f}",
+        f"{step.sent.between / GIB:.2f}",
+        f"{step.exposed:.3f} s",
+        f"{step.seconds:.3f} s",
+        f"{step.rate:,.0f}",
+        f"{100 * step.efficiency:.0f}%",
+    ]
+
+
+def _size(size: float) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / MIB:.2f} MiB"
+
+
+def _wire(wire: Wire) -> str:
+    return f"{wire.name} ({wire.bandwidth / 1e9:.3g} GB/s)"

@@ -1,0 +1,299 @@
+"""The plan of a world that is not the one that runs: against measured steps, against the bytes that ranks really send,
+and the messages for worlds that cannot be."""
+
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import llm_finetune
+import llm_pretrain
+import timm_finetune
+from qtrain.bench.results import RESULTS
+from qtrain.distributed.gradient_wire import GRADIENT_WIRES
+from qtrain.distributed.mesh import Mesh, make_mesh
+from qtrain.distributed.wire import sent
+from qtrain.models import Decoder, ModelConfig, read_model_source
+from qtrain.optim import parameter_groups
+from qtrain.quant import quantize_linears
+from qtrain.train.parallel import DataParallel
+from qtrain.train.plan.cluster import Cluster, Ranks
+from qtrain.train.plan.language_plan import plan_language_run
+from qtrain.train.plan.wires import IN_NODE, START_SECONDS, WIRES
+from qtrain.train.plan.world import WorldPlan
+from qtrain.train.planned_machine import planned_hardware
+from qtrain.train.settings import LanguageSettings
+from tests.data.corpora import write_raw
+from tests.system import Outcome, call, flags, write_model
+from tests.train.plan.test_plan import checked_of, linears_of
+from tests.worlds import run_ranks
+
+FP8 = {"quantize": "fp8_tensorwise", "quantize_kwargs": {"scaling": "delayed"}, "compile": True}
+GIB = 2**30
+
+
+def world_of(model: str | dict, world: int, **options) -> WorldPlan:
+    """A plan of 32 sequences of 1,024 tokens a GPU, on H200s."""
+    config = read_model_source(model).model_config() if isinstance(model, str) else ModelConfig.from_hf(model)
+    chosen = {"seq_len": 1024, "batch_size": 32 * world, "gpu": "h200", "dry_run": True, "world_size": world}
+    checked = checked_of(LanguageSettings(**{**chosen, **options}))
+    hardware = planned_hardware(checked.settings, checked.device)
+    return plan_language_run(checked, config, linears_of(checked, config), hardware, ()).world
+
+
+# ---- against measurements --------------------------------------------------------------------------------------------
+
+
+def measured(model: str) -> dict[str, float]:
+    """tok/s by column of docs/results/distributed.json."""
+    (table,) = json.loads((RESULTS / "distributed.json").read_text())["tables"]
+    row = next(row for row in table["rows"] if row["name"].lower() == model)
+    return {column: cell["value"] for column, cell in row["cells"].items() if "value" in cell}
+
+
+@pytest.mark.parametrize(
+    ("model", "column", "world", "options"),
+    [
+        ("qwen2.5-0.5b", "1 GPU", 1, {}),
+        ("qwen2.5-0.5b", "2 GPUs, ZeRO-2", 2, {}),
+        ("qwen2.5-0.5b", "2 GPUs, DDP", 2, {"dp_replicate": 2}),
+        ("qwen2.5-7b", "1 GPU", 1, {"optim": "adamw_8bit", "micro_batch_size": 8}),
+        ("qwen2.5-7b", "2 GPUs, ZeRO-2", 2, {"optim": "adamw_8bit", "micro_batch_size": 8}),
+    ],
+)
+def test_the_planned_step_is_the_measured_one(model, column, world, options):
+    """To 5%; 10% is asked for."""
+    plan = world_of(model, world, **FP8, **options)
+    assert plan.step(plan.mesh).rate == pytest.approx(measured(model)[column], rel=0.05)
+
+
+def test_computation_is_slower_than_light_by_the_given_fraction_and_recomputes():
+    plan = world_of("qwen2.5-7b", 8, sol=0.5, **FP8)
+    assert plan.sol == 0.5 and plan.sol_source == "--sol"
+    assert world_of("qwen2.5-7b", 8, sol=0.25, **FP8).compute == pytest.approx(2 * plan.compute)
+    again = world_of("qwen2.5-7b", 8, sol=0.5, activation_checkpointing="full", **FP8).compute / plan.compute
+    assert 1.25 < again < 4 / 3  # all but the head
+
+
+# ---- against what ranks send -----------------------------------------------------------------------------------------
+
+SHAPE = {"model_type": "qwen2", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512}
+SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+
+
+def _sent(replicate: int, options: dict) -> dict[str, int]:
+    """Bytes that this rank sends in a step, gradients and weights."""
+    checked = checked_of(LanguageSettings(batch_size=4, seq_len=8, **options))
+    torch.manual_seed(0)
+    model = Decoder(ModelConfig.from_hf(SHAPE)).to(torch.bfloat16)
+    quantized = quantize_linears(model, checked.scheme, seed=0, head=model.lm_head)
+    hidden = {id(p) for group in parameter_groups(model, 0.1) if group["hidden"] for p in group["params"]}
+    wire = GRADIENT_WIRES[checked.settings.gradient_wire]
+    needs_whole = checked.optimizer.needs_whole
+    mesh = make_mesh(replicate, 0, "cpu")
+    parallel = DataParallel(model, quantized, mesh, lambda p: needs_whole(id(p) in hidden), wire=wire)
+    for p in model.parameters():
+        p.grad = torch.full(p.shape, 0.01, dtype=torch.bfloat16)
+    parallel.begin_step(0, 1)
+    parallel.end_micro_batch(0)
+    parallel.refresh()
+    return dict(sent)
+
+
+@pytest.mark.parametrize(
+    ("replicate", "options"),
+    [
+        (1, {}),
+        (1, {"quantize": "int8", "gradient_wire": "int8"}),
+        (2, {"quantize": "fp8_tensorwise", "gradient_wire": "int4"}),
+        (1, {"quantize": "bitnet", "quantize_kwargs": {"sub_norm": False}}),
+        (2, {"quantize": "int4_weight"}),
+        (4, {"quantize": "fp8_blockwise"}),
+    ],
+    ids=str,
+)
+def test_the_planned_bytes_are_those_that_ranks_send(replicate, options):
+    found = run_ranks(4, _sent, replicate, options)
+    plan = world_of(SHAPE, 4, dp_replicate=replicate, **options)
+    costs = plan.step(plan.mesh).costs
+    gradients = [of_rank["gradients"] for of_rank in found]
+    weights = [of_rank.get("weights", 0) + of_rank.get("codes", 0) for of_rank in found]
+    assert costs["gradients"].bytes == pytest.approx(np.mean(gradients), rel=0.02)
+    assert costs["weights"].bytes == pytest.approx(np.mean(weights), rel=0.02)
+    assert (costs["weights"].bytes == 0) == (replicate == 4)
+
+
+# ---- what crosses between machines -----------------------------------------------------------------------------------
+
+CLUSTER = Cluster(8, WIRES["nvlink"], WIRES["ib400"])
+
+
+def test_collectives_by_hand():
+    """Bytes of 64 ranks on 8 machines of 8: of an all-to-all 56 parts leave the machine, of an all-gather 56 parts
+    enter it and its 8 GPUs share them."""
+    ranks, volume, wire = Ranks(64, 8), 64e9, WIRES["ib400"]
+    a2a, gather = CLUSTER.all_to_all(ranks, volume, calls=3), CLUSTER.all_gather(ranks, volume, calls=3)
+    assert (a2a.inside, a2a.between) == (7e9, 56e9)
+    assert a2a.seconds == pytest.approx(56e9 / 45e9 + 3 * (56 * wire.message_seconds + START_SECONDS))
+    assert (gather.inside, gather.between) == (56e9, 7e9)
+    inside = 56e9 / 337.5e9 + 3 * 7 * WIRES["nvlink"].message_seconds
+    assert gather.seconds == pytest.approx(inside + 3 * START_SECONDS)
+    assert CLUSTER.all_gather(Ranks(1, 1), volume, 1) == CLUSTER.all_to_all(Ranks(1, 1), volume, 1)
+    assert CLUSTER.all_to_all(Ranks(8, 8), volume, 1).between == 0
+
+
+def test_groups_of_ranks_on_machines():
+    hsdp = Mesh(16, 4)
+    assert CLUSTER.shard_group(hsdp) == Ranks(4, 4) and CLUSTER.replicate_group(hsdp) == Ranks(16, 2)
+    wide = Mesh(4, 16)
+    assert CLUSTER.shard_group(wide) == Ranks(16, 8) and CLUSTER.replicate_group(wide) == Ranks(4, 1)
+    assert CLUSTER.shard_group(Mesh(1, 6)) == Ranks(6, 6) and CLUSTER.world(Mesh(1, 6)) == Ranks(6, 6)
+
+
+def test_weights_stay_in_the_machine_that_holds_the_shard_group():
+    hsdp, zero2 = (world_of("qwen2.5-7b", 64, dp_shard=shard, **FP8) for shard in (8, 0))
+    assert hsdp.step(hsdp.mesh).costs["weights"].between == 0 < zero2.step(zero2.mesh).costs["weights"].between
+    assert [m.shard for m in hsdp.meshes()] == [1, 2, 4, *([8] * 10)]
+    assert [m.shard for m in zero2.meshes()] == [2**n for n in range(13)]
+
+
+def test_the_table_keeps_the_work_of_a_gpu():
+    plan = world_of("qwen2.5-7b", 48, gpus_per_node=4, micro_batch_size=8, **FP8)
+    assert plan.samples == 32 * 1024
+    assert [mesh.world for mesh in plan.meshes()] == [1, 2, 4, 8, 16, 32, 48, 64, *(2**n for n in range(7, 13))]
+    steps = [plan.step(mesh) for mesh in plan.meshes()]
+    assert {step.compute for step in steps} == {plan.compute} and steps[0].efficiency == 1
+    seconds, memory = [step.seconds for step in steps], [step.memory for step in steps]
+    assert seconds == sorted(seconds) and memory == sorted(memory, reverse=True)
+    lines = plan.table()
+    assert "32,768 tokens a GPU and step at every size (weak scaling)" in lines[0] and len(lines) == 2 + len(steps)
+    assert re.search(rf"^ *48 +1 x 48 +{steps[6].memory / GIB:.1f} ", lines[8])
+
+
+def test_what_does_not_fit_is_marked():
+    plan = world_of("llama3.1-70b", 8, **FP8)
+    assert plan.table()[-1] == "* does not fit: H200 has 139.8 GiB" and "*" in plan.table()[2]
+    assert "*" not in "".join(world_of("qwen2.5-0.5b", 8, **FP8).table())
+
+
+def test_a_slower_wire_takes_longer_and_low_bit_gradients_less():
+    def exposed(**options) -> float:
+        plan = world_of("qwen2.5-7b", 64, **FP8, **options)
+        return plan.step(plan.mesh).exposed
+
+    assert exposed(wire="ethernet100") > 1.9 * exposed(wire="ib200") > 3 * exposed()
+    assert exposed(gradient_wire="int4") < 0.5 * exposed()
+
+
+def test_every_gpu_has_its_links_and_every_link_a_rate():
+    from qtrain.hardware import DATASHEET, MEMORY_GIB
+
+    assert IN_NODE.keys() == DATASHEET.keys() == MEMORY_GIB.keys() and set(IN_NODE.values()) <= WIRES.keys()
+    assert all(1e8 < wire.bandwidth < wire.line_rate and wire.message_seconds > 0 for wire in WIRES.values())
+
+
+# ---- the scripts -----------------------------------------------------------------------------------------------------
+
+TOKENS = {"type": "token", "dataset_dir": "tokens"}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "tiny.json")
+    write_raw(tmp_path / "tokens/0.bin", np.arange(3201) % 200)
+    return tmp_path
+
+
+def dry(main, **options) -> Outcome:
+    return call(main, flags(**{"dry_run": True, "gpu": "h200", "world_size": 16, **options}))
+
+
+LANGUAGE = {"model": "tiny.json", "train_ds": TOKENS, "seq_len": 32, "batch_size": 32}
+
+
+def test_pretraining_is_planned_for_a_gpu_that_is_not_here(here):
+    done = dry(llm_pretrain.main, quantize="fp8_rowwise", **LANGUAGE)
+    assert done.code == 0, done.err
+    assert "(2 x 1 accumulated x 16 devices)" in done.out and "device  H200, datasheet" in done.out
+    assert "mesh    1 x 16 (replicate x shard, ZeRO-2)" in done.out
+    assert "world   16 GPUs, 2 machines of 8: nvlink (338 GB/s) inside and ib400 (45 GB/s) between" in done.out
+    assert "none of it overlaps" in done.out and "sizes   64 tokens a GPU and step" in done.out
+    assert not (here / "runs").exists()
+    alone = call(llm_pretrain.main, flags(**LANGUAGE, dry_run=True, gpu="4090"))
+    assert "device  RTX 4090" in alone.out and "world" not in alone.out
+
+
+def test_adapters_send_themselves(here):
+    options = {**LANGUAGE, "pretrained": False, "train_ds": {**TOKENS, "tokenizer": "byte"}}
+    whole = dry(llm_finetune.main, **options)
+    adapted = dry(llm_finetune.main, **options, lora={"r": 2, "targets": ["o_proj"]})
+    assert whole.code == adapted.code == 0, (whole, adapted)
+    bytes_sent = [
+        float(re.search(r"sends [\d.]+ MiB a step \(gradients ([\d.]+)", done.out)[1]) for done in (whole, adapted)
+    ]
+    assert bytes_sent[1] == pytest.approx(2 * 2 * 32 * 2 * 4 * 15 / 16 / 2**20, abs=0.006)  # two layers, fp32
+    assert bytes_sent[0] > 5 * bytes_sent[1]
+
+
+def test_images_are_planned_too(here):
+    options = {"model": "vit_tiny_patch16_224", "pretrained": False, "n_steps": 1, "batch_size": 64, "device": "auto"}
+    done = dry(timm_finetune.main, **options, train_ds={"type": "sklearn:digits", "split": "train"})
+    assert done.code == 0, done.err
+    assert "sizes   4 images a GPU and step" in done.out and "img/s" in done.out
+    assert "ViT-giant in bf16" in done.out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dry_run": False}, "--gpu: it plans for other machines than this run's; add --dry_run"),
+        ({"dry_run": False, "gpu": None}, "--world_size: it plans for other machines"),
+        (
+            {"gpu": None, "device": "cpu"},
+            "--world_size: there is no GPU here to plan for; name one, such as --gpu h200",
+        ),
+        ({"gpu": "h20"}, "--gpu: unknown GPU 'h20'. Did you mean 'h200'?"),
+        ({"gpu": "a100", "quantize": "fp8_rowwise"}, "--gpu: A100 has no FP8 arithmetic, which fp8_rowwise needs"),
+        ({"quantize": "auto"}, "--gpu: --quantize auto times the GPU that is here"),
+        ({"device": "cpu"}, "--gpu: it names the GPU to plan for, and --device cpu none"),
+        ({"wire": "ib4000"}, "--wire: unknown wire 'ib4000'. Did you mean 'ib400'?"),
+        ({"world_size": None, "wire": "ib200"}, "--wire: it needs --world_size"),
+        ({"world_size": None, "sol": 0.5}, "--sol: it needs --world_size"),
+        ({"world_size": None, "gpus_per_node": 4}, "--gpus_per_node: it needs --world_size"),
+        ({"gpus_per_node": 5}, "--gpus_per_node: 5 does not divide --world_size 16"),
+        ({"world_size": 0}, "--world_size: 0 is out of range; it must be a whole number from 1 to 100000 or null"),
+        ({"gpus_per_node": 0}, "--gpus_per_node: 0 is out of range"),
+        ({"sol": 1.5}, "--sol: 1.5 is out of range"),
+        ({"dp_shard": 3}, "--dp_shard: 3 does not divide the 16 processes"),
+        ({"batch_size": 24}, "--batch_size: 24 sequences cannot be shared equally by 16 devices"),
+        ({"model_impl": "hf"}, "--world_size: what tiny.json computes and keeps is not known"),
+    ],
+    ids=str,
+)
+def test_worlds_that_cannot_be_planned_are_refused(here, options, message):
+    chosen = {**LANGUAGE, "dry_run": True, "gpu": "h200", "world_size": 16, **options}
+    done = call(llm_pretrain.main, flags(**{key: value for key, value in chosen.items() if value is not None}))
+    assert done.code == 2 and done.out == "" and done.err.count("\n") == 1, done
+    assert message in done.err and not (here / "runs").exists()
+
+
+def test_several_processes_plan_no_other_world(here, monkeypatch):
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    done = dry(llm_pretrain.main, **LANGUAGE)
+    assert done.code == 2 and "--world_size: one process plans for any world" in done.err
+
+
+def test_one_gpu_of_a_world_is_the_plan_of_one_process():
+    """The same memory, whether processes or --world_size say the mesh."""
+    plan = world_of("qwen2.5-0.5b", 1, **FP8)
+    checked = checked_of(LanguageSettings(seq_len=1024, batch_size=32, gpu="h200", dry_run=True, **FP8))
+    config = read_model_source("qwen2.5-0.5b").model_config()
+    hardware = planned_hardware(checked.settings, checked.device)
+    alone = plan_language_run(checked, config, linears_of(checked, config), hardware, ())
+    assert alone.world is None and plan.memory_on(Mesh()) == alone.memory
+    assert plan.memory_on(dataclasses.replace(Mesh(), shard=8)) != alone.memory
