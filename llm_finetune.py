@@ -91,7 +91,7 @@ def train(settings: FinetuneSettings) -> None:
     stores_base = lora is not None and lora.base != "none"
     checked = check_settings(settings, SCRIPT, base_scheme(lora.base, settings.quantize) if stores_base else None)
     check_lm_eval(settings.lm_eval, settings.export)
-    architecture = LanguageArchitecture.of(settings)
+    architecture = LanguageArchitecture.of(settings, checked.mesh)
     text = open_text(checked, architecture, model_tokenizer=True, seq_len_multiple=settings.seq_len_multiple)
     questions = []
     if settings.accuracy:

@@ -57,7 +57,7 @@ def train(settings: PretrainSettings) -> None:
 
     # ---- plan: whatever can be refused is refused here, before anything is allocated or written ----------------------
     checked = check_settings(settings, SCRIPT)
-    architecture = LanguageArchitecture.of(settings)
+    architecture = LanguageArchitecture.of(settings, checked.mesh)
     text = open_text(checked, architecture)
     if text.tokenizer is None and (settings.sample_prompts or settings.hellaswag):
         raise tokenizer_needed("--sample_prompts and --hellaswag")

@@ -93,8 +93,8 @@ def train(settings: VisionSettings) -> None:
         "--train_ds",
         num_workers=settings.num_workers,
         position=run.state.data,
-        rank=prepared.mesh.rank,
-        ranks=prepared.mesh.world,
+        rank=prepared.mesh.data_rank,
+        ranks=prepared.mesh.data_world,
     )
     forward = vision_forward(model)
     evaluation = VisionEvaluation(

@@ -18,6 +18,7 @@ from torch import Tensor
 from qtrain.distributed.gradient_wire import FIRST_NUMBER, GradientWire
 from qtrain.distributed.mesh import Mesh
 from qtrain.distributed.shards import Sharded
+from qtrain.distributed.tensor_group import TENSOR_RANK_NUMBERS
 from qtrain.distributed.wire import exchange, gather, in_buckets
 
 
@@ -36,13 +37,14 @@ class GradientReduction:
         self._keeps_sums = every_micro_batch
         self._buckets = [_Bucket(members, mesh, wire) for members in _buckets(parameters)]
         self._sums: list[Tensor | None] = [None] * len(self._buckets)
-        self._seed, self._world = seed, mesh.world
+        self._seed, self._world = seed, mesh.data_world
+        self._first_number = FIRST_NUMBER + mesh.tensor_rank * TENSOR_RANK_NUMBERS
 
     def add(self, micro_step: int = 0) -> None:
         """Add the gradients of all ranks to the sums, and free them. micro_step: the number of this rank's micro-batch
         in the run, which keys random bits."""
         for index, bucket in enumerate(self._buckets):
-            number = FIRST_NUMBER + index * self._world
+            number = self._first_number + index * self._world
             received = bucket.exchange((self._seed, micro_step, number))
             if self._keeps_sums:
                 if self._sums[index] is None:
@@ -85,18 +87,18 @@ class _Bucket:
 
     def exchange(self, key: tuple[int, int, int]) -> Tensor | list[Tensor]:
         """Of every rank, [n]: its gradients of the elements that this rank sums. key: Philox's of the first message."""
-        messages = self._messages()
-        own = self._sizes[self._mesh.rank]
-        if self._mesh.world == 1:
+        messages, group = self._messages(), self._mesh.data_group
+        own = self._sizes[self._mesh.data_rank]
+        if self._mesh.data_world == 1:
             return [messages]
         if self._wire is None:
-            return exchange(messages, self._sizes, own, None, "gradients")
+            return exchange(messages, self._sizes, own, group, "gradients")
         encoded = [
             self._wire.encode(message, torch.tensor([*key[:2], key[2] + d], device=messages.device))
             for d, message in enumerate(messages.split(self._sizes))
         ]
         sizes = [self._wire.size(elements) for elements in self._sizes]
-        received = exchange(torch.cat(encoded), sizes, sizes[self._mesh.rank], None, "gradients")
+        received = exchange(torch.cat(encoded), sizes, sizes[self._mesh.data_rank], group, "gradients")
         return [self._wire.decode(row, own) for row in received]
 
     def _messages(self) -> Tensor:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""torch 2.13 renamed it."""
 
 T = TypeVar("T")
 
@@ -47,7 +48,7 @@ def gather(message: Tensor, sizes: Sequence[int], group: dist.ProcessGroup | Non
         padded = message.new_empty(longest)
         padded[: len(message)] = message
     received = message.new_empty(len(sizes), longest)
-    _all_gather(received.view(-1).view(torch.uint8), padded.view(torch.uint8), group=group)
+    all_gather_single(received.view(-1).view(torch.uint8), padded.view(torch.uint8), group=group)
     sent[kind] += longest * (len(sizes) - 1) * message.element_size()
     return [row[:size] for row, size in zip(received, sizes, strict=True)]
 
@@ -61,7 +62,7 @@ def maximum_over_ranks(values: Tensor) -> None:
 def gather_rows(own: Tensor) -> Tensor:
     """[n] of every rank as [ranks, n]."""
     every = own.new_empty(dist.get_world_size(), len(own))
-    _all_gather(every.view(-1), own)
+    all_gather_single(every.view(-1), own)
     return every
 
 

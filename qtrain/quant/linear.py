@@ -6,12 +6,15 @@ optimizer step and only read by forward, backward and recompute. With delayed sc
 too, with the absmax seen since the last step (`delayed_scaling.py`).
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.quant.scheme import DelayedScale, LowBitScheme, NeedsOperand
+from qtrain.quant.tensor_scales import quantize_divided, spans_ranks
 from qtrain.tensors.quantized_tensor import Operand, Operands, QuantizedTensor, flatten_operands, unflatten_operands
 
 
@@ -110,11 +113,13 @@ class LowBitWeight(nn.Module):
 class LowBitLinear(nn.Module):
     """Replaces an nn.Linear and keeps its parameters: `weight` and `bias` are the same objects.
 
-    key: int64 [3] on the device, the Philox key of stochastic rounding: seed, step, number of the linear.
+    key: int64 [3] on the device, the Philox key of stochastic rounding: seed, step, number of the linear. group: the
+    ranks that hold the other parts of the weight, if its scale covers them.
     """
 
-    def __init__(self, linear: nn.Linear, scheme: LowBitScheme, key: Tensor):
+    def __init__(self, linear: nn.Linear, scheme: LowBitScheme, key: Tensor, group: TensorGroup | None = None):
         super().__init__()
+        self.group = group if group is not None and spans_ranks(scheme) else None
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.scheme = scheme
@@ -127,7 +132,10 @@ class LowBitLinear(nn.Module):
 
     @torch.no_grad()
     def _quantize(self, weight: Tensor) -> Operands:
-        return self.scheme.quantize_weight(weight, self.key if self.scheme.stochastic_rounding else None)
+        key = self.key if self.scheme.stochastic_rounding else None
+        if self.group is not None:
+            return quantize_divided([(self.scheme, weight, key)], self.group)[0]
+        return self.scheme.quantize_weight(weight, key)
 
     @torch.no_grad()
     def refresh(self, weight: Tensor | None = None) -> None:
@@ -136,6 +144,17 @@ class LowBitLinear(nn.Module):
         if weight is None and self.codes_only:
             return
         self.low_bit_weight.update(self._quantize(self.weight if weight is None else weight), self.weight._version)
+
+    @staticmethod
+    @torch.no_grad()
+    def refresh_divided(linears: Sequence["LowBitLinear"]) -> None:
+        """`refresh` of linears whose scales cover other ranks' parts, with one reduction for all."""
+        linears = [linear for linear in linears if not linear.codes_only]
+        if linears:
+            keys = [linear.key if linear.scheme.stochastic_rounding else None for linear in linears]
+            weights = [(linear.scheme, linear.weight, key) for linear, key in zip(linears, keys, strict=True)]
+            for linear, operands in zip(linears, quantize_divided(weights, linears[0].group), strict=True):
+                linear.low_bit_weight.update(operands, linear.weight._version)
 
     def receive_codes(self, codes: QuantizedTensor) -> None:
         """Take the weight's codes in the scheme's `wire_format`."""

@@ -16,6 +16,7 @@ from qtrain.train.in_backward import check_in_backward
 from qtrain.train.log.trackers import check_trackers
 from qtrain.train.settings import BatchGeometry, TrainSettings, batch_geometry
 from qtrain.train.state.run_folder import RunFolder, find_run_folder
+from qtrain.train.tensor_parallel import check_tensor_parallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,17 +58,18 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
     _check_launcher()
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
-    mesh_shape(settings.dp_replicate, settings.dp_shard, launched_world())
+    mesh_shape(settings.dp_replicate, settings.dp_shard, launched_world(), settings.tp)
     geometry = batch_geometry(settings, launched_world())
     scheme = scheme or SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")
     optimizer = OPTIMIZERS.make(settings.optim, settings.optim_kwargs or {}, "--optim")
     schedule = make_schedule(settings.lr_schedule_kwargs)
     notes = check_dependences(Given(settings, device, dtype, scheme, schedule))
     check_in_backward(settings, geometry, optimizer)
+    check_tensor_parallel(settings, optimizer)
     check_trackers(settings.trackers)
     join_world(device)
     folder = from_rank_0(lambda: find_run_folder(settings, script))
-    mesh = make_mesh(settings.dp_replicate, settings.dp_shard, device.type)
+    mesh = make_mesh(settings.dp_replicate, settings.dp_shard, device.type, settings.tp)
     optimizer, note = optimizer.for_device(device)
     return CheckedSettings(
         settings=settings,

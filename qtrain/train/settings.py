@@ -34,8 +34,8 @@ class TrainSettings:
         "evaluation": "eval_ds eval_interval eval_sequences eval_images sample_prompts sample_tokens hellaswag "
         "hellaswag_file hellaswag_limit accuracy answer_tokens lm_eval",
         "checkpoint and run folder": "ckpt_interval keep_ckpts resume export run_name runs_dir",
-        "hardware and process": "device dtype gpus dp_replicate dp_shard gradient_wire compile cuda_graphs seed "
-        "deterministic dry_run",
+        "hardware and process": "device dtype gpus dp_replicate dp_shard tp sequence_parallel gradient_wire compile "
+        "cuda_graphs seed deterministic dry_run",
         "logging": "log_interval trackers project profile",
     }
     """The flags of the training scripts as `--help` groups them."""
@@ -57,6 +57,10 @@ class TrainSettings:
     dp_shard: Annotated[int, Range(0, 10**5)] = 0
     """Processes that divide optimizer states and master weights among them (ZeRO-2); 0: all that --dp_replicate
     leaves."""
+    tp: Annotated[int, Range(1, 1024)] = 1
+    """Processes that compute every layer together, each a part of it, on the same sequences (tensor parallelism)."""
+    sequence_parallel: bool = True
+    """With --tp, also divide the tokens between attention and MLP over these processes: less memory, the same bytes."""
     deterministic: bool = False
     """Give the same losses and weights, bit for bit, on any number of processes that divides the step's micro-batches;
     costs an exchange of gradients per micro-batch."""
@@ -208,16 +212,23 @@ class VisionSettings(TrainSettings):
 
 @dataclass(frozen=True)
 class BatchGeometry:
-    """How the sequences of an optimizer step are divided: batch = micro x accumulation x world."""
+    """How the sequences of an optimizer step are divided: batch = micro x accumulation x world. tp: processes that read
+    the same sequences; `world` counts them once."""
 
     micro_batch_size: int
     gradient_accumulation: int
     world: int
+    tp: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.world * self.tp
 
 
-def batch_geometry(settings: TrainSettings, world: int = 1) -> BatchGeometry:
-    """The geometry, with whichever of micro_batch_size and gradient_accumulation is 0 filled in. UserError for sizes
-    that do not multiply to the batch."""
+def batch_geometry(settings: TrainSettings, processes: int = 1) -> BatchGeometry:
+    """The geometry of `processes`, with whichever of micro_batch_size and gradient_accumulation is 0 filled in.
+    UserError for sizes that do not multiply to the batch."""
+    world = processes // settings.tp
     batch, micro, accumulation = settings.batch_size, settings.micro_batch_size, settings.gradient_accumulation
     if batch % world:
         raise UserError(f"--batch_size: {batch} sequences cannot be shared equally by {world} devices.")
@@ -232,4 +243,4 @@ def batch_geometry(settings: TrainSettings, world: int = 1) -> BatchGeometry:
             f"({settings.micro_batch_size or 'auto'} x {settings.gradient_accumulation or 'auto'} x {world}); "
             "give two of the three, such that the first divides the batch."
         )
-    return BatchGeometry(micro, accumulation, world)
+    return BatchGeometry(micro, accumulation, world, settings.tp)

@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 
 from qtrain.checks import shown
+from qtrain.distributed.mesh import Mesh
+from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.errors import UserError
 from qtrain.hardware import Hardware
 from qtrain.models import (
@@ -29,6 +31,7 @@ from qtrain.models import (
     recompute_blocks,
     vision_cost,
 )
+from qtrain.models.tensor_parallel import check_divisible
 from qtrain.models.trained_cost import TrainedPart
 from qtrain.train.checked_settings import CheckedSettings
 from qtrain.train.plan.language_plan import plan_language_run
@@ -107,21 +110,26 @@ MAX_LAYERS = 10_000
 
 @dataclasses.dataclass(frozen=True)
 class LanguageArchitecture(Architecture):
-    """A causal language model. config: None for one that only transformers knows (--model_impl hf)."""
+    """A causal language model. config: None for one that only transformers knows (--model_impl hf). tensor: the ranks
+    that compute it together; sequence: its stream is divided over them."""
 
     source: ModelSource
     impl: str
     seq_len: int
     config: ModelConfig | None
+    tensor: TensorGroup | None = None
+    sequence: bool = True
 
     @classmethod
-    def of(cls, settings: LanguageSettings) -> "LanguageArchitecture":
-        """The model that --model and --model_impl name. Raises UserError."""
+    def of(cls, settings: LanguageSettings, mesh: Mesh) -> "LanguageArchitecture":
+        """The model that --model and --model_impl name; with --tp, this rank's part. Raises UserError."""
         source = read_model_source(settings.model)
         generation_config(source, {})  # an export writes it: refuse a broken one now
         config = source.model_config() if settings.model_impl == "native" else None
         _refuse_absurd(source.config, "--model")
-        return cls(source, settings.model_impl, settings.seq_len, config)
+        if mesh.tensor > 1:
+            check_divisible(config, mesh.tensor)
+        return cls(source, settings.model_impl, settings.seq_len, config, mesh.tensor_group, settings.sequence_parallel)
 
     @property
     def reads_linears_only(self) -> bool:
@@ -134,7 +142,7 @@ class LanguageArchitecture(Architecture):
 
     @cached_property
     def empty(self) -> nn.Module:
-        model = empty_model(self.source, self.impl)
+        model = empty_model(self.source, self.impl, self.tensor, self.sequence)
         limit = getattr(model, "max_positions", None)
         if limit is not None and self.seq_len > limit:
             raise UserError(
@@ -159,6 +167,8 @@ class LanguageArchitecture(Architecture):
             dtype=checked.dtype,
             pretrained=settings.pretrained,
             seed=settings.seed,
+            tensor=self.tensor,
+            sequence=self.sequence,
         )
         model.loss_chunks, model.z_loss = settings.loss_chunks, settings.z_loss
         return model

@@ -104,7 +104,7 @@ def language_memory(
             down_input_recomputed=bool(in_one_function and down.rowwise_swiglu("x") and up.rowwise_swiglu("dy")),
         ),
         trained=trained,
-        shards=mesh_shape(settings.dp_replicate, settings.dp_shard, checked.geometry.world)[1],
+        shards=mesh_shape(settings.dp_replicate, settings.dp_shard, checked.geometry.devices, settings.tp)[1],
         whole_matrices=checked.optimizer.needs_whole(hidden=True),
     )
 
