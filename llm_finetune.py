@@ -147,16 +147,16 @@ def train(settings: FinetuneSettings) -> None:
         log_results(run)
         if exit_code:
             sys.exit(exit_code)
-        with export_weights(run) as writes:
-            if writes and lora is not None:
+        with export_weights(run) as whole:
+            if whole is not None and lora is not None:
                 save_adapter(model, lora, settings.model, folder / "adapter")
                 log.info("adapter     %s (peft.PeftModel.from_pretrained loads it)", folder / "adapter")
-            if writes and settings.export:
+            if whole is not None and settings.export:
                 if original is None:
                     merge_lora(model)
                 positions = settings.seq_len
                 export_hf(
-                    original or model, architecture.source, folder / "hf", text.tokenizer, trained_positions=positions
+                    original or whole, architecture.source, folder / "hf", text.tokenizer, trained_positions=positions
                 )
                 log.info("exported    %s (AutoModelForCausalLM.from_pretrained loads it)", folder / "hf")
         if settings.lm_eval and rank() == 0:

@@ -103,10 +103,10 @@ def train(settings: PretrainSettings) -> None:
             sys.exit(exit_code)
         if settings.export:
             folder = run.folder.path
-            with export_weights(run) as writes:
-                if writes:
+            with export_weights(run) as whole:
+                if whole is not None:
                     export_hf(
-                        model, architecture.source, folder / "hf", text.tokenizer, trained_positions=settings.seq_len
+                        whole, architecture.source, folder / "hf", text.tokenizer, trained_positions=settings.seq_len
                     )
             log.info("exported    %s (AutoModelForCausalLM.from_pretrained loads it)", folder / "hf")
             other = f"--quantize {'int8' if settings.quantize == 'bf16' else 'bf16'}"

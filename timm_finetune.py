@@ -116,8 +116,8 @@ def train(settings: VisionSettings) -> None:
         if exit_code:
             sys.exit(exit_code)
         folder = run.folder.path / "timm"
-        with export_weights(run) as writes:
-            if writes:
+        with export_weights(run) as whole:
+            if whole is not None:
                 export_timm(
                     model,
                     exported_tensors(model),

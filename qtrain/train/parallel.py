@@ -24,6 +24,7 @@ from qtrain.distributed.wire import gather_rows
 from qtrain.quant import LowBitLinear, QuantizedModel
 from qtrain.quant.sharded_codes import ShardedCodes, gather_codes
 from qtrain.train.gradients import Gradients, norm_of
+from qtrain.train.state.divided_state import DividedState
 from qtrain.train.tensor_parallel import TensorParts
 
 
@@ -53,7 +54,10 @@ class DataParallel:
         self.parameters = shard_parameters(trained, mesh, needs_whole)
         self.masters = {id(s.parameter): s.master for s in self.parameters}
         self._reduction = None
-        self._parts = TensorParts(model, self.parameters, mesh) if mesh.tensor > 1 else None
+        self._parts = self.divided_state = None
+        if mesh.tensor > 1:
+            self._parts = TensorParts(model, self.parameters, mesh)
+            self.divided_state = DividedState(model, mesh.tensor_group)
         if mesh.data_world > 1 or deterministic:
             self._reduction = GradientReduction(
                 self.parameters, mesh, every_micro_batch=deterministic, wire=wire, seed=seed

@@ -7,6 +7,7 @@ from torch import nn
 
 from qtrain.distributed.mesh import Mesh
 from qtrain.distributed.shards import Sharded
+from qtrain.distributed.tensor_group import TENSOR_RANK_NUMBERS
 from qtrain.errors import UserError
 from qtrain.optim import OPTIMIZERS, OptimizerSpec
 from qtrain.train.settings import LanguageSettings, TrainSettings
@@ -46,6 +47,10 @@ class TensorParts:
     def __init__(self, model: nn.Module, parameters: Sequence[Sharded], mesh: Mesh):
         tensor, self._group = model.tensor, mesh.tensor_group
         splits = {s.name: tensor.split(s.name) for s in parameters}
+        for s in parameters:
+            if split := splits[s.name]:
+                s.master.whole_shape = split.whole_shape(s.parameter.shape)
+                s.master.first_random_number = mesh.tensor_rank * TENSOR_RANK_NUMBERS
         self.counted = [s for s in parameters if splits[s.name] or mesh.tensor_rank == 0]
         self._terms = [s.parameter for s in parameters if tensor.has_partial_gradient(s.name)]
         # Added by rank 0 for all: they stay zero on the others, where their gradients are those of the sum, too.
