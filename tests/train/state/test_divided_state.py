@@ -27,12 +27,6 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 128,
 }
-    "hidden_size": 64,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-}
 
 
 def _run(settings: LanguageSettings, steps: int) -> str:
