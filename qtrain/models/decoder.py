@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.kernels.swiglu.swiglu import swiglu
 from qtrain.models.attention import Attention, Mask, attention_mask
 from qtrain.models.config import ModelConfig
@@ -39,12 +40,15 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
         if self.tensor is None:
             return self._forward(x)
-        return self.tensor.leave(self._forward(self.tensor.enter(x, tokens)), tokens)
+        gather = self.tensor.code_gather(self.gate_up, x, tokens)
+        y = self._forward(x if gather else self.tensor.enter(x, tokens), gather)
+        return self.tensor.leave(y, tokens)
 
-    def _forward(self, x: Tensor) -> Tensor:
+    def _forward(self, x: Tensor, gather: TensorGroup | None = None) -> Tensor:
+        """gather: the ranks whose tokens `gate_up` takes besides this rank's."""
         if x.is_cuda and self.sub_norm is None and supports_swiglu_mlp(self.gate_up, self.down_proj):
-            return swiglu_mlp(self.gate_up, self.down_proj, x)
-        gate_up = self.gate_up(x)  # [B, S, 2I]
+            return swiglu_mlp(self.gate_up, self.down_proj, x, gather)
+        gate_up = self.gate_up(x) if gather is None else self.gate_up(x, gather)  # [B, S, 2I]
         if x.is_cuda:
             y = swiglu(gate_up)
         else:  # PyTorch's operations are faster than the kernel's reference

@@ -25,6 +25,7 @@ from qtrain.distributed.split import Split
 from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.errors import UserError
 from qtrain.models.config import ModelConfig
+from qtrain.quant import LowBitLinear, gathers_codes
 
 Tokens = tuple[int, int]
 """Sequences and tokens of each, of a stream that is divided along tokens."""
@@ -117,17 +118,24 @@ class TensorParallel:
         return self.group.gather(x)[: tokens[0] * tokens[1]].unflatten(0, tokens)
 
     def leave(self, x: Tensor, tokens: Tokens | None) -> Tensor:
-        """Where it ends: the sum over the ranks of x [B, S, C], of which each keeps its tokens, [T / ranks, C]."""
+        """Where it ends: the sum over the ranks of x [..., C], of which each keeps its tokens, [T / ranks, C]."""
         if tokens is None:
             return self.group.reduce(x)
-        x = x.flatten(0, 1)
+        x = x.flatten(0, -2)
         if padding := -x.shape[0] % self.group.ranks:
             x = F.pad(x, (0, 0, 0, padding))
         return self.group.scatter_sum(x)
 
     def column(self, linear: nn.Module, x: Tensor, tokens: Tokens | None) -> Tensor:
         """`linear`, whose rows are divided, of the whole stream: -> [B, S, rows of this rank]."""
+        if gather := self.code_gather(linear, x, tokens):
+            return linear(x, gather)[: tokens[0] * tokens[1]].unflatten(0, tokens)
         return linear(self.enter(x, tokens))
+
+    def code_gather(self, linear: nn.Module, x: Tensor, tokens: Tokens | None) -> TensorGroup | None:
+        """The group, if `linear` itself takes the ranks' tokens and gathers them as codes; else None."""
+        codes = tokens is not None and isinstance(linear, LowBitLinear) and gathers_codes(linear.scheme)
+        return self.group if codes and x.shape[0] % 2 == 0 else None  # two 4-bit codes share a byte
 
     def embed(self, embedding: nn.Embedding, ids: Tensor, tokens: Tokens | None) -> Tensor:
         """The embedding of ids [B, S], of which each rank has some rows."""

@@ -15,17 +15,26 @@ from torch import Tensor, nn
 from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.quant.scheme import DelayedScale, LowBitScheme, NeedsOperand
 from qtrain.quant.tensor_scales import quantize_divided, spans_ranks
+from qtrain.quant.token_gather import gathered_columns, quantize_tokens
 from qtrain.tensors.quantized_tensor import Operand, Operands, QuantizedTensor, flatten_operands, unflatten_operands
 
 
 class LinearArguments(NamedTuple):
-    """What an autograd function needs of a linear besides x, weight and bias."""
+    """What an autograd function needs of a linear besides x, weight and bias. gather: the ranks whose tokens it takes
+    besides this rank's."""
 
     scheme: LowBitScheme
     key: Tensor | None
     weight: Operands
     x_scale: DelayedScale | None
     dy_scale: DelayedScale | None
+    gather: TensorGroup | None = None
+
+    def quantize_input(self, x: Tensor, needs: NeedsOperand) -> Operands:
+        """The operands of all tokens."""
+        if self.gather is None:
+            return self.scheme.quantize_input(x, self.key, needs, self.x_scale)
+        return quantize_tokens(self.scheme, x, self.key, needs, self.x_scale, self.gather)
 
 
 def save_operands(ctx, *operands: Operand | None) -> None:
@@ -51,16 +60,17 @@ class LowBitLinearFunction(torch.autograd.Function):
         linear: LinearArguments,
         grad_enabled: bool,  # inside a Function gradients are always disabled
     ) -> Tensor:
-        scheme, key, (w_output, w_grad_input), x_scale, _ = linear
+        scheme, key, (w_output, w_grad_input) = linear[:3]
         needs_dx = grad_enabled and ctx.needs_input_grad[0]
         needs_dw = grad_enabled and ctx.needs_input_grad[1]
-        x_output, x_grad_weight = scheme.quantize_input(x, key, NeedsOperand(True, needs_dw), x_scale)
+        x_output, x_grad_weight = linear.quantize_input(x, NeedsOperand(True, needs_dw))
         save_operands(
             ctx,
             (weight if w_grad_input is None else w_grad_input) if needs_dx else None,
             x_grad_weight if needs_dw else None,
         )
         ctx.scheme, ctx.key, ctx.dy_scale, ctx.weight_dtype = scheme, key, linear.dy_scale, weight.dtype
+        ctx.gather = linear.gather
         return scheme.multiply("output", x_output, weight if w_output is None else w_output, x.dtype, bias)
 
     @staticmethod
@@ -74,7 +84,11 @@ class LowBitLinearFunction(torch.autograd.Function):
             )
         if needs_dx:
             dx = ctx.scheme.multiply("grad_input", dy_grad_input, w_grad_input, dy.dtype)
+            if ctx.gather is not None:
+                dx = ctx.gather.scattered_sum(dx)
         if needs_dw:
+            if ctx.gather is not None:
+                x_grad_weight = gathered_columns(x_grad_weight, dy.shape[0], ctx.gather)
             dw = ctx.scheme.multiply("grad_weight", dy_grad_weight, x_grad_weight, ctx.weight_dtype)
         if needs_dbias:
             dbias = dy.sum(dim=0, dtype=torch.float32).to(ctx.weight_dtype)
@@ -175,11 +189,13 @@ class LowBitLinear(nn.Module):
         """State that the codes were refreshed by other means: by the replay of a recorded `refresh`."""
         self.low_bit_weight.version = self.weight._version
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, gather: TensorGroup | None = None) -> Tensor:
+        """y of x [..., K]; with `gather` that of all ranks' tokens [T, N], of x [T / ranks, K] (`token_gather.py`)."""
+        arguments = self.arguments()._replace(gather=gather)
         y = LowBitLinearFunction.apply(
-            x.reshape(-1, self.in_features), self.weight, self.bias, self.arguments(), torch.is_grad_enabled()
+            x.reshape(-1, self.in_features), self.weight, self.bias, arguments, torch.is_grad_enabled()
         )
-        return y.view(*x.shape[:-1], self.out_features)
+        return y.view(*x.shape[:-1], self.out_features) if gather is None else y
 
     def arguments(self) -> LinearArguments:
         """What the autograd functions of this module and of `swiglu_mlp` need besides x, weight and bias."""
