@@ -96,7 +96,7 @@ def train(settings: FinetuneSettings) -> None:
     questions = []
     if settings.accuracy:
         questions = load_written_questions(settings.eval_ds, text.context, settings.accuracy, settings.seq_len)
-    trained = trained_part(architecture.config, lora, settings.freeze_embedding_layer, checked.dtype)
+    trained = trained_part(architecture.rank_config, lora, settings.freeze_embedding_layer, checked.dtype)
     prepared = prepare(checked, architecture, text.described, trained)
     print(prepared.text, flush=True)
     if settings.dry_run:

@@ -51,6 +51,17 @@ def check_divisible(config: ModelConfig, ranks: int) -> None:
         raise UserError(f"--tp: {ranks} ranks are more than the vocabulary's {config.vocab_size} tokens.")
 
 
+def rank_config(config: ModelConfig, ranks: int, vocabulary: int = 0) -> ModelConfig:
+    """The sizes of one rank's layers. vocabulary: its tokens; 0: the most that a rank has."""
+    return dataclasses.replace(
+        config,
+        vocab_size=vocabulary or -(-config.vocab_size // ranks),
+        num_attention_heads=config.num_attention_heads // ranks,
+        num_key_value_heads=config.num_key_value_heads // ranks,
+        intermediate_size=config.intermediate_size // ranks,
+    )
+
+
 class TensorParallel:
     """The part of a decoder that one rank computes. config: of the whole model; local: of this rank's layers."""
 
@@ -73,15 +84,8 @@ class TensorParallel:
 
     @cached_property
     def local(self) -> ModelConfig:
-        config, ranks = self.config, self.group.ranks
         start, stop = self.vocabulary[self.group.rank]
-        return dataclasses.replace(
-            config,
-            vocab_size=stop - start,
-            num_attention_heads=config.num_attention_heads // ranks,
-            num_key_value_heads=config.num_key_value_heads // ranks,
-            intermediate_size=config.intermediate_size // ranks,
-        )
+        return rank_config(self.config, self.group.ranks, stop - start)
 
     # ---- parameters --------------------------------------------------------------------------------------------------
 

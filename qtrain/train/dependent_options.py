@@ -78,6 +78,11 @@ DEPENDENCES = (
         lambda g: g.has("gradient_wire") and launched_world() == 1,
         "has no effect on one process",
     ),
+    Dependence(
+        "--sequence_parallel",
+        lambda g: g.has("sequence_parallel") and g.settings.tp == 1,
+        "has no effect without --tp",
+    ),
     Dependence("--hellaswag_file", _without("hellaswag_file", "hellaswag"), "needs --hellaswag", refused=True),
     Dependence("--hellaswag_limit", _without("hellaswag_limit", "hellaswag"), "needs --hellaswag", refused=True),
     Dependence("--eval_images", _without("eval_images", "eval_ds"), "needs --eval_ds", refused=True),

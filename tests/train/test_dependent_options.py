@@ -26,6 +26,7 @@ CASES = {
         {"gradient_wire": "exact"},
     ),
     "--gradient_wire": (PRETRAIN, {"gradient_wire": "int8"}, {"gradient_wire": "exact"}),
+    "--sequence_parallel": (PRETRAIN, {"sequence_parallel": False}, {"sequence_parallel": True}),
     "--hellaswag_file": (PRETRAIN, {"hellaswag_file": "x"}, {"hellaswag": True}),
     "--hellaswag_limit": (PRETRAIN, {"hellaswag_limit": 5}, {"hellaswag": True}),
     "--eval_images": (VisionSettings, {"n_steps": 1, "eval_images": 5}, {"eval_ds": {"type": "synthetic"}}),

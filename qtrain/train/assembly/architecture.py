@@ -31,8 +31,9 @@ from qtrain.models import (
     recompute_blocks,
     vision_cost,
 )
-from qtrain.models.tensor_parallel import check_divisible
+from qtrain.models.tensor_parallel import check_divisible, rank_config
 from qtrain.models.trained_cost import TrainedPart
+from qtrain.quant import gathers_codes
 from qtrain.train.checked_settings import CheckedSettings
 from qtrain.train.plan.language_plan import plan_language_run
 from qtrain.train.plan.linears import PlannedLinear
@@ -132,6 +133,11 @@ class LanguageArchitecture(Architecture):
         return cls(source, settings.model_impl, settings.seq_len, config, mesh.tensor_group, settings.sequence_parallel)
 
     @property
+    def rank_config(self) -> ModelConfig | None:
+        """`config`, with --tp of one rank's part."""
+        return self.config and rank_config(self.config, self.tensor.ranks if self.tensor else 1)
+
+    @property
     def reads_linears_only(self) -> bool:
         return self.impl == "native"
 
@@ -180,12 +186,14 @@ class LanguageArchitecture(Architecture):
         compile_layers(model)
 
     def notes(self, linears: Sequence[PlannedLinear]) -> list[str]:
+        notes = [] if self.tensor is None or not self.sequence else [_how_inputs_travel(linears)]
         positions = self.positions
         if positions is None or self.seq_len <= positions:
-            return []
+            return notes
         return [
+            *notes,
             f"warning: --seq_len {self.seq_len} is more than the model's {positions} positions; the exported config "
-            f"says max_position_embeddings {self.seq_len}"
+            f"says max_position_embeddings {self.seq_len}",
         ]
 
     @property
@@ -205,6 +213,21 @@ class LanguageArchitecture(Architecture):
         trained: TrainedPart | None,
     ) -> Plan:
         return plan_language_run(checked, self.config, linears, hardware, data, trained)
+
+
+def _how_inputs_travel(linears: Sequence[PlannedLinear]) -> str:
+    """The plan's line on what tensor ranks gather before attention and MLP."""
+    inputs = [linear.scheme for linear in linears if linear.name.endswith(("qkv", "gate_up"))]
+    codes = sum(scheme is not None and gathers_codes(scheme) for scheme in inputs)
+    low_bit = sum(scheme is not None for scheme in inputs)
+    if codes == len(inputs):
+        return "tensor  inputs of qkv and gate_up are gathered as codes"
+    line = (
+        f"tensor  inputs of qkv and gate_up are gathered in the model's dtype: {len(inputs) - codes} of {len(inputs)}"
+    )
+    if codes < low_bit:
+        line += "; the scheme scales blocks, or its grad_weight reads the input itself"
+    return line
 
 
 @dataclasses.dataclass(frozen=True)

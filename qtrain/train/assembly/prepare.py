@@ -17,6 +17,10 @@ from qtrain.train.plan.auto_scheme import resolve_auto_scheme
 from qtrain.train.plan.linears import PlannedLinear, plan_linears, refuse_no_swap, warn_high_precision
 from qtrain.train.plan.plan import Plan
 
+DETERMINISTIC_TP = (
+    "note    --deterministic: the same on any number of processes with this --tp, whose sums have an order of their own"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared(CheckedSettings):
@@ -49,6 +53,7 @@ def prepare(
     lines = [
         *plan.lines(),
         *([f"mesh    {checked.mesh.describe()}"] if checked.mesh.world > 1 else []),
+        *([DETERMINISTIC_TP] if checked.mesh.tensor > 1 and checked.settings.deterministic else []),
         *checked.notes,
         *auto_lines,
         "linears",
