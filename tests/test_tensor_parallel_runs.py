@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.cases import sampled
 from tests.data.corpora import functions, write_raw
 from tests.system import contents, flags, losses, only_run, serving, write_model
 
@@ -59,18 +60,25 @@ def assert_close(one: Path, other: Path, relative: float) -> None:
         pairs = [(x, y) for x, y in zip(a, b, strict=True) if isinstance(x, float)]
         assert a[0] == b[0] and a[4:6] == b[4:6] and all(y == pytest.approx(x, rel=relative) for x, y in pairs)
     a, b = saved(one, 4), saved(other, 4)
-    assert {n: t.shape for n, t in a.items()} == {n: t.shape for n, t in b.items()} and len(a) > 10
+    if not any(name.endswith(".codes") for name in a):  # a rank's row of a stored weight has a scale of its own
+        assert {n: t.shape for n, t in a.items()} == {n: t.shape for n, t in b.items()} and len(a) > 10
     a, b = (load_file(folder / "hf" / "model.safetensors") for folder in (one, other))
     assert {n: t.shape for n, t in a.items()} == {n: t.shape for n, t in b.items()}
     for name, tensor in a.items():
         assert (tensor - b[name]).norm() <= max(relative, 1e-5) * 100 * tensor.norm(), name
 
 
-def test_two_ranks_train_save_and_export_as_one(server, tmp_path):
-    """bf16 products of fp32 weights: only the order of sums differs."""
-    one = run(server, 1, tmp_path / "one", sample_prompts=["def "], sample_tokens=4)
-    two = run(server, 2, tmp_path / "two", tp=2, sample_prompts=["def "], sample_tokens=4)
-    assert_close(one, two, 1e-5)
+CASES = [("bf16", 2, 1e-5), ("fp8_tensorwise", 4, 2e-2), ("bitnet", 4, 2e-2), ("int8_weight", 4, 2e-2)]
+
+
+@pytest.mark.parametrize(("scheme", "world", "relative"), sampled(CASES, lambda _, world, __: world == 4))
+def test_several_ranks_train_save_and_export_as_one(server, scheme, world, relative, tmp_path):
+    """In fp32 only the order of sums differs."""
+    settings = {"quantize": scheme, "sample_prompts": ["def "], "sample_tokens": 4}
+    one = run(server, 1, tmp_path / "one", **settings)
+    two = run(server, world, tmp_path / "two", tp=2, **settings)
+    assert_close(one, two, relative)
     log = (two / "train.log").read_text()
-    assert "1 x 1 x 2 (replicate x shard x tensor, every layer on 2 ranks)" in log and "of activations" in log
+    assert f"1 x {world // 2} x 2 (replicate x shard x tensor, " in log and "of activations" in log
+    assert "tensor  inputs of qkv and gate_up are gathered" in log
     assert "sample: def  [>]" in log

@@ -21,13 +21,15 @@ from qtrain.errors import UserError
 @dataclass(frozen=True)
 class Mesh:
     """The ranks by dimension. device_mesh: the data dimensions "replicate" and "shard", of this rank's tensor rank;
-    None for one process. tensor_group: None where one rank computes whole layers."""
+    None for one process. tensor_group: None where one rank computes whole layers. data_group: the ranks that read other
+    micro-batches with the same part of every layer; None: all ranks."""
 
     replicate: int = 1
     shard: int = 1
     device_mesh: DeviceMesh | None = None
     tensor: int = 1
     tensor_group: TensorGroup | None = None
+    data_group: dist.ProcessGroup | None = None
 
     @property
     def world(self) -> int:
@@ -60,13 +62,6 @@ class Mesh:
     @property
     def shard_rank(self) -> int:
         return self.data_rank % self.shard
-
-    @property
-    def data_group(self) -> dist.ProcessGroup | None:
-        """The ranks that read other micro-batches with the same part of every layer; None: all ranks."""
-        if self.tensor == 1 or self.device_mesh is None:
-            return None
-        return self.device_mesh._flatten("data").get_group()
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
@@ -121,4 +116,6 @@ def make_mesh(dp_replicate: int, dp_shard: int, device_type: str, tp: int = 1) -
     if tp == 1:
         return Mesh(replicate, shard, init_device_mesh(device_type, (replicate, shard), mesh_dim_names=names[:2]))
     whole = init_device_mesh(device_type, (replicate, shard, tp), mesh_dim_names=names)
-    return Mesh(replicate, shard, whole["replicate", "shard"], tp, TensorGroup.of(whole.get_group("tensor")))
+    data = whole["replicate", "shard"]
+    tensor_group = TensorGroup.of(whole.get_group("tensor"))
+    return Mesh(replicate, shard, data, tp, tensor_group, data._flatten("data").get_group())

@@ -24,14 +24,18 @@ from qtrain.models import (
     apply_activation_checkpointing,
     build_model,
     compile_layers,
+    export_hf,
     generate,
+    read_model_source,
 )
 from qtrain.models.tensor_parallel import TensorParallel, check_divisible
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, quantize_linears, swiglu_mlp
+from qtrain.train.freezing import freeze_embedding
 from qtrain.train.language import language_forward
 from qtrain.train.parallel import DataParallel
 from qtrain.train.settings import LanguageSettings, VisionSettings
+from qtrain.train.state.frozen_weights import fingerprint
 from qtrain.train.step import apply_gradients, compute_gradients
 from qtrain.train.tensor_parallel import check_tensor_parallel
 from tests.cases import sampled
@@ -138,6 +142,26 @@ def test_loss_gradients_logits_and_text_are_those_of_one_process():
         for name, gradient in added([part["gradients"] for part in parts]).items():
             right = torch.tensor(expected["gradients"][name])  # those of QK-norms are differences of larger terms
             assert (gradient - right).norm() <= 1e-5 * right.norm() + 1e-7 * expected["norm"], name
+
+
+def _loaded(folder: str) -> dict[str, list]:
+    source = read_model_source(folder)
+    model = build_model(source, pretrained=True, tensor=make_mesh(0, 0, "cpu", 2).tensor_group)
+    assert freeze_embedding(model)
+    prints = fingerprint(model, model.tensor.group)
+    return {"weights": whole(model, {n: p.data for n, p in model.named_parameters()}), "frozen": prints}
+
+
+@pytest.mark.parametrize("config", [QWEN3, CONFIG], ids=["untied", "tied"])
+def test_published_weights_and_their_fingerprints(config, tmp_path):
+    """Each rank loads its part; the frozen embedding's fingerprint is that of the whole."""
+    one = model_of(config, Mesh())
+    export_hf(one, ModelSource("s", config, "--model"), tmp_path / "hf")
+    freeze_embedding(one)
+    parts = run_ranks(2, _loaded, str(tmp_path / "hf"))
+    loaded = added([part["weights"] for part in parts])
+    assert not [name for name, p in one.named_parameters() if not torch.equal(p.data, loaded[name])]
+    assert [part["frozen"] for part in parts] == [fingerprint(one)] * 2
 
 
 # ---- steps of training in every scheme -------------------------------------------------------------------------------
