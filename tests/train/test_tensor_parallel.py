@@ -94,36 +94,35 @@ def added(terms: list[dict[str, list]]) -> dict[str, Tensor]:
 
 # ---- one step of a model in fp32 -------------------------------------------------------------------------------------
 
-INPUTS = [(2, 12), (1, 13)]
-"""24 tokens, and 13, which two ranks do not divide."""
+BIASED = {**CONFIG, "mlp_bias": True, "attention_bias": True}
+CASES = [(QWEN3, True, (2, 12)), (QWEN3, False, (2, 12)), (BIASED, True, (1, 13))]
+"""Model, whether tokens are divided, and sequences x tokens: 24, and 13, which two ranks do not divide."""
 
 
 def _step(tp: int) -> list[dict[str, Any]]:
     mesh, found = make_mesh(0, 0, "cpu", tp), []
-    for config in (QWEN3, {**CONFIG, "mlp_bias": True, "attention_bias": True}):
-        for sequence in (True, False):
-            for shape in INPUTS:
-                model = model_of(config, mesh, sequence)
-                model.z_loss, model.loss_chunks = 1e-3, 3
-                parallel = DataParallel(model, quantize_linears(model, SCHEMES.make("bf16", {}, "-"), seed=0), mesh)
-                ids = tokens(shape[0], shape[1] + 1)
-                batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].masked_fill(ids[:, 1:] % 3 == 0, -100))
-                forward = language_forward(model, None)
-                gradients = compute_gradients(model, forward, parallel._quantized, [batch], 0, parallel=parallel)
-                with torch.no_grad():
-                    logits = model(ids)
-                named = dict(model.named_parameters())
-                found.append(
-                    {
-                        "loss": gradients.loss,
-                        "norm": gradients.norm_value,
-                        "weights": whole(model, {n: p.data for n, p in named.items()}),
-                        "gradients": whole(model, {n: p.grad for n, p in named.items()}),
-                        "logits": logits.tolist(),
-                        "written": generate(model, ids[:, :5], 4, temperature=0.7, seed=2).tolist(),
-                        "answers": answer(model, [[1, 2, 3], [4]], 5, None, 263),
-                    }
-                )
+    for config, sequence, shape in CASES:
+        model = model_of(config, mesh, sequence)
+        model.z_loss, model.loss_chunks = 1e-3, 3
+        quantized = quantize_linears(model, SCHEMES.make("bf16", {}, "-"), seed=0)
+        ids = tokens(shape[0], shape[1] + 1)
+        batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].masked_fill(ids[:, 1:] % 3 == 0, -100))
+        parallel, forward = DataParallel(model, quantized, mesh), language_forward(model, None)
+        gradients = compute_gradients(model, forward, quantized, [batch], 0, parallel=parallel)
+        with torch.no_grad():
+            logits = model(ids)
+        named = dict(model.named_parameters())
+        found.append(
+            {
+                "loss": gradients.loss,
+                "norm": gradients.norm_value,
+                "weights": whole(model, {n: p.data for n, p in named.items()}),
+                "gradients": whole(model, {n: p.grad for n, p in named.items()}),
+                "logits": logits.tolist(),
+                "written": generate(model, ids[:, :5], 4, temperature=0.7, seed=2).tolist(),
+                "answers": answer(model, [[1, 2, 3], [4]], 5, None, 263),
+            }
+        )
     return found
 
 
