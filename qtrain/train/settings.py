@@ -34,8 +34,8 @@ class TrainSettings:
         "evaluation": "eval_ds eval_interval eval_sequences eval_images sample_prompts sample_tokens hellaswag "
         "hellaswag_file hellaswag_limit accuracy answer_tokens lm_eval",
         "checkpoint and run folder": "ckpt_interval keep_ckpts resume export run_name runs_dir",
-        "hardware and process": "device dtype gpus dp_replicate dp_shard tp sequence_parallel gradient_wire compile "
-        "cuda_graphs seed deterministic dry_run",
+        "hardware and process": "device dtype compile cuda_graphs seed dry_run",
+        "many processes": "gpus dp_replicate dp_shard tp sequence_parallel gradient_wire deterministic",
         "logging": "log_interval trackers project profile",
     }
     """The flags of the training scripts as `--help` groups them."""
