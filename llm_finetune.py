@@ -91,12 +91,12 @@ def train(settings: FinetuneSettings) -> None:
     stores_base = lora is not None and lora.base != "none"
     checked = check_settings(settings, SCRIPT, base_scheme(lora.base, settings.quantize) if stores_base else None)
     check_lm_eval(settings.lm_eval, settings.export)
-    architecture = LanguageArchitecture.of(settings)
+    architecture = LanguageArchitecture.of(settings, checked.mesh)
     text = open_text(checked, architecture, model_tokenizer=True, seq_len_multiple=settings.seq_len_multiple)
     questions = []
     if settings.accuracy:
         questions = load_written_questions(settings.eval_ds, text.context, settings.accuracy, settings.seq_len)
-    trained = trained_part(architecture.config, lora, settings.freeze_embedding_layer, checked.dtype)
+    trained = trained_part(architecture.rank_config, lora, settings.freeze_embedding_layer, checked.dtype)
     prepared = prepare(checked, architecture, text.described, trained)
     print(prepared.text, flush=True)
     if settings.dry_run:
@@ -147,16 +147,16 @@ def train(settings: FinetuneSettings) -> None:
         log_results(run)
         if exit_code:
             sys.exit(exit_code)
-        with export_weights(run) as writes:
-            if writes and lora is not None:
+        with export_weights(run) as whole:
+            if whole is not None and lora is not None:
                 save_adapter(model, lora, settings.model, folder / "adapter")
                 log.info("adapter     %s (peft.PeftModel.from_pretrained loads it)", folder / "adapter")
-            if writes and settings.export:
+            if whole is not None and settings.export:
                 if original is None:
                     merge_lora(model)
                 positions = settings.seq_len
                 export_hf(
-                    original or model, architecture.source, folder / "hf", text.tokenizer, trained_positions=positions
+                    original or whole, architecture.source, folder / "hf", text.tokenizer, trained_positions=positions
                 )
                 log.info("exported    %s (AutoModelForCausalLM.from_pretrained loads it)", folder / "hf")
         if settings.lm_eval and rank() == 0:

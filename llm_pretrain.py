@@ -57,7 +57,7 @@ def train(settings: PretrainSettings) -> None:
 
     # ---- plan: whatever can be refused is refused here, before anything is allocated or written ----------------------
     checked = check_settings(settings, SCRIPT)
-    architecture = LanguageArchitecture.of(settings)
+    architecture = LanguageArchitecture.of(settings, checked.mesh)
     text = open_text(checked, architecture)
     if text.tokenizer is None and (settings.sample_prompts or settings.hellaswag):
         raise tokenizer_needed("--sample_prompts and --hellaswag")
@@ -103,10 +103,10 @@ def train(settings: PretrainSettings) -> None:
             sys.exit(exit_code)
         if settings.export:
             folder = run.folder.path
-            with export_weights(run) as writes:
-                if writes:
+            with export_weights(run) as whole:
+                if whole is not None:
                     export_hf(
-                        model, architecture.source, folder / "hf", text.tokenizer, trained_positions=settings.seq_len
+                        whole, architecture.source, folder / "hf", text.tokenizer, trained_positions=settings.seq_len
                     )
             log.info("exported    %s (AutoModelForCausalLM.from_pretrained loads it)", folder / "hf")
             other = f"--quantize {'int8' if settings.quantize == 'bf16' else 'bf16'}"

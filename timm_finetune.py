@@ -93,8 +93,8 @@ def train(settings: VisionSettings) -> None:
         "--train_ds",
         num_workers=settings.num_workers,
         position=run.state.data,
-        rank=prepared.mesh.rank,
-        ranks=prepared.mesh.world,
+        rank=prepared.mesh.data_rank,
+        ranks=prepared.mesh.data_world,
     )
     forward = vision_forward(model)
     evaluation = VisionEvaluation(
@@ -116,8 +116,8 @@ def train(settings: VisionSettings) -> None:
         if exit_code:
             sys.exit(exit_code)
         folder = run.folder.path / "timm"
-        with export_weights(run) as writes:
-            if writes:
+        with export_weights(run) as whole:
+            if whole is not None:
                 export_timm(
                     model,
                     exported_tensors(model),

@@ -68,6 +68,7 @@ def test_help_of_a_training_script_is_in_groups(script):
         "evaluation",
         "checkpoint and run folder",
         "hardware and process",
+        "many processes",
         "plan",
         "logging",
     ]

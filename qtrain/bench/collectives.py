@@ -28,15 +28,14 @@ from qtrain.bench.tables import Cell, Table, about_run, check_json, write_json
 from qtrain.checks import Range, shown, user_path
 from qtrain.config import parse, run_script
 from qtrain.distributed.gradient_wire import FIRST_NUMBER, GRADIENT_WIRES, GradientWire
-from qtrain.distributed.gradients import add_in_order
 from qtrain.distributed.ranks import all_gather, join_world, launched_world, leave_world, rank, world
-from qtrain.distributed.wire import exchange, gather
+from qtrain.distributed.wire import all_gather_single, exchange, gather
 from qtrain.errors import UserError, first_line
 from qtrain.hardware import describe_hardware
+from qtrain.kernels.ordered_sum import add_in_order
 from qtrain.train.device import choose_device
 
 # torch 2.13 renamed them.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 MIB, MAX_MIB = 2**20, 16384
@@ -78,7 +77,7 @@ def _part(whole: Tensor) -> Tensor:
 
 def _gather_torch(whole: Tensor) -> Tensor:
     received = torch.empty_like(whole)
-    _all_gather(received, _part(whole))
+    all_gather_single(received, _part(whole))
     return received
 
 

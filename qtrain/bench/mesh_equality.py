@@ -101,9 +101,9 @@ def train(
     optimizer = spec.build(groups, 1e-3, seed=3)
     quantized.watch(optimizer)
     forward, found = language_forward(model, None), []
-    per_rank = micro_batches // mesh.world
+    per_rank = micro_batches // mesh.data_world
     for step in range(steps):
-        batches = [random_micro_batch(step, index * mesh.world + mesh.rank) for index in range(per_rank)]
+        batches = [random_micro_batch(step, index * mesh.data_world + mesh.data_rank) for index in range(per_rank)]
         gradients = compute_gradients(model, forward, quantized, batches, step, parallel=parallel)
         apply_gradients(optimizer, quantized, gradients, lr=1e-3, clip_grad_norm=0.5, parallel=parallel)
         found.append((gradients.loss, gradients.norm_value))

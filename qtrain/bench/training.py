@@ -37,8 +37,9 @@ def time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, An
 
 def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, Any]:
     # ---- plan, model, quantize, optimizer ----------------------------------------------------------------------------
-    architecture = LanguageArchitecture.of(settings)
-    prepared = prepare(check_settings(settings, "train_step"), architecture, data=())
+    checked = check_settings(settings, "train_step")
+    architecture = LanguageArchitecture.of(settings, checked.mesh)
+    prepared = prepare(checked, architecture, data=())
     device, geometry, plan = prepared.device, prepared.geometry, prepared.plan
     model, quantized = build_quantized(prepared)
     run = assemble(prepared, model, quantized)

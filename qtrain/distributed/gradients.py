@@ -21,6 +21,7 @@ from torch import Tensor
 from qtrain.distributed.gradient_wire import FIRST_NUMBER, GradientWire
 from qtrain.distributed.mesh import Mesh
 from qtrain.distributed.shards import Sharded
+from qtrain.distributed.tensor_group import TENSOR_RANK_NUMBERS
 from qtrain.distributed.wire import ALONE_BYTES, exchange, gather, in_buckets
 from qtrain.kernels.ordered_sum import add_in_order
 
@@ -40,7 +41,8 @@ class GradientReduction:
         self._keeps_sums = every_micro_batch
         self._groups = [[_Bucket(members, mesh, wire) for members in _buckets(group)] for group in groups]
         self._buckets = [bucket for group in self._groups for bucket in group]
-        self._seed, self._world = seed, mesh.world
+        self._seed, self._world = seed, mesh.data_world
+        self._first_number = FIRST_NUMBER + mesh.tensor_rank * TENSOR_RANK_NUMBERS
 
     def add(self, micro_step: int = 0) -> None:
         """Add the gradients of all ranks to the sums, and free them. micro_step: the number of this rank's micro-batch
@@ -51,16 +53,14 @@ class GradientReduction:
     def add_group(self, index: int, micro_step: int = 0) -> None:
         """`add` for one group, as soon as its gradients are complete."""
         for bucket in self._groups[index]:
-            number = FIRST_NUMBER + self._buckets.index(bucket) * self._world
+            number = self._first_number + self._buckets.index(bucket) * self._world
             received = bucket.exchange((self._seed, micro_step, number))
             if self._keeps_sums:
                 if bucket.sums is None:
                     bucket.sums = torch.zeros_like(received[0], dtype=torch.float32)
                 add_in_order(bucket.sums, received)
             else:
-                total = received[0].float()
-                add_in_order(total, received[1:])
-                bucket.give(total)
+                bucket.give(add_in_order(received[0].float(), received[1:]))
 
     def finish(self) -> None:
         """Give the masters the sums since the last call as gradients."""
@@ -87,18 +87,18 @@ class _Bucket:
 
     def exchange(self, key: tuple[int, int, int]) -> Tensor | list[Tensor]:
         """Of every rank, [n]: its gradients of the elements that this rank sums. key: Philox's of the first message."""
-        messages = self._messages()
-        own = self._sizes[self._mesh.rank]
-        if self._mesh.world == 1:
+        messages, group = self._messages(), self._mesh.data_group
+        own = self._sizes[self._mesh.data_rank]
+        if self._mesh.data_world == 1:
             return [messages]
         if self._wire is None:
-            return exchange(messages, self._sizes, own, None, "gradients")
+            return exchange(messages, self._sizes, own, group, "gradients")
         encoded = [
             self._wire.encode(message, torch.tensor([*key[:2], key[2] + d], device=messages.device))
             for d, message in enumerate(messages.split(self._sizes))
         ]
         sizes = [self._wire.size(elements) for elements in self._sizes]
-        received = exchange(torch.cat(encoded), sizes, sizes[self._mesh.rank], None, "gradients")
+        received = exchange(torch.cat(encoded), sizes, sizes[self._mesh.data_rank], group, "gradients")
         return [self._wire.decode(row, own) for row in received]
 
     def _messages(self) -> Tensor:

@@ -1,10 +1,12 @@
-"""The mesh of a run: `replicate` x `shard` ranks. Every rank reads its own micro-batches (data parallelism).
+"""The mesh of a run: `replicate` x `shard` x `tensor` ranks.
 
     replicate   groups that hold the same shards (DDP where shard is 1, HSDP where both are more than 1)
     shard       ranks that divide optimizer states and master weights among them (ZeRO-2), and with full sharding the
                 weights of layers that do not run (ZeRO-3)
+    tensor      ranks that divide every layer among them and read the same micro-batches; neighbors, as they send most
 
-A run without a launcher is a mesh of one rank and needs no process group.
+The first two are the data dimensions: `data_rank` numbers the micro-batches that are read at once. A run without a
+launcher is a mesh of one rank and needs no process group.
 """
 
 from dataclasses import dataclass
@@ -13,29 +15,50 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from qtrain.distributed.ranks import launched_world, rank
+from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.errors import UserError
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks by dimension. device_mesh: dimensions "replicate" and "shard"; None for one rank."""
+    """The ranks by dimension. device_mesh: the data dimensions "replicate" and "shard", of this rank's tensor rank;
+    None for one process. tensor_group: None where one rank computes whole layers. data_group: the ranks that read other
+    micro-batches with the same part of every layer; None: all ranks."""
 
     replicate: int = 1
     shard: int = 1
     device_mesh: DeviceMesh | None = None
+    tensor: int = 1
+    tensor_group: TensorGroup | None = None
+    data_group: dist.ProcessGroup | None = None
 
     @property
     def world(self) -> int:
-        return self.replicate * self.shard
+        """All processes."""
+        return self.data_world * self.tensor
 
     @property
     def rank(self) -> int:
+        """Among all processes."""
+        return self.data_rank * self.tensor + self.tensor_rank
+
+    @property
+    def data_world(self) -> int:
+        """How many micro-batches are read at once."""
+        return self.replicate * self.shard
+
+    @property
+    def data_rank(self) -> int:
         """replicate rank * shard + shard rank, which also numbers the micro-batches that are read at once."""
-        return rank() if self.device_mesh is not None else 0
+        return rank() // self.tensor if self.device_mesh is not None else 0
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.tensor_group.rank if self.tensor_group is not None else 0
 
     @property
     def shard_rank(self) -> int:
-        return self.rank % self.shard
+        return self.data_rank % self.shard
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
@@ -49,31 +72,48 @@ class Mesh:
 
     def describe(self, reshards: bool) -> str:
         kind = "DDP" if self.shard == 1 else "ZeRO-3: layers are gathered when they run" if reshards else "ZeRO-2"
-        hybrid = "HSDP, " if self.replicate > 1 and self.shard > 1 else ""
-        return f"{self.replicate} x {self.shard} (replicate x shard, {hybrid}{kind})"
+        kind = f"HSDP, {kind}" if self.replicate > 1 and self.shard > 1 else kind
+        if self.tensor == 1:
+            return f"{self.replicate} x {self.shard} (replicate x shard, {kind})"
+        kind = f"{kind} of {self.data_world}, " if self.data_world > 1 else ""
+        return (
+            f"{self.replicate} x {self.shard} x {self.tensor} (replicate x shard x tensor, {kind}every layer on "
+            f"{self.tensor} ranks)"
+        )
 
 
-def mesh_shape(dp_replicate: int, dp_shard: int, world: int) -> tuple[int, int]:
-    """(replicate, shard) of --dp_replicate and --dp_shard, 0 for whatever the world leaves. Raises UserError."""
-    for flag, size in (("--dp_replicate", dp_replicate), ("--dp_shard", dp_shard)):
+def mesh_shape(dp_replicate: int, dp_shard: int, world: int, tp: int = 1) -> tuple[int, int]:
+    """(replicate, shard) of --dp_replicate and --dp_shard, 0 for whatever the world leaves beside --tp. Raises
+    UserError."""
+    for flag, size in (("--tp", tp), ("--dp_replicate", dp_replicate), ("--dp_shard", dp_shard)):
         if size and world % size:
+            auto = "" if flag == "--tp" else ", or 0 for automatic"
             raise UserError(
                 f"{flag}: {size} does not divide the {world} process{'es' * (world > 1)} of the run; "
-                f"allowed: {', '.join(str(d) for d in range(1, world + 1) if world % d == 0)}, or 0 for automatic."
+                f"allowed: {', '.join(str(d) for d in range(1, world + 1) if world % d == 0)}{auto}."
             )
-    if dp_replicate and dp_shard and dp_replicate * dp_shard != world:
+    data = world // tp
+    given = {"--dp_replicate": dp_replicate, "--dp_shard": dp_shard} | ({"--tp": tp} if tp > 1 else {})
+    product = (dp_replicate or 1) * (dp_shard or 1)
+    if data % product or (dp_replicate and dp_shard and product != data):
+        named = {flag: size for flag, size in given.items() if size}
         raise UserError(
-            f"--dp_replicate, --dp_shard: {dp_replicate} x {dp_shard} is not the {world} process{'es' * (world > 1)} "
-            "of the run; leave one of them 0."
+            f"{', '.join(named)}: {' x '.join(map(str, named.values()))} is not the {world} "
+            f"process{'es' * (world > 1)} of the run; leave --dp_replicate or --dp_shard 0."
         )
-    shard = dp_shard or world // (dp_replicate or 1)
-    return world // shard, shard
+    shard = dp_shard or data // (dp_replicate or 1)
+    return data // shard, shard
 
 
-def make_mesh(dp_replicate: int, dp_shard: int, device_type: str) -> Mesh:
+def make_mesh(dp_replicate: int, dp_shard: int, device_type: str, tp: int = 1) -> Mesh:
     """The mesh of this run; the process group must exist where there are several ranks."""
-    replicate, shard = mesh_shape(dp_replicate, dp_shard, launched_world())
-    if replicate * shard == 1:
+    replicate, shard = mesh_shape(dp_replicate, dp_shard, launched_world(), tp)
+    if replicate * shard * tp == 1:
         return Mesh()
-    device_mesh = init_device_mesh(device_type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
-    return Mesh(replicate, shard, device_mesh)
+    names = ("replicate", "shard", "tensor")
+    if tp == 1:
+        return Mesh(replicate, shard, init_device_mesh(device_type, (replicate, shard), mesh_dim_names=names[:2]))
+    whole = init_device_mesh(device_type, (replicate, shard, tp), mesh_dim_names=names)
+    data = whole["replicate", "shard"]
+    tensor_group = TensorGroup.of(whole.get_group("tensor"))
+    return Mesh(replicate, shard, data, tp, tensor_group, data._flatten("data").get_group())

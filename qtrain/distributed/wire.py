@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""torch 2.13 renamed it."""
 
 T = TypeVar("T")
 
@@ -55,7 +56,7 @@ def gather(message: Tensor, sizes: Sequence[int], group: dist.ProcessGroup | Non
 
 def gather_into(received: Tensor, message: Tensor, group: dist.ProcessGroup | None, kind: str) -> None:
     """All-gather of 1-D messages of one size into a contiguous tensor, one after the other."""
-    _all_gather(received.view(torch.uint8), message.view(torch.uint8), group=group)
+    all_gather_single(received.view(torch.uint8), message.view(torch.uint8), group=group)
     sent[kind] += (len(received) - len(message)) * message.element_size()
 
 
@@ -68,7 +69,7 @@ def maximum_over_ranks(values: Tensor) -> None:
 def gather_rows(own: Tensor) -> Tensor:
     """[n] of every rank as [ranks, n]."""
     every = own.new_empty(dist.get_world_size(), len(own))
-    _all_gather(every.view(-1), own)
+    all_gather_single(every.view(-1), own)
     return every
 
 

@@ -36,9 +36,10 @@ def launch_add_in_order(total: Tensor, terms: Tensor) -> None:
         _add_in_order_kernel[grid](total, terms, total.numel(), len(terms), BLOCK, num_warps=8)
 
 
-def add_in_order(total: Tensor, terms: Tensor | list[Tensor]) -> None:
-    """total [L] fp32 += terms, [R, L] or R tensors of [L], in place, one after the other."""
+def add_in_order(total: Tensor, terms: Tensor | list[Tensor]) -> Tensor:
+    """total [L] fp32 += terms, [R, L] or R tensors of [L], in place, one after the other. Returns `total`."""
     if total.is_cuda and isinstance(terms, Tensor) and terms.is_contiguous() and len(terms) <= 64:
         launch_add_in_order(total, terms)
     else:
         add_in_order_ref(total, terms)
+    return total

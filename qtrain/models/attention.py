@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from qtrain.models.config import ModelConfig
 from qtrain.models.rope import rotate
+from qtrain.models.tensor_parallel import TensorParallel, Tokens, inner_norm
 
 Mask = Tensor | BlockMask | None
 
@@ -76,22 +77,24 @@ class KVCache(Protocol):
 
 
 class Attention(nn.Module):
-    """[B, S, C] -> [B, S, C]. `qkv` holds the rows of q, then k, then v."""
+    """[B, S, C] -> [B, S, C]. `qkv` holds the rows of q, k, then v. config: with `tensor`, of this rank's heads."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, tensor: TensorParallel | None = None):
         super().__init__()
+        self.tensor = tensor
         self.head_dim = config.head_dim
         self.split_sizes = [config.q_size, config.kv_size, config.kv_size]
         self.fused_rows = {"qkv": self.split_sizes}  # `optim.parameter_groups` reads it
         self.qkv = nn.Linear(config.hidden_size, config.qkv_size, bias=config.qkv_bias)
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
-        self.sub_norm = nn.RMSNorm(config.q_size, eps=config.rms_norm_eps) if config.sub_norm else None
+        self.sub_norm = inner_norm(config.q_size, config, tensor) if config.sub_norm else None
         self.o_proj = nn.Linear(config.q_size, config.hidden_size, bias=config.o_bias)
         self.cache: KVCache | None = None  # set during generation (`greedy_decode.py`)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
-        split = self.qkv(x).split(self.split_sizes, dim=-1)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, tokens: Tokens | None = None) -> Tensor:
+        qkv = self.qkv(x) if self.tensor is None else self.tensor.column(self.qkv, x, tokens)
+        split = qkv.split(self.split_sizes, dim=-1)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in split)  # [B, S, heads, D]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -103,4 +106,5 @@ class Attention(nn.Module):
             k, v = self.cache.extend(k, v)
         y = attend(q, k, v, mask)
         y = y.transpose(1, 2).flatten(2)
-        return self.o_proj(y if self.sub_norm is None else self.sub_norm(y))
+        y = self.o_proj(y if self.sub_norm is None else self.sub_norm(y))
+        return y if self.tensor is None else self.tensor.leave(y, tokens)

@@ -5,11 +5,13 @@ import hashlib
 import torch
 from torch import nn
 
+from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.errors import UserError, unknown_name
 from qtrain.models.decoder import Decoder
 from qtrain.models.hf import load_hf_weights
 from qtrain.models.hf_impl import build_hf_model
 from qtrain.models.source import ModelSource
+from qtrain.models.tensor_parallel import TensorParallel
 
 MODEL_IMPLS = {
     "native": "qtrain's own decoder",
@@ -25,9 +27,12 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     pretrained: bool = False,
     seed: int = 0,
+    tensor: TensorGroup | None = None,
+    sequence: bool = True,
 ) -> nn.Module:
     """A model on `device` in `dtype`, its weights initialized from `seed` or, with `pretrained`, loaded from the
-    source.
+    source. tensor: this rank builds its part of a native model (`tensor_parallel.py`), whose values are those of the
+    whole; sequence: with the stream divided along tokens.
 
     Raises UserError for an architecture that is not covered, and for weights that are missing or do not fit.
     """
@@ -40,7 +45,7 @@ def build_model(
         )
     if impl == "hf":
         return build_hf_model(source, device, dtype, pretrained, seed)
-    model = empty_model(source).to(dtype)
+    model = empty_model(source, tensor=tensor, sequence=sequence).to(dtype)
     model.to_empty(device=device)
     model.tie()
     if pretrained:
@@ -50,13 +55,16 @@ def build_model(
     return model
 
 
-def empty_model(source: ModelSource, impl: str = "native") -> nn.Module:
+def empty_model(
+    source: ModelSource, impl: str = "native", tensor: TensorGroup | None = None, sequence: bool = True
+) -> nn.Module:
     """The model on the meta device: modules and shapes without memory."""
     if impl == "hf":
         return build_hf_model(source, "meta", torch.float32, pretrained=False, seed=0)
     config = source.model_config()
+    parallel = None if tensor is None else TensorParallel(config, tensor, sequence=sequence)
     with torch.device("meta"):
-        return Decoder(config)
+        return Decoder(config, parallel)
 
 
 @torch.no_grad()
@@ -64,13 +72,19 @@ def init_weights(model: nn.Module, std: float, seed: int) -> None:
     """Initialize matrices from normal(0, std) as transformers does, biases to 0 and norms to 1.
 
     Every parameter has its own generator, on its device, seeded by (seed, name), so its values do not depend on the
-    other parameters. They are drawn in fp32, so a bf16 model is the rounded fp32 model.
+    other parameters. They are drawn in fp32, so a bf16 model is the rounded fp32 model. A rank that holds a part of a
+    parameter draws all of it, and keeps its part.
     """
+    tensor: TensorParallel | None = getattr(model, "tensor", None)
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
         generator = named_generator(seed, name, parameter.device)
+        if tensor is not None and (split := tensor.split(name)):
+            whole = torch.empty(split.whole_shape(parameter.shape), dtype=torch.float32, device=parameter.device)
+            parameter.copy_(split.take(whole.normal_(0.0, std, generator=generator)))
+            continue
         # No name holds the fp32 copy: it is freed before the next one is allocated.
         parameter.copy_(torch.empty_like(parameter, dtype=torch.float32).normal_(0.0, std, generator=generator))
 

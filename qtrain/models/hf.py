@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.checks import check_value, read_json
+from qtrain.distributed.split import Split
 from qtrain.errors import UserError
 from qtrain.hub import reaching_hub
 from qtrain.models.config import ModelConfig
@@ -53,6 +54,10 @@ class TensorSlice:
 
     def of(self, parameter: Tensor) -> Tensor:
         return parameter[self.start : self.stop]
+
+    def shape(self, parameter: torch.Size) -> tuple[int, ...]:
+        """Its shape, given the parameter's."""
+        return (len(range(parameter[0])[self.start : self.stop]), *parameter[1:])
 
 
 def layout(config: ModelConfig) -> Iterator[TensorSlice]:
@@ -106,6 +111,7 @@ def load_hf_weights(model: nn.Module, source: ModelSource) -> None:
     refuse_tensors(where, "has tensors that this architecture does not", extra)
 
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    splits = {name: model.tensor and model.tensor.split(name) for name in parameters}
     device = str(parameters["embed_tokens.weight"].device)
     by_file: dict[Path, list[TensorSlice]] = {}
     for name, entry in slices.items():
@@ -117,23 +123,41 @@ def load_hf_weights(model: nn.Module, source: ModelSource) -> None:
                 where, f"lacks in {file.name} the tensors", {e.hf_name for e in members} - set(opened.keys())
             )
             for entry in members:
-                target, stored = entry.of(parameters[entry.name]), opened.get_slice(entry.hf_name)
+                target, split = parameters[entry.name], splits[entry.name]
+                stored = opened.get_slice(entry.hf_name)
                 shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
-                if shape != tuple(target.shape):
-                    wrong.append(f"{entry.hf_name} {list(shape)} (expected {list(target.shape)})")
+                expected = entry.shape(split.whole_shape(target.shape) if split else target.shape)
+                if shape != expected:
+                    wrong.append(f"{entry.hf_name} {list(shape)} (expected {list(expected)})")
                 elif "F" not in dtype:  # F32, BF16, F8_E4M3, ...; whole numbers are codes of another format
                     raise UserError(f"{where}: {entry.hf_name} is stored as {dtype}; only floating-point weights load.")
                 elif entry.hf_name != "lm_head.weight" or not tied_head:
-                    target.copy_(opened.get_tensor(entry.hf_name))
+                    _fill(target, opened.get_tensor(entry.hf_name), entry, split)
     refuse_tensors(where, "has tensors of another shape than its config says", wrong)
     if tied_head:
         with opened_tensors(files["lm_head.weight"], where, device) as opened:
             head = opened.get_tensor("lm_head.weight").to(model.lm_head.weight.dtype)
+        if split := splits["lm_head.weight"]:
+            head = split.take(head)
         if not torch.equal(head, model.lm_head.weight):
             raise UserError(
                 f"{where}: lm_head.weight differs from the embedding, but the config says tie_word_embeddings. "
                 "Set tie_word_embeddings to false in its config.json."
             )
+
+
+def _fill(target: Tensor, stored: Tensor, entry: TensorSlice, split: Split | None) -> None:
+    """Write a checkpoint's tensor into a parameter, or what of it a tensor rank holds."""
+    if split is None:
+        entry.of(target).copy_(stored)
+        return
+    for start, at, length in split.pieces():
+        if split.dim == 0:  # the rows of this piece that the entry has
+            low, high = max(start, entry.start), min(start + length, entry.start + stored.shape[0])
+            if low < high:
+                target[at + low - start : at + high - start].copy_(stored[low - entry.start : high - entry.start])
+        else:
+            target.narrow(split.dim, at, length).copy_(stored.narrow(split.dim, start, length))
 
 
 def weights_folder(source: ModelSource) -> Path:

@@ -84,7 +84,7 @@ class _PlainHead(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(logits, weight, out=grad_hidden[chunk])
             if grad_weight is not None:
-                _add_product(grad_weight, logits.t(), hidden[chunk])
+                add_product(grad_weight, logits.t(), hidden[chunk])
             return sums
 
         sums = hidden.new_zeros((2,), dtype=torch.float32)
@@ -100,7 +100,7 @@ class _PlainHead(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_hidden is not None:
-            grad_hidden = _scaled(grad_hidden, grad_loss)
+            grad_hidden = scaled(grad_hidden, grad_loss)
         if grad_weight is not None:
             grad_weight = grad_weight.mul_(grad_loss).to(ctx.dtype)  # in place: no second fp32 [V, C]
         return grad_hidden, grad_weight, None, None, None
@@ -119,15 +119,15 @@ class _SoftmaxLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
-        return _scaled(grad, grad_loss), None, None
+        return scaled(grad, grad_loss), None, None
 
 
-def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
+def scaled(grad: Tensor, factor: Tensor) -> Tensor:
     """grad * factor for an fp32 scalar, which a plain multiplication would first round to grad's dtype."""
     return grad * factor if grad.dtype == torch.float32 else (grad.float() * factor).to(grad.dtype)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a·b; total fp32 [N, K], a and b of one dtype."""
     if a.dtype == torch.float32:
         total.addmm_(a, b)

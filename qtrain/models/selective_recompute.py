@@ -27,7 +27,9 @@ _KEPT = {
 }
 GEMM_OPERATORS = ("scaled_mm", "int8_mm", "int4_mm", "scaled_int4_mm", "blockwise_mm", "mx_mm", "fp16_mm")
 """This project's matrix products (`kernels/gemm`)."""
-_KEPT_NAMES = {f"qtrain::{name}" for name in GEMM_OPERATORS}
+_TENSOR_RANKS_SUMS = ("group_scatter_sum", "group_sum")
+"""Sums over tensor ranks: a rank's tokens alone, and what would otherwise be sent again."""
+_KEPT_NAMES = {f"qtrain::{name}" for name in (*GEMM_OPERATORS, *_TENSOR_RANKS_SUMS)}
 
 _FEW_COLUMNS = 128
 """At 2 FLOPs per term, a GPU sums fewer terms than this in less time than it moves the 2 bytes of the result."""

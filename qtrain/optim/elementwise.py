@@ -132,7 +132,8 @@ class LowBitOptimizer(PartitionedOptimizer):
         super().add_param_group(param_group)
         self._updates = None
         for p in self.param_groups[-1]["params"]:
-            self.index_of[p] = len(self.index_of)
+            # Parts of one matrix must not be rounded with the same bits.
+            self.index_of[p] = len(self.index_of) + getattr(p, "first_random_number", 0)
             placements = p.placements if isinstance(p, DTensor) else ()
             if not all(isinstance(x, Replicate) or x == Shard(0) for x in placements):
                 raise UserError("--optim: a parameter is sharded along another dimension than its rows.")

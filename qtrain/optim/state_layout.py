@@ -36,7 +36,8 @@ class StateOptions:
 
     def formats_of(self, parameter: Tensor, signed: Mapping[str, bool]) -> dict[str, StateFormat]:
         """The format of each state of `parameter`. signed: by state, whether it can be negative."""
-        is_small = parameter.ndim < 2 or parameter.numel() < self.small
+        whole = whole_shape(parameter)
+        is_small = parameter.ndim < 2 or whole.numel() < self.small
         names: dict[str, FormatName] = {}
         for state, choice in self.formats.items():
             if choice == "weight":
@@ -45,12 +46,18 @@ class StateOptions:
                 names[state] = "fp32" if is_small and choice in BLOCKS else choice
         block = self.block or min((BLOCKS[name] for name in names.values() if name in BLOCKS), default=0)
         formats = {s: state_format(name, signed=signed[s], block=block) for s, name in names.items()}
-        return {s: format.fitted(parameter.shape) for s, format in formats.items()}
+        return {s: format.fitted(whole).fitted(parameter.shape) for s, format in formats.items()}
 
 
 def state_keys(name: str, format: StateFormat) -> dict[str, str]:
     """Tensor of the state (`value`, or `codes` and `scale`) -> its key among the parameter's states."""
     return {kind: f"{name}.{format.id}.{kind}" if format.block else name for kind in format.parts(torch.Size([1]))}
+
+
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """The shape of the matrix of which `parameter` is a part, where tensor ranks divide it: it has the attribute
+    `whole_shape`. A shard by rows (DTensor) has the shape of its whole anyway."""
+    return getattr(parameter, "whole_shape", parameter.shape)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from qtrain.quant.scheme import SCHEMES, LowBitScheme, Scheme
 from qtrain.quant.schemes.auto import Auto, PerShape, choose_per_shape, linear_shapes
 from qtrain.quant.schemes.frozen_base import BASES, base_scheme
 from qtrain.quant.swiglu_mlp import supports_swiglu_mlp, swiglu_mlp
+from qtrain.quant.token_gather import gathers_codes
 
 __all__ = [
     "BASES",
@@ -23,6 +24,7 @@ __all__ = [
     "choose_per_shape",
     "describe_choices",
     "exported_tensors",
+    "gathers_codes",
     "linear_shapes",
     "quantize_linears",
     "supports_swiglu_mlp",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from qtrain.distributed.tensor_group import TENSOR_RANK_NUMBERS, TensorGroup
 from qtrain.quant.delayed_scaling import AmaxHistory
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.scheme import SCHEMES, LowBitScheme, Scheme
@@ -73,8 +74,10 @@ class QuantizedModel:
 
     def refresh_weights(self, frozen: bool = False) -> None:
         """Requantize weights without a step of delayed scaling: where averaged weights are swapped in and out."""
-        for linear in self.linears:
-            if frozen or linear.weight.requires_grad:
+        stale = [linear for linear in self.linears if frozen or linear.weight.requires_grad]
+        LowBitLinear.refresh_divided([linear for linear in stale if linear.group is not None])
+        for linear in stale:
+            if linear.group is None:
                 linear.refresh()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -139,25 +142,27 @@ def quantize_linears(
     quantize_head: bool = False,
     min_size: int = 0,
     keep_codes: bool = True,
+    tensor: TensorGroup | None = None,
 ) -> QuantizedModel:
     """Swap the linears of `model` in place, except its output head `head` unless `quantize_head`.
 
     min_size: linears with fewer in- or out-features stay in high precision. keep_codes: False where codes are computed
     again before they are read: those of trained weights take no memory now. A scheme that stores weights in low bits
     replaces parameters, so the optimizer must be built afterwards. UserError where a scheme requires norms that this
-    model cannot have.
+    model cannot have. tensor: the ranks that hold the other parts of every linear.
     """
     if isinstance(scheme, LowBitScheme) and scheme.sub_norm and hasattr(model, "add_sub_norms"):
         model.add_sub_norms("--quantize")
     device = next(model.parameters()).device
     linears, key_of_group = find_linears(model), {}
-    keys = torch.tensor([[seed, 0, number] for number in range(len(linears))], dtype=torch.int64, device=device)
+    first = 0 if tensor is None else tensor.rank * TENSOR_RANK_NUMBERS
+    keys = torch.tensor([[seed, 0, first + number] for number in range(len(linears))], dtype=torch.int64, device=device)
     choices = choose_linears(model, scheme, device=device, head=head, quantize_head=quantize_head, min_size=min_size)
     quantized = QuantizedModel(choices, [], keys.view(-1, 3))
     for (linear, names), choice in zip(linears.items(), choices, strict=True):
         if choice.reason is None:
             key = key_of_group.setdefault(_key_group(names[0]), quantized.keys[len(quantized.linears)])
-            swapped = _swap(linear, scheme.for_linear(linear.in_features, linear.out_features), key)
+            swapped = _swap(linear, scheme.for_linear(linear.in_features, linear.out_features), key, tensor)
             for name in names:
                 model.set_submodule(name, swapped)
             quantized.linears.append(swapped)
@@ -175,12 +180,12 @@ def _key_group(name: str) -> tuple[str, int | str]:
     return parent, next((i for i, names in enumerate(SIBLINGS) if own in names), own)
 
 
-def _swap(linear: nn.Linear, scheme: Scheme, key: Tensor) -> LowBitLinear:
+def _swap(linear: nn.Linear, scheme: Scheme, key: Tensor, tensor: TensorGroup | None) -> LowBitLinear:
     assert isinstance(scheme, LowBitScheme)
     if scheme.stored_format is not None:
         stored = StoredWeight.from_value(linear.weight, scheme.stored_format)
         linear.weight = nn.Parameter(stored, linear.weight.requires_grad)
-    return LowBitLinear(linear, scheme, key).train(linear.training)
+    return LowBitLinear(linear, scheme, key, tensor).train(linear.training)
 
 
 def _refusal(linear: nn.Linear, scheme: Scheme, shared: bool, device: torch.device) -> str | None:

@@ -25,4 +25,8 @@ def exported_tensors(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
 
 def exported_weight(linear: nn.Module) -> Tensor:
     """A linear's weight in high precision."""
-    return linear.scheme.exported_weight(linear.weight) if isinstance(linear, LowBitLinear) else linear.weight.detach()
+    if not isinstance(linear, LowBitLinear):
+        return linear.weight.detach()
+    if linear.scheme.latent and linear.group is not None:  # the scale is that of all ranks, which the codes have
+        return linear.low_bit_weight.operands().rows.dequantize(linear.weight.dtype)
+    return linear.scheme.exported_weight(linear.weight)

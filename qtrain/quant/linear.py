@@ -6,23 +6,35 @@ optimizer step and only read by forward, backward and recompute. With delayed sc
 too, with the absmax seen since the last step (`delayed_scaling.py`).
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.quant.scheme import DelayedScale, LowBitScheme, NeedsOperand
+from qtrain.quant.tensor_scales import quantize_divided, spans_ranks
+from qtrain.quant.token_gather import gathered_columns, quantize_tokens
 from qtrain.tensors.quantized_tensor import Operand, Operands, QuantizedTensor, flatten_operands, unflatten_operands
 
 
 class LinearArguments(NamedTuple):
-    """What an autograd function needs of a linear besides x, weight and bias."""
+    """What an autograd function needs of a linear besides x, weight and bias. gather: the ranks whose tokens it takes
+    besides this rank's."""
 
     scheme: LowBitScheme
     key: Tensor | None
     weight: Operands
     x_scale: DelayedScale | None
     dy_scale: DelayedScale | None
+    gather: TensorGroup | None = None
+
+    def quantize_input(self, x: Tensor, needs: NeedsOperand) -> Operands:
+        """The operands of all tokens."""
+        if self.gather is None:
+            return self.scheme.quantize_input(x, self.key, needs, self.x_scale)
+        return quantize_tokens(self.scheme, x, self.key, needs, self.x_scale, self.gather)
 
 
 def save_operands(ctx, *operands: Operand | None) -> None:
@@ -48,16 +60,17 @@ class LowBitLinearFunction(torch.autograd.Function):
         linear: LinearArguments,
         grad_enabled: bool,  # inside a Function gradients are always disabled
     ) -> Tensor:
-        scheme, key, (w_output, w_grad_input), x_scale, _ = linear
+        scheme, key, (w_output, w_grad_input) = linear[:3]
         needs_dx = grad_enabled and ctx.needs_input_grad[0]
         needs_dw = grad_enabled and ctx.needs_input_grad[1]
-        x_output, x_grad_weight = scheme.quantize_input(x, key, NeedsOperand(True, needs_dw), x_scale)
+        x_output, x_grad_weight = linear.quantize_input(x, NeedsOperand(True, needs_dw))
         save_operands(
             ctx,
             (weight if w_grad_input is None else w_grad_input) if needs_dx else None,
             x_grad_weight if needs_dw else None,
         )
         ctx.scheme, ctx.key, ctx.dy_scale, ctx.weight_dtype = scheme, key, linear.dy_scale, weight.dtype
+        ctx.gather = linear.gather
         return scheme.multiply("output", x_output, weight if w_output is None else w_output, x.dtype, bias)
 
     @staticmethod
@@ -71,7 +84,11 @@ class LowBitLinearFunction(torch.autograd.Function):
             )
         if needs_dx:
             dx = ctx.scheme.multiply("grad_input", dy_grad_input, w_grad_input, dy.dtype)
+            if ctx.gather is not None:
+                dx = ctx.gather.scattered_sum(dx)
         if needs_dw:
+            if ctx.gather is not None:
+                x_grad_weight = gathered_columns(x_grad_weight, dy.shape[0], ctx.gather)
             dw = ctx.scheme.multiply("grad_weight", dy_grad_weight, x_grad_weight, ctx.weight_dtype)
         if needs_dbias:
             dbias = dy.sum(dim=0, dtype=torch.float32).to(ctx.weight_dtype)
@@ -118,11 +135,13 @@ class LowBitLinear(nn.Module):
 
     key: int64 [3] on the device, the Philox key of stochastic rounding: seed, step, number of the linear. weight_key:
     the one of the weight. codes_only: the weight itself is not in memory. gathered: it comes and goes with its codes
-    (full sharding), and whoever brings it calls `refresh` with it.
+    (full sharding), and whoever brings it calls `refresh` with it. group: the ranks that hold the other parts of the
+    weight, if its scale covers them.
     """
 
-    def __init__(self, linear: nn.Linear, scheme: LowBitScheme, key: Tensor):
+    def __init__(self, linear: nn.Linear, scheme: LowBitScheme, key: Tensor, group: TensorGroup | None = None):
         super().__init__()
+        self.group = group if group is not None and spans_ranks(scheme) else None
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.scheme = scheme
@@ -136,7 +155,10 @@ class LowBitLinear(nn.Module):
 
     @torch.no_grad()
     def _quantize(self, weight: Tensor) -> Operands:
-        return self.scheme.quantize_weight(weight, self.weight_key if self.scheme.stochastic_rounding else None)
+        key = self.weight_key if self.scheme.stochastic_rounding else None
+        if self.group is not None:
+            return quantize_divided([(self.scheme, weight, key)], self.group)[0]
+        return self.scheme.quantize_weight(weight, key)
 
     @torch.no_grad()
     def refresh(self, weight: Tensor | None = None) -> None:
@@ -145,6 +167,17 @@ class LowBitLinear(nn.Module):
         if weight is None and (self.codes_only or self.gathered):
             return
         self.low_bit_weight.update(self._quantize(self.weight if weight is None else weight), self.weight._version)
+
+    @staticmethod
+    @torch.no_grad()
+    def refresh_divided(linears: Sequence["LowBitLinear"]) -> None:
+        """`refresh` of linears whose scales cover other ranks' parts, with one reduction for all."""
+        linears = [linear for linear in linears if not linear.codes_only]
+        if linears:
+            keys = [linear.key if linear.scheme.stochastic_rounding else None for linear in linears]
+            weights = [(linear.scheme, linear.weight, key) for linear, key in zip(linears, keys, strict=True)]
+            for linear, operands in zip(linears, quantize_divided(weights, linears[0].group), strict=True):
+                linear.low_bit_weight.update(operands, linear.weight._version)
 
     def receive_codes(self, codes: QuantizedTensor) -> None:
         """Take the weight's codes in the scheme's `wire_format`."""
@@ -165,11 +198,13 @@ class LowBitLinear(nn.Module):
         """State that the codes were refreshed by other means: by the replay of a recorded `refresh`."""
         self.low_bit_weight.version = self.weight._version
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, gather: TensorGroup | None = None) -> Tensor:
+        """y of x [..., K]; with `gather` that of all ranks' tokens [T, N], of x [T / ranks, K] (`token_gather.py`)."""
+        arguments = self.arguments()._replace(gather=gather)
         y = LowBitLinearFunction.apply(
-            x.reshape(-1, self.in_features), self.weight, self.bias, self.arguments(), torch.is_grad_enabled()
+            x.reshape(-1, self.in_features), self.weight, self.bias, arguments, torch.is_grad_enabled()
         )
-        return y.view(*x.shape[:-1], self.out_features)
+        return y.view(*x.shape[:-1], self.out_features) if gather is None else y
 
     def arguments(self) -> LinearArguments:
         """What the autograd functions of this module and of `swiglu_mlp` need besides x, weight and bias."""

@@ -194,6 +194,14 @@ class LowBitScheme(Scheme):
         rows, columns = self._operands(w, "w", key)
         return Operands(None if rows is w else rows, None if columns is w else columns)
 
+    def weight_formats(self) -> tuple[OperandFormat | None, OperandFormat | None]:
+        """What `output` and `grad_input` read of a weight; None: the weight itself."""
+        return self._formats_of("w")
+
+    def input_formats(self) -> tuple[OperandFormat | None, OperandFormat | None]:
+        """What `output` and `grad_weight` read of an input; None: the input itself."""
+        return self._formats_of("x")
+
     def wire_format(self) -> OperandFormat | None:
         """The format of codes that processes may exchange in place of a weight, since both operands follow from one
         set of codes; None: they do not, as under one scale per row and another per column."""

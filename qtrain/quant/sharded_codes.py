@@ -47,6 +47,11 @@ class ShardedCodes:
         return self.linear.out_features, self.linear.in_features
 
     @property
+    def spans_ranks(self) -> bool:
+        """Whether a scale covers all of the weight, other tensor ranks' parts too."""
+        return self._format.granularity == "tensorwise"
+
+    @property
     def is_mean(self) -> bool:
         """Whether the scale is a mean, not an absmax."""
         return self._format.fmt == "ternary"
@@ -68,11 +73,15 @@ class ShardedCodes:
                 yield rows[head:], slice(first, first - (head - len(rows)) // height)
 
     def statistics(self) -> Tensor:
-        """Of this rank's rows: the absmax of every scale's group, flat, fp32; the sum of |w|, fp64 [1], for a mean."""
+        """Of this rank's rows: the absmax of every scale's group, flat, fp32; for a mean the sum of |w| and the number
+        of elements, fp64 [2]."""
         device = self.linear.weight.device
         if self.is_mean:
-            sums = [rows.abs().sum(dtype=torch.float64) for rows, _ in self._pieces()]
-            return sum(sums, torch.zeros((), dtype=torch.float64, device=device)).view(1)
+            found = torch.zeros(2, dtype=torch.float64, device=device)
+            for rows, _ in self._pieces():
+                found[0] += rows.abs().sum(dtype=torch.float64)
+                found[1] += rows.numel()
+            return found
         found = torch.zeros(scale_shape(self._format.granularity, *self._shape), device=device)
         for rows, of in self._pieces():
             if self._format.granularity == "tensorwise":
@@ -84,7 +93,7 @@ class ShardedCodes:
     def set_scale(self, statistics: Tensor) -> None:
         """Compute the scale from the statistics of all ranks."""
         if self.is_mean:
-            scale = (statistics / self.linear.weight.numel()).float().clamp(min=SCALE_EPS)
+            scale = (statistics[:1] / statistics[1:]).float().clamp(min=SCALE_EPS)
         else:
             fmt, granularity = self._format.fmt, self._format.granularity
             amax = statistics.view(scale_shape(granularity, *self._shape))
@@ -156,5 +165,17 @@ def _update_scales(weights: Sequence[ShardedCodes], mesh: Mesh) -> None:
         own = [weight.statistics() for weight in group]
         flat = torch.cat(own)
         dist.all_reduce(flat.view(torch.int32) if op is dist.ReduceOp.MAX else flat, op, group=mesh.shard_group)
+        if mesh.tensor_group is not None:
+            flat = _over_tensor_ranks(flat, [(len(s), w.spans_ranks) for s, w in zip(own, group, strict=True)], mesh)
         for weight, statistics in zip(group, flat.split([len(s) for s in own]), strict=True):
             weight.set_scale(statistics)
+
+
+def _over_tensor_ranks(flat: Tensor, sizes: Sequence[tuple[int, bool]], mesh: Mesh) -> Tensor:
+    """The statistics `flat` of several weights, each (length, whether its scale covers other tensor ranks' parts)."""
+    if not any(spans for _, spans in sizes):
+        return flat
+    group, is_mean = mesh.tensor_group, flat.dtype is torch.float64
+    reduced = group.total_exactly(flat) if is_mean else group.maximum(flat)
+    spanning = torch.cat([torch.full((n,), spans, device=flat.device) for n, spans in sizes])
+    return torch.where(spanning, reduced, flat)

@@ -11,9 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.kernels.swiglu.quantize import quantize_swiglu_backward, quantize_swiglu_rowwise
 from qtrain.quant.linear import LinearArguments, LowBitLinear, save_operands, saved_operands
 from qtrain.quant.scheme import NeedsOperand, RowwiseQuantization
+from qtrain.quant.token_gather import gathered_columns
 from qtrain.tensors.quantized_tensor import OperandFormat, Operands, QuantizedTensor
 
 
@@ -38,7 +40,7 @@ class SwiGLUMLPFunction(torch.autograd.Function):
         grad_enabled: bool,
     ) -> Tensor:
         needs_dx, needs_dup, needs_ddown = [grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
-        x_output, x_grad_weight = up.scheme.quantize_input(x, up.key, NeedsOperand(True, needs_dup), up.x_scale)
+        x_output, x_grad_weight = up.quantize_input(x, NeedsOperand(True, needs_dup))
         gate_up = up.scheme.multiply("output", x_output, _or(up.weight.rows, w_up), x.dtype)  # [M, 2I]
         ctx.rowwise = _rowwise(up, down, NeedsOperand(needs_dx, needs_dup), NeedsOperand(True, needs_ddown))
         column_amax = None
@@ -87,7 +89,11 @@ class SwiGLUMLPFunction(torch.autograd.Function):
             ddown = down.scheme.multiply("grad_weight", dy_grad_weight, h_grad_weight, ctx.weight_dtypes[1])
         if needs_dx:
             dx = up.scheme.multiply("grad_input", grad_input, w_up, dy.dtype)
+            if up.gather is not None:
+                dx = up.gather.scattered_sum(dx)
         if needs_dup:
+            if up.gather is not None:
+                x_grad_weight = gathered_columns(x_grad_weight, dy.shape[0], up.gather)
             dup = up.scheme.multiply("grad_weight", grad_weight, x_grad_weight, ctx.weight_dtypes[0])
         return dx, dup, ddown, None, None, None
 
@@ -124,14 +130,15 @@ def supports_swiglu_mlp(gate_up: nn.Module, down: nn.Module) -> bool:
     return all(isinstance(linear, LowBitLinear) and linear.bias is None for linear in (gate_up, down))
 
 
-def swiglu_mlp(gate_up: LowBitLinear, down: LowBitLinear, x: Tensor) -> Tensor:
-    """down(silu(gate) * up) of x [..., K] -> [..., N]."""
+def swiglu_mlp(gate_up: LowBitLinear, down: LowBitLinear, x: Tensor, gather: TensorGroup | None = None) -> Tensor:
+    """down(silu(gate) * up) of x [..., K] -> [..., N]; with `gather` that of all ranks' tokens [T, N], of x
+    [T / ranks, K]."""
     y = SwiGLUMLPFunction.apply(
         x.reshape(-1, gate_up.in_features),
         gate_up.weight,
         down.weight,
-        gate_up.arguments(),
+        gate_up.arguments()._replace(gather=gather),
         down.arguments(),
         torch.is_grad_enabled(),
     )
-    return y.view(*x.shape[:-1], down.out_features)
+    return y.view(*x.shape[:-1], down.out_features) if gather is None else y

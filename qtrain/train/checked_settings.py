@@ -18,6 +18,7 @@ from qtrain.train.log.trackers import check_trackers
 from qtrain.train.planned_machine import check_plan_flags, check_planned_scheme, planned_device, planned_mesh
 from qtrain.train.settings import BatchGeometry, TrainSettings, batch_geometry
 from qtrain.train.state.run_folder import RunFolder, find_run_folder
+from qtrain.train.tensor_parallel import check_tensor_parallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
     device = planned_device(settings)
     dtype = choose_dtype(settings.dtype, device)
     world = settings.world_size or launched_world()
-    mesh_shape(settings.dp_replicate, settings.dp_shard, world)
+    mesh_shape(settings.dp_replicate, settings.dp_shard, world, settings.tp)
     geometry = batch_geometry(settings, world)
     scheme = scheme or SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")
     check_planned_scheme(settings, scheme)
@@ -76,11 +77,12 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
     schedule = make_schedule(settings.lr_schedule_kwargs)
     notes = check_dependences(Given(settings, device, dtype, scheme, schedule))
     check_in_backward(settings, geometry, optimizer)
+    check_tensor_parallel(settings, optimizer)
     check_trackers(settings.trackers)
     join_world(device, settings.rank_timeout)
     _check_alike(settings)
     folder = from_rank_0(lambda: find_run_folder(settings, script))
-    mesh = planned_mesh(settings) or make_mesh(settings.dp_replicate, settings.dp_shard, device.type)
+    mesh = planned_mesh(settings) or make_mesh(settings.dp_replicate, settings.dp_shard, device.type, settings.tp)
     optimizer, note = optimizer.for_device(device)
     return CheckedSettings(
         settings=settings,

@@ -95,6 +95,23 @@ DEPENDENCES = (
         "only trained weights are divided, and adapters are small; leave one out",
         refused=True,
     ),
+    Dependence(
+        "--reshard_after_forward, --tp",
+        lambda g: g.settings.reshard_after_forward == "always" and g.settings.tp > 1,
+        "a layer's gradients are sent before those of its norms are summed over the ranks of --tp; leave one out",
+        refused=True,
+    ),
+    Dependence(
+        "--world_size, --tp",
+        lambda g: g.settings.world_size is not None and g.settings.tp > 1,
+        "the plan of another world knows no tensor parallelism; leave one out",
+        refused=True,
+    ),
+    Dependence(
+        "--sequence_parallel",
+        lambda g: g.has("sequence_parallel") and g.settings.tp == 1,
+        "has no effect without --tp",
+    ),
     Dependence("--hellaswag_file", _without("hellaswag_file", "hellaswag"), "needs --hellaswag", refused=True),
     Dependence("--hellaswag_limit", _without("hellaswag_limit", "hellaswag"), "needs --hellaswag", refused=True),
     Dependence("--eval_images", _without("eval_images", "eval_ds"), "needs --eval_ds", refused=True),

@@ -27,8 +27,8 @@ def check_in_backward(settings: TrainSettings, geometry: BatchGeometry, optimize
     """UserError for settings that --optimizer_in_backward cannot be combined with."""
     if not settings.optimizer_in_backward:
         return
-    if geometry.world > 1 or settings.deterministic:
-        other = "several processes" if geometry.world > 1 else "--deterministic"
+    if geometry.devices > 1 or settings.deterministic:
+        other = "several processes" if geometry.devices > 1 else "--deterministic"
         raise UserError(
             f"--optimizer_in_backward: with {other} weights change only after all gradients are summed; leave it out."
         )

@@ -192,7 +192,7 @@ class Training:
         except Exception:
             # A file that cannot be read must not lose the steps since the last checkpoint. With several ranks, those
             # whose data were readable would not take part in saving.
-            if self.run.state.step > self.first_step and self.plan.geometry.world == 1:
+            if self.run.state.step > self.first_step and self.plan.geometry.devices == 1:
                 self._save(wait=True)
             raise
 

@@ -29,6 +29,8 @@ from qtrain.quant.convert import shared_weights
 from qtrain.quant.sharded_codes import ShardedCodes, update_codes
 from qtrain.tensors.stored_weight import StoredWeight
 from qtrain.train.gradients import Gradients, norm_of
+from qtrain.train.state.divided_state import DividedState
+from qtrain.train.tensor_parallel import TensorParts
 
 
 class DataParallel:
@@ -62,7 +64,11 @@ class DataParallel:
         self.parameters = shard_parameters(trained, mesh, needs_whole, freed=lambda p: id(p) in in_blocks)
         self.masters = {id(s.parameter): s.master for s in self.parameters}
         self._reduction = None
-        if mesh.world > 1 or deterministic:
+        self._parts = self.divided_state = None
+        if mesh.tensor > 1:
+            self._parts = TensorParts(model, self.parameters, mesh)
+            self.divided_state = DividedState(model, mesh.tensor_group)
+        if mesh.data_world > 1 or deterministic:
             groups = _by_block(self.parameters, blocks)
             self._reduction = GradientReduction(
                 groups, mesh, every_micro_batch=not self.adds_locally, wire=wire, seed=seed
@@ -91,7 +97,7 @@ class DataParallel:
 
     def begin_step(self, step: int, micro_batches: int) -> None:
         """The next gradients are those of `step`, from this many micro-batches of each rank."""
-        self._first_micro_step, self._micro_batches = step * micro_batches * self.mesh.world, micro_batches
+        self._first_micro_step, self._micro_batches = step * micro_batches * self.mesh.data_world, micro_batches
 
     def begin_micro_batch(self, index: int) -> None:
         """Key random bits with the number of this rank's micro-batch `index` among those of the run."""
@@ -99,13 +105,13 @@ class DataParallel:
         self._quantized.set_step(self._micro_step(index))
 
     def _micro_step(self, index: int) -> int:
-        return self._first_micro_step + index * self.mesh.world + self.mesh.rank
+        return self._first_micro_step + index * self.mesh.data_world + self.mesh.data_rank
 
     def count_trained(self, own: int) -> Tensor:
         """Trained tokens of the step over all ranks, at least 1: an fp32 scalar on the device."""
         trained = torch.full((), float(own), dtype=torch.float64, device=self._device)
-        if self.mesh.world > 1:
-            torch.distributed.all_reduce(trained)
+        if self.mesh.data_world > 1:
+            torch.distributed.all_reduce(trained, group=self.mesh.data_group)
         return trained.clamp_(min=1).float()
 
     def end_backward(self) -> None:
@@ -121,6 +127,8 @@ class DataParallel:
     def end_micro_batch(self, index: int) -> None:
         """Reduce the gradients of micro-batch `index`, if they are not added up on this rank first."""
         last = index == self._micro_batches - 1
+        if self._parts is not None and (last or not self.adds_locally):
+            self._parts.complete_gradients()
         if self._reduction is None or (self.adds_locally and not last):
             return
         if self._full_shard is not None:  # the blocks' gradients are added already
@@ -136,19 +144,21 @@ class DataParallel:
         """Loss, gradient norm and counts over all ranks. nll: of each micro-batch. norm: of the gradients, if known.
 
         The only synchronization of a step with the device."""
-        exact = self._reduction is not None
+        exact = self._reduction is not None or self._parts is not None
         if norm is None:
-            gradients = [s.master.grad for s in self.parameters if s.master.grad is not None]
+            counted = self.parameters if self._parts is None else self._parts.counted
+            gradients = [s.master.grad for s in counted if s.master.grad is not None]
             norm = self._squares(gradients) if exact else norm_of(gradients)
         counts = torch.tensor([tokens, stop_signal], dtype=torch.float64, device=self._device)
         own = torch.cat([torch.stack([*nll, trained, norm]).double(), counts])
-        every = self._gather(own)
+        of_parts = self._gather(own).reshape(self.mesh.data_world, self.mesh.tensor, len(own))
+        every = of_parts[:, 0]  # the ranks of a tensor group have the same loss and tokens
         loss = np.float32(0)
         for of_ranks in every.T[: len(nll)]:
             for value in of_ranks:
                 loss = np.float32(loss + np.float32(value))
         if exact:
-            value = math.sqrt(sum(every[: self.mesh.shard, len(nll) + 1]))
+            value = math.sqrt(sum(of_parts[: self.mesh.shard, :, len(nll) + 1].flatten()))
             norm = torch.tensor(value, dtype=torch.float32, device=self._device)
         else:
             value = float(every[0, len(nll) + 1])
@@ -157,7 +167,7 @@ class DataParallel:
             norm=norm,
             norm_value=float(np.float32(value)),
             tokens=int(every[:, -2].sum()),
-            stop_signal=int(every[:, -1].max()),
+            stop_signal=int(of_parts[..., -1].max()),
         )
 
     def _gather(self, own: Tensor) -> np.ndarray:
@@ -177,7 +187,7 @@ class DataParallel:
     def refresh(self, recorded: Callable[[], None] | None = None) -> None:
         """After the optimizer's step: `requantize`, or the replay of it."""
         # The number of the last micro-batch of all ranks keys the rounding of weights, as it does on one rank.
-        self._quantized.set_step(self._first_micro_step + self._micro_batches * self.mesh.world - 1)
+        self._quantized.set_step(self._first_micro_step + self._micro_batches * self.mesh.data_world - 1)
         (recorded or self.requantize)()
 
     def requantize(self) -> None:

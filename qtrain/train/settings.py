@@ -34,8 +34,9 @@ class TrainSettings:
         "evaluation": "eval_ds eval_interval eval_sequences eval_images sample_prompts sample_tokens hellaswag "
         "hellaswag_file hellaswag_limit accuracy answer_tokens lm_eval",
         "checkpoint and run folder": "ckpt_interval keep_ckpts async_checkpoint resume export run_name runs_dir",
-        "hardware and process": "device dtype gpus dp_replicate dp_shard reshard_after_forward rank_timeout "
-        "gradient_wire compile cuda_graphs seed deterministic",
+        "hardware and process": "device dtype compile cuda_graphs seed",
+        "many processes": "gpus dp_replicate dp_shard reshard_after_forward tp sequence_parallel gradient_wire "
+        "rank_timeout deterministic",
         "plan": "dry_run gpu world_size gpus_per_node wire sol",
         "logging": "log_interval trackers project profile",
     }
@@ -64,6 +65,10 @@ class TrainSettings:
     rank_timeout: Annotated[int, Range(1, 10**6)] = 600
     """Seconds that processes wait for one that does not go on, such as one that compiles, before all end with its name;
     one that does not even answer is named after 25."""
+    tp: Annotated[int, Range(1, 1024)] = 1
+    """Processes that compute every layer together, each a part of it, on the same sequences (tensor parallelism)."""
+    sequence_parallel: bool = True
+    """With --tp, also divide the tokens between attention and MLP over these processes: less memory, the same bytes."""
     deterministic: bool = False
     """Give the same losses and weights, bit for bit, on any number of processes that divides the step's micro-batches;
     costs an exchange of gradients per micro-batch."""
@@ -229,16 +234,23 @@ class VisionSettings(TrainSettings):
 
 @dataclass(frozen=True)
 class BatchGeometry:
-    """How the sequences of an optimizer step are divided: batch = micro x accumulation x world."""
+    """How the sequences of an optimizer step are divided: batch = micro x accumulation x world. tp: processes that read
+    the same sequences; `world` counts them once."""
 
     micro_batch_size: int
     gradient_accumulation: int
     world: int
+    tp: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.world * self.tp
 
 
-def batch_geometry(settings: TrainSettings, world: int = 1) -> BatchGeometry:
-    """The geometry, with whichever of micro_batch_size and gradient_accumulation is 0 filled in. UserError for sizes
-    that do not multiply to the batch."""
+def batch_geometry(settings: TrainSettings, processes: int = 1) -> BatchGeometry:
+    """The geometry of `processes`, with whichever of micro_batch_size and gradient_accumulation is 0 filled in.
+    UserError for sizes that do not multiply to the batch."""
+    world = processes // settings.tp
     batch, micro, accumulation = settings.batch_size, settings.micro_batch_size, settings.gradient_accumulation
     if batch % world:
         raise UserError(f"--batch_size: {batch} sequences cannot be shared equally by {world} devices.")
@@ -253,4 +265,4 @@ def batch_geometry(settings: TrainSettings, world: int = 1) -> BatchGeometry:
             f"({settings.micro_batch_size or 'auto'} x {settings.gradient_accumulation or 'auto'} x {world}); "
             "give two of the three, such that the first divides the batch."
         )
-    return BatchGeometry(micro, accumulation, world)
+    return BatchGeometry(micro, accumulation, world, settings.tp)

@@ -18,6 +18,7 @@ from qtrain.train.language import Forward
 from qtrain.train.parallel import DataParallel
 from qtrain.train.state.ema import Ema
 from qtrain.train.state.run import Run
+from qtrain.train.state.whole_model import gather_whole_model
 
 
 def compute_gradients(
@@ -117,12 +118,15 @@ def eval_weights(
 
 
 @contextlib.contextmanager
-def export_weights(run: Run) -> Iterator[bool]:
-    """Inside, the model has the weights that it is exported with, all of them in full. Yields whether this rank is the
-    one that writes."""
+def export_weights(run: Run) -> Iterator[nn.Module | None]:
+    """Inside, the model has the weights that it is exported with, all of them in full. Yields the model on the rank
+    that writes, with --tp the whole one that ranks have parts of; None on the others."""
     with eval_weights(run.optimizer, run.quantized, run.ema, run.parallel):
         run.parallel.restore_full_weights()
-        yield rank() == 0
+        if run.parallel.mesh.tensor > 1:
+            yield gather_whole_model(run.model, run.parallel.mesh)
+        else:
+            yield run.model if rank() == 0 else None
 
 
 @contextlib.contextmanager

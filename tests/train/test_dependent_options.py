@@ -26,6 +26,28 @@ CASES = {
         {"gradient_wire": "exact"},
     ),
     "--gradient_wire": (PRETRAIN, {"gradient_wire": "int8"}, {"gradient_wire": "exact"}),
+    "--reshard_after_forward": (
+        PRETRAIN,
+        {"reshard_after_forward": "always"},
+        {"reshard_after_forward": "auto"},
+    ),
+    "--reshard_after_forward, --ema_decay": (
+        VisionSettings,
+        {"n_steps": 1, "reshard_after_forward": "always", "ema_decay": 0.9},
+        {"reshard_after_forward": "auto"},
+    ),
+    "--reshard_after_forward, --lora": (
+        FINETUNE,
+        {"reshard_after_forward": "always", "lora": {}},
+        {"reshard_after_forward": "never"},
+    ),
+    "--reshard_after_forward, --tp": (PRETRAIN, {"reshard_after_forward": "always", "tp": 2}, {"tp": 1}),
+    "--world_size, --tp": (
+        PRETRAIN,
+        {"dry_run": True, "world_size": 4, "tp": 2},
+        {"tp": 1},
+    ),
+    "--sequence_parallel": (PRETRAIN, {"sequence_parallel": False}, {"sequence_parallel": True}),
     "--hellaswag_file": (PRETRAIN, {"hellaswag_file": "x"}, {"hellaswag": True}),
     "--hellaswag_limit": (PRETRAIN, {"hellaswag_limit": 5}, {"hellaswag": True}),
     "--eval_images": (VisionSettings, {"n_steps": 1, "eval_images": 5}, {"eval_ds": {"type": "synthetic"}}),

@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 
 from qtrain.checks import shown
+from qtrain.distributed.mesh import Mesh
+from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.errors import UserError
 from qtrain.hardware import Hardware
 from qtrain.models import (
@@ -30,7 +32,9 @@ from qtrain.models import (
     repeated_blocks,
     vision_cost,
 )
+from qtrain.models.tensor_parallel import check_divisible, rank_config
 from qtrain.models.trained_cost import TrainedPart
+from qtrain.quant import gathers_codes
 from qtrain.train.checked_settings import CheckedSettings
 from qtrain.train.plan.language_plan import plan_language_run
 from qtrain.train.plan.linears import PlannedLinear
@@ -112,21 +116,31 @@ MAX_LAYERS = 10_000
 
 @dataclasses.dataclass(frozen=True)
 class LanguageArchitecture(Architecture):
-    """A causal language model. config: None for one that only transformers knows (--model_impl hf)."""
+    """A causal language model. config: None for one that only transformers knows (--model_impl hf). tensor: the ranks
+    that compute it together; sequence: its stream is divided over them."""
 
     source: ModelSource
     impl: str
     seq_len: int
     config: ModelConfig | None
+    tensor: TensorGroup | None = None
+    sequence: bool = True
 
     @classmethod
-    def of(cls, settings: LanguageSettings) -> "LanguageArchitecture":
-        """The model that --model and --model_impl name. Raises UserError."""
+    def of(cls, settings: LanguageSettings, mesh: Mesh) -> "LanguageArchitecture":
+        """The model that --model and --model_impl name; with --tp, this rank's part. Raises UserError."""
         source = read_model_source(settings.model)
         generation_config(source, {})  # an export writes it: refuse a broken one now
         config = source.model_config() if settings.model_impl == "native" else None
         _refuse_absurd(source.config, "--model")
-        return cls(source, settings.model_impl, settings.seq_len, config)
+        if mesh.tensor > 1:
+            check_divisible(config, mesh.tensor)
+        return cls(source, settings.model_impl, settings.seq_len, config, mesh.tensor_group, settings.sequence_parallel)
+
+    @property
+    def rank_config(self) -> ModelConfig | None:
+        """`config`, with --tp of one rank's part."""
+        return self.config and rank_config(self.config, self.tensor.ranks if self.tensor else 1)
 
     @property
     def reads_linears_only(self) -> bool:
@@ -139,7 +153,7 @@ class LanguageArchitecture(Architecture):
 
     @cached_property
     def empty(self) -> nn.Module:
-        model = empty_model(self.source, self.impl)
+        model = empty_model(self.source, self.impl, self.tensor, self.sequence)
         limit = getattr(model, "max_positions", None)
         if limit is not None and self.seq_len > limit:
             raise UserError(
@@ -167,6 +181,8 @@ class LanguageArchitecture(Architecture):
             dtype=checked.dtype,
             pretrained=settings.pretrained,
             seed=settings.seed,
+            tensor=self.tensor,
+            sequence=self.sequence,
         )
         model.loss_chunks, model.z_loss = settings.loss_chunks, settings.z_loss
         return model
@@ -178,12 +194,14 @@ class LanguageArchitecture(Architecture):
         compile_layers(model)
 
     def notes(self, linears: Sequence[PlannedLinear]) -> list[str]:
+        notes = [] if self.tensor is None or not self.sequence else [_how_inputs_travel(linears)]
         positions = self.positions
         if positions is None or self.seq_len <= positions:
-            return []
+            return notes
         return [
+            *notes,
             f"warning: --seq_len {self.seq_len} is more than the model's {positions} positions; the exported config "
-            f"says max_position_embeddings {self.seq_len}"
+            f"says max_position_embeddings {self.seq_len}",
         ]
 
     @property
@@ -203,6 +221,21 @@ class LanguageArchitecture(Architecture):
         trained: TrainedPart | None,
     ) -> Plan:
         return plan_language_run(checked, self.config, linears, hardware, data, trained)
+
+
+def _how_inputs_travel(linears: Sequence[PlannedLinear]) -> str:
+    """The plan's line on what tensor ranks gather before attention and MLP."""
+    inputs = [linear.scheme for linear in linears if linear.name.endswith(("qkv", "gate_up"))]
+    codes = sum(scheme is not None and gathers_codes(scheme) for scheme in inputs)
+    low_bit = sum(scheme is not None for scheme in inputs)
+    if codes == len(inputs):
+        return "tensor  inputs of qkv and gate_up are gathered as codes"
+    line = (
+        f"tensor  inputs of qkv and gate_up are gathered in the model's dtype: {len(inputs) - codes} of {len(inputs)}"
+    )
+    if codes < low_bit:
+        line += "; the scheme scales blocks, or its grad_weight reads the input itself"
+    return line
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,7 @@ def build_quantized(prepared: Prepared) -> tuple[nn.Module, QuantizedModel]:
         quantize_head=settings.quantize_lm_head,
         min_size=settings.quantize_min_size,
         keep_codes=not prepared.reshards,
+        tensor=prepared.mesh.tensor_group,
     )
     assert quantized.choices == [linear.choice for linear in prepared.linears], "the swap is not the planned one"
     return model, quantized
@@ -56,8 +57,8 @@ def assemble(prepared: Prepared, model: nn.Module, quantized: QuantizedModel, *,
     optimizer = prepared.optimizer.build(groups, settings.lr, seed=settings.seed)
     quantized.watch(optimizer)
     ema = Ema(model, ema_decay) if ema_decay else None
-    if prepared.mesh.rank:
-        seed_rng(settings.seed + prepared.mesh.rank)  # else all ranks drop out the same activations
+    if prepared.mesh.data_rank:
+        seed_rng(settings.seed + prepared.mesh.data_rank)  # else all ranks drop out the same activations
     run = Run(
         settings,
         prepared.script,

@@ -18,6 +18,10 @@ from qtrain.train.plan.plan import Plan
 from qtrain.train.plan.resharding import reshards
 from qtrain.train.planned_machine import planned_hardware
 
+DETERMINISTIC_TP = (
+    "note    --deterministic: the same on any number of processes with this --tp, whose sums have an order of their own"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared(CheckedSettings):
@@ -54,6 +58,7 @@ def prepare(
     lines = [
         *plan.lines(),
         *([f"mesh    {checked.mesh.describe(checked.reshards)}"] if checked.mesh.world > 1 else []),
+        *([DETERMINISTIC_TP] if checked.mesh.tensor > 1 and checked.settings.deterministic else []),
         *checked.notes,
         *auto_lines,
         "linears",

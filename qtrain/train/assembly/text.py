@@ -60,8 +60,8 @@ class TextData:
             self.micro_batch_size,
             num_workers=self.settings.num_workers,
             position=position,
-            rank=self.mesh.rank,
-            ranks=self.mesh.world,
+            rank=self.mesh.data_rank,
+            ranks=self.mesh.data_world,
         )
 
 

@@ -9,6 +9,7 @@ from qtrain.kernels.autotune import forced
 from qtrain.models import ModelConfig
 from qtrain.models.cost import LAYER_LINEARS, count_parameters, flops_per_token
 from qtrain.models.memory import LinearBytes, LowBitBytes, MemoryEstimate, RankShare, StepShape, all_of, estimate_memory
+from qtrain.models.tensor_parallel import rank_config
 from qtrain.models.trained_cost import TrainedPart
 from qtrain.optim import ParameterShape
 from qtrain.quant import LowBitScheme
@@ -64,7 +65,8 @@ def plan_language_run(
     )
 
     def memory_on(mesh: Mesh) -> dict[str, int]:
-        return language_memory(replace(checked, mesh=mesh), model_config, linears, trained).at_peak
+        config = rank_config(model_config, settings.tp)
+        return language_memory(replace(checked, mesh=mesh), config, linears, trained).at_peak
 
     world = None
     if settings.world_size is not None:
@@ -109,7 +111,8 @@ def language_memory(
     linears: Sequence[PlannedLinear],
     trained: TrainedPart | None,
 ) -> MemoryEstimate:
-    """Bytes by kind at each moment of a step."""
+    """Bytes by kind at each moment of a step. model_config: with --tp, of one rank's part; that tokens are divided too
+    is not counted."""
     settings, element = checked.settings, checked.dtype.itemsize
     schemes = {linear.name.rpartition(".")[2]: linear.scheme for linear in linears if not linear.is_head}
     adapted = trained is not None and bool(trained.adapters)

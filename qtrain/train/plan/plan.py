@@ -44,7 +44,7 @@ class Plan:
         """`sol`: fraction of the speed of light; `mfu`: of the dense bf16 peak. None if the FLOPs are unknown."""
         if not self.flops:
             return {"sol": None, "mfu": None}
-        per_device = tok_s / self.geometry.world
+        per_device = tok_s / self.geometry.devices
         peak = self.hardware.peak("bf16") * 1e12
         return {"sol": per_device * sum(self.seconds.values()), "mfu": per_device * sum(self.flops.values()) / peak}
 
@@ -57,7 +57,8 @@ class Plan:
         """The plan as text."""
         g, tokens = self.geometry, self.n_steps * self.tokens_per_step
         sequences = g.micro_batch_size * g.gradient_accumulation * g.world
-        unit, total = self.unit, f", {self.tokens_per_step:,} tokens" if self.unit is TOKENS else ""
+        unit, devices = self.unit, f"device{'s' * (g.world > 1)}" if g.tp == 1 else f"groups of {g.tp} devices"
+        total = f", {self.tokens_per_step:,} tokens" if self.unit is TOKENS else ""
         count = f"{_billions(self.parameters)} parameters, " if self.parameters else ""
         rows = [("model", f"{self.model}, {count}linears in {self.scheme}")]
         rows += [("data", line) for line in self.data]
@@ -65,7 +66,7 @@ class Plan:
             (
                 "batch",
                 f"{sequences:,} {unit.batch} ({g.micro_batch_size} x {g.gradient_accumulation} accumulated x {g.world} "
-                f"device{'s' * (g.world > 1)}){total}",
+                f"{devices}){total}",
             ),
             ("steps", f"{self.n_steps:,}, {short_number(tokens)} {unit.many}"),
             ("device", f"{self.hardware.name}, {self._peaks()}"),
@@ -102,7 +103,7 @@ class Plan:
     def _time_rows(self, tokens: int) -> list[tuple[str, str]]:
         if not self.flops:
             return []
-        fastest = self.geometry.world / sum(self.seconds.values())
+        fastest = self.geometry.devices / sum(self.seconds.values())
         shares = ", ".join(f"{kind} {100 * s / sum(self.seconds.values()):.0f}%" for kind, s in self.seconds.items())
         return [
             ("compute", f"{short_number(sum(self.flops.values()))}FLOP {self.unit.one}; of the shortest time {shares}"),

@@ -7,22 +7,33 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from qtrain.distributed.split import Split
+from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.errors import UserError
 from qtrain.train.state.state_dict import model_tensors
 
 
-def fingerprint(model: nn.Module) -> dict[str, str]:
+def fingerprint(model: nn.Module, group: TensorGroup | None = None) -> dict[str, str]:
     """Dtype, shape and checksum of every frozen parameter by name; of weights stored in low bits, of codes and scales.
 
     The checksum is the sum of the bits, read as integers: exact, independent of the order, bound by memory bandwidth.
+    group: the ranks that have the other parts of the model, whose sums are added; shapes are those of the whole.
     """
     frozen = model_tensors(model, trains=False)
     sums = [_sum_of_bits(tensor) for tensor in frozen.values()]
+    splits = {name: group and model.tensor.split(name) for name in frozen}
+    if sums and group is not None:
+        parts = group.gathered(torch.stack(sums)[None])
+        sums = [parts[:, i].sum() if splits[name] else sums[i] for i, name in enumerate(frozen)]
     totals = torch.stack(sums).tolist() if sums else []
     return {
-        name: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} {total}"
+        name: f"{str(tensor.dtype).removeprefix('torch.')} {_shape(tensor, splits[name])} {total}"
         for (name, tensor), total in zip(frozen.items(), totals, strict=True)
     }
+
+
+def _shape(tensor: Tensor, split: Split | None) -> list[int]:
+    return list(split.whole_shape(tensor.shape) if split else tensor.shape)
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from qtrain.train.state.checkpoint import (
     newest_whole,
     read_meta,
 )
+from qtrain.train.state.divided_state import refuse_other_tp
 from qtrain.train.state.ema import Ema
 from qtrain.train.state.frozen_weights import check_frozen, fingerprint
 from qtrain.train.state.run_config import changed_settings, save_run_config
@@ -94,7 +95,7 @@ class Run:
 
     @cached_property
     def _frozen(self) -> dict[str, str]:
-        return fingerprint(self.model)
+        return fingerprint(self.model, self.parallel.mesh.tensor_group)
 
     def save(self) -> Path:
         """Write a checkpoint of everything but frozen weights. Returns its folder."""
@@ -124,6 +125,9 @@ class Run:
             "quantize_kwargs": self.settings.quantize_kwargs,
             "frozen": self._frozen,
         }
+        if divided := self.parallel.divided_state:
+            tensors |= {"model": divided.model(tensors["model"]), "optim": divided.states(tensors["optim"])}
+            meta |= {"optim": divided.whole_meta(optim_meta), "tp": self.settings.tp, "tp_only": divided.inexact()}
         return tensors, meta
 
     def restore(self) -> None:
@@ -187,16 +191,23 @@ class Run:
             raise UserError(
                 f"--n_steps: {self.settings.n_steps} is less than the {state.step} steps of {path}; give more steps."
             )
+        saved_tp, tp = meta.get("tp", 1), self.settings.tp
+        refuse_other_tp(saved_tp, meta.get("tp_only", []), tp, path)
         rng = rng_state()
-        master = self.parallel.master
+        master, divided, optim = self.parallel.master, self.parallel.divided_state, meta["optim"]
+        if divided:
+            optim = divided.own_meta(optim)
         tensors = {
             "model": model_tensors(self.model, trains=True, master=master),
-            "optim": prepare_optimizer(self.optimizer, self.model, meta["optim"], master),
+            "optim": prepare_optimizer(self.optimizer, self.model, optim, master),
             "quantized": self.quantized.tensors(),
             "rng": rng,
         }
         if self.ema is not None:
             tensors["ema"] = self.ema.tensors()
+        if divided:
+            tensors |= {"model": divided.model(tensors["model"]), "optim": divided.states(tensors["optim"])}
+            refuse_other_tp(saved_tp, divided.inexact(), tp, path)
         check_frozen(meta.get("frozen"), self._frozen, path, self.settings.model)
         Checkpoints.load(path, tensors)
         converted = finish_optimizer(self.optimizer, self.model, master)

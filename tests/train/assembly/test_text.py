@@ -47,7 +47,8 @@ def test_a_run_opens_its_training_data_once(script, dataset, train_ds, monkeypat
 @pytest.mark.parametrize("train_ds", [TEXT, INSTRUCT])
 def test_the_sample_that_is_read_to_refuse_early_is_not_lost(train_ds):
     settings = LanguageSettings(model="tiny.json", train_ds=train_ds, seq_len=64, batch_size=2, device="cpu")
-    text = open_text(check_settings(settings, "script"), LanguageArchitecture.of(settings))
+    checked = check_settings(settings, "script")
+    text = open_text(checked, LanguageArchitecture.of(settings, checked.mesh))
     fresh = open_stream(train_ds, text.context, "--train_ds")
     first = [fresh.next_sample() for _ in range(2)]
     with text.loader(None) as loader:

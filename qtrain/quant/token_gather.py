@@ -1,0 +1,92 @@
+"""Gathering the input of a column-parallel linear over tensor ranks as codes: each rank quantizes its tokens.
+
+    x of a rank      [T / ranks, K], in high precision
+    output           reads row codes [T, K]: gathered in the forward pass
+    grad_weight      reads transposed codes [K, T]: those of the rank's own tokens are kept, and gathered in backward;
+                     where they are the row codes (one scale for the tensor), these are kept and nothing is gathered
+
+Scales that cover tokens of several ranks, of the tensor or of a column, are computed from the absmax over all ranks:
+the codes are those of the whole input, with stochastic rounding drawn anew by each rank. Bytes an element: as many as
+the codes have, at most two, as bf16 has; backward keeps a rank's share of the second codes. Formats whose scales cover
+a block of tokens, and schemes whose `grad_weight` reads x in high precision, gather x itself (`models`).
+"""
+
+import torch
+from torch import Tensor
+
+from qtrain.distributed.tensor_group import CODES, TensorGroup
+from qtrain.kernels.gemm.transpose import transpose_8bit
+from qtrain.kernels.numerics.formats import FORMATS, LINEAR_FORMATS
+from qtrain.kernels.quantize.absmax import absmax
+from qtrain.kernels.quantize.operators import quantize, quantize_transposed
+from qtrain.kernels.quantize.reference import scale_from_amax_ref
+from qtrain.quant.scheme import DelayedScale, LowBitScheme, NeedsOperand
+from qtrain.tensors.quantized_tensor import OperandFormat, Operands, QuantizedTensor
+
+
+def gathers_codes(scheme: LowBitScheme) -> bool:
+    """Whether an input in this scheme can be gathered as codes."""
+    rows, columns = scheme.input_formats()
+    return _takes(rows) and columns is not None and (columns.sum_dim == 0 or _takes(columns))
+
+
+def _takes(fmt: OperandFormat | None) -> bool:
+    return fmt is not None and fmt.fmt in LINEAR_FORMATS and fmt.granularity in ("tensorwise", "rowwise")
+
+
+def quantize_tokens(
+    scheme: LowBitScheme,
+    x: Tensor,
+    key: Tensor | None,
+    needs: NeedsOperand,
+    delayed: DelayedScale | None,
+    group: TensorGroup,
+) -> Operands:
+    """`LowBitScheme.quantize_input` of all ranks' tokens, given those of this rank; see `gathered_columns`."""
+    rows, columns = scheme.input_formats()
+    rounding, power_of_two = scheme.rounding("x", key), scheme.power_of_two
+    scale = None
+    if "tensorwise" in (rows.granularity, columns.granularity):
+        scale = _tensor_scale(x, rows.fmt, delayed, power_of_two, group)
+    given = scale if rows.granularity == "tensorwise" else None
+    codes, row_scale = quantize(
+        x, rows.fmt, rows.granularity, rounding.row_key, rounding.role, power_of_two, scale=given
+    )
+    if rows.granularity == "rowwise":
+        row_scale = group.gathered(row_scale, CODES)
+    of_rows = QuantizedTensor(group.gathered(codes, CODES), row_scale, rows)
+    if not needs.columns:
+        return Operands(of_rows, None)
+    if columns.sum_dim == 0:
+        return Operands(of_rows, of_rows.summed_over_rows())
+    if rows == columns and given is not None and rounding.same and FORMATS[rows.fmt].packing == 1:
+        return Operands(of_rows, of_rows._replace(codes=transpose_8bit(of_rows.codes)))
+    if columns.granularity == "rowwise":
+        amax = group.maximum(x.abs().amax(dim=0).float())
+        scale = scale_from_amax_ref(amax, columns.fmt, "rowwise", (x.shape[1], x.shape[0]), power_of_two)
+    codes_t, scale_t = quantize_transposed(
+        x, columns.fmt, columns.granularity, rounding.column_key, rounding.role, power_of_two, scale=scale
+    )
+    return Operands(of_rows, QuantizedTensor(codes_t, scale_t, columns))
+
+
+def _tensor_scale(x: Tensor, fmt: str, delayed: DelayedScale | None, power_of_two: bool, group: TensorGroup) -> Tensor:
+    """The scale of all ranks' tokens, fp32 [1]."""
+    amax = group.maximum(absmax(x).view(1))
+    scale = scale_from_amax_ref(amax, fmt, "tensorwise", x.shape, power_of_two)
+    if delayed is None:
+        return scale
+    scale = torch.where(delayed.scale > 0, delayed.scale, scale)
+    if delayed.amax is None:
+        return scale
+    delayed.amax.copy_(torch.maximum(delayed.amax, amax))
+    return scale + 0 * amax  # NaN where the absmax is not finite
+
+
+def gathered_columns(own: QuantizedTensor, tokens: int, group: TensorGroup) -> QuantizedTensor:
+    """What `grad_weight` reads of all `tokens`, from what `quantize_tokens` returned for it."""
+    columns = own.codes.shape[1]
+    if own.format.sum_dim == 0 or columns * FORMATS[own.format.fmt].packing >= tokens:
+        return own
+    codes = group.gathered(own.codes, CODES).view(group.ranks, -1, columns)
+    return own._replace(codes=codes.transpose(0, 1).reshape(-1, group.ranks * columns))

@@ -1,0 +1,46 @@
+"""The whole model of a tensor group, in host memory, for the export."""
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from qtrain.distributed.mesh import Mesh
+from qtrain.models import Decoder
+from qtrain.models.tensor_parallel import TensorParallel
+from qtrain.quant import exported_tensors
+
+
+@torch.no_grad()
+def gather_whole_model(model: Decoder, mesh: Mesh) -> nn.Module | None:
+    """On rank 0 the decoder of which `model` is a part, dense and in its dtype, one parameter gathered at a time; None
+    on the others. Every rank calls it."""
+    if mesh.data_rank:
+        return None
+    config, group = model.config, mesh.tensor_group
+    parts = [TensorParallel(config, dataclasses.replace(group, rank=r)) for r in range(group.ranks)]
+    whole = None
+    if mesh.rank == 0:
+        with torch.device("meta"):
+            whole = Decoder(config)
+        whole = whole.to(model.norm.weight.dtype).to_empty(device="cpu")
+        whole.tie()
+    targets = whole.state_dict() if whole is not None else {}
+    for name, exported in exported_tensors(model).items():
+        own = exported()
+        splits = [part.split(name) for part in parts]
+        if splits[0] is None:
+            every = [own]
+        else:
+            shapes = [[*own.shape[: s.dim], s.length, *own.shape[s.dim + 1 :]] for s in splits]
+            sizes = [torch.Size(shape).numel() for shape in shapes]
+            flat = group.all(own.contiguous().flatten(), sizes, "exported weights")
+            every = [row.view(shape) for row, shape in zip(flat, shapes, strict=True)]
+        if whole is None:
+            continue
+        for split, part in zip(splits, every, strict=False):
+            if split is None:
+                targets[name].copy_(part)
+            else:
+                split.put(targets[name], part)
+    return whole

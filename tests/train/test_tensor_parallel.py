@@ -1,0 +1,361 @@
+"""A model divided over tensor ranks computes what one process does, in every scheme; what cannot be divided is refused.
+
+Sums over ranks are in another order than one process's: 1e-5 relative in fp32. In low bits a value near the border of a
+code falls to the other side, and ranks' own scales are finer: LOSS_BOUNDS.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qtrain.bench.mesh_equality import CONFIG as SMALL
+from qtrain.data import Batch
+from qtrain.distributed.mesh import Mesh, make_mesh
+from qtrain.distributed.wire import sent
+from qtrain.errors import UserError
+from qtrain.models import (
+    ModelConfig,
+    ModelSource,
+    answer,
+    apply_activation_checkpointing,
+    build_model,
+    compile_layers,
+    export_hf,
+    generate,
+    read_model_source,
+)
+from qtrain.models.tensor_parallel import TensorParallel, check_divisible
+from qtrain.optim import OPTIMIZERS, parameter_groups
+from qtrain.quant import SCHEMES, quantize_linears, swiglu_mlp
+from qtrain.train.freezing import freeze_embedding
+from qtrain.train.language import language_forward
+from qtrain.train.parallel import DataParallel
+from qtrain.train.settings import LanguageSettings, VisionSettings
+from qtrain.train.state.frozen_weights import fingerprint
+from qtrain.train.step import apply_gradients, compute_gradients
+from qtrain.train.tensor_parallel import check_tensor_parallel
+from tests.cases import sampled
+from tests.worlds import run_ranks
+
+CONFIG = {
+    **SMALL,  # 263 tokens: ranks have 131 or 132
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+ONE_LAYER = {**CONFIG, "num_hidden_layers": 1}
+QWEN3 = {**CONFIG, "model_type": "qwen3", "head_dim": 16, "attention_bias": True, "tie_word_embeddings": False}
+
+SCHEME_NAMES = [name for name in SCHEMES.names() if name != "auto"]
+LOSS_BOUNDS = dict.fromkeys(SCHEME_NAMES, 2e-3) | {"bf16": 1e-5, "int4": 1e-2, "int4_weight": 1e-2, "nvfp4": 1e-2}
+STEPS = 2
+
+
+def model_of(config: dict[str, Any], mesh: Mesh, sequence: bool = True) -> torch.nn.Module:
+    """Biases are random too, the same for any mesh."""
+    model = build_model(ModelSource("s", config, "--model"), seed=1, tensor=mesh.tensor_group, sequence=sequence)
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            split = model.tensor and model.tensor.split(name)
+            shape = split.whole_shape(p.shape) if split else p.shape
+            whole = torch.randn(shape, generator=torch.Generator().manual_seed(len(name)))
+            p.data.copy_(split.take(whole) if split else whole)
+    return model
+
+
+def tokens(rows: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(263, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def whole(model: torch.nn.Module, tensors: dict[str, Tensor]) -> dict[str, list]:
+    """This rank's term of every whole tensor; those that all ranks have count once."""
+    found = {}
+    for name, own in tensors.items():
+        split = model.tensor and model.tensor.split(name)
+        if split:
+            target = torch.zeros(split.whole_shape(own.shape))
+            split.put(target, own)
+        elif model.tensor and model.tensor.group.rank:
+            target = torch.zeros_like(own)
+        else:
+            target = own
+        found[name] = target.tolist()
+    return found
+
+
+def added(terms: list[dict[str, list]]) -> dict[str, Tensor]:
+    return {name: sum(torch.tensor(term[name]) for term in terms) for name in terms[0]}
+
+
+# ---- one step of a model in fp32 -------------------------------------------------------------------------------------
+
+BIASED = {**CONFIG, "mlp_bias": True, "attention_bias": True}
+CASES = [(QWEN3, True, (2, 12)), (QWEN3, False, (2, 12)), (BIASED, True, (1, 13))]
+"""Model, whether tokens are divided, and sequences x tokens: 24, and 13, which two ranks do not divide."""
+
+
+def _step(tp: int) -> list[dict[str, Any]]:
+    mesh, found = make_mesh(0, 0, "cpu", tp), []
+    for config, sequence, shape in CASES:
+        model = model_of(config, mesh, sequence)
+        model.z_loss, model.loss_chunks = 1e-3, 3
+        quantized = quantize_linears(model, SCHEMES.make("bf16", {}, "-"), seed=0)
+        ids = tokens(shape[0], shape[1] + 1)
+        batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].masked_fill(ids[:, 1:] % 3 == 0, -100))
+        parallel, forward = DataParallel(model, quantized, mesh), language_forward(model, None)
+        gradients = compute_gradients(model, forward, quantized, [batch], 0, parallel=parallel)
+        with torch.no_grad():
+            logits = model(ids)
+        named = dict(model.named_parameters())
+        found.append(
+            {
+                "loss": gradients.loss,
+                "norm": gradients.norm_value,
+                "weights": whole(model, {n: p.data for n, p in named.items()}),
+                "gradients": whole(model, {n: p.grad for n, p in named.items()}),
+                "logits": logits.tolist(),
+                "written": generate(model, ids[:, :5], 4, temperature=0.7, seed=2).tolist(),
+                "answers": answer(model, [[1, 2, 3], [4]], 5, None, 263),
+            }
+        )
+    return found
+
+
+def test_loss_gradients_logits_and_text_are_those_of_one_process():
+    """With tied and untied embeddings, biases, QK-norm, z-loss and tokens that do not divide."""
+    one, two = _step(1), run_ranks(2, _step, 2)
+    for expected, *parts in zip(one, *two, strict=True):
+        for part in parts:
+            assert part["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+            assert part["norm"] == pytest.approx(expected["norm"], rel=1e-5) and part["norm"] == parts[0]["norm"]
+            assert torch.allclose(torch.tensor(part["logits"]), torch.tensor(expected["logits"]), atol=1e-5)
+            assert part["logits"] == parts[0]["logits"], "ranks would sample different tokens"
+            assert part["written"] == expected["written"] and part["answers"] == expected["answers"]
+        weights = added([part["weights"] for part in parts])
+        assert not [n for n, w in expected["weights"].items() if not torch.equal(torch.tensor(w), weights[n])]
+        for name, gradient in added([part["gradients"] for part in parts]).items():
+            right = torch.tensor(expected["gradients"][name])  # those of QK-norms are differences of larger terms
+            assert (gradient - right).norm() <= 1e-5 * right.norm() + 1e-7 * expected["norm"], name
+
+
+def _loaded(folder: str) -> dict[str, list]:
+    source = read_model_source(folder)
+    model = build_model(source, pretrained=True, tensor=make_mesh(0, 0, "cpu", 2).tensor_group)
+    assert freeze_embedding(model)
+    prints = fingerprint(model, model.tensor.group)
+    return {"weights": whole(model, {n: p.data for n, p in model.named_parameters()}), "frozen": prints}
+
+
+@pytest.mark.parametrize("config", [QWEN3, CONFIG], ids=["untied", "tied"])
+def test_published_weights_and_their_fingerprints(config, tmp_path):
+    """Each rank loads its part; the frozen embedding's fingerprint is that of the whole."""
+    one = model_of(config, Mesh())
+    export_hf(one, ModelSource("s", config, "--model"), tmp_path / "hf")
+    freeze_embedding(one)
+    parts = run_ranks(2, _loaded, str(tmp_path / "hf"))
+    loaded = added([part["weights"] for part in parts])
+    assert not [name for name, p in one.named_parameters() if not torch.equal(p.data, loaded[name])]
+    assert [part["frozen"] for part in parts] == [fingerprint(one)] * 2
+
+
+# ---- steps of training in every scheme -------------------------------------------------------------------------------
+
+
+def _train(
+    schemes: list[str], shape: tuple[int, int], tp: int, options: dict[str, Any] | None = None, how: str = ""
+) -> dict[str, dict[str, Any]]:
+    """Losses of steps of two micro-batches, norms, codes and bytes sent, of each scheme. how: "compiled full"."""
+    mesh, found = make_mesh(*shape, "cpu", tp), {}
+    for name in schemes:
+        sent.clear()
+        model = model_of(ONE_LAYER, mesh)
+        scheme = SCHEMES.make(name, options or {}, "--quantize")
+        quantized = quantize_linears(model, scheme, seed=0, head=model.lm_head, tensor=mesh.tensor_group)
+        codes = {
+            f"{i} {n}": t.float().tolist()
+            for i, x in enumerate(quantized.linears)
+            for n, t in x.low_bit_weight.named_buffers()
+        }
+        if how:
+            compiled, mode = how.split()
+            apply_activation_checkpointing(model, mode)
+            if compiled == "compiled":
+                compile_layers(model)
+        spec, groups = OPTIMIZERS.make("adamw", {}, "--optim"), parameter_groups(model, 0.1)
+        parallel = DataParallel(model, quantized, mesh, lambda p: False)
+        for group in groups:
+            group["params"] = [parallel.master(p) for p in group["params"]]
+        optimizer = spec.build(groups, 1e-3, seed=3)
+        quantized.watch(optimizer)
+        forward, steps = language_forward(model, None), []
+        for step in range(STEPS):
+            numbers = range(mesh.data_rank, 2, mesh.data_world)
+            batches = [
+                Batch(*map(Tensor.contiguous, (t[:, :-1], t[:, 1:])))
+                for t in (tokens(2, 13, 2 * step + n) for n in numbers)
+            ]
+            gradients = compute_gradients(model, forward, quantized, batches, step, parallel=parallel)
+            apply_gradients(optimizer, quantized, gradients, lr=1e-3, clip_grad_norm=0.5, parallel=parallel)
+            steps.append((gradients.loss, gradients.norm_value))
+        found[name] = {"steps": steps, "codes": codes, "sent": dict(sent), "key": quantized.keys.tolist()[:1]}
+    return found
+
+
+@functools.cache
+def of_one(scheme: str) -> dict[str, Any]:
+    return _train([scheme], (1, 1), 1)[scheme]
+
+
+@functools.cache
+def of_two() -> list[dict[str, dict[str, Any]]]:
+    return run_ranks(2, _train, SCHEME_NAMES, (1, 1), 2)
+
+
+def losses_differ(scheme: str, steps: list[tuple[float, float]]) -> float:
+    return max(abs(a[0] - b[0]) / a[0] for a, b in zip(of_one(scheme)["steps"], steps, strict=True))
+
+
+@pytest.mark.parametrize("scheme", SCHEME_NAMES)
+def test_every_scheme_trains_as_on_one_process(scheme):
+    first, second = (of_rank[scheme] for of_rank in of_two())
+    assert first["steps"] == second["steps"]
+    assert losses_differ(scheme, first["steps"]) <= LOSS_BOUNDS[scheme]
+    assert first["key"] != second["key"] or scheme == "bf16", "both would round with the same bits"
+
+
+@pytest.mark.parametrize("scheme", sampled(SCHEME_NAMES, lambda scheme: scheme != "fp8_tensorwise"))
+def test_tensor_ranks_that_shard_train_as_those_that_do_not(scheme):
+    """2 x 2: half of the micro-batches each, and half of the masters of half of each matrix."""
+    four = run_ranks(4, _train, [scheme], (1, 2), 2)
+    assert all(of_rank[scheme]["steps"] == four[0][scheme]["steps"] for of_rank in four)
+    assert losses_differ(scheme, four[0][scheme]["steps"]) <= LOSS_BOUNDS[scheme]
+
+
+@pytest.mark.parametrize("scheme", ["fp8_tensorwise", "bitnet", "switchback"])
+def test_codes_of_tensorwise_weights_are_those_of_the_whole(scheme):
+    """qkv and o_proj of the first layer: its rows and its columns of the whole weight's codes, and the same scale."""
+    one, config = of_one(scheme)["codes"], ModelConfig.from_hf(CONFIG)
+    for number, name in enumerate(("layers.0.attn.qkv.weight", "layers.0.attn.o_proj.weight")):
+        for rank, of_rank in enumerate(of_two()):
+            group = dataclasses.replace(_Group, rank=rank)
+            split = TensorParallel(config, group).split(name)
+            codes = torch.tensor(one[f"{number} output_codes"])
+            assert torch.equal(split.take(codes), torch.tensor(of_rank[scheme]["codes"][f"{number} output_codes"]))
+            key = f"{number} output_scale"
+            assert one[key] == of_rank[scheme]["codes"][key]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ranks:
+    ranks: int = 2
+    rank: int = 0
+
+
+_Group = _Ranks()
+
+
+def test_bytes_of_activations_by_kind():
+    """Each exchange sends 12 of 24 tokens of 64 elements: in the model's fp32, or codes where the scheme allows."""
+    exchange, layers, micro_batches = 12 * 64, 1, 2 * STEPS
+    plain, low_bit = (of_two()[0][scheme]["sent"] for scheme in ("bf16", "fp8_tensorwise"))
+    # Two entries and two exits a layer, embedding and head, forward and backward.
+    assert plain["activations"] == micro_batches * 4 * exchange * 2 * (4 * layers + 2)
+    assert low_bit["activation codes"] == micro_batches * exchange * 2 * layers
+    assert low_bit["activations"] == plain["activations"] - 4 * low_bit["activation codes"]
+    assert of_two()[0]["fp8_blockwise"]["sent"]["activations"] == plain["activations"], "blocks of tokens"
+
+
+HOW = ["eager selective", "compiled none", "compiled selective", "compiled full"]
+
+
+@pytest.mark.parametrize("how", sampled(HOW, lambda how: how != "eager selective"))
+def test_compiled_and_recomputed_layers(how):
+    (first, _) = run_ranks(2, _train, ["fp8_tensorwise"], (1, 1), 2, None, how)
+    assert losses_differ("fp8_tensorwise", first["fp8_tensorwise"]["steps"]) <= LOSS_BOUNDS["fp8_tensorwise"]
+
+
+def test_delayed_scales_are_those_of_all_ranks():
+    """The history is common to all: the ranks' scales, and so their losses, stay equal and close to one process's."""
+    options = {"scaling": "delayed"}
+    one = _train(["fp8_tensorwise"], (1, 1), 1, options)["fp8_tensorwise"]["steps"]
+    first, second = run_ranks(2, _train, ["fp8_tensorwise"], (1, 1), 2, options)
+    assert first["fp8_tensorwise"]["steps"] == second["fp8_tensorwise"]["steps"]
+    for (a, _), (b, _) in zip(one, first["fp8_tensorwise"]["steps"], strict=True):
+        assert b == pytest.approx(a, rel=LOSS_BOUNDS["fp8_tensorwise"])
+
+
+def _gathered_mlp(scheme: str) -> list[Any]:
+    """The fused MLP of half of the tokens that gathers codes, and of all tokens."""
+    group = make_mesh(0, 0, "cpu", 2).tensor_group
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    results = []
+    for own in (x.chunk(2)[group.rank], x):
+        torch.manual_seed(1)
+        up, down = torch.nn.Linear(64, 128, bias=False), torch.nn.Linear(64, 64, bias=False)
+        model = torch.nn.Sequential(up, down)
+        quantize_linears(model, SCHEMES.make(scheme, {"stochastic_rounding": False}, "-"), seed=0)
+        leaf = own.clone().requires_grad_()
+        y = swiglu_mlp(model[0], model[1], leaf, group if len(own) < len(x) else None)
+        y.backward(torch.ones_like(y) * x)
+        dx = leaf.grad if len(own) < len(x) else (2 * leaf.grad).chunk(2)[group.rank]  # both ranks have the same term
+        results.append([t.tolist() for t in (y, dx, model[0].weight.grad, model[1].weight.grad)])
+    return results
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8_tensorwise", "int4"])
+def test_gathered_codes_are_those_of_the_gathered_input(scheme):
+    for gathered, wide in run_ranks(2, _gathered_mlp, scheme):
+        assert gathered == wide
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (VisionSettings(tp=2), "--tp: 2, but models of timm are not divided"),
+        (LanguageSettings(tp=2, model_impl="hf"), "--tp: 2, but only qtrain's own decoder is divided"),
+        (LanguageSettings(tp=2, optim="muon"), "--tp: 2, but --optim muon works on whole matrices.*allowed: adamw"),
+        (LanguageSettings(tp=2, quantize="auto"), "--tp: 2, but with --quantize auto each process"),
+    ],
+)
+def test_what_is_not_divided_is_refused(settings, says):
+    with pytest.raises(UserError, match=f"^{says}"):
+        check_tensor_parallel(settings, OPTIMIZERS.make(settings.optim, {}, "--optim"))
+
+
+def test_adapters_are_refused():
+    from llm_finetune import FinetuneSettings
+
+    with pytest.raises(UserError, match=r"^--tp: 2, but adapters \(--lora\) are not divided"):
+        check_tensor_parallel(FinetuneSettings(tp=2, lora={}), OPTIMIZERS.make("adamw", {}, "--optim"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "says"),
+    [
+        (3, {}, "3 does not divide the model's attention heads, 4; allowed: 1, 2."),
+        (4, {}, "4 does not divide the model's key-value heads, 2; allowed: 1, 2."),
+        (2, {"intermediate_size": 255}, "2 does not divide the model's intermediate size, 255; allowed: 1."),
+        (2, {"vocab_size": 1}, "2 ranks are more than the vocabulary's 1 tokens."),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(ranks, changes, says):
+    with pytest.raises(UserError) as refused:
+        check_divisible(ModelConfig.from_hf({**CONFIG, **changes}), ranks)
+    assert str(refused.value) == f"--tp: {says}"
+
+
+def test_no_rank_of_a_large_vocabulary_begins_between_multiples_of_64():
+    config = ModelConfig.from_hf({**CONFIG, "vocab_size": 151_936})
+    rows = TensorParallel(config, dataclasses.replace(_Group, ranks=2)).vocabulary
+    assert rows == [(0, 75_968), (75_968, 151_936)] and 75_968 % 64 == 0
+    rows = TensorParallel(ModelConfig.from_hf({**CONFIG, "vocab_size": 50_257}), _Group).vocabulary
+    assert rows == [(0, 25_152), (25_152, 50_257)]
+    assert TensorParallel(ModelConfig.from_hf(CONFIG), _Group).vocabulary == [(0, 132), (132, 263)]
