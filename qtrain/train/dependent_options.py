@@ -96,18 +96,6 @@ DEPENDENCES = (
         refused=True,
     ),
     Dependence(
-        "--reshard_after_forward, --tp",
-        lambda g: g.settings.reshard_after_forward == "always" and g.settings.tp > 1,
-        "a layer's gradients are sent before those of its norms are summed over the ranks of --tp; leave one out",
-        refused=True,
-    ),
-    Dependence(
-        "--world_size, --tp",
-        lambda g: g.settings.world_size is not None and g.settings.tp > 1,
-        "the plan of another world knows no tensor parallelism; leave one out",
-        refused=True,
-    ),
-    Dependence(
         "--sequence_parallel",
         lambda g: g.has("sequence_parallel") and g.settings.tp == 1,
         "has no effect without --tp",

@@ -31,6 +31,13 @@ def check_tensor_parallel(settings: TrainSettings, optimizer: OptimizerSpec) -> 
             f"--tp: {settings.tp}, but with --quantize auto each process could find another scheme to be the fastest; "
             "name the scheme."
         )
+    if settings.world_size is not None:
+        raise UserError(f"--tp: {settings.tp}, but plans of --world_size know no divided layers; leave one of them out.")
+    if settings.reshard_after_forward == "always":
+        raise UserError(
+            f"--tp: {settings.tp}, but --reshard_after_forward always sends a layer's gradients before those of its "
+            "norms are summed over its processes; leave one of them out."
+        )
     if optimizer.needs_whole(hidden=True):
         known = {name: OPTIMIZERS.make(name, {}, "--optim") for name in OPTIMIZERS.names()}
         allowed = ", ".join(name for name, spec in known.items() if not spec.needs_whole(hidden=True))

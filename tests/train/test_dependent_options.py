@@ -41,12 +41,6 @@ CASES = {
         {"reshard_after_forward": "always", "lora": {}},
         {"reshard_after_forward": "never"},
     ),
-    "--reshard_after_forward, --tp": (PRETRAIN, {"reshard_after_forward": "always", "tp": 2}, {"tp": 1}),
-    "--world_size, --tp": (
-        PRETRAIN,
-        {"dry_run": True, "world_size": 4, "tp": 2},
-        {"tp": 1},
-    ),
     "--sequence_parallel": (PRETRAIN, {"sequence_parallel": False}, {"sequence_parallel": True}),
     "--hellaswag_file": (PRETRAIN, {"hellaswag_file": "x"}, {"hellaswag": True}),
     "--hellaswag_limit": (PRETRAIN, {"hellaswag_limit": 5}, {"hellaswag": True}),
