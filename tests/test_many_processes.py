@@ -101,6 +101,7 @@ def assert_equal(one: Path, other: Path, step: int = 4) -> None:
     assert not [name for name in a if not torch.equal(a[name], b[name])]
 
 
+FULLY = {"reshard_after_forward": "always"}
 CASES = {
     "int8, ZeRO-2": (2, "llm_pretrain", {**PRETRAIN, "quantize": "int8"}),
     "fp8_tensorwise, HSDP": (4, "llm_pretrain", {**PRETRAIN, "quantize": "fp8_tensorwise", "dp_replicate": 2}),
@@ -110,17 +111,46 @@ CASES = {
     "transformers": (2, "llm_pretrain", {**PRETRAIN, "quantize": "int8", "model_impl": "hf"}),
     "LoRA on NF4": (2, "llm_finetune", {**FINETUNE, "lora": {"r": 2, "base": "nf4"}}),
     "fine-tuned, recomputed": (2, "llm_finetune", {**FINETUNE, "quantize": "int8", "activation_checkpointing": "full"}),
+    "fp8_tensorwise, fully sharded": (2, "llm_pretrain", {**PRETRAIN, **FULLY, "quantize": "fp8_tensorwise"}),
+    "stored in INT4, fully sharded": (3, "llm_pretrain", {**PRETRAIN, **FULLY, "quantize": "int4_weight"}),
+    "schedule-free, fully sharded HSDP": (
+        4,
+        "llm_pretrain",
+        {**PRETRAIN, **FULLY, "dp_replicate": 2, "quantize": "bitnet", "optim": "adamw_schedule_free"},
+    ),
+    "transformers, fully sharded": (
+        2,
+        "llm_pretrain",
+        {**PRETRAIN, **FULLY, "quantize": "int8", "model_impl": "hf", "activation_checkpointing": "full"},
+    ),
+    "fine-tuned, recomputed, fully sharded": (
+        2,
+        "llm_finetune",
+        {**FINETUNE, **FULLY, "quantize": "int8", "activation_checkpointing": "selective"},
+    ),
+    "timm, recomputed, fully sharded": (
+        2,
+        "timm_finetune",
+        {**VISION, **FULLY, "quantize": "fp8_rowwise", "activation_checkpointing": "full"},
+    ),
     "timm, averaged": (2, "timm_finetune", {**VISION, "quantize": "int8", "ema_decay": 0.9}),
 }
 
 
-SWEPT = ("bf16, DDP of 3", "schedule-free", "fine-tuned, recomputed")
+SWEPT = (
+    "bf16, DDP of 3",
+    "schedule-free",
+    "fine-tuned, recomputed",
+    "stored in INT4, fully sharded",
+    "fine-tuned, recomputed, fully sharded",
+    "timm, recomputed, fully sharded",
+)
 
 
 @pytest.mark.parametrize("case", sampled([*CASES], lambda case: case in SWEPT))
 def test_several_processes_train_as_one(server, case, tmp_path):
     world, script, settings = CASES[case]
-    alone = {k: v for k, v in settings.items() if not k.startswith("dp_")}
+    alone = {k: v for k, v in settings.items() if not k.startswith(("dp_", "reshard"))}
     one = run(server, 1, script, tmp_path / "one", **alone)
     assert_equal(one, run(server, world, script, tmp_path / "many", **settings))
 

@@ -28,11 +28,11 @@ from qtrain.bench.tables import Cell, Table, about_run, check_json, write_json
 from qtrain.checks import Range, shown, user_path
 from qtrain.config import parse, run_script
 from qtrain.distributed.gradient_wire import FIRST_NUMBER, GRADIENT_WIRES, GradientWire
-from qtrain.distributed.gradients import add_in_order
 from qtrain.distributed.ranks import all_gather, join_world, launched_world, leave_world, rank, world
 from qtrain.distributed.wire import exchange, gather
 from qtrain.errors import UserError, first_line
 from qtrain.hardware import describe_hardware
+from qtrain.kernels.ordered_sum import add_in_order
 from qtrain.train.device import choose_device
 
 # torch 2.13 renamed them.
@@ -119,7 +119,9 @@ def _reduce_scatter_ours(wire: GradientWire | None) -> Callable[[Tensor], Tensor
             encoded = torch.cat([wire.encode(message, key) for message in messages])
             size = wire.size(elements)
             received = [wire.decode(row, elements) for row in exchange(encoded, [size] * world(), size, None, "bench")]
-        return add_in_order(received[0].float(), received[1:]).to(whole.dtype)
+        total = received[0].float()
+        add_in_order(total, received[1:])
+        return total.to(whole.dtype)
 
     return run
 

@@ -2,10 +2,11 @@
 
 Trains a small model in every scheme x optimizer on one process and on several meshes, with the same twelve
 micro-batches a step, and compares losses, gradient norms, weights, low-bit codes and optimizer states: bit for bit with
---deterministic, losses within a relative 1e-3 without. Odd sizes: no dimension divides by the number of ranks, and
+--deterministic, losses within a relative 1e-3 without. The vocabulary is odd, and
 quantization blocks cross the shards' borders.
 
     python -m qtrain.bench.mesh_equality                                      on the CPU, the whole matrix
+    python -m qtrain.bench.mesh_equality --full_shard                         layers gathered when they run
     python -m qtrain.bench.mesh_equality --device cuda --meshes 1x1 1x4 4x1 2x2
 """
 
@@ -77,6 +78,7 @@ def train(
     steps: int,
     deterministic: bool,
     micro_batches: int = MICRO_BATCHES,
+    full_shard: bool = False,
 ) -> dict[str, Any]:
     """Losses and norms of the steps, and digests of all that training has changed. micro_batches: of all ranks, in a
     step."""
@@ -87,7 +89,12 @@ def train(
     groups = parameter_groups(model, 0.1)
     hidden = {id(p) for group in groups if group["hidden"] for p in group["params"]}
     parallel = DataParallel(
-        model, quantized, mesh, lambda p: spec.needs_whole(id(p) in hidden), deterministic=deterministic
+        model,
+        quantized,
+        mesh,
+        lambda p: spec.needs_whole(id(p) in hidden),
+        deterministic=deterministic,
+        blocks=tuple(model.layers) if full_shard and mesh.shard > 1 else (),
     )
     for group in groups:
         group["params"] = [parallel.master(p) for p in group["params"]]
@@ -124,6 +131,7 @@ def _digests(parallel: DataParallel, quantized, optimizer) -> dict[str, str]:
     else:
         for sharded in parallel.parameters:
             add_weight(sharded, plain_tensors(sharded.parameter))
+    parallel.gather_blocks()
     for index, linear in enumerate(quantized.linears):
         found |= {f"codes {index} {name}": _digest(t) for name, t in linear.low_bit_weight.named_buffers()}
     names = {id(sharded.master): sharded.name for sharded in parallel.parameters}
@@ -169,7 +177,13 @@ def work(arguments: argparse.Namespace) -> None:
     for scheme in arguments.schemes:
         for optimizer in arguments.optimizers:
             results[f"{scheme} | {optimizer}"] = train(
-                scheme, optimizer, mesh, device, arguments.steps, not arguments.not_deterministic
+                scheme,
+                optimizer,
+                mesh,
+                device,
+                arguments.steps,
+                not arguments.not_deterministic,
+                full_shard=arguments.full_shard,
             )
             if rank() == 0:
                 Path(arguments.out).write_text(json.dumps(results))
@@ -184,6 +198,7 @@ def main() -> int:
     parser.add_argument("--optimizers", nargs="+", default=list(OPTIMIZERS_COMPARED))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--not_deterministic", action="store_true", help="as runs are without --deterministic")
+    parser.add_argument("--full_shard", action="store_true", help="ZeRO-3 on meshes that shard, instead of ZeRO-2")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -6,10 +6,13 @@ a * ranks + r of the step. Added after every micro-batch (`every_micro_batch`), 
 ranks, bit for bit. That costs an all-to-all per micro-batch and an fp32 copy of the shard; without it ranks add their
 own micro-batches in the gradients' dtype, as one GPU does, and meet once per step.
 
+Parameters may come in groups, which are added one by one: of full sharding each block is a group, whose gradients are
+sent and freed as soon as its backward pass is over.
+
 With replicas every rank sums a part of its shard, and the replicas gather the sums. A `GradientWire` sends less.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -18,15 +21,16 @@ from torch import Tensor
 from qtrain.distributed.gradient_wire import FIRST_NUMBER, GradientWire
 from qtrain.distributed.mesh import Mesh
 from qtrain.distributed.shards import Sharded
-from qtrain.distributed.wire import exchange, gather, in_buckets
+from qtrain.distributed.wire import ALONE_BYTES, exchange, gather, in_buckets
+from qtrain.kernels.ordered_sum import add_in_order
 
 
 class GradientReduction:
-    """Moves the gradients of `parameters` to their masters. Every rank calls `add` and `finish` equally often."""
+    """Moves the gradients of groups of parameters to their masters. All ranks make the same calls in the same order."""
 
     def __init__(
         self,
-        parameters: Sequence[Sharded],
+        groups: Sequence[Sequence[Sharded]],
         mesh: Mesh,
         *,
         every_micro_batch: bool = False,
@@ -34,39 +38,40 @@ class GradientReduction:
         seed: int = 0,
     ):
         self._keeps_sums = every_micro_batch
-        self._buckets = [_Bucket(members, mesh, wire) for members in _buckets(parameters)]
-        self._sums: list[Tensor | None] = [None] * len(self._buckets)
+        self._groups = [[_Bucket(members, mesh, wire) for members in _buckets(group)] for group in groups]
+        self._buckets = [bucket for group in self._groups for bucket in group]
+        self._added: set[int] = set()
         self._seed, self._world = seed, mesh.world
 
     def add(self, micro_step: int = 0) -> None:
-        """Add the gradients of all ranks to the sums, and free them. micro_step: the number of this rank's micro-batch
-        in the run, which keys random bits."""
-        for index, bucket in enumerate(self._buckets):
-            number = FIRST_NUMBER + index * self._world
+        """Add the gradients of all ranks to the sums, and free them, but for those of groups that were added before.
+        micro_step: the number of this rank's micro-batch in the run, which keys random bits."""
+        for index in range(len(self._groups)):
+            if index not in self._added:
+                self.add_group(index, micro_step)
+        self._added.clear()
+
+    def add_group(self, index: int, micro_step: int) -> None:
+        """`add` for one group, as soon as its gradients are complete."""
+        self._added.add(index)
+        for bucket in self._groups[index]:
+            number = FIRST_NUMBER + self._buckets.index(bucket) * self._world
             received = bucket.exchange((self._seed, micro_step, number))
             if self._keeps_sums:
-                if self._sums[index] is None:
-                    self._sums[index] = torch.zeros_like(received[0], dtype=torch.float32)
-                add_in_order(self._sums[index], received)
+                if bucket.sums is None:
+                    bucket.sums = torch.zeros_like(received[0], dtype=torch.float32)
+                add_in_order(bucket.sums, received)
             else:
-                self._finish_bucket(bucket, add_in_order(received[0].float(), received[1:]))
+                total = received[0].float()
+                add_in_order(total, received[1:])
+                bucket.give(total)
 
     def finish(self) -> None:
         """Give the masters the sums since the last call as gradients."""
-        for index, bucket in enumerate(self._buckets):
-            if self._keeps_sums:
-                self._finish_bucket(bucket, self._sums[index])
-                self._sums[index] = None
-
-    def _finish_bucket(self, bucket: "_Bucket", total: Tensor) -> None:
-        bucket.give(total.to(bucket.dtype))
-
-
-def add_in_order(total: Tensor, terms: Iterable[Tensor]) -> Tensor:
-    """total [L] fp32 += terms of [L], one rank after the other."""
-    for term in terms:
-        total += term
-    return total
+        if self._keeps_sums:
+            for bucket in self._buckets:
+                bucket.give(bucket.sums)
+                bucket.sums = None
 
 
 class _Bucket:
@@ -74,7 +79,8 @@ class _Bucket:
 
     def __init__(self, members: list[Sharded], mesh: Mesh, wire: GradientWire | None = None):
         self._members, self._mesh, self._wire = members, mesh, wire
-        self.dtype = members[0].parameter.dtype
+        self.sums: Tensor | None = None
+        self._dtype = members[0].parameter.dtype
         self._lengths = [sum(m.bounds[s + 1] - m.bounds[s] for m in members) for s in range(mesh.shard)]
         self._parts = [  # of every rank: its part of its shard
             (length * r // mesh.replicate, length * (r + 1) // mesh.replicate)
@@ -108,13 +114,16 @@ class _Bucket:
             [g[m.bounds[s] : m.bounds[s + 1]] for g, m in zip(flat, self._members, strict=True)]
             for s in range(self._mesh.shard)
         ]
+        if len(flat) == 1 and self._mesh.replicate == 1:
+            return flat[0]  # its elements are in the order of the shards
         if self._mesh.replicate > 1:
             shards = [torch.cat(of_shard) for of_shard in slices]
             return torch.cat([shards[d % self._mesh.shard][low:high] for d, (low, high) in enumerate(self._parts)])
         return torch.cat([piece for of_shard in slices for piece in of_shard])
 
     def give(self, part: Tensor) -> None:
-        """Set the masters' gradients from this rank's part of its shard."""
+        """Set the masters' gradients from this rank's part of its shard, summed in fp32."""
+        part = part.to(self._dtype)
         if self._mesh.replicate > 1:
             sizes = self._sizes[self._mesh.shard_rank :: self._mesh.shard]
             part = torch.cat(gather(part, sizes, self._mesh.replicate_group, "gradients"))
@@ -133,9 +142,16 @@ def _flat_gradient(parameter: Tensor) -> Tensor:
 
 
 def _buckets(parameters: Sequence[Sharded]) -> Iterator[list[Sharded]]:
-    """Parameters of one dtype whose gradients are sent at once."""
-    by_dtype: dict[torch.dtype, list[Sharded]] = {}
+    """Parameters of one dtype whose gradients are sent at once. Large ones are sent alone, without a copy."""
+    small: dict[torch.dtype, list[Sharded]] = {}
     for p in parameters:
-        by_dtype.setdefault(p.parameter.dtype, []).append(p)
-    for members in by_dtype.values():
-        yield from in_buckets(members, lambda m: m.parameter.numel() * m.parameter.element_size())
+        if _bytes(p) >= ALONE_BYTES:
+            yield [p]
+        else:
+            small.setdefault(p.parameter.dtype, []).append(p)
+    for members in small.values():
+        yield from in_buckets(members, _bytes)
+
+
+def _bytes(p: Sharded) -> int:
+    return p.parameter.numel() * p.parameter.element_size()

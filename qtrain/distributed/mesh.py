@@ -1,7 +1,8 @@
 """The mesh of a run: `replicate` x `shard` ranks. Every rank reads its own micro-batches (data parallelism).
 
     replicate   groups that hold the same shards (DDP where shard is 1, HSDP where both are more than 1)
-    shard       ranks that divide optimizer states and master weights among them (ZeRO-2)
+    shard       ranks that divide optimizer states and master weights among them (ZeRO-2), and with full sharding the
+                weights of layers that do not run (ZeRO-3)
 
 A run without a launcher is a mesh of one rank and needs no process group.
 """
@@ -50,9 +51,10 @@ class Mesh:
         """The ranks that hold the same shard as this one."""
         return self.device_mesh.get_group("replicate") if self.device_mesh is not None else None
 
-    def describe(self) -> str:
-        kind = "HSDP" if self.replicate > 1 and self.shard > 1 else "DDP" if self.replicate > 1 else "ZeRO-2"
-        return f"{self.replicate} x {self.shard} (replicate x shard, {kind})"
+    def describe(self, reshards: bool) -> str:
+        kind = "DDP" if self.shard == 1 else "ZeRO-3: layers are gathered when they run" if reshards else "ZeRO-2"
+        hybrid = "HSDP, " if self.replicate > 1 and self.shard > 1 else ""
+        return f"{self.replicate} x {self.shard} (replicate x shard, {hybrid}{kind})"
 
 
 def mesh_shape(dp_replicate: int, dp_shard: int, world: int) -> tuple[int, int]:

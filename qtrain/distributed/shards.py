@@ -43,8 +43,9 @@ class Sharded:
     def set_gradient(self, flat: Tensor) -> None:
         """Give the master its gradient. flat: the elements of this rank's shard."""
         if isinstance(self.master, DTensor):
-            local = flat.view(self.master.to_local().shape)
-            self.master.grad = as_shard(local, self.master.device_mesh, self.parameter.shape)
+            # `DTensor.from_local` takes as long as everything else that a small parameter costs in a step.
+            local = flat.view(self.master._local_tensor.shape)
+            self.master.grad = DTensor(local, self.master._spec, requires_grad=False)
         elif not is_placeholder(self.master):
             self.master.grad = flat.view(self.parameter.shape)
 
@@ -62,9 +63,13 @@ def as_shard(local: Tensor, device_mesh, shape: torch.Size) -> DTensor:
 
 
 def shard_parameters(
-    named: Iterable[tuple[str, nn.Parameter]], mesh: Mesh, needs_whole: Callable[[nn.Parameter], bool]
+    named: Iterable[tuple[str, nn.Parameter]],
+    mesh: Mesh,
+    needs_whole: Callable[[nn.Parameter], bool],
+    freed: Callable[[nn.Parameter], bool] = lambda p: False,
 ) -> list[Sharded]:
-    """Divide parameters over the shard dimension of the mesh. needs_whole: whether the optimizer needs all of one."""
+    """Divide parameters over the shard dimension of the mesh. needs_whole: whether the optimizer needs all of one;
+    freed: whether its memory is freed between uses, so that its owner's master cannot be the same memory."""
     parameters = list(named)
     if mesh.shard == 1:
         return [Sharded(name, p, p, (0, p.numel())) for name, p in parameters]
@@ -75,7 +80,8 @@ def shard_parameters(
     }
     owners = _balanced_owners([p for _, p in parameters if id(p) in whole], mesh.shard)
     return [
-        _owned(name, p, owners[id(p)], mesh) if id(p) in whole else _by_rows(name, p, mesh) for name, p in parameters
+        _owned(name, p, owners[id(p)], mesh, freed(p)) if id(p) in whole else _by_rows(name, p, mesh)
+        for name, p in parameters
     ]
 
 
@@ -98,10 +104,10 @@ def _balanced_owners(parameters: Sequence[nn.Parameter], ranks: int) -> dict[int
     return owners
 
 
-def _owned(name: str, p: nn.Parameter, owner: int, mesh: Mesh) -> Sharded:
+def _owned(name: str, p: nn.Parameter, owner: int, mesh: Mesh, copy: bool) -> Sharded:
     bounds = tuple(p.numel() * (s > owner) for s in range(mesh.shard + 1))
     if mesh.shard_rank == owner:
-        return Sharded(name, p, nn.Parameter(p.data), bounds)
+        return Sharded(name, p, nn.Parameter(p.data.clone() if copy else p.data), bounds)
     return Sharded(name, p, nn.Parameter(p.new_empty(0, *p.shape[1:])), bounds)
 
 
@@ -121,7 +127,7 @@ def plain_tensors(p: Tensor) -> list[Tensor]:
 def local_tensors(master: Tensor) -> list[Tensor]:
     """What this rank holds of a master."""
     if isinstance(master, DTensor):
-        return [master.data.to_local()]
+        return [master._local_tensor.detach()]
     return [] if is_placeholder(master) else plain_tensors(master)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from qtrain.distributed.mesh import Mesh
 from qtrain.distributed.shards import Sharded, as_bytes, byte_slices, local_tensors, plain_tensors
-from qtrain.distributed.wire import gather, in_buckets
+from qtrain.distributed.wire import ALONE_BYTES, gather, gather_into, in_buckets
 
 
 class Gathered(Protocol):
@@ -18,7 +19,7 @@ class Gathered(Protocol):
     sharded: Sharded
 
     def empty(self) -> list[Tensor]:
-        """The full tensors, in new memory."""
+        """The full tensors, to be filled."""
 
     def own(self) -> list[Tensor]:
         """This rank's rows of them."""
@@ -54,8 +55,27 @@ class GatheredMaster:
 @torch.no_grad()
 def gather_weights(items: Iterable[Gathered], mesh: Mesh, kind: str = "weights") -> None:
     """Gather `items` over the shard ranks and hand each its full tensors. kind: under which the bytes are counted."""
-    for bucket in in_buckets(items, lambda item: item.bytes()):
+    small = []
+    for item in items:
+        if item.bytes() >= ALONE_BYTES and _is_even(item.sharded):
+            _gather_alone(item, mesh, kind)
+        else:
+            small.append(item)
+    for bucket in in_buckets(small, lambda item: item.bytes()):
         _gather_bucket(bucket, mesh, kind)
+
+
+def _is_even(sharded: Sharded) -> bool:
+    """Whether all ranks hold equally much."""
+    return len({high - low for low, high in pairwise(sharded.bounds)}) == 1
+
+
+def _gather_alone(item: Gathered, mesh: Mesh, kind: str) -> None:
+    """Without copies to and from messages."""
+    (full,) = item.empty()
+    own = [as_bytes(piece) for piece in item.own()]
+    gather_into(as_bytes(full), own[0] if len(own) == 1 else torch.cat(own), mesh.shard_group, kind)
+    item.receive([full])
 
 
 def _gather_bucket(bucket: Sequence[Gathered], mesh: Mesh, kind: str) -> None:

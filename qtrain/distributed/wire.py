@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 BUCKET_BYTES = 1 << 28
 """What is sent at once."""
+ALONE_BYTES = 1 << 23
+"""A tensor of this size is worth a message of its own, which needs no copy."""
 
 sent = Counter()
 """Bytes that this rank has sent, by kind of message; its own share is not counted."""
@@ -47,9 +49,14 @@ def gather(message: Tensor, sizes: Sequence[int], group: dist.ProcessGroup | Non
         padded = message.new_empty(longest)
         padded[: len(message)] = message
     received = message.new_empty(len(sizes), longest)
-    _all_gather(received.view(-1).view(torch.uint8), padded.view(torch.uint8), group=group)
-    sent[kind] += longest * (len(sizes) - 1) * message.element_size()
+    gather_into(received.view(-1), padded, group, kind)
     return [row[:size] for row, size in zip(received, sizes, strict=True)]
+
+
+def gather_into(received: Tensor, message: Tensor, group: dist.ProcessGroup | None, kind: str) -> None:
+    """All-gather of 1-D messages of one size into a contiguous tensor, one after the other."""
+    _all_gather(received.view(torch.uint8), message.view(torch.uint8), group=group)
+    sent[kind] += (len(received) - len(message)) * message.element_size()
 
 
 def maximum_over_ranks(values: Tensor) -> None:

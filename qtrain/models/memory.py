@@ -82,7 +82,7 @@ class LinearBytes:
     backward keeps instead of the input (None: the input itself).
 
     dequantized: the whole weight is dequantized while it is read. codes_only: codes are all that is read; where masters
-    are sharded, there is no full weight.
+    are sharded, there is no full weight. wire: of the codes that ranks exchange in its place; 0: the weight itself.
     """
 
     weight: float
@@ -90,6 +90,7 @@ class LinearBytes:
     kept_input: float | None = None
     dequantized: bool = False
     codes_only: bool = False
+    wire: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,8 +168,8 @@ class MemoryEstimate:
     backward: int
     """The largest temporaries: of the head's gradient, or of one layer's backward beside it."""
     workspace: int
-    accumulates: bool
-    """Gradients of earlier micro-batches exist during the forward pass."""
+    held: int
+    """Gradients of earlier micro-batches, which exist during the forward pass."""
     one_layer: int
     """One layer's share of `activations`."""
     plain_weights: int
@@ -184,10 +185,9 @@ class MemoryEstimate:
     def moments(self) -> dict[str, dict[str, int]]:
         """Bytes by kind at each moment of a step that can be the peak."""
         resident = {"weights": self.weights, "optimizer": self.optimizer, "workspace": self.workspace}
-        held = self.gradients if self.accumulates else 0
         moments = {
-            "loss": (held, self.activations, self.loss),
-            "backward's start": (held, self.activations, self.backward),
+            "loss": (self.held, self.activations, self.loss),
+            "backward's start": (self.held, self.activations, self.backward),
             "backward's end": (self.gradients, self.one_layer, self.backward),
             "optimizer": (self.gradients, self.activations if self.in_backward else 0, self.step),
         }
@@ -223,10 +223,12 @@ def estimate_memory(
     trained: TrainedPart | None = None,
     share: RankShare = ONE_GPU,
     whole_matrices: bool = False,
+    reshards: bool = False,
 ) -> MemoryEstimate:
     """Memory of training on one GPU, or on one of several that hold a share each of the master weights and states.
 
-    whole_matrices: the optimizer updates each linear's weight on one of them.
+    whole_matrices: the optimizer updates each linear's weight on one of them. reshards: layers exist in full only while
+    they run.
 
     optimizer_bytes: of states per parameter. step_bytes: temporaries of the optimizer's step. pretrained: weights are
     loaded instead of drawn. low_bit: None for a model that is not quantized. trained: None where everything trains.
@@ -243,16 +245,25 @@ def estimate_memory(
     parameters, gradients = count_parameters(config).total, trained.bytes
     if step.in_backward:
         gradients = min(gradients, step.element * _largest_partition(config))
+    held = gradients if step.accumulates else 0
+    weights = _weight_bytes(config, step.element, low_bit, trained)
+    weights += _master_bytes(config, step.element, low_bit, trained, share.masters, whole_matrices)
+    if reshards:
+        weights += _resharded_bytes(config, step.element, low_bit, share.states, whole_matrices)
+        sums = round(4 * (trained.bytes // step.element) * share.states)
+        layer = step.element * sum(n * k for n, k in layer_linears(config).values())
+        held = sums if step.accumulates else 0
+        # In full those outside of layers; of two layers, one of which is sent, and both of its messages.
+        gradients = sums + trained.bytes - (config.num_hidden_layers - 4) * layer
     return MemoryEstimate(
-        weights=_weight_bytes(config, step.element, low_bit, trained)
-        + _master_bytes(config, step.element, low_bit, trained, share.masters, whole_matrices),
+        weights=weights,
         gradients=gradients,
         optimizer=round(parameters * optimizer_bytes * share.states),
         activations=round(config.num_hidden_layers * step.tokens * saved),
         loss=round(_loss_bytes(config, step, low_bit, trained)),
         backward=round(_backward_bytes(config, step, low_bit, trained, recomputed)),
         workspace=CUDA_WORKSPACE,
-        accumulates=step.accumulates,
+        held=held,
         one_layer=round(step.tokens * saved),
         plain_weights=parameters * step.element,
         initialization=config.vocab_size * config.hidden_size * (step.element if pretrained else 4),
@@ -289,6 +300,21 @@ def _master_bytes(
     gone = sum(size * linear.weight for size, linear in linears if linear.codes_only)
     own = [size for size, linear in linears if linear.weight != element or (whole_matrices and not linear.codes_only)]
     return round((trained.bytes - sum(own) * element) * share - gone)
+
+
+def _resharded_bytes(
+    config: ModelConfig, element: int, low_bit: LowBitBytes, share: float, whole_matrices: bool
+) -> int:
+    """Bytes by which the weights change where only two layers are gathered, the one that runs and the next one. Each
+    rank keeps its shard of the codes that travel, and its own copy of masters that were the model's weights."""
+    gathered = kept = 0.0
+    for name, (n, k) in layer_linears(config).items():
+        linear = low_bit.layer[name]
+        gathered += n * k * (linear.codes + (0 if linear.codes_only else linear.weight))
+        own = linear.weight != element or (whole_matrices and not linear.codes_only)
+        kept += n * k * (linear.wire + (linear.weight if own else 0)) * share
+    layers = config.num_hidden_layers
+    return round(layers * kept - max(layers - 2, 0) * gathered)
 
 
 def _head_elements(config: ModelConfig, trained: TrainedPart) -> int:

@@ -110,7 +110,7 @@ def choose_linears(
 ) -> list[LinearChoice]:
     """The decision of `quantize_linears` on each linear. `model` may be on the meta device; `device` is where it
     trains."""
-    choices, shared = [], _shared_weights(model)
+    choices, shared = [], shared_weights(model)
     high_precision = not isinstance(scheme, LowBitScheme) and [part for _, part in scheme.parts()] == [scheme]
     for linear, names in find_linears(model).items():
         taken = ""
@@ -138,10 +138,12 @@ def quantize_linears(
     head: nn.Module | None = None,
     quantize_head: bool = False,
     min_size: int = 0,
+    keep_codes: bool = True,
 ) -> QuantizedModel:
     """Swap the linears of `model` in place, except its output head `head` unless `quantize_head`.
 
-    min_size: linears with fewer in- or out-features stay in high precision. A scheme that stores weights in low bits
+    min_size: linears with fewer in- or out-features stay in high precision. keep_codes: False where codes are computed
+    again before they are read: those of trained weights take no memory now. A scheme that stores weights in low bits
     replaces parameters, so the optimizer must be built afterwards. UserError where a scheme requires norms that this
     model cannot have.
     """
@@ -159,6 +161,8 @@ def quantize_linears(
             for name in names:
                 model.set_submodule(name, swapped)
             quantized.linears.append(swapped)
+            if not keep_codes and swapped.weight.requires_grad and swapped.scheme.stored_format is None:
+                swapped.low_bit_weight.free()
     delayed = [linear for linear in quantized.linears if linear.scheme.amax_history]
     if delayed:
         quantized.amax = AmaxHistory(delayed)
@@ -197,7 +201,7 @@ def find_linears(model: nn.Module) -> dict[nn.Linear, list[str]]:
     return found
 
 
-def _shared_weights(model: nn.Module) -> set[int]:
+def shared_weights(model: nn.Module) -> set[int]:
     """ids of parameters that more than one module holds."""
     holders: dict[int, int] = {}
     for module in model.modules():

@@ -98,6 +98,12 @@ class LowBitWeight(nn.Module):
         """What `output` and `grad_input` read; None for a GEMM that reads the master weight."""
         return Operands(*unflatten_operands([getattr(self, name) for name in self._names], self._layouts))
 
+    def free(self) -> None:
+        """Free the codes' memory; the buffers stay, and the scales."""
+        for name, buffer in self.named_buffers():
+            if name.endswith("_codes"):
+                buffer.untyped_storage().resize_(0)
+
     def update(self, operands: Operands, version: int) -> None:
         """Copy new codes into the buffers, whose addresses recorded steps rely on."""
         for name, tensor in zip(self._names, flatten_operands(operands)[0], strict=True):
@@ -110,7 +116,9 @@ class LowBitWeight(nn.Module):
 class LowBitLinear(nn.Module):
     """Replaces an nn.Linear and keeps its parameters: `weight` and `bias` are the same objects.
 
-    key: int64 [3] on the device, the Philox key of stochastic rounding: seed, step, number of the linear.
+    key: int64 [3] on the device, the Philox key of stochastic rounding: seed, step, number of the linear. weight_key:
+    the one of the weight. codes_only: the weight itself is not in memory. gathered: it comes and goes with its codes
+    (full sharding), and whoever brings it calls `refresh` with it.
     """
 
     def __init__(self, linear: nn.Linear, scheme: LowBitScheme, key: Tensor):
@@ -119,21 +127,22 @@ class LowBitLinear(nn.Module):
         self.weight, self.bias = linear.weight, linear.bias
         self.scheme = scheme
         self.register_buffer("key", key, persistent=False)
+        self.weight_key = key
         self.low_bit_weight = LowBitWeight(self._quantize(self.weight), self.weight._version)
-        self.codes_only = False
+        self.codes_only = self.gathered = False
         if scheme.amax_history:
             for name in ("x_scale", "x_amax", "dy_scale", "dy_amax"):
                 self.register_buffer(name, torch.zeros(1, device=key.device), persistent=False)
 
     @torch.no_grad()
     def _quantize(self, weight: Tensor) -> Operands:
-        return self.scheme.quantize_weight(weight, self.key if self.scheme.stochastic_rounding else None)
+        return self.scheme.quantize_weight(weight, self.weight_key if self.scheme.stochastic_rounding else None)
 
     @torch.no_grad()
     def refresh(self, weight: Tensor | None = None) -> None:
         """Quantize the weight again; to be called after every change of it. weight: its value, if this module keeps
-        codes only."""
-        if weight is None and self.codes_only:
+        codes only, or gets its weight when it runs."""
+        if weight is None and (self.codes_only or self.gathered):
             return
         self.low_bit_weight.update(self._quantize(self.weight if weight is None else weight), self.weight._version)
 

@@ -33,6 +33,9 @@ class ShardedCodes:
     linear: LowBitLinear
     shard_rank: int
     scale: Tensor | None = None
+    keeps: bool = False
+    """Whether the scale and this rank's codes stay in memory, to be gathered more than once."""
+    _kept: list[Tensor] | None = None
 
     @cached_property
     def _format(self):
@@ -90,10 +93,21 @@ class ShardedCodes:
 
     def empty(self) -> list[Tensor]:
         shape, dtype = codes_shape(self._format.fmt, *self._shape), FORMATS[self._format.fmt].dtype
+        codes = self.linear.low_bit_weight.output_codes
+        if self.keeps and codes.dtype == dtype and codes.shape == shape:  # not packed on the wire: no copy
+            return [codes]
         return [torch.empty(shape, dtype=dtype, device=self.linear.weight.device)]
 
     def own(self) -> list[Tensor]:
+        if self._kept is not None:
+            return self._kept
         return [self._encode(rows, self.scale[of]) for rows, of in self._pieces()]
+
+    def update(self) -> None:
+        """Keep this rank's codes under the new scale."""
+        self._kept = None
+        self._kept = self.own()
+        self.linear.mark_fresh()
 
     def _encode(self, rows: Tensor, scale: Tensor) -> Tensor:
         fmt, granularity = self._format.fmt, self._format.granularity
@@ -102,7 +116,8 @@ class ShardedCodes:
 
     def receive(self, tensors: list[Tensor]) -> None:
         self.linear.receive_codes(QuantizedTensor(tensors[0], self.scale, self._format))
-        self.scale = None
+        if not self.keeps:
+            self.scale = None
 
     def bytes(self) -> int:
         rows, width = codes_shape(self._format.fmt, *self._shape)
@@ -110,8 +125,17 @@ class ShardedCodes:
 
 
 @torch.no_grad()
-def gather_codes(weights: Sequence[ShardedCodes], mesh: Mesh) -> None:
-    """Give the linears of `weights` the codes of their updated masters. Every rank of the shard group calls it."""
+def update_codes(weights: Sequence[ShardedCodes], mesh: Mesh) -> None:
+    """Compute the scales of updated masters, and give the linears their codes, or keep this rank's to be gathered when
+    they are needed. Every rank of the shard group calls it."""
+    _update_scales(weights, mesh)
+    gather_weights([w for w in weights if not w.keeps], mesh, "codes")
+    for weight in weights:
+        if weight.keeps:
+            weight.update()
+
+
+def _update_scales(weights: Sequence[ShardedCodes], mesh: Mesh) -> None:
     for group, op in (
         ([w for w in weights if not w.is_mean], dist.ReduceOp.MAX),
         ([w for w in weights if w.is_mean], dist.ReduceOp.SUM),
@@ -123,4 +147,3 @@ def gather_codes(weights: Sequence[ShardedCodes], mesh: Mesh) -> None:
         dist.all_reduce(flat.view(torch.int32) if op is dist.ReduceOp.MAX else flat, op, group=mesh.shard_group)
         for weight, statistics in zip(group, flat.split([len(s) for s in own]), strict=True):
             weight.set_scale(statistics)
-    gather_weights(weights, mesh, "codes")

@@ -33,6 +33,8 @@ class CheckedSettings:
     schedule: LRSchedule
     folder: RunFolder
     mesh: Mesh
+    reshards: bool = False
+    """Whether layers are gathered when they run (`plan/resharding.py`)."""
     notes: tuple[str, ...] = ()
     """Lines for the plan: settings that have no effect."""
 

@@ -3,9 +3,9 @@
 A step of a 0.5B model launches thousands of kernels; with quantization around every GEMM, launching them takes Python
 as long as the GPU takes to run them. Shapes, addresses and order are the same in every step. So after a few ordinary
 steps, which compile and autotune, three graphs are captured: forward and backward of a step's first micro-batch, which
-writes the gradients; of a further one, which adds to them; and the refresh of all weights' codes. What changes from
-step to step is read from tensors: tokens, labels, document ids (the attention mask is computed inside the graph), the
-count of trained tokens, the Philox keys of stochastic rounding.
+writes the gradients; of a further one, which adds to them; and the refresh of all weights' codes, with what ranks send
+each other for it. What changes from step to step is read from tensors: tokens, labels, document ids (the attention mask
+is computed inside the graph), the count of trained tokens, the Philox keys of stochastic rounding.
 
 A replay gives the same bits as the ordinary step. A graph reserves as much memory as the ordinary step takes.
 """
@@ -34,7 +34,10 @@ def step_graphs(run: Run, forward: Forward, *, recordable: bool = True) -> "Step
     """
     settings = run.settings
     recordable = recordable and settings.compile and settings.cuda_graphs and not settings.optimizer_in_backward
-    return StepGraphs(run.model, forward, run.quantized) if recordable and run.device.type == "cuda" else None
+    recordable = recordable and not run.parallel.reshards  # memory comes and goes, at other addresses
+    if not recordable or run.device.type != "cuda":
+        return None
+    return StepGraphs(run.model, forward, run.quantized, run.parallel.requantize)
 
 
 def forward_backward(forward: Forward, batch: TensorBatch, trained: Tensor) -> Tensor:
@@ -49,9 +52,16 @@ def forward_backward(forward: Forward, batch: TensorBatch, trained: Tensor) -> T
 class StepGraphs:
     """The graphs of one model, one shape of micro-batch and one set of trained parameters."""
 
-    def __init__(self, model: nn.Module, forward: Forward, quantized: QuantizedModel):
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Forward,
+        quantized: QuantizedModel,
+        requantize: Callable[[], None] | None = None,
+    ):
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._forward, self._quantized = forward, quantized
+        self._requantize = requantize or quantized.refresh
         self._device = self._parameters[0].device
         self._pool = torch.cuda.graph_pool_handle()
         self._batch: TensorBatch | None = None  # static inputs of the graphs
@@ -99,14 +109,14 @@ class StepGraphs:
         return bool(self._gradients) and all(a is b for a, b in zip(current, self._gradients, strict=True))
 
     def refresh(self) -> None:
-        """`QuantizedModel.refresh`, replayed where possible."""
+        """`requantize`, replayed where possible."""
         if self._refused or not self._quantized.changes or not self._warm("refresh"):
-            self._quantized.refresh()
+            self._requantize()
             return
         if self._refresh is None:
-            recorded = self._record(self._quantized.refresh)
+            recorded = self._record(self._requantize)
             if recorded is None:
-                self._quantized.refresh()
+                self._requantize()
                 return
             self._refresh = recorded[0]
         self._refresh.replay()

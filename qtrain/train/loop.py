@@ -13,7 +13,7 @@ import torch
 
 from qtrain.config import as_dict
 from qtrain.data import TensorBatch
-from qtrain.distributed.ranks import explain_lost_rank, from_rank_0, rank
+from qtrain.distributed.ranks import all_gather, explain_lost_rank, from_rank_0, rank
 from qtrain.distributed.wire import sent
 from qtrain.errors import TrainingStopped
 from qtrain.hardware import keep_freed_memory
@@ -273,9 +273,17 @@ class Training:
         if not math.isfinite(gradients.loss):
             what, value = "loss", gradients.loss
         updated = self.in_backward is not None
-        tensor = self.in_backward.first_nonfinite() if updated else first_nonfinite_tensor(self.run.model)
+        tensor = self.in_backward.first_nonfinite() if updated else self._first_nonfinite()
         step, last_good = self.run.state.step + 1, self.run.checkpoints.latest()
         return nonfinite(step, what, value, tensor, last_good, updated=updated)
+
+    def _first_nonfinite(self) -> str | None:
+        """The first non-finite tensor of any rank."""
+        run = self.run
+        frozen = ((name, p) for name, p in run.model.named_parameters() if not p.requires_grad)
+        masters = ((sharded.name, sharded.master) for sharded in run.parallel.parameters)
+        found = all_gather(first_nonfinite_tensor([*frozen, *masters]))
+        return next((tensor for tensor in found if tensor), None)
 
 
 def log_results(run: Run) -> None:

@@ -34,8 +34,8 @@ class TrainSettings:
         "evaluation": "eval_ds eval_interval eval_sequences eval_images sample_prompts sample_tokens hellaswag "
         "hellaswag_file hellaswag_limit accuracy answer_tokens lm_eval",
         "checkpoint and run folder": "ckpt_interval keep_ckpts resume export run_name runs_dir",
-        "hardware and process": "device dtype gpus dp_replicate dp_shard gradient_wire compile cuda_graphs seed "
-        "deterministic",
+        "hardware and process": "device dtype gpus dp_replicate dp_shard reshard_after_forward gradient_wire "
+        "compile cuda_graphs seed deterministic",
         "plan": "dry_run gpu world_size gpus_per_node wire sol",
         "logging": "log_interval trackers project profile",
     }
@@ -58,6 +58,9 @@ class TrainSettings:
     dp_shard: Annotated[int, Range(0, 10**5)] = 0
     """Processes that divide optimizer states and master weights among them (ZeRO-2); 0: all that --dp_replicate
     leaves."""
+    reshard_after_forward: Literal["auto", "always", "never"] = "auto"
+    """Divide the weights of layers too, and gather a layer's when it runs (ZeRO-3): less memory, more communication.
+    auto: if the plan does not fit into the GPUs' memory otherwise."""
     deterministic: bool = False
     """Give the same losses and weights, bit for bit, on any number of processes that divides the step's micro-batches;
     costs an exchange of gradients per micro-batch."""

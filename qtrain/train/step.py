@@ -75,8 +75,11 @@ def apply_gradients(
     """
     if in_backward is None:
         _update_weights(optimizer, gradients, lr, clip_grad_norm)
-    recorded = graphs.refresh if graphs else quantized.refresh
-    (parallel.refresh if parallel else lambda refresh: refresh())(recorded)
+    recorded = graphs.refresh if graphs else None
+    if parallel is not None:
+        parallel.refresh(recorded)
+    else:
+        (recorded or quantized.refresh)()
 
 
 def _update_weights(optimizer: Optimizer, gradients: Gradients, lr: float, clip_grad_norm: float) -> None:

@@ -1,11 +1,13 @@
 """Gradients of all ranks add up to those of one: in which order, in which dtype, and at how many bytes."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
 from qtrain.distributed.gradient_wire import GRADIENT_WIRES
-from qtrain.distributed.gradients import GradientReduction, add_in_order
+from qtrain.distributed.gradients import GradientReduction
 from qtrain.distributed.mesh import make_mesh
 from qtrain.distributed.shards import local_tensors, shard_parameters
 from qtrain.distributed.wire import sent
@@ -24,7 +26,7 @@ def _reduce(replicate: int, shard: int, micro_batches: int, every: bool, wire: s
     parameters = {name: nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for name, shape in SHAPES.items()}
     owned = id(parameters["owned"])
     sharded = shard_parameters(parameters.items(), mesh, lambda p: id(p) == owned)
-    reduction = GradientReduction(sharded, mesh, every_micro_batch=every, wire=GRADIENT_WIRES[wire])
+    reduction = GradientReduction([sharded], mesh, every_micro_batch=every, wire=GRADIENT_WIRES[wire])
     for micro_batch in range(micro_batches):
         for name, p in parameters.items():
             p.grad = _gradient(name, mesh.rank, micro_batch)
@@ -66,7 +68,7 @@ def test_micro_batches_are_added_in_their_order(replicate, shard, replicas):
     results = run_ranks(world, _reduce, replicate, shard, 2, True, "exact")
     for name in SHAPES:
         terms = [_gradient(name, rank, m).float() for m in range(2) for rank in range(world)]
-        expected = add_in_order(torch.zeros(SHAPES[name]), terms).bfloat16().float()
+        expected = functools.reduce(torch.add, terms, torch.zeros(SHAPES[name])).bfloat16().float()
         assert torch.equal(_whole(results, name, replicas), expected), name
 
 
@@ -89,7 +91,7 @@ def _silent(every: bool) -> list:
     mesh = make_mesh(1, 2, "cpu")
     p = nn.Parameter(torch.zeros(2, 64))
     (sharded,) = shard_parameters([("p", p)], mesh, lambda _: False)
-    reduction = GradientReduction([sharded], mesh, every_micro_batch=every)
+    reduction = GradientReduction([[sharded]], mesh, every_micro_batch=every)
     if mesh.rank == 1:
         p.grad = torch.ones(2, 64)
     reduction.add()

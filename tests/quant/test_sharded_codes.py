@@ -11,7 +11,7 @@ from qtrain.distributed.shards import shard_parameters
 from qtrain.distributed.wire import sent
 from qtrain.quant import SCHEMES
 from qtrain.quant.linear import LowBitLinear
-from qtrain.quant.sharded_codes import ShardedCodes, gather_codes
+from qtrain.quant.sharded_codes import ShardedCodes, update_codes
 from tests.worlds import run_ranks
 
 CASES = {
@@ -58,7 +58,7 @@ def _gathered(name: str, shapes: tuple, replicate: int, shard: int, whole: bool)
         for _, buffer in linear.low_bit_weight.named_buffers():
             buffer.zero_()
     weights = [ShardedCodes(s, linear, mesh.shard_rank) for s, linear in zip(sharded, linears, strict=True)]
-    gather_codes(weights, mesh)
+    update_codes(weights, mesh)
     return _digests(linears), sent["codes"], sent["weights"]
 
 

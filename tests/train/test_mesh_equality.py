@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from qtrain.bench.mesh_equality import SCHEMES_COMPARED, differences, train
+from qtrain.distributed import gradients, weights
 from qtrain.distributed.mesh import make_mesh
 from tests.worlds import run_ranks
 
@@ -24,16 +25,20 @@ CASES = [(scheme, "adamw_8bit", "1x2") for scheme in SCHEMES_COMPARED] + [
 ]
 
 
-def _of_rank(scheme: str, optimizer: str, mesh: str, micro_batches: int, deterministic: bool) -> dict[str, Any]:
+def _of_rank(
+    scheme: str, optimizer: str, mesh: str, micro_batches: int, deterministic: bool, full_shard: bool
+) -> dict[str, Any]:
+    # Matrices of this model are sent alone, as large ones are; its vectors together.
+    gradients.ALONE_BYTES = weights.ALONE_BYTES = 1 << 14
     made = make_mesh(*map(int, mesh.split("x")), "cpu")
-    return train(scheme, optimizer, made, torch.device("cpu"), STEPS, deterministic, micro_batches)
+    return train(scheme, optimizer, made, torch.device("cpu"), STEPS, deterministic, micro_batches, full_shard)
 
 
 def _results(
-    scheme: str, optimizer: str, mesh: str, micro_batches: int, deterministic: bool = True
+    scheme: str, optimizer: str, mesh: str, micro_batches: int, deterministic: bool = True, full_shard: bool = False
 ) -> list[dict[str, Any]]:
     world = math.prod(map(int, mesh.split("x")))
-    return run_ranks(world, _of_rank, scheme, optimizer, mesh, micro_batches, deterministic)
+    return run_ranks(world, _of_rank, scheme, optimizer, mesh, micro_batches, deterministic, full_shard)
 
 
 @functools.cache

@@ -27,6 +27,7 @@ from qtrain.models import (
     output_head,
     read_model_source,
     recompute_blocks,
+    repeated_blocks,
     vision_cost,
 )
 from qtrain.models.trained_cost import TrainedPart
@@ -54,6 +55,10 @@ class Architecture(ABC):
     @abstractmethod
     def head(self, model: nn.Module) -> nn.Module | None:
         """The output head of `model`."""
+
+    @abstractmethod
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The repeated layers of `model`, in the order in which they run; empty if there are none."""
 
     @abstractmethod
     def build(self, checked: CheckedSettings) -> nn.Module:
@@ -150,6 +155,9 @@ class LanguageArchitecture(Architecture):
     def head(self, model: nn.Module) -> nn.Module | None:
         return model.lm_head
 
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        return list(model.layers)
+
     def build(self, checked: CheckedSettings) -> nn.Module:
         settings = checked.settings
         model = build_model(
@@ -231,6 +239,9 @@ class VisionArchitecture(Architecture):
 
     def head(self, model: nn.Module) -> nn.Module | None:
         return output_head(model)
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        return repeated_blocks(model)
 
     def build(self, checked: CheckedSettings) -> nn.Module:
         return build_vision_model(

@@ -25,6 +25,7 @@ def build_quantized(prepared: Prepared) -> tuple[nn.Module, QuantizedModel]:
         head=architecture.head(model),
         quantize_head=settings.quantize_lm_head,
         min_size=settings.quantize_min_size,
+        keep_codes=not prepared.reshards,
     )
     assert quantized.choices == [linear.choice for linear in prepared.linears], "the swap is not the planned one"
     return model, quantized
@@ -48,6 +49,7 @@ def assemble(prepared: Prepared, model: nn.Module, quantized: QuantizedModel, *,
         keep_full_weights=not architecture.reads_linears_only or bool(ema_decay),
         wire=GRADIENT_WIRES[settings.gradient_wire],
         seed=settings.seed,
+        blocks=architecture.blocks(model) if prepared.reshards else (),
     )
     for group in groups:
         group["params"] = [parallel.master(p) for p in group["params"]]

@@ -15,6 +15,7 @@ from qtrain.train.checked_settings import CheckedSettings
 from qtrain.train.plan.auto_scheme import resolve_auto_scheme
 from qtrain.train.plan.linears import PlannedLinear, plan_linears, refuse_no_swap, warn_high_precision
 from qtrain.train.plan.plan import Plan
+from qtrain.train.plan.resharding import reshards
 from qtrain.train.planned_machine import planned_hardware
 
 
@@ -45,10 +46,14 @@ def prepare(
     )
     linears = plan_linears(model, checked.scheme, checked.settings, head=head, device=checked.device)
     refuse_no_swap(linears, checked.scheme, checked.settings.quantize)
-    plan = architecture.plan(checked, linears, planned_hardware(checked.settings, checked.device), data, trained)
+    hardware = planned_hardware(checked.settings, checked.device)
+    plan = architecture.plan(checked, linears, hardware, data, trained)
+    if reshards(checked, plan, model, architecture.blocks(model), trained):
+        checked = dataclasses.replace(checked, reshards=True)
+        plan = architecture.plan(checked, linears, hardware, data, trained)
     lines = [
         *plan.lines(),
-        *([f"mesh    {checked.mesh.describe()}"] if checked.mesh.world > 1 else []),
+        *([f"mesh    {checked.mesh.describe(checked.reshards)}"] if checked.mesh.world > 1 else []),
         *checked.notes,
         *auto_lines,
         "linears",

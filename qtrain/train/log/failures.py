@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qtrain.errors import TrainingStopped
 
@@ -25,13 +25,13 @@ def _count_nonfinite(tensor: Tensor | None) -> str | None:
 
 
 @torch.no_grad()
-def first_nonfinite_tensor(model: nn.Module) -> str | None:
-    """The first parameter, in the model's order, whose weight or else whose gradient has a NaN or Inf; None if all are
-    finite. Weights come first because one non-finite weight makes all gradients non-finite.
+def first_nonfinite_tensor(parameters: Iterable[tuple[str, Tensor]]) -> str | None:
+    """The first of these named parameters whose weight or else whose gradient has a NaN or Inf; None if all are finite.
+    Weights come first because one non-finite weight makes all gradients non-finite.
 
     Meant for the moment of failure: it synchronizes once per tensor.
     """
-    parameters = list(model.named_parameters())
+    parameters = list(parameters)
     weights = [("weight", name, parameter) for name, parameter in parameters]
     gradients = [("gradient", name, parameter.grad) for name, parameter in parameters]
     for kind, name, tensor in weights + gradients:

@@ -69,7 +69,12 @@ def exchange_overhead(traffic: Traffic, mesh: Mesh) -> float:
     return traffic.matrices * per_matrix + traffic.parameters * PARAMETER_SECONDS
 
 
-def exposed_seconds(costs: Mapping[str, Cost], compute: float) -> float:
-    """Seconds on the wire that a GPU waits for, with `compute` seconds of computation beside them. Gradients and
-    weights travel after the last micro-batch, so nothing overlaps."""
-    return sum(cost.seconds for cost in costs.values())
+def exposed_seconds(costs: Mapping[str, Cost], compute: float, reshards: bool) -> float:
+    """Seconds on the wire that a GPU waits for, with `compute` seconds of computation beside them.
+
+    Gradients and weights travel after the last micro-batch, so nothing overlaps. With full sharding layers are
+    gathered, and gradients reduced, while another layer computes: what takes longer than that is exposed."""
+    if not reshards:
+        return sum(cost.seconds for cost in costs.values())
+    beside = costs["gradients"].seconds + costs["weights of layers"].seconds
+    return costs["weights"].seconds + max(0.0, beside - compute)

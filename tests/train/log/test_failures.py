@@ -22,14 +22,16 @@ def small_model() -> nn.Module:
 
 
 def test_a_finite_model_has_no_nonfinite_tensor():
-    assert first_nonfinite_tensor(small_model()) is None
+    assert first_nonfinite_tensor(small_model().named_parameters()) is None
 
 
 def test_the_first_nonfinite_gradient_in_model_order_is_named_with_its_counts():
     model = small_model()
     model[2].bias.grad[0] = float("inf")
     model[1].weight.grad[2:5] = float("nan")
-    assert first_nonfinite_tensor(model) == "the gradient of 1.weight (3 NaN and 0 Inf among 8 values)"
+    assert (
+        first_nonfinite_tensor(model.named_parameters()) == "the gradient of 1.weight (3 NaN and 0 Inf among 8 values)"
+    )
 
 
 def test_a_nonfinite_weight_is_named_before_the_gradients_that_it_makes_nonfinite():
@@ -37,7 +39,7 @@ def test_a_nonfinite_weight_is_named_before_the_gradients_that_it_makes_nonfinit
     with torch.no_grad():
         model[1].weight[1] = -float("inf")
     model[0].weight.grad[0, 0] = float("nan")
-    assert first_nonfinite_tensor(model) == "the weight of 1.weight (0 NaN and 1 Inf among 8 values)"
+    assert first_nonfinite_tensor(model.named_parameters()) == "the weight of 1.weight (0 NaN and 1 Inf among 8 values)"
 
 
 def test_fp8_tensors_are_checked_too():
@@ -45,7 +47,7 @@ def test_fp8_tensors_are_checked_too():
     codes = torch.zeros(4, 4)
     codes[0, 0] = float("nan")
     model.weight = nn.Parameter(codes.to(torch.float8_e4m3fn), requires_grad=False)
-    assert "weight of weight (1 NaN" in first_nonfinite_tensor(model)
+    assert "weight of weight (1 NaN" in first_nonfinite_tensor(model.named_parameters())
 
 
 def test_the_message_of_a_non_finite_loss_has_step_tensor_and_checkpoint(tmp_path):

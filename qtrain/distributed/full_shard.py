@@ -1,0 +1,179 @@
+"""Full sharding (ZeRO-3): the weights of a block exist in full only while the block runs.
+
+Ranks gather what a block reads before its forward pass, free it afterwards, gather it again before its backward pass,
+and reduce the block's gradients as soon as they are complete. On a GPU a second stream gathers the next block, and
+reduces the gradients of the last one, while the current one computes.
+
+The tensors stay the same objects, which autograd has saved: only their memory comes and goes.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class ShardedBlock:
+    """A block of a model. tensors: those whose memory it frees, contiguous ones if it is free already; gather: fills
+    them."""
+
+    def __init__(self, module: nn.Module, tensors: Sequence[Tensor], gather: Callable[[], None]):
+        self.module = module
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self._tensors, self._gather = tuple(tensors), gather
+        storages = {t.untyped_storage()._cdata: (t, t.untyped_storage()) for t in tensors}
+        self._storages = [(found, found.nbytes() or t.numel() * t.element_size()) for t, found in storages.values()]
+        self.gathered = True
+        self.ready: torch.cuda.Event | None = None
+        """What a stream must wait for before it reads the tensors."""
+
+    def gather(self) -> None:
+        """Allocate and fill the tensors."""
+        for storage, size in self._storages:
+            storage.resize_(size)
+        # What autograd has saved of the forward pass is the same again in the backward pass, not "modified in place".
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self._tensors):
+            self._gather()
+        self.gathered = True
+
+    def free(self) -> None:
+        """Free the tensors' memory. A kernel that reads them may still be queued on the current stream."""
+        for storage, _ in self._storages:
+            storage.resize_(0)
+        self.gathered, self.ready = False, None
+
+
+class FullShard:
+    """The blocks of a model, in the order in which they run. reduce(i): reduces the gradients of block i."""
+
+    def __init__(self, blocks: Sequence[ShardedBlock], device: torch.device, reduce: Callable[[int], None]):
+        self._blocks, self._reduce = list(blocks), reduce
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._reducing: torch.cuda.Event | None = None
+        self._in_flight: list[Tensor | None] = []
+        self._calls = [block.module._compiled_call_impl for block in self._blocks]
+        for index, block in enumerate(self._blocks):
+            # What a module's call runs if it is compiled: torch's hooks would be compiled with it.
+            call = block.module._compiled_call_impl or block.module._call_impl
+            block.module._compiled_call_impl = functools.partial(self._run, index, call)
+            block.free()
+
+    # ---- passes of a block -------------------------------------------------------------------------------------------
+
+    def _run(self, index: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._need(index)
+        self._prefetch(index + 1)
+        if args and _trains(args[0]):
+            args = (_AfterBackward.apply(args[0], functools.partial(self._after_backward, index)), *args[1:])
+        output = call(*args, **kwargs)
+        backward_follows = torch.is_grad_enabled() and index == len(self._blocks) - 1
+        if not backward_follows:
+            self._blocks[index].free()
+        first, *others = output if isinstance(output, tuple) else (output,)
+        if not _trains(first):
+            return output
+        first = _BeforeBackward.apply(first, functools.partial(self._before_backward, index))
+        return (first, *others) if isinstance(output, tuple) else first
+
+    def _before_backward(self, index: int) -> None:
+        self._need(index)
+        self._prefetch(index - 1)
+
+    def _after_backward(self, index: int) -> None:
+        block = self._blocks[index]
+        block.free()
+        if self._stream is None:
+            self._reduce(index)
+            return
+        self._wait_for_reduction()
+        self._in_flight = [p.grad for p in block.parameters]
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._reduce(index)
+            self._reducing = self._stream.record_event()
+
+    # ---- memory and streams ------------------------------------------------------------------------------------------
+
+    def _need(self, index: int) -> None:
+        """Have block `index` gathered before anything that is launched from now on."""
+        block = self._blocks[index]
+        if not block.gathered:
+            self._launch(block)
+        if block.ready is not None:
+            torch.cuda.current_stream().wait_event(block.ready)
+
+    def _prefetch(self, index: int) -> None:
+        if self._stream is not None and 0 <= index < len(self._blocks) and not self._blocks[index].gathered:
+            self._launch(self._blocks[index])
+
+    def _launch(self, block: ShardedBlock) -> None:
+        if self._stream is None:
+            block.gather()
+            return
+        # Memory that was freed on the current stream is reused here: wait for the kernels that read it.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            block.gather()
+            block.ready = self._stream.record_event()
+
+    def _wait_for_reduction(self) -> None:
+        """Let the current stream wait for the last block's gradients, whose memory is free then."""
+        if self._reducing is not None:
+            torch.cuda.current_stream().wait_event(self._reducing)
+        self._reducing, self._in_flight = None, []
+
+    def end_micro_batch(self) -> None:
+        """After a backward pass: wait for all reductions, and free what a pass without gradients has left."""
+        self._wait_for_reduction()
+        self.free()
+
+    def free(self) -> None:
+        """Free the blocks that are still gathered; to be called when the weights have changed."""
+        for block in self._blocks:
+            if block.gathered:
+                block.free()
+
+    def gather(self) -> None:
+        """Gather all blocks, each of which is freed after it has run."""
+        for index in range(len(self._blocks)):
+            self._need(index)
+
+    def remove(self) -> None:
+        """Call the blocks as before."""
+        for block, call in zip(self._blocks, self._calls, strict=True):
+            block.module._compiled_call_impl = call
+
+
+def _trains(value: Any) -> bool:
+    return torch.is_grad_enabled() and isinstance(value, Tensor) and value.requires_grad
+
+
+class _BeforeBackward(torch.autograd.Function):
+    """The identity, on a block's output; calls `action` when the block's backward pass begins."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, action: Callable[[], None]) -> Tensor:
+        ctx.action = action
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        ctx.action()
+        return dy, None
+
+
+class _AfterBackward(torch.autograd.Function):
+    """The identity, on a block's input; calls `action` when the block's gradients are complete: autograd accumulates
+    those of parameters before it goes on to what the input was computed from."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, action: Callable[[], None]) -> Tensor:
+        ctx.action = action
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx: Tensor):
+        ctx.action()
+        return dx, None
