@@ -9,6 +9,7 @@ skipped, so the config.json of any run is a recipe.
 
 import contextlib
 import dataclasses
+import hashlib
 import io
 import itertools
 import json
@@ -101,6 +102,10 @@ def _print_and_exit(text: str) -> NoReturn:
     sys.exit(0)
 
 
+CAUSE_SECONDS = 10
+"""How long a process of several keeps an error to itself that rank 0 has too, or that follows from another's."""
+
+
 def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupted") -> None:
     """Run a script's main on the command line. UserError and TrainingStopped are printed on stderr, without traceback.
 
@@ -118,7 +123,7 @@ def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupte
         main(sys.argv[1:])
     except (UserError, TrainingStopped) as error:
         if rank != "0" or isinstance(error, LostRank):
-            time.sleep(10)  # for rank 0 or the launcher to give the cause; the launcher then ends this process
+            time.sleep(CAUSE_SECONDS)  # rank 0 or the launcher gives the cause; the latter then ends this process
         if rank != "0":
             print(f"rank {rank}: ", end="", file=sys.stderr)
         message = " ".join(str(error).split("\n")) if isinstance(error, UserError) else str(error)
@@ -167,6 +172,14 @@ def write_config(config: Any, path: Path, notes: Mapping[str, Any]) -> None:
     underscore in front."""
     record = {**notes, "_versions": versions(), **as_dict(config)}
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def source_digest() -> str:
+    """A digest of this package's source."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def versions() -> dict[str, str | None]:

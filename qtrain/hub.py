@@ -10,7 +10,7 @@ import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
-from qtrain.errors import UserError
+from qtrain.errors import UserError, first_line
 
 TIMEOUT = "QTRAIN_HUB_TIMEOUT"
 """Environment variable: seconds to wait for the hub's first answer, 10 by default, and for each request after it."""
@@ -108,11 +108,11 @@ def reaching_hub(flag: str, what: str, fix: str) -> Iterator[None]:
     except RepositoryNotFoundError:
         raise UserError(f"{flag}: {what} is not on the hub, or it is private. {fix}") from None
     except EntryNotFoundError as error:
-        raise UserError(f"{flag}: {what} lacks a required file: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{flag}: {what} lacks a required file: {first_line(error)}") from None
     except (HfHubHTTPError, OSError) as error:  # ConnectionError is an OSError
         if not reachable:
             raise unreachable from None
-        raise UserError(f"{flag}: {what} could not be loaded from the hub: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{flag}: {what} could not be loaded from the hub: {first_line(error)}") from None
 
 
 def hub_file(repo_id: str, filename: str, flag: str, fix: str, repo_type: str = "model") -> Path:

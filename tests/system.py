@@ -10,9 +10,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -152,6 +153,7 @@ def child(job):
     os.chdir(job["cwd"])
     os.environ.update(job["environment"])
     sys.argv = [job["script"] + ".py", *job["argv"]]
+    exec(job["patch"], globals())
     if job["hang_at"] is not None:
         step = Training._step
         def hang(self, *arguments):
@@ -243,13 +245,17 @@ class Server:
         print(json.dumps(job), file=self._process.stdin, flush=True)
         return self._process.stdout.readline()
 
-    def start(self, script: str, argv: list[str], hang_at: int | None = None, **environment: str) -> Process:
-        """Start `script` with `argv`. With `hang_at` it does not go on after that step, so that it can be killed."""
+    def start(
+        self, script: str, argv: list[str], hang_at: int | None = None, patch: str = "", **environment: str
+    ) -> Process:
+        """Start `script` with `argv`. With `hang_at` it does not go on after that step, so that it can be killed.
+
+        patch: Python code that runs before the script's."""
         self._jobs += 1
         output, errors = (self._folder / f"{self._jobs}.{kind}" for kind in ("out", "err"))
         for path in (output, errors):
             path.touch()
-        job = {"script": script, "argv": argv, "cwd": str(self._folder), "hang_at": hang_at}
+        job = {"script": script, "argv": argv, "cwd": str(self._folder), "hang_at": hang_at, "patch": patch}
         job["environment"] = environment
         pid = int(self.ask({**job, "output": str(output), "errors": str(errors)}))
         self.running.add(pid)
@@ -258,9 +264,21 @@ class Server:
     def run(self, script: str, argv: list[str]) -> Outcome:
         return self.start(script, argv).wait()
 
-    def run_ranks(self, world: int, script: str, argv: list[str]) -> list[Outcome]:
-        """The script as `world` ranks, as a launcher starts them: when one has failed, the others are killed."""
-        ranks = [self.start(script, argv, **variables) for variables in environment(world)]
+    def run_ranks(
+        self,
+        world: int,
+        script: str,
+        argv: list[str],
+        patches: Mapping[int, str] = MappingProxyType({}),
+        of_rank: Mapping[int, list[str]] = MappingProxyType({}),
+    ) -> list[Outcome]:
+        """The script as `world` ranks, as a launcher starts them: when one has failed, the others are killed.
+
+        By rank: patches: Python code that runs before the script's; of_rank: arguments that only it gets."""
+        ranks = [
+            self.start(script, [*argv, *of_rank.get(rank, [])], patch=patches.get(rank, ""), **variables)
+            for rank, variables in enumerate(environment(world))
+        ]
         wait_until(lambda: any(rank.ended for rank in ranks), 120)
         first = next(rank for rank in ranks if rank.ended)
         outcomes = {id(first): first.wait()}

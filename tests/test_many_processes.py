@@ -2,12 +2,8 @@
 
 import json
 import os
-import re
 import signal
 import socket
-import subprocess
-import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,29 +13,15 @@ import torch
 from safetensors.torch import load_file
 
 from qtrain.distributed import ranks
-from qtrain.distributed.ranks import join_world
+from qtrain.distributed.ranks import check_launcher, join_world
 from qtrain.errors import UserError
-from qtrain.train.log.metrics import read_metrics
 from tests.cases import sampled
-from tests.data.corpora import functions, write_questions, write_raw
+from tests.data.corpora import write_questions
 from tests.data.images.pictures import write_folder
-from tests.system import PYTHON_FIRST, ROOT, contents, flags, losses, only_run, serving, tree, wait_until, write_model
+from tests.processes import PRETRAIN, SHARED, launched, write_pretraining
+from tests.system import contents, flags, losses, only_run, serving, tree
 from tests.worlds import environment
 
-TOKENS = {"type": "token", "dataset_dir": "tokens", "tokenizer": "byte"}
-SHARED = {"device": "cpu", "deterministic": True, "lr": 0.01, "ckpt_interval": 2, "keep_ckpts": 9}
-PRETRAIN = {
-    **SHARED,
-    "model": "tiny.json",
-    "train_ds": TOKENS,
-    "eval_ds": TOKENS,
-    "eval_sequences": 4,
-    "seq_len": 32,
-    "batch_size": 12,
-    "micro_batch_size": 1,
-    "n_steps": 4,
-    "optim": "adamw_8bit",
-}
 INSTRUCT = {"type": "instruct", "dataset": "questions.jsonl", "template": "gsm8k", "tokenizer": "byte"}
 FINETUNE = {
     **{k: v for k, v in PRETRAIN.items() if k not in ("eval_ds", "eval_sequences")},
@@ -66,9 +48,7 @@ VISION = {
 def server(tmp_path_factory):
     """Starts scripts in a folder that holds data of every kind."""
     folder = tmp_path_factory.mktemp("processes")
-    write_model(folder / "tiny.json", max_position_embeddings=512)
-    text = "\n".join(functions()[:36]).encode()
-    write_raw(folder / "tokens" / "0.bin", torch.frombuffer(bytearray(text[:6000]), dtype=torch.uint8).numpy())
+    write_pretraining(folder)
     write_questions(folder / "questions.jsonl")
     write_folder(folder / "images")
     with serving(folder) as server:
@@ -92,19 +72,24 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
 def assert_equal(one: Path, other: Path, step: int = 4) -> None:
     """Losses, norms and data positions; the last checkpoint's tensors; the export."""
     assert [row[:5] for row in losses(one)] == [row[:5] for row in losses(other)]
-    a, b = (contents(folder / "checkpoints" / f"{step:08d}") for folder in (one, other))
-    a, b = ({name: t for name, t in found.items() if not name.startswith("rng.")} for found in (a, b))
-    assert a.keys() == b.keys() and len(a) > 10
-    assert not [name for name in a if not torch.equal(a[name], b[name])]
+    assert_same_checkpoint(one, other, step)
     a, b = exported(one), exported(other)
     assert a.keys() == b.keys() and len(a) > 10
     assert not [name for name in a if not torch.equal(a[name], b[name])]
 
 
+def assert_same_checkpoint(one: Path, other: Path, step: int) -> None:
+    a, b = (contents(folder / "checkpoints" / f"{step:08d}") for folder in (one, other))
+    a, b = ({name: t for name, t in found.items() if not name.startswith("rng.")} for found in (a, b))
+    assert a.keys() == b.keys() and len(a) > 10
+    assert not [name for name in a if not torch.equal(a[name], b[name])]
+
+
+HSDP_ASYNC = {"dp_replicate": 2, "async_checkpoint": True}
 FULLY = {"reshard_after_forward": "always"}
 CASES = {
     "int8, ZeRO-2": (2, "llm_pretrain", {**PRETRAIN, "quantize": "int8"}),
-    "fp8_tensorwise, HSDP": (4, "llm_pretrain", {**PRETRAIN, "quantize": "fp8_tensorwise", "dp_replicate": 2}),
+    "fp8_tensorwise, HSDP": (4, "llm_pretrain", {**PRETRAIN, "quantize": "fp8_tensorwise", **HSDP_ASYNC}),
     "bf16, DDP of 3": (3, "llm_pretrain", {**PRETRAIN, "dp_replicate": 3, "z_loss": 1e-4}),
     "stored in INT8, muon": (2, "llm_pretrain", {**PRETRAIN, "quantize": "int8_weight", "optim": "muon"}),
     "schedule-free": (2, "llm_pretrain", {**PRETRAIN, "quantize": "bitnet", "optim": "adamw_schedule_free"}),
@@ -150,16 +135,18 @@ SWEPT = (
 @pytest.mark.parametrize("case", sampled([*CASES], lambda case: case in SWEPT))
 def test_several_processes_train_as_one(server, case, tmp_path):
     world, script, settings = CASES[case]
-    alone = {k: v for k, v in settings.items() if not k.startswith(("dp_", "reshard"))}
+    alone = {k: v for k, v in settings.items() if k not in {**HSDP_ASYNC, **FULLY}}
     one = run(server, 1, script, tmp_path / "one", **alone)
-    assert_equal(one, run(server, world, script, tmp_path / "many", **settings))
+    many = run(server, world, script, tmp_path / "many", **settings)
+    assert_equal(one, many)
+    assert_same_checkpoint(one, many, 2)
 
 
 def test_saved_by_four_and_resumed_by_any_number_and_back(server, tmp_path):
-    """4 > 1, 4 > 2x2, 1 > 3: each goes on as the undisturbed run."""
+    """4 > 3, 1 > 2x2: each goes on as the undisturbed run."""
     settings = {**PRETRAIN, "quantize": "int8", "n_steps": 4}
     whole = run(server, 1, "llm_pretrain", tmp_path / "whole", **settings)
-    for first, then, mesh in ((4, 1, {}), (4, 4, {"dp_replicate": 2}), (1, 3, {})):
+    for first, then, mesh in ((4, 3, {}), (1, 4, {"dp_replicate": 2})):
         runs = tmp_path / f"{first} {then} {len(mesh)}"
         begun = run(server, first, "llm_pretrain", runs, **settings)
         for path in begun.glob("checkpoints/00000004/*"):
@@ -170,73 +157,6 @@ def test_saved_by_four_and_resumed_by_any_number_and_back(server, tmp_path):
         assert "resumed at step 2" in done[0].out
         assert_equal(whole, begun)
     assert Path(os.devnull).is_char_device(), "the logs of other ranks are written there, and truncated nowhere"
-
-
-# ---- processes that end ----------------------------------------------------------------------------------------------
-
-
-def launched(folder: Path, *words: str, **settings: Any) -> subprocess.Popen:
-    """llm_pretrain.py as a user starts it, in a folder."""
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "llm_pretrain.py"), *flags(**settings), *words],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**PYTHON_FIRST, "OMP_NUM_THREADS": "1"},
-    )
-
-
-def ranks_of(process: subprocess.Popen) -> list[int]:
-    """The processes that a launcher started, by rank."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    by_rank = {}
-    for pid in map(int, children):
-        found = re.search(rb"\0RANK=(\d+)\0", b"\0" + Path(f"/proc/{pid}/environ").read_bytes())
-        if found:
-            by_rank[int(found[1])] = pid
-    return [by_rank[rank] for rank in sorted(by_rank)]
-
-
-def test_a_killed_rank_ends_the_run_and_the_run_resumes(server, tmp_path):
-    settings = {**PRETRAIN, "quantize": "int8", "n_steps": 400, "eval_interval": 0, "runs_dir": tmp_path}
-    process = launched(server.folder, gpus=2, **settings)
-    wait_until(lambda: [*tmp_path.glob("*/*/checkpoints/00000002/COMPLETE")], 120)
-    folder = only_run(tmp_path)
-    os.kill(ranks_of(process)[1], signal.SIGKILL)
-    started = time.monotonic()
-    _, errors = process.communicate(timeout=60)
-    assert time.monotonic() - started < 60
-    assert process.returncode == 128 + signal.SIGKILL
-    assert errors == "error: rank 1 was killed by SIGKILL; all ranks end.\n"
-    last = max(r["step"] for r in read_metrics(folder / "metrics.jsonl") if "loss" in r)
-    saved = max(int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdigit())
-    assert saved in (last - 1, last, last - 2)
-
-    again = launched(server.folder, **{**settings, "n_steps": saved + 2}, gpus=2, resume="auto")
-    out, errors = again.communicate(timeout=120)
-    assert (again.returncode, errors) == (0, "") and f"resumed at step {saved}" in out
-    steps = [r["step"] for r in read_metrics(folder / "metrics.jsonl") if "loss" in r]
-    assert steps == [*range(1, saved + 3)]
-
-
-def test_a_signal_to_one_rank_is_one_save_of_all(server, tmp_path):
-    settings = {**PRETRAIN, "n_steps": 400, "ckpt_interval": 0, "eval_interval": 0, "runs_dir": tmp_path}
-    ranks = [server.start("llm_pretrain", flags(**settings), **variables) for variables in environment(2)]
-    wait_until(lambda: [p for p in tmp_path.glob("*/*/metrics.jsonl") if len(read_metrics(p)) > 2], 60)
-    os.kill(ranks[1].pid, signal.SIGTERM)
-    assert [rank.wait().code for rank in ranks] == [143, 143]
-    folder = only_run(tmp_path)
-    last = [r["step"] for r in read_metrics(folder / "metrics.jsonl") if "loss" in r][-1]
-    assert [int(p.name) for p in (folder / "checkpoints").iterdir()] == [last]
-
-
-def test_a_nonfinite_gradient_of_one_rank_stops_all_before_the_update(server, tmp_path):
-    """The second half of the stream's first step, which rank 1 reads, would make every gradient infinite."""
-    settings = {**PRETRAIN, "lr": 1e30, "clip_grad_norm": 0, "n_steps": 6, "runs_dir": tmp_path}
-    done = server.run_ranks(2, "llm_pretrain", flags(**settings))
-    assert done[0].code == 1 and done[1].code in (1, -signal.SIGKILL)
-    assert done[0].err.count("error:") == 1 and "is nan" in done[0].err.lower() and done[1].err == ""
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------
@@ -267,6 +187,39 @@ def test_a_mistake_is_one_message_of_rank_0(server, world, says, settings, tmp_p
 
 
 @pytest.mark.parametrize(
+    ("says", "settings", "patch"),
+    [
+        ("--lr: it is 0.02 on rank 1 and 0.01 on rank 0; start all processes with the same flags", {"lr": 0.02}, ""),
+        (
+            "--train_ds: rank 1 reads other data than rank 0: windows is 93 there and 168 on rank 0",
+            {},
+            "import shutil; shutil.copytree('tokens', 'own/tokens')\n"
+            "import numpy; numpy.fromfile('tokens/0.bin', 'u2')[:3000].tofile('own/tokens/0.bin')\n"
+            "shutil.copy('tiny.json', 'own'); os.chdir('own')",
+        ),
+        (
+            "WORLD_SIZE: rank 1 runs qtrain other and rank 0 ",
+            {},
+            "import qtrain.train.checked_settings as c; c.source_digest = lambda: 'other'",
+        ),
+        (
+            "--runs_dir: rank 1 does not see ",
+            {},
+            "from qtrain.train.state import run; run.SHARED_SECONDS = 0.5\n"
+            "from pathlib import Path; Path.exists = lambda self, **_: False",
+        ),
+    ],
+    ids=["settings", "data", "version", "folder"],
+)
+def test_ranks_that_differ_are_one_message_that_names_one(server, says, settings, patch, tmp_path):
+    argv = flags(**{**PRETRAIN, "runs_dir": tmp_path / "runs"})
+    done = server.run_ranks(2, "llm_pretrain", argv, {1: patch}, {1: flags(**settings)})
+    assert done[0].code == 2 and {outcome.code for outcome in done} <= {2, -signal.SIGKILL}
+    assert done[0].err.startswith("error: ") and says in done[0].err and done[0].err.count("\n") == 1
+    assert done[1].err == "" and not [*tmp_path.glob("**/metrics.jsonl")]
+
+
+@pytest.mark.parametrize(
     ("variables", "says"),
     [
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE: 'two' is not a number of processes"),
@@ -283,12 +236,12 @@ def test_a_broken_launch_is_one_message(server, variables, says, tmp_path):
     assert tree(tmp_path) == {}
 
 
-@pytest.mark.parametrize("rank", ["5", "x", "-1"])
-def test_a_rank_outside_the_world(rank, monkeypatch):
+@pytest.mark.parametrize(("rank", "says"), [("5", "5 is not below WORLD_SIZE, 2"), ("x", "'x' is not"), ("-1", "'-1'")])
+def test_a_rank_outside_the_world(rank, says, monkeypatch):
     for name, value in {"WORLD_SIZE": "2", "RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"^RANK: '{rank}' is not a number from 0 to 1"):
-        join_world(torch.device("cpu"))
+    with pytest.raises(UserError, match=f"^RANK: {says}"):
+        check_launcher()
 
 
 def test_a_port_that_is_taken_and_a_rank_that_is_missing(server, tmp_path, monkeypatch):
@@ -319,7 +272,8 @@ def test_a_port_that_is_taken_and_a_rank_that_is_missing(server, tmp_path, monke
 )
 def test_a_mistake_before_any_process_is_started(server, says, settings, tmp_path):
     done = server.run("llm_pretrain", flags(**{**PRETRAIN, "runs_dir": tmp_path / "runs", **settings}))
-    assert done.code == 2 and says in done.err and done.out == "" and tree(tmp_path) == {}
+    assert done.code == 2 and says in done.err and done.err.count("\n") == 1
+    assert done.out == "" and tree(tmp_path) == {}
 
 
 def test_gpus_2_as_a_new_user_types_it(server, tmp_path):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qtrain.bench.tables import Cell
 from qtrain.bench.timing import measure
+from qtrain.errors import first_line
 
 Check = Callable[[object], float]
 """Takes a call's result; returns its largest error as a fraction of the tolerance, or raises WrongResultError."""
@@ -54,8 +55,7 @@ def examine(
     except WrongResultError as error:
         return Cell(reason=f"wrong result, not timed: {error}", details={"wrong": True})
     except Exception as error:  # a failing row must not end the table
-        lines = str(error).strip().splitlines() or [""]
-        return Cell(reason=f"{type(error).__name__}: {lines[0][:160]}")
+        return Cell(reason=f"{type(error).__name__}: {first_line(error)[:160]}")
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -2,8 +2,8 @@
 
 Trains a small model in every scheme x optimizer on one process and on several meshes, with the same twelve
 micro-batches a step, and compares losses, gradient norms, weights, low-bit codes and optimizer states: bit for bit with
---deterministic, losses within a relative 1e-3 without. The vocabulary is odd, and
-quantization blocks cross the shards' borders.
+--deterministic, losses within a relative 1e-3 without. The vocabulary is odd, and quantization
+blocks cross the shards' borders.
 
     python -m qtrain.bench.mesh_equality                                      on the CPU, the whole matrix
     python -m qtrain.bench.mesh_equality --full_shard                         layers gathered when they run
@@ -103,14 +103,14 @@ def train(
     forward, found = language_forward(model, None), []
     per_rank = micro_batches // mesh.world
     for step in range(steps):
-        batches = [_micro_batch(step, index * mesh.world + mesh.rank) for index in range(per_rank)]
+        batches = [random_micro_batch(step, index * mesh.world + mesh.rank) for index in range(per_rank)]
         gradients = compute_gradients(model, forward, quantized, batches, step, parallel=parallel)
         apply_gradients(optimizer, quantized, gradients, lr=1e-3, clip_grad_norm=0.5, parallel=parallel)
         found.append((gradients.loss, gradients.norm_value))
-    return {"steps": found, "digests": _digests(parallel, quantized, optimizer)}
+    return {"steps": found, "digests": state_digests(parallel, quantized, optimizer)}
 
 
-def _micro_batch(step: int, number: int) -> Batch:
+def random_micro_batch(step: int, number: int) -> Batch:
     """2 x 24 random tokens, of which a third is not trained on."""
     generator = torch.Generator().manual_seed(step * MICRO_BATCHES + number)
     tokens = torch.randint(CONFIG["vocab_size"], (2, 25), generator=generator)
@@ -119,7 +119,7 @@ def _micro_batch(step: int, number: int) -> Batch:
     return Batch(tokens[:, :-1].contiguous(), labels)
 
 
-def _digests(parallel: DataParallel, quantized, optimizer) -> dict[str, str]:
+def state_digests(parallel: DataParallel, quantized, optimizer) -> dict[str, str]:
     """A digest of each weight, of the codes of each linear and of each optimizer state, of full shape."""
     found: dict[str, str] = {}
 

@@ -124,12 +124,7 @@ class RowSource:
                 yield
             except StopIteration:  # the library's, from a file without rows
                 raise UserError(f"{flag}: {what} cannot be read: a file of it is empty.") from None
-            except (
-                ValueError,
-                RuntimeError,
-                *CORRUPT,
-                zipfile.BadZipFile,
-            ) as error:  # pyarrow's errors are ValueErrors
+            except (ValueError, RuntimeError, *CORRUPT, zipfile.BadZipFile) as error:  # pyarrow's are ValueErrors
                 if found := re.search(r"Available: (\[.*\])", str(error)):
                     names = re.findall(r"'([^']+)'", found.group(1))
                     raise unknown_name(flag, f"subset of {self.dataset!r}", str(self.subset), names) from None
@@ -165,17 +160,14 @@ class RowSource:
 
 
 class RowReader:
-    """Texts (or records) of one rank's rows, epoch after epoch. A cursor is {epoch, shard, row, state}: shards finished
+    """Texts (or records) of the rows, epoch after epoch. A cursor is {epoch, shard, row, state}: shards finished
     in this epoch, rows read from the next one, and the library's state there (None at its start)."""
 
-    def __init__(self, source: RowSource, seed: int, shuffle: bool, rank: int, world: int, flag: str):
+    def __init__(self, source: RowSource, seed: int, shuffle: bool, flag: str):
         self._source, self._flag = source, flag
         self._dataset = source.open(flag)
         self.shards: int = self._dataset.num_shards
         self._seed, self._shuffle = seed, shuffle
-        # With fewer shards than ranks, each rank reads all of them and keeps every world-th row.
-        self._by_shard = self.shards >= world
-        self._rank, self._world = rank, world
         self._cursor: dict[str, Any] | None = None
 
     @staticmethod
@@ -186,8 +178,7 @@ class RowReader:
         return self._source.estimated_rows(self._flag)
 
     def _shards_of(self, epoch: int) -> list[int]:
-        order = Permutation(self.shards, self._seed, epoch).all().tolist() if self._shuffle else [*range(self.shards)]
-        return order[self._rank :: self._world] if self._by_shard else order
+        return Permutation(self.shards, self._seed, epoch).all().tolist() if self._shuffle else [*range(self.shards)]
 
     def _open(self, cursor: Mapping[str, Any]) -> None:
         self._cursor = dict(cursor)
@@ -210,8 +201,7 @@ class RowReader:
             while len(texts) < count:
                 row = next(self._rows, None)
                 if row is not None:
-                    if self._by_shard or at["row"] % self._world == self._rank:
-                        texts.append(dict(row) if self._source.records else self._text(row))
+                    texts.append(dict(row) if self._source.records else self._text(row))
                     at["row"] += 1
                 elif at["shard"] + 1 < len(self._order):
                     at |= {"shard": at["shard"] + 1, "row": 0, "state": None}

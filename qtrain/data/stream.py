@@ -21,8 +21,8 @@ from qtrain.registry import Registry
 class StreamContext:
     """What a stream needs to know about the run. `epochs`: the stream ends after them; None: it never ends.
 
-    `rank` of `world`: each rank reads its own share. `tokenizer`: the run's, if known; a dataset with another one is
-    refused. `vocab_size`: the model's; larger ids are refused.
+    `tokenizer`: the run's, if known; a dataset with another one is refused. `vocab_size`: the model's; larger ids are
+    refused.
 
     For examples with a beginning and an end (instructions, chats): `seq_len_multiple` 0 packs several into a sample; N
     makes each a sample of its own, padded to a multiple of N tokens, with `micro_batch_size` of similar length
@@ -31,8 +31,6 @@ class StreamContext:
     seq_len: int
     seed: int = 0
     shuffle: bool = True
-    rank: int = 0
-    world: int = 1
     tokenizer: Tokenizer | None = None
     epochs: int | None = None
     vocab_size: int | None = None
@@ -51,7 +49,7 @@ class Stream(ABC):
     """Opens the same data again, at its start, also in another process. `open_stream` sets it."""
 
     samples_per_epoch: int | None = None
-    """Of all ranks; None where it is known only after reading everything."""
+    """None where it is known only after reading everything."""
 
     def estimated_samples(self) -> float | None:
         """About as many, from a part of the data; None where its size is not known. The stream stays where it is."""

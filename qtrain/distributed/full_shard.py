@@ -53,12 +53,18 @@ class FullShard:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._reducing: torch.cuda.Event | None = None
         self._in_flight: list[Tensor | None] = []
+        self._reduced: set[int] = set()
         self._calls = [block.module._compiled_call_impl for block in self._blocks]
         for index, block in enumerate(self._blocks):
             # What a module's call runs if it is compiled: torch's hooks would be compiled with it.
             call = block.module._compiled_call_impl or block.module._call_impl
             block.module._compiled_call_impl = functools.partial(self._run, index, call)
             block.free()
+
+    @property
+    def blocks(self) -> int:
+        """How many there are."""
+        return len(self._blocks)
 
     # ---- passes of a block -------------------------------------------------------------------------------------------
 
@@ -84,6 +90,7 @@ class FullShard:
     def _after_backward(self, index: int) -> None:
         block = self._blocks[index]
         block.free()
+        self._reduced.add(index)
         if self._stream is None:
             self._reduce(index)
             return
@@ -124,13 +131,19 @@ class FullShard:
             torch.cuda.current_stream().wait_event(self._reducing)
         self._reducing, self._in_flight = None, []
 
-    def end_micro_batch(self) -> None:
-        """After a backward pass: wait for all reductions, and free what a pass without gradients has left."""
+    def end_backward(self) -> None:
+        """After a backward pass: wait for all reductions. Blocks that autograd has not announced are reduced now, such
+        as the first one where its input has no gradient."""
+        for index in range(len(self._blocks)):
+            if index not in self._reduced:
+                self._after_backward(index)
+        self._reduced.clear()
         self._wait_for_reduction()
-        self.free()
 
     def free(self) -> None:
-        """Free the blocks that are still gathered; to be called when the weights have changed."""
+        """Free the blocks that are still gathered: when the weights have changed, or a pass was broken off."""
+        self._reduced.clear()
+        self._reducing, self._in_flight = None, []
         for block in self._blocks:
             if block.gathered:
                 block.free()

@@ -40,20 +40,16 @@ class GradientReduction:
         self._keeps_sums = every_micro_batch
         self._groups = [[_Bucket(members, mesh, wire) for members in _buckets(group)] for group in groups]
         self._buckets = [bucket for group in self._groups for bucket in group]
-        self._added: set[int] = set()
         self._seed, self._world = seed, mesh.world
 
     def add(self, micro_step: int = 0) -> None:
-        """Add the gradients of all ranks to the sums, and free them, but for those of groups that were added before.
-        micro_step: the number of this rank's micro-batch in the run, which keys random bits."""
+        """Add the gradients of all ranks to the sums, and free them. micro_step: the number of this rank's micro-batch
+        in the run, which keys random bits."""
         for index in range(len(self._groups)):
-            if index not in self._added:
-                self.add_group(index, micro_step)
-        self._added.clear()
+            self.add_group(index, micro_step)
 
-    def add_group(self, index: int, micro_step: int) -> None:
+    def add_group(self, index: int, micro_step: int = 0) -> None:
         """`add` for one group, as soon as its gradients are complete."""
-        self._added.add(index)
         for bucket in self._groups[index]:
             number = FIRST_NUMBER + self._buckets.index(bucket) * self._world
             received = bucket.exchange((self._seed, micro_step, number))
@@ -71,7 +67,7 @@ class GradientReduction:
         if self._keeps_sums:
             for bucket in self._buckets:
                 bucket.give(bucket.sums)
-                bucket.sums = None
+                bucket.sums.zero_()
 
 
 class _Bucket:
@@ -79,7 +75,7 @@ class _Bucket:
 
     def __init__(self, members: list[Sharded], mesh: Mesh, wire: GradientWire | None = None):
         self._members, self._mesh, self._wire = members, mesh, wire
-        self.sums: Tensor | None = None
+        self.sums: Tensor | None = None  # in the same memory in every step: recorded steps add to it
         self._dtype = members[0].parameter.dtype
         self._lengths = [sum(m.bounds[s + 1] - m.bounds[s] for m in members) for s in range(mesh.shard)]
         self._parts = [  # of every rank: its part of its shard
@@ -123,7 +119,7 @@ class _Bucket:
 
     def give(self, part: Tensor) -> None:
         """Set the masters' gradients from this rank's part of its shard, summed in fp32."""
-        part = part.to(self._dtype)
+        part = part.to(self._dtype, copy=True)
         if self._mesh.replicate > 1:
             sizes = self._sizes[self._mesh.shard_rank :: self._mesh.shard]
             part = torch.cat(gather(part, sizes, self._mesh.replicate_group, "gradients"))

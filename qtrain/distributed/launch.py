@@ -7,13 +7,13 @@ with that process's code.
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from qtrain.distributed.ranks import launched_world
 from qtrain.errors import UserError
@@ -43,14 +43,16 @@ def launch(gpus: int, device: str) -> None:
 
 def run_processes(count: int, command: Sequence[str]) -> int:
     """Run `command` as `count` ranks. Returns the exit code of the first that failed; 0 if none did."""
-    port = _free_port()
+    # Hosted here, as torchrun's agent does, it outlives every rank: the others still learn who hangs.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count))
     common = {
         **os.environ,
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": threads,
     }
     processes = [
@@ -94,9 +96,3 @@ def _send(processes: Sequence[subprocess.Popen], number: int) -> None:
     for process in processes:
         if process.poll() is None:
             process.send_signal(number)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

@@ -34,10 +34,6 @@ class Mesh:
         return rank() if self.device_mesh is not None else 0
 
     @property
-    def replicate_rank(self) -> int:
-        return self.rank // self.shard
-
-    @property
     def shard_rank(self) -> int:
         return self.rank % self.shard
 

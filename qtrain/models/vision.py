@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from qtrain.errors import UserError, missing_package, nearest
+from qtrain.errors import UserError, first_line, missing_package, nearest
 from qtrain.hub import reaching_hub
 from qtrain.models.selective_recompute import selective_contexts
 from qtrain.models.writing import writing_export
@@ -71,7 +71,7 @@ def empty_vision_model(name: str, kwargs: Mapping[str, Any], classes: int) -> nn
             model.get_classifier()  # a model of features, which some keys give, has none
             return model
     except Exception as error:  # a model's constructor may raise anything
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(f"--model_kwargs: {name} cannot be built with {json.dumps(dict(kwargs))}: {reason}.") from None
 
 

@@ -34,7 +34,8 @@ class ShardedCodes:
     shard_rank: int
     scale: Tensor | None = None
     keeps: bool = False
-    """Whether the scale and this rank's codes stay in memory, to be gathered more than once."""
+    """Whether the scale and this rank's codes stay in memory, to be gathered more than once: always the same memory,
+    which recorded steps read."""
     _kept: list[Tensor] | None = None
 
     @cached_property
@@ -83,11 +84,12 @@ class ShardedCodes:
     def set_scale(self, statistics: Tensor) -> None:
         """Compute the scale from the statistics of all ranks."""
         if self.is_mean:
-            self.scale = (statistics / self.linear.weight.numel()).float().clamp(min=SCALE_EPS)
-            return
-        fmt, granularity = self._format.fmt, self._format.granularity
-        amax = statistics.view(scale_shape(granularity, *self._shape))
-        self.scale = scale_from_amax_ref(amax, fmt, granularity, self._shape, self.linear.scheme.power_of_two)
+            scale = (statistics / self.linear.weight.numel()).float().clamp(min=SCALE_EPS)
+        else:
+            fmt, granularity = self._format.fmt, self._format.granularity
+            amax = statistics.view(scale_shape(granularity, *self._shape))
+            scale = scale_from_amax_ref(amax, fmt, granularity, self._shape, self.linear.scheme.power_of_two)
+        (self.scale,) = _replace_values(self.scale if self.scale is None else [self.scale], [scale])
 
     # ---- Gathered ----------------------------------------------------------------------------------------------------
 
@@ -99,15 +101,15 @@ class ShardedCodes:
         return [torch.empty(shape, dtype=dtype, device=self.linear.weight.device)]
 
     def own(self) -> list[Tensor]:
-        if self._kept is not None:
-            return self._kept
-        return [self._encode(rows, self.scale[of]) for rows, of in self._pieces()]
+        return self._kept if self.keeps else self._codes()
 
     def update(self) -> None:
         """Keep this rank's codes under the new scale."""
-        self._kept = None
-        self._kept = self.own()
+        self._kept = _replace_values(self._kept, self._codes())
         self.linear.mark_fresh()
+
+    def _codes(self) -> list[Tensor]:
+        return [self._encode(rows, self.scale[of]) for rows, of in self._pieces()]
 
     def _encode(self, rows: Tensor, scale: Tensor) -> Tensor:
         fmt, granularity = self._format.fmt, self._format.granularity
@@ -122,6 +124,15 @@ class ShardedCodes:
     def bytes(self) -> int:
         rows, width = codes_shape(self._format.fmt, *self._shape)
         return rows * width
+
+
+def _replace_values(kept: list[Tensor] | None, values: list[Tensor]) -> list[Tensor]:
+    """`kept` with new values in the same memory; without any, the values themselves."""
+    if kept is None:
+        return values
+    for old, new in zip(kept, values, strict=True):
+        old.copy_(new)
+    return kept
 
 
 @torch.no_grad()

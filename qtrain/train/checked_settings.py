@@ -1,12 +1,13 @@
 """Settings checked against each other and this machine, with the registry entries that they name."""
 
-import os
 from dataclasses import dataclass
 
 import torch
 
+from qtrain.checks import shown
+from qtrain.config import as_dict, source_digest
 from qtrain.distributed.mesh import Mesh, make_mesh, mesh_shape
-from qtrain.distributed.ranks import from_rank_0, join_world, launched_world
+from qtrain.distributed.ranks import check_launcher, first_difference, from_rank_0, join_world, launched_world
 from qtrain.errors import UserError
 from qtrain.optim import OPTIMIZERS, LRSchedule, OptimizerSpec, make_schedule
 from qtrain.quant import SCHEMES, Scheme
@@ -39,17 +40,22 @@ class CheckedSettings:
     """Lines for the plan: settings that have no effect."""
 
 
-def _check_launcher() -> None:
-    """UserError for settings of a launcher that no process can have: others would wait for its rank in vain."""
-    fix = "start the script with torchrun, which sets RANK, LOCAL_RANK and WORLD_SIZE, or without any of them."
-    for name in ("RANK", "LOCAL_RANK"):
-        given = os.environ.get(name)
-        if given is None and name == "RANK" and launched_world() > 1:
-            raise UserError(f"RANK: it is not set, but WORLD_SIZE is {launched_world()}; {fix}")
-        if given is not None and not given.isdecimal():
-            raise UserError(f"{name}: {given!r} is not the number of a process; {fix}")
-        if given is not None and int(given) >= launched_world() and "WORLD_SIZE" in os.environ:
-            raise UserError(f"{name}: {given} is not below WORLD_SIZE, {launched_world()}; {fix}")
+def _check_alike(settings: TrainSettings) -> None:
+    """UserError naming a rank that was started with other settings than rank 0, or with another version."""
+    if launched_world() == 1:
+        return
+    versions = {"torch": torch.__version__, "qtrain": source_digest()}
+    if found := first_difference({**as_dict(settings), **versions}):
+        number, name, its, first = found
+        if name in versions:
+            raise UserError(
+                f"WORLD_SIZE: rank {number} runs {name} {its} and rank 0 {first}; install the same version for all "
+                "processes."
+            )
+        raise UserError(
+            f"--{name}: it is {shown(its)} on rank {number} and {shown(first)} on rank 0; start all processes with the "
+            "same flags."
+        )
 
 
 def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None = None) -> CheckedSettings:
@@ -57,7 +63,7 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
 
     scheme: replaces the one that --quantize names.
     """
-    _check_launcher()
+    check_launcher()
     check_plan_flags(settings)
     device = planned_device(settings)
     dtype = choose_dtype(settings.dtype, device)
@@ -71,7 +77,8 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
     notes = check_dependences(Given(settings, device, dtype, scheme, schedule))
     check_in_backward(settings, geometry, optimizer)
     check_trackers(settings.trackers)
-    join_world(device)
+    join_world(device, settings.rank_timeout)
+    _check_alike(settings)
     folder = from_rank_0(lambda: find_run_folder(settings, script))
     mesh = planned_mesh(settings) or make_mesh(settings.dp_replicate, settings.dp_shard, device.type)
     optimizer, note = optimizer.for_device(device)

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.data import TensorBatch
+from qtrain.errors import first_line
 from qtrain.quant import QuantizedModel
 from qtrain.train.language import Forward
+from qtrain.train.parallel import DataParallel
 from qtrain.train.state.run import Run
 
 log = logging.getLogger("qtrain")
@@ -34,18 +36,23 @@ def step_graphs(run: Run, forward: Forward, *, recordable: bool = True) -> "Step
     """
     settings = run.settings
     recordable = recordable and settings.compile and settings.cuda_graphs and not settings.optimizer_in_backward
-    recordable = recordable and not run.parallel.reshards  # memory comes and goes, at other addresses
+    # Rounded gradients of fully sharded layers are sent within the graph, with keys that the host makes.
+    recordable = recordable and not (run.parallel.reshards and settings.gradient_wire != "exact")
     if not recordable or run.device.type != "cuda":
         return None
-    return StepGraphs(run.model, forward, run.quantized, run.parallel.requantize)
+    return StepGraphs(run.model, forward, run.quantized, run.parallel)
 
 
-def forward_backward(forward: Forward, batch: TensorBatch, trained: Tensor) -> Tensor:
+def forward_backward(
+    forward: Forward, batch: TensorBatch, trained: Tensor, parallel: DataParallel | None = None
+) -> Tensor:
     """Forward and backward of one micro-batch. Returns the summed negative log-likelihood, detached.
 
-    trained: count of the step's trained tokens, an fp32 scalar on the device."""
+    trained: count of the step's trained tokens, an fp32 scalar on the device. parallel: None: one rank."""
     sums = forward(batch)
     (sums.loss / trained).backward()
+    if parallel is not None:
+        parallel.end_backward()
     return sums.nll
 
 
@@ -57,11 +64,12 @@ class StepGraphs:
         model: nn.Module,
         forward: Forward,
         quantized: QuantizedModel,
-        requantize: Callable[[], None] | None = None,
+        parallel: DataParallel | None = None,
     ):
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._forward, self._quantized = forward, quantized
-        self._requantize = requantize or quantized.refresh
+        self._parallel = parallel
+        self._requantize = parallel.requantize if parallel else quantized.refresh
         self._device = self._parameters[0].device
         self._pool = torch.cuda.graph_pool_handle()
         self._batch: TensorBatch | None = None  # static inputs of the graphs
@@ -75,17 +83,17 @@ class StepGraphs:
     def micro_step(self, batch: TensorBatch, trained: Tensor, accumulate: bool) -> Tensor:
         """`forward_backward`, replayed where possible. accumulate: add to the gradients of this step's earlier ones."""
         if not self._fits(batch, accumulate):
-            return forward_backward(self._forward, batch, trained)
+            return forward_backward(self._forward, batch, trained, self._parallel)
         for static, tensor in zip(self._batch.tensors(), batch.tensors(), strict=True):
             static.copy_(tensor, non_blocking=True)
         self._trained.copy_(trained)
         if accumulate not in self._micro_steps:
             before = [p.grad for p in self._parameters]
-            recorded = self._record(lambda: forward_backward(self._forward, self._batch, self._trained))
+            recorded = self._record(lambda: forward_backward(self._forward, self._batch, self._trained, self._parallel))
             if recorded is None:
                 for p, gradient in zip(self._parameters, before, strict=True):
                     p.grad = gradient
-                return forward_backward(self._forward, batch, trained)
+                return forward_backward(self._forward, batch, trained, self._parallel)
             self._micro_steps[accumulate] = recorded
             if not accumulate:
                 self._gradients = [p.grad for p in self._parameters]
@@ -122,6 +130,14 @@ class StepGraphs:
         self._refresh.replay()
         self._quantized.mark_fresh()
 
+    def release(self) -> None:
+        """Free the graphs: a process group does not end while graphs hold its collectives."""
+        for graph in [*(graph for graph, _ in self._micro_steps.values()), self._refresh]:
+            if graph is not None:
+                graph.reset()
+        self._micro_steps.clear()
+        self._refresh = None
+
     def _warm(self, kind: object) -> bool:
         self._runs[kind] = self._runs.get(kind, 0) + 1
         return self._runs[kind] > WARM_UP
@@ -137,10 +153,11 @@ class StepGraphs:
             raise
         except RuntimeError as error:
             self._refused = True
+            if self._parallel is not None:
+                self._parallel.break_off()
             # The generator still believes that it is being captured, and would fail outside of a capture.
             generator = torch.cuda.default_generators[self._device.index]
             generator.graphsafe_set_state(generator.clone_state())
-            reason = str(error).strip().splitlines()[0]
-            log.warning("the step cannot be captured as a CUDA graph and runs without (%s)", reason)
+            log.warning("the step cannot be captured as a CUDA graph and runs without (%s)", first_line(error))
             return None
         return graph, result

@@ -13,9 +13,9 @@ import torch
 
 from qtrain.config import as_dict
 from qtrain.data import TensorBatch
-from qtrain.distributed.ranks import all_gather, explain_lost_rank, from_rank_0, rank
+from qtrain.distributed.ranks import all_gather, explain_lost_rank, from_rank_0, note_step, rank
 from qtrain.distributed.wire import sent
-from qtrain.errors import TrainingStopped
+from qtrain.errors import TrainingStopped, first_line
 from qtrain.hardware import keep_freed_memory
 from qtrain.optim import OPTIMIZERS, LRSchedule
 from qtrain.portable import peak_resident_bytes
@@ -37,6 +37,10 @@ from qtrain.train.state.run_folder import resume_command
 from qtrain.train.step import apply_gradients, compute_gradients, eval_weights, set_lr
 
 log = logging.getLogger("qtrain")
+
+SAVE_ENDED = 1000
+"""Beyond the numbers of signals: what ranks tell each other in a step when a checkpoint written in the background is on
+disk, or could not be written. All of them then finish it after the same step."""
 
 Evaluation = Callable[[], dict[str, Any]]
 """Evaluates the model in its current state. Returns metrics by name, `eval_loss` among them if there is one."""
@@ -76,6 +80,7 @@ class Training:
         self.trackers = self._open_trackers()
         # Steps that compile, autotune and capture graphs do not count into the speed.
         self.throughput = Throughput(run.device, skip_steps=2 if graphs is None else WARM_UP + 2)
+        self._save_ended = False
 
     @property
     def _metrics_path(self) -> Path:
@@ -106,9 +111,12 @@ class Training:
                     if not stop.requested or run.state.step == settings.n_steps:
                         self._between_steps()
                 if run.state.step < settings.n_steps:
-                    self._save()
+                    self._save(wait=True)
                 self._recover_folder()
         finally:
+            if self.graphs is not None:
+                self.graphs.release()
+            self._settle_save()
             self.metrics.close()
             self.trackers.close()
         if run.state.step < settings.n_steps and not settings.keep_ckpts:
@@ -143,7 +151,7 @@ class Training:
             self.graphs,
             self.in_backward,
             parallel=run.parallel,
-            stop_signal=stop.number,
+            stop_signal=SAVE_ENDED if run.background.ended else stop.number,
         )
         if not gradients.finite:
             raise self._nonfinite(gradients)
@@ -158,12 +166,15 @@ class Training:
             parallel=run.parallel,
         )
         state.step += 1
+        note_step(state.step)
         state.tokens += gradients.tokens
         state.data = positions[-1]
         if run.ema is not None:
             run.ema.update(state.step)
         self.throughput.step(gradients.tokens)
-        stop.agree(gradients.stop_signal)
+        self._save_ended = gradients.stop_signal == SAVE_ENDED
+        if not self._save_ended:
+            stop.agree(gradients.stop_signal)
         if state.step == self.first_step + 1 and sent:
             log.info("wire    %s", self._wire_line())
         if state.step % settings.log_interval == 0 or state.step == settings.n_steps:
@@ -182,7 +193,7 @@ class Training:
             # A file that cannot be read must not lose the steps since the last checkpoint. With several ranks, those
             # whose data were readable would not take part in saving.
             if self.run.state.step > self.first_step and self.plan.geometry.world == 1:
-                self._save()
+                self._save(wait=True)
             raise
 
     def _log_step(self, status: StatusLine, gradients: Gradients, lr: float) -> None:
@@ -216,19 +227,26 @@ class Training:
         if self.run.parallel.mesh.world == 1:  # with several ranks, at the next save: they must agree
             self._recover_folder()
         settings, step = self.run.settings, self.run.state.step
+        if self._save_ended:
+            self._finish_save()
         if self._evaluation_due():
             self._evaluate()
         if step == settings.n_steps or (settings.ckpt_interval and step % settings.ckpt_interval == 0):
-            self._save()
+            self._save(wait=step == settings.n_steps)
 
     def _evaluation_due(self) -> bool:
         step, interval = self.run.state.step, self.run.settings.eval_interval
         return step in (0, self.run.settings.n_steps) or bool(interval and step % interval == 0)
 
-    def _save(self) -> None:
+    def _save(self, *, wait: bool) -> None:
+        """Save a checkpoint. Without `wait`, and with --async_checkpoint, training goes on while it is written."""
+        self._finish_save()
         if not self.run.settings.keep_ckpts or self._recover_folder():
             return
         with self.throughput.pause():
+            if self.run.settings.async_checkpoint and not wait:
+                self.run.begin_save()
+                return
             try:
                 path = self.run.save()
             except TrainingStopped:
@@ -237,15 +255,39 @@ class Training:
                 return
         log.info("step %d: checkpoint %s", self.run.state.step, path)
 
+    def _finish_save(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one, and log it."""
+        if not self.run.background.under_way:
+            return
+        with self.throughput.pause():
+            try:
+                written = self.run.background.finish()
+            except TrainingStopped:
+                if not self._recover_folder():
+                    raise
+                return
+        log.info("%s", written.describe(self.run.state.step))
+
+    def _settle_save(self) -> None:
+        """As training fails: wait for the checkpoint that is being written. A failure of it is no more than a line."""
+        if self.run.background.under_way:
+            try:
+                log.info("%s", self.run.background.finish().describe(self.run.state.step))
+            except Exception as error:
+                log.warning("%s", first_line(error))
+
     def _recover_folder(self) -> bool:
         """If the run folder is gone, continue in a new one, with the metrics so far and a checkpoint; else False."""
         if not self.run.recover_folder():
             return False
+        if self.run.background.under_way:  # to the folder that is gone
+            with contextlib.suppress(TrainingStopped):
+                self.run.background.finish()
         if rank() == 0:
             self.metrics.move(self._metrics_path)
         self.trackers.close()
         self.trackers = self._open_trackers()
-        self._save()
+        self._save(wait=True)
         return True
 
     def _evaluate(self) -> None:
@@ -274,6 +316,7 @@ class Training:
             what, value = "loss", gradients.loss
         updated = self.in_backward is not None
         tensor = self.in_backward.first_nonfinite() if updated else self._first_nonfinite()
+        self._settle_save()
         step, last_good = self.run.state.step + 1, self.run.checkpoints.latest()
         return nonfinite(step, what, value, tensor, last_good, updated=updated)
 

@@ -108,14 +108,25 @@ class DataParallel:
             torch.distributed.all_reduce(trained)
         return trained.clamp_(min=1).float()
 
+    def end_backward(self) -> None:
+        """The last part of a micro-batch's forward and backward pass, which is recorded with it."""
+        if self._full_shard is not None:
+            self._full_shard.end_backward()
+
+    def break_off(self) -> None:
+        """A forward or backward pass has failed and will be run again."""
+        if self._full_shard is not None:
+            self._full_shard.free()
+
     def end_micro_batch(self, index: int) -> None:
         """Reduce the gradients of micro-batch `index`, if they are not added up on this rank first."""
         last = index == self._micro_batches - 1
-        if self._full_shard is not None:
-            self._full_shard.end_micro_batch()
         if self._reduction is None or (self.adds_locally and not last):
             return
-        self._reduction.add(self._micro_step(index))
+        if self._full_shard is not None:  # the blocks' gradients are added already
+            self._reduction.add_group(self._full_shard.blocks, self._micro_step(index))
+        else:
+            self._reduction.add(self._micro_step(index))
         if last:
             self._reduction.finish()
 

@@ -33,9 +33,9 @@ class TrainSettings:
         "schedule": "n_epochs n_steps lr_schedule_kwargs",
         "evaluation": "eval_ds eval_interval eval_sequences eval_images sample_prompts sample_tokens hellaswag "
         "hellaswag_file hellaswag_limit accuracy answer_tokens lm_eval",
-        "checkpoint and run folder": "ckpt_interval keep_ckpts resume export run_name runs_dir",
-        "hardware and process": "device dtype gpus dp_replicate dp_shard reshard_after_forward gradient_wire "
-        "compile cuda_graphs seed deterministic",
+        "checkpoint and run folder": "ckpt_interval keep_ckpts async_checkpoint resume export run_name runs_dir",
+        "hardware and process": "device dtype gpus dp_replicate dp_shard reshard_after_forward rank_timeout "
+        "gradient_wire compile cuda_graphs seed deterministic",
         "plan": "dry_run gpu world_size gpus_per_node wire sol",
         "logging": "log_interval trackers project profile",
     }
@@ -61,6 +61,9 @@ class TrainSettings:
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
     """Divide the weights of layers too, and gather a layer's when it runs (ZeRO-3): less memory, more communication.
     auto: if the plan does not fit into the GPUs' memory otherwise."""
+    rank_timeout: Annotated[int, Range(1, 10**6)] = 600
+    """Seconds that processes wait for one that does not go on, such as one that compiles, before all end with its name;
+    one that does not even answer is named after 25."""
     deterministic: bool = False
     """Give the same losses and weights, bit for bit, on any number of processes that divides the step's micro-batches;
     costs an exchange of gradients per micro-batch."""
@@ -123,6 +126,9 @@ class TrainSettings:
     """Steps between checkpoints; 0: save at the end, and when a signal stops the run, only."""
     keep_ckpts: CountOrZero = 2
     """Newest checkpoints to keep, older ones are deleted; 0: save none at all."""
+    async_checkpoint: bool = False
+    """Write checkpoints while training goes on: a step waits only for a copy of the state, which takes as much host
+    memory as the checkpoint has bytes."""
     resume: str | None = None
     """Continue a run: its folder, one of its checkpoints, or auto for the newest run called --run_name; None: start a
     new run."""

@@ -48,7 +48,7 @@ def compute_gradients(
     for index, batch in enumerate(batches):
         parallel.begin_micro_batch(index)
         if graphs is None:
-            nll.append(forward_backward(forward, batch, trained))
+            nll.append(forward_backward(forward, batch, trained, parallel))
         else:  # a replay writes its result to the same memory again
             accumulate = index > 0 and parallel.adds_locally
             nll.append(graphs.micro_step(batch, trained, accumulate=accumulate).clone())

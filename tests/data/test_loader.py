@@ -41,7 +41,7 @@ KINDS = ["token", "text", "hf_text", "mix"]
 @pytest.mark.parametrize(("kind", "before", "after"), [*[(k, 0, n) for k in KINDS for n in (0, 2)], ("mix", 3, 0)])
 def test_batches_are_the_streams_and_positions_resume(datasets, kind, before, after):
     """With `before` workers up to a position, and with `after` workers from there on."""
-    spec, ctx = datasets[kind][-1], StreamContext(100, seed=9, rank=1, world=2)
+    spec, ctx = datasets[kind][-1], StreamContext(100, seed=9)
     stream = open_stream(spec, ctx, FLAG)
     expected = [Batch.of([stream.next_sample() for _ in range(3)]) for _ in range(24)]
     with Loader(open_stream(spec, ctx, FLAG), 3, num_workers=before, prefetch=4) as loader:

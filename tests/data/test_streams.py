@@ -3,7 +3,6 @@
 The tests run over every registered type; a new one needs a case in `corpora.specs`."""
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import random
@@ -70,22 +69,36 @@ def small_reads(monkeypatch):
 
 @pytest.mark.parametrize(("kind", "number"), CASES)
 @pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize(("rank", "world"), [(0, 1), (1, 2), (4, 5)])
-def test_resumes_exactly_at_ten_random_positions(datasets, small_reads, kind, number, shuffle, rank, world):
+def test_resumes_exactly_at_ten_random_positions(datasets, small_reads, kind, number, shuffle):
     spec, length = datasets[kind][number], LENGTHS[kind]
-    ctx = StreamContext(length, seed=11, shuffle=shuffle, rank=rank, world=world)
+    ctx = StreamContext(length, seed=11, shuffle=shuffle)
     stream, samples, positions = open_stream(spec, ctx, FLAG), [], []
     epochs_long = 220
     for _ in range(epochs_long):
         positions.append(json.dumps(stream.position()))
         samples.append(stream.next_sample())
-    rng = random.Random(f"{kind}{number}{shuffle}{rank}")
+    rng = random.Random(f"{kind}{number}{shuffle}")
     for at in [0, 1, *rng.sample(range(2, epochs_long - 30), 8)]:
         resumed = open_stream(spec, ctx, FLAG)
         resumed.seek(json.loads(positions[at]))
         assert same(take(resumed, 30), samples[at : at + 30]), f"resumed before sample {at}"
         stream.seek(json.loads(positions[at]))  # and on a stream that has already run
         assert same(take(stream, 3), samples[at : at + 3])
+
+
+@pytest.mark.parametrize(("kind", "number"), CASES)
+def test_positions_of_runs_that_also_stored_a_rank_are_resumed(datasets, kind, number):
+    ctx = StreamContext(LENGTHS[kind], seed=1)
+    stream, resumed = (open_stream(datasets[kind][number], ctx, FLAG) for _ in range(2))
+    take(stream, 7)
+
+    def with_rank(position: dict) -> dict:
+        parts = {"datasets": [with_rank(part) for part in position["datasets"]]} if "datasets" in position else {}
+        return {**position, **parts, "rank": 0, "world": 1}
+
+    resumed.seek(with_rank(stream.position()))
+    assert resumed.position() == stream.position()
+    assert same(take(resumed, 30), take(stream, 30))
 
 
 @pytest.mark.parametrize(("kind", "number"), CASES)
@@ -111,18 +124,6 @@ def test_positions_of_another_seed_are_refused(datasets, kind, number):
 
 
 # ---- token ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("world", [2, 3, 8])
-def test_token_order_does_not_depend_on_the_number_of_ranks(datasets, world):
-    spec, ctx = datasets["token"][0], StreamContext(16, seed=3)
-    alone = take(open_stream(spec, ctx, FLAG), 60 * world)
-    ranks = [open_stream(spec, dataclasses.replace(ctx, rank=r, world=world), FLAG) for r in range(world)]
-    together = [rank.next_sample() for _ in range(60) for rank in ranks]
-    assert same(together, alone)
-    one = open_stream(spec, ctx, FLAG)  # positions too: go on with one rank
-    one.seek(ranks[world - 1].position())
-    assert same(take(one, 5), take(open_stream(spec, ctx, FLAG), 60 * world + 5)[-5:])
 
 
 def test_token_windows_cover_all_files_in_a_row(datasets, tmp_path):
@@ -187,29 +188,6 @@ def test_hf_text_reads_its_files_in_another_order_each_epoch(tmp_path):
     assert all(sorted(epoch) == sorted(b"0123") for epoch in epochs) and len(epochs) > 2
 
 
-@pytest.mark.parametrize(("kind", "number"), [("text", 0), ("text", 1), ("hf_text", 0), ("hf_text", 1)])
-@pytest.mark.parametrize("world", [2, 5])
-def test_ranks_share_the_documents_of_an_epoch(datasets, kind, number, world):
-    found = []
-    for rank in range(world):
-        ctx = StreamContext(1, seed=4, rank=rank, world=world, epochs=1)
-        found += documents_of(take(open_stream(datasets[kind][number], ctx, FLAG)))
-    texts = {("text", 0): source_texts()}.get((kind, number), functions() * (2 if kind == "text" else 1))
-    left_over = len([t for t in texts if t]) - len(found)
-    assert 0 <= left_over <= world  # each rank may cut its last document
-    assert set(found) <= {text.encode() for text in texts}
-    counts = {text: found.count(text.encode()) for text in texts if text}
-    assert all(count <= texts.count(text) for text, count in counts.items())
-
-
-def test_more_ranks_than_documents_all_get_text(tmp_path):
-    (tmp_path / "x.txt").write_text("just one document " * 20)
-    for rank in (0, 5):
-        ctx = StreamContext(16, rank=rank, world=6)
-        spec = {"type": "text", "paths": str(tmp_path), "tokenizer": "byte"}
-        assert len(take(open_stream(spec, ctx, FLAG), 50)) == 50
-
-
 @pytest.mark.parametrize("key", ["split", "part"])
 def test_stream_of_a_split_reads_that_split(key):
     counts = {}
@@ -232,12 +210,6 @@ def test_mix_draws_by_weight_and_each_part_in_its_own_order(tmp_path):
     assert np.bincount(drawn) / 2000 == pytest.approx([1 / 8, 2 / 8, 5 / 8], abs=0.03)
     seen = [s.tokens.tobytes() for s in samples if s.tokens[0] >= 2000][:600]
     assert len(set(seen)) == len(set(seen[:300]) | set(seen)) > 30
-    drawn_by_rank = []
-    for rank in range(2):
-        ctx = StreamContext(8, seed=5, rank=rank, world=2)
-        own = take(open_stream({"type": "mix", "datasets": parts}, ctx, FLAG), 100)
-        drawn_by_rank.append([int(s.tokens[0]) // 1000 for s in own])
-    assert [d for pair in zip(*drawn_by_rank, strict=True) for d in pair] == drawn[:200].tolist()
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------

@@ -1,8 +1,14 @@
 """Meshes from flags and the world: what is derived, and what is refused with which words."""
 
-import pytest
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
+import pytest
+import torch.distributed as dist
+
+from qtrain.distributed import ranks
 from qtrain.distributed.mesh import Mesh, make_mesh, mesh_shape
+from qtrain.distributed.ranks import _meet
 from qtrain.errors import UserError
 from tests.worlds import run_ranks
 
@@ -32,22 +38,44 @@ def test_meshes_that_are_not_the_world_are_refused(replicate, shard, world, word
 
 
 def _place(replicate: int, shard: int) -> tuple:
-    import torch.distributed as dist
-
     mesh = make_mesh(replicate, shard, "cpu")
     groups = (mesh.shard_group, mesh.replicate_group)
-    return (mesh.rank, mesh.replicate_rank, mesh.shard_rank, *(dist.get_process_group_ranks(g) for g in groups))
+    return (mesh.rank, mesh.shard_rank, *(dist.get_process_group_ranks(g) for g in groups))
 
 
 def test_ranks_of_a_mesh_of_2_by_2():
     assert run_ranks(4, _place, 2, 0) == [
-        (0, 0, 0, [0, 1], [0, 2]),
-        (1, 0, 1, [0, 1], [1, 3]),
-        (2, 1, 0, [2, 3], [0, 2]),
-        (3, 1, 1, [2, 3], [1, 3]),
+        (0, 0, [0, 1], [0, 2]),
+        (1, 1, [0, 1], [1, 3]),
+        (2, 0, [2, 3], [0, 2]),
+        (3, 1, [2, 3], [1, 3]),
     ]
 
 
 def test_one_process_is_a_mesh_of_one_without_a_process_group(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert make_mesh(0, 0, "cpu") == Mesh() and Mesh().world == 1 and Mesh().rank == 0
+
+
+def test_ranks_meet_though_the_store_knows_those_of_an_attempt_before():
+    """torchrun's store outlives the processes that it starts again."""
+    store = dist.HashStore()
+    for own in range(3):
+        store.set(f"rank {own}", f"gone {own}")
+        store.set(f"meeting of gone {own}", "gone 0")
+    store.set("gone 0/complete", "")
+    with ThreadPoolExecutor(3) as threads:
+        met = [meeting.result() for meeting in [threads.submit(_meet, store, own, 3) for own in (2, 0, 1)]]
+    met[0].set("key", "new")
+    assert met[1].get("key") == met[2].get("key") == b"new" and not store.check(["gone 0/key"])
+
+
+def test_a_rank_that_does_not_come_is_named(monkeypatch):
+    monkeypatch.setattr(ranks, "MEETING_TIMEOUT", timedelta(seconds=0.3))
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        first, second = (threads.submit(_meet, store, own, 3) for own in (0, 1))
+        with pytest.raises(RuntimeError, match="rank 2 is missing"):
+            first.result()
+        with pytest.raises(dist.DistStoreError):
+            second.result()

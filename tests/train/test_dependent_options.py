@@ -26,6 +26,13 @@ CASES = {
         {"gradient_wire": "exact"},
     ),
     "--gradient_wire": (PRETRAIN, {"gradient_wire": "int8"}, {"gradient_wire": "exact"}),
+    "--reshard_after_forward": (PRETRAIN, {"reshard_after_forward": "always"}, {"reshard_after_forward": "auto"}),
+    "--reshard_after_forward, --ema_decay": (
+        VisionSettings,
+        {"n_steps": 1, "reshard_after_forward": "always", "ema_decay": 0.9},
+        {"ema_decay": 0.0},
+    ),
+    "--reshard_after_forward, --lora": (FINETUNE, {"reshard_after_forward": "always", "lora": {}}, {"lora": None}),
     "--hellaswag_file": (PRETRAIN, {"hellaswag_file": "x"}, {"hellaswag": True}),
     "--hellaswag_limit": (PRETRAIN, {"hellaswag_limit": 5}, {"hellaswag": True}),
     "--eval_images": (VisionSettings, {"n_steps": 1, "eval_images": 5}, {"eval_ds": {"type": "synthetic"}}),

@@ -88,8 +88,8 @@ def interrupt(patch: pytest.MonkeyPatch, method: str, at_step: int, number: int 
     """Send a signal at the end of Training's `method` at a step."""
     original = getattr(Training, method)
 
-    def interrupted(self, *args):
-        original(self, *args)
+    def interrupted(self, *args, **kwargs):
+        original(self, *args, **kwargs)
         if self.run.state.step == at_step:
             os.kill(os.getpid(), number)
 
@@ -195,8 +195,8 @@ def test_a_run_folder_that_disappears_is_replaced_by_one_beside_it(monkeypatch, 
     assert call(llm_pretrain.main, argv(runs_dir="whole")).code == 0
     original, gone = getattr(Training, method), []
 
-    def disappears(self, *args):
-        original(self, *args)
+    def disappears(self, *args, **kwargs):
+        original(self, *args, **kwargs)
         if self.run.state.step == 6 and not gone:
             gone.append(self.run.folder.path)
             path = self.run.folder.path if what != "all runs" else Path("runs")

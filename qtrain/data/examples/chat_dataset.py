@@ -14,7 +14,7 @@ from qtrain.checks import shown
 from qtrain.data.examples.examples import ExampleDataset, Renderer, Segment
 from qtrain.data.stream import DATASETS
 from qtrain.data.tokenizers.tokenizer import Tokenizer
-from qtrain.errors import UserError, unknown_name
+from qtrain.errors import UserError, first_line, unknown_name
 
 CHAT_TEMPLATES = {
     "chatml": (
@@ -104,6 +104,6 @@ class ChatRenderer(Renderer):
                 [list(messages)], chat_template=self._template, add_generation_prompt=open_answer, **self._tokens
             )
         except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            reason = first_line(error)
             raise UserError(f"{self._flag}: the chat template refuses a conversation: {reason}.") from None
         return rendered[0]

@@ -71,7 +71,7 @@ class ExampleDataset(Dataset):
         return ExampleStream(*self._reader(ctx, flag), ctx, self, flag)
 
     def examples(self, ctx: StreamContext, flag: str) -> Iterator[list[Segment]]:
-        """This rank's examples of one epoch as text."""
+        """The examples of one epoch as text."""
         reader, renderer, _ = self._reader(ctx, flag)
         cursor = reader.first_cursor()
         while cursor["epoch"] == 0:
@@ -92,7 +92,7 @@ class ExampleDataset(Dataset):
         tokenizer = checked_tokenizer(name, ctx, flag)
         renderer = self.renderer(tokenizer, flag)
         source = RowSource.of(self.dataset, self.subset, self.split, renderer.columns, self.data_files, records=True)
-        return RowReader(source, ctx.seed, ctx.shuffle, ctx.rank, ctx.world, flag), renderer, tokenizer
+        return RowReader(source, ctx.seed, ctx.shuffle, flag), renderer, tokenizer
 
 
 class Renderer:
@@ -132,7 +132,7 @@ class ExampleStream(Stream):
         self._reader, self._renderer, self._tokenizer = reader, renderer, tokenizer
         self._ctx, self._options, self._flag = ctx, options, flag
         self._fixed = {"shards": reader.shards, "window": options.window, "seq_len": ctx.seq_len, "seed": ctx.seed}
-        self._fixed |= {"multiple": ctx.seq_len_multiple, "rank": ctx.rank, "world": ctx.world, "part": options.part}
+        self._fixed |= {"multiple": ctx.seq_len_multiple, "part": options.part}
         if ctx.seq_len_multiple and ctx.seq_len % ctx.seq_len_multiple:
             raise UserError(
                 f"--seq_len_multiple: {ctx.seq_len_multiple} does not divide --seq_len {ctx.seq_len}; give one that "

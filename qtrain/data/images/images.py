@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from qtrain.errors import UserError
+from qtrain.errors import UserError, first_line
 from qtrain.registry import Registry
 
 MAX_PIXELS = 2**27
@@ -99,7 +99,7 @@ def decode(source: bytes | Path, name: str, flag: str) -> Image.Image:
         raise
     except Exception as error:  # PIL's plugins raise struct.error, zlib.error, IndexError, ... for damaged files
         known = str(error) and "cannot identify" not in str(error)
-        reason = f" ({str(error).splitlines()[0][:100]})" if known else ""
+        reason = f" ({first_line(error)[:100]})" if known else ""
         raise UserError(f"{flag}: {name} cannot be read as an image{reason}.") from None
 
 

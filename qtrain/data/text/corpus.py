@@ -80,7 +80,7 @@ class HubCorpus:
             )
         name, own_subset = NAMED_SETS.get(dataset, (dataset, None))
         source = RowSource(name, subset or own_subset, split, (text_column,), data_files=None)
-        self._reader = RowReader(source, seed=0, shuffle=False, rank=0, world=1, flag=flag)
+        self._reader = RowReader(source, seed=0, shuffle=False, flag=flag)
         self.n_documents = source.n_rows(flag)
         self.fingerprint = f"{self._reader.shards} files"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from qtrain.data.compression import COMPRESSED, DAMAGED, open_decompressed
 from qtrain.data.files import format_of
-from qtrain.errors import UserError
+from qtrain.errors import UserError, first_line
 
 if TYPE_CHECKING:
     import pyarrow
@@ -47,7 +47,7 @@ def text_column(path: Path, column: str, text_of: TextOf, check: Check, flag: st
                 with open_decompressed(path) as lines:
                     texts = _line_texts(lines, path, text_of)
     except (pyarrow.ArrowException, *DAMAGED) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = first_line(error)
         raise UserError(f"{flag}: cannot read {path}: {reason}.") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{flag}: {path} is not UTF-8 text (byte {error.start}).") from None

@@ -39,12 +39,12 @@ class HfTextDataset(Dataset):
     def open(self, ctx: StreamContext, flag: str) -> Stream:
         tokenizer = checked_tokenizer(self.tokenizer, ctx, flag)
         source = RowSource.of(self.dataset, self.subset, self.split, (self.text_column,), self.data_files)
-        reader = RowReader(source, ctx.seed, ctx.shuffle, ctx.rank, ctx.world, flag)
+        reader = RowReader(source, ctx.seed, ctx.shuffle, flag)
         return HfTextStream(reader, self.shuffle_buffer, ctx, tokenizer, flag)
 
 
 class HfTextStream(PackedStream):
-    """One rank's rows in windows of `window` rows, each window in a computed order.
+    """The rows in windows of `window` rows, each window in a computed order.
 
     Cursor: RowReader's cursor of the window's start, and `index`, the document's place in the window's order."""
 

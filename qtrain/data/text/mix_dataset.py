@@ -64,17 +64,17 @@ class MixDataset(Dataset):
 class MixStream(Stream):
     """The component of a sample is a hash of (seed, index of the sample), so only the index is stored.
 
-    With `epochs`, the stream ends when the drawn component has ended. Position: `sample`, how many this rank has taken,
+    With `epochs`, the stream ends when the drawn component has ended. Position: `sample`, how many have been taken,
     and the positions of the components."""
 
     def __init__(self, weights: list[float], streams: list[Stream], ctx: StreamContext, flag: str):
         self._streams, self._ctx, self._flag = streams, ctx, flag
         self._thresholds = [t / sum(weights) for t in accumulate(weights)]
-        self._fixed = {"weights": weights, "rank": ctx.rank, "world": ctx.world, "seed": ctx.seed}
+        self._fixed = {"weights": weights, "seed": ctx.seed}
         self._sample = 0
 
     def next_sample(self) -> Sample:
-        draw = uniform(self._ctx.seed, self._sample * self._ctx.world + self._ctx.rank)
+        draw = uniform(self._ctx.seed, self._sample)
         choice = next((i for i, t in enumerate(self._thresholds) if draw < t), len(self._thresholds) - 1)
         sample = self._streams[choice].next_sample()
         self._sample += 1

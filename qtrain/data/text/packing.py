@@ -38,7 +38,8 @@ class PackedStream(Stream):
         self, ctx: StreamContext, tokenizer: Tokenizer, first_cursor: dict[str, Any], fixed: dict[str, Any], flag: str
     ):
         self._ctx, self._tokenizer, self._flag = ctx, tokenizer, flag
-        self._fixed = {**fixed, "rank": ctx.rank, "world": ctx.world, "seed": ctx.seed}
+        self._fixed = {**fixed, "seed": ctx.seed}
+        self._cursor_keys = tuple(first_cursor)
         self._start(first_cursor, 0)
 
     @abstractmethod
@@ -50,7 +51,7 @@ class PackedStream(Stream):
 
     def seek(self, position: Mapping[str, Any]) -> None:
         check_position(position, self._fixed, self._flag)
-        self._start({k: v for k, v in position.items() if k != "token" and k not in self._fixed}, position["token"])
+        self._start({key: position[key] for key in self._cursor_keys}, position["token"])
 
     def _start(self, cursor: dict[str, Any], token: int) -> None:
         self._cursor, self._token = cursor, token

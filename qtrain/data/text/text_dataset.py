@@ -43,21 +43,21 @@ class TextDataset(Dataset):
 
 
 class TextStream(PackedStream):
-    """Rank r of W reads the documents r, r+W, ... of the shuffled epochs, epoch after epoch.
+    """The documents of the shuffled epochs, epoch after epoch.
 
-    Cursor: `document`, the index in that order, counted over epochs and ranks."""
+    Cursor: `document`, the index in that order, counted over epochs."""
 
     def __init__(self, documents: Documents, ctx: StreamContext, tokenizer: Tokenizer, flag: str):
         self._documents = documents
         self._order = DocumentOrder(documents, ctx.seed, ctx.shuffle)
-        super().__init__(ctx, tokenizer, {"document": ctx.rank}, {"documents": len(documents)}, flag)
+        super().__init__(ctx, tokenizer, {"document": 0}, {"documents": len(documents)}, flag)
 
     def documents(self, cursor: Mapping[str, Any]) -> Iterator[Document]:
         index, count = cursor["document"], len(self._documents)
         while self._ctx.epochs is None or index < self._ctx.epochs * count:
             epoch, place = divmod(index, count)
             yield Document({"document": index}, epoch, self._documents.read(self._order(epoch, place)))
-            index += self._ctx.world
+            index += 1
 
     def estimated_samples(self) -> float:
         count = len(self._documents)

@@ -63,8 +63,7 @@ class TokenStream(Stream):
     """Windows of seq_len+1 tokens that start every seq_len tokens of the concatenated shards: a window may span two
     files, and a remainder at the end is dropped. Each epoch takes the windows in a new computed order.
 
-    Sample i of rank r has index i * world + r, so the global order is the same for any number of ranks, and so is the
-    position: `sample`, how many samples all ranks have taken together."""
+    Position: `sample`, how many have been taken."""
 
     def __init__(self, tokens: TokenArray, ctx: StreamContext, flag: str):
         self._tokens, self._ctx, self._flag = tokens, ctx, flag
@@ -73,7 +72,7 @@ class TokenStream(Stream):
         self._epoch, self._order = -1, Permutation(1)
 
     def next_sample(self) -> Sample:
-        epoch, place = divmod(self._taken + self._ctx.rank, self._windows)
+        epoch, place = divmod(self._taken, self._windows)
         if self._ctx.epochs is not None and epoch >= self._ctx.epochs:
             raise StopIteration
         if self._ctx.shuffle and epoch != self._epoch:
@@ -83,7 +82,7 @@ class TokenStream(Stream):
         tokens, trained = self._tokens.read(start, self._ctx.seq_len + 1)
         if self._ctx.vocab_size is not None and tokens.max() >= self._ctx.vocab_size:
             raise self._beyond(start, tokens)
-        self._taken += self._ctx.world
+        self._taken += 1
         return Sample(tokens, None if trained is None else trained[:-1])
 
     def skip(self, count: int) -> None:

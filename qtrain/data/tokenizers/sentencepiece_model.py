@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qtrain.errors import UserError
+from qtrain.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from tokenizers.models import Model
@@ -197,4 +197,4 @@ def _reason(error: str) -> str:
         return f"Give at most {error.rsplit('<=', 1)[1].strip(' .')}, or more text."
     if "smaller than required_chars" in error:  # "... 100 vs 349. Increase vocab_size ..."
         return f"Give at least {error.split(' vs ')[1].split('.')[0]}."
-    return "There is no text to train on." if "sentences_.empty()" in error else error.splitlines()[0]
+    return "There is no text to train on." if "sentences_.empty()" in error else first_line(error)

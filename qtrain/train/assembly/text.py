@@ -1,9 +1,11 @@
 """A language model's data: the training stream, opened once, and the windows for evaluation."""
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from qtrain.checks import shown
 from qtrain.data import (
     Batch,
     Loader,
@@ -16,6 +18,7 @@ from qtrain.data import (
     open_stream,
 )
 from qtrain.distributed.mesh import Mesh
+from qtrain.distributed.ranks import first_difference
 from qtrain.errors import UserError
 from qtrain.models import ModelSource
 from qtrain.train.assembly.architecture import LanguageArchitecture
@@ -93,13 +96,24 @@ def open_text(
     )
     stream = open_stream(settings.train_ds, context, "--train_ds")
     start = stream.position()
-    stream.next_sample()  # refuses what cannot be read before anything is allocated
+    first = stream.next_sample()  # refuses what cannot be read before anything is allocated
     stream.seek(start)
+    _check_alike({**start, "its first sample": zlib.crc32(first.tokens.tobytes())})
     windows = []
     if settings.eval_ds is not None:
         sequences = settings.eval_sequences
         windows = eval_batches(settings.eval_ds, context, micro_batch_size, sequences, "--eval_ds").batches
     return TextData(settings, context, tokenizer, stream, micro_batch_size, checked.mesh, windows)
+
+
+def _check_alike(data: Mapping[str, Any]) -> None:
+    """UserError naming a rank that reads other data than rank 0. data: their size and a part of them."""
+    if found := first_difference(data):
+        number, what, its, first = found
+        raise UserError(
+            f"--train_ds: rank {number} reads other data than rank 0: {what} is {shown(its)} there and {shown(first)} "
+            "on rank 0. Give all processes the same files."
+        )
 
 
 def tokenizer_needed(flags: str) -> UserError:

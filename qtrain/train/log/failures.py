@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtrain.distributed.ranks import rank, world
 from qtrain.errors import TrainingStopped
 
 GIB = 1024**3
@@ -120,8 +121,9 @@ def out_of_memory(
     """
     kinds = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in estimate.items())
     of = f" of {capacity / GIB:.1f}" if capacity else ""
+    where = f" on rank {rank()}" if world() > 1 else ""
     lines = [
-        f"step {step}: out of memory. The plan was {sum(estimate.values()) / GIB:.1f} GiB ({kinds}); "
+        f"step {step}: out of memory{where}. The plan was {sum(estimate.values()) / GIB:.1f} GiB ({kinds}); "
         f"the peak so far was {peak / GIB:.1f}{of} GiB."
     ]
     advice = memory_advice(settings, optimizers)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qtrain.errors import missing_package, unknown_name
+from qtrain.errors import first_line, missing_package, unknown_name
 
 log = logging.getLogger("qtrain")
 
@@ -118,8 +118,7 @@ class Trackers:
             action()
         except Exception as error:  # no error of a tracker may stop the run
             self._open.pop(name, None)
-            what = (str(error).splitlines() or [""])[0]
-            log.warning("tracker %s failed and is dropped: %s: %s", name, type(error).__name__, what)
+            log.warning("tracker %s failed and is dropped: %s: %s", name, type(error).__name__, first_line(error))
 
     def log(self, record: Mapping[str, Any], step: int) -> None:
         """Send the numbers and the `samples` of a record; other text, lists and nulls are in metrics.jsonl only."""

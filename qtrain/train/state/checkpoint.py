@@ -25,12 +25,13 @@ import shutil
 import time
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -38,7 +39,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from qtrain.checks import user_path
 from qtrain.distributed.ranks import all_gather, on_all_ranks, rank, world
-from qtrain.errors import TrainingStopped, UserError
+from qtrain.errors import TrainingStopped, UserError, first_line
 from qtrain.portable import sync_to_disk
 from qtrain.train.state.checkpoint_index import INDEX, CheckedReader, read_index
 from qtrain.train.state.run_lock import process_exists
@@ -54,19 +55,15 @@ class DamagedCheckpoint(UserError):
     why = ""
 
 
-@contextlib.contextmanager
-def _quiet_dcp() -> Iterator[None]:
-    """Silences DCP's warning that it runs without a process group."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+# On one rank. Not in a context around the calls: those set a list of the whole process, and a thread may be writing.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
-def _flatten(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
+def flatten(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
     """Tensors by their nested names, joined by dots."""
     flat: dict[str, Tensor] = {}
     for key, value in tensors.items():
-        inner = _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        inner = flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
         assert not flat.keys() & inner.keys(), f"two tensors are named {(flat.keys() & inner.keys()).pop()}"
         assert all(isinstance(t, Tensor) for t in inner.values()), f"{prefix}{key}: not a tensor; it belongs into meta"
         flat |= inner
@@ -221,29 +218,32 @@ class Checkpoints:
     """The checkpoints of one run: one folder per saved step in `folder`, of which the newest `keep` are kept.
 
     With a process group, all ranks call every method, and the folder is on a file system that all of them share.
+    group: what `save` communicates over, in a thread of its own; None: the process group of the steps.
     """
 
-    def __init__(self, folder: Path, keep: int):
+    def __init__(self, folder: Path, keep: int, group: dist.ProcessGroup | None = None):
         assert keep >= 1
         self.folder = Path(folder)
         self.keep = keep
+        self._group = group
 
     def save(self, step: int, tensors: Mapping[str, Any], meta: Mapping[str, Any]) -> Path:
         """Write nested `tensors` and JSON `meta` (NaN and Inf allowed). Returns the folder once it is complete on disk.
 
         A checkpoint of the same step is replaced. Raises TrainingStopped if writing fails; earlier ones stay intact.
         """
-        flat, meta_text = _flatten(tensors), json.dumps(meta)
+        flat, meta_text, group = flatten(tensors), json.dumps(meta), self._group
         final = self.folder / f"{step:08d}"
-        pid = all_gather(os.getpid())[0]
+        pid = all_gather(os.getpid(), group)[0]
         temporary = self.folder / f".tmp-{step}-{pid}"
         try:
-            on_all_ranks(lambda: self._start(temporary))
-            with _quiet_dcp():
-                dcp.save(flat, storage_writer=dcp.FileSystemWriter(temporary, sync_files=False))
-            own = on_all_ranks(lambda: {p.name: _seal(p) for p in temporary.glob(f"__{rank()}_*.distcp")})
-            files = {name: sealed for of_rank in all_gather(own) for name, sealed in of_rank.items()}
-            on_all_ranks(lambda: self._finish(step, temporary, final, files, meta_text))
+            on_all_ranks(lambda: self._start(temporary), group=group)
+            writer = dcp.FileSystemWriter(temporary, sync_files=False)
+            dcp.save(flat, storage_writer=writer, process_group=group)
+            written = temporary.glob(f"__{rank()}_*.distcp")
+            own = on_all_ranks(lambda: {path.name: _seal(path) for path in written}, group=group)
+            files = {name: sealed for of_rank in all_gather(own, group) for name, sealed in of_rank.items()}
+            on_all_ranks(lambda: self._finish(step, temporary, final, files, meta_text), group=group)
         except (OSError, CheckpointException) as error:
             if rank() == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -321,14 +321,13 @@ class Checkpoints:
         missing, incomplete, damaged (DamagedCheckpoint) or of another model; nothing is filled then, unless DCP itself
         fails midway.
         """
-        path, flat = Path(path), _flatten(tensors)
+        path, flat = Path(path), flatten(tensors)
         shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in flat.items()}
         everywhere = {name: tensor for of_rank in all_gather(shapes) for name, tensor in of_rank.items()}
         index, meta = on_all_ranks(lambda: _checked(path, everywhere))
         known = {name: tensor for name, tensor in flat.items() if name in index.state_dict_metadata}
         try:
-            with _quiet_dcp():
-                dcp.load(known, storage_reader=CheckedReader(path, index))
+            dcp.load(known, storage_reader=CheckedReader(path, index))
         except CheckpointException as error:
             raise _refusal(path, _reason(error)) from None
         return meta
@@ -359,15 +358,18 @@ def _check_checksums(path: Path, files: Mapping[str, tuple[int, int]]) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of an error; DCP wraps the errors of its ranks."""
+    """The first line of an error, with the rank that it happened on, if there are several; DCP wraps those of its
+    ranks."""
+    failed_rank = getattr(error, "failed_rank", None)
     if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
+        failed_rank, (error, _) = next(iter(error.failures.items()))
+    where = f"rank {failed_rank}: " if failed_rank is not None and world() > 1 else ""
     cause: BaseException | None = error
     while cause is not None:  # torch.save raises a second error after the disk's
         if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
+            return where + cause.strerror
         cause = cause.__context__
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return where + first_line(error)
 
 
 def without_recovered(name: str) -> str:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +17,7 @@ from torch import nn
 
 from qtrain.checks import shown
 from qtrain.distributed.mesh import Mesh
-from qtrain.distributed.ranks import from_rank_0, leave_world, rank
+from qtrain.distributed.ranks import from_rank_0, leave_world, on_all_ranks, rank
 from qtrain.errors import TrainingStopped, UserError
 from qtrain.optim import Optimizer
 from qtrain.quant import QuantizedModel
@@ -24,6 +25,7 @@ from qtrain.train.log.metrics import read_metrics
 from qtrain.train.log.status import FILE_ONLY, console_of, setup_log
 from qtrain.train.parallel import DataParallel
 from qtrain.train.settings import TrainSettings
+from qtrain.train.state.background_save import BackgroundSave
 from qtrain.train.state.checkpoint import (
     Checkpoints,
     DamagedCheckpoint,
@@ -49,6 +51,9 @@ from qtrain.train.state.state_dict import (
 )
 from qtrain.train.state.train_state import TrainState
 
+SHARED_SECONDS = 10
+"""How long a network file system may take to show a new folder to other machines."""
+
 
 @dataclass
 class Run:
@@ -70,6 +75,7 @@ class Run:
     """None: one rank."""
     notes: list[str] = dataclasses.field(default_factory=list)
     """The lines that `restore` printed."""
+    background: BackgroundSave = dataclasses.field(default_factory=BackgroundSave)
     _text: str = ""
     _locks: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     _damaged: tuple[Path, ...] = ()
@@ -80,7 +86,11 @@ class Run:
 
     @property
     def checkpoints(self) -> Checkpoints:
-        return Checkpoints(self.folder.checkpoints, max(self.settings.keep_ckpts, 1))
+        return Checkpoints(self.folder.checkpoints, self._keep)
+
+    @property
+    def _keep(self) -> int:
+        return max(self.settings.keep_ckpts, 1)
 
     @cached_property
     def _frozen(self) -> dict[str, str]:
@@ -88,6 +98,14 @@ class Run:
 
     def save(self) -> Path:
         """Write a checkpoint of everything but frozen weights. Returns its folder."""
+        return self.checkpoints.save(self.state.step, *self._contents())
+
+    def begin_save(self) -> None:
+        """Start to write a checkpoint of the state as it is now; `background.finish` ends it."""
+        self.background.begin(self.folder.checkpoints, self._keep, self.state.step, *self._contents())
+
+    def _contents(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The tensors of a checkpoint, and its meta."""
         master = self.parallel.master
         optim_tensors, optim_meta = optimizer_tensors(self.optimizer, self.model, master)
         tensors = {
@@ -106,7 +124,7 @@ class Run:
             "quantize_kwargs": self.settings.quantize_kwargs,
             "frozen": self._frozen,
         }
-        return self.checkpoints.save(self.state.step, tensors, meta)
+        return tensors, meta
 
     def restore(self) -> None:
         """Load the checkpoint that the run resumes from, if there is one; of a damaged one's run, the newest that is
@@ -197,6 +215,7 @@ class Run:
         self._text = text
         with contextlib.ExitStack() as self._locks:
             from_rank_0(self._take_folder)
+            on_all_ranks(self._see_folder)
             if self.folder.is_resumed:
                 self.checkpoints.set_aside(self._damaged)
             try:
@@ -218,6 +237,17 @@ class Run:
                 shutil.copyfile(metrics, self.folder.path / "metrics.jsonl")
         except OSError as error:
             raise UserError(f"--runs_dir: cannot write {self.folder.path}: {error.strerror}.") from None
+
+    def _see_folder(self) -> None:
+        """UserError on a rank that does not see the folder which rank 0 has made."""
+        end = time.monotonic() + SHARED_SECONDS
+        while not (self.folder.path / "config.json").exists():
+            if time.monotonic() > end:
+                raise UserError(
+                    f"--runs_dir: rank {rank()} does not see {self.folder.path}, which rank 0 has made; give a folder "
+                    "on a file system that all processes share."
+                )
+            time.sleep(0.2)
 
     def recover_folder(self) -> bool:
         """If the run folder was deleted or moved away, continue in a new one beside it. Returns whether it was. Raises

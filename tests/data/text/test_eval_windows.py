@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from qtrain.data import IGNORED, StreamContext, eval_batches
+from qtrain.data import StreamContext, eval_batches
 from qtrain.errors import UserError
 from tests.data.corpora import specs, write_raw
 
@@ -29,20 +29,6 @@ def test_fewer_windows_than_asked_are_all_used_once(tmp_path):
     windows = eval_batches(spec, StreamContext(10), 4, 1000, "--eval_ds")
     assert windows.n_sequences == 10
     assert sorted(torch.cat([b.input_ids for b in windows.batches]).flatten().tolist()) == list(range(100))
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_ranks_share_the_windows_in_step(tmp_path, world):
-    write_raw(tmp_path / "x.bin", np.arange(101))
-    spec = {"type": "token", "dataset_dir": str(tmp_path)}
-    whole = eval_batches(spec, StreamContext(10), 2, 10, "--eval_ds")
-    ranks = [eval_batches(spec, StreamContext(10, rank=r, world=world), 2, 10, "--eval_ds") for r in range(world)]
-    assert len({tuple(b.labels.shape for b in rank.batches) for rank in ranks}) == 1
-    labels = torch.cat([b.labels for rank in ranks for b in rank.batches])
-    trained = labels[labels != IGNORED]
-    expected = torch.cat([b.labels for b in whole.batches]).flatten()
-    assert sorted(trained.tolist()) == sorted(expected.tolist())
-    assert all(rank.n_sequences == 10 for rank in ranks)
 
 
 def test_not_one_window_is_an_error(tmp_path):

@@ -1,0 +1,94 @@
+"""Checkpoints written while training goes on: a copy of the state in host memory, and a thread that writes it.
+
+The thread does what a save without it does (`Checkpoints.save`): DCP's files, fsync, the rename once all ranks have
+written, the removal of older ones. DCP's own `async_save` covers only the first of these. The thread's collectives have
+a process group of their own, so that they cannot interleave with those of the steps.
+"""
+
+import copy
+import dataclasses
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from qtrain.distributed.ranks import host_group
+from qtrain.train.state.checkpoint import Checkpoints, flatten
+from qtrain.train.state.host_copy import HostCopy
+
+NOTICEABLE = 0.05
+"""Seconds."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint that was written in the background. copy_s: seconds for which training waited for the copy of
+    `nbytes`; waited_s: for which it waited later, until they were written, in write_s."""
+
+    step: int
+    path: Path
+    nbytes: int
+    copy_s: float
+    write_s: float
+    waited_s: float = 0.0
+
+    def describe(self, now: int) -> str:
+        """A line for the log of step `now`."""
+        how = f"{self.nbytes / 2**30:,.2f} GiB of host memory, copied in {self.copy_s:,.2f} s, written in "
+        how += f"{self.write_s:,.1f} s"
+        if self.waited_s >= NOTICEABLE:
+            how += f", for which step {now} waited {self.waited_s:,.1f} s"
+        return f"step {self.step}: checkpoint {self.path} ({how})"
+
+
+class BackgroundSave:
+    """At most one checkpoint that is being written. With a process group, all ranks call every method."""
+
+    def __init__(self) -> None:
+        self._host = HostCopy()
+        self._thread: ThreadPoolExecutor | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._writing: Future[Written] | None = None
+
+    def begin(self, folder: Path, keep: int, step: int, tensors: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+        """Copy the state, which may change on return, and start to write it. The former save must be finished."""
+        assert self._writing is None
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "checkpoint")
+            self._group = host_group()
+        start = time.perf_counter()
+        copied, meta = self._host.of(flatten(tensors)), copy.deepcopy(meta)
+        copy_s = time.perf_counter() - start
+        checkpoints = Checkpoints(folder, keep, self._group)
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+        def write() -> Written:
+            if device is not None:  # a thread begins on GPU 0, where DCP would make a context for every rank
+                torch.cuda.set_device(device)
+            start = time.perf_counter()
+            path = checkpoints.save(step, copied, meta)
+            return Written(step, path, self._host.nbytes, copy_s, time.perf_counter() - start)
+
+        self._writing = self._thread.submit(write)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether there is a save to `finish`."""
+        return self._writing is not None
+
+    @property
+    def ended(self) -> bool:
+        """Whether `finish` would return, or raise, at once. Ranks may see it at different steps."""
+        return self._writing is not None and self._writing.done()
+
+    def finish(self) -> Written:
+        """Wait for the save. Raises TrainingStopped if it failed."""
+        assert self._writing is not None
+        writing, self._writing = self._writing, None
+        start = time.perf_counter()
+        return dataclasses.replace(writing.result(), waited_s=time.perf_counter() - start)

@@ -1,0 +1,164 @@
+"""Faults of one process of several end all within a minute, with one message that names the rank and the cause."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from qtrain.train.log.metrics import read_metrics
+from tests.processes import PRETRAIN, launched, ranks_of, write_pretraining
+from tests.system import PYTHON_FIRST, ROOT, flags, last_step, only_run, serving, wait_until
+from tests.worlds import environment
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("faults")
+    write_pretraining(folder)
+    with serving(folder) as server:
+        server.folder = folder
+        yield server
+
+
+LONG = {**PRETRAIN, "n_steps": 400, "eval_interval": 0}
+
+IN_STEP_3 = """
+import errno, time
+import torch
+import qtrain.config
+from qtrain.errors import UserError
+qtrain.config.CAUSE_SECONDS = 1
+step = Training._step
+def fails(self, *arguments):
+    if self.run.state.step == 2:
+        {}
+    step(self, *arguments)
+Training._step = fails
+"""
+NO_SPACE = """
+import errno
+from qtrain.train.state import checkpoint
+def seal(path):
+    raise OSError(errno.ENOSPC, "No space left on device")
+checkpoint._seal = seal
+"""
+
+
+FAULTS = {
+    "host memory": (1, 1, IN_STEP_3.format("raise MemoryError"), "rank 1: error: step 3: out of memory on rank 1"),
+    "GPU memory": (
+        0,
+        1,
+        IN_STEP_3.format("raise torch.OutOfMemoryError('CUDA out of memory')"),
+        "error: step 3: out of memory on rank 0",
+    ),
+    "a bad batch": (
+        1,
+        2,
+        IN_STEP_3.format("raise UserError('--train_ds: tokens/0.bin is damaged')"),
+        "rank 1: error: --train_ds: tokens/0.bin is damaged",
+    ),
+    "a full disk": (1, 1, NO_SPACE, "could not be saved: rank 1: No space left on device"),
+    "hung": (
+        1,
+        1,
+        IN_STEP_3.format("time.sleep(300)"),
+        "last step 2) has kept the others waiting for 4 s (--rank_timeout): it is at ",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_one_rank_is_one_message_that_names_it(server, fault, tmp_path):
+    rank, code, patch, says = FAULTS[fault]
+    started = time.monotonic()
+    argv = flags(**LONG, rank_timeout=4, runs_dir=tmp_path)
+    done = server.run_ranks(2, "llm_pretrain", argv, {rank: patch})
+    assert time.monotonic() - started < 60
+    errors = "".join(outcome.err for outcome in done)
+    assert errors.count("error:") == 1 and says in errors, errors
+    assert code in [outcome.code for outcome in done] and {outcome.code for outcome in done} <= {code, -signal.SIGKILL}
+
+
+def test_a_full_disk_of_one_rank_while_training_goes_on(server, tmp_path):
+    done = server.run_ranks(2, "llm_pretrain", flags(**LONG, async_checkpoint=True, runs_dir=tmp_path), {1: NO_SPACE})
+    errors = "".join(outcome.err for outcome in done)
+    assert errors.count("error:") == 1 and "step 2: the checkpoint" in errors, errors
+    assert "could not be saved: rank 1: No space left on device" in errors and last_step(tmp_path) <= 4
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_process_ends_the_run_within_a_minute(server, rank, tmp_path):
+    process = launched(server.folder, gpus=2, **LONG, runs_dir=tmp_path)
+    wait_until(lambda: last_step(tmp_path) > 2, 120)
+    stopped = ranks_of(process)[rank]
+    os.kill(stopped, signal.SIGSTOP)
+    started = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - started < 60 and process.returncode == 1
+    assert errors.count("error:") == 1 and errors.startswith(f"error: rank {rank} (process {stopped} on "), errors
+
+
+@pytest.mark.sweep
+def test_torchrun_starts_again_by_itself_after_a_kill(server, tmp_path):
+    settings = {**LONG, "n_steps": 60, "runs_dir": tmp_path, "resume": "auto"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", "1"]
+    process = subprocess.Popen(
+        [*torchrun, "--monitor-interval", "0.1", str(ROOT / "llm_pretrain.py"), *flags(**settings)],
+        cwd=server.folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**PYTHON_FIRST, "OMP_NUM_THREADS": "1"},
+    )
+    wait_until(lambda: [*tmp_path.glob("*/*/checkpoints/00000004/COMPLETE")], 120)
+    os.kill(ranks_of(process)[1], signal.SIGKILL)
+    out, _ = process.communicate(timeout=150)
+    assert process.returncode == 0 and "resumed at step" in out, out
+    folder = only_run(tmp_path)
+    assert [r["step"] for r in read_metrics(folder / "metrics.jsonl") if "loss" in r] == [*range(1, 61)]
+
+
+def test_a_killed_rank_ends_the_run_and_the_run_resumes(server, tmp_path):
+    settings = {**PRETRAIN, "quantize": "int8", "n_steps": 400, "eval_interval": 0, "runs_dir": tmp_path}
+    process = launched(server.folder, gpus=2, **settings)
+    wait_until(lambda: [*tmp_path.glob("*/*/checkpoints/00000002/COMPLETE")], 120)
+    folder = only_run(tmp_path)
+    os.kill(ranks_of(process)[1], signal.SIGKILL)
+    started = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - started < 60
+    assert process.returncode == 128 + signal.SIGKILL
+    assert errors == "error: rank 1 was killed by SIGKILL; all ranks end.\n"
+    last = max(r["step"] for r in read_metrics(folder / "metrics.jsonl") if "loss" in r)
+    saved = max(int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdigit())
+    assert saved in (last - 1, last, last - 2)
+
+    again = launched(server.folder, **{**settings, "n_steps": saved + 2}, gpus=2, resume="auto")
+    out, errors = again.communicate(timeout=120)
+    assert (again.returncode, errors) == (0, "") and f"resumed at step {saved}" in out
+    steps = [r["step"] for r in read_metrics(folder / "metrics.jsonl") if "loss" in r]
+    assert steps == [*range(1, saved + 3)]
+
+
+def test_a_signal_to_one_rank_is_one_save_of_all(server, tmp_path):
+    settings = {**PRETRAIN, "n_steps": 400, "ckpt_interval": 0, "eval_interval": 0, "runs_dir": tmp_path}
+    ranks = [server.start("llm_pretrain", flags(**settings), **variables) for variables in environment(2)]
+    wait_until(lambda: [p for p in tmp_path.glob("*/*/metrics.jsonl") if len(read_metrics(p)) > 2], 60)
+    os.kill(ranks[1].pid, signal.SIGTERM)
+    assert [rank.wait().code for rank in ranks] == [143, 143]
+    folder = only_run(tmp_path)
+    last = [r["step"] for r in read_metrics(folder / "metrics.jsonl") if "loss" in r][-1]
+    assert [int(p.name) for p in (folder / "checkpoints").iterdir()] == [last]
+
+
+def test_a_nonfinite_gradient_of_one_rank_stops_all_before_the_update(server, tmp_path):
+    """The second half of the stream's first step, which rank 1 reads, would make every gradient infinite."""
+    settings = {**PRETRAIN, "lr": 1e30, "clip_grad_norm": 0, "n_steps": 6, "runs_dir": tmp_path}
+    done = server.run_ranks(2, "llm_pretrain", flags(**settings))
+    assert done[0].code == 1 and done[1].code in (1, -signal.SIGKILL)
+    assert done[0].err.count("error:") == 1 and "is nan" in done[0].err.lower() and done[1].err == ""
