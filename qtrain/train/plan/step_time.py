@@ -38,10 +38,10 @@ MEASURED = {
     IMAGES: Measured("ViT-giant", {"fp8_tensorwise": {1135e6: 0.315}, "bf16": {1135e6: 0.465}}),
 }
 
-GRADIENT_MATRIX_SECONDS, WEIGHT_MATRIX_SECONDS = 0.232e-3, 0.299e-3
-PARAMETER_SECONDS = 2.16e-12
+GRADIENT_MATRIX_SECONDS, WEIGHT_MATRIX_SECONDS = 0.150e-3, 0.348e-3
+PARAMETER_SECONDS = 1.55e-12
 """docs/results/distributed.json: over a step of the 0.5B two H200s take 55 ms (ZeRO-2) and 27 ms (DDP) longer than one,
-of which 2 and 3 ms are on the wire; over one of the 7B 114 ms (ZeRO-2), 37 of them on the wire. The rest is taken as
+of which 6 and 11 ms are on the wire; over one of the 7B 114 ms (ZeRO-2), 45 of them on the wire. The rest is taken as
 launches, so many per matrix whose gradient, and whose weight, travels, and as traffic of memory per parameter."""
 
 
