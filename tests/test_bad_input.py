@@ -138,7 +138,7 @@ RECIPES = [
 ]
 
 MODELS = [
-    wrong("--model: unknown model 'qwen2.5-1b'", "Did you mean 'qwen2.5-1.5b'?", model="qwen2.5-1b"),
+    wrong("--model: unknown model 'qwen2.5-1.5'", "Did you mean 'qwen2.5-1.5b'?", model="qwen2.5-1.5"),
     wrong("--model: the file tinny.json does not exist", "Did you mean tiny.json?", model="tinny.json"),
     wrong("--model: there is no folder ./tiny", model="./tiny"),
     wrong("--model: the folder jsonl has no config.json", model="jsonl"),

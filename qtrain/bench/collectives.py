@@ -118,7 +118,9 @@ def _reduce_scatter_ours(wire: GradientWire | None) -> Callable[[Tensor], Tensor
             encoded = torch.cat([wire.encode(message, key) for message in messages])
             size = wire.size(elements)
             received = [wire.decode(row, elements) for row in exchange(encoded, [size] * world(), size, None, "bench")]
-        return add_in_order(received[0].float(), received[1:]).to(whole.dtype)
+        total = received[0].float()
+        add_in_order(total, received[1:])
+        return total.to(whole.dtype)
 
     return run
 

@@ -249,8 +249,8 @@ def estimate_memory(
     weights = _weight_bytes(config, step.element, low_bit, trained)
     weights += _master_bytes(config, step.element, low_bit, trained, share.masters, whole_matrices)
     if reshards:
-        weights += _resharded_bytes(config, step.element, low_bit, share.masters, whole_matrices)
-        sums = round(4 * (trained.bytes // step.element) * share.masters)
+        weights += _resharded_bytes(config, step.element, low_bit, share.states, whole_matrices)
+        sums = round(4 * (trained.bytes // step.element) * share.states)
         layer = step.element * sum(n * k for n, k in layer_linears(config).values())
         held = sums if step.accumulates else 0
         # In full those outside of layers; of two layers, one of which is sent, and both of its messages.

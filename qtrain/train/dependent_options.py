@@ -62,6 +62,11 @@ def _decayless(key: str) -> Callable[[Given], bool]:
     return lambda given: given.schedule.decay == 0 and given.key("lr_schedule_kwargs", key) is not None
 
 
+def _world(given: Given) -> int:
+    """Processes of the run, or of the one that is planned."""
+    return given.settings.world_size or launched_world()
+
+
 def _fp32(given: Given) -> bool:
     return given.dtype == torch.float32
 
@@ -75,12 +80,12 @@ DEPENDENCES = (
     ),
     Dependence(
         "--gradient_wire",
-        lambda g: g.has("gradient_wire") and (g.settings.world_size or launched_world()) == 1,
+        lambda g: g.has("gradient_wire") and _world(g) == 1,
         "has no effect on one process",
     ),
     Dependence(
         "--reshard_after_forward",
-        lambda g: g.settings.reshard_after_forward == "always" and (g.settings.world_size or launched_world()) == 1,
+        lambda g: g.settings.reshard_after_forward == "always" and _world(g) == 1,
         "has no effect on one process",
     ),
     Dependence(

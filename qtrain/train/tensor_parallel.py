@@ -32,7 +32,9 @@ def check_tensor_parallel(settings: TrainSettings, optimizer: OptimizerSpec) -> 
             "name the scheme."
         )
     if settings.world_size is not None:
-        raise UserError(f"--tp: {settings.tp}, but plans of --world_size know no divided layers; leave one of them out.")
+        raise UserError(
+            f"--tp: {settings.tp}, but plans of --world_size know no divided layers; leave one of them out."
+        )
     if settings.reshard_after_forward == "always":
         raise UserError(
             f"--tp: {settings.tp}, but --reshard_after_forward always sends a layer's gradients before those of its "

@@ -39,6 +39,9 @@ class Cost:
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.inside + other.inside, self.between + other.between, self.seconds + other.seconds)
 
+    def __mul__(self, times: int) -> "Cost":
+        return Cost(self.inside * times, self.between * times, self.seconds * times)
+
 
 @dataclass(frozen=True)
 class Cluster:

@@ -64,22 +64,24 @@ def plan_language_run(
         frozen=trained is not None and bool(trained.adapters),
     )
 
-    def memory_on(mesh: Mesh) -> dict[str, int]:
-        config = rank_config(model_config, settings.tp)
-        return language_memory(replace(checked, mesh=mesh), config, linears, trained).at_peak
+    def memory_on(mesh: Mesh, reshards: bool) -> dict[str, int]:
+        planned, config = replace(checked, mesh=mesh, reshards=reshards), rank_config(model_config, settings.tp)
+        return language_memory(planned, config, linears, trained).at_peak
 
     world = None
     if settings.world_size is not None:
         samples = checked.geometry.micro_batch_size * checked.geometry.gradient_accumulation * settings.seq_len
         traffic = _traffic(checked, model_config, linears, trained)
         work = Work(parameters, seconds, samples, TOKENS, low_bit=any(linear.scheme for linear in linears))
-        world = plan_world(settings, checked.mesh, hardware, work, traffic, memory_on)
+        adapted = trained is not None and bool(trained.adapters)
+        resharding = "never" if adapted else settings.reshard_after_forward
+        world = plan_world(settings, checked.mesh, hardware, work, traffic, memory_on, resharding)
     return Plan(
         **shared,
         parameters=parameters,
         flops=flops,
         seconds=seconds,
-        memory=memory_on(checked.mesh),
+        memory=memory_on(checked.mesh, checked.reshards),
         world=world,
     )
 
@@ -96,11 +98,14 @@ def _traffic(
     parameters = trained.bytes // trained.element
     own_head = trained.head and not model_config.tie_word_embeddings
     alone = [] if adapted else [linear for linear in linears if own_head or not linear.is_head]
+    in_layers = [linear for linear in alone if not linear.is_head]
     return Traffic(
         parameters=parameters,
         matrices=sum(group.count for group in trained.shapes if len(group.shape) > 1),
         element=trained.element,
         weights=weights_on_wire(parameters, alone, trained.element),
+        in_layers=weights_on_wire(sum(n.weights for n in in_layers), in_layers, trained.element),
+        micro_batches=checked.geometry.gradient_accumulation,
         gradient_wire=checked.settings.gradient_wire,
     )
 

@@ -38,10 +38,10 @@ MEASURED = {
     IMAGES: Measured("ViT-giant", {"fp8_tensorwise": {1135e6: 0.315}, "bf16": {1135e6: 0.465}}),
 }
 
-GRADIENT_MATRIX_SECONDS, WEIGHT_MATRIX_SECONDS = 0.232e-3, 0.299e-3
-PARAMETER_SECONDS = 2.16e-12
+GRADIENT_MATRIX_SECONDS, WEIGHT_MATRIX_SECONDS = 0.150e-3, 0.348e-3
+PARAMETER_SECONDS = 1.55e-12
 """docs/results/distributed.json: over a step of the 0.5B two H200s take 55 ms (ZeRO-2) and 27 ms (DDP) longer than one,
-of which 2 and 3 ms are on the wire; over one of the 7B 114 ms (ZeRO-2), 37 of them on the wire. The rest is taken as
+of which 6 and 11 ms are on the wire; over one of the 7B 114 ms (ZeRO-2), 45 of them on the wire. The rest is taken as
 launches, so many per matrix whose gradient, and whose weight, travels, and as traffic of memory per parameter."""
 
 
@@ -69,7 +69,12 @@ def exchange_overhead(traffic: Traffic, mesh: Mesh) -> float:
     return traffic.matrices * per_matrix + traffic.parameters * PARAMETER_SECONDS
 
 
-def exposed_seconds(costs: Mapping[str, Cost], compute: float) -> float:
-    """Seconds on the wire that a GPU waits for, with `compute` seconds of computation beside them. Gradients and
-    weights travel after the last micro-batch, so nothing overlaps."""
-    return sum(cost.seconds for cost in costs.values())
+def exposed_seconds(costs: Mapping[str, Cost], compute: float, reshards: bool) -> float:
+    """Seconds on the wire that a GPU waits for, with `compute` seconds of computation beside them.
+
+    Gradients and weights travel after the last micro-batch, so nothing overlaps. With full sharding layers are
+    gathered, and gradients reduced, while another layer computes: what takes longer than that is exposed."""
+    if not reshards:
+        return sum(cost.seconds for cost in costs.values())
+    beside = costs["gradients"].seconds + costs["weights of layers"].seconds
+    return costs["weights"].seconds + max(0.0, beside - compute)

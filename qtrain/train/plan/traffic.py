@@ -3,6 +3,9 @@
 The gradients of all ranks meet once a step, after the last micro-batch, in an all-to-all over all ranks
 (`distributed/gradients.py`); replicas then gather the sums of their shards. Ranks of a shard group gather the updated
 weights: codes where a scheme's codes may travel, else the values themselves (`quant/sharded_codes.py`).
+
+With full sharding (`distributed/full_shard.py`) layers are gathered before their forward and before their backward pass
+of every micro-batch, and gradients meet after each.
 """
 
 import math
@@ -11,7 +14,7 @@ from dataclasses import dataclass
 
 from qtrain.distributed.gradient_wire import GRADIENT_WIRES
 from qtrain.distributed.mesh import Mesh
-from qtrain.distributed.wire import BUCKET_BYTES
+from qtrain.distributed.wire import ALONE_BYTES, BUCKET_BYTES
 from qtrain.kernels.numerics.formats import FORMATS
 from qtrain.quant import LowBitScheme
 from qtrain.train.plan.cluster import Cluster, Cost
@@ -21,13 +24,15 @@ from qtrain.train.plan.linears import PlannedLinear
 @dataclass(frozen=True)
 class Traffic:
     """Of a step of the whole model. parameters: that train; matrices: that these make up; element: bytes of each
-    parameter and of its gradient; weights: bytes of all updated weights as they travel; gradient_wire: see
-    --gradient_wire."""
+    parameter and of its gradient; weights: bytes of all updated weights as they travel, in_layers: of those that full
+    sharding divides; micro_batches: of a rank; gradient_wire: see --gradient_wire."""
 
     parameters: int
     matrices: int
     element: int
     weights: float
+    in_layers: float = 0.0
+    micro_batches: int = 1
     gradient_wire: str = "exact"
 
     @property
@@ -36,19 +41,26 @@ class Traffic:
         wire = GRADIENT_WIRES[self.gradient_wire]
         return self.parameters * (self.element if wire is None else wire.bytes_per_element)
 
-    def costs(self, mesh: Mesh, cluster: Cluster) -> dict[str, Cost]:
+    def costs(self, mesh: Mesh, cluster: Cluster, reshards: bool = False) -> dict[str, Cost]:
         """By what travels. A mesh of one rank sends nothing."""
         plain = self.parameters * self.element
-        buckets = _buckets(plain)
+        calls, shard_group = self._calls(plain), cluster.shard_group(mesh)
+        sums = cluster.all_gather(cluster.replicate_group(mesh), plain / mesh.shard, calls)
+        gradients = cluster.all_to_all(cluster.world(mesh), self.gradients, calls)
+        if not reshards:
+            weights = cluster.all_gather(shard_group, self.weights, self._calls(self.weights))
+            return {"gradients": gradients + sums, "weights": weights}
+        outside = self.weights - self.in_layers
         return {
-            "gradients": cluster.all_to_all(cluster.world(mesh), self.gradients, buckets)
-            + cluster.all_gather(cluster.replicate_group(mesh), plain / mesh.shard, buckets),
-            "weights": cluster.all_gather(cluster.shard_group(mesh), self.weights, _buckets(self.weights)),
+            "gradients": gradients * self.micro_batches + sums,
+            "weights": cluster.all_gather(shard_group, outside, math.ceil(outside / BUCKET_BYTES)),
+            "weights of layers": cluster.all_gather(shard_group, self.in_layers, self._calls(self.in_layers))
+            * (2 * self.micro_batches),
         }
 
-
-def _buckets(size: float) -> int:
-    return math.ceil(size / BUCKET_BYTES)
+    def _calls(self, size: float) -> int:
+        """Collectives for `size` bytes of all matrices: large ones travel alone, small ones together."""
+        return self.matrices if size >= self.matrices * ALONE_BYTES else math.ceil(size / BUCKET_BYTES)
 
 
 def weight_bytes_on_wire(scheme: LowBitScheme | None, element: int, codes_only: bool = True) -> float:

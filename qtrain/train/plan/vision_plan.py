@@ -6,6 +6,7 @@ from dataclasses import replace
 from torch import nn
 
 from qtrain.distributed.mesh import Mesh
+from qtrain.errors import UserError
 from qtrain.hardware import Hardware
 from qtrain.kernels.autotune import forced
 from qtrain.models import VisionCost, repeated_blocks
@@ -52,16 +53,22 @@ def plan_vision_run(
     by_kind = {"blocks": shares(blocks, work), "head": shares(head, work)}
     seconds = shortest_seconds(cost.flops, by_kind, hardware, checked.dtype)
 
-    def memory_on(mesh: Mesh) -> dict[str, int]:
+    def memory_on(mesh: Mesh, reshards: bool) -> dict[str, int]:
         return _memory(replace(checked, mesh=mesh), model, cost, linears)
 
     world = None
     if settings.world_size is not None:
+        if settings.reshard_after_forward == "always":
+            raise UserError("--world_size: fully sharded vision models are not planned; leave out always.")
         samples = checked.geometry.micro_batch_size * checked.geometry.gradient_accumulation
         low_bit = any(linear.scheme for linear in linears)
         work = Work(shared["parameters"], seconds, samples, IMAGES, low_bit)
-        world = plan_world(settings, checked.mesh, hardware, work, _traffic(checked, model, linears), memory_on)
-    return Plan(**shared, flops=cost.flops, seconds=seconds, memory=memory_on(checked.mesh), world=world)
+        world = plan_world(
+            settings, checked.mesh, hardware, work, _traffic(checked, model, linears), memory_on, "never"
+        )
+    return Plan(
+        **shared, flops=cost.flops, seconds=seconds, memory=memory_on(checked.mesh, checked.reshards), world=world
+    )
 
 
 def _traffic(checked: CheckedSettings, model: nn.Module, linears: Sequence[PlannedLinear]) -> Traffic:

@@ -26,9 +26,10 @@ SIZES = tuple(2**n for n in range(13))
 @dataclass(frozen=True)
 class SizedStep:
     """A step on a mesh. memory: bytes per GPU at the peak; seconds: of the step, `compute` of them computation and
-    `exposed` waiting for wires."""
+    `exposed` waiting for wires; reshards: layers exist in full only while they run."""
 
     mesh: Mesh
+    reshards: bool
     memory: int
     costs: dict[str, Cost]
     compute: float
@@ -68,17 +69,20 @@ class Work:
 
 @dataclass(frozen=True)
 class WorldPlan:
-    """The plan for a mesh on a cluster, and for others. compute: seconds of one GPU's computation in a step, of
-    `samples` tokens or images; sol: the fraction of the speed of light that it assumes, sol_source: where that is
-    from. memory_on: bytes per GPU by kind on a mesh. keeps_shard: the meshes of the table have shard groups of the same
-    size, else of all ranks."""
+    """The plan for a mesh on a cluster, and for others.
+
+    compute: seconds of one GPU's computation in a step, of `samples` tokens or images; sol: the fraction of the speed
+    of light that it assumes, sol_source: where that is from. memory_on: bytes per GPU by kind on a mesh, with layers
+    fully sharded or not. resharding: whether they are, as --reshard_after_forward. keeps_shard: the meshes of the table
+    have shard groups of the same size, else of all ranks."""
 
     mesh: Mesh
     keeps_shard: bool
     cluster: Cluster
     hardware: Hardware
     traffic: Traffic
-    memory_on: Callable[[Mesh], Mapping[str, int]]
+    memory_on: Callable[[Mesh, bool], Mapping[str, int]]
+    resharding: str
     samples: int
     unit: Unit
     compute: float
@@ -87,13 +91,17 @@ class WorldPlan:
 
     def step(self, mesh: Mesh) -> SizedStep:
         """A step on `mesh` with the same micro-batches per GPU."""
-        costs = self.traffic.costs(mesh, self.cluster)
+        memory = sum(self.memory_on(mesh, False).values())
+        too_large = self.resharding == "auto" and memory > (self.hardware.memory_bytes or 0)
+        reshards = mesh.shard > 1 and (self.resharding == "always" or too_large)
+        costs = self.traffic.costs(mesh, self.cluster, reshards)
         return SizedStep(
             mesh=mesh,
-            memory=sum(self.memory_on(mesh).values()),
+            reshards=reshards,
+            memory=sum(self.memory_on(mesh, True).values()) if reshards else memory,
             costs=costs,
             compute=self.compute,
-            exposed=exposed_seconds(costs, self.compute),
+            exposed=exposed_seconds(costs, self.compute, reshards),
             overhead=exchange_overhead(self.traffic, mesh),
             samples=self.samples,
         )
@@ -106,6 +114,8 @@ class WorldPlan:
         sent = ", ".join(f"{what} {_size(cost.bytes)}" for what, cost in step.costs.items() if cost.bytes)
         across = f", {_size(step.sent.between)} of it to other machines" if nodes > 1 else ""
         wire = f"; gradients in {self.traffic.gradient_wire}" if self.traffic.gradient_wire != "exact" else ""
+        hidden = step.sent.seconds - step.exposed
+        overlap = f"{hidden:.3f} more overlap with it" if step.reshards else "none of it overlaps"
         return [
             (
                 "world",
@@ -115,10 +125,10 @@ class WorldPlan:
             ("wire", f"a GPU sends {_size(step.sent.bytes)} a step ({sent}{wire}){across}"),
             (
                 "step",
-                f"{step.seconds:.3f} s: computation {step.compute:.3f}, wires {step.exposed:.3f} (none of it "
-                f"overlaps), copies and launches of the exchange {step.overhead:.3f}; "
-                f"{short_number(step.rate)} {self.unit.per_second}, {100 * step.efficiency:.0f}% of "
-                f"{self.mesh.world:,} times one GPU; {n_steps:,} steps in {duration(n_steps * step.seconds)}",
+                f"{step.seconds:.3f} s: computation {step.compute:.3f}, wires {step.exposed:.3f} ({overlap}), copies "
+                f"and launches of the exchange {step.overhead:.3f}; {short_number(step.rate)} {self.unit.per_second}, "
+                f"{100 * step.efficiency:.0f}% of {self.mesh.world:,} times one GPU; {n_steps:,} steps in "
+                f"{duration(n_steps * step.seconds)}",
             ),
             ("", f"computation at {100 * self.sol:.0f}% of the speed of light ({self.sol_source})"),
         ]
@@ -154,7 +164,8 @@ def plan_world(
     hardware: Hardware,
     work: Work,
     traffic: Traffic,
-    memory_on: Callable[[Mesh], Mapping[str, int]],
+    memory_on: Callable[[Mesh, bool], Mapping[str, int]],
+    resharding: str,
 ) -> WorldPlan:
     """The plan of `mesh`, made up of GPUs like `hardware`. Raises UserError."""
     sol, source = settings.sol, "--sol"
@@ -168,6 +179,7 @@ def plan_world(
         hardware=hardware,
         traffic=traffic,
         memory_on=memory_on,
+        resharding=resharding,
         samples=work.samples,
         unit=work.unit,
         compute=compute_seconds(work.seconds, work.samples, sol, settings.activation_checkpointing),
@@ -188,7 +200,7 @@ def refuse_world(settings: TrainSettings) -> None:
 def _cells(step: SizedStep, have: int) -> list[str]:
     return [
         f"{step.mesh.world:,}",
-        f"{step.mesh.replicate} x {step.mesh.shard}",
+        f"{step.mesh.replicate} x {step.mesh.shard}{', ZeRO-3' if step.reshards else ''}",
         f"{step.memory / GIB:.1f}{'*' if step.memory > have else ' '}",
         f"{step.sent.bytes / GIB:.2f}",
         f"{step.sent.between / GIB:.2f}",

@@ -1,7 +1,6 @@
 """The plan of a world that is not the one that runs: against measured steps, against the bytes that ranks really send,
 and the messages for worlds that cannot be."""
 
-import dataclasses
 import json
 import re
 
@@ -17,6 +16,7 @@ from qtrain.distributed.gradient_wire import GRADIENT_WIRES
 from qtrain.distributed.mesh import Mesh, make_mesh
 from qtrain.distributed.wire import sent
 from qtrain.models import Decoder, ModelConfig, read_model_source
+from qtrain.models.cost import count_parameters
 from qtrain.optim import parameter_groups
 from qtrain.quant import quantize_linears
 from qtrain.train.parallel import DataParallel
@@ -179,6 +179,28 @@ def test_what_does_not_fit_is_marked():
     assert "*" not in "".join(world_of("qwen2.5-0.5b", 8, **FP8).table())
 
 
+def test_full_sharding_gathers_layers_twice_a_micro_batch_beside_the_computation():
+    options = {"micro_batch_size": 8, **FP8}
+    always, never = (world_of("qwen2.5-7b", 8, reshard_after_forward=mode, **options) for mode in ("always", "never"))
+    full, zero2 = (plan.step(plan.mesh) for plan in (always, never))
+    assert full.reshards and not zero2.reshards and full.memory < zero2.memory
+    linears = count_parameters(read_model_source("qwen2.5-7b").model_config()).linear  # a byte each
+    assert full.costs["weights of layers"].bytes == pytest.approx(2 * 4 * linears * 7 / 8)
+    both = full.costs["weights"].bytes + full.costs["weights of layers"].bytes / 8
+    assert both == pytest.approx(zero2.costs["weights"].bytes)
+    assert full.costs["gradients"].bytes == pytest.approx(4 * zero2.costs["gradients"].bytes)
+    assert full.exposed < zero2.exposed < full.sent.seconds
+    one = always.step(Mesh())
+    assert not one.reshards and one.exposed == 0
+
+
+def test_auto_shards_fully_where_the_memory_does_not_suffice():
+    plan = world_of("llama3.1-70b", 64, batch_size=64, activation_checkpointing="full", **FP8)
+    assert plan.step(plan.mesh).reshards and "1 x 64, ZeRO-3" in plan.table()[8]
+    small = world_of("qwen2.5-0.5b", 64, **FP8)
+    assert not small.step(small.mesh).reshards
+
+
 def test_a_slower_wire_takes_longer_and_low_bit_gradients_less():
     def exposed(**options) -> float:
         plan = world_of("qwen2.5-7b", 64, **FP8, **options)
@@ -295,5 +317,5 @@ def test_one_gpu_of_a_world_is_the_plan_of_one_process():
     config = read_model_source("qwen2.5-0.5b").model_config()
     hardware = planned_hardware(checked.settings, checked.device)
     alone = plan_language_run(checked, config, linears_of(checked, config), hardware, ())
-    assert alone.world is None and plan.memory_on(Mesh()) == alone.memory
-    assert plan.memory_on(dataclasses.replace(Mesh(), shard=8)) != alone.memory
+    assert alone.world is None and plan.memory_on(Mesh(), False) == alone.memory
+    assert plan.memory_on(Mesh(1, 8), False) != alone.memory
