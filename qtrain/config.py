@@ -117,6 +117,8 @@ def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupte
     rank = os.environ.get("RANK", "0") if "WORLD_SIZE" in os.environ else "0"
     if not rank.isdecimal():
         rank = "0"  # refused as soon as the settings are read
+    if "WORLD_SIZE" in os.environ:  # else torch, not imported yet, reports each lost connection with a stack of C++
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if rank != "0":  # one of several processes: rank 0 speaks for all
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:

@@ -231,6 +231,7 @@ class Server:
         self._folder, self._jobs = folder, 0
         self.running: set[int] = set()
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+        environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as `run_script` does before torch is imported
         self._process = subprocess.Popen(
             [sys.executable, "-c", f"{preload}\n{SERVER}"],
             stdin=subprocess.PIPE,
