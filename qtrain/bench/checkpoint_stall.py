@@ -64,8 +64,9 @@ def main(argv: list[str]) -> None:
     settings = parse(CheckpointStallSettings, argv, "-m qtrain.bench.checkpoint_stall", listing)
     own = {f.name for f in dataclasses.fields(LanguageSettings)}
     chosen = LanguageSettings(**{key: value for key, value in as_dict(settings).items() if key in own})
-    architecture = LanguageArchitecture.of(chosen)
-    prepared = prepare(check_settings(chosen, "checkpoint_stall"), architecture, data=())
+    checked = check_settings(chosen, "checkpoint_stall")
+    architecture = LanguageArchitecture.of(chosen, checked.mesh)
+    prepared = prepare(checked, architecture, data=())
     model, quantized = build_quantized(prepared)
     run = assemble(prepared, model, quantized)
     forward, generator = language_forward(model, None), torch.Generator().manual_seed(rank())

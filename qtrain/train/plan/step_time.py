@@ -26,7 +26,8 @@ class Measured:
 
 
 MEASURED = {
-    # docs/results/train_steps.json and distributed.json: compiled, sequence 1024, 32,768 or 65,536 tokens a step.
+    # docs/results/train_steps.json, and a former run of distributed.json: compiled, sequence 1024, 32,768 or 65,536
+    # tokens a step.
     TOKENS: Measured(
         "Qwen2.5 of 0.5B to 7B",
         {
@@ -38,11 +39,17 @@ MEASURED = {
     IMAGES: Measured("ViT-giant", {"fp8_tensorwise": {1135e6: 0.315}, "bf16": {1135e6: 0.465}}),
 }
 
-GRADIENT_MATRIX_SECONDS, WEIGHT_MATRIX_SECONDS = 0.150e-3, 0.348e-3
-PARAMETER_SECONDS = 1.55e-12
-"""docs/results/distributed.json: over a step of the 0.5B two H200s take 55 ms (ZeRO-2) and 27 ms (DDP) longer than one,
-of which 6 and 11 ms are on the wire; over one of the 7B 114 ms (ZeRO-2), 45 of them on the wire. The rest is taken as
-launches, so many per matrix whose gradient, and whose weight, travels, and as traffic of memory per parameter."""
+GRADIENT_MATRIX_SECONDS, WEIGHT_MATRIX_SECONDS = 0.020e-3, 0.055e-3
+PARAMETER_SECONDS = 4.7e-12
+"""docs/results/distributed.json: over a step of the 0.5B two H200s take 12 ms (ZeRO-2) and 11 ms (DDP) longer than one,
+of which 6 and 11 ms are on the wire; over one of the 7B 201 ms (ZeRO-2), 45 of them on the wire. Taken as launches, so
+many per matrix whose gradient, and whose weight, travels, and as traffic of memory per parameter; about half of the
+7B's is left unexplained."""
+
+
+CONTENTION = 0.57
+"""Seconds that a second of collectives costs the computation beside it, in multiprocessors and memory bandwidth:
+docs/results/distributed.json, ZeRO-3 of the 7B, less the above."""
 
 
 def measured_sol(unit: Unit, parameters: int, *, low_bit: bool) -> tuple[float, str]:
@@ -61,20 +68,23 @@ def compute_seconds(seconds: Mapping[str, float], samples: int, sol: float, chec
     return samples * (sum(seconds.values()) + again) / sol
 
 
-def exchange_overhead(traffic: Traffic, mesh: Mesh) -> float:
-    """Seconds of the exchange that are not on the wire."""
+def exchange_overhead(traffic: Traffic, mesh: Mesh, reshards: bool = False) -> float:
+    """Seconds of the exchange that are not on the wire. With full sharding memory is read and written in every
+    micro-batch."""
     if mesh.world == 1:
         return 0.0
     per_matrix = GRADIENT_MATRIX_SECONDS + WEIGHT_MATRIX_SECONDS * (mesh.shard > 1)
-    return traffic.matrices * per_matrix + traffic.parameters * PARAMETER_SECONDS
+    times = traffic.micro_batches if reshards else 1
+    return traffic.matrices * per_matrix + times * traffic.parameters * PARAMETER_SECONDS
 
 
 def exposed_seconds(costs: Mapping[str, Cost], compute: float, reshards: bool) -> float:
     """Seconds on the wire that a GPU waits for, with `compute` seconds of computation beside them.
 
     Gradients and weights travel after the last micro-batch, so nothing overlaps. With full sharding layers are
-    gathered, and gradients reduced, while another layer computes: what takes longer than that is exposed."""
+    gathered, and gradients reduced, while another layer computes: what takes longer than that is exposed, and at least
+    what collectives cost the computation beside them."""
     if not reshards:
         return sum(cost.seconds for cost in costs.values())
     beside = costs["gradients"].seconds + costs["weights of layers"].seconds
-    return costs["weights"].seconds + max(0.0, beside - compute)
+    return costs["weights"].seconds + max(CONTENTION * beside, beside - compute)

@@ -102,7 +102,7 @@ class WorldPlan:
             costs=costs,
             compute=self.compute,
             exposed=exposed_seconds(costs, self.compute, reshards),
-            overhead=exchange_overhead(self.traffic, mesh),
+            overhead=exchange_overhead(self.traffic, mesh, reshards),
             samples=self.samples,
         )
 

@@ -47,6 +47,9 @@ def world_of(model: str | dict, world: int, **options) -> WorldPlan:
 # ---- against measurements --------------------------------------------------------------------------------------------
 
 
+SEVEN = {"optim": "adamw_8bit", "micro_batch_size": 8}
+
+
 def measured(model: str) -> dict[str, float]:
     """tok/s by column of docs/results/distributed.json."""
     (table,) = json.loads((RESULTS / "distributed.json").read_text())["tables"]
@@ -60,13 +63,14 @@ def measured(model: str) -> dict[str, float]:
         ("qwen2.5-0.5b", "1 GPU", 1, {}),
         ("qwen2.5-0.5b", "2 GPUs, ZeRO-2", 2, {}),
         ("qwen2.5-0.5b", "2 GPUs, DDP", 2, {"dp_replicate": 2}),
-        ("qwen2.5-7b", "1 GPU", 1, {"optim": "adamw_8bit", "micro_batch_size": 8}),
-        ("qwen2.5-7b", "2 GPUs, ZeRO-2", 2, {"optim": "adamw_8bit", "micro_batch_size": 8}),
+        ("qwen2.5-7b", "1 GPU", 1, SEVEN),
+        ("qwen2.5-7b", "2 GPUs, ZeRO-2", 2, SEVEN),
+        ("qwen2.5-7b", "2 GPUs, ZeRO-3", 2, SEVEN | {"reshard_after_forward": "always", "batch_size": 128}),
     ],
 )
 def test_the_planned_step_is_the_measured_one(model, column, world, options):
     """To 5%; 10% is asked for."""
-    plan = world_of(model, world, **FP8, **options)
+    plan = world_of(model, world, **{**FP8, "batch_size": 128 * world, "micro_batch_size": 32, **options})
     assert plan.step(plan.mesh).rate == pytest.approx(measured(model)[column], rel=0.05)
 
 
@@ -189,7 +193,7 @@ def test_full_sharding_gathers_layers_twice_a_micro_batch_beside_the_computation
     both = full.costs["weights"].bytes + full.costs["weights of layers"].bytes / 8
     assert both == pytest.approx(zero2.costs["weights"].bytes)
     assert full.costs["gradients"].bytes == pytest.approx(4 * zero2.costs["gradients"].bytes)
-    assert full.exposed < zero2.exposed < full.sent.seconds
+    assert zero2.exposed < full.exposed < full.sent.seconds
     one = always.step(Mesh())
     assert not one.reshards and one.exposed == 0
 
