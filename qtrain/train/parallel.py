@@ -4,12 +4,9 @@ A step on N ranks with A micro-batches each reads the N x A micro-batches of one
 random bits, and divides by the same count of trained tokens. With --deterministic it also adds in the same order: then
 losses, gradients and weights are those of one rank, bit for bit.
 
-After the optimizer's step every rank gathers the updated weights. Where all products of a linear read codes, the rank
-keeps the codes only: the full weight exists for the moment in which it is quantized. With full sharding a rank
-quantizes its rows after the step, and the blocks gather their weights when they run.
+After the optimizer's step every rank gathers the updated weights (`model_weights.py`).
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
@@ -17,18 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qtrain.distributed.full_shard import FullShard, ShardedBlock
 from qtrain.distributed.gradient_wire import GradientWire
 from qtrain.distributed.gradients import GradientReduction
 from qtrain.distributed.mesh import Mesh
-from qtrain.distributed.shards import Sharded, plain_tensors, shard_parameters
-from qtrain.distributed.weights import GatheredMaster, gather_weights
+from qtrain.distributed.shards import Sharded, shard_parameters
 from qtrain.distributed.wire import gather_rows
-from qtrain.quant import LowBitLinear, QuantizedModel
-from qtrain.quant.convert import shared_weights
-from qtrain.quant.sharded_codes import ShardedCodes, update_codes
-from qtrain.tensors.stored_weight import StoredWeight
+from qtrain.quant import QuantizedModel
 from qtrain.train.gradients import Gradients, norm_of
+from qtrain.train.model_weights import ModelWeights
 from qtrain.train.state.divided_state import DividedState
 from qtrain.train.tensor_parallel import TensorParts
 
@@ -73,14 +66,16 @@ class DataParallel:
             self._reduction = GradientReduction(
                 groups, mesh, every_micro_batch=not self.adds_locally, wire=wire, seed=seed
             )
-        self._linear_of = {} if mesh.shard == 1 else _linears_by_weight(quantized, model)
-        self._codes: list[ShardedCodes] = []
-        if mesh.shard > 1 and not keep_full_weights:
-            self._drop_full_weights()
-        self._full_shard: FullShard | None = None
-        self._in_blocks: set[int] = set()
-        if blocks:
-            self._shard_fully(model, blocks)
+        self._weights = ModelWeights(
+            model,
+            quantized,
+            self.parameters,
+            mesh,
+            keep_full_weights=keep_full_weights,
+            blocks=blocks,
+            reduce=lambda block: self._reduction.add_group(block, self._micro_step(self._index)),
+        )
+        self._full_shard = self._weights.full_shard
 
     # ---- what the optimizer and checkpoints see ----------------------------------------------------------------------
 
@@ -195,113 +190,18 @@ class DataParallel:
         self.gather()
         self._quantized.refresh()
 
-    @torch.no_grad()
     def gather(self) -> None:
-        """Copy the masters' values into the model, and quantize those weights that it does not keep in full. What
-        belongs to fully sharded blocks is gathered when they run."""
-        if self.mesh.shard == 1:
-            return
-        if self._full_shard is not None:
-            self._full_shard.free()
-            self._weight_keys.copy_(self._quantized.keys)
-        update_codes(self._codes, self.mesh)
-        as_codes = {id(weight.sharded.parameter) for weight in self._codes}
-        self._gather_masters(s for s in self.parameters if id(s.parameter) not in as_codes | self._in_blocks)
-        for sharded in self.parameters:
-            if id(sharded.parameter) in self._in_blocks - as_codes:
-                torch.autograd.graph.increment_version(sharded.parameter)
-                if (linear := self._linear_of.get(id(sharded.parameter))) is not None:
-                    linear.mark_fresh()
-
-    def _gather_masters(self, parameters: Iterable[Sharded]) -> None:
-        changed = list(parameters)
-        torch.autograd.graph.increment_version([s.parameter for s in changed])
-        gather_weights([GatheredMaster(sharded, self._receive) for sharded in changed], self.mesh)
-
-    def _receive(self, sharded: Sharded, tensors: list[Tensor]) -> None:
-        linear = self._linear_of.get(id(sharded.parameter))
-        if linear is not None and linear.codes_only:
-            linear.refresh(tensors[0])
-            return
-        for own, gathered in zip(plain_tensors(sharded.parameter), tensors, strict=True):
-            own.copy_(gathered)
-        if linear is not None and linear.gathered:
-            linear.refresh(sharded.parameter)
-
-    def _drop_full_weights(self) -> None:
-        """Free the weights of linears that read only codes; the parameter stays, to receive the gradient."""
-        for sharded in self.parameters:
-            linear = self._linear_of.get(id(sharded.parameter))
-            if linear is not None and linear.scheme.reads_codes_only:
-                linear.keep_codes_only()
-                if linear.scheme.wire_format():
-                    self._codes.append(ShardedCodes(sharded, linear, self.mesh.shard_rank))
-
-    # ---- full sharding -----------------------------------------------------------------------------------------------
-
-    def _shard_fully(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        """Let the matrices of `blocks` exist in full only while their block runs."""
-        shared = shared_weights(model)
-        by_weight = {id(s.parameter): s for s in self.parameters if s.parameter.ndim > 1}
-        codes = {id(weight.sharded.parameter): weight for weight in self._codes}
-        self._weight_keys = self._quantized.keys.clone()
-        sharded_blocks = []
-        for block in blocks:
-            own = [by_weight[id(p)] for p in block.parameters() if id(p) in by_weight and id(p) not in shared]
-            linears = [linear for s in own if (linear := self._linear_of.get(id(s.parameter))) is not None]
-            for linear in linears:
-                linear.gathered = True
-                # Gathered in any micro-batch, a weight is rounded with the random bits of its last update.
-                linear.weight_key = self._weight_keys[int(linear.key[2])]
-            of_codes = [codes[id(s.parameter)] for s in own if id(s.parameter) in codes]
-            for weight in of_codes:
-                weight.keeps = True
-            masters = [GatheredMaster(s, self._receive) for s in own if id(s.parameter) not in codes]
-            dropped = {id(linear.weight) for linear in linears if linear.codes_only}
-            tensors = [t for s in own if id(s.parameter) not in dropped for t in plain_tensors(s.parameter)]
-            tensors += [buffer for linear in linears for buffer in linear.low_bit_weight.buffers()]
-            sharded_blocks.append(
-                ShardedBlock(block, tensors, functools.partial(self._gather_block, of_codes, masters))
-            )
-            self._in_blocks |= {id(s.parameter) for s in own}
-        update_codes([weight for weight in self._codes if weight.keeps], self.mesh)
-        self._full_shard = FullShard(sharded_blocks, self._device, self._reduce_block)
+        """Copy the masters' values into the model."""
+        self._weights.gather()
 
     def gather_blocks(self) -> None:
         """Gather the weights of all fully sharded blocks at once, to be read."""
         if self._full_shard is not None:
             self._full_shard.gather()
 
-    def _gather_block(self, codes: Sequence[ShardedCodes], masters: Sequence[GatheredMaster]) -> None:
-        gather_weights(codes, self.mesh, "codes")
-        gather_weights(masters, self.mesh)
-
-    def _reduce_block(self, index: int) -> None:
-        self._reduction.add_group(index, self._micro_step(self._index))
-
-    # ---- the end of a run --------------------------------------------------------------------------------------------
-
     def restore_full_weights(self) -> None:
-        """For an export: the full weights that are not in memory; of fully sharded blocks in the host's, on rank 0
-        only. The model does not train any more after this."""
-        if self._full_shard is not None:
-            self._full_shard.remove()
-        dropped = {id(linear.weight) for linear in self._linear_of.values() if linear.codes_only}
-        missing = [s for s in self.parameters if id(s.parameter) in dropped | self._in_blocks]
-        gather_weights([GatheredMaster(sharded, self._restore) for sharded in missing], self.mesh)
-
-    def _restore(self, sharded: Sharded, tensors: list[Tensor]) -> None:
-        parameter, from_block = sharded.parameter, id(sharded.parameter) in self._in_blocks
-        if from_block and self.mesh.rank:
-            return
-        if isinstance(parameter.data, StoredWeight):
-            for own, gathered in zip(plain_tensors(parameter), tensors, strict=True):
-                own.untyped_storage().resize_(gathered.nbytes)
-                own.copy_(gathered)
-        else:
-            parameter.data = tensors[0].cpu() if from_block else tensors[0]
-        if not from_block and (linear := self._linear_of.get(id(parameter))) is not None:
-            linear.codes_only = False
+        """For an export, after which the model does not train any more."""
+        self._weights.restore()
 
 
 def _by_block(parameters: Sequence[Sharded], blocks: Sequence[nn.Module]) -> list[list[Sharded]]:
@@ -311,13 +211,3 @@ def _by_block(parameters: Sequence[Sharded], blocks: Sequence[nn.Module]) -> lis
     for sharded in parameters:
         groups[block_of.get(id(sharded.parameter), len(blocks))].append(sharded)
     return groups
-
-
-def _linears_by_weight(quantized: QuantizedModel, model: nn.Module) -> dict[int, LowBitLinear]:
-    """id of a trained weight -> its linear, where no other module has the weight."""
-    shared = shared_weights(model)
-    return {
-        id(linear.weight): linear
-        for linear in quantized.linears
-        if linear.weight.requires_grad and id(linear.weight) not in shared
-    }

@@ -90,7 +90,7 @@ def _on_mesh(options: dict, full_shard: bool = False) -> tuple[int, int, int, in
         for index in (0, 1):
             parallel._full_shard._need(index)
     weights = [t for p in model.parameters() for t in plain_tensors(p)]
-    weights += [t for codes in parallel._codes for t in codes._kept or ()]
+    weights += [t for codes in parallel._weights._codes for t in codes._kept or ()]
     weights += [t for sharded in parallel.parameters for t in masters(sharded, stored=True)]
     codes = chain.from_iterable(m.buffers() for m in model.modules() if isinstance(m, LowBitWeight))
     states = [local(t) for state in optimizer.state.values() for key, t in state.items() if key not in ON_HOST]
