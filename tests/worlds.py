@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import time
 import traceback
@@ -19,11 +20,21 @@ SECONDS = 240
 
 def environment(world: int) -> list[dict[str, str]]:
     """Each rank's variables, as a launcher sets them."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = _free_port()
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+
+
+def _free_port() -> int:
+    """A port below those that the system gives to connections, which other tests open at any moment."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
 
 
 def run_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
