@@ -123,10 +123,13 @@ CASES = {
 
 
 SWEPT = (
+    "int8, ZeRO-2",
     "bf16, DDP of 3",
     "schedule-free",
+    "transformers",
     "fine-tuned, recomputed",
     "stored in INT4, fully sharded",
+    "schedule-free, fully sharded HSDP",
     "fine-tuned, recomputed, fully sharded",
     "timm, recomputed, fully sharded",
 )

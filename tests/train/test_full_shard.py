@@ -5,6 +5,7 @@ import math
 import pytest
 
 from qtrain.bench.mesh_equality import SCHEMES_COMPARED, differences
+from tests.cases import sampled
 from tests.train.test_mesh_equality import _of_one, _results
 
 CASES = [(scheme, "adamw_8bit", "1x2") for scheme in SCHEMES_COMPARED] + [
@@ -13,7 +14,12 @@ CASES = [(scheme, "adamw_8bit", "1x2") for scheme in SCHEMES_COMPARED] + [
 ]
 
 
-@pytest.mark.parametrize(("scheme", "optimizer", "mesh"), CASES, ids=[" ".join(case) for case in CASES])
+SAMPLE = ("fp8_tensorwise delayed", "int8", "int4_weight")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "optimizer", "mesh"), sampled(CASES, lambda scheme, _, mesh: scheme not in SAMPLE or mesh == "1x3")
+)
 def test_full_sharding_trains_as_one_process(scheme, optimizer, mesh):
     """With two micro-batches on every rank."""
     micro_batches = 2 * math.prod(map(int, mesh.split("x")))
