@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qtrain.distributed.wire import all_gather_single, exchange, gather, sent
+from qtrain.kernels.ordered_sum import add_in_order
 
 _GROUPS: dict[str, dist.ProcessGroup] = {}
 """Process groups by name: custom ops take no objects."""
@@ -148,10 +149,7 @@ def _exchanged_sum(flat: Tensor, group: str, ranks: int, kind: str) -> Tensor:
     """flat [ranks * n] of every rank -> [n], this rank's part of their sum."""
     own = len(flat) // ranks
     received = exchange(flat, [own] * ranks, own, _GROUPS[group], kind)
-    total = received[0].float()
-    for term in received[1:]:
-        total = total + term
-    return total.to(flat.dtype)
+    return add_in_order(received[0].to(torch.float32, copy=True), received[1:]).to(flat.dtype)
 
 
 def _bytes(x: Tensor) -> Tensor:
