@@ -1,5 +1,6 @@
 """One generator of numeric cases, shared by tests and benchmarks: odd shapes, outliers, zero rows, layouts."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,10 @@ def matrix(rows: int, columns: int, seed: int, kind: str = "normal", dtype: torc
 
 
 KINDS = ["normal", "outlier", "zero_row", "tiny", "strided"]
+
+
+FULL_SWEEP = bool(os.environ.get("QTRAIN_FULL_SWEEP"))
+"""Whether slow tests run in full: `make test-full`."""
 
 
 def sampled(cases: list[Any], swept: Callable[..., bool]) -> list[Any]:

@@ -57,12 +57,13 @@ ABSURD = {
 
 
 @pytest.mark.parametrize("case", ABSURD)
-def test_an_absurd_size_is_refused_in_a_second(case):
+def test_an_absurd_size_is_refused_before_anything_is_built(case):
+    """Building it would take minutes or all memory; the processor's seconds leave out what else the machine does."""
     module, argv, message = ABSURD[case]
-    start = time.monotonic()
+    start = time.process_time()
     done = call(module.main, argv)
     assert done.code == 2 and done.err.count("\n") == 1 and message in done.err, done
-    assert time.monotonic() - start < 1
+    assert time.process_time() - start < 10
 
 
 def test_a_vision_model_of_ten_million_blocks_is_refused():

@@ -14,6 +14,7 @@ import torch
 
 from qtrain.data import IGNORED, Batch, Loader, Sample, StreamContext, open_stream
 from qtrain.errors import UserError
+from tests.cases import sampled
 from tests.data.corpora import specs, write_raw
 
 FLAG = "--train_ds"
@@ -128,7 +129,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "killed"), [pytest.param(0, False, marks=pytest.mark.sweep), (1, False), (1, True)]
+    ("num_workers", "killed"),
+    sampled([(0, False), (1, False), (1, True)], lambda workers, killed: not killed),
 )
 def test_a_loader_that_is_not_closed_does_not_disturb_the_end(datasets, num_workers, killed, tmp_path):
     """The interpreter ends quietly with status 0; and when it is killed, its producer goes too."""

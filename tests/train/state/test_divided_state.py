@@ -1,6 +1,5 @@
 """Checkpoints of a divided model: whole tensors, the same bit for bit on any number of tensor ranks."""
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,6 @@ SIZES = {
 
 def _run(settings: LanguageSettings, steps: int) -> str:
     """Build or resume a run, train it for some steps, save it. Returns the checkpoint."""
-    logging.disable()
     checked = check_settings(settings, "llm_pretrain")
     prepared = prepare(checked, LanguageArchitecture.of(settings, checked.mesh), [])
     model, quantized = build_quantized(prepared)
