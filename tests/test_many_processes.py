@@ -128,6 +128,7 @@ SWEPT = (
     "schedule-free",
     "transformers",
     "fine-tuned, recomputed",
+    "transformers, fully sharded",
     "stored in INT4, fully sharded",
     "schedule-free, fully sharded HSDP",
     "fine-tuned, recomputed, fully sharded",
@@ -145,6 +146,7 @@ def test_several_processes_train_as_one(server, case, tmp_path):
     assert_same_checkpoint(one, many, 2)
 
 
+@pytest.mark.sweep
 def test_saved_by_four_and_resumed_by_any_number_and_back(server, tmp_path):
     """4 > 3, 1 > 2x2: each goes on as the undisturbed run."""
     settings = {**PRETRAIN, "quantize": "int8", "n_steps": 4}
