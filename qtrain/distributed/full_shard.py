@@ -72,7 +72,7 @@ class FullShard:
         self._need(index)
         self._prefetch(index + 1)
         if args and _trains(args[0]):
-            args = (_AfterBackward.apply(args[0], functools.partial(self._after_backward, index)), *args[1:])
+            args = (_AtBackward.apply(args[0], functools.partial(self._after_backward, index)), *args[1:])
         output = call(*args, **kwargs)
         backward_follows = torch.is_grad_enabled() and index == len(self._blocks) - 1
         if not backward_follows:
@@ -80,7 +80,7 @@ class FullShard:
         first, *others = output if isinstance(output, tuple) else (output,)
         if not _trains(first):
             return output
-        first = _BeforeBackward.apply(first, functools.partial(self._before_backward, index))
+        first = _AtBackward.apply(first, functools.partial(self._before_backward, index))
         return (first, *others) if isinstance(output, tuple) else first
 
     def _before_backward(self, index: int) -> None:
@@ -163,8 +163,10 @@ def _trains(value: Any) -> bool:
     return torch.is_grad_enabled() and isinstance(value, Tensor) and value.requires_grad
 
 
-class _BeforeBackward(torch.autograd.Function):
-    """The identity, on a block's output; calls `action` when the block's backward pass begins."""
+class _AtBackward(torch.autograd.Function):
+    """The identity; calls `action` when the backward pass gets here. On a block's output that is where its backward
+    pass begins; on its input where its gradients are complete, for autograd accumulates those of parameters before it
+    goes on to what the input was computed from."""
 
     @staticmethod
     def forward(ctx, x: Tensor, action: Callable[[], None]) -> Tensor:
@@ -172,21 +174,6 @@ class _BeforeBackward(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, dy: Tensor):
+    def backward(ctx, gradient: Tensor):
         ctx.action()
-        return dy, None
-
-
-class _AfterBackward(torch.autograd.Function):
-    """The identity, on a block's input; calls `action` when the block's gradients are complete: autograd accumulates
-    those of parameters before it goes on to what the input was computed from."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, action: Callable[[], None]) -> Tensor:
-        ctx.action = action
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dx: Tensor):
-        ctx.action()
-        return dx, None
+        return gradient, None

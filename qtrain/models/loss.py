@@ -10,6 +10,7 @@ For any other module as head (a quantized linear), its own backward is used: eac
 are recomputed in backward.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +29,17 @@ class LossSums(NamedTuple):
     """Negative log-likelihood alone, detached, for the log."""
 
 
+Entropy = Callable[[Tensor, Tensor, float, bool], Tensor]
+"""As `cross_entropy`: (logits [t, V], labels [t], z_loss, with_grad) -> fp32 [2, t], loss and nll of each row."""
+
+
 def linear_cross_entropy(
-    hidden: Tensor, head: nn.Module, labels: Tensor, chunks: int = 0, z_loss: float = 0.0
+    hidden: Tensor,
+    head: nn.Module,
+    labels: Tensor,
+    chunks: int = 0,
+    z_loss: float = 0.0,
+    entropy: Entropy = cross_entropy,
 ) -> LossSums:
     """Cross-entropy of head(hidden) against labels, summed.
 
@@ -38,10 +48,10 @@ def linear_cross_entropy(
     """
     rows = chunk_rows(hidden.shape[0], chunks, hidden.is_cuda)
     if torch.is_grad_enabled() and type(head).forward is nn.Linear.forward and head.bias is None:
-        return LossSums(*_PlainHead.apply(hidden, head.weight, labels, rows, z_loss))
+        return LossSums(*_PlainHead.apply(hidden, head.weight, labels, rows, z_loss, entropy))
 
     def one_chunk(x: Tensor, y: Tensor) -> LossSums:
-        return cross_entropy_sums(head(x), y, z_loss)
+        return cross_entropy_sums(head(x), y, z_loss, entropy)
 
     loss, nll = hidden.new_zeros((2,), dtype=torch.float32)
     for x, y in zip(hidden.split(rows), labels.split(rows), strict=True):
@@ -53,11 +63,13 @@ def linear_cross_entropy(
     return LossSums(loss, nll)
 
 
-def cross_entropy_sums(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> LossSums:
+def cross_entropy_sums(
+    logits: Tensor, labels: Tensor, z_loss: float = 0.0, entropy: Entropy = cross_entropy
+) -> LossSums:
     """The same sums from logits [T, V], whose memory is overwritten with their gradient."""
     if torch.is_grad_enabled():
-        return LossSums(*_SoftmaxLoss.apply(logits, labels, z_loss))
-    return LossSums(*cross_entropy(logits, labels, z_loss, False).sum(dim=1))
+        return LossSums(*_SoftmaxLoss.apply(logits, labels, z_loss, entropy))
+    return LossSums(*entropy(logits, labels, z_loss, False).sum(dim=1))
 
 
 def chunk_rows(tokens: int, chunks: int, large: bool) -> int:
@@ -71,7 +83,7 @@ class _PlainHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, z_loss: float
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, z_loss: float, entropy: Entropy
     ) -> tuple[Tensor, Tensor]:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -80,11 +92,11 @@ class _PlainHead(torch.autograd.Function):
         def one_chunk(start: int) -> Tensor:  # a function, so that its logits are freed before the next are allocated
             chunk = slice(start, start + rows)
             logits = hidden[chunk] @ weight.t()  # [t, V]
-            sums = cross_entropy(logits, labels[chunk], z_loss, needs_hidden or needs_weight).sum(dim=1)
+            sums = entropy(logits, labels[chunk], z_loss, needs_hidden or needs_weight).sum(dim=1)
             if grad_hidden is not None:
                 torch.mm(logits, weight, out=grad_hidden[chunk])
             if grad_weight is not None:
-                add_product(grad_weight, logits.t(), hidden[chunk])
+                _add_product(grad_weight, logits.t(), hidden[chunk])
             return sums
 
         sums = hidden.new_zeros((2,), dtype=torch.float32)
@@ -100,18 +112,18 @@ class _PlainHead(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_hidden is not None:
-            grad_hidden = scaled(grad_hidden, grad_loss)
+            grad_hidden = _scaled(grad_hidden, grad_loss)
         if grad_weight is not None:
             grad_weight = grad_weight.mul_(grad_loss).to(ctx.dtype)  # in place: no second fp32 [V, C]
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 class _SoftmaxLoss(torch.autograd.Function):
     """Loss of logits [t, V], whose memory is overwritten with their gradient."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-        loss, nll = cross_entropy(logits, labels, z_loss, ctx.needs_input_grad[0]).sum(dim=1).unbind()
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, z_loss: float, entropy: Entropy) -> tuple[Tensor, Tensor]:
+        loss, nll = entropy(logits, labels, z_loss, ctx.needs_input_grad[0]).sum(dim=1).unbind()
         ctx.save_for_backward(logits.detach())
         ctx.mark_non_differentiable(nll)
         return loss, nll
@@ -119,15 +131,15 @@ class _SoftmaxLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
-        return scaled(grad, grad_loss), None, None
+        return _scaled(grad, grad_loss), None, None, None
 
 
-def scaled(grad: Tensor, factor: Tensor) -> Tensor:
+def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
     """grad * factor for an fp32 scalar, which a plain multiplication would first round to grad's dtype."""
     return grad * factor if grad.dtype == torch.float32 else (grad.float() * factor).to(grad.dtype)
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a·b; total fp32 [N, K], a and b of one dtype."""
     if a.dtype == torch.float32:
         total.addmm_(a, b)
