@@ -119,7 +119,7 @@ class _Bucket:
 
     def give(self, part: Tensor) -> None:
         """Set the masters' gradients from this rank's part of its shard, summed in fp32."""
-        part = part.to(self._dtype, copy=True)
+        part = part.to(self._dtype, copy=self.sums is not None)  # those are added to in the next step
         if self._mesh.replicate > 1:
             sizes = self._sizes[self._mesh.shard_rank :: self._mesh.shard]
             part = torch.cat(gather(part, sizes, self._mesh.replicate_group, "gradients"))
