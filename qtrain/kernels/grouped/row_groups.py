@@ -1,0 +1,66 @@
+"""Which row of a permuted matrix holds which token: rows sorted by group, every group padded to whole blocks of rows.
+
+A router sends each of T tokens to k experts: T * k routes. Sorted by expert, the tokens of an expert are neighbors, and
+one product over all groups reads them. Each group begins at a multiple of ALIGNMENT rows, so a tile of a GEMM and a
+block of scales never contain two groups. The number of rows is the upper bound over all routings: shapes are static,
+nothing is read back by the host, and a step can be recorded. Rows that hold no token are zero.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 128
+"""Rows that a group is padded to a multiple of: the tile of the GEMMs and the block of blockwise scales."""
+
+
+class RowGroups(NamedTuple):
+    """The rows of a permuted matrix [R, *], in groups. All tensors are on the device of the routing."""
+
+    token_of_row: Tensor
+    """int32 [R], the token that a row holds; -1: none, the row is zero."""
+    row_of_route: Tensor
+    """int32 [T, k], the row of a token's k-th route."""
+    group_of_block: Tensor
+    """int32 [R / ALIGNMENT], the group of each block of ALIGNMENT rows; -1 past the last group."""
+    starts: Tensor
+    """int32 [groups + 1], the first row of each group; the last one is where the last group ends."""
+
+    @property
+    def count(self) -> int:
+        """Number of groups."""
+        return self.starts.shape[0] - 1
+
+    @property
+    def rows(self) -> int:
+        return self.token_of_row.shape[0]
+
+
+def padded_rows(routes: int, groups: int) -> int:
+    """Rows of a permuted matrix, whatever the routing: every group that has a route is padded by less than ALIGNMENT."""
+    most = routes + min(routes, groups) * (ALIGNMENT - 1)
+    return -(-most // ALIGNMENT) * ALIGNMENT
+
+
+@torch.no_grad()
+def group_rows(group_of_route: Tensor, groups: int) -> RowGroups:
+    """The rows of routes int64 [T, k], each to one of `groups`, in the order of (group, token, k)."""
+    tokens, per_token = group_of_route.shape
+    flat, device = group_of_route.reshape(-1), group_of_route.device
+    counts = torch.zeros(groups, dtype=torch.int64, device=device).scatter_add_(0, flat, torch.ones_like(flat))
+    padded = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    starts = torch.zeros(groups + 1, dtype=torch.int64, device=device)
+    starts[1:] = padded.cumsum(0)
+    order = flat.argsort(stable=True)
+    before = counts.cumsum(0) - counts  # routes of the groups before this one
+    group = flat[order]
+    row = torch.arange(flat.numel(), device=device) - before[group] + starts[group]
+    rows = padded_rows(flat.numel(), groups)
+    token_of_row = torch.full((rows,), -1, dtype=torch.int32, device=device)
+    token_of_row.scatter_(0, row, (order // max(per_token, 1)).int())
+    row_of_route = torch.empty(flat.numel(), dtype=torch.int32, device=device).scatter_(0, order, row.int())
+    first_rows = torch.arange(0, rows, ALIGNMENT, device=device)
+    group_of_block = torch.searchsorted(starts, first_rows, right=True) - 1
+    group_of_block = torch.where(first_rows < starts[-1], group_of_block, -1)
+    return RowGroups(token_of_row, row_of_route.view(tokens, per_token), group_of_block.int(), starts.int())
