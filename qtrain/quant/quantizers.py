@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.numerics.rounding import Rounding
-from qtrain.kernels.quantize.column_groups import BlockGroups
+from qtrain.kernels.quantize.column_groups import NO_GROUPS, BlockGroups
 from qtrain.kernels.quantize.mx import quantize_mx
 from qtrain.kernels.quantize.nvfp4 import quantize_nvfp4
 from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_transposed
@@ -53,7 +53,7 @@ def quantize_columns(
     if quantizer := LOW_BIT_SCALES.get(fmt.scale_dtype):
         return quantizer(t, fmt, rounding, True)
     codes, scale = quantize_transposed(
-        t, fmt.fmt, fmt.granularity, rounding.column_key, rounding.role, power_of_two, None, *_arguments(groups)
+        t, fmt.fmt, fmt.granularity, rounding.column_key, rounding.role, power_of_two, None, *(groups or NO_GROUPS)
     )
     return QuantizedTensor(codes, scale, fmt)
 
@@ -72,10 +72,6 @@ def quantize_dual_layout(
         return quantize_rows(t, rows, rounding, power_of_two), quantize_columns(t, columns, rounding, power_of_two)
     codes, scale, codes_t, scale_t = quantize_dual(
         t, rows.fmt, rows.granularity, columns.granularity, *rounding, power_of_two, None, columns.fmt,
-        *_arguments(groups),
+        *(groups or NO_GROUPS),
     )  # fmt: skip
     return QuantizedTensor(codes, scale, rows), QuantizedTensor(codes_t, scale_t, columns)
-
-
-def _arguments(groups: BlockGroups | None) -> tuple[Tensor | None, int]:
-    return (None, 1) if groups is None else groups

@@ -38,11 +38,7 @@ class RowGroups(NamedTuple):
 
 
 def padded_rows(routes: int, groups: int) -> int:
-<<<<<<< HEAD
     """Rows of a permuted matrix under any routing: a group that has a route is padded by less than ALIGNMENT rows."""
-=======
-    """Rows of a permuted matrix, whatever the routing: a group that has a route is padded by less than ALIGNMENT."""
->>>>>>> h2
     most = routes + min(routes, groups) * (ALIGNMENT - 1)
     return -(-most // ALIGNMENT) * ALIGNMENT
 

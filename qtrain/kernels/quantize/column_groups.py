@@ -26,6 +26,10 @@ class BlockGroups(NamedTuple):
     """Number of groups. Scales are stored flat [count * K], group by group."""
 
 
+NO_GROUPS = (None, 1)
+"""The arguments group_of_block and groups of an operator for a matrix without groups."""
+
+
 def block_groups(x: Tensor, group_of_block: Tensor | None, groups: int, granularity: str) -> BlockGroups | None:
     """The groups of the columns of x; None where there are none, or where scales belong to blocks or to the tensor."""
     if group_of_block is None or granularity != "rowwise":
