@@ -24,10 +24,17 @@ from qtrain.kernels.gemm.tiling import Tiling, scale_tile, store_tile, tile_of
 
 
 @triton.jit
-def load_matrix(desc, group, row, column):
-    """A block [N, K] of a group's matrix, from a descriptor of blocks [1, N, K]."""
-    block = desc.load([group, row, column])
-    return tl.reshape(block, (block.shape[1], block.shape[2]))
+def load_block(desc, row, start, COLUMN_MAJOR: tl.constexpr):
+    """A block [rows, K] of an operand. COLUMN_MAJOR: the descriptor is of the transpose."""
+    return desc.load([start, row]).T if COLUMN_MAJOR else desc.load([row, start])
+
+
+@triton.jit
+def load_matrix(desc, group, row, start, COLUMN_MAJOR: tl.constexpr):
+    """`load_block` of a group's matrix, from a descriptor of blocks [1, rows, K]."""
+    block = desc.load([group, start, row]) if COLUMN_MAJOR else desc.load([group, row, start])
+    block = tl.reshape(block, (block.shape[1], block.shape[2]))
+    return block.T if COLUMN_MAJOR else block
 
 
 @triton.jit
@@ -52,8 +59,10 @@ def _grouped_rows_kernel(
     PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUBTILES: tl.constexpr,
     ACCUMULATOR: tl.constexpr, IMPRECISE: tl.constexpr, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr,
+    COLUMN_MAJOR: tl.constexpr,
 ):  # fmt: skip
-    """scale_a_ptr None: stores the accumulators. IMPRECISE: max_num_imprecise_acc. BLOCK_M divides 128."""
+    """scale_a_ptr None: stores the accumulators. IMPRECISE: max_num_imprecise_acc. BLOCK_M divides 128. COLUMN_MAJOR:
+    the groups' matrices are."""
     DTYPE: tl.constexpr = tl.int32 if ACCUMULATOR == "int32" else tl.float32
     tiles_m, tiles_n = tl.load(starts_ptr + groups) // BLOCK_M, tl.cdiv(n, BLOCK_N)
     tiles = tiles_m * tiles_n
@@ -64,7 +73,7 @@ def _grouped_rows_kernel(
         total = tl.zeros((BLOCK_M, BLOCK_N), DTYPE)
         for start in range(0, k, BLOCK_K):
             a = a_desc.load([row, start])
-            b = load_matrix(b_desc, group, column, start)
+            b = load_matrix(b_desc, group, column, start, COLUMN_MAJOR)
             total = tl.dot(a, b.T, total, out_dtype=DTYPE, max_num_imprecise_acc=IMPRECISE)
         if scale_a_ptr is not None:
             scale_b = scale_b_ptr + group * n if ROWS_B else scale_b_ptr
@@ -101,8 +110,9 @@ def launch_grouped_rows(
 ) -> Tensor:
     """out [R, N] = rows of A [R, K] times their group's matrix, of B [E, N, K] (`reference.matrices`), transposed.
 
-    R a multiple of 128; rows and K in multiples of 16 bytes; not empty. scales: fp32 [R] or [1] and [E * N] or [1];
-    None: `out` holds the accumulators, rounded to its dtype.
+    R a multiple of 128; strides in multiples of 16 bytes; not empty. 8-bit operands are K-major; matrices of bf16 may
+    be column-major. scales: fp32 [R] or [1] and [E * N] or [1]; None: `out` holds the accumulators, rounded to its
+    dtype.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -110,13 +120,15 @@ def launch_grouped_rows(
     programs = min(t.per_sm * sm_count(a.device), triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n))
     scale_a, scale_b = scales or (None, None)
     rows_a, rows_b = (scale is not None and scale.numel() > 1 for scale in (scale_a, scale_b))
+    column_major = b.stride(2) != 1
+    block_b = [1, t.block_k, t.block_n] if column_major else [1, t.block_n, t.block_k]
     _grouped_rows_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [t.block_m, t.block_k]),
-        TensorDescriptor.from_tensor(b, [1, t.block_n, t.block_k]),
+        TensorDescriptor.from_tensor(b.transpose(1, 2) if column_major else b, block_b),
         TensorDescriptor.from_tensor(out, [t.block_m, t.block_n // t.subtiles]),
         scale_a, scale_b, group_of_block, starts, m, n, k, groups,
         programs, t.group_m, t.block_m, t.block_n, t.block_k, t.subtiles,
-        ACCUMULATORS[a.dtype], _imprecise(a, t, fast_accum), rows_a, rows_b,
+        ACCUMULATORS[a.dtype], _imprecise(a, t, fast_accum), rows_a, rows_b, column_major,
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return out
@@ -183,6 +195,7 @@ def _grouped_sums_kernel(
     PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, SUBTILES: tl.constexpr,
     ACCUMULATOR: tl.constexpr, IMPRECISE: tl.constexpr, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr,
+    COLUMN_MAJOR_A: tl.constexpr, COLUMN_MAJOR_B: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_K divides 128, and so a group's rows. BLOCK_E: groups, rounded up to a power of two.
 
@@ -204,8 +217,8 @@ def _grouped_sums_kernel(
             start, last = tl.load(starts_ptr + group), tl.load(starts_ptr + group + 1)
             tile_m, tile_n = tile_of(item % tiles, tiles_m, tiles_n, GROUP_M)
             row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
-        a = a_desc.load([row, start])
-        b = b_desc.load([column, start])
+        a = load_block(a_desc, row, start, COLUMN_MAJOR_A)
+        b = load_block(b_desc, column, start, COLUMN_MAJOR_B)
         total = tl.dot(a, b.T, total, out_dtype=DTYPE, max_num_imprecise_acc=IMPRECISE)
         if start + BLOCK_K >= last:
             _store_sums(total, c_desc, scale_a_ptr, scale_b_ptr, group, row, column, n, k, SUBTILES, ROWS_A, ROWS_B)
@@ -263,7 +276,8 @@ def launch_grouped_sums(
 ) -> Tensor:
     """out [E, N, K] = A [N, R] times B [K, R] transposed, over the rows starts[e] to starts[e + 1] of R for each e.
 
-    R a multiple of 128; rows of `out` in multiples of 16 bytes; not empty. scales: fp32 [E * N] or [1] and [E * K] or
+    R a multiple of 128; strides in multiples of 16 bytes; not empty. 8-bit operands are K-major, those of bf16 may be
+    column-major. scales: fp32 [E * N] or [1] and [E * K] or
     [1]; None: `out` holds the accumulators, rounded to its dtype.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -273,13 +287,16 @@ def launch_grouped_sums(
     programs = min(t.per_sm * sm_count(a.device), items)
     scale_a, scale_b = scales or (None, None)
     rows_a, rows_b = (scale is not None and scale.numel() > 1 for scale in (scale_a, scale_b))
+    column_major_a, column_major_b = a.stride(1) != 1, b.stride(1) != 1
+    block_a = [t.block_k, t.block_m] if column_major_a else [t.block_m, t.block_k]
+    block_b = [t.block_k, t.block_n] if column_major_b else [t.block_n, t.block_k]
     _grouped_sums_kernel[(programs,)](
-        TensorDescriptor.from_tensor(a, [t.block_m, t.block_k]),
-        TensorDescriptor.from_tensor(b, [t.block_n, t.block_k]),
+        TensorDescriptor.from_tensor(a.t() if column_major_a else a, block_a),
+        TensorDescriptor.from_tensor(b.t() if column_major_b else b, block_b),
         TensorDescriptor.from_tensor(out, [1, t.block_m, t.block_n // t.subtiles]),
         scale_a, scale_b, starts, launch_longest_first(starts), n, k, groups,
         programs, t.group_m, t.block_m, t.block_n, t.block_k, triton.next_power_of_2(groups), t.subtiles,
-        ACCUMULATORS[a.dtype], _imprecise(a, t, fast_accum), rows_a, rows_b,
+        ACCUMULATORS[a.dtype], _imprecise(a, t, fast_accum), rows_a, rows_b, column_major_a, column_major_b,
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     if a.dtype == torch.int8 and a.shape[1] > SPAN:  # a group may have more rows than int32 holds products of
