@@ -67,7 +67,7 @@ class ExpertsFunction(torch.autograd.Function):
 def weights_of_rows(weights: Tensor, groups: RowGroups) -> Tensor:
     """weights [T, k] of the routes -> of their rows, fp32 [R]; 0 of rows without a token."""
     of_rows = weights.new_zeros(groups.rows)
-    return of_rows.index_copy_(0, groups.row_of_route.flatten(), weights.flatten())
+    return of_rows.scatter_(0, groups.row_of_route.flatten().long(), weights.flatten())
 
 
 @dataclass(frozen=True)
