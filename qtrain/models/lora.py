@@ -24,7 +24,7 @@ from qtrain.checks import Range
 from qtrain.errors import UserError, unknown_name
 from qtrain.models.build import named_generator
 from qtrain.models.decoder import Decoder
-from qtrain.models.hf import layout
+from qtrain.models.hf_layout import layout
 from qtrain.quant.export import exported_weight
 from qtrain.quant.linear import LowBitLinear
 

@@ -1,9 +1,8 @@
 """The experts of a mixture: a SwiGLU MLP each, all of them in one call.
 
-    out[t] = sum over k of weights[t, k] * down_e(silu(gate_e(x[t])) * up_e(x[t])) with e = experts[t, k]
+out[t] = sum over k of weights[t, k] * down_e(silu(gate_e(x[t])) * up_e(x[t])) with e = experts[t, k]
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
