@@ -203,7 +203,7 @@ def test_planned_bytes_with_frozen_weights_are_those_of_the_model(part):
     rows = [t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, StoredWeight)]
     scales = {id(t.scale): t.scale.nbytes for t in rows if t.scale.ndim == 1}
     trains = [p for p in model.parameters() if p.requires_grad]
-    copies = trained.added_bytes(2, 2) - trained.added_bytes(2, 4)
+    copies = trained.added_bytes(2) - trained.added_bytes(4)
     assert plan.memory["weights"] - copies == sum({id(t): t.nbytes for t in held if id(t) not in scales}.values())
     moments = language_memory(checked, config, linears_of(checked, config), trained).moments
     assert moments["optimizer"]["gradients"] == sum(p.grad.nbytes for p in trains)
