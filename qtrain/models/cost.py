@@ -82,6 +82,11 @@ class LayerLinear(NamedTuple):
         return self.groups * self.out_features * self.in_features
 
     @property
+    def share(self) -> float:
+        """Of the weights, those that a token uses."""
+        return self.active / self.groups
+
+    @property
     def parts(self) -> tuple[int, ...]:
         """Rows of the projections fused in the weight, () for a single one."""
         rows = tuple(self.projections.values()) * self.groups

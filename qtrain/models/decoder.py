@@ -65,7 +65,7 @@ class Decoder(nn.Module):
     """A causal language model.
 
     `loss_chunks` (0: chosen by size) and `z_loss` are read at every call; see `linear_cross_entropy`. So are
-    `balance_loss` and `router_z_loss`, the weights of the routers' losses (`router.py`), which are means over layers.
+    `router_balance_loss` and `router_z_loss`, the weights of the routers' losses (`router.py`), which are means over layers.
     With `tensor` this is one rank's part of the model that `config` describes; `local` has the rank's own sizes.
     """
 
@@ -77,7 +77,7 @@ class Decoder(nn.Module):
         self.local = local = config if tensor is None else tensor.local
         self.loss_chunks = 0
         self.z_loss = 0.0
-        self.balance_loss, self.router_z_loss = 0.0, 0.0
+        self.router_balance_loss, self.router_z_loss = 0.0, 0.0
         self.embed_tokens = nn.Embedding(local.vocab_size, config.hidden_size)
         routed = set(config.mixture_layers)
         self.layers = nn.ModuleList(
@@ -165,10 +165,10 @@ class Decoder(nn.Module):
         """Count the routes, and add the routers' losses to the loss, as means over its trained tokens."""
         loads, losses = zip(*routed, strict=True)
         self.expert_load.count(list(loads))
-        if not self.balance_loss and not self.router_z_loss:
+        if not self.router_balance_loss and not self.router_z_loss:
             return sums
         balance, z = torch.stack(losses).mean(dim=0).unbind()
-        auxiliary = self.balance_loss * balance + self.router_z_loss * z
+        auxiliary = self.router_balance_loss * balance + self.router_z_loss * z
         return sums._replace(loss=sums.loss + (labels != IGNORED).sum() * auxiliary)
 
     def embed(self, input_ids: Tensor, tokens: Tokens | None = None) -> Tensor:

@@ -58,6 +58,11 @@ PUBLISHED = {
     "qwen2.5-14b": 14_770_033_664,
     "qwen2.5-32b": 32_763_876_352,
     "llama3.1-70b": 70_553_706_496,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "olmoe-1b-7b": 6_919_161_856,
+    "mixtral-8x7b": 46_702_792_704,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_419_200 - 58 * 256,  # the biases that select experts are no parameters here
 }
 """Parameters of the checkpoints on the hub."""
 

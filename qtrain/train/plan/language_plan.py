@@ -54,13 +54,14 @@ def plan_language_run(
     found = flops_per_token(model_config, settings.seq_len)
     flops = {"blocks": found.blocks, "head": found.head, "attention": found.attention}
     flops = flops if trained is None else trained.flops(flops)
-    weights = {linear.name: linear.weights for linear in linears}
+    of_layers = layer_linears(model_config)
+    work = {n.name: n.weights * (1 if n.is_head else of_layers[linear_key(n.name)].share) for n in linears}
     blocks, head = ([linear for linear in linears if linear.is_head == is_head] for is_head in (False, True))
     counted = count_parameters(model_config)
     parameters = counted.total
     seconds = shortest_seconds(
         flops,
-        {"blocks": shares(blocks, weights), "head": shares(head, weights)},
+        {"blocks": shares(blocks, work), "head": shares(head, work)},
         hardware,
         checked.dtype,
         frozen=trained is not None and bool(trained.adapters),
@@ -74,10 +75,10 @@ def plan_language_run(
     if settings.world_size is not None:
         samples = checked.geometry.micro_batch_size * checked.geometry.gradient_accumulation * settings.seq_len
         traffic = _traffic(checked, model_config, linears, trained)
-        work = Work(parameters, seconds, samples, TOKENS, low_bit=any(linear.scheme for linear in linears))
+        step_work = Work(parameters, seconds, samples, TOKENS, low_bit=any(linear.scheme for linear in linears))
         adapted = trained is not None and bool(trained.adapters)
         resharding = "never" if adapted else settings.reshard_after_forward
-        world = plan_world(settings, checked.mesh, hardware, work, traffic, memory_on, resharding)
+        world = plan_world(settings, checked.mesh, hardware, step_work, traffic, memory_on, resharding)
     return Plan(
         **shared,
         parameters=parameters,
