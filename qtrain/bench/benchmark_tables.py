@@ -59,7 +59,7 @@ def row_names() -> list[str]:
 def products(settings: BenchmarkSettings, device: torch.device) -> Job:
     """The table of matrix products, ready to be measured."""
     if settings.model:
-        tokens, found = settings.tokens, layer_linears(read_model_source(settings.model).model_config())
+        tokens, found = settings.tokens, _linear_shapes(settings.model)
         sizes = {f"{name} {tokens}x{n}x{k}": (tokens, n, k) for name, (n, k) in found.items()}
     else:
         sizes = {text: parse_sizes(text, 3, "--shapes") for text in listed(settings.shapes, "--shapes")}
@@ -81,12 +81,18 @@ def linears(settings: BenchmarkSettings, device: torch.device) -> Job:
         texts = split_list(settings.linear_shapes)
         shapes = {text: parse_sizes(text, 2, "--linear_shapes") for text in texts}
     elif settings.model:
-        shapes = layer_linears(read_model_source(settings.model).model_config())
+        shapes = _linear_shapes(settings.model)
     else:
         shapes = SHAPES if device.type == "cuda" else {"512x256": (512, 256)}
     names = [name for name in SCHEMES.names() if SCHEMES.get(name, "") is not Auto]
     schemes = compared_schemes(split_list(settings.schemes) or [*names, *INT8_ROUNDINGS])
     return partial(linear_table, shapes, settings.tokens, schemes, device, settings.budget_ms)
+
+
+def _linear_shapes(model: str) -> dict[str, tuple[int, int]]:
+    """(out-features, in-features) of each linear of a layer; of experts those of one."""
+    found = layer_linears(read_model_source(model).model_config())
+    return {name: (linear.out_features, linear.in_features) for name, linear in found.items()}
 
 
 TABLES: dict[str, Callable[[BenchmarkSettings, torch.device], Job]] = {

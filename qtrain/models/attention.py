@@ -56,18 +56,20 @@ def attention_mask(doc_ids: Tensor | None, batch: int, seq_len: int, window: int
     return sees(b, b, positions[:, None], positions)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """softmax(q·kᵀ/√D)·v over visible keys: q [B, H, S, D], k and v [B, KV heads, S, D] -> [B, H, S, D]."""
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None) -> Tensor:
+    """softmax(scale·q·kᵀ)·v over visible keys: q [B, H, S, D], k and v [B, KV heads, S, D or v's own] -> [B, H, S, D].
+
+    scale: None: 1/√D."""
     grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
         flex = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
-        return flex(q, k, v, block_mask=mask, enable_gqa=grouped)
+        return flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
     if mask is not None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
     if q.is_cuda:
         with sdpa_kernel(_CUDA_BACKENDS, set_priority=True):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
 
 
 class KVCache(Protocol):
@@ -86,19 +88,23 @@ class Attention(nn.Module):
         self.split_sizes = [config.q_size, config.kv_size, config.kv_size]
         self.fused_rows = {"qkv": self.split_sizes}  # `optim.parameter_groups` reads it
         self.qkv = nn.Linear(config.hidden_size, config.qkv_size, bias=config.qkv_bias)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
+        self.norms_heads = config.qk_norm == "heads"
+        q_width, k_width = (config.head_dim,) * 2 if self.norms_heads else (config.q_size, config.kv_size)
+        self.q_norm = nn.RMSNorm(q_width, eps=config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(k_width, eps=config.rms_norm_eps) if config.qk_norm else None
         self.sub_norm = inner_norm(config.q_size, config, tensor) if config.sub_norm else None
         self.o_proj = nn.Linear(config.q_size, config.hidden_size, bias=config.o_bias)
         self.cache: KVCache | None = None  # set during generation (`greedy_decode.py`)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, tokens: Tokens | None = None) -> Tensor:
         qkv = self.qkv(x) if self.tensor is None else self.tensor.column(self.qkv, x, tokens)
-        split = qkv.split(self.split_sizes, dim=-1)
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in split)  # [B, S, heads, D]
-        if self.q_norm is not None and self.k_norm is not None:
+        q, k, v = qkv.split(self.split_sizes, dim=-1)
+        if self.q_norm is not None and not self.norms_heads:
             q, k = self.q_norm(q), self.k_norm(k)
-        else:
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # [B, S, heads, D]
+        if self.q_norm is not None and self.norms_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
+        elif self.q_norm is None:
             v = v.contiguous()  # a view would keep all of qkv's output for backward, which needs v alone
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

@@ -48,6 +48,7 @@ def build_model(
     model = empty_model(source, tensor=tensor, sequence=sequence).to(dtype)
     model.to_empty(device=device)
     model.tie()
+    model.reset_buffers()
     if pretrained:
         load_hf_weights(model, source)
     else:

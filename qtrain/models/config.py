@@ -2,6 +2,7 @@
 
 One frozen dataclass covers Llama 2/3.x, Mistral, SmolLM(2), Qwen2/2.5, Qwen3 and BitNet: they differ in which
 projections have a bias, in QK-norm, in norms before the output projections, in rotary scaling and in a sliding window.
+Mixtures of experts (`mixture_config.py`) differ in their MLP, DeepSeek's also in their attention (`latent_config.py`).
 Keys that would change the arithmetic and are not covered are refused by name, never ignored.
 """
 
@@ -11,105 +12,11 @@ from typing import Annotated, Any, Literal
 
 from qtrain.checks import Range, check_value, type_name
 from qtrain.errors import UserError, unknown_name
-
-USE_HF = "Run it through transformers instead: --model_impl hf"
-
-_Count = Annotated[int, Range(1, 10**8)]
-_Layers = Annotated[int, Range(1, 10_000)]
-_Positive = Annotated[float, Range(1e-30)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Rope:
-    """Rotary positions: base frequency, and its scaling for contexts longer than in pretraining."""
-
-    theta: float = 10_000.0
-    kind: Literal["default", "linear", "llama3"] = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-
-    @classmethod
-    def from_hf(cls, values: Mapping[str, Any], max_positions: int, where: str) -> "Rope":
-        """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (transformers 4)."""
-        given = values.get("rope_scaling") or values.get("rope_parameters") or {}
-        given = check_value(f"{where}: rope_parameters", given, dict[str, Any])
-        theta = given.get("rope_theta", values.get("rope_theta", cls.theta))
-        theta = check_value(f"{where}: rope_theta", theta, _Positive)
-        partial = given.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
-        if partial not in (None, 1.0):
-            raise UserError(f"{where}: partial_rotary_factor {partial!r} is not supported natively. {USE_HF}")
-
-        kind = given.get("rope_type", given.get("type", "default"))
-        keys = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
-        if kind not in keys:
-            raise unknown_name(where, "rope type", str(kind), keys, USE_HF)
-        options: dict[str, Any] = {}
-        for key in keys[kind]:
-            if key not in given:
-                raise UserError(f"{where}: the rope type {kind!r} needs the key {key!r}; it must be a number.")
-            options[key] = check_value(f"{where}: rope {key}", given[key], _Positive)
-        if kind == "llama3":
-            original = given.get("original_max_position_embeddings", max_positions)
-            original = check_value(f"{where}: rope original_max_position_embeddings", original, _Count)
-            options["original_max_position_embeddings"] = original
-            if options["high_freq_factor"] <= options["low_freq_factor"]:
-                raise UserError(f"{where}: rope high_freq_factor must be greater than low_freq_factor.")
-        return cls(theta=theta, kind=kind, **options)
-
-    def to_hf(self) -> dict[str, Any]:
-        """The same rotary positions for transformers 5 (`rope_parameters`) and 4 (`rope_theta`, `rope_scaling`)."""
-        scaling: dict[str, Any] = {"rope_type": self.kind}
-        if self.kind != "default":
-            scaling["factor"] = self.factor
-        if self.kind == "llama3":
-            for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
-                scaling[key] = getattr(self, key)
-        return {
-            "rope_theta": self.theta,
-            "rope_scaling": None if self.kind == "default" else scaling,
-            "rope_parameters": {"rope_theta": self.theta, **scaling},
-        }
-
-
-@dataclasses.dataclass(frozen=True)
-class _Family:
-    """What a `model_type` fixes, which keys its `config.json` has, and what its transformers class assumes for missing
-    ones."""
-
-    architecture: str
-    max_positions: int
-    head_dim: int | None = None
-    """Where the key is missing; None: hidden_size / num_attention_heads."""
-    qk_norm: bool = False
-    sub_norm: bool = False
-    qkv_bias: bool = False
-    """The q, k, v projections always have a bias."""
-    attention_bias: bool = False
-    """The key of this name decides over the biases of attention."""
-    mlp_bias: bool = False
-    """The key of this name decides over the biases of the MLP."""
-    window: Literal["none", "all_layers", "by_layer"] = "none"
-    """Sliding window: none, in all layers, or by the keys use_sliding_window and max_window_layers."""
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Unusual values of missing keys."""
-
-
-_FAMILIES = {
-    "llama": _Family("LlamaForCausalLM", 2048, attention_bias=True, mlp_bias=True),
-    "mistral": _Family("MistralForCausalLM", 131072, window="all_layers"),
-    "qwen2": _Family("Qwen2ForCausalLM", 32768, qkv_bias=True, window="by_layer"),
-    "qwen3": _Family("Qwen3ForCausalLM", 32768, head_dim=128, qk_norm=True, attention_bias=True, window="by_layer"),
-    "bitnet": _Family(
-        "BitNetForCausalLM",
-        2048,
-        sub_norm=True,
-        attention_bias=True,
-        window="by_layer",
-        defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
-    ),
-}
+from qtrain.models.config_families import FAMILIES, Family
+from qtrain.models.config_reading import USE_HF, Count, Layers, NotNegative, read, refuse_other_values
+from qtrain.models.latent_config import Latent
+from qtrain.models.mixture_config import MIXTURES, Mixture
+from qtrain.models.rope_config import Rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,14 +32,15 @@ class ModelConfig:
     num_key_value_heads: int
     head_dim: int
     max_position_embeddings: int
-    rope: Rope = Rope()
+    rope: Rope = dataclasses.field(default_factory=Rope)
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["heads", "whole"] | None = None
+    """An RMSNorm of queries and of keys: of each head, or over all heads together."""
     sub_norm: bool = False
     """An RMSNorm before the output projection of attention and before the down projection of the MLP (BitNet)."""
     sliding_window: int | None = None
@@ -140,6 +48,26 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
+    mixture: Mixture | None = None
+    """The layers' mixtures of experts; None: every layer has a plain MLP."""
+    latent: Latent | None = None
+    """The sizes of multi-head latent attention; None: plain attention."""
+
+    @property
+    def mixture_layers(self) -> tuple[int, ...]:
+        """The layers that have a mixture."""
+        dense = range(self.num_hidden_layers) if self.mixture is None else self.mixture.dense_layers
+        return tuple(i for i in range(self.num_hidden_layers) if i not in dense)
+
+    @property
+    def rope_dim(self) -> int:
+        """Rotated elements of a head."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def value_size(self) -> int:
+        """Width of what attention computes for all query heads together."""
+        return self.num_attention_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
 
     @property
     def q_size(self) -> int:
@@ -163,37 +91,42 @@ class ModelConfig:
         Raises UserError for a missing or wrong key and for an architecture that is not covered.
         """
 
-        def read(key: str, kind: Any, default: Any = dataclasses.MISSING) -> Any:
-            return _read(values, key, kind, where, default)
+        def own(key: str, kind: Any, default: Any = dataclasses.MISSING) -> Any:
+            return read(values, key, kind, where, default)
 
-        model_type = read("model_type", str)
-        if model_type not in _FAMILIES:
-            raise unknown_name(where, "model_type", model_type, _FAMILIES, USE_HF)
-        family = _FAMILIES[model_type]
+        model_type = own("model_type", str)
+        if model_type not in FAMILIES:
+            raise unknown_name(where, "model_type", model_type, FAMILIES, USE_HF)
+        family, mixture = FAMILIES[model_type], MIXTURES.get(model_type)
         values = {**family.defaults, **values}
-        _refuse_unsupported(values, where)
-        attention_bias = family.attention_bias and read("attention_bias", bool, False)
-        max_positions = read("max_position_embeddings", _Count, family.max_positions)
+        _refuse_unsupported(values, mixture is not None, family, where)
+        attention_bias = family.attention_bias and own("attention_bias", bool, False)
+        qkv_bias = family.qkv_bias or (family.qkv_bias_key and own("qkv_bias", bool, True))
+        max_positions = own("max_position_embeddings", Count, family.max_positions)
+        layers = own("num_hidden_layers", Layers)
+        latent = Latent.from_hf(values, where) if family.latent else None
         return cls(
             model_type=model_type,
-            vocab_size=read("vocab_size", _Count),
-            intermediate_size=read("intermediate_size", _Count),
-            num_hidden_layers=read("num_hidden_layers", _Layers),
-            **_read_heads(values, model_type, where),
+            vocab_size=own("vocab_size", Count),
+            intermediate_size=own("intermediate_size", Count),
+            num_hidden_layers=layers,
+            **_read_heads(values, model_type, latent, where),
             max_position_embeddings=max_positions,
             rope=Rope.from_hf(values, max_positions, where),
-            rms_norm_eps=read("rms_norm_eps", Annotated[float, Range(0)], 1e-6),
-            initializer_range=read("initializer_range", Annotated[float, Range(0)], 0.02),
-            tie_word_embeddings=read("tie_word_embeddings", bool, False),
-            qkv_bias=attention_bias or family.qkv_bias,
+            rms_norm_eps=own("rms_norm_eps", NotNegative, 1e-6),
+            initializer_range=own("initializer_range", NotNegative, 0.02),
+            tie_word_embeddings=own("tie_word_embeddings", bool, False),
+            qkv_bias=attention_bias or qkv_bias,
             o_bias=attention_bias,
-            mlp_bias=family.mlp_bias and read("mlp_bias", bool, False),
+            mlp_bias=family.mlp_bias and own("mlp_bias", bool, False),
             qk_norm=family.qk_norm,
             sub_norm=family.sub_norm,
             sliding_window=_read_window(values, family, where),
-            bos_token_id=read("bos_token_id", int, None),
-            eos_token_id=read("eos_token_id", int | list[int], None),
-            pad_token_id=read("pad_token_id", int, None),
+            bos_token_id=own("bos_token_id", int, None),
+            eos_token_id=own("eos_token_id", int | list[int], None),
+            pad_token_id=own("pad_token_id", int, None),
+            mixture=mixture.read(values, layers, where) if mixture else None,
+            latent=latent,
         )
 
     def with_sub_norms(self, flag: str) -> "ModelConfig":
@@ -205,7 +138,8 @@ class ModelConfig:
             return self
         heads = f"heads of {self.q_size} elements together for a width of {self.hidden_size}"
         features = {
-            "QK-norm": self.qk_norm,
+            "a mixture of experts": self.mixture is not None,
+            "QK-norm": self.qk_norm is not None,
             "biases in its MLP": self.mlp_bias,
             "a sliding window": self.sliding_window is not None,
             heads: self.q_size != self.hidden_size,
@@ -223,7 +157,7 @@ class ModelConfig:
         same = ["model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"]
         same += ["num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"]
         same += ["initializer_range", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"]
-        family = _FAMILIES[self.model_type]
+        family = FAMILIES[self.model_type]
         config = {
             "architectures": [family.architecture],
             **{key: getattr(self, key) for key in same},
@@ -231,8 +165,16 @@ class ModelConfig:
             "attention_dropout": 0.0,
             **self.rope.to_hf(),
         }
-        if self.model_type != "qwen2" or self.q_size != self.hidden_size:
+        if self.latent is not None:
+            config |= self.latent.to_hf()
+            if self.model_type == "deepseek_v3":
+                config["rope_interleave"] = self.latent.interleaved
+        elif self.model_type not in ("qwen2", "qwen2_moe", "olmoe") or self.q_size != self.hidden_size:
             config["head_dim"] = self.head_dim
+        if self.mixture is not None:
+            config |= MIXTURES[self.model_type].write(self.mixture)
+        if family.qkv_bias_key:
+            config["qkv_bias"] = self.qkv_bias
         if family.attention_bias:
             config["attention_bias"] = self.qkv_bias
         if family.mlp_bias:
@@ -247,28 +189,26 @@ class ModelConfig:
         return config
 
 
-def _read(values: Mapping[str, Any], key: str, kind: Any, where: str, default: Any = dataclasses.MISSING) -> Any:
-    """A key's checked value. With a default of None the key may be null or missing."""
-    if key not in values and default is dataclasses.MISSING:
-        raise UserError(f"{where}: the key {key!r} is missing; it must be {type_name(kind)}.")
-    value = values.get(key, default)
-    return None if value is None and default is None else check_value(f"{where}: {key}", value, kind)
-
-
-def _read_heads(values: Mapping[str, Any], model_type: str, where: str) -> dict[str, int]:
+def _read_heads(values: Mapping[str, Any], model_type: str, latent: Latent | None, where: str) -> dict[str, int]:
     """The width and the sizes of the attention heads."""
-    hidden, heads = (_read(values, key, _Count, where) for key in ("hidden_size", "num_attention_heads"))
+    hidden, heads = (read(values, key, Count, where) for key in ("hidden_size", "num_attention_heads"))
     if model_type != "llama" and "num_key_value_heads" not in values:  # the classes of transformers differ here
-        raise UserError(f"{where}: the key 'num_key_value_heads' is missing; it must be {type_name(_Count)}.")
-    kv_heads = _read(values, "num_key_value_heads", _Count, where, None) or heads
-    head_dim = _read(values, "head_dim", _Count, where, None) or _FAMILIES[model_type].head_dim
-    if hidden % heads and (head_dim is None or model_type == "llama"):  # transformers requires it of Llama always
+        raise UserError(f"{where}: the key 'num_key_value_heads' is missing; it must be {type_name(Count)}.")
+    kv_heads = read(values, "num_key_value_heads", Count, where, None) or heads
+    if latent is not None:
+        head_dim = latent.head_dim
+    else:
+        head_dim = read(values, "head_dim", Count, where, None) or FAMILIES[model_type].head_dim
+    # transformers requires it of these always
+    if hidden % heads and (head_dim is None or model_type in ("llama", "deepseek_v2")):
         raise UserError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}.")
     head_dim = head_dim or hidden // heads
     if heads % kv_heads:
         raise UserError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
-    if head_dim % 2:
+    if head_dim % 2 and latent is None:
         raise UserError(f"{where}: head_dim {head_dim} is odd; rotary positions need pairs.")
+    if FAMILIES[model_type].qk_norm == "whole" and head_dim * heads != hidden:  # its norms have these sizes
+        raise UserError(f"{where}: head_dim {head_dim} is not hidden_size {hidden} / num_attention_heads {heads}.")
     return {
         "hidden_size": hidden,
         "num_attention_heads": heads,
@@ -277,28 +217,24 @@ def _read_heads(values: Mapping[str, Any], model_type: str, where: str) -> dict[
     }
 
 
-def _refuse_unsupported(values: Mapping[str, Any], where: str) -> None:
+def _refuse_unsupported(values: Mapping[str, Any], mixture: bool, family: Family, where: str) -> None:
     """Refuse keys that change the arithmetic in a way that the native decoder does not compute."""
-    neutral = {
-        "hidden_act": ("silu", "swish"),
-        "attention_dropout": (0, None),
-        "num_experts": (0, 1, None),
-        "num_local_experts": (0, 1, None),
-        "quantization_config": (None,),
-    }
-    for key, allowed in neutral.items():
-        if values.get(key, allowed[0]) not in allowed:
-            raise UserError(f"{where}: {key} {values[key]!r} is not supported natively. {USE_HF}")
+    neutral = {"hidden_act": ("silu", "swish"), "attention_dropout": (0, None), "quantization_config": (None,)}
+    if not mixture:
+        neutral |= dict.fromkeys(("num_experts", "num_local_experts"), (0, 1, None))
+    if mixture and family.window == "none":
+        neutral["use_sliding_window"] = (False, None)
+    refuse_other_values(values, neutral, where)
 
 
-def _read_window(values: Mapping[str, Any], family: _Family, where: str) -> int | None:
+def _read_window(values: Mapping[str, Any], family: Family, where: str) -> int | None:
     """The sliding window of every layer. A window in only some layers is refused."""
     if family.window == "none":
         return None
     window = values.get("sliding_window", 4096)
     if window is None or (family.window == "by_layer" and not values.get("use_sliding_window", False)):
         return None
-    window = check_value(f"{where}: sliding_window", window, _Count)
+    window = check_value(f"{where}: sliding_window", window, Count)
     if family.window == "all_layers":
         return window
     first = check_value(f"{where}: max_window_layers", values.get("max_window_layers", 28), Annotated[int, Range(0)])

@@ -1,4 +1,4 @@
-"""The native decoder: embedding, pre-norm layers of attention and gated MLP, norm, head.
+"""The native decoder: embedding, pre-norm layers of attention and gated MLP or mixture of experts, norm, head.
 
 Projections that read the same input are one linear (`qkv`, `gate_up`): the input is quantized once, and GEMMs are
 larger. Linears are always called as modules, so they can be swapped for quantized ones after the model is built.
@@ -8,68 +8,39 @@ import functools
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from qtrain.distributed.tensor_group import TensorGroup
-from qtrain.kernels.swiglu.swiglu import swiglu
 from qtrain.models.attention import Attention, Mask, attention_mask
 from qtrain.models.config import ModelConfig
+from qtrain.models.expert_load import ExpertLoad
+from qtrain.models.latent_attention import LatentAttention
 from qtrain.models.loss import LossSums, linear_cross_entropy
+from qtrain.models.mixture import MixtureMLP, Routed
+from qtrain.models.mlp import MLP
 from qtrain.models.parallel_loss import parallel_cross_entropy
 from qtrain.models.rope import document_positions, rope_tables
 from qtrain.models.selective_recompute import selective_contexts
 from qtrain.models.tensor_parallel import TensorParallel, Tokens, inner_norm
-from qtrain.quant import supports_swiglu_mlp, swiglu_mlp
 
 Recompute = Literal["none", "selective", "full"]
-
-
-class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), [B, S, C] -> [B, S, C]. `gate_up` holds the rows of gate, then up."""
-
-    def __init__(self, config: ModelConfig, tensor: TensorParallel | None = None):
-        super().__init__()
-        self.tensor = tensor
-        self.gate_up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
-        self.fused_rows = {"gate_up": [config.intermediate_size] * 2}  # as in `Attention`
-        self.sub_norm = inner_norm(config.intermediate_size, config, tensor) if config.sub_norm else None
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-
-    def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
-        if self.tensor is None:
-            return self._forward(x)
-        gather = self.tensor.code_gather(self.gate_up, x, tokens)
-        y = self._forward(x if gather else self.tensor.enter(x, tokens), gather)
-        return self.tensor.leave(y, tokens)
-
-    def _forward(self, x: Tensor, gather: TensorGroup | None = None) -> Tensor:
-        """gather: the ranks whose tokens `gate_up` takes besides this rank's."""
-        if x.is_cuda and self.sub_norm is None and supports_swiglu_mlp(self.gate_up, self.down_proj):
-            return swiglu_mlp(self.gate_up, self.down_proj, x, gather)
-        gate_up = self.gate_up(x) if gather is None else self.gate_up(x, gather)  # [B, S, 2I]
-        if x.is_cuda:
-            y = swiglu(gate_up)
-        else:  # PyTorch's operations are faster than the kernel's reference
-            gate, up = gate_up.chunk(2, dim=-1)
-            y = F.silu(gate) * up
-        return self.down_proj(y if self.sub_norm is None else self.sub_norm(y))
+IGNORED = -100
+"""The label of a token that is not trained on."""
 
 
 class DecoderLayer(nn.Module):
-    """One layer, [B, S, C] -> [B, S, C], or this rank's tokens of it (`tensor_parallel.py`). `recompute`: what its
-    backward recomputes instead of keeping."""
+    """One layer, [B, S, C] -> [B, S, C], or this rank's tokens of it (`tensor_parallel.py`); with a mixture of experts
+    -> Routed. `recompute`: what its backward recomputes instead of keeping."""
 
-    def __init__(self, config: ModelConfig, tensor: TensorParallel | None = None):
+    def __init__(self, config: ModelConfig, tensor: TensorParallel | None = None, *, routed: bool = False):
         super().__init__()
         self.attn_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.attn = Attention(config, tensor)
+        self.attn = Attention(config, tensor) if config.latent is None else LatentAttention(config)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = MLP(config, tensor)
+        self.mlp = MixtureMLP(config) if routed else MLP(config, tensor)
         self.recompute: Recompute = "none"
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, tokens: Tokens | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, tokens: Tokens | None = None) -> Tensor | Routed:
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self._forward(x, cos, sin, mask, tokens)
         run = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # a layer has no dropout
@@ -77,16 +48,25 @@ class DecoderLayer(nn.Module):
             return run(self._forward, x, cos, sin, mask, tokens, context_fn=selective_contexts)
         return run(self._forward, x, cos, sin, mask, tokens)
 
-    def _forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, tokens: Tokens | None) -> Tensor:
+    def _forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, tokens: Tokens | None) -> Tensor | Routed:
         x = x + self.attn(self.attn_norm(x), cos, sin, mask, tokens)
-        return x + self.mlp(self.mlp_norm(x), tokens)
+        if isinstance(self.mlp, MLP):
+            return x + self.mlp(self.mlp_norm(x), tokens)
+        y, load, auxiliary = self.mlp(self.mlp_norm(x))
+        return x + y, load, auxiliary
+
+
+def outputs(of_layer: Tensor | Routed) -> tuple[Tensor, ...]:
+    """The stream that leaves a layer, and with a mixture what else it returns."""
+    return of_layer if isinstance(of_layer, tuple) else (of_layer,)
 
 
 class Decoder(nn.Module):
     """A causal language model.
 
-    `loss_chunks` (0: chosen by size) and `z_loss` are read at every call; see `linear_cross_entropy`. With `tensor`
-    this is one rank's part of the model that `config` describes; `local` has the rank's own sizes.
+    `loss_chunks` (0: chosen by size) and `z_loss` are read at every call; see `linear_cross_entropy`. So are
+    `router_balance_loss` and `router_z_loss`, the weights of the routers' losses (`router.py`), which are means over layers.
+    With `tensor` this is one rank's part of the model that `config` describes; `local` has the rank's own sizes.
     """
 
     fullgraph = True  # a graph break in a layer is a bug
@@ -97,16 +77,38 @@ class Decoder(nn.Module):
         self.local = local = config if tensor is None else tensor.local
         self.loss_chunks = 0
         self.z_loss = 0.0
+        self.router_balance_loss, self.router_z_loss = 0.0, 0.0
         self.embed_tokens = nn.Embedding(local.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(local, tensor) for _ in range(config.num_hidden_layers))
+        routed = set(config.mixture_layers)
+        self.layers = nn.ModuleList(
+            DecoderLayer(local, tensor, routed=i in routed) for i in range(config.num_hidden_layers)
+        )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, local.vocab_size, bias=False)
+        self.expert_load = ExpertLoad(len(routed), config.mixture.experts) if routed else None
         self.tie()
 
     def tie(self) -> None:
         """Share the embedding's weight with the head, if the config says so. Needed again after `to_empty`."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
+
+    def reset_buffers(self) -> None:
+        """Initialize what is not a parameter. Needed after `to_empty`."""
+        if self.expert_load is not None:
+            self.expert_load.reset()
+        for bias in self._router_biases():
+            bias.zero_()
+
+    def _router_biases(self) -> list[Tensor]:
+        """The routers' biases, none where they have none."""
+        routers = [layer.mlp.router for layer in self.layers if isinstance(layer.mlp, MixtureMLP)]
+        return [router.bias for router in routers if router.bias is not None]
+
+    def end_step(self, bias_rate: float = 0.0) -> None:
+        """After an optimizer step: balance the routers' biases with this rate (`ExpertLoad.end_step`)."""
+        if self.expert_load is not None:
+            self.expert_load.end_step(self._router_biases(), bias_rate)
 
     def add_sub_norms(self, flag: str) -> None:
         """Add BitNet's norms, with weights of 1, before each output projection, unless they exist.
@@ -136,22 +138,38 @@ class Decoder(nn.Module):
         batch, seq_len = input_ids.shape
         tokens = (batch, seq_len) if self.tensor is not None and self.tensor.sequence else None
         x = self.embed(input_ids, tokens)  # [B, S, C], or this rank's tokens
-        cos, sin = rope_tables(self.config.rope, self.config.head_dim, seq_len, x.device)
+        cos, sin = rope_tables(self.config.rope, self.config.rope_dim, seq_len, x.device)
         if doc_ids is not None:
             positions = document_positions(doc_ids)
             cos, sin = cos[positions], sin[positions]  # [B, S, D/2]
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
         mask = attention_mask(doc_ids, batch, seq_len, self.config.sliding_window, x.device)
+        routed = []
         for layer in self.layers:
-            x = layer(x, cos, sin, mask, tokens)
+            x, *of_router = outputs(layer(x, cos, sin, mask, tokens))
+            routed += [of_router] if of_router else []
         x = self.norm(x)
         if labels is None:
             return self.logits(x, tokens)
+        sums = self._loss(x, labels, tokens)
+        return sums if not routed or not torch.is_grad_enabled() else self._with_routers(sums, routed, labels)
+
+    def _loss(self, x: Tensor, labels: Tensor, tokens: Tokens | None) -> LossSums:
         if self.tensor is not None:
             x = self.tensor.enter(x, tokens).flatten(0, 1)
             labels = labels.flatten()
             return parallel_cross_entropy(x, self.lm_head, labels, self.tensor, self.loss_chunks, self.z_loss)
         return linear_cross_entropy(x.flatten(0, 1), self.lm_head, labels.flatten(), self.loss_chunks, self.z_loss)
+
+    def _with_routers(self, sums: LossSums, routed: list[list[Tensor]], labels: Tensor) -> LossSums:
+        """Count the routes, and add the routers' losses to the loss, as means over its trained tokens."""
+        loads, losses = zip(*routed, strict=True)
+        self.expert_load.count(list(loads))
+        if not self.router_balance_loss and not self.router_z_loss:
+            return sums
+        balance, z = torch.stack(losses).mean(dim=0).unbind()
+        auxiliary = self.router_balance_loss * balance + self.router_z_loss * z
+        return sums._replace(loss=sums.loss + (labels != IGNORED).sum() * auxiliary)
 
     def embed(self, input_ids: Tensor, tokens: Tokens | None = None) -> Tensor:
         """The stream that enters the first layer."""

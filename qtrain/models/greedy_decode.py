@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from qtrain.models.decoder import Decoder
+from qtrain.models.decoder import Decoder, outputs
 from qtrain.models.rope import rope_tables
 
 CACHE_BYTES = 4 * 2**30
@@ -81,8 +81,11 @@ def answer(
 
 
 def _cacheable(model: nn.Module, places: int) -> bool:
-    """Whether the model can use the cache, which has no mask for a sliding window shorter than the text."""
-    return isinstance(model, Decoder) and (model.config.sliding_window is None or places <= model.config.sliding_window)
+    """Whether the model can use the cache, which has no mask for a sliding window shorter than the text, and none of
+    latent vectors."""
+    if not isinstance(model, Decoder) or model.config.latent is not None:
+        return False
+    return model.config.sliding_window is None or places <= model.config.sliding_window
 
 
 class _Whole:
@@ -118,7 +121,7 @@ class _Cached:
             mask = (torch.arange(ids.shape[1], device=ids.device) <= positions)[:, None, None]  # [B, 1, 1, T]
         for layer in model.layers:
             layer.attn.cache.at = last if step else None
-            x = layer(x, cos[positions].unsqueeze(-2), sin[positions].unsqueeze(-2), mask)
+            x, *_ = outputs(layer(x, cos[positions].unsqueeze(-2), sin[positions].unsqueeze(-2), mask))
         x = x[torch.arange(len(ids), device=ids.device), last] if step == 0 else x[:, 0]
         return model.logits(model.norm(x))
 

@@ -1,12 +1,11 @@
 """Hugging Face checkpoints: safetensors in, safetensors out, under the names that transformers uses.
 
-The native decoder fuses q, k, v and gate, up; a checkpoint stores them separately. `layout` maps each tensor of a
-checkpoint to rows of a parameter. Loading and exporting follow it, one tensor or one file at a time, so host memory
-stays small. Exported weights are dense and in the model's dtype, whatever the scheme of the training.
+Loading and exporting follow `hf_layout.py`, one tensor or one file at a time, so host memory stays small. Exported
+weights are dense and in the model's dtype, whatever the scheme of the training.
 """
 
 import contextlib
-import dataclasses
+import functools
 import json
 import shutil
 import tempfile
@@ -22,6 +21,7 @@ from qtrain.distributed.split import Split
 from qtrain.errors import UserError
 from qtrain.hub import reaching_hub
 from qtrain.models.config import ModelConfig
+from qtrain.models.hf_layout import TensorSlice, is_ignored, layout
 from qtrain.models.source import FIX, ModelSource
 from qtrain.models.writing import writing_export
 from qtrain.quant.export import exported_tensors
@@ -40,57 +40,6 @@ class Tokenizer(Protocol):
     def save_hf(self, folder: Path) -> None: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class TensorSlice:
-    """The checkpoint's tensor `hf_name` is rows [start, stop) of the parameter `name`; stop None: all rows.
-
-    name None: it is zeros [stop], which the native decoder does not have.
-    """
-
-    hf_name: str
-    name: str | None
-    start: int = 0
-    stop: int | None = None
-
-    def of(self, parameter: Tensor) -> Tensor:
-        return parameter[self.start : self.stop]
-
-    def shape(self, parameter: torch.Size) -> tuple[int, ...]:
-        """Its shape, given the parameter's."""
-        return (len(range(parameter[0])[self.start : self.stop]), *parameter[1:])
-
-
-def layout(config: ModelConfig) -> Iterator[TensorSlice]:
-    """Every tensor of a checkpoint, without a tied head."""
-    yield TensorSlice("model.embed_tokens.weight", "embed_tokens.weight")
-    q, k, inner = config.q_size, config.q_size + config.kv_size, config.intermediate_size
-    for i in range(config.num_hidden_layers):
-        here, there = f"layers.{i}.", f"model.layers.{i}."
-        yield TensorSlice(there + "input_layernorm.weight", here + "attn_norm.weight")
-        yield TensorSlice(there + "post_attention_layernorm.weight", here + "mlp_norm.weight")
-        if config.qk_norm:
-            yield TensorSlice(there + "self_attn.q_norm.weight", here + "attn.q_norm.weight")
-            yield TensorSlice(there + "self_attn.k_norm.weight", here + "attn.k_norm.weight")
-        for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
-            yield TensorSlice(f"{there}self_attn.q_proj.{kind}", f"{here}attn.qkv.{kind}", 0, q)
-            yield TensorSlice(f"{there}self_attn.k_proj.{kind}", f"{here}attn.qkv.{kind}", q, k)
-            yield TensorSlice(f"{there}self_attn.v_proj.{kind}", f"{here}attn.qkv.{kind}", k, config.qkv_size)
-        for kind in ("weight", "bias") if config.o_bias else ("weight",):
-            yield TensorSlice(f"{there}self_attn.o_proj.{kind}", f"{here}attn.o_proj.{kind}")
-        if config.sub_norm:
-            yield TensorSlice(there + "self_attn.attn_sub_norm.weight", here + "attn.sub_norm.weight")
-            yield TensorSlice(there + "mlp.ffn_sub_norm.weight", here + "mlp.sub_norm.weight")
-            if config.qkv_bias and not config.o_bias:  # Qwen2's; transformers' BitNet has all biases or none
-                yield TensorSlice(there + "self_attn.o_proj.bias", None, 0, config.hidden_size)
-        for kind in ("weight", "bias") if config.mlp_bias else ("weight",):
-            yield TensorSlice(f"{there}mlp.gate_proj.{kind}", f"{here}mlp.gate_up.{kind}", 0, inner)
-            yield TensorSlice(f"{there}mlp.up_proj.{kind}", f"{here}mlp.gate_up.{kind}", inner, 2 * inner)
-            yield TensorSlice(f"{there}mlp.down_proj.{kind}", f"{here}mlp.down_proj.{kind}")
-    yield TensorSlice("model.norm.weight", "norm.weight")
-    if not config.tie_word_embeddings:
-        yield TensorSlice("lm_head.weight", "lm_head.weight")
-
-
 @torch.no_grad()
 def load_hf_weights(model: nn.Module, source: ModelSource) -> None:
     """Fill a native decoder from its source's safetensors, tensor by tensor, converted to the parameters' dtype.
@@ -102,7 +51,7 @@ def load_hf_weights(model: nn.Module, source: ModelSource) -> None:
     files = files_of_tensors(folder, where)
     config: ModelConfig = model.config
     slices = {entry.hf_name: entry for entry in layout(config)}
-    extra = {name for name in files.keys() - slices.keys() if not name.endswith("rotary_emb.inv_freq")}
+    extra = {name for name in files.keys() - slices.keys() if not is_ignored(name, config)}
     tied_head = config.tie_word_embeddings and "lm_head.weight" in extra  # some files store the tied matrix twice
     if tied_head:
         extra.remove("lm_head.weight")
@@ -110,7 +59,7 @@ def load_hf_weights(model: nn.Module, source: ModelSource) -> None:
     refuse_tensors(where, "lacks the tensors", slices.keys() - files.keys())
     refuse_tensors(where, "has tensors that this architecture does not", extra)
 
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     splits = {name: model.tensor and model.tensor.split(name) for name in parameters}
     device = str(parameters["embed_tokens.weight"].device)
     by_file: dict[Path, list[TensorSlice]] = {}
@@ -209,9 +158,11 @@ def _write_weights(model: nn.Module, folder: Path) -> torch.dtype:
     from huggingface_hub import split_state_dict_into_shards_factory
     from safetensors.torch import save_file
 
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     values, dtype = exported_tensors(model), parameters["embed_tokens.weight"].dtype
     slices = {entry.hf_name: entry for entry in layout(model.config)}
+    # Consecutive tensors are often rows of one parameter, which may take long to dequantize.
+    whole = functools.lru_cache(maxsize=1)(lambda name: values[name]())
 
     def on(device: str, entry: TensorSlice) -> Tensor:
         if entry.name is None:
@@ -219,7 +170,7 @@ def _write_weights(model: nn.Module, folder: Path) -> torch.dtype:
         if device == "meta":
             like = parameters[entry.name]
             return entry.of(torch.empty(like.shape, dtype=like.dtype, device=device))
-        return entry.of(values[entry.name]()).to(device, copy=True).contiguous()
+        return entry.of(whole(entry.name)).to(device, copy=True).contiguous()
 
     plan = split_state_dict_into_shards_factory(
         {name: on("meta", entry) for name, entry in slices.items()},

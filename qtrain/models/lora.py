@@ -24,7 +24,8 @@ from qtrain.checks import Range
 from qtrain.errors import UserError, unknown_name
 from qtrain.models.build import named_generator
 from qtrain.models.decoder import Decoder
-from qtrain.models.hf import layout
+from qtrain.models.hf_layout import layout
+from qtrain.models.mixture import Experts
 from qtrain.quant.export import exported_weight
 from qtrain.quant.linear import LowBitLinear
 
@@ -158,9 +159,10 @@ class LoraLinear(nn.Module):
 
 
 def projections(model: nn.Module) -> dict[str, list[Projection]]:
-    """Name of each linear that can have adapters, all but the output head -> its projections."""
-    kinds = (nn.Linear, LowBitLinear)
-    linears = {n: m for n, m in model.named_modules() if isinstance(m, kinds) and m is not model.lm_head}
+    """Name of each linear that can have adapters, all but the output head and experts -> its projections."""
+    experts = {m for owner in model.modules() if isinstance(owner, Experts) for m in owner.modules()}
+    kinds, without = (nn.Linear, LowBitLinear), {model.lm_head, *experts}
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, kinds) and m not in without}
     if not isinstance(model, Decoder):  # transformers does not fuse projections
         return {n: [Projection(n.removeprefix("model."), 0, m.out_features)] for n, m in linears.items()}
     found: dict[str, list[Projection]] = {}

@@ -1,34 +1,8 @@
 """Memory of training a decoder by kind, from its config alone; nothing is allocated.
 
-Letters: T tokens of a micro-batch, L layers, C width, I feed-forward width, Q all query heads, KV all key heads,
-QKV = Q + 2·KV, H query heads, V vocabulary, b bytes per element of the model's dtype.
+Letters: T tokens of a micro-batch, L layers, C width, V vocabulary, b bytes per element of the model's dtype.
 
-What backward needs. Bytes per token that one layer keeps, by tensor (`saved_per_token`); `again`: recomputed:
-
-                                none, compiled   none, eager   selective        full
-    layer input (residual)      C·b              C·b           C·b              C·b
-    attn_norm output (qkv's X)  C·b              C·b           again            again
-    qkv output                  QK-norm: QKV·b   as compiled   QKV·b            again
-    q, k rotated, and v         QKV·b (*)        as compiled   again            again
-    attention output            Q·b              Q·b           Q·b              again
-    attention's logsumexp       4·H              4·H           4·H              again
-    after attention (residual)  C·b (**)         C·b           C·b (**)         again
-    mlp_norm output             C·b              C·b           again            again
-    gate_up output              2·I·b            2·I·b         2·I·b            again
-    silu(gate)·up (down's X)    I·b              I·b           again            again
-    down output                 -                -             eager: C·b       again
-    norms' 1/rms                8 (***)          8 (***)       again            again
-
-Low-bit linears keep codes instead of their X (`LinearBytes.kept_input`), and nothing of down's X where backward
-recomputes it (`LowBitBytes.down_input_recomputed`).
-
-BitNet's norms before the output projections add norms' 1/rms, o_proj's X, and the input of down's norm: on a GPU a
-compiler does not recompute the kernel that makes it.
-
-(*) (Q + KV)·b with QK-norm, where v stays a view of the kept qkv output. (**) kept as o_proj's output, from which the
-sum is recomputed. (***) with QK-norm 4·(H + KV heads) more. The compiled column is what PyTorch's min-cut partitioner
-chooses for this layer's graph: it recomputes elementwise results, but keeps what forward has to write out for a matrix
-product. tests/models/test_cost.py measures what real layers keep.
+What backward needs is in `saved_activations.py`.
 
 The peak is one of these moments (`MemoryEstimate.moments`):
 - build: all weights in the model's dtype, also those that are then stored in low bits, and the largest one in fp32, in
@@ -45,12 +19,12 @@ once: a layer or an embedding. A tied embedding's gradient exists from the head'
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from qtrain.models.config import ModelConfig
-from qtrain.models.cost import LAYER_LINEARS, count_parameters, layer_linears, parameter_shapes
+from qtrain.models.cost import count_parameters, layer_linears, parameter_shapes
 from qtrain.models.loss import chunk_rows
+from qtrain.models.saved_activations import LayerKind, LowBitBytes, layer_kinds, rows_per_token, saved_per_token
 from qtrain.models.trained_cost import TrainedPart
 
 CUDA_WORKSPACE = 96 * 2**20
@@ -74,73 +48,6 @@ class StepShape:
     @property
     def tokens(self) -> int:
         return self.micro_batch_size * self.seq_len
-
-
-@dataclasses.dataclass(frozen=True)
-class LinearBytes:
-    """Bytes per element of a linear: of its weight, of the low-bit codes beside it, and of the codes of its input that
-    backward keeps instead of the input (None: the input itself).
-
-    dequantized: the whole weight is dequantized while it is read. codes_only: codes are all that is read; where masters
-    are sharded, there is no full weight. wire: of the codes that ranks exchange in its place; 0: the weight itself.
-    """
-
-    weight: float
-    codes: float = 0.0
-    kept_input: float | None = None
-    dequantized: bool = False
-    codes_only: bool = False
-    wire: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class LowBitBytes:
-    """Bytes of a model's linears under a scheme. layer: of each of LAYER_LINEARS; head: None for a plain output head;
-    down_input_recomputed: backward recomputes down's input from gate_up's output instead of keeping it."""
-
-    layer: Mapping[str, LinearBytes]
-    head: LinearBytes | None = None
-    down_input_recomputed: bool = False
-
-    @classmethod
-    def plain(cls, element: int) -> "LowBitBytes":
-        """The linears of a model that is not quantized."""
-        return cls(dict.fromkeys(LAYER_LINEARS, LinearBytes(element)))
-
-
-def saved_per_token(
-    config: ModelConfig, checkpointing: str, compiled: bool, element: int, low_bit: LowBitBytes | None = None
-) -> dict[str, float]:
-    """Bytes per token that one layer keeps for backward, by tensor: the table above. low_bit: None for plain
-    linears."""
-    c, inner, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
-    low_bit = low_bit or LowBitBytes.plain(element)
-    kept: dict[str, float] = {"layer input": c * element}
-    if checkpointing == "full":
-        return kept
-    kept["attention output"] = q * element
-    kept["attention logsumexp"] = 4 * config.num_attention_heads
-    kept["after attention"] = c * element
-    kept["gate_up output"] = 2 * inner * element
-    if checkpointing == "selective":
-        kept["qkv output"] = config.qkv_size * element
-        kept["down output"] = 0 if compiled else c * element
-        return kept
-    kept["norm statistics"] = 8 + 8 * config.sub_norm
-    if config.qk_norm:
-        kept["norm statistics"] += 4 * (config.num_attention_heads + config.num_key_value_heads)
-        kept["qkv output"] = config.qkv_size * element
-        kept["q, k rotated"] = (q + kv) * element
-    else:
-        kept["q, k rotated, and v"] = config.qkv_size * element
-    codes = {name: low_bit.layer[name].kept_input for name in LAYER_LINEARS}
-    of_input = {name: element if size is None else size for name, size in codes.items()}
-    kept["attn_norm output"], kept["mlp_norm output"] = c * of_input["qkv"], c * of_input["gate_up"]
-    kept["down input"] = 0 if low_bit.down_input_recomputed else inner * of_input["down_proj"]
-    # A plain o_proj without a norm before it reads the attention output, which is kept anyway.
-    kept["o_proj input"] = q * of_input["o_proj"] if config.sub_norm or codes["o_proj"] is not None else 0
-    kept["down norm input"] = inner * element * config.sub_norm
-    return kept
 
 
 class RankShare(NamedTuple):
@@ -236,12 +143,13 @@ def estimate_memory(
     trained = trained or all_of(config, step.element)
     low_bit = low_bit or LowBitBytes.plain(step.element)
 
-    def kept(checkpointing: str) -> float:
-        saved = saved_per_token(config, checkpointing, step.compiled, step.element, low_bit)
+    def kept(kind: LayerKind, checkpointing: str) -> float:
+        saved = saved_per_token(config, checkpointing, step.compiled, step.element, low_bit, kind.rows)
         return sum(trained.kept(saved, step.element).values())
 
-    saved = kept(step.checkpointing)
-    recomputed = kept("none") - saved if step.checkpointing != "none" else 0.0
+    kinds = layer_kinds(config, step.tokens)
+    saved = {kind: kept(kind, step.checkpointing) for kind in kinds}
+    recomputed = max(kept(kind, "none") - saved[kind] for kind in kinds)
     parameters, gradients = count_parameters(config).total, trained.bytes
     if step.in_backward:
         gradients = min(gradients, step.element * _largest_partition(config))
@@ -251,7 +159,7 @@ def estimate_memory(
     if reshards:
         weights += _resharded_bytes(config, step.element, low_bit, share.states, whole_matrices)
         sums = round(4 * (trained.bytes // step.element) * share.states)
-        layer = step.element * sum(n * k for n, k in layer_linears(config).values())
+        layer = step.element * _largest_layer(config)
         held = sums if step.accumulates else 0
         # In full those outside of layers; of two layers, one of which is sent, and both of its messages.
         gradients = sums + trained.bytes - (config.num_hidden_layers - 4) * layer
@@ -259,28 +167,34 @@ def estimate_memory(
         weights=weights,
         gradients=gradients,
         optimizer=round(parameters * optimizer_bytes * share.states),
-        activations=round(config.num_hidden_layers * step.tokens * saved),
+        activations=round(step.tokens * sum(kind.count * saved[kind] for kind in kinds)),
         loss=round(_loss_bytes(config, step, low_bit, trained)),
         backward=round(_backward_bytes(config, step, low_bit, trained, recomputed)),
         workspace=CUDA_WORKSPACE,
         held=held,
-        one_layer=round(step.tokens * saved),
+        one_layer=round(step.tokens * max(saved.values())),
         plain_weights=parameters * step.element,
-        initialization=config.vocab_size * config.hidden_size * (step.element if pretrained else 4),
+        initialization=_initialization_bytes(config, step.element, pretrained),
         step=round((step_bytes + trained.bytes * (share.states < 1)) * share.states),  # the shards' gradients
         in_backward=step.in_backward,
     )
 
 
+def _initialization_bytes(config: ModelConfig, element: int, pretrained: bool) -> int:
+    """Of the largest tensor that is drawn, or loaded: each expert's by itself."""
+    embedding = config.vocab_size * config.hidden_size
+    if pretrained:
+        return embedding * element
+    return 4 * max(embedding, *(n.weights for n in layer_linears(config).values()))
+
+
 def _weight_bytes(config: ModelConfig, element: int, low_bit: LowBitBytes, trained: TrainedPart) -> int:
-    sizes = {name: n * k for name, (n, k) in layer_linears(config).items()}
-    added = config.num_hidden_layers * sum(
-        sizes[name] * (linear.weight - element + linear.codes) for name, linear in low_bit.layer.items()
-    )
+    linears = [(n.layers * n.weights, low_bit.layer[name]) for name, n in layer_linears(config).items()]
+    added = sum(size * (linear.weight - element + linear.codes) for size, linear in linears)
     if low_bit.head is not None:
         added += config.vocab_size * config.hidden_size * (low_bit.head.weight - element + low_bit.head.codes)
     weights = round(count_parameters(config).total * element + added)
-    return weights + trained.added_bytes(config.num_hidden_layers, element)
+    return weights + trained.added_bytes(element)
 
 
 def _master_bytes(
@@ -293,8 +207,7 @@ def _master_bytes(
         return 0
     if trained.adapters:
         return round(trained.bytes * share)
-    sizes = {name: config.num_hidden_layers * n * k for name, (n, k) in layer_linears(config).items()}
-    linears = [(sizes[name], linear) for name, linear in low_bit.layer.items()]
+    linears = [(n.layers * n.weights, low_bit.layer[name]) for name, n in layer_linears(config).items()]
     if low_bit.head is not None and not config.tie_word_embeddings:
         linears.append((config.vocab_size * config.hidden_size, low_bit.head))
     gone = sum(size * linear.weight for size, linear in linears if linear.codes_only)
@@ -307,14 +220,14 @@ def _resharded_bytes(
 ) -> int:
     """Bytes by which the weights change where only two layers are gathered, the one that runs and the next one. Each
     rank keeps its shard of the codes that travel, and its own copy of masters that were the model's weights."""
-    gathered = kept = 0.0
-    for name, (n, k) in layer_linears(config).items():
+    change = 0.0
+    for name, of_layers in layer_linears(config).items():
         linear = low_bit.layer[name]
-        gathered += n * k * (linear.codes + (0 if linear.codes_only else linear.weight))
+        gathered = linear.codes + (0 if linear.codes_only else linear.weight)
         own = linear.weight != element or (whole_matrices and not linear.codes_only)
-        kept += n * k * (linear.wire + (linear.weight if own else 0)) * share
-    layers = config.num_hidden_layers
-    return round(layers * kept - max(layers - 2, 0) * gathered)
+        kept = (linear.wire + (linear.weight if own else 0)) * share
+        change += of_layers.weights * (of_layers.layers * kept - max(of_layers.layers - 2, 0) * gathered)
+    return round(change)
 
 
 def _head_elements(config: ModelConfig, trained: TrainedPart) -> int:
@@ -348,11 +261,19 @@ def _backward_bytes(
     in_mlp = (3 if trained.adapters else 2) * inner * element
     if low_bit.down_input_recomputed:
         in_mlp = inner * (1 + 3 * element + 4)
-    in_attention = q * (4 + 2 * element) + config.qkv_size * element - (3 * inner + c) * element
+    if rows := rows_per_token(config, tokens):
+        # The same of all rows, and their gradients before they are added up to those of tokens.
+        own = rows * (in_mlp / inner * config.mixture.width + c * element)
+        in_mlp = max(own, in_mlp if len(config.mixture_layers) < config.num_hidden_layers else 0)
+    of_inputs = config.qkv_size if config.latent is None else 2 * q + config.value_size
+    in_attention = q * (4 + 2 * element) + of_inputs * element
+    if not rows:
+        in_attention -= (3 * inner + c) * element
     in_layer = tokens * (2 * c * element + max(in_mlp, in_attention) + recomputed) + head * element
     dequantized = [name for name, linear in low_bit.layer.items() if linear.dequantized]
-    sizes = {name: n * k for name, (n, k) in layer_linears(config).items()}
-    in_layer += max((sizes[name] * element for name in dequantized), default=0)
+    in_layer += max(
+        (n.weights * element for name, n in layer_linears(config).items() if name in dequantized), default=0
+    )
     in_head = tokens * c * (2 * element + 4) + head * ((4 if low_bit.head is None else element) + element)
     return max(in_layer, in_head)
 
@@ -360,5 +281,13 @@ def _backward_bytes(
 def _largest_partition(config: ModelConfig) -> int:
     """Parameters whose gradients exist at once where each layer, and each embedding, is updated by itself."""
     parameters, matrix = count_parameters(config), config.vocab_size * config.hidden_size
-    layer = (parameters.non_embedding - config.hidden_size) // config.num_hidden_layers
+    layer = _largest_layer(config) + (parameters.other - config.hidden_size) // config.num_hidden_layers
     return layer + matrix if config.tie_word_embeddings else max(layer, matrix)
+
+
+def _largest_layer(config: ModelConfig) -> int:
+    """Weights of the linears of the layer that has most."""
+    sizes = {name: n.weights for name, n in layer_linears(config).items()}
+    dense = sum(sizes.pop(name, 0) for name in ("gate_up", "down_proj"))
+    routed = sum(sizes.pop(name) for name in list(sizes) if name.startswith(("experts.", "shared.")))
+    return sum(sizes.values()) + max(dense, routed)

@@ -35,7 +35,11 @@ VOCABULARY_ALIGNMENT = 64
 
 
 def check_divisible(config: ModelConfig, ranks: int) -> None:
-    """UserError where `--tp ranks` does not divide what it must."""
+    """UserError where `--tp ranks` does not divide what it must, or where layers cannot be divided at all."""
+    undivided = {"a mixture of experts": config.mixture, "latent attention": config.latent}
+    for what, present in undivided.items():
+        if present is not None:
+            raise UserError(f"--tp: a model with {what} cannot be divided by tensor parallelism; leave it out.")
     sizes = {
         "attention heads": config.num_attention_heads,
         "key-value heads": config.num_key_value_heads,

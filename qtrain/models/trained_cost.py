@@ -24,13 +24,14 @@ _KEPT_FOR = {"qkv": "attn_norm output", "gate_up": "mlp_norm output", "down_proj
 
 @dataclasses.dataclass(frozen=True)
 class AdaptedLinear:
-    """A linear with adapters, in every layer. columns: P·r; rows: of each adapted projection."""
+    """A linear with adapters. columns: P·r; rows: of each adapted projection; layers: how many have it."""
 
     name: str
     in_features: int
     out_features: int
     rows: tuple[int, ...]
     columns: int
+    layers: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +50,14 @@ class TrainedPart:
         """Bytes of the trained parameters, and of their gradients."""
         return self.element * sum(math.prod(group.shape) * group.count for group in self.shapes)
 
-    def added_bytes(self, layers: int, element: int) -> int:
+    def added_bytes(self, element: int) -> int:
         """Bytes that adapters add to a model of this element size: themselves, their copies in its dtype, and with DoRA
         the norms of the frozen rows."""
         if not self.adapters:
             return 0
-        copies = sum(a.columns * (a.in_features + a.out_features) for a in self.adapters) * element
-        norms = 4 * sum(a.out_features for a in self.adapters)
-        return self.bytes + layers * (copies * (element < self.element) + norms * self.dora)
+        copies = sum(a.layers * a.columns * (a.in_features + a.out_features) for a in self.adapters) * element
+        norms = 4 * sum(a.layers * a.out_features for a in self.adapters)
+        return self.bytes + copies * (element < self.element) + norms * self.dora
 
     def kept(self, kept: Mapping[str, float], element: int) -> dict[str, float]:
         """`memory.saved_per_token` of a layer with these adapters, given that of plain linears."""
@@ -73,13 +74,13 @@ class TrainedPart:
             found["scaled by DoRA"] = element * scaled
         return found
 
-    def flops(self, flops: Mapping[str, float], layers: int) -> dict[str, float]:
+    def flops(self, flops: Mapping[str, float]) -> dict[str, float]:
         """FLOPs per token by kind, given those of a model in which everything trains."""
         if not self.adapters:
             return {**flops, "head": flops["head"] * (1 if self.head else 2 / 3)}
         frozen = {kind: flops[kind] * 2 / 3 for kind in ("blocks", "head")}
-        own = sum((a.in_features + sum(a.rows) / len(a.rows)) * a.columns for a in self.adapters)
-        return {**flops, **frozen, "adapters": 6.0 * layers * own}
+        own = sum(a.layers * (a.in_features + sum(a.rows) / len(a.rows)) * a.columns for a in self.adapters)
+        return {**flops, **frozen, "adapters": 6.0 * own}
 
 
 def all_but_embedding(config: ModelConfig, shapes: list[ParameterGroup], element: int) -> TrainedPart:
@@ -90,23 +91,19 @@ def all_but_embedding(config: ModelConfig, shapes: list[ParameterGroup], element
 
 
 def only_adapters(config: ModelConfig, lora: Lora) -> TrainedPart:
-    """A frozen model with adapters. UserError for a target that it does not have."""
-    inner, kv = config.intermediate_size, config.kv_size
-    fused = {
-        "qkv": {"q_proj": config.q_size, "k_proj": kv, "v_proj": kv},
-        "gate_up": {"gate_proj": inner, "up_proj": inner},
-    }
-    linears = {name: (n, k, fused.get(name, {name: n})) for name, (n, k) in layer_linears(config).items()}
-    targets = chosen_targets(lora, sorted(word for _, _, rows in linears.values() for word in rows))
-    layers, shapes, adapters = config.num_hidden_layers, [], []
-    for name, (out_features, in_features, projections) in linears.items():
-        rows = tuple(size for word, size in projections.items() if word in targets)
+    """A frozen model with adapters, which experts do not have. UserError for a target that it does not have."""
+    linears = {name: n for name, n in layer_linears(config).items() if n.groups == 1}
+    targets = chosen_targets(lora, sorted({word for n in linears.values() for word in n.projections}))
+    shapes, adapters = [], []
+    for name, n in linears.items():
+        rows = tuple(size for word, size in n.projections.items() if word in targets)
         if rows:
-            adapters.append(AdaptedLinear(name, in_features, out_features, rows, columns=lora.r * len(rows)))
+            columns = lora.r * len(rows)
+            adapters.append(AdaptedLinear(name, n.in_features, n.out_features, rows, columns, n.layers))
         for size in rows:
             shapes += [
-                ParameterGroup((lora.r, in_features), layers, True),
-                ParameterGroup((size, lora.r), layers, True),
+                ParameterGroup((lora.r, n.in_features), n.layers, True),
+                ParameterGroup((size, lora.r), n.layers, True),
             ]
-            shapes += [ParameterGroup((size,), layers)] if lora.dora else []
+            shapes += [ParameterGroup((size,), n.layers)] if lora.dora else []
     return TrainedPart(shapes, 4, head=False, adapters=tuple(adapters), dora=lora.dora)

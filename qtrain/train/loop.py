@@ -20,6 +20,7 @@ from qtrain.hardware import keep_freed_memory
 from qtrain.optim import OPTIMIZERS, LRSchedule
 from qtrain.portable import peak_resident_bytes
 from qtrain.train.cuda_graphs import WARM_UP, StepGraphs
+from qtrain.train.expert_balance import ExpertBalance
 from qtrain.train.gradients import Gradients
 from qtrain.train.in_backward import OptimizerInBackward
 from qtrain.train.language import Forward
@@ -65,6 +66,7 @@ class Training:
         settings, state = run.settings, run.state
         if run.device.type == "cpu":
             keep_freed_memory()
+        self.balance = ExpertBalance(run.model, run.parallel.mesh, getattr(settings, "router_bias_rate", 0.0))
         self.in_backward: OptimizerInBackward | None = None
         if settings.optimizer_in_backward:
             assert graphs is None, "hooks do not run in the replay of a captured backward pass"
@@ -165,6 +167,7 @@ class Training:
             in_backward=self.in_backward,
             parallel=run.parallel,
         )
+        self.balance.end_step()
         state.step += 1
         note_step(state.step)
         state.tokens += gradients.tokens
@@ -203,6 +206,7 @@ class Training:
             "loss": gradients.loss,
             "grad_norm": gradients.norm_value,
             "lr": lr,
+            **self.balance.metrics(),
             self.plan.unit.many: state.tokens,
             "data": state.data,
             "mem": memory,

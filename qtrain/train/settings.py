@@ -25,7 +25,7 @@ class TrainSettings:
 
     HELP_GROUPS: ClassVar[dict[str, str]] = {
         "model": "model model_impl model_kwargs pretrained lora freeze_embedding_layer doc_mask loss_chunks z_loss "
-        "activation_checkpointing ema_decay",
+        "router_balance_loss router_z_loss router_bias_rate activation_checkpointing ema_decay",
         "data": "train_ds seq_len seq_len_multiple augment batch_size micro_batch_size gradient_accumulation "
         "num_workers",
         "quantization": "quantize quantize_kwargs quantize_lm_head quantize_min_size",
@@ -185,6 +185,14 @@ class LanguageSettings(TrainSettings):
     0: chosen by size."""
     z_loss: NotNegative = 0.0
     """Weight of the z-loss, the squared log of the softmax's normalizer, 1e-4 is usual; not in the logged loss."""
+    router_balance_loss: NotNegative | None = None
+    """Weight of the load-balancing loss of a mixture of experts, 0.001 to 0.01 is usual; not in the logged loss; None:
+    router_aux_loss_coef of the model's config."""
+    router_z_loss: NotNegative = 0.0
+    """Weight of the z-loss of a mixture's routers, 1e-3 is usual; not in the logged loss."""
+    router_bias_rate: NotNegative = 0.0
+    """After each step, raise the selection bias of experts with less than the mean load by this much, and lower that of
+    the others (DeepSeek-V3, where 0.001 is usual); 0: leave the biases as they are."""
 
 
 @dataclass(frozen=True)

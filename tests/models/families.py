@@ -51,8 +51,80 @@ FAMILIES = {
 }
 
 
+_MIXTURE = {**_SHAPE, "num_experts_per_tok": 2}
+_DEEPSEEK = {
+    **_MIXTURE,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+_YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+    "original_max_position_embeddings": 16,
+}
+
+MIXTURES = {
+    "mixtral": {"model_type": "mixtral", **_MIXTURE, "num_local_experts": 6, "sliding_window": 9},
+    "olmoe": {"model_type": "olmoe", **_MIXTURE, "num_experts": 8, "num_experts_per_tok": 3, "attention_bias": True},
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        **_MIXTURE,
+        "num_experts": 6,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **_MIXTURE,
+        "head_dim": 16,
+        "num_experts": 8,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": True,
+    },
+    "deepseek_v2": {
+        "model_type": "deepseek_v2",
+        **_DEEPSEEK,
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "rope_theta": 500.0,
+        "rope_scaling": _YARN,
+    },
+    "deepseek_v2-groups": {
+        "model_type": "deepseek_v2",
+        **_DEEPSEEK,
+        "q_lora_rank": 28,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **_DEEPSEEK,
+        "q_lora_rank": 28,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+    },
+}
+"""Mixtures of experts, which some tests that go through all families do not take."""
+
+
 def source_of(name: str, **changes) -> ModelSource:
-    return ModelSource(name, {**FAMILIES[name], **changes}, f"--model ({name})")
+    return ModelSource(name, {**(FAMILIES | MIXTURES)[name], **changes}, f"--model ({name})")
 
 
 def drawn(source: ModelSource, **options) -> Decoder:
@@ -64,6 +136,9 @@ def drawn(source: ModelSource, **options) -> Decoder:
             if parameter.ndim == 1:
                 center = 1.0 if "norm" in name else 0.0
                 parameter.copy_(center + 0.3 * torch.randn(parameter.shape, generator=generator))
+        for name, buffer in model.named_buffers():
+            if name.endswith("router.bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     return model
 
 

@@ -1,5 +1,8 @@
 """The size of a decoder against real modules: parameters exactly, FLOPs by the formula."""
 
+import collections
+import dataclasses
+
 import pytest
 import torch
 
@@ -9,11 +12,11 @@ from qtrain.models import (
     list_models,
     read_model_source,
 )
-from qtrain.models.cost import count_parameters, flops_per_token, layer_linears
-from tests.models.families import FAMILIES
+from qtrain.models.cost import count_parameters, flops_per_token, layer_linears, parameter_shapes
+from tests.models.families import FAMILIES, MIXTURES
 
 CONFIGS = {name: read_model_source(name).model_config() for name, _ in list_models()}
-CONFIGS |= {name: ModelConfig.from_hf(values) for name, values in FAMILIES.items()}
+CONFIGS |= {name: ModelConfig.from_hf(values) for name, values in (FAMILIES | MIXTURES).items()}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -27,6 +30,22 @@ def test_parameter_counts_are_those_of_the_module(name):
     assert counted.embedding == sum(p.numel() for p in embedding)
     linear = [m.weight for m in model.layers.modules() if isinstance(m, torch.nn.Linear)]
     assert counted.linear == sum(p.numel() for p in linear)
+    shapes = collections.Counter(tuple(p.shape) for p in parameters.values() if p.ndim == 2)
+    planned = collections.Counter()
+    for group in parameter_shapes(CONFIGS[name]):
+        planned[group.shape] += group.count
+    assert {shape: n for shape, n in planned.items() if len(shape) == 2} == shapes
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_active_parameters_are_those_of_a_model_with_no_more_experts_than_a_token_uses(name):
+    config = CONFIGS[name]
+    fewer = dataclasses.replace(config.mixture, experts=config.mixture.per_token)
+    counted, active = count_parameters(config), count_parameters(dataclasses.replace(config, mixture=fewer))
+    assert counted.active < counted.total and active.inactive == 0
+    routers = len(config.mixture_layers) * (config.mixture.experts - fewer.experts) * config.hidden_size
+    assert counted.active == active.total + routers
+    assert flops_per_token(config, 64).blocks == 6 * active.linear
 
 
 PUBLISHED = {
@@ -39,6 +58,11 @@ PUBLISHED = {
     "qwen2.5-14b": 14_770_033_664,
     "qwen2.5-32b": 32_763_876_352,
     "llama3.1-70b": 70_553_706_496,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "olmoe-1b-7b": 6_919_161_856,
+    "mixtral-8x7b": 46_702_792_704,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_419_200 - 58 * 256,  # the biases that select experts are no parameters here
 }
 """Parameters of the checkpoints on the hub."""
 
@@ -50,7 +74,12 @@ def test_shipped_shapes_have_the_published_number_of_parameters(name):
 
 def test_linears_of_a_layer():
     found = layer_linears(CONFIGS["qwen2.5-7b"])
-    assert found == {"qkv": (4608, 3584), "o_proj": (3584, 3584), "gate_up": (37888, 3584), "down_proj": (3584, 18944)}
+    assert {name: linear.shape for name, linear in found.items()} == {
+        "qkv": (4608, 3584),
+        "o_proj": (3584, 3584),
+        "gate_up": (37888, 3584),
+        "down_proj": (3584, 18944),
+    }
 
 
 def test_flops_follow_the_designs_formula():

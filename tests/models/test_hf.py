@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from qtrain.errors import TrainingStopped, UserError
 from qtrain.models import build_model, export_hf, hf, read_model_source
-from tests.models.families import FAMILIES, batch, drawn, source_of
+from tests.models.families import FAMILIES, MIXTURES, batch, drawn, source_of
 
 
 class FakeTokenizer:
@@ -24,7 +24,7 @@ def transformers_model(name: str, folder: Path, **save_options):
     """A transformers model with random weights of this family, saved by transformers itself."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    values = dict(FAMILIES[name])
+    values = dict((FAMILIES | MIXTURES)[name])
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
     with torch.no_grad():

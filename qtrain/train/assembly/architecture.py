@@ -32,9 +32,11 @@ from qtrain.models import (
     repeated_blocks,
     vision_cost,
 )
+from qtrain.models.cost import layer_linears, linear_key
 from qtrain.models.tensor_parallel import check_divisible, rank_config
 from qtrain.models.trained_cost import TrainedPart
 from qtrain.quant import gathers_codes
+from qtrain.quant.convert import find_linears
 from qtrain.train.checked_settings import CheckedSettings
 from qtrain.train.plan.language_plan import plan_language_run
 from qtrain.train.plan.linears import PlannedLinear
@@ -88,8 +90,8 @@ class Architecture(ABC):
         """The plan of the run. data: lines that describe the data; trained: what trains, None: everything."""
 
     @property
-    def linear_rows(self) -> Mapping[str, int] | None:
-        """Rows of the input of each linear, by its name; None: the same for all."""
+    def linear_rows(self) -> Mapping[str, float] | None:
+        """Rows of the input of each linear, by its name; of experts on average; None: the same for all."""
         return None
 
     @property
@@ -133,6 +135,7 @@ class LanguageArchitecture(Architecture):
         generation_config(source, {})  # an export writes it: refuse a broken one now
         config = source.model_config() if settings.model_impl == "native" else None
         _refuse_absurd(source.config, "--model")
+        _check_routers(settings, config)
         if mesh.tensor > 1:
             check_divisible(config, mesh.tensor)
         return cls(source, settings.model_impl, settings.seq_len, config, mesh.tensor_group, settings.sequence_parallel)
@@ -185,6 +188,10 @@ class LanguageArchitecture(Architecture):
             sequence=self.sequence,
         )
         model.loss_chunks, model.z_loss = settings.loss_chunks, settings.z_loss
+        if self.config is not None and self.config.mixture is not None:
+            weight = settings.router_balance_loss
+            model.router_balance_loss = self.config.mixture.aux_loss if weight is None else weight
+            model.router_z_loss = settings.router_z_loss
         return model
 
     def recompute(self, model: nn.Module, mode: str) -> None:
@@ -205,6 +212,16 @@ class LanguageArchitecture(Architecture):
         ]
 
     @property
+    def linear_rows(self) -> Mapping[str, float] | None:
+        if self.config is None or self.config.mixture is None:
+            return None
+        head, of_layers = self.head(self.empty), layer_linears(self.config)
+        return {
+            names[0]: self.seq_len * (1.0 if linear is head else of_layers[linear_key(names[0])].share)
+            for linear, names in find_linears(self.empty).items()
+        }
+
+    @property
     def positions(self) -> int | None:
         """The longest sequence that the model's config names; None where it names none."""
         if self.config is not None:
@@ -221,6 +238,26 @@ class LanguageArchitecture(Architecture):
         trained: TrainedPart | None,
     ) -> Plan:
         return plan_language_run(checked, self.config, linears, hardware, data, trained)
+
+
+def _check_routers(settings: LanguageSettings, config: ModelConfig | None) -> None:
+    """UserError for settings of routers that the model does not have."""
+    mixture = None if config is None else config.mixture
+    given = {
+        "--router_balance_loss": settings.router_balance_loss,
+        "--router_z_loss": settings.router_z_loss,
+        "--router_bias_rate": settings.router_bias_rate,
+    }
+    for flag, value in given.items():
+        if value and mixture is None:
+            raise UserError(
+                f"{flag}: {settings.model} is not a mixture of experts with --model_impl native; leave it out."
+            )
+    if settings.router_bias_rate and not mixture.selection_bias:
+        raise UserError(
+            f"--router_bias_rate: the routers of {settings.model} select without a bias, which only DeepSeek-V3's "
+            "have; use --router_balance_loss."
+        )
 
 
 def _how_inputs_travel(linears: Sequence[PlannedLinear]) -> str:

@@ -7,8 +7,9 @@ from qtrain.distributed.mesh import Mesh
 from qtrain.hardware import Hardware
 from qtrain.kernels.autotune import forced
 from qtrain.models import ModelConfig
-from qtrain.models.cost import LAYER_LINEARS, count_parameters, flops_per_token
-from qtrain.models.memory import LinearBytes, LowBitBytes, MemoryEstimate, RankShare, StepShape, all_of, estimate_memory
+from qtrain.models.cost import count_parameters, flops_per_token, layer_linears, linear_key
+from qtrain.models.memory import MemoryEstimate, RankShare, StepShape, all_of, estimate_memory
+from qtrain.models.saved_activations import LinearBytes, LowBitBytes
 from qtrain.models.tensor_parallel import rank_config
 from qtrain.models.trained_cost import TrainedPart
 from qtrain.optim import ParameterShape
@@ -52,13 +53,15 @@ def plan_language_run(
         model_config = model_config.with_sub_norms("--quantize")
     found = flops_per_token(model_config, settings.seq_len)
     flops = {"blocks": found.blocks, "head": found.head, "attention": found.attention}
-    flops = flops if trained is None else trained.flops(flops, model_config.num_hidden_layers)
-    weights = {linear.name: linear.weights for linear in linears}
+    flops = flops if trained is None else trained.flops(flops)
+    of_layers = layer_linears(model_config)
+    work = {n.name: n.weights * (1 if n.is_head else of_layers[linear_key(n.name)].share) for n in linears}
     blocks, head = ([linear for linear in linears if linear.is_head == is_head] for is_head in (False, True))
-    parameters = count_parameters(model_config).total
+    counted = count_parameters(model_config)
+    parameters = counted.total
     seconds = shortest_seconds(
         flops,
-        {"blocks": shares(blocks, weights), "head": shares(head, weights)},
+        {"blocks": shares(blocks, work), "head": shares(head, work)},
         hardware,
         checked.dtype,
         frozen=trained is not None and bool(trained.adapters),
@@ -72,13 +75,14 @@ def plan_language_run(
     if settings.world_size is not None:
         samples = checked.geometry.micro_batch_size * checked.geometry.gradient_accumulation * settings.seq_len
         traffic = _traffic(checked, model_config, linears, trained)
-        work = Work(parameters, seconds, samples, TOKENS, low_bit=any(linear.scheme for linear in linears))
+        step_work = Work(parameters, seconds, samples, TOKENS, low_bit=any(linear.scheme for linear in linears))
         adapted = trained is not None and bool(trained.adapters)
         resharding = "never" if adapted else settings.reshard_after_forward
-        world = plan_world(settings, checked.mesh, hardware, work, traffic, memory_on, resharding)
+        world = plan_world(settings, checked.mesh, hardware, step_work, traffic, memory_on, resharding)
     return Plan(
         **shared,
         parameters=parameters,
+        active=counted.active if counted.inactive else None,
         flops=flops,
         seconds=seconds,
         memory=memory_on(checked.mesh, checked.reshards),
@@ -119,11 +123,12 @@ def language_memory(
     """Bytes by kind at each moment of a step. model_config: with --tp, of one rank's part; that tokens are divided too
     is not counted."""
     settings, element = checked.settings, checked.dtype.itemsize
-    schemes = {linear.name.rpartition(".")[2]: linear.scheme for linear in linears if not linear.is_head}
+    schemes = {linear_key(linear.name): linear.scheme for linear in linears if not linear.is_head}
     adapted = trained is not None and bool(trained.adapters)
     head = next((linear.scheme for linear in linears if linear.is_head), None)
     # As `quant.swiglu_mlp` decides it, which takes no bias and no norm between the two linears.
-    up, down = schemes["gate_up"], schemes["down_proj"]
+    main = "" if model_config.mixture is None else "experts."
+    up, down = schemes[f"{main}gate_up"], schemes[f"{main}down_proj"]
     in_one_function = up and down and not (model_config.mlp_bias or model_config.sub_norm or adapted)
     trained = trained or all_of(model_config, element)
     stored = {linear.shape for linear in linears if linear.stored and not linear.is_head}
@@ -147,7 +152,7 @@ def language_memory(
         step_bytes=checked.optimizer.step_bytes(shapes, trained.element, partitioned=settings.optimizer_in_backward),
         pretrained=settings.pretrained,
         low_bit=LowBitBytes(
-            layer={name: _linear_bytes(schemes[name], element, adapted) for name in LAYER_LINEARS},
+            layer={name: _linear_bytes(schemes[name], element, adapted) for name in layer_linears(model_config)},
             head=None if head is None else _linear_bytes(head, element, adapted),
             down_input_recomputed=bool(in_one_function and down.rowwise_swiglu("x") and up.rowwise_swiglu("dy")),
         ),

@@ -76,7 +76,7 @@ def refuse_no_swap(linears: Sequence[PlannedLinear], scheme: Scheme, quantize: s
 
 
 def warn_high_precision(
-    linears: Sequence[PlannedLinear], scheme: Scheme, dtype: torch.dtype, rows: Mapping[str, int] | None
+    linears: Sequence[PlannedLinear], scheme: Scheme, dtype: torch.dtype, rows: Mapping[str, float] | None
 ) -> list[str]:
     """A line where a low-bit scheme leaves more than half of the linears' FLOPs in high precision; else none.
 

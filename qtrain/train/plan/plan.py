@@ -19,7 +19,7 @@ class Plan:
     """The plan of a run.
 
     data: lines that describe the data. parameters: None for a model that only transformers knows (--model_impl hf);
-    flops, seconds and memory are empty then. flops: per token, forward and backward, by kind of work. seconds: the
+    flops, seconds and memory are empty then. active: those that a token uses, where experts are chosen among. flops: per token, forward and backward, by kind of work. seconds: the
     shortest time per token by kind, each kind at the dense peak of the arithmetic that it runs in. memory: bytes at the
     peak, by kind. emulated: arithmetic of the swapped linears that the device lacks. unit: tokens; images for a vision
     model, in every field that says token. world: where --world_size plans for GPUs that are not those that run.
@@ -33,6 +33,7 @@ class Plan:
     hardware: Hardware
     data: Sequence[str]
     parameters: int | None = None
+    active: int | None = None
     flops: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
@@ -60,6 +61,7 @@ class Plan:
         unit, devices = self.unit, f"device{'s' * (g.world > 1)}" if g.tp == 1 else f"groups of {g.tp} devices"
         total = f", {self.tokens_per_step:,} tokens" if self.unit is TOKENS else ""
         count = f"{_billions(self.parameters)} parameters, " if self.parameters else ""
+        count += f"{_billions(self.active)} of them active, " if self.active else ""
         rows = [("model", f"{self.model}, {count}linears in {self.scheme}")]
         rows += [("data", line) for line in self.data]
         rows += [

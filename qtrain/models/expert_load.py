@@ -1,0 +1,47 @@
+"""How evenly routers use their experts: counted on the device, read by the host when it logs."""
+
+import torch
+from torch import Tensor, nn
+
+
+class ExpertLoad(nn.Module):
+    """Routes of each expert of each mixture, since the last step and since they were last read."""
+
+    def __init__(self, layers: int, experts: int):
+        super().__init__()
+        self.register_buffer("step", torch.zeros(layers, experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("unread", torch.zeros(layers, experts, dtype=torch.int64), persistent=False)
+
+    def reset(self) -> None:
+        self.step.zero_()
+        self.unread.zero_()
+
+    def count(self, loads: list[Tensor]) -> None:
+        """Add a micro-batch's routes, int64 [E] of each mixture."""
+        self.step += torch.stack(loads)
+
+    @torch.no_grad()
+    def end_step(self, biases: list[Tensor], rate: float) -> None:
+        """After an optimizer step. biases: of the routers, fp32 [E] each; `rate` is added to those of experts with less
+        than the mean load, and subtracted from those with more (DeepSeek-V3, arXiv:2412.19437)."""
+        if biases and rate:
+            load = self.step.float()
+            change = rate * (load.mean(dim=1, keepdim=True) - load).sign()
+            torch._foreach_add_(biases, list(change.unbind()))
+        self.unread += self.step
+        self.step.zero_()
+
+    def read(self) -> dict[str, float]:
+        """Metrics of the routes since the last call; synchronizes with the device.
+
+        expert_load: the largest load of any expert over its layer's mean; expert_entropy: mean over the layers of the
+        load's entropy, over that of equal loads. Empty without a route.
+        """
+        load = self.unread.double().cpu()
+        self.unread.zero_()
+        total = load.sum(dim=1, keepdim=True)
+        if not bool((total > 0).all()):
+            return {}
+        share = load / total
+        entropy = torch.special.entr(share).sum(dim=1) / max(torch.tensor(share.shape[1]).log().item(), 1e-30)
+        return {"expert_load": float(share.max() * share.shape[1]), "expert_entropy": float(entropy.mean())}

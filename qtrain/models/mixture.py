@@ -1,0 +1,61 @@
+"""A mixture of experts in place of a layer's MLP.
+
+    y = sum over the token's experts of weight · expert(x) + gate · shared(x)
+
+The experts' matrices are two parameters (`quant/grouped_linear.py`), and their products one call for all experts
+(`quant/experts.py`). Experts that every token uses are a plain MLP; only Qwen2-MoE has the gate.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qtrain.models.config import ModelConfig
+from qtrain.models.mlp import MLP
+from qtrain.models.router import Router, balance_loss, routes_per_expert, z_loss
+from qtrain.quant.experts import experts_mlp
+from qtrain.quant.grouped_linear import GroupedLinear
+
+Routed = tuple[Tensor, Tensor, Tensor]
+"""Output [B, S, C]; routes of each expert, int64 [E]; load-balancing loss and z-loss of the router, fp32 [2]."""
+
+
+class Experts(nn.Module):
+    """The experts that a router chooses among. Of each, `gate_up` holds the rows of gate, then up."""
+
+    def __init__(self, experts: int, hidden_size: int, width: int):
+        super().__init__()
+        self.gate_up = GroupedLinear(experts, hidden_size, 2 * width)
+        self.down_proj = GroupedLinear(experts, width, hidden_size)
+        # `optim.parameter_groups` reads it.
+        self.fused_rows = {"gate_up": [width, width] * experts, "down_proj": [hidden_size] * experts}
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """x [T, C], experts int64 [T, k], weights fp32 [T, k] -> [T, C]."""
+        return experts_mlp(self.gate_up, self.down_proj, x, experts, weights)
+
+
+class MixtureMLP(nn.Module):
+    """[B, S, C] -> Routed."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        mixture, hidden = config.mixture, config.hidden_size
+        self.router = Router(mixture, hidden)
+        self.experts = Experts(mixture.experts, hidden, mixture.width)
+        self.shared = MLP(config, width=mixture.shared_width) if mixture.shared_width else None
+        # Not an nn.Linear: schemes leave its single row alone.
+        self.shared_gate = nn.Parameter(torch.empty(1, hidden)) if mixture.shared_gate else None
+
+    def forward(self, x: Tensor) -> Routed:
+        tokens = x.flatten(0, 1)  # [T, C]
+        routing = self.router(tokens)
+        y = self.experts(tokens, routing.experts, routing.weights)
+        if self.shared is not None:
+            shared = self.shared(tokens)
+            if self.shared_gate is not None:
+                shared = F.linear(tokens, self.shared_gate).sigmoid() * shared
+            y = y + shared
+        load = routes_per_expert(routing.experts, self.router.mixture.experts)
+        auxiliary = torch.stack([balance_loss(routing, load), z_loss(routing.logits)])
+        return y.view_as(x), load, auxiliary

@@ -1,0 +1,125 @@
+"""The router of a mixture of experts: which experts a token goes to, and with what weights; all in fp32.
+
+    logits = x · weightᵀ                          [T, E]
+    scores = softmax(logits) or sigmoid(logits)
+    experts = the `per_token` best of scores, or of scores + bias, within the best groups; ties: the lower number
+    weights = scores of those, normalized and scaled as the config says
+
+No token is dropped. What trains a router besides the loss:
+- a load-balancing loss (Switch Transformer, arXiv:2101.03961), E · sum over experts of (routes / T) · (mean
+  probability), which is `per_token` for a balanced load. Probabilities: the scores, divided by their sum;
+- a z-loss, the mean of logsumexp(logits)² (ST-MoE, arXiv:2202.08906);
+- without a loss (arXiv:2408.15664): the bias of overloaded experts is lowered after each step, that of the others
+  raised (`expert_load.py`). Only selection reads it.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qtrain.models.mixture_config import Mixture
+
+
+class Routing(NamedTuple):
+    """Where the tokens go."""
+
+    experts: Tensor
+    """int64 [T, k], the best one first."""
+    weights: Tensor
+    """fp32 [T, k]."""
+    logits: Tensor
+    """fp32 [T, E]."""
+    probabilities: Tensor
+    """fp32 [T, E], of all experts; a token's sum is 1."""
+
+
+class Router(nn.Module):
+    """x [T, C] -> Routing. Its weight is no nn.Linear's: schemes leave it alone."""
+
+    def __init__(self, mixture: Mixture, hidden_size: int):
+        super().__init__()
+        self.mixture = mixture
+        self.weight = nn.Parameter(torch.empty(mixture.experts, hidden_size))
+        self.bias: Tensor | None
+        self.register_buffer("bias", torch.zeros(mixture.experts) if mixture.selection_bias else None)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Router":
+        """As of any module, but the bias stays fp32 in a model of another dtype: its updates are small."""
+        before = self.bias
+        super()._apply(fn, recurse)
+        if before is not None and self.bias.dtype != before.dtype:
+            self.bias = before.to(self.bias.device)
+        return self
+
+    def forward(self, x: Tensor) -> Routing:
+        mixture = self.mixture
+        logits = _RouterLogits.apply(x, self.weight)
+        if mixture.scores == "softmax":
+            scores = probabilities = logits.softmax(dim=-1)
+        else:
+            scores = logits.sigmoid()
+            probabilities = scores / scores.sum(dim=-1, keepdim=True)
+        experts = self.select(scores.detach())
+        weights = scores.gather(1, experts)
+        if mixture.normalize:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + _TINY)
+        return Routing(experts, weights * mixture.scaling, logits, probabilities)
+
+    @torch.no_grad()
+    def select(self, scores: Tensor) -> Tensor:
+        """The experts int64 [T, k] of scores [T, E], the best one first; of equal ones the lower number."""
+        mixture = self.mixture
+        if self.bias is not None:
+            scores = scores + self.bias
+        if mixture.groups > 1:
+            in_groups = scores.unflatten(1, (mixture.groups, -1))  # [T, groups, E / groups]
+            # DeepSeek-V3 adds a group's two best experts, V2 takes its best one.
+            of_groups = in_groups.topk(2 if mixture.selection_bias else 1, dim=-1).values.sum(dim=-1)
+            chosen = best(of_groups, mixture.groups_per_token)
+            kept = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(1, chosen, True)
+            scores = in_groups.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
+        return best(scores, mixture.per_token)
+
+
+_TINY = 1e-20
+"""What DeepSeek-V3 adds to a sum of weights that may be zero; the sum of a softmax's best is not changed by it."""
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """The positions int64 [T, count] of the largest scores [T, N] in descending order; of equal ones the first."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def routes_per_expert(experts: Tensor, count: int) -> Tensor:
+    """experts int64 [T, k] -> how many routes each of `count` experts has, int64 [count]."""
+    flat = experts.reshape(-1)
+    return torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+
+
+def balance_loss(routing: Routing, load: Tensor) -> Tensor:
+    """The load-balancing loss, an fp32 scalar. load: int64 [E], routes of each expert."""
+    tokens, experts = routing.probabilities.shape
+    return experts * (load.float() / tokens * routing.probabilities.mean(dim=0)).sum()
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """The mean of logsumexp², an fp32 scalar."""
+    return logits.logsumexp(dim=-1).square().mean()
+
+
+class _RouterLogits(torch.autograd.Function):
+    """x [T, C] · weight [E, C]ᵀ in fp32 -> fp32 [T, E]. Saves x in its own dtype, as the layer's norm wrote it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.float() @ weight.float().t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad
+        dx = (gradient @ weight.float()).to(x.dtype) if needs_x else None
+        dweight = (gradient.t() @ x.float()).to(weight.dtype) if needs_weight else None
+        return dx, dweight
