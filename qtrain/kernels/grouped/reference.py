@@ -16,10 +16,16 @@ from qtrain.kernels.grouped.row_groups import ALIGNMENT
 def matrices(b: Tensor, k: int, groups: int) -> Tensor:
     """The matrices of all groups as a view [groups, N, K] of b: stacked along rows [groups * N, K], as for `output`, or
     along columns [N, groups * K], as for `grad_input`."""
-    if b.shape[1] == k:
-        return b.unflatten(0, (groups, -1)) if b.numel() else b.view(groups, b.shape[0] // groups, k)
-    assert b.shape[1] == groups * k, f"a has K = {k}; {groups} matrices in {tuple(b.shape)} have not"
-    return b.view(b.shape[0], groups, k).transpose(0, 1)
+    by_rows = b.shape[1] == k
+    assert by_rows or b.shape[1] == groups * k, f"a has K = {k}; {groups} matrices in {tuple(b.shape)} have not"
+    return unstack(b, groups, by_rows)
+
+
+def unstack(t: Tensor, groups: int, by_rows: bool) -> Tensor:
+    """What is stacked along its rows, or along its columns, as a view [groups, *, *]."""
+    if by_rows:
+        return t.unflatten(0, (groups, t.shape[0] // max(groups, 1)))
+    return t.unflatten(1, (groups, t.shape[1] // max(groups, 1))).transpose(0, 1)
 
 
 def multiply_rows(multiply: Callable[[int, slice], Tensor], out: Tensor, starts: Tensor) -> Tensor:

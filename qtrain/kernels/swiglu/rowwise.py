@@ -25,6 +25,8 @@ WORDS_PER_THREAD = 24
 """Words of a row per thread, and as many column maxima; more only where a CTA has the most warps that it can have."""
 WARPS_PER_SM = 24
 """Warps of all CTAs on an SM, which share its registers: some CTAs load while others compute."""
+MAX_ROWS_OF_GROUP = 32
+"""Rows per CTA where rows are in groups, a power of two: with more there are fewer atomics, and a longer last wave."""
 STAGES, SHARED_BYTES = 2, 90 * 1024
 """Software pipelining: the next row is loaded during the computation of this one, if its bytes fit in the shared memory
 of an Ada; a Hopper has more."""
@@ -45,8 +47,7 @@ def _quantize_swiglu_rowwise_kernel(
     """x [m, 2 * words] and codes [m, words] as words of two elements and of two codes; column_ptr: int32, zeros,
     receives bits of the columns' absmax. A row is BLOCK words, and BLOCK_2 more if that is not 0.
 
-    group_ptr: groups of rows with column maxima of their own, or None. A CTA then takes consecutive rows, which are of
-    few groups, and adds its maxima to a group's at the end of the group.
+    group_ptr: groups of rows with column maxima of their own, or None. A CTA then takes consecutive rows of one group.
     """
     words = tl.multiple_of(words, 8)
     key = None
@@ -58,20 +59,10 @@ def _quantize_swiglu_rowwise_kernel(
         amax_2 = tl.zeros((BLOCK_2,), tl.int32)
     first, last, step = tl.program_id(0), m, tl.num_programs(0)
     if group_ptr is not None:
-        each = tl.cdiv(m, tl.num_programs(0))
+        each = m // tl.num_programs(0)
         first = tl.program_id(0) * each
-        last, step = min(first + each, m), 1
-        held = group_of_row(group_ptr, min(first, m - 1))
+        last, step = first + each, 1
     for i in tl.range(first, last, step, num_stages=STAGES):
-        if group_ptr is not None:
-            group = group_of_row(group_ptr, i)
-            if group != held:
-                atomic_max_bf16x2(column_ptr + held * 2 * words, tl.arange(0, BLOCK), words, amax)
-                amax = tl.zeros_like(amax)
-                if BLOCK_2:
-                    atomic_max_bf16x2(column_ptr + held * 2 * words, BLOCK + tl.arange(0, BLOCK_2), words, amax_2)
-                    amax_2 = tl.zeros_like(amax_2)
-                held = group
         row = tl.cast(i, tl.int64)
         y = _load_swiglu(x_ptr + row * 2 * words, words, 0, CODE.ptx, BLOCK)
         amax = max_bf16x2(amax, abs_bf16x2(y), CODE.ptx)
@@ -92,7 +83,7 @@ def _quantize_swiglu_rowwise_kernel(
             ptrs = codes_ptr + row * words + j
             store_codes_bf16x2(ptrs, j < words, y_2, inv_scale, nonfinite, block, key, STOCHASTIC, CODE)
     if group_ptr is not None:
-        column_ptr += held * 2 * words
+        column_ptr += group_of_row(group_ptr, first) * 2 * words
     atomic_max_bf16x2(column_ptr, tl.arange(0, BLOCK), words, amax)
     if BLOCK_2:
         atomic_max_bf16x2(column_ptr, BLOCK + tl.arange(0, BLOCK_2), words, amax_2)
@@ -113,7 +104,10 @@ def launch_quantize_swiglu_rowwise(
     warps = min(triton.next_power_of_2(triton.cdiv(block + block_2, 32 * WORDS_PER_THREAD)), 16)
     per_sm = 1 if block + block_2 > 32 * warps * WORDS_PER_THREAD else max(WARPS_PER_SM // warps, 2)
     stages = STAGES if 8 * (block + block_2) <= SHARED_BYTES else 1
-    _quantize_swiglu_rowwise_kernel[(min(sm_count(x.device) * per_sm, m),)](
+    programs = min(sm_count(x.device) * per_sm, m)
+    if groups is not None:
+        programs = m // min(MAX_ROWS_OF_GROUP, triton.next_power_of_2(triton.cdiv(m, programs)))
+    _quantize_swiglu_rowwise_kernel[(programs,)](
         x.view(torch.int32), codes.view(torch.int16), scale, column_amax, of_block, key, rounding.role, m, words,
         key is not None, encoding(fmt, x.device, power_of_two), block, block_2, stages,
         num_warps=warps, maxnreg=65536 // (32 * warps * per_sm) // 8 * 8, enable_fp_fusion=False,

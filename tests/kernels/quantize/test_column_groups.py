@@ -161,7 +161,6 @@ def check_swiglu(width, fmt, key, kind, device, of_block=OF_BLOCK):
     "fmt, key, of_block", sampled([("int8", None, [0, 2]), ("e4m3", KEY, [0, 2, 2, -1])], lambda fmt, *_: fmt != "int8")
 )
 def test_swiglu_in_the_interpreter(fmt, key, of_block):
-    """CTAs take six rows: one of them holds rows of two groups."""
     check_swiglu(48, fmt, key, "outlier", "cpu", of_block)
 
 
