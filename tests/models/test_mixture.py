@@ -6,9 +6,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from qtrain.errors import UserError
-from qtrain.models import build_model, export_hf, read_model_source
+from qtrain.models import Lora, add_lora, build_model, export_hf, merge_lora, read_model_source
 from qtrain.models.hf_layout import layout
+from qtrain.models.lora import LoraLinear
+from qtrain.models.mixture import Experts
 from qtrain.models.tensor_parallel import check_divisible
+from qtrain.models.trained_cost import only_adapters
 from tests.models.families import MIXTURES, batch, drawn, source_of
 from tests.models.test_hf import transformers_model
 
@@ -113,3 +116,25 @@ def test_each_experts_matrices_are_drawn_alike_and_are_a_projection_each():
         assert sum(experts.fused_rows[name]) == weight.shape[0]
         for matrix in weight.split(experts.fused_rows[name]):
             assert matrix.std().item() == pytest.approx(0.05, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3"])
+def test_adapters_are_those_that_the_plan_counts(name):
+    """On attention, dense layers and shared experts, not on the experts that a router chooses among."""
+    source, lora = source_of(name), Lora(r=3)
+    model, ids = drawn(source), batch()[0]
+    before = model(ids)
+    adapted = add_lora(model, lora, seed=0)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    part = only_adapters(source.model_config(), lora)
+    assert len(adapted) == sum(a.layers for a in part.adapters)
+    assert 4 * sum(p.numel() for p in trained) == part.bytes
+    model(*batch()).loss.backward()
+    assert all(p.grad is not None for p in trained) and not any(isinstance(m, LoraLinear) for m in experts_of(model))
+    assert torch.equal(model(ids), before)  # B is 0
+    merge_lora(model)
+    assert close(model(ids), before)
+
+
+def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [m for owner in model.modules() if isinstance(owner, Experts) for m in owner.modules()]
