@@ -19,7 +19,8 @@ from tests.cases import sampled
 from tests.data.corpora import write_questions
 from tests.data.images.pictures import write_folder
 from tests.processes import PRETRAIN, SHARED, launched, write_pretraining
-from tests.system import contents, flags, losses, only_run, serving, tree
+from tests.system import contents, flags, losses, only_run, serving, tree, write_model
+from tests.test_mixture_runs import DEEPSEEK
 from tests.worlds import environment
 
 INSTRUCT = {"type": "instruct", "dataset": "questions.jsonl", "template": "gsm8k", "tokenizer": "byte"}
@@ -49,6 +50,7 @@ def server(tmp_path_factory):
     """Starts scripts in a folder that holds data of every kind."""
     folder = tmp_path_factory.mktemp("processes")
     write_pretraining(folder)
+    write_model(folder / "mixture.json", **DEEPSEEK)
     write_questions(folder / "questions.jsonl")
     write_folder(folder / "images")
     with serving(folder) as server:
@@ -86,6 +88,7 @@ def assert_same_checkpoint(one: Path, other: Path, step: int) -> None:
 
 
 HSDP_ASYNC = {"dp_replicate": 2, "async_checkpoint": True}
+MIXTURE = {**PRETRAIN, "model": "mixture.json", "router_bias_rate": 0.01, "router_balance_loss": 0.01}
 FULLY = {"reshard_after_forward": "always"}
 CASES = {
     "int8, ZeRO-2": (2, "llm_pretrain", {**PRETRAIN, "quantize": "int8"}),
@@ -118,6 +121,12 @@ CASES = {
         "timm_finetune",
         {**VISION, **FULLY, "quantize": "fp8_rowwise", "activation_checkpointing": "full"},
     ),
+    "a mixture of experts": (2, "llm_pretrain", {**MIXTURE, "dp_replicate": 2}),
+    "a mixture of experts, recomputed, fully sharded": (
+        2,
+        "llm_pretrain",
+        {**MIXTURE, **FULLY, "activation_checkpointing": "selective"},
+    ),
     "timm, averaged": (2, "timm_finetune", {**VISION, "quantize": "int8", "ema_decay": 0.9}),
 }
 
@@ -125,6 +134,7 @@ CASES = {
 SWEPT = (
     "int8, ZeRO-2",
     "bf16, DDP of 3",
+    "a mixture of experts",
     "schedule-free",
     "transformers",
     "fine-tuned, recomputed",

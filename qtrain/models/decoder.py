@@ -65,8 +65,9 @@ class Decoder(nn.Module):
     """A causal language model.
 
     `loss_chunks` (0: chosen by size) and `z_loss` are read at every call; see `linear_cross_entropy`. So are
-    `router_balance_loss` and `router_z_loss`, the weights of the routers' losses (`router.py`), which are means over layers.
-    With `tensor` this is one rank's part of the model that `config` describes; `local` has the rank's own sizes.
+    `router_balance_loss` and `router_z_loss`, the weights of the routers' losses (`router.py`) as means over the
+    layers. With `tensor` this is one rank's part of the model that `config` describes; `local` has the rank's own
+    sizes.
     """
 
     fullgraph = True  # a graph break in a layer is a bug

@@ -113,13 +113,14 @@ class _RouterLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.dtype = x.dtype
         return x.float() @ weight.float().t()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad
-        dx = (gradient @ weight.float()).to(x.dtype) if needs_x else None
+        dx = (gradient @ weight.float()).to(ctx.dtype) if needs_x else None
         dweight = (gradient.t() @ x.float()).to(weight.dtype) if needs_weight else None
         return dx, dweight

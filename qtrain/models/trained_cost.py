@@ -5,7 +5,7 @@ inputs that a frozen linear would not.
 
 Bytes per token that an adapted layer keeps beyond a frozen one (b bytes per element, P projections of rank r a linear):
 
-    input of each adapted linear    its width · b, unless the layer keeps it anyway (`memory.py`)
+    input of each adapted linear    its width · b, unless the layer keeps it anyway (`saved_activations.py`)
     that input times A              P·r·b
     DoRA: what is scaled            its rows · b, for qkv and down; the others recompute the scaled result
 """
@@ -18,8 +18,17 @@ from qtrain.models.config import ModelConfig
 from qtrain.models.cost import ParameterGroup, layer_linears
 from qtrain.models.lora import Lora, chosen_targets
 
-_KEPT_FOR = {"qkv": "attn_norm output", "gate_up": "mlp_norm output", "down_proj": "down input"}
-"""Linear -> the tensor of `memory.saved_per_token` that is kept only as its input."""
+_KEPT_FOR = {
+    "attn_norm output": {"qkv", "qkv_a"},
+    "latent vectors": {"q_b", "kv_b"},
+    "mlp_norm output": {"gate_up", "shared.gate_up"},
+    "down input": {"down_proj"},
+    "shared input": {"shared.gate_up"},
+    "shared down input": {"shared.down_proj"},
+    "experts' input": set(),
+    "experts' down input": set(),
+}
+"""Tensor of `saved_per_token` -> the linears as whose input alone it is kept."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +69,13 @@ class TrainedPart:
         return self.bytes + copies * (element < self.element) + norms * self.dora
 
     def kept(self, kept: Mapping[str, float], element: int) -> dict[str, float]:
-        """`memory.saved_per_token` of a layer with these adapters, given that of plain linears."""
+        """`saved_per_token` of a layer with these adapters, given that of plain linears."""
         found = dict(kept)
         if not self.adapters or len(kept) == 1:  # the layer is recomputed
             return found
         adapted = {adapted.name for adapted in self.adapters}
-        for name, tensor in _KEPT_FOR.items():
-            if name not in adapted and tensor in found:
+        for tensor, linears in _KEPT_FOR.items():
+            if tensor in found and not linears & adapted:
                 found[tensor] = 0
         found["inputs times A"] = element * sum(a.columns for a in self.adapters)
         if self.dora:

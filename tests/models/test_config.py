@@ -87,6 +87,52 @@ BAD = {
 }
 
 
+BAD_MIXTURES = {
+    "more than there are": ("qwen3_moe", {"num_experts_per_tok": 9}, ["num_experts_per_tok 9", "num_experts 8"]),
+    "no experts": ("olmoe", {"num_experts": 0}, ["num_experts: 0", "from 1 to"]),
+    "jitter": ("mixtral", {"router_jitter_noise": 0.1}, ["router_jitter_noise 0.1", "--model_impl hf"]),
+    "clipped": ("olmoe", {"clip_qkv": 8.0}, ["clip_qkv 8.0", "--model_impl hf"]),
+    "wider norm": ("olmoe", {"head_dim": 4}, ["head_dim 4", "hidden_size 32"]),
+    "window": ("qwen2_moe", {"use_sliding_window": True}, ["use_sliding_window", "--model_impl hf"]),
+    "dense layers": ("qwen3_moe", {"mlp_only_layers": "none"}, ["mlp_only_layers", "a list of"]),
+    "normalized": ("deepseek_v2", {"norm_topk_prob": True}, ["norm_topk_prob True", "--model_impl hf"]),
+    "selection": ("deepseek_v2", {"topk_method": "noaux_tc"}, ["topk_method", "'greedy', 'group_limited_greedy'"]),
+    "scores": ("deepseek_v3", {"scoring_func": "softmax"}, ["scoring_func 'softmax'", "--model_impl hf"]),
+    "other layers": ("deepseek_v3", {"moe_layer_freq": 2}, ["moe_layer_freq 2", "--model_impl hf"]),
+    "groups do not divide": ("deepseek_v3", {"n_group": 3}, ["n_routed_experts 8", "n_group 3"]),
+    "groups of one": ("deepseek_v3", {"n_group": 8, "topk_group": 4}, ["n_group 8", "needs two"]),
+    "groups too few": ("deepseek_v3", {"topk_group": 1}, ["num_experts_per_tok 3", "topk_group 1"]),
+    "keys for fewer heads": ("deepseek_v3", {"num_key_value_heads": 2}, ["num_key_value_heads 2", "every head"]),
+    "bias": ("deepseek_v2", {"attention_bias": True}, ["attention_bias True", "--model_impl hf"]),
+    "odd rope": ("deepseek_v3", {"qk_rope_head_dim": 7}, ["qk_rope_head_dim 7 is odd"]),
+    "yarn without factor": ("deepseek_v3", {"rope_scaling": {"type": "yarn"}}, ["'yarn'", "'factor'"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_MIXTURES)
+def test_bad_mixtures_are_refused_by_file_and_key(case):
+    family, changes, expected = BAD_MIXTURES[case]
+    with pytest.raises(UserError) as caught:
+        ModelConfig.from_hf({**MIXTURES[family], **changes}, "--model (x/config.json)")
+    for text in ["--model (x/config.json)", *expected]:
+        assert text in str(caught.value)
+
+
+def test_layers_that_are_no_mixtures():
+    def dense(family: str, **changes) -> tuple[int, ...]:
+        return ModelConfig.from_hf({**MIXTURES[family], **changes}).mixture.dense_layers
+
+    assert dense("qwen3_moe") == () and dense("qwen2_moe") == (1,)
+    assert dense("qwen3_moe", decoder_sparse_step=2) == (0, 2)
+    assert dense("qwen3_moe", decoder_sparse_step=2, mlp_only_layers=[1]) == (0, 1, 2)
+    assert dense("deepseek_v3") == (0,) and dense("deepseek_v3", first_k_dense_replace=5) == (0, 1, 2)
+
+
+def test_the_number_of_experts_has_the_name_that_transformers_5_writes_too():
+    values = {k: v for k, v in MIXTURES["qwen3_moe"].items() if k != "num_experts"}
+    assert ModelConfig.from_hf({**values, "num_local_experts": 5}).mixture.experts == 5
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_bad_configs_are_refused_by_file_and_key(case):
     changes, expected = BAD[case]

@@ -5,12 +5,21 @@ import torch
 
 from qtrain.models import ModelSource, answer, build_model, generate, rows_at_once
 from tests.system import TINY
+from tests.test_mixture_runs import DEEPSEEK, QWEN
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [11], [3, 2, 1]]
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"model_type": "qwen3", "head_dim": 8}, {"model_type": "mistral", "sliding_window": 4}]
+    "changes",
+    [
+        {},
+        {"model_type": "qwen3", "head_dim": 8},
+        {"model_type": "mistral", "sliding_window": 4},
+        QWEN,
+        DEEPSEEK,
+    ],
+    ids=["llama", "qwen3", "window", "mixture", "latent attention"],
 )
 def test_batched_answers_equal_those_of_each_prompt_alone(changes):
     model = build_model(ModelSource("tiny", {**TINY, "initializer_range": 0.3, **changes}, "--model"), seed=4).train()

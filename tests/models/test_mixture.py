@@ -3,9 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
-from qtrain.models import build_model, export_hf, read_model_source
+from qtrain.errors import UserError
+from qtrain.models import Lora, add_lora, build_model, export_hf, merge_lora, read_model_source
 from qtrain.models.hf_layout import layout
+from qtrain.models.lora import LoraLinear
+from qtrain.models.mixture import Experts
+from qtrain.models.tensor_parallel import check_divisible
+from qtrain.models.trained_cost import only_adapters
 from tests.models.families import MIXTURES, batch, drawn, source_of
 from tests.models.test_hf import transformers_model
 
@@ -64,3 +70,71 @@ def test_a_checkpoint_of_transformers_loads(name, tmp_path):
     ours = build_model(read_model_source(str(tmp_path)), pretrained=True)
     ids, _ = batch()
     assert close(ours(ids), theirs(ids).logits)
+
+
+def test_layers_that_predict_further_tokens_are_not_loaded(tmp_path):
+    """DeepSeek-V3's checkpoint has one beyond the last."""
+    source = source_of("deepseek_v3")
+    model = drawn(source)
+    export_hf(model, source, tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    last = {n: t for n, t in tensors.items() if n.startswith("model.layers.2.")}
+    tensors |= {name.replace("layers.2.", "layers.3."): tensor.clone() for name, tensor in last.items()}
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    loaded = build_model(read_model_source(str(tmp_path / "hf")), pretrained=True)
+    ids, _ = batch()
+    assert torch.equal(loaded(ids), model(ids))
+    del tensors["model.layers.1.mlp.experts.7.up_proj.weight"]
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(UserError, match=r"lacks the tensors: model\.layers\.1\.mlp\.experts\.7\.up_proj\.weight"):
+        build_model(read_model_source(str(tmp_path / "hf")), pretrained=True)
+
+
+def test_a_bf16_model_keeps_the_selection_bias_in_fp32(tmp_path):
+    source = source_of("deepseek_v3")
+    model = drawn(source, dtype=torch.bfloat16)
+    bias = model.layers[1].mlp.router.bias
+    assert bias.dtype == torch.float32 and not torch.equal(bias, bias.bfloat16().float())
+    export_hf(model, source, tmp_path / "hf")
+    loaded = build_model(read_model_source(str(tmp_path / "hf")), pretrained=True, dtype=torch.bfloat16)
+    assert torch.equal(loaded.layers[1].mlp.router.bias, bias)
+
+
+def test_no_tensor_parallelism():
+    for name in ("qwen3_moe", "deepseek_v2"):
+        with pytest.raises(UserError, match="--tp: a model with a mixture of experts cannot be divided"):
+            check_divisible(source_of(name).model_config(), 2)
+
+
+def test_each_experts_matrices_are_drawn_alike_and_are_a_projection_each():
+    """The config's standard deviation in every expert, and rows that optimizers treat as matrices of their own."""
+    source = source_of("qwen3_moe", hidden_size=128, moe_intermediate_size=96, initializer_range=0.05)
+    experts = build_model(source).layers[0].mlp.experts
+    for name, parts in (("gate_up", 16), ("down_proj", 8)):
+        weight = getattr(experts, name).weight
+        assert len(experts.fused_rows[name]) == parts
+        assert sum(experts.fused_rows[name]) == weight.shape[0]
+        for matrix in weight.split(experts.fused_rows[name]):
+            assert matrix.std().item() == pytest.approx(0.05, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3"])
+def test_adapters_are_those_that_the_plan_counts(name):
+    """On attention, dense layers and shared experts, not on the experts that a router chooses among."""
+    source, lora = source_of(name), Lora(r=3)
+    model, ids = drawn(source), batch()[0]
+    before = model(ids)
+    adapted = add_lora(model, lora, seed=0)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    part = only_adapters(source.model_config(), lora)
+    assert len(adapted) == sum(a.layers for a in part.adapters)
+    assert 4 * sum(p.numel() for p in trained) == part.bytes
+    model(*batch()).loss.backward()
+    assert all(p.grad is not None for p in trained) and not any(isinstance(m, LoraLinear) for m in experts_of(model))
+    assert torch.equal(model(ids), before)  # B is 0
+    merge_lora(model)
+    assert close(model(ids), before)
+
+
+def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [m for owner in model.modules() if isinstance(owner, Experts) for m in owner.modules()]

@@ -19,10 +19,11 @@ class Plan:
     """The plan of a run.
 
     data: lines that describe the data. parameters: None for a model that only transformers knows (--model_impl hf);
-    flops, seconds and memory are empty then. active: those that a token uses, where experts are chosen among. flops: per token, forward and backward, by kind of work. seconds: the
-    shortest time per token by kind, each kind at the dense peak of the arithmetic that it runs in. memory: bytes at the
-    peak, by kind. emulated: arithmetic of the swapped linears that the device lacks. unit: tokens; images for a vision
-    model, in every field that says token. world: where --world_size plans for GPUs that are not those that run.
+    flops, seconds and memory are empty then. active: those that a token uses, in a mixture of experts. flops: per
+    token, forward and backward, by kind of work. seconds: the shortest time per token by kind, each kind at the dense
+    peak of the arithmetic that it runs in. memory: bytes at the peak, by kind. emulated: arithmetic of the swapped
+    linears that the device lacks. unit: tokens; images for a vision model, in every field that says token. world: where
+    --world_size plans for GPUs that are not those that run.
     """
 
     model: str
