@@ -24,6 +24,7 @@ from qtrain.kernels.gemm import blockwise_mm, fp16_mm, int4_mm, int8_mm, scaled_
 from qtrain.kernels.gemm.transpose import launch_transpose_8bit
 from qtrain.kernels.grouped import grouped_mm, grouped_plain_mm
 from qtrain.kernels.grouped.grouped_blockwise_mm import launch_grouped_rows_blockwise, launch_grouped_sums_blockwise
+from qtrain.kernels.grouped.grouped_int4_mm import launch_unpack_int4
 from qtrain.kernels.grouped.permute import launch_combine_rows, launch_gather_rows, launch_route_weight_grad
 from qtrain.kernels.grouped.persistent import launch_grouped_rows, launch_grouped_sums, launch_long_sums
 from qtrain.kernels.grouped.reference import matrices
@@ -274,6 +275,7 @@ def grouped() -> Iterator[Case]:
                         x, x, *s, *blocks, zeros(3, 512, 512), t, STARTS
                     ),
                 )
+    yield True, lambda: launch_unpack_int4(zeros(64, 512, dtype=torch.uint8))
     yield True, lambda: launch_zero_tail(zeros(512, 512), GROUPED.of_block)
     yield True, lambda: launch_zero_empty(zeros(3, 512, 512), STARTS)
 
