@@ -23,6 +23,8 @@ from qtrain.kernels.cross_entropy import launch_cross_entropy
 from qtrain.kernels.gemm import blockwise_mm, fp16_mm, int4_mm, int8_mm, scaled_mm
 from qtrain.kernels.gemm.transpose import launch_transpose_8bit
 from qtrain.kernels.grouped import grouped_mm, grouped_plain_mm
+from qtrain.kernels.grouped.grouped_blockwise_mm import launch_grouped_rows_blockwise, launch_grouped_sums_blockwise
+from qtrain.kernels.grouped.grouped_int4_mm import launch_unpack_int4
 from qtrain.kernels.grouped.permute import launch_combine_rows, launch_gather_rows, launch_route_weight_grad
 from qtrain.kernels.grouped.persistent import launch_grouped_rows, launch_grouped_sums, launch_long_sums
 from qtrain.kernels.grouped.reference import matrices
@@ -253,6 +255,27 @@ def grouped() -> Iterator[Case]:
             )
     x, scale = zeros(512, 512, dtype=INT8), zeros(1, dtype=FP32)
     yield True, lambda: launch_long_sums(x, x, zeros(3, 512, 512), STARTS, (scale, scale))
+    for number, t in enumerate(blockwise_mm.TILINGS.values()):
+        for dtype in dtypes[:-1]:
+            x, w = zeros(512, 512, dtype=dtype), zeros(3, 512, 512, dtype=dtype)
+            for blocks in [("1x128", "128x128"), ("1x128", "1x128"), *([("32x32", "32x32")] if dtype is INT8 else [])]:
+                shapes = [(512 // rows, 512 // k) for rows, k in map(blockwise_mm.BLOCKS.get, blocks)]
+                scales = [zeros(*shape, dtype=FP32) for shape in shapes]
+                some = number == 0 and blocks[1] != "1x128"
+                yield (
+                    some,
+                    lambda t=t, x=x, w=w, s=scales, blocks=blocks: launch_grouped_rows_blockwise(
+                        x, w, s[0], s[1].expand(3, -1, -1), *blocks, zeros(512, 512), t, GROUPED.of_block, STARTS
+                    ),
+                )
+                some = number == 0 and blocks[1] == "1x128"
+                yield (
+                    some,
+                    lambda t=t, x=x, s=scales, blocks=blocks: launch_grouped_sums_blockwise(
+                        x, x, *s, *blocks, zeros(3, 512, 512), t, STARTS
+                    ),
+                )
+    yield True, lambda: launch_unpack_int4(zeros(64, 512, dtype=torch.uint8))
     yield True, lambda: launch_zero_tail(zeros(512, 512), GROUPED.of_block)
     yield True, lambda: launch_zero_empty(zeros(3, 512, 512), STARTS)
 
@@ -305,6 +328,8 @@ TUNED = {
     "_blockwise_mm_kernel",
     "_grouped_rows_kernel",
     "_grouped_sums_kernel",
+    "_grouped_rows_blockwise_kernel",
+    "_grouped_sums_blockwise_kernel",
 }
 """Kernels whose configurations are timed, where one without enough shared memory loses: one that fits is enough."""
 

@@ -1,8 +1,8 @@
 """Grouped GEMMs of 8-bit codes with blockwise scales: the products of `gemm/blockwise_mm.py`, each group alone.
 
-1x128 activations times 128x128 weights for `output` and `grad_input`, 1x128 times 1x128 for `grad_weight`, or 32x32 INT8
-for all: groups of rows begin at multiples of 128, so a block belongs to one group. A weight whose N is no multiple of
-the block's rows has blocks of each group's own, ceil(N / rows) of them.
+1x128 activations times 128x128 weights for `output` and `grad_input`, 1x128 times 1x128 for `grad_weight`, or 32x32
+INT8 for all: groups of rows begin at multiples of 128, so a block belongs to one group. A weight whose N is no multiple
+of the block's rows has blocks of each group's own, ceil(N / rows) of them.
 
 The kernels are those of `gemm/blockwise_mm.py` in the frame of `persistent.py`. PyTorch has no such product.
 """
