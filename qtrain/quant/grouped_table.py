@@ -14,10 +14,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from qtrain.kernels.grouped.grouped_blockwise_mm import grouped_rows_blockwise_mm, grouped_sums_blockwise_mm
+from qtrain.kernels.grouped.grouped_int4_mm import grouped_rows_int4_mm, grouped_sums_int4_mm
 from qtrain.kernels.grouped.grouped_mm import grouped_rows_mm, grouped_sums_mm
 from qtrain.kernels.grouped.grouped_plain_mm import grouped_rows_plain_mm, grouped_sums_plain_mm
 from qtrain.kernels.grouped.row_groups import RowGroups
-from qtrain.quant.gemm_table import FP8, INT8, Gemm
+from qtrain.quant.gemm_table import FP4, FP8, INT4, INT8, Gemm
 from qtrain.tensors.quantized_tensor import Operand, OperandFormat, QuantizedTensor
 
 
@@ -39,9 +41,7 @@ class GroupedProducts(NamedTuple):
 def _rows_scaled(
     a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    return grouped_rows_mm(
-        a.codes, b.codes, a.scale, b.scale, groups.group_of_block, groups.starts, dtype, fast_accum
-    )
+    return grouped_rows_mm(a.codes, b.codes, a.scale, b.scale, groups.group_of_block, groups.starts, dtype, fast_accum)
 
 
 def _sums_scaled(
@@ -50,12 +50,71 @@ def _sums_scaled(
     return grouped_sums_mm(a.codes, b.codes, a.scale, b.scale, groups.starts, dtype, fast_accum)
 
 
+def _rows_blockwise(
+    a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    blocks = a.format.granularity, b.format.granularity
+    return grouped_rows_blockwise_mm(
+        a.codes, b.codes, a.scale, b.scale, *blocks, groups.group_of_block, groups.starts, dtype
+    )
+
+
+def _sums_blockwise(
+    a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    blocks = a.format.granularity, b.format.granularity
+    return grouped_sums_blockwise_mm(a.codes, b.codes, a.scale, b.scale, *blocks, groups.starts, dtype)
+
+
+def _rows_int4(
+    a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    return grouped_rows_int4_mm(a.codes, b.codes, a.scale, b.scale, groups.group_of_block, groups.starts, dtype)
+
+
+def _sums_int4(
+    a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    return grouped_sums_int4_mm(a.codes, b.codes, a.scale, b.scale, groups.starts, dtype)
+
+
+def _rows_emulated(
+    a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    """Dequantizing to bf16 is exact: a code times a block scale has at most 8 significant bits."""
+    y = grouped_rows_plain_mm(a.dequantize(dtype), b.dequantize(dtype), groups.group_of_block, groups.starts)
+    return _times_tensor_scales(y, a, b)
+
+
+def _sums_emulated(
+    a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    return _times_tensor_scales(
+        grouped_sums_plain_mm(a.dequantize(dtype), b.dequantize(dtype), groups.starts, dtype), a, b
+    )
+
+
+def _times_tensor_scales(y: Tensor, a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
+    if a.tensor_scale is None or b.tensor_scale is None:
+        return y
+    return (y.float() * (a.tensor_scale * b.tensor_scale)).to(y.dtype)
+
+
 _SCALED = GroupedProducts(_rows_scaled, _sums_scaled)
-_EPILOGUE = ("rowwise", "tensorwise")
+_BLOCKWISE = GroupedProducts(_rows_blockwise, _sums_blockwise)
+_PACKED = GroupedProducts(_rows_int4, _sums_int4)
+_EMULATED = GroupedProducts(_rows_emulated, _sums_emulated)
+_EPILOGUE, _BLOCKS = ("rowwise", "tensorwise"), ("1x128", "128x128")
 
 _ROWS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], GroupedProducts]] = [
     (INT8, _EPILOGUE, _EPILOGUE, _SCALED),
     (FP8, _EPILOGUE, _EPILOGUE, _SCALED),
+    (INT8, _BLOCKS, _BLOCKS, _BLOCKWISE),
+    (FP8, _BLOCKS, _BLOCKS, _BLOCKWISE),
+    (INT8, ("32x32",), ("32x32",), _BLOCKWISE),
+    (INT4, ("rowwise",), ("rowwise",), _PACKED),
+    (FP8, ("1x32",), ("1x32",), _EMULATED),
+    (FP4, ("1x16",), ("1x16",), _EMULATED),
 ]
 
 GROUPED_PRODUCTS: dict[tuple[str, str, str, str], GroupedProducts] = {

@@ -48,8 +48,8 @@ def quantize_rows(t: Tensor, fmt: OperandFormat, rounding: Rounding, power_of_tw
 def quantize_columns(
     t: Tensor, fmt: OperandFormat, rounding: Rounding, power_of_two: bool, groups: BlockGroups | None = None
 ) -> QuantizedTensor:
-    """t [M, K] -> transposed codes [K, M]; stochastic rounding draws the bits that `quantize_rows` draws. groups: of the
-    rows of t; a scale of a whole column is then one per (group, column)."""
+    """t [M, K] -> transposed codes [K, M]; stochastic rounding draws the bits that `quantize_rows` draws. groups: of
+    the rows of t; a scale of a whole column is then one per (group, column)."""
     if quantizer := LOW_BIT_SCALES.get(fmt.scale_dtype):
         return quantizer(t, fmt, rounding, True)
     codes, scale = quantize_transposed(

@@ -23,9 +23,9 @@ from torch import Tensor
 from qtrain.errors import UserError
 from qtrain.hardware import lacks_fp8
 from qtrain.kernels.gemm.transpose import transpose_8bit
+from qtrain.kernels.grouped.row_groups import RowGroups
 from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES
 from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
-from qtrain.kernels.grouped.row_groups import RowGroups
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.quantize.column_groups import NO_GROUPS, BlockGroups
 from qtrain.kernels.swiglu.quantize import (
