@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from qtrain.kernels.gemm.fp32_mm import fp32_mm
 from qtrain.models.mixture_config import Mixture
 
 
@@ -115,12 +116,12 @@ class _RouterLogits(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.dtype = x.dtype
-        return x.float() @ weight.float().t()
+        return fp32_mm(x, weight.t())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad
-        dx = (gradient @ weight.float()).to(ctx.dtype) if needs_x else None
-        dweight = (gradient.t() @ x.float()).to(weight.dtype) if needs_weight else None
+        dx = fp32_mm(gradient, weight).to(ctx.dtype) if needs_x else None
+        dweight = fp32_mm(gradient.t(), x).to(weight.dtype) if needs_weight else None
         return dx, dweight
