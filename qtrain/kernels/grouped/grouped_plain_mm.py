@@ -7,6 +7,9 @@
 16-bit tensor cores read operands in either order, so a transpose is a view whose strides tell. bf16 sums are fp32,
 rounded once. Candidates are this package's persistent kernel and PyTorch's `grouped_mm`, whose rows of no group, and
 sums of groups without rows, are set to zero. fp32 is computed by the definition.
+
+Formats without a product of their own (MX, NVFP4) are dequantized to bf16, which is exact, and multiplied here; their
+transposed codes are K-major like those of `grouped_mm.py`.
 """
 
 import torch
@@ -31,9 +34,10 @@ def grouped_rows_plain_mm_ref(a: Tensor, b: Tensor, starts: Tensor) -> Tensor:
 
 
 def grouped_sums_plain_mm_ref(a: Tensor, b: Tensor, starts: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """A [N, R], B [K, R] -> [E * N, K]: A · Bᵀ of each group's columns."""
-    sums = [own_columns(a, starts, e) @ own_columns(b, starts, e).t() for e in range(starts.shape[0] - 1)]
-    return (torch.cat(sums) if sums else a.new_zeros(0, b.shape[0])).to(out_dtype)
+    """A [N, R], B [K, R] -> [E * N, K]: A · Bᵀ of each group's columns, in out_dtype."""
+    groups, (a, b) = starts.shape[0] - 1, (t.to(out_dtype) for t in (a, b))
+    sums = [own_columns(a, starts, e) @ own_columns(b, starts, e).t() for e in range(groups)]
+    return torch.cat(sums) if sums else a.new_zeros(0, b.shape[0])
 
 
 # ---- dispatch --------------------------------------------------------------------------------------------------------

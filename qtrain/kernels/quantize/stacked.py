@@ -59,6 +59,7 @@ def quantize_stacked_dual(
             w, fmt, granularity, granularity_t, *rounding, power_of_two,
             fmt_t=fmt_t, group_of_block=of_block, groups=groups,
         )  # fmt: skip
+    assert granularity != "tensorwise", "one scale for all matrices is not one for each"
     found = []
     for matrix, key in _each(w, groups, rounding.key, fmt_t or fmt):
         own = rounding._replace(key=key)

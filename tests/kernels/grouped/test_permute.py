@@ -120,7 +120,7 @@ def check_kernels(columns, dtype, device, tokens=40, per_token=2, groups=4):
 @pytest.mark.interpreter
 @pytest.mark.parametrize("columns", [8, 40])
 def test_kernels_in_the_interpreter(columns):
-    check_kernels(columns, torch.float32, "cpu")
+    check_kernels(columns, torch.float32, "cpu", tokens=10, groups=3)
 
 
 @pytest.mark.gpu

@@ -24,13 +24,15 @@ from tests.kernels.swiglu.test_quantize import bits_of, reference_output
 OF_BLOCK = [0, 0, 2, 3, -1]
 """Group 1 has no rows; the last block belongs to none."""
 GROUPS = 4
+FEW = [0, 2, -1]
 
 
 def rows_of_groups(columns, seed, kind, dtype, device, of_block=OF_BLOCK):
     """x [M, columns] with a NaN or an Inf in group 2 alone, zeros in blocks of no group."""
     x = stress_matrix(BLOCK_ROWS * len(of_block), columns, seed, "outlier", dtype, "cpu")
     if kind == "nonfinite":
-        x[260, columns // 3], x[270, columns // 2] = float("nan"), -float("inf")
+        first = BLOCK_ROWS * of_block.index(2)
+        x[first + 4, columns // 3], x[first + 14, columns // 2] = float("nan"), -float("inf")
     x[(torch.tensor(of_block) < 0).repeat_interleave(BLOCK_ROWS)] = 0
     groups = BlockGroups(torch.tensor(of_block, dtype=torch.int32, device=device), GROUPS)
     return x.to(device), groups
@@ -75,7 +77,9 @@ def test_each_group_as_if_alone(fmt, key):
     for kind in ("outlier", "nonfinite"):
         x, groups = rows_of_groups(40, 0, kind, torch.float32, "cpu")
         if fmt == "ternary" and kind == "nonfinite":
-            x[270, 20] = 1.0  # of an Inf the mean is an Inf alone and a NaN among groups
+            x[BLOCK_ROWS * OF_BLOCK.index(2) + 14, 20] = (
+                1.0  # of an Inf the mean is an Inf alone and a NaN among groups
+            )
         grouped = {"group_of_block": groups.of_block, "groups": groups.count}
         found = quantize_transposed(x, fmt, "rowwise", key, ROLE, kind == "outlier", **grouped)
         check_against_alone(found, x, fmt, key, kind == "outlier", groups)
@@ -123,7 +127,7 @@ def check_absmax(x, groups, **options):
 @pytest.mark.parametrize("fmt", without_e5m2(["int8", "e4m3", "e5m2"]))
 def test_kernels_in_the_interpreter(fmt, key):
     for kind in ("outlier", "nonfinite")[: 1 if key is None else 2]:
-        x, groups = rows_of_groups(48, 1, kind, torch.bfloat16, "cpu")
+        x, groups = rows_of_groups(48, 1, kind, torch.bfloat16, "cpu", FEW)
         check_bf16x2(x, fmt, key, kind == "outlier", groups)
         check_absmax(x, groups)
         if fmt == "int8":
@@ -133,21 +137,26 @@ def test_kernels_in_the_interpreter(fmt, key):
 
 @pytest.mark.interpreter
 def test_packed_formats_in_the_interpreter():
-    x, groups = rows_of_groups(40, 2, "outlier", torch.float32, "cpu")
+    x, groups = rows_of_groups(40, 2, "outlier", torch.float32, "cpu", FEW)
     check_tiled(x, "int4", KEY, False, groups)
     scale = quantize_transposed_ref(x, "ternary", "rowwise", groups=groups)[1]
     found = launch_tiled(x, "ternary", None, "rowwise", scale_t=scale, groups=groups)
     same(found, quantize_transposed_ref(x, "ternary", "rowwise", groups=groups), "ternary")
 
 
-def check_swiglu(width, fmt, key, kind, device, of_block=OF_BLOCK):
+def check_swiglu_rows(width, fmt, key, kind, device, of_block):
     x, groups = rows_of_groups(2 * width, 3, kind, torch.bfloat16, device, of_block)
-    dy, _ = rows_of_groups(width, 4, "outlier", torch.bfloat16, device, of_block)
-    y, dx = reference_output(x, None), reference_output(x, dy)
-    rounding = NEAREST if key is None else Rounding(key, ROLE)
+    y, rounding = reference_output(x, None), NEAREST if key is None else Rounding(key, ROLE)
     *found, columns = launch_quantize_swiglu_rowwise(x, fmt, rounding, groups=groups)
     same(found, quantize_ref(y, fmt, "rowwise", rounding.bits(y.shape)[0]), fmt)
     assert torch.equal(bits_of(columns), bits_of(column_absmax_ref(y, groups)))
+
+
+def check_swiglu_gradient(width, fmt, key, kind, device, of_block):
+    x, groups = rows_of_groups(2 * width, 3, kind, torch.bfloat16, device, of_block)
+    dy, _ = rows_of_groups(width, 4, "outlier", torch.bfloat16, device, of_block)
+    y, dx = reference_output(x, None), reference_output(x, dy)
+    columns, rounding = column_absmax_ref(y, groups), NEAREST if key is None else Rounding(key, ROLE)
     codes_t, scale_t, got, amax = launch_quantize_swiglu_backward(x, dy, columns, fmt, rounding, groups=groups)
     same((codes_t, scale_t), quantize_transposed_ref(y, fmt, "rowwise", rounding.bits(y.shape)[1], groups=groups), fmt)
     assert torch.equal(got.nan_to_num(nan=-1.0), dx.nan_to_num(nan=-1.0))
@@ -158,10 +167,11 @@ def check_swiglu(width, fmt, key, kind, device, of_block=OF_BLOCK):
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
-    "fmt, key, of_block", sampled([("int8", None, [0, 2]), ("e4m3", KEY, [0, 2, 2, -1])], lambda fmt, *_: fmt != "int8")
+    "fmt, key, of_block", sampled([("int8", None, [2]), ("e4m3", KEY, [0, 2, -1])], lambda fmt, *_: fmt != "int8")
 )
 def test_swiglu_in_the_interpreter(fmt, key, of_block):
-    check_swiglu(48, fmt, key, "outlier", "cpu", of_block)
+    check_swiglu_rows(48, fmt, key, "outlier", "cpu", of_block)
+    check_swiglu_gradient(48, fmt, key, "nonfinite", "cpu", FEW)
 
 
 def check_swiglu_operators(device):
@@ -197,9 +207,10 @@ def test_operators():
 
 
 def random_groups(generator):
-    """Blocks of GROUPS groups in order, then blocks of none."""
+    """Up to four blocks of each group, one at least of group 2, then blocks of none."""
     counts = torch.randint(0, 5, (GROUPS,), generator=generator).tolist()
-    return [group for group, count in enumerate(counts) for _ in range(count)] + [-1] * counts[0] + [3]
+    counts[2] = max(counts[2], 1)
+    return [group for group, count in enumerate(counts) for _ in range(count)] + [-1] * counts[0]
 
 
 @pytest.mark.gpu
@@ -208,8 +219,7 @@ def random_groups(generator):
 def test_kernels_on_gpu(fmt, key):
     generator, key = torch.Generator().manual_seed(5), key if key is None else key.cuda()
     for number in range(40):
-        of_block = sorted(random_groups(generator), key=lambda group: group % (GROUPS + 1))
-        of_block = [0, 0, 2, *of_block]
+        of_block = random_groups(generator)
         columns = 16 * int(torch.randint(1, 80, (), generator=generator))
         kind = ("outlier", "nonfinite")[number % 2]
         x, groups = rows_of_groups(columns, number, kind, torch.bfloat16, "cuda", of_block)
@@ -220,5 +230,7 @@ def test_kernels_on_gpu(fmt, key):
         if number % 4 == 0:
             check_tiled(x, "int4", key, False, groups)
         if number % 8 == 0:
-            check_swiglu((144, 608, 4864)[number // 8 % 3], fmt, key, kind, "cuda", of_block)
+            width = (144, 608, 4864)[number // 8 % 3]
+            check_swiglu_rows(width, fmt, key, kind, "cuda", of_block)
+            check_swiglu_gradient(width, fmt, key, kind, "cuda", of_block)
     check_swiglu_operators("cuda")
