@@ -75,6 +75,7 @@ def test_all_tables(tmp_path):
         (["--tables", "linears", "--schemes", "auto"], "--schemes: auto chooses among schemes itself"),
         (["--tables", "linears", "--linear_shapes", "5"], "--linear_shapes: '5' is not a size"),
         (["--tables", "quantizers", "--quantizer_shapes", "1x2x3"], "--quantizer_shapes: '1x2x3' is not a size"),
+        (["--tables", "grouped", "--grouped_shapes", "1x2x3"], "--grouped_shapes: '1x2x3' is not a size"),
         (["--a_colum_major"], "Did you mean --a_column_major"),
         (["--budget_ms", "0"], "--budget_ms: 0.0 is out of range"),
     ],

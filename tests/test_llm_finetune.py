@@ -193,7 +193,9 @@ def server(tmp_path_factory):
         yield server
 
 
-@pytest.mark.parametrize("case", sampled([*CASES], lambda case: case in ("DoRA on NF4", "a frozen embedding")))
+@pytest.mark.parametrize(
+    "case", sampled([*CASES], lambda case: case in ("DoRA on NF4", "a frozen embedding", "packed chats, in full"))
+)
 def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(server, tmp_path, case):
     settings = {**CASES[case], "n_steps": 20, "ckpt_interval": 7, "keep_ckpts": 9, "lr": 0.01, "eval_interval": 5}
     settings |= {"eval_ds": INSTRUCT, "eval_sequences": 4, "accuracy": 2, "answer_tokens": 4}

@@ -369,7 +369,7 @@ def test_data_that_breaks_in_the_middle_is_a_message(here):
     assert done.code == 2 and done.err.count("\n") == 1 and "late.jsonl, line at byte" in done.err
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+@pytest.mark.parametrize("encoding", ["ascii", pytest.param("cp1252", marks=pytest.mark.sweep)])
 def test_a_console_that_is_not_utf8_ends_no_run(here, encoding):
     """A process as a user starts it: prompts and samples are outside of the console's encoding."""
     chosen = {"sample_prompts": ["\u6f22\u5b57 \U0001f600"], "sample_tokens": 4, "n_steps": 2, "run_name": "ascii"}

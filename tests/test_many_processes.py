@@ -139,6 +139,7 @@ SWEPT = (
     "transformers",
     "fine-tuned, recomputed",
     "transformers, fully sharded",
+    "LoRA on NF4",
     "stored in INT4, fully sharded",
     "schedule-free, fully sharded HSDP",
     "fine-tuned, recomputed, fully sharded",

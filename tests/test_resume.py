@@ -112,7 +112,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 # ---- kill -9 ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", sampled([*CASES], lambda case: case in ("token", "hf_text of json")))
+@pytest.mark.parametrize("case", sampled([*CASES], lambda case: case not in ("text", "mix, rounded stochastically")))
 def test_40_steps_equal_13_and_a_kill_and_the_rest(server, case, tmp_path):
     """The kill comes in step 18, four steps after the checkpoint."""
     folder, settings = tmp_path, CASES[case]
@@ -238,7 +238,7 @@ def test_a_signal_finishes_the_step_saves_and_shows_in_the_exit_code(server, tmp
 def test_the_printed_command_resumes_as_it_stands(server, tmp_path):
     """In a process started as a user starts it, ended by SIGTERM; then the printed line in a shell."""
     folder: Path = server.folder
-    argv = command(train_ds=TOKEN, **INT8, n_steps=120, runs_dir=tmp_path / "a run's")
+    argv = command(train_ds=TOKEN, **INT8, n_steps=60, runs_dir=tmp_path / "a run's")
     program = os.path.relpath(ROOT / "llm_pretrain.py", folder)
     environment = {**PYTHON_FIRST, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
@@ -253,9 +253,9 @@ def test_the_printed_command_resumes_as_it_stands(server, tmp_path):
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     run, stopped_at = only_run(tmp_path / "a run's"), last_step(tmp_path / "a run's")
-    assert process.returncode == 143 and err.count("\n") <= 2 and 2 <= stopped_at < 120
+    assert process.returncode == 143 and err.count("\n") <= 2 and 2 <= stopped_at < 60
 
-    whole = server.start("llm_pretrain", command(train_ds=TOKEN, **INT8, n_steps=120, runs_dir=tmp_path / "whole"))
+    whole = server.start("llm_pretrain", command(train_ds=TOKEN, **INT8, n_steps=60, runs_dir=tmp_path / "whole"))
     line = printed_command(out)
     done = subprocess.run(["bash", "-c", line], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == "", done.stderr

@@ -133,6 +133,7 @@ def test_everything_at_once(folder, tmp_path, monkeypatch):
     assert again.code == 0, again.err
 
 
+@pytest.mark.sweep
 def test_compiled_blocks_give_the_same_losses(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile_eager(self))

@@ -119,7 +119,13 @@ def test_a_dataset_folder_is_streamed_like_a_hub_dataset(here):
 # ---- stopping and going on -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", [["--files", "../jsonl", "--split", "all"], ["--dataset", "../parquet"]])
+@pytest.mark.parametrize(
+    "source",
+    [
+        ["--files", "../jsonl", "--split", "all"],
+        pytest.param(["--dataset", "../parquet"], marks=pytest.mark.sweep),
+    ],
+)
 def test_stopped_at_any_shard_it_goes_on_to_the_same_bytes(here, source, monkeypatch, capsys):
     options = [*source, "--tokenizer", "byte", "--n_procs", "1", "--shard_tokens", "7001"]
     tokenize_data.main([*options, "--output_dir", "whole"])

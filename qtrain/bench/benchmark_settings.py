@@ -14,7 +14,7 @@ class BenchmarkSettings:
     """Time matrix products, quantizers and linears. Every result is checked against fp64 before it is timed."""
 
     tables: str = "mm"
-    """Tables, separated by commas: mm (matrix products), quantizers, linears."""
+    """Tables, separated by commas: mm (matrix products), quantizers, grouped (products of experts), linears."""
     shapes: str = ""
     """Sizes MxNxK of the matrix products, separated by commas; empty: 1024, 2048 and 4096 cubed, on a CPU 256, 512."""
     model: str | None = None
@@ -31,6 +31,9 @@ class BenchmarkSettings:
     """No rows whose name contains one of these words."""
     quantizer_shapes: str = ""
     """Sizes MxK of the quantizers' inputs, separated by commas; empty: 16384x4096, 16384x14336, on a CPU 256x1024."""
+    grouped_shapes: str = ""
+    """Sizes ExTxNxK of the grouped products: experts, tokens over all of them, N and K of each; separated by commas;
+    empty: of DeepSeek-V3, Qwen3-30B-A3B and Llama 4, on a CPU a small one."""
     linear_shapes: str = ""
     """Sizes NxK of the linears, separated by commas; empty: of --model, or of Llama and DeepSeek-V3, on a CPU
     512x256."""

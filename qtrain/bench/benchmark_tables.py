@@ -9,6 +9,7 @@ import torch
 
 from qtrain.bench.arguments import compared_schemes, parse_sizes, split_list, wanted_names
 from qtrain.bench.benchmark_settings import BenchmarkSettings
+from qtrain.bench.grouped import GROUPED_ROWS, GroupedProblem, grouped_table
 from qtrain.bench.linears import SHAPES, linear_table
 from qtrain.bench.matmul_rows import ROWS
 from qtrain.bench.matmuls import Problem, matmul_table
@@ -23,9 +24,17 @@ SIZES = {
     "cuda": {
         "shapes": "1024x1024x1024,2048x2048x2048,4096x4096x4096",
         "quantizer_shapes": "16384x4096,16384x14336",
+        # DeepSeek-V3, 8 experts a GPU: up, down, gate and up; Qwen3-30B-A3B: gate and up, down; Llama 4 Scout: up.
+        "grouped_shapes": "8x32768x2048x7168,8x32768x7168x2048,8x32768x4096x7168,"
+        "128x131072x1536x2048,128x131072x2048x768,16x32768x8192x5120",
         "tokens": 16384,
     },
-    "cpu": {"shapes": "256x256x256,512x512x512", "quantizer_shapes": "256x1024", "tokens": 256},
+    "cpu": {
+        "shapes": "256x256x256,512x512x512",
+        "quantizer_shapes": "256x1024",
+        "grouped_shapes": "4x512x128x256",
+        "tokens": 256,
+    },
 }
 """Default sizes; on a CPU small ones that show that everything works."""
 INT8_ROUNDINGS = ('int8:{"stochastic_rounding":false}', 'int8:{"stochastic_rounding":true}')
@@ -53,7 +62,7 @@ def chosen_tables(settings: BenchmarkSettings, device: torch.device) -> list[Job
 
 def row_names() -> list[str]:
     """The names that --rows and --skip choose among."""
-    return [row.name for row in (*ROWS, *QUANTIZER_ROWS)]
+    return [row.name for row in (*ROWS, *QUANTIZER_ROWS, *GROUPED_ROWS)]
 
 
 def products(settings: BenchmarkSettings, device: torch.device) -> Job:
@@ -73,6 +82,13 @@ def quantizers(settings: BenchmarkSettings, device: torch.device) -> Job:
     texts = listed(settings.quantizer_shapes, "--quantizer_shapes")
     shapes = [parse_sizes(text, 2, "--quantizer_shapes") for text in texts]
     return partial(quantizer_table, shapes, rows_among(settings, QUANTIZER_ROWS), device, settings.budget_ms)
+
+
+def grouped_products(settings: BenchmarkSettings, device: torch.device) -> Job:
+    """The table of grouped products, ready to be measured."""
+    texts = listed(settings.grouped_shapes, "--grouped_shapes")
+    problems = {text: GroupedProblem(*parse_sizes(text, 4, "--grouped_shapes"), device) for text in texts}
+    return partial(grouped_table, problems, rows_among(settings, GROUPED_ROWS), settings.budget_ms)
 
 
 def linears(settings: BenchmarkSettings, device: torch.device) -> Job:
@@ -98,6 +114,7 @@ def _linear_shapes(model: str) -> dict[str, tuple[int, int]]:
 TABLES: dict[str, Callable[[BenchmarkSettings, torch.device], Job]] = {
     "mm": products,
     "quantizers": quantizers,
+    "grouped": grouped_products,
     "linears": linears,
 }
 

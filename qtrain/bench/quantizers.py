@@ -11,26 +11,30 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qtrain.bench.case import Case, Check, Report, WrongResultError, examine
+from qtrain.bench.case import Case, Check, Report, UnavailableError, WrongResultError, examine
 from qtrain.bench.tables import Cell, Table, digits
 from qtrain.bench.timing import copy_bandwidth
 from qtrain.hardware import Hardware
 from qtrain.kernels.gemm.transpose import transpose_8bit
 from qtrain.kernels.numerics.dequantize import dequantize, expand_scale
 from qtrain.kernels.numerics.formats import FORMATS
+from qtrain.kernels.quantize.column_groups import BLOCK_ROWS
 from qtrain.kernels.quantize.operators import quantize, quantize_dual
 
+GROUPS = 8
 Outputs = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Quantizer:
-    """A quantizer. dual: also transposed codes, from the same read; given: with a given scale."""
+    """A quantizer. dual: also transposed codes, from the same read; given: with a given scale; grouped: columns have
+    scales of each of GROUPS groups of rows."""
 
     fmt: str
     granularity: str
     dual: bool = False
     given: bool = False
+    grouped: bool = False
     stochastic: bool = False
 
     @property
@@ -38,6 +42,7 @@ class Quantizer:
         words = [
             f"{self.fmt} {'scale given' if self.given else self.granularity}",
             *(["both layouts"] if self.dual else []),
+            *([f"{GROUPS} groups"] if self.grouped else []),
             *(["SR"] if self.stochastic else []),
         ]
         return ", ".join(words)
@@ -50,6 +55,7 @@ _FORMS = [
     *(("int8", granularity, True) for granularity in ("rowwise", "128x128", "32x32")),
     *(("e4m3", granularity, True) for granularity in ("rowwise", "1x128", "128x128")),
     ("e4m3", "tensorwise", True, True),
+    *((fmt, "rowwise", True, False, True) for fmt in ("int8", "e4m3")),
 ]
 QUANTIZERS = [Quantizer(*form, stochastic=stochastic) for form in _FORMS for stochastic in (False, True)]
 
@@ -59,13 +65,23 @@ def quantizer_case(q: Quantizer, shape: tuple[int, int], device: torch.device) -
     x = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(0)).bfloat16()
     key = torch.tensor([1, 2, 3], device=device) if q.stochastic else None
     scale = (x.abs().amax().float() / FORMATS[q.fmt].max).view(1) if q.given else None
+    groups = group_of_block(shape[0], device) if q.grouped else None
 
     def run(x: Tensor) -> Outputs:
         if q.dual:
-            return quantize_dual(x, q.fmt, q.granularity, q.granularity, key, scale=scale)
+            grouped = {"group_of_block": groups, "groups": GROUPS if q.grouped else 1}
+            return quantize_dual(x, q.fmt, q.granularity, q.granularity, key, scale=scale, **grouped)
         return quantize(x, q.fmt, q.granularity, key, scale=scale)
 
     return Case((x,), run, check_quantized(x, q))
+
+
+def group_of_block(rows: int, device: torch.device) -> Tensor:
+    """Groups of about equal size; some have no rows where there are fewer blocks than groups."""
+    if rows % BLOCK_ROWS:
+        raise UnavailableError(f"rows of a group are multiples of {BLOCK_ROWS}")
+    blocks = rows // BLOCK_ROWS
+    return (torch.arange(blocks, device=device) * GROUPS // blocks).int()
 
 
 def check_quantized(x: Tensor, q: Quantizer) -> Check:
@@ -74,7 +90,14 @@ def check_quantized(x: Tensor, q: Quantizer) -> Check:
     def check(out: object) -> float:
         codes, scale, *transposed = out
         share = _error(x, codes, scale, q)
-        if transposed:
+        if q.grouped:
+            codes_t, scale_t = transposed
+            of_row = group_of_block(x.shape[0], x.device).repeat_interleave(BLOCK_ROWS)
+            for group, own in enumerate(scale_t.view(GROUPS, -1)):
+                mine = of_row == group
+                if mine.any():
+                    share = max(share, _error(x[mine].t(), codes_t[:, mine], own, q))
+        elif transposed:
             share = max(share, _error(x.t(), *transposed, q))
         if share > 1:
             raise WrongResultError(f"an error {share:.3g} times that of rounding")

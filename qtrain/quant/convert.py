@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.distributed.tensor_group import TENSOR_RANK_NUMBERS, TensorGroup
+from qtrain.kernels.quantize.column_groups import BLOCK_ROWS
 from qtrain.quant.delayed_scaling import AmaxHistory
+from qtrain.quant.grouped_linear import GroupedLinear, groups_of
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.scheme import SCHEMES, LowBitScheme, Scheme
 from qtrain.tensors.stored_weight import StoredWeight
@@ -38,6 +40,8 @@ class LinearChoice:
     out_features: int
     reason: str | None
     scheme: str = ""
+    groups: int = 1
+    """Matrices of this shape in the linear (`grouped_linear.py`)."""
 
 
 @dataclass
@@ -116,20 +120,23 @@ def choose_linears(
     choices, shared = [], shared_weights(model)
     high_precision = not isinstance(scheme, LowBitScheme) and [part for _, part in scheme.parts()] == [scheme]
     for linear, names in find_linears(model).items():
-        taken = ""
+        taken, groups = "", groups_of(linear)
+        n, k = linear.out_features // groups, linear.in_features
         if high_precision:
             reason = NOTHING
         elif linear is head and not quantize_head:
             reason = "output head (--quantize_lm_head takes it too)"
-        elif type(linear) is not nn.Linear:
+        elif type(linear) not in (nn.Linear, GroupedLinear):
             reason = f"a {type(linear).__name__}, not a plain linear"
-        elif min(linear.in_features, linear.out_features) < min_size:
+        elif isinstance(linear, GroupedLinear) and n % BLOCK_ROWS:
+            reason = f"products of groups take matrices with rows in multiples of {BLOCK_ROWS}"
+        elif min(k, n) < min_size:
             reason = f"it has fewer than {min_size} in- or out-features (--quantize_min_size)"
         else:
-            own = scheme.for_linear(linear.in_features, linear.out_features)
+            own = scheme.for_linear(k, n)
             reason = _refusal(linear, own, id(linear.weight) in shared, device)
             taken = "" if reason else own.name or SCHEMES.name_of(own)
-        choices.append(LinearChoice(names[0], linear.in_features, linear.out_features, reason, taken))
+        choices.append(LinearChoice(names[0], k, n, reason, taken, groups))
     return choices
 
 
@@ -162,7 +169,7 @@ def quantize_linears(
     for (linear, names), choice in zip(linears.items(), choices, strict=True):
         if choice.reason is None:
             key = key_of_group.setdefault(_key_group(names[0]), quantized.keys[len(quantized.linears)])
-            swapped = _swap(linear, scheme.for_linear(linear.in_features, linear.out_features), key, tensor)
+            swapped = _swap(linear, scheme.for_linear(choice.in_features, choice.out_features), key, tensor)
             for name in names:
                 model.set_submodule(name, swapped)
             quantized.linears.append(swapped)
@@ -194,7 +201,7 @@ def _refusal(linear: nn.Linear, scheme: Scheme, shared: bool, device: torch.devi
         return "the fastest in high precision"
     if shared and (scheme.latent or scheme.stored_format is not None):
         return "another module shares its weight and needs it in high precision"
-    return scheme.refusal(linear.in_features, linear.out_features, device)
+    return scheme.refusal(linear.in_features, linear.out_features // groups_of(linear), device)
 
 
 def find_linears(model: nn.Module) -> dict[nn.Linear, list[str]]:
@@ -220,10 +227,11 @@ def describe_choices(choices: list[LinearChoice]) -> list[str]:
     if choices and all(c.reason == NOTHING for c in choices):
         return [f"{len(choices):4d} linears: all left, {NOTHING}"]
     mixed = len({c.scheme for c in choices if c.reason is None}) > 1
-    groups: dict[tuple[str, int, int, str], int] = {}
+    groups: dict[tuple[str, str, str], int] = {}
     for c in choices:
         kind = ".".join(part for part in c.name.split(".") if not part.isdigit())
         done = f"left, {c.reason}" if c.reason else f"quantized, {c.scheme}" if mixed else "quantized"
-        key = (kind, c.in_features, c.out_features, done)
+        each = f"{c.groups} of " if c.groups > 1 else ""
+        key = (kind, f"{each}{c.in_features} -> {c.out_features}", done)
         groups[key] = groups.get(key, 0) + 1
-    return [f"{count:4d} x {kind} {k} -> {n}: {done}" for (kind, k, n, done), count in groups.items()]
+    return [f"{count:4d} x {kind} {shape}: {done}" for (kind, shape, done), count in groups.items()]

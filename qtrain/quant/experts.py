@@ -1,26 +1,114 @@
-"""The experts of a mixture: a SwiGLU MLP each, all of them in one call.
+"""The experts of a mixture: a SwiGLU MLP each, all of them in one call and one autograd function.
 
-out[t] = sum over k of weights[t, k] * down_e(silu(gate_e(x[t])) * up_e(x[t])) with e = experts[t, k]
+    out[t] = sum over k of weights[t, k] * down_e(silu(gate_e(x[t])) * up_e(x[t])) with e = experts[t, k]
+
+Rows of x are sorted by expert (`kernels/grouped/row_groups.py`), and each product is one grouped GEMM. Forward keeps
+what a dense SwiGLU MLP keeps, not its output: the gradient of a route's weight, <dout, y>, follows from what backward
+computes anyway. With y = W h and the gradient dh = weight * Wᵀ dout of h, it is <dh, h> / weight.
+
+Nothing is read back by the host: the shapes do not depend on the routing.
 """
 
-import torch.nn.functional as F
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
+from qtrain.kernels.grouped.permute import combine_rows, gather_rows, route_weight_grad
+from qtrain.kernels.grouped.row_groups import RowGroups, group_rows
+from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.grouped_linear import GroupedLinear
+from qtrain.quant.linear import LinearArguments, LowBitLinear
+from qtrain.quant.scheme import LowBitScheme
+from qtrain.quant.swiglu_mlp import NeedsGradient, mlp_backward, mlp_forward
+from qtrain.tensors.quantized_tensor import OperandFormat, Operands
 
 
-def experts_mlp(gate_up: GroupedLinear, down: GroupedLinear, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+class ExpertsFunction(torch.autograd.Function):
+    """`experts_mlp`; the arguments of each linear with `groups`, the rows of each expert."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,  # [T, C]
+        weights: Tensor,  # fp32 [T, k]
+        w_up: Tensor,  # [E * 2I, C]
+        w_down: Tensor,  # [E * C, I]
+        up: LinearArguments,
+        down: LinearArguments,
+        grad_enabled: bool,
+    ) -> Tensor:
+        needs_dx, needs_dweights, needs_dup, needs_ddown = (
+            grad_enabled and needed for needed in ctx.needs_input_grad[:4]
+        )
+        groups: RowGroups = up.groups
+        rows = gather_rows(x, groups.token_of_row)
+        # dh, which the gradient of the weights needs, is computed for that of gate_up.
+        y = mlp_forward(
+            ctx, rows, w_up, w_down, up, down, NeedsGradient(needs_dx, needs_dup or needs_dweights, needs_ddown)
+        )
+        ctx.weights = weights
+        return combine_rows(y, weights, groups.row_of_route)
+
+    @staticmethod
+    def backward(ctx, dout: Tensor):
+        needs_dx, needs_dweights, needs_dup, needs_ddown = ctx.needs_input_grad[:4]
+        groups: RowGroups = ctx.up.groups
+        dy = gather_rows(dout, groups.token_of_row, weights_of_rows(ctx.weights, groups))
+        gradients = mlp_backward(ctx, dy, NeedsGradient(needs_dx, needs_dup or needs_dweights, needs_ddown))
+        dx = dweights = None
+        if needs_dx:
+            dx = combine_rows(gradients.x, None, groups.row_of_route)
+        if needs_dweights:
+            dweights = route_weight_grad(gradients.gate_up, gradients.dh, ctx.weights, groups.row_of_route)
+        return dx, dweights, gradients.up if needs_dup else None, gradients.down, None, None, None
+
+
+def weights_of_rows(weights: Tensor, groups: RowGroups) -> Tensor:
+    """weights [T, k] of the routes -> of their rows, fp32 [R]; 0 of rows without a token."""
+    of_rows = weights.new_zeros(groups.rows)
+    return of_rows.scatter_(0, groups.row_of_route.flatten().long(), weights.flatten())
+
+
+@dataclass(frozen=True)
+class HighPrecision(LowBitScheme):
+    """All three products in the weights' own dtype: the scheme of experts that no other one has swapped."""
+
+    output: str = "bf16"
+    grad_input: str = "bf16"
+    grad_weight: str = "bf16"
+
+    def low_bit_formats(self, gemm: Gemm) -> tuple[OperandFormat, OperandFormat]:
+        raise AssertionError("no product of this scheme reads codes")
+
+
+HIGH_PRECISION_EXPERTS = HighPrecision()
+
+
+def _arguments(linear: GroupedLinear | LowBitLinear, groups: RowGroups) -> LinearArguments:
+    if isinstance(linear, LowBitLinear):
+        return linear.arguments()._replace(groups=groups)
+    return LinearArguments(HIGH_PRECISION_EXPERTS, None, Operands(None, None), None, None, groups=groups)
+
+
+def experts_mlp(
+    gate_up: GroupedLinear | LowBitLinear,
+    down: GroupedLinear | LowBitLinear,
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+) -> Tensor:
     """x [T, C], experts int64 [T, k], weights fp32 [T, k] -> [T, C] in x's dtype, summed over k in fp32.
 
     gate_up: per expert the rows of gate, then those of up.
     """
-    w_up = gate_up.weight.view(gate_up.groups, -1, gate_up.in_features)
-    w_down = down.weight.view(down.groups, -1, down.in_features)
-    tokens, routes = x.shape[0], experts.shape[1]
-    y = x.new_zeros(tokens * routes, x.shape[1])
-    flat = experts.reshape(-1)
-    for e in range(gate_up.groups):
-        mine = (flat == e).nonzero().squeeze(1)
-        gate, up = F.linear(x[mine // routes], w_up[e]).chunk(2, dim=-1)
-        y = y.index_copy(0, mine, F.linear(F.silu(gate) * up, w_down[e]))
-    return (y.view(tokens, routes, -1).float() * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+    groups = group_rows(experts, down.weight.shape[0] // x.shape[1])
+    return ExpertsFunction.apply(
+        x,
+        weights,
+        gate_up.weight,
+        down.weight,
+        _arguments(gate_up, groups),
+        _arguments(down, groups),
+        torch.is_grad_enabled(),
+    )

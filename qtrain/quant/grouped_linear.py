@@ -22,3 +22,8 @@ class GroupedLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"groups={self.groups}, in_features={self.in_features}, out_features={self.out_features // self.groups}"
+
+
+def groups_of(linear: nn.Linear) -> int:
+    """The matrices in its weight."""
+    return linear.groups if isinstance(linear, GroupedLinear) else 1

@@ -13,6 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.distributed.tensor_group import TensorGroup
+from qtrain.kernels.grouped.row_groups import RowGroups
+from qtrain.kernels.quantize.column_groups import BlockGroups, equal_groups
+from qtrain.quant.gemm_table import Gemm
+from qtrain.quant.grouped_linear import GroupedLinear
 from qtrain.quant.scheme import DelayedScale, LowBitScheme, NeedsOperand
 from qtrain.quant.tensor_scales import quantize_divided, spans_ranks
 from qtrain.quant.token_gather import gathered_columns, quantize_tokens
@@ -21,7 +25,8 @@ from qtrain.tensors.quantized_tensor import Operand, Operands, QuantizedTensor, 
 
 class LinearArguments(NamedTuple):
     """What an autograd function needs of a linear besides x, weight and bias. gather: the ranks whose tokens it takes
-    besides this rank's."""
+    besides this rank's. groups: the rows of x and dy that belong to each of the weight's matrices, if it has several.
+    """
 
     scheme: LowBitScheme
     key: Tensor | None
@@ -29,12 +34,27 @@ class LinearArguments(NamedTuple):
     x_scale: DelayedScale | None
     dy_scale: DelayedScale | None
     gather: TensorGroup | None = None
+    groups: RowGroups | None = None
+
+    @property
+    def block_groups(self) -> BlockGroups | None:
+        """The groups as quantizers read them."""
+        return None if self.groups is None else BlockGroups(self.groups.group_of_block, self.groups.count)
 
     def quantize_input(self, x: Tensor, needs: NeedsOperand) -> Operands:
         """The operands of all tokens."""
         if self.gather is None:
-            return self.scheme.quantize_input(x, self.key, needs, self.x_scale)
+            return self.scheme.quantize_input(x, self.key, needs, self.x_scale, self.block_groups)
         return quantize_tokens(self.scheme, x, self.key, needs, self.x_scale, self.gather)
+
+    def quantize_grad(self, dy: Tensor, needs: NeedsOperand) -> Operands:
+        return self.scheme.quantize_grad(dy, self.key, needs, self.dy_scale, self.block_groups)
+
+    def multiply(self, gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        """The product of a GEMM, of each group with its own matrix if there are groups."""
+        if self.groups is None:
+            return self.scheme.multiply(gemm, a, b, dtype, bias)
+        return self.scheme.multiply_grouped(gemm, a, b, dtype, self.groups)
 
 
 def save_operands(ctx, *operands: Operand | None) -> None:
@@ -136,7 +156,7 @@ class LowBitLinear(nn.Module):
     key: int64 [3] on the device, the Philox key of stochastic rounding: seed, step, number of the linear. weight_key:
     the one of the weight. codes_only: the weight itself is not in memory. gathered: it comes and goes with its codes
     (full sharding), and whoever brings it calls `refresh` with it. group: the ranks that hold the other parts of the
-    weight, if its scale covers them.
+    weight, if its scale covers them. groups: of a GroupedLinear, whose matrices have scales of their own.
     """
 
     def __init__(self, linear: nn.Linear, scheme: LowBitScheme, key: Tensor, group: TensorGroup | None = None):
@@ -147,6 +167,10 @@ class LowBitLinear(nn.Module):
         self.scheme = scheme
         self.register_buffer("key", key, persistent=False)
         self.weight_key = key
+        self.groups: BlockGroups | None = None
+        if isinstance(linear, GroupedLinear):
+            rows = linear.out_features // linear.groups
+            self.groups = BlockGroups(equal_groups(linear.groups, rows, key.device), linear.groups)
         self.low_bit_weight = LowBitWeight(self._quantize(self.weight), self.weight._version)
         self.codes_only = self.gathered = False
         if scheme.amax_history:
@@ -158,7 +182,7 @@ class LowBitLinear(nn.Module):
         key = self.weight_key if self.scheme.stochastic_rounding else None
         if self.group is not None:
             return quantize_divided([(self.scheme, weight, key)], self.group)[0]
-        return self.scheme.quantize_weight(weight, key)
+        return self.scheme.quantize_weight(weight, key, self.groups)
 
     @torch.no_grad()
     def refresh(self, weight: Tensor | None = None) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.numerics.rounding import Rounding
+from qtrain.kernels.quantize.column_groups import NO_GROUPS, BlockGroups
 from qtrain.kernels.quantize.mx import quantize_mx
 from qtrain.kernels.quantize.nvfp4 import quantize_nvfp4
 from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_transposed
@@ -44,21 +45,33 @@ def quantize_rows(t: Tensor, fmt: OperandFormat, rounding: Rounding, power_of_tw
     return QuantizedTensor(codes, scale, fmt)
 
 
-def quantize_columns(t: Tensor, fmt: OperandFormat, rounding: Rounding, power_of_two: bool) -> QuantizedTensor:
-    """t [M, K] -> transposed codes [K, M]; stochastic rounding draws the bits that `quantize_rows` draws."""
+def quantize_columns(
+    t: Tensor, fmt: OperandFormat, rounding: Rounding, power_of_two: bool, groups: BlockGroups | None = None
+) -> QuantizedTensor:
+    """t [M, K] -> transposed codes [K, M]; stochastic rounding draws the bits that `quantize_rows` draws. groups: of
+    the rows of t; a scale of a whole column is then one per (group, column)."""
     if quantizer := LOW_BIT_SCALES.get(fmt.scale_dtype):
         return quantizer(t, fmt, rounding, True)
-    codes, scale = quantize_transposed(t, fmt.fmt, fmt.granularity, rounding.column_key, rounding.role, power_of_two)
+    codes, scale = quantize_transposed(
+        t, fmt.fmt, fmt.granularity, rounding.column_key, rounding.role, power_of_two, None, *(groups or NO_GROUPS)
+    )
     return QuantizedTensor(codes, scale, fmt)
 
 
 def quantize_dual_layout(
-    t: Tensor, rows: OperandFormat, columns: OperandFormat, rounding: Rounding, power_of_two: bool
+    t: Tensor,
+    rows: OperandFormat,
+    columns: OperandFormat,
+    rounding: Rounding,
+    power_of_two: bool,
+    groups: BlockGroups | None = None,
 ) -> Pair:
-    """t [M, K] -> codes [M, K] and transposed codes [K, M], from one read of t where a kernel allows."""
+    """t [M, K] -> codes [M, K] and transposed codes [K, M], from one read of t where a kernel allows. groups: as for
+    `quantize_columns`."""
     if rows.scale_dtype in LOW_BIT_SCALES or columns.scale_dtype in LOW_BIT_SCALES:
         return quantize_rows(t, rows, rounding, power_of_two), quantize_columns(t, columns, rounding, power_of_two)
     codes, scale, codes_t, scale_t = quantize_dual(
-        t, rows.fmt, rows.granularity, columns.granularity, *rounding, power_of_two, fmt_t=columns.fmt
-    )
+        t, rows.fmt, rows.granularity, columns.granularity, *rounding, power_of_two, None, columns.fmt,
+        *(groups or NO_GROUPS),
+    )  # fmt: skip
     return QuantizedTensor(codes, scale, rows), QuantizedTensor(codes_t, scale_t, columns)

@@ -23,9 +23,11 @@ from torch import Tensor
 from qtrain.errors import UserError
 from qtrain.hardware import lacks_fp8
 from qtrain.kernels.gemm.transpose import transpose_8bit
+from qtrain.kernels.grouped.row_groups import RowGroups
 from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES
 from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
+from qtrain.kernels.quantize.column_groups import NO_GROUPS, BlockGroups
 from qtrain.kernels.swiglu.quantize import (
     activation,
     quantize_swiglu,
@@ -33,6 +35,7 @@ from qtrain.kernels.swiglu.quantize import (
     supports_swiglu_rowwise,
 )
 from qtrain.quant.gemm_table import Gemm, multiply
+from qtrain.quant.grouped_table import multiply_grouped
 from qtrain.quant.quantizers import quantize_columns, quantize_dual_layout, quantize_rows
 from qtrain.registry import Registry
 from qtrain.tensors.quantized_tensor import Operand, OperandFormat, Operands, QuantizedTensor
@@ -97,7 +100,9 @@ class Scheme(ABC):
 class LowBitScheme(Scheme):
     """A scheme that swaps linears, given by `low_bit_formats`. A subclass is a frozen dataclass.
 
-    All tensors are 2-D. `key`: int64 [3], the Philox key of stochastic rounding; None: round to nearest even.
+    All tensors are 2-D. `key`: int64 [3], the Philox key of stochastic rounding; None: round to nearest even. `groups`:
+    of a tensor's rows, each of which a product multiplies on its own (`experts.py`); scales of whole columns are then
+    one per group.
     """
 
     output: str
@@ -189,9 +194,9 @@ class LowBitScheme(Scheme):
 
     # ---- what the linear calls ---------------------------------------------------------------------------------------
 
-    def quantize_weight(self, w: Tensor, key: Tensor | None) -> Operands:
+    def quantize_weight(self, w: Tensor, key: Tensor | None, groups: BlockGroups | None = None) -> Operands:
         """w [N, K] -> operands of (output, grad_input); None where a GEMM reads w itself."""
-        rows, columns = self._operands(w, "w", key)
+        rows, columns = self._operands(w, "w", key, groups=groups)
         return Operands(None if rows is w else rows, None if columns is w else columns)
 
     def weight_formats(self) -> tuple[OperandFormat | None, OperandFormat | None]:
@@ -222,16 +227,26 @@ class LowBitScheme(Scheme):
         return Operands(codes, codes._replace(codes=transpose_8bit(codes.codes), scale=scale))
 
     def quantize_input(
-        self, x: Tensor, key: Tensor | None, needs: NeedsOperand, delayed: DelayedScale | None = None
+        self,
+        x: Tensor,
+        key: Tensor | None,
+        needs: NeedsOperand,
+        delayed: DelayedScale | None = None,
+        groups: BlockGroups | None = None,
     ) -> Operands:
         """x [M, K] -> operands of (output, grad_weight); backward keeps the second only."""
-        return self._operands(x, "x", key, needs, delayed)
+        return self._operands(x, "x", key, needs, delayed, groups)
 
     def quantize_grad(
-        self, dy: Tensor, key: Tensor | None, needs: NeedsOperand, delayed: DelayedScale | None = None
+        self,
+        dy: Tensor,
+        key: Tensor | None,
+        needs: NeedsOperand,
+        delayed: DelayedScale | None = None,
+        groups: BlockGroups | None = None,
     ) -> Operands:
         """dy [M, N] -> operands of (grad_input, grad_weight)."""
-        return self._operands(dy, "dy", key, needs, delayed)
+        return self._operands(dy, "dy", key, needs, delayed, groups)
 
     def quantize_swiglu(
         self,
@@ -241,6 +256,7 @@ class LowBitScheme(Scheme):
         key: Tensor | None,
         needs: NeedsOperand,
         delayed: DelayedScale | None = None,
+        groups: BlockGroups | None = None,
     ) -> Operands:
         """Quantize what a SwiGLU MLP computes between its GEMMs from x [M, 2I], fused where a kernel exists.
 
@@ -249,10 +265,10 @@ class LowBitScheme(Scheme):
         """
         both = self._same_format(name, needs)
         if both is None or not supports_swiglu_dual(both.fmt, both.granularity):
-            return self._operands(activation(x, dy), name, key, needs, delayed)
+            return self._operands(activation(x, dy), name, key, needs, delayed, groups)
         rounding = self.rounding(name, key)
         codes, scale, codes_t, scale_t = quantize_swiglu(
-            x, dy, both.fmt, both.granularity, *rounding, self.power_of_two
+            x, dy, both.fmt, both.granularity, *rounding, self.power_of_two, *(groups or NO_GROUPS)
         )
         return Operands(QuantizedTensor(codes, scale, both), QuantizedTensor(codes_t, scale_t, both))
 
@@ -271,6 +287,10 @@ class LowBitScheme(Scheme):
     def multiply(self, gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """The product of a GEMM in `dtype`; (a, b) are (x, w), (dy, w) or (dy, x). bias [N] is added to `output`."""
         return multiply(gemm, a, b, dtype, bias, fast_accum=applies(self.fast_accum, gemm))
+
+    def multiply_grouped(self, gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype, groups: RowGroups) -> Tensor:
+        """`multiply` of each group of rows of x and dy, with the matrix of its own in w [groups * N, K] or dw."""
+        return multiply_grouped(gemm, a, b, dtype, groups, fast_accum=applies(self.fast_accum, gemm))
 
     def rounding(self, name: TensorName, key: Tensor | None) -> Rounding:
         """How the tensor `name` is rounded under `key`."""
@@ -300,6 +320,7 @@ class LowBitScheme(Scheme):
         key: Tensor | None,
         needs: NeedsOperand = BOTH,
         delayed: DelayedScale | None = None,
+        groups: BlockGroups | None = None,
     ) -> Operands:
         """The operands of the tensor `name`; t itself for a GEMM in high precision, or one that does not run."""
         rows, columns = self._formats_of(name, needs)
@@ -308,10 +329,10 @@ class LowBitScheme(Scheme):
             codes = quantize_rows(t, rows or columns, rounding, self.power_of_two)
             return Operands(codes, codes.summed_over_rows())
         if rows and columns:
-            return Operands(*quantize_dual_layout(t, rows, columns, rounding, self.power_of_two))
+            return Operands(*quantize_dual_layout(t, rows, columns, rounding, self.power_of_two, groups))
         return Operands(
             quantize_rows(t, rows, rounding, self.power_of_two) if rows else t,
-            quantize_columns(t, columns, rounding, self.power_of_two) if columns else t,
+            quantize_columns(t, columns, rounding, self.power_of_two, groups) if columns else t,
         )
 
     @staticmethod

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.distributed.tensor_group import TensorGroup
+from qtrain.kernels.quantize.column_groups import NO_GROUPS, BlockGroups
 from qtrain.kernels.swiglu.quantize import quantize_swiglu_backward, quantize_swiglu_rowwise
 from qtrain.quant.linear import LinearArguments, LowBitLinear, save_operands, saved_operands
 from qtrain.quant.scheme import NeedsOperand, RowwiseQuantization
@@ -26,6 +27,93 @@ class RowwiseMLP(NamedTuple):
     gradient: RowwiseQuantization
 
 
+class NeedsGradient(NamedTuple):
+    """Which gradients backward returns."""
+
+    x: bool
+    up: bool
+    down: bool
+
+
+def mlp_forward(
+    ctx,
+    x: Tensor,  # [M, K]
+    w_up: Tensor,  # [2I, K], gate, then up
+    w_down: Tensor,  # [N, I]
+    up: LinearArguments,
+    down: LinearArguments,
+    needs: NeedsGradient,
+) -> Tensor:
+    """y [M, N]; what `mlp_backward` needs is saved in ctx. With groups of rows the weights hold a matrix for each."""
+    x_output, x_grad_weight = up.quantize_input(x, NeedsOperand(True, needs.up))
+    gate_up = up.multiply("output", x_output, _or(up.weight.rows, w_up), x.dtype)  # [M, 2I]
+    ctx.rowwise = _rowwise(up, down, NeedsOperand(needs.x, needs.up), NeedsOperand(True, needs.down))
+    column_amax = None
+    if ctx.rowwise:
+        fmt, power_of_two, rounding = ctx.rowwise.activation
+        codes, scale, column_amax = quantize_swiglu_rowwise(
+            gate_up, fmt, rounding.row_key, rounding.role, power_of_two, *(down.block_groups or NO_GROUPS)
+        )
+        h_output, h_grad_weight = QuantizedTensor(codes, scale, OperandFormat(fmt, "rowwise")), None
+    else:
+        h_output, h_grad_weight = down.scheme.quantize_swiglu(
+            "x", gate_up, None, down.key, NeedsOperand(True, needs.down), down.x_scale, down.block_groups
+        )
+    save_operands(
+        ctx,
+        gate_up,
+        column_amax,
+        _or(up.weight.columns, w_up) if needs.x else None,
+        x_grad_weight if needs.up else None,
+        _or(down.weight.columns, w_down) if needs.x or needs.up else None,
+        h_grad_weight if needs.down else None,
+    )
+    ctx.up, ctx.down = up._replace(weight=None), down._replace(weight=None)
+    ctx.weight_dtypes = w_up.dtype, w_down.dtype
+    return down.multiply("output", h_output, _or(down.weight.rows, w_down), x.dtype)
+
+
+class MLPGradients(NamedTuple):
+    """What backward computes: the gradients that are needed, and those between the two linears."""
+
+    x: Tensor | None
+    up: Tensor | None
+    down: Tensor | None
+    gate_up: Tensor
+    """[M, 2I], the output of the first linear."""
+    dh: Tensor | None
+    """[M, I], the gradient of the second one's input."""
+
+
+def mlp_backward(ctx, dy: Tensor, needs: NeedsGradient) -> MLPGradients:
+    gate_up, column_amax, w_up, x_grad_weight, w_down, h_grad_weight = saved_operands(ctx)
+    up, down = ctx.up, ctx.down
+    needs_dh = needs.x or needs.up
+    dx = dup = ddown = dh = None
+    dy_grad_input, dy_grad_weight = down.quantize_grad(dy, NeedsOperand(needs_dh, needs.down))
+    if needs_dh:
+        dh = down.multiply("grad_input", dy_grad_input, w_down, dy.dtype)  # [M, I]
+    if ctx.rowwise:
+        (grad_input, grad_weight), h_grad_weight = _rowwise_backward(
+            gate_up, dh, column_amax, ctx.rowwise, up.block_groups
+        )
+    elif needs_dh:
+        grad_input, grad_weight = up.scheme.quantize_swiglu(
+            "dy", gate_up, dh, up.key, NeedsOperand(needs.x, needs.up), up.dy_scale, up.block_groups
+        )
+    if needs.down:
+        ddown = down.multiply("grad_weight", dy_grad_weight, h_grad_weight, ctx.weight_dtypes[1])
+    if needs.x:
+        dx = up.multiply("grad_input", grad_input, w_up, dy.dtype)
+        if up.gather is not None:
+            dx = up.gather.scattered_sum(dx)
+    if needs.up:
+        if up.gather is not None:
+            x_grad_weight = gathered_columns(x_grad_weight, dy.shape[0], up.gather)
+        dup = up.multiply("grad_weight", grad_weight, x_grad_weight, ctx.weight_dtypes[0])
+    return MLPGradients(dx, dup, ddown, gate_up, dh)
+
+
 class SwiGLUMLPFunction(torch.autograd.Function):
     """y = swiglu(x · w_upᵀ) · w_downᵀ; the arguments of each linear as `LowBitLinear.arguments` gives them."""
 
@@ -33,69 +121,19 @@ class SwiGLUMLPFunction(torch.autograd.Function):
     def forward(
         ctx,
         x: Tensor,  # [M, K]
-        w_up: Tensor,  # [2I, K], gate, then up
+        w_up: Tensor,  # [2I, K]
         w_down: Tensor,  # [N, I]
         up: LinearArguments,
         down: LinearArguments,
         grad_enabled: bool,
     ) -> Tensor:
-        needs_dx, needs_dup, needs_ddown = [grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
-        x_output, x_grad_weight = up.quantize_input(x, NeedsOperand(True, needs_dup))
-        gate_up = up.scheme.multiply("output", x_output, _or(up.weight.rows, w_up), x.dtype)  # [M, 2I]
-        ctx.rowwise = _rowwise(up, down, NeedsOperand(needs_dx, needs_dup), NeedsOperand(True, needs_ddown))
-        column_amax = None
-        if ctx.rowwise:
-            fmt, power_of_two, rounding = ctx.rowwise.activation
-            codes, scale, column_amax = quantize_swiglu_rowwise(
-                gate_up, fmt, rounding.row_key, rounding.role, power_of_two
-            )
-            h_output, h_grad_weight = QuantizedTensor(codes, scale, OperandFormat(fmt, "rowwise")), None
-        else:
-            h_output, h_grad_weight = down.scheme.quantize_swiglu(
-                "x", gate_up, None, down.key, NeedsOperand(True, needs_ddown), down.x_scale
-            )
-        save_operands(
-            ctx,
-            gate_up,
-            column_amax,
-            _or(up.weight.columns, w_up) if needs_dx else None,
-            x_grad_weight if needs_dup else None,
-            _or(down.weight.columns, w_down) if needs_dx or needs_dup else None,
-            h_grad_weight if needs_ddown else None,
-        )
-        ctx.up, ctx.down = up._replace(weight=None), down._replace(weight=None)
-        ctx.weight_dtypes = w_up.dtype, w_down.dtype
-        return down.scheme.multiply("output", h_output, _or(down.weight.rows, w_down), x.dtype)
+        needs = NeedsGradient(*(grad_enabled and needed for needed in ctx.needs_input_grad[:3]))
+        return mlp_forward(ctx, x, w_up, w_down, up, down, needs)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        gate_up, column_amax, w_up, x_grad_weight, w_down, h_grad_weight = saved_operands(ctx)
-        up, down = ctx.up, ctx.down
-        needs_dx, needs_dup, needs_ddown = ctx.needs_input_grad[:3]
-        needs_dh = needs_dx or needs_dup
-        dx = dup = ddown = None
-        dy_grad_input, dy_grad_weight = down.scheme.quantize_grad(
-            dy, down.key, NeedsOperand(needs_dh, needs_ddown), down.dy_scale
-        )
-        if needs_dh:
-            dh = down.scheme.multiply("grad_input", dy_grad_input, w_down, dy.dtype)  # [M, I]
-        if ctx.rowwise:
-            (grad_input, grad_weight), h_grad_weight = _rowwise_backward(gate_up, dh, column_amax, ctx.rowwise)
-        elif needs_dh:
-            grad_input, grad_weight = up.scheme.quantize_swiglu(
-                "dy", gate_up, dh, up.key, NeedsOperand(needs_dx, needs_dup), up.dy_scale
-            )
-        if needs_ddown:
-            ddown = down.scheme.multiply("grad_weight", dy_grad_weight, h_grad_weight, ctx.weight_dtypes[1])
-        if needs_dx:
-            dx = up.scheme.multiply("grad_input", grad_input, w_up, dy.dtype)
-            if up.gather is not None:
-                dx = up.gather.scattered_sum(dx)
-        if needs_dup:
-            if up.gather is not None:
-                x_grad_weight = gathered_columns(x_grad_weight, dy.shape[0], up.gather)
-            dup = up.scheme.multiply("grad_weight", grad_weight, x_grad_weight, ctx.weight_dtypes[0])
-        return dx, dup, ddown, None, None, None
+        gradients = mlp_backward(ctx, dy, NeedsGradient(*ctx.needs_input_grad[:3]))
+        return *gradients[:3], None, None, None
 
 
 def _or(operand: QuantizedTensor | None, weight: Tensor) -> QuantizedTensor | Tensor:
@@ -112,13 +150,14 @@ def _rowwise(
 
 
 def _rowwise_backward(
-    gate_up: Tensor, dh: Tensor, column_amax: Tensor, rowwise: RowwiseMLP
+    gate_up: Tensor, dh: Tensor, column_amax: Tensor, rowwise: RowwiseMLP, groups: BlockGroups | None
 ) -> tuple[Operands, QuantizedTensor]:
     """Operands of the gradient of `gate_up`, and the activation's operand of grad_weight."""
     activation, gradient = rowwise
     codes, scale, codes_t, scale_t, h_codes_t, h_scale_t = quantize_swiglu_backward(
         gate_up, dh, column_amax, gradient.fmt, *gradient.rounding, gradient.power_of_two,
         activation.fmt, activation.rounding.column_key, activation.rounding.role, activation.power_of_two,
+        *(groups or NO_GROUPS),
     )  # fmt: skip
     fmt = OperandFormat(gradient.fmt, "rowwise")
     operands = Operands(QuantizedTensor(codes, scale, fmt), QuantizedTensor(codes_t, scale_t, fmt))

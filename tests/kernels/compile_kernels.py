@@ -22,12 +22,20 @@ from qtrain import hardware
 from qtrain.kernels.cross_entropy import launch_cross_entropy
 from qtrain.kernels.gemm import blockwise_mm, fp16_mm, int4_mm, int8_mm, scaled_mm
 from qtrain.kernels.gemm.transpose import launch_transpose_8bit
+from qtrain.kernels.grouped import grouped_mm, grouped_plain_mm
+from qtrain.kernels.grouped.grouped_blockwise_mm import launch_grouped_rows_blockwise, launch_grouped_sums_blockwise
+from qtrain.kernels.grouped.grouped_int4_mm import launch_unpack_int4
+from qtrain.kernels.grouped.permute import launch_combine_rows, launch_gather_rows, launch_route_weight_grad
+from qtrain.kernels.grouped.persistent import launch_grouped_rows, launch_grouped_sums, launch_long_sums
+from qtrain.kernels.grouped.reference import matrices
+from qtrain.kernels.grouped.zeros import launch_zero_empty, launch_zero_tail
 from qtrain.kernels.numerics.encode import encoding
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.optim.fused_update import SIGNED_STATES, FusedUpdate, Slot
 from qtrain.kernels.optim.state_formats import BLOCKS, state_format, zero_state
 from qtrain.kernels.ordered_sum import launch_add_in_order
 from qtrain.kernels.quantize.absmax import launch_absmax
+from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.kernels.quantize.delayed_scale import launch_delayed_scale
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2
 from qtrain.kernels.quantize.mx import launch_quantize_mx
@@ -197,6 +205,93 @@ def gemms() -> Iterator[Case]:
     yield True, lambda: launch_transpose_8bit(zeros(256, 512, dtype=INT8))
 
 
+GROUPED = BlockGroups(zeros(4, dtype=torch.int32), 3)
+STARTS = zeros(4, dtype=torch.int32)
+
+
+def grouped() -> Iterator[Case]:
+    """Rows in three groups, 512 in all."""
+    for fmt in FORMATS:
+        for number, r in enumerate(SINGLE):
+            some = (fmt, number) in (("e4m3", 0), ("int8", 1))
+            x = zeros(512, 144)
+            yield some, lambda f=fmt, r=r, x=x: launch_dual_bf16x2(x, f, "rowwise", r, groups=GROUPED)
+            yield False, lambda f=fmt, r=r, x=x: launch_tiled(x, f, "rowwise", "rowwise", r, groups=GROUPED)
+            yield (
+                some and fmt == "int8",
+                lambda f=fmt, r=r: launch_quantize_swiglu_rowwise(zeros(512, 2 * 336), f, r, groups=GROUPED),
+            )
+            amax = zeros(3 * 336, dtype=torch.int32)
+            yield (
+                some and fmt == "e4m3",
+                lambda f=fmt, r=r, a=amax: launch_quantize_swiglu_backward(
+                    zeros(512, 2 * 336), zeros(512, 336), a, f, r, groups=GROUPED
+                ),
+            )
+    yield True, lambda: launch_absmax(zeros(512, 144, dtype=FP32), columns=True, groups=GROUPED)
+
+    has_fp8 = hardware.has_fp8(torch.device("cpu"))
+    dtypes = [INT8, *([E4M3] if has_fp8 else []), BF16]
+    for dtype in dtypes:
+        module = grouped_plain_mm if dtype is BF16 else grouped_mm
+        for number, t in enumerate(module.ROWS_TILINGS.values()):
+            x, scales = zeros(512, 512, dtype=dtype), (zeros(512, dtype=FP32), zeros(3 * 512, dtype=FP32))
+            for b in (zeros(3 * 512, 512, dtype=dtype), zeros(512, 3 * 512, dtype=dtype)):
+                b = matrices(b.view(512, -1).t() if dtype is BF16 and len(b) == 512 else b, 512, 3)
+                yield (
+                    number == 0,
+                    lambda t=t, x=x, b=b, s=None if dtype is BF16 else scales: launch_grouped_rows(
+                        x, b, zeros(512, 512), t, GROUPED.of_block, STARTS, s
+                    ),
+                )
+        for number, t in enumerate(module.SUMS_TILINGS.values()):
+            scale = zeros(3 * 512, dtype=FP32)
+            out = zeros(3, 512, 512, dtype=FP32 if t.subtiles == 4 else BF16)
+            yield (
+                number == 0,
+                lambda t=t, x=x, o=out, s=None if dtype is BF16 else (scale, scale): launch_grouped_sums(
+                    x.t() if s is None else x, x, o, t, STARTS, s
+                ),
+            )
+    x, scale = zeros(512, 512, dtype=INT8), zeros(1, dtype=FP32)
+    yield True, lambda: launch_long_sums(x, x, zeros(3, 512, 512), STARTS, (scale, scale))
+    for number, t in enumerate(blockwise_mm.TILINGS.values()):
+        for dtype in dtypes[:-1]:
+            x, w = zeros(512, 512, dtype=dtype), zeros(3, 512, 512, dtype=dtype)
+            for blocks in [("1x128", "128x128"), ("1x128", "1x128"), *([("32x32", "32x32")] if dtype is INT8 else [])]:
+                shapes = [(512 // rows, 512 // k) for rows, k in map(blockwise_mm.BLOCKS.get, blocks)]
+                scales = [zeros(*shape, dtype=FP32) for shape in shapes]
+                some = number == 0 and blocks[1] != "1x128"
+                yield (
+                    some,
+                    lambda t=t, x=x, w=w, s=scales, blocks=blocks: launch_grouped_rows_blockwise(
+                        x, w, s[0], s[1].expand(3, -1, -1), *blocks, zeros(512, 512), t, GROUPED.of_block, STARTS
+                    ),
+                )
+                some = number == 0 and blocks[1] == "1x128"
+                yield (
+                    some,
+                    lambda t=t, x=x, s=scales, blocks=blocks: launch_grouped_sums_blockwise(
+                        x, x, *s, *blocks, zeros(3, 512, 512), t, STARTS
+                    ),
+                )
+    yield True, lambda: launch_unpack_int4(zeros(64, 512, dtype=torch.uint8))
+    yield True, lambda: launch_zero_tail(zeros(512, 512), GROUPED.of_block)
+    yield True, lambda: launch_zero_empty(zeros(3, 512, 512), STARTS)
+
+    rows, weights = zeros(64, 4, dtype=torch.int32), zeros(64, 4, dtype=FP32)
+    for dtype in (BF16, FP32):
+        y = zeros(512, 768, dtype=dtype)
+        for w in (weights, None):
+            some = dtype is BF16 and w is not None
+            of_row = None if w is None else zeros(512, dtype=FP32)
+            tokens = zeros(512, dtype=torch.int32)
+            yield some, lambda y=y, t=tokens, w=of_row: launch_gather_rows(y, t, w)
+            yield some, lambda y=y, w=w: launch_combine_rows(y, w, rows)
+        gate_up = zeros(512, 2 * 768, dtype=dtype)
+        yield dtype is BF16, lambda x=gate_up, y=y: launch_route_weight_grad(x, y, weights, rows)
+
+
 def updates() -> Iterator[Case]:
     def step(rule: str, formats: tuple[str, ...], weight: str, shape: tuple[int, int]) -> None:
         value, states = zeros(*shape, dtype=FP32 if weight == "fp32" else BF16), []
@@ -224,8 +319,18 @@ def updates() -> Iterator[Case]:
         yield False, lambda d=dtype, y=labels: launch_cross_entropy(zeros(16, 151936, dtype=d), y, 1e-4, False)
 
 
-GROUPS = (quantizers, dual_quantizers, swiglus, gemms, updates)
-TUNED = {"_persistent_mm_kernel", "_slice_kernel", "_sum_slices_kernel", "_int4_mm_kernel", "_blockwise_mm_kernel"}
+GROUPS = (quantizers, dual_quantizers, swiglus, gemms, grouped, updates)
+TUNED = {
+    "_persistent_mm_kernel",
+    "_slice_kernel",
+    "_sum_slices_kernel",
+    "_int4_mm_kernel",
+    "_blockwise_mm_kernel",
+    "_grouped_rows_kernel",
+    "_grouped_sums_kernel",
+    "_grouped_rows_blockwise_kernel",
+    "_grouped_sums_blockwise_kernel",
+}
 """Kernels whose configurations are timed, where one without enough shared memory loses: one that fits is enough."""
 
 

@@ -1,5 +1,6 @@
 """When the loop evaluates, logs and saves, and what a signal does at each moment."""
 
+import itertools
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from qtrain.data.text.documents import DocumentOrder, Documents
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.loop import Training
 from qtrain.train.state.checkpoint import resolve_resume
+from tests.cases import sampled
 from tests.data.corpora import functions, write_jsonl
 from tests.system import call, flags, losses, only_run, write_model
 
@@ -188,8 +190,13 @@ def test_more_steps_than_planned_may_be_added():
     assert steps() == ([*range(1, 10)], [0, 3, 6, 7, 9], [7, 9])
 
 
-@pytest.mark.parametrize("what", ["folder", "all runs", "moved"])
-@pytest.mark.parametrize("method", ["_step", "_evaluate", "_save"])
+@pytest.mark.parametrize(
+    ("method", "what"),
+    sampled(
+        [*itertools.product(["_step", "_evaluate", "_save"], ["folder", "all runs", "moved"])],
+        lambda *case: case not in [("_step", "folder"), ("_evaluate", "all runs"), ("_save", "moved")],
+    ),
+)
 def test_a_run_folder_that_disappears_is_replaced_by_one_beside_it(monkeypatch, method, what):
     """After step 6, where an evaluation and a checkpoint are due; nothing of the run is lost, and a line says so."""
     assert call(llm_pretrain.main, argv(runs_dir="whole")).code == 0

@@ -47,7 +47,16 @@ def _of_one(scheme: str, optimizer: str, micro_batches: int, deterministic: bool
     return _results(scheme, optimizer, "1x1", micro_batches, deterministic)[0]
 
 
-SWEPT = ("bf16", "int8 tensorwise", "fp8_tensorwise", "int8_blockwise", "bitnet int8 backward", "fp8_rowwise")
+SWEPT = (
+    "int8_weight",
+    "bitnet",
+    "bf16",
+    "int8 tensorwise",
+    "fp8_tensorwise",
+    "int8_blockwise",
+    "bitnet int8 backward",
+    "fp8_rowwise",
+)
 
 
 @pytest.mark.parametrize(

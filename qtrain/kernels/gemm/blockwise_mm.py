@@ -74,7 +74,7 @@ class BlockwiseTiling:
 
 
 @triton.jit
-def _to_float(partial, INT8: tl.constexpr):
+def to_float(partial, INT8: tl.constexpr):
     if INT8:  # |partial| <= 127 * 127 * 128 < 2**22: added to the bits of 1.5 * 2**23, cheaper than a conversion
         return (partial + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
     else:
@@ -82,7 +82,7 @@ def _to_float(partial, INT8: tl.constexpr):
 
 
 @triton.jit
-def _scale_b(ptr, first, n, stride, BLOCK_N: tl.constexpr, ROWS_B: tl.constexpr):
+def load_scale_b(ptr, first, n, stride, BLOCK_N: tl.constexpr, ROWS_B: tl.constexpr):
     """Scales of BLOCK_N rows of B at one step of K: [1] if they share one, otherwise [BLOCK_N]."""
     if ROWS_B % BLOCK_N == 0:
         index = first + tl.arange(0, 1)
@@ -113,10 +113,10 @@ def _blockwise_mm_kernel(
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(0, steps):
             scale_a = tl.load(scale_a_row + step * a_k_stride, rows < m, 0.0)
-            scale_b = _scale_b(scale_b_ptr + step * b_k_stride, column, n, b_row_stride, BLOCK_N, ROWS_B)
+            scale_b = load_scale_b(scale_b_ptr + step * b_k_stride, column, n, b_row_stride, BLOCK_N, ROWS_B)
             a = a_desc.load([row, step * BLOCK_K])
             b = b_desc.load([column, step * BLOCK_K])
-            partial = _to_float(tl.dot(a, b.T, out_dtype=ACCUMULATOR), INT8)
+            partial = to_float(tl.dot(a, b.T, out_dtype=ACCUMULATOR), INT8)
             total += partial * (scale_a[:, None] * scale_b[None, :])
         columns = column + tl.arange(0, BLOCK_N)
         if bias_ptr is not None:

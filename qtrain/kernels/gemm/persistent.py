@@ -11,7 +11,13 @@ from qtrain.hardware import sm_count
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.gemm.tiling import Tiling, scale_tile, store_tile, tile_of
 
-ACCUMULATORS = {torch.int8: "int32", torch.float16: "fp16", torch.float8_e4m3fn: "fp32", torch.float8_e5m2: "fp32"}
+ACCUMULATORS = {
+    torch.int8: "int32",
+    torch.float16: "fp16",
+    torch.bfloat16: "fp32",
+    torch.float8_e4m3fn: "fp32",
+    torch.float8_e5m2: "fp32",
+}
 """The accumulator of each operand dtype."""
 
 

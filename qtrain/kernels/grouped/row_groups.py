@@ -38,7 +38,7 @@ class RowGroups(NamedTuple):
 
 
 def padded_rows(routes: int, groups: int) -> int:
-    """Rows of a permuted matrix, whatever the routing: every group that has a route is padded by less than ALIGNMENT."""
+    """Rows of a permuted matrix under any routing: a group that has a route is padded by less than ALIGNMENT rows."""
     most = routes + min(routes, groups) * (ALIGNMENT - 1)
     return -(-most // ALIGNMENT) * ALIGNMENT
 

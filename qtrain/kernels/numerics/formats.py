@@ -111,8 +111,13 @@ def codes_shape(fmt: str, rows: int, columns: int) -> tuple[int, int]:
     return (rows, -(-columns // FORMATS[fmt].packing))
 
 
-def empty_codes(x: Tensor, fmt: str, granularity: str, transposed: bool = False) -> tuple[Tensor, Tensor]:
-    """Uninitialized codes and scale of x [M, K], or of its transpose."""
+def empty_codes(
+    x: Tensor, fmt: str, granularity: str, transposed: bool = False, groups: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Uninitialized codes and scale of x [M, K], or of its transpose; groups: of rows of x, each with rowwise scales of
+    the transpose (`quantize/column_groups.py`)."""
     shape = (x.shape[1], x.shape[0]) if transposed else (x.shape[0], x.shape[1])
     codes = x.new_empty(codes_shape(fmt, *shape), dtype=FORMATS[fmt].dtype)
+    if groups > 1 and granularity == "rowwise":
+        return codes, x.new_empty(groups * shape[0], dtype=torch.float32)
     return codes, empty_scale(granularity, *shape, x)

@@ -20,6 +20,7 @@ from qtrain.kernels.numerics.bf16x2 import (
     row_max_bf16x2,
 )
 from qtrain.kernels.numerics.encode import abs_bits
+from qtrain.kernels.quantize.column_groups import BLOCK_ROWS, BlockGroups, group_of_row
 
 
 def absmax_ref(x: Tensor) -> Tensor:
@@ -29,17 +30,23 @@ def absmax_ref(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, ord=torch.inf).float().view(1)  # one read, no copy of |x|
 
 
-def column_absmax_ref(x: Tensor) -> Tensor:
-    """x [M, K] -> the absmax of each column, as fp32 bits in int32 [K]; 0 where M is 0."""
+def column_absmax_ref(x: Tensor, groups: BlockGroups | None = None) -> Tensor:
+    """x [M, K] -> the absmax of each column (of each group), as fp32 bits in int32 [(groups *) K]; 0 without rows."""
+    if groups is not None:
+        blocks = x.abs().unflatten(0, (-1, BLOCK_ROWS)).amax(dim=1).float().view(torch.int32) & 0x7FFFFFFF
+        found = blocks.new_zeros(groups.count, x.shape[1])
+        index = groups.of_block.clamp(min=0).long()[:, None].expand_as(blocks)
+        return found.scatter_reduce_(0, index, blocks, "amax").flatten()
     amax = x.abs().amax(dim=0) if x.shape[0] else x.new_zeros(x.shape[1])
     return amax.float().view(torch.int32) & 0x7FFFFFFF  # a NaN may have a sign
 
 
 @triton.jit(do_not_specialize=["steps"])
 def _absmax_kernel(
-    x_ptr, tensor_ptr, row_ptr, column_ptr, m, k, steps,
+    x_ptr, tensor_ptr, row_ptr, column_ptr, group_ptr, m, k, steps,
     TENSOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    """group_ptr: groups of rows, one to a CTA, with column maxima of their own, or None."""
     stripes = tl.cdiv(k, BLOCK_K)
     columns = tl.program_id(0) % stripes * BLOCK_K + tl.arange(0, BLOCK_K)
     first = tl.program_id(0) // stripes * steps * BLOCK_M
@@ -52,6 +59,8 @@ def _absmax_kernel(
         if ROWS:
             tl.atomic_max(row_ptr + rows, tl.max(bits, 1), rows < m, sem="relaxed")
     if COLUMNS:
+        if group_ptr is not None:
+            column_ptr += group_of_row(group_ptr, first) * k
         tl.atomic_max(column_ptr + columns, tl.max(amax, 0), columns < k, sem="relaxed")
     if TENSOR:
         tl.atomic_max(tensor_ptr, tl.max(tl.max(amax, 0), 0), sem="relaxed")
@@ -66,9 +75,10 @@ def atomic_max_bf16x2(ptr, words, n, bf16x2):
 
 @triton.jit(do_not_specialize=["steps"])
 def _absmax_bf16x2_kernel(
-    x_ptr, row_ptr, column_ptr, m, k, steps, PTX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """Rows and columns of x as words of two elements. m, k: elements, k a multiple of 8."""
+    x_ptr, row_ptr, column_ptr, group_ptr, m, k, steps,
+    PTX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Rows and columns of x as words of two elements. m, k: elements, k a multiple of 8. group_ptr: as above."""
     WIDTH: tl.constexpr = BLOCK_K // 2
     stripes, words = tl.cdiv(k, BLOCK_K), tl.multiple_of(k // 2, 4)
     columns = tl.program_id(0) % stripes * WIDTH + tl.arange(0, WIDTH)
@@ -80,6 +90,8 @@ def _absmax_bf16x2_kernel(
         bf16x2 = abs_bf16x2(tl.load(x_ptr + rows.to(tl.int64)[:, None] * words + columns[None, :], inside, 0))
         amax = max_bf16x2(amax, bf16x2, PTX)
         tl.atomic_max(row_ptr + rows, row_max_bf16x2(bf16x2, PTX), rows < m, sem="relaxed")
+    if group_ptr is not None:
+        column_ptr += group_of_row(group_ptr, first) * k
     atomic_max_bf16x2(column_ptr, columns, words, reduce_max_bf16x2(amax, 0, PTX))
 
 
@@ -93,31 +105,37 @@ def launch_absmax(
     tensor: bool = False,
     rows: bool = False,
     columns: bool = False,
+    groups: BlockGroups | None = None,
     *,
     block: tuple[int, int] | None = None,
     steps: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [M, K] contiguous -> absmax of the tensor [1], of its rows [M], of its columns [K], as fp32 bits in int32.
 
-    Those that are not requested are 0 or empty. block, steps: rows and columns of a tile, and tiles per CTA.
+    Those that are not requested are 0 or empty. groups: columns of each group alone [groups * K]. block, steps: rows
+    and columns of a tile, and tiles per CTA.
     """
     m, k = x.shape
-    found = torch.zeros(1 + rows * m + columns * k, dtype=torch.int32, device=x.device)
+    width = k if groups is None else groups.count * k
+    found = torch.zeros(1 + rows * m + columns * width, dtype=torch.int32, device=x.device)
     tensor_amax, row_amax, column_amax = found[:1], found[1 : 1 + rows * m], found[1 + rows * m :]
     bf16x2 = rows and columns and not tensor and supports_bf16x2(x)
     # Tuned on an H200: rows want short tiles with few atomics, the others long lines.
     block_m, block_k = block or ((32, 256) if bf16x2 else (32, 128) if rows else (8, 512) if columns else (8, 1024))
     steps, warps = steps or (8 if bf16x2 else 16), 4 if rows or columns else 8
+    steps = steps if groups is None else BLOCK_ROWS // block_m
+    of_block = None if groups is None else groups.of_block
     grid = (triton.cdiv(k, block_k) * triton.cdiv(m, block_m * steps),)
     if x.numel() and bf16x2:
         _absmax_bf16x2_kernel[grid](
-            x.view(-1).view(torch.int32), row_amax, column_amax, m, k, steps, has_ptx(x.device), block_m, block_k,
-            num_warps=warps,
+            x.view(-1).view(torch.int32), row_amax, column_amax, of_block, m, k, steps, has_ptx(x.device),
+            block_m, block_k, num_warps=warps,
         )  # fmt: skip
     elif x.numel():
         _absmax_kernel[grid](
-            x, tensor_amax, row_amax, column_amax, m, k, steps, tensor, rows, columns, block_m, block_k, num_warps=warps
-        )
+            x, tensor_amax, row_amax, column_amax, of_block, m, k, steps, tensor, rows, columns, block_m, block_k,
+            num_warps=warps,
+        )  # fmt: skip
     return tensor_amax, row_amax, column_amax
 
 

@@ -40,6 +40,7 @@ from qtrain.kernels.numerics.philox import philox_key
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.numerics.silu import gate_grad_bf16x2, swiglu_bf16x2, up_grad_bf16x2
 from qtrain.kernels.quantize.absmax import launch_absmax
+from qtrain.kernels.quantize.column_groups import BlockGroups, group_of_row, launch_group_scales
 
 BLOCK = 128
 WARPS, REGISTERS = 4, 168
@@ -127,8 +128,9 @@ def _row_scale(bf16x2, CODE: tl.constexpr):
 def _whole_row_scales(
     source_ptr, source_t_ptr, scale_ptr, scale_t_ptr, down, across, m, k, tile_m, tile_k, CODE: tl.constexpr
 ):
-    """Scales of rows `down` and columns `across` from bits of their absmax, stored by the first tile of each ->
-    inverse scales of the four rows of a thread, of the first and the second numbers of pairs, nonfinite."""
+    """Scales of rows `down` and columns `across` from bits of their absmax, stored by the first tile of each (those of
+    columns unless scale_t_ptr is None) -> inverse scales of the four rows of a thread, of the first and the second
+    numbers of pairs, nonfinite."""
     R: tl.constexpr = down.shape[0] // 4
     C: tl.constexpr = across.shape[0] // 2
     tl.debug_barrier()  # or the compiler issues the loads of x only after these have arrived
@@ -136,7 +138,8 @@ def _whole_row_scales(
     nonfinite = tl.max(tl.maximum(bits, bits_t), 0) >= 0x7F800000
     scale, scale_t = scale_from_amax(bits, CODE), scale_from_amax(bits_t, CODE)
     tl.store(scale_ptr + down, scale, (down < m) & (tile_k == 0))
-    tl.store(scale_t_ptr + across, scale_t, (across < k) & (tile_m == 0))
+    if scale_t_ptr is not None:
+        tl.store(scale_t_ptr + across, scale_t, (across < k) & (tile_m == 0))
     even, odd = tl.split(tl.reshape(fast_inv_scale(scale, True, CODE.ptx), (R, 2, 2)))
     inv0, inv2 = tl.split(even)
     inv1, inv3 = tl.split(odd)
@@ -241,7 +244,7 @@ def _store_rows_pack_columns(
 @triton.jit(do_not_specialize=["role", "stride", "stride_t"])
 def _dual_kernel(
     x_ptr, dy_ptr, codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr, source_ptr, source_t_ptr, amax_ptr,
-    key_ptr, role, m, k, stride, stride_t,
+    group_ptr, key_ptr, role, m, k, stride, stride_t,
     SWIGLU: tl.constexpr, STOCHASTIC: tl.constexpr, STOCHASTIC_T: tl.constexpr, SCALES: tl.constexpr,
     CODE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -249,7 +252,8 @@ def _dual_kernel(
 
     SCALES: the granularity, or "given" for one scale at source_ptr; amax_ptr then receives the bits of the absmax, if
     it is not None. Otherwise source_ptr (tensorwise, rowwise) and source_t_ptr (rowwise) hold bits of absmaxes.
-    stride, stride_t: of the scales of blocks, down (128x128). EVEN: m and k are multiples of BLOCK.
+    group_ptr: groups of rows whose columns have maxima of their own at source_t_ptr (rowwise; scale_t_ptr is None), or
+    None. stride, stride_t: of the scales of blocks, down (128x128). EVEN: m and k are multiples of BLOCK.
 
     SWIGLU: "" quantizes x [m, k]; "forward" y = swiglu(x), x [m, 2 * k]; "backward" the gradient of x [m, k] from
     dy [m, k / 2].
@@ -266,6 +270,8 @@ def _dual_kernel(
     start = tile_m.to(tl.int64) * BLOCK * words + tile_k * (BLOCK // 2)
     offset = i[:, None] * (4 * words) + j[None, :]
     down, across = tile_m * BLOCK + lane, tile_k * BLOCK + lane
+    if group_ptr is not None:
+        source_t_ptr += group_of_row(group_ptr, tile_m * BLOCK) * k
     if SCALES == "given":
         scale, known_amax = tl.load(source_ptr), 0
         if amax_ptr is not None:
@@ -359,26 +365,31 @@ def launch_dual_bf16x2(
     swiglu: bool = False,
     dy: Tensor | None = None,
     row_column_amax: tuple[Tensor, Tensor] | None = None,
+    groups: BlockGroups | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The kernel for `quantize_ref` and `quantize_transposed_ref` at once: codes, scale, codes_t, scale_t.
 
     x contiguous, not empty, `supports_dual_bf16x2`. scale: fp32 [1], given. amax: int32 [1] of zeros, receives the fp32
     bits of x's absmax; only with `scale`. swiglu: quantizes swiglu(x) or, with dy, the gradient of x; x [M, 2I], I a
     multiple of BLOCK. row_column_amax: fp32 bits of the absmax of rows and of columns, int32, if known (rowwise).
+    groups: of rows with column scales of their own (rowwise).
     """
     m, k = x.shape[0], x.shape[1] // 2 if swiglu and dy is None else x.shape[1]
     given, source, source_t = scale is not None, scale, None
     assert not swiglu or given or granularity in ("1x128", "128x128"), "no absmax pass for that scale"
     if granularity == "rowwise":
-        source, source_t = row_column_amax or launch_absmax(x, rows=True, columns=True)[1:]
+        source, source_t = row_column_amax or launch_absmax(x, rows=True, columns=True, groups=groups)[1:]
     elif granularity == "tensorwise" and not given:
         source, _, _ = launch_absmax(x, tensor=True)
     codes, codes_t = (x.new_empty(shape, dtype=FORMATS[fmt].dtype) for shape in ((m, k), (k, m)))
-    scale, scale_t = empty_scale(granularity, m, k, x), empty_scale(granularity, k, m, x)
+    scale = empty_scale(granularity, m, k, x)
+    grouped = groups is not None
+    scale_t = launch_group_scales(source_t, fmt, power_of_two) if grouped else empty_scale(granularity, k, m, x)
     _dual_kernel[(triton.cdiv(m, BLOCK) * triton.cdiv(k, BLOCK),)](
         x.view(torch.int32), None if dy is None else dy.view(torch.int32),
-        codes.view(torch.int16), codes_t.view(torch.int32), scale, scale_t,
-        source, source_t, amax, rounding.key, rounding.role, m, k, scale.stride(0), scale_t.stride(0),
+        codes.view(torch.int16), codes_t.view(torch.int32), scale, None if grouped else scale_t,
+        source, source_t, amax, groups.of_block if grouped else None, rounding.key, rounding.role, m, k,
+        scale.stride(0), scale_t.stride(0),
         "" if not swiglu else "forward" if dy is None else "backward",
         rounding.row_key is not None, rounding.column_key is not None, "given" if given else granularity,
         encoding(fmt, x.device, power_of_two), m % BLOCK == k % BLOCK == 0, BLOCK,

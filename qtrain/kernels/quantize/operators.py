@@ -16,8 +16,9 @@ from torch import Tensor
 from qtrain.kernels.numerics.formats import empty_codes
 from qtrain.kernels.numerics.rounding import Rounding
 from qtrain.kernels.quantize.absmax import absmax_ref
+from qtrain.kernels.quantize.column_groups import BlockGroups, block_groups
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2, supports_dual_bf16x2
-from qtrain.kernels.quantize.reference import quantize_ref, quantize_transposed_ref, scale_ref
+from qtrain.kernels.quantize.reference import group_scale_ref, quantize_ref, quantize_transposed_ref, scale_ref
 from qtrain.kernels.quantize.rowwise import launch_rowwise
 from qtrain.kernels.quantize.rowwise_bf16x2 import launch_rowwise_bf16x2, supports_rowwise_bf16x2
 from qtrain.kernels.quantize.tiled import launch_tiled
@@ -29,11 +30,19 @@ def _kernel_takes(x: Tensor, rounding: Rounding) -> bool:
 
 
 def _given(
-    x: Tensor, fmt: str, granularity: str, scale: Tensor | None, power_of_two: bool, transposed: bool = False
+    x: Tensor,
+    fmt: str,
+    granularity: str,
+    scale: Tensor | None,
+    power_of_two: bool,
+    transposed: bool = False,
+    groups: BlockGroups | None = None,
 ) -> Tensor | None:
     """The scale that a kernel is given. The mean of ternary is computed by torch: its order of summation is fixed."""
     if fmt != "ternary" or scale is not None:
         return scale
+    if groups is not None:
+        return group_scale_ref(x, fmt, groups, power_of_two)
     return scale_ref(x.t() if transposed and granularity != "tensorwise" else x, fmt, granularity, power_of_two)
 
 
@@ -85,22 +94,27 @@ def quantize_transposed(
     role: int = 0,
     power_of_two: bool = False,
     scale: Tensor | None = None,
+    group_of_block: Tensor | None = None,
+    groups: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """`quantize` of the transpose of x [M, K]: codes [K, M] and their scale ("1x128": 128 rows of x share one).
 
-    Random bits belong to the elements of x: an element draws the same ones in `quantize`.
+    Random bits belong to the elements of x: an element draws the same ones in `quantize`. group_of_block int32
+    [M / 128]: each block of 128 rows belongs to one of `groups` groups (-1: none, its rows are zero), and a rowwise
+    scale is one per group and column, fp32 [groups * K]; other granularities are not changed by it.
     """
-    rounding = Rounding(key, role)
+    rounding, of = Rounding(key, role), block_groups(x, group_of_block, groups, granularity)
     if not _kernel_takes(x, rounding):
-        codes, used = quantize_transposed_ref(x, fmt, granularity, rounding.bits(x.shape)[1], power_of_two, scale)
+        bits = rounding.bits(x.shape)[1]
+        codes, used = quantize_transposed_ref(x, fmt, granularity, bits, power_of_two, scale, of)
         return codes, used if scale is None else used.clone()
-    x, given = x.contiguous(), _given(x, fmt, granularity, scale, power_of_two, transposed=True)
-    return launch_tiled(x, fmt, None, granularity, rounding, power_of_two, scale_t=given)
+    x, given = x.contiguous(), _given(x, fmt, granularity, scale, power_of_two, transposed=True, groups=of)
+    return launch_tiled(x, fmt, None, granularity, rounding, power_of_two, scale_t=given, groups=of)
 
 
 @quantize_transposed.register_fake
-def _(x, fmt, granularity, key=None, role=0, power_of_two=False, scale=None):
-    return empty_codes(x, fmt, granularity, transposed=True)
+def _(x, fmt, granularity, key=None, role=0, power_of_two=False, scale=None, group_of_block=None, groups=1):
+    return empty_codes(x, fmt, granularity, transposed=True, groups=groups)
 
 
 @torch.library.custom_op("qtrain::quantize_dual", mutates_args=())
@@ -116,33 +130,40 @@ def quantize_dual(
     power_of_two: bool = False,
     scale: Tensor | None = None,
     fmt_t: str | None = None,
+    group_of_block: Tensor | None = None,
+    groups: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`quantize` and `quantize_transposed` of x at once: codes, scale, codes_t, scale_t.
 
-    key, role, rows, columns: a `Rounding`. fmt_t: the format of codes_t, if it is not fmt.
+    key, role, rows, columns: a `Rounding`. fmt_t: the format of codes_t, if it is not fmt. group_of_block, groups: as
+    for `quantize_transposed`.
     """
     fmt_t, rounding = fmt_t or fmt, Rounding(key, role, rows, columns)
+    of = block_groups(x, group_of_block, groups, granularity_t)
     if not _kernel_takes(x, rounding):
         row_bits, column_bits = rounding.bits(x.shape)
         codes, used = quantize_ref(x, fmt, granularity, row_bits, power_of_two, scale)
-        codes_t, used_t = quantize_transposed_ref(x, fmt_t, granularity_t, column_bits, power_of_two, scale)
+        codes_t, used_t = quantize_transposed_ref(x, fmt_t, granularity_t, column_bits, power_of_two, scale, of)
         return (codes, used, codes_t, used_t) if scale is None else (codes, used.clone(), codes_t, used_t.clone())
     x, given = x.contiguous(), _given(x, fmt, granularity, scale, power_of_two)
-    given_t = _given(x, fmt_t, granularity_t, scale, power_of_two, transposed=True)
+    given_t = _given(x, fmt_t, granularity_t, scale, power_of_two, transposed=True, groups=of)
     if (fmt, granularity) == (fmt_t, granularity_t) and supports_dual_bf16x2(x, fmt, granularity, given is not None):
-        return launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, given)
+        return launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, given, groups=of)
     if (given is None) != (given_t is None) or not rounding.same:
         row_codes = _launch(x, fmt, granularity, rounding, power_of_two, given)
-        return *row_codes, *launch_tiled(x, fmt_t, None, granularity_t, rounding, power_of_two, scale_t=given_t)
-    return launch_tiled(x, fmt, granularity, granularity_t, rounding, power_of_two, given, fmt_t, given_t)
+        column_codes = launch_tiled(x, fmt_t, None, granularity_t, rounding, power_of_two, scale_t=given_t, groups=of)
+        return *row_codes, *column_codes
+    return launch_tiled(x, fmt, granularity, granularity_t, rounding, power_of_two, given, fmt_t, given_t, groups=of)
 
 
 @quantize_dual.register_fake
 def _(
     x, fmt, granularity, granularity_t,
     key=None, role=0, rows=True, columns=True, power_of_two=False, scale=None, fmt_t=None,
+    group_of_block=None, groups=1,
 ):  # fmt: skip
-    return *empty_codes(x, fmt, granularity), *empty_codes(x, fmt_t or fmt, granularity_t, transposed=True)
+    columns = empty_codes(x, fmt_t or fmt, granularity_t, transposed=True, groups=groups)
+    return *empty_codes(x, fmt, granularity), *columns
 
 
 @torch.library.custom_op("qtrain::quantize_dual_given_scale", mutates_args=())

@@ -14,6 +14,8 @@ from qtrain.kernels.numerics.dequantize import expand_scale
 from qtrain.kernels.numerics.formats import FORMATS, SCALE_EPS, Format, empty_scale, group_shape, scale_shape
 from qtrain.kernels.numerics.minifloat import encode_minifloat
 from qtrain.kernels.numerics.packing import pack
+from qtrain.kernels.quantize.absmax import column_absmax_ref
+from qtrain.kernels.quantize.column_groups import BLOCK_ROWS, BlockGroups
 
 
 def scale_ref(x: Tensor, fmt: str, granularity: str, power_of_two: bool = False) -> Tensor:
@@ -21,6 +23,20 @@ def scale_ref(x: Tensor, fmt: str, granularity: str, power_of_two: bool = False)
     if fmt != "ternary":
         return scale_from_amax_ref(amax_ref(x, granularity), fmt, granularity, x.shape, power_of_two)
     return _laid_out(_mean_abs(_groups(x, granularity), x.shape), granularity, x.shape, power_of_two)
+
+
+def group_scale_ref(x: Tensor, fmt: str, groups: BlockGroups, power_of_two: bool = False) -> Tensor:
+    """x [M, K] -> scale of each (group, column), fp32 [groups * K]: `scale_ref` of each group's rows, transposed."""
+    if fmt != "ternary":
+        amax = column_absmax_ref(x, groups).view(torch.float32)
+        return scale_from_amax_ref(amax, fmt, "rowwise", (amax.numel(), 1), power_of_two)
+    sums = torch.linalg.vector_norm(x.unflatten(0, (-1, BLOCK_ROWS)), ord=1, dim=1, dtype=torch.float64)  # of blocks
+    member = groups.of_block == torch.arange(groups.count, device=x.device)[:, None]  # [groups, blocks]
+    member, finite = member.double(), sums.isfinite()
+    total = member @ torch.where(finite, sums, 0.0)  # not by atomics: the order of the sum is fixed
+    total = total.masked_fill(member @ (~finite).double() > 0, float("nan"))
+    mean = (total / (member.sum(1) * BLOCK_ROWS).clamp(min=1)[:, None]).float().flatten()
+    return _laid_out(mean, "rowwise", (mean.numel(), 1), power_of_two)
 
 
 def amax_ref(x: Tensor, granularity: str) -> Tensor:
@@ -62,10 +78,7 @@ def quantize_ref(
     if scale is None:
         scale = scale_ref(x, fmt, granularity, power_of_two)
         x = x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # the scale is non-finite already
-    reciprocal = scale.reciprocal().nan_to_num(nan=0.0)
-    scaled = x * expand_scale(reciprocal, granularity, x.shape)
-    codes = _encode(scaled, FORMATS[fmt], bits).contiguous()  # a transpose is copied here, at one byte per element
-    return pack(codes, fmt), scale
+    return _codes(x, expand_scale(_reciprocal(scale), granularity, x.shape), fmt, bits), scale
 
 
 def quantize_transposed_ref(
@@ -75,11 +88,37 @@ def quantize_transposed_ref(
     bits: Tensor | None = None,
     power_of_two: bool = False,
     scale: Tensor | None = None,
+    groups: BlockGroups | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`quantize_ref` of the transpose of x. bits: int32 [M, K], as x."""
+    """`quantize_ref` of the transpose of x. bits: int32 [M, K], as x. groups: rowwise, each group's rows have scales of
+    their own, fp32 [groups * K]."""
+    if groups is not None:
+        return _quantize_columns_of_groups(x, fmt, groups, bits, power_of_two)
     if fmt == "ternary" and granularity == "tensorwise" and scale is None:
         scale = scale_ref(x, fmt, granularity, power_of_two)  # the same order of summation as in `quantize_ref`
     return quantize_ref(x.t(), fmt, granularity, None if bits is None else bits.t(), power_of_two, scale)
+
+
+def _quantize_columns_of_groups(
+    x: Tensor, fmt: str, groups: BlockGroups, bits: Tensor | None, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    scale = group_scale_ref(x, fmt, groups, power_of_two)
+    inv_scale = F.pad(_reciprocal(scale).view(groups.count, -1), (0, 0, 0, 1))  # of no group: 0, found at -1
+    inv_scale = inv_scale[groups.of_block.long()].repeat_interleave(BLOCK_ROWS, 0)  # [M, K]
+    x = x.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return _codes(x.t(), inv_scale.t(), fmt, None if bits is None else bits.t()), scale
+
+
+def _reciprocal(scale: Tensor) -> Tensor:
+    return scale.reciprocal().nan_to_num(nan=0.0)
+
+
+def _codes(x: Tensor, inv_scale: Tensor, fmt: str, bits: Tensor | None) -> Tensor:
+    """x fp32 and inverse scales that broadcast with it -> codes as they are stored."""
+    codes = _encode(
+        x * inv_scale, FORMATS[fmt], bits
+    ).contiguous()  # a transpose is copied here, at one byte per element
+    return pack(codes, fmt)
 
 
 def _groups(x: Tensor, granularity: str) -> Tensor:

@@ -28,6 +28,7 @@ from qtrain.kernels.numerics.formats import GRANULARITIES, empty_codes, empty_sc
 from qtrain.kernels.numerics.philox import philox_bits
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.quantize.absmax import launch_absmax
+from qtrain.kernels.quantize.column_groups import BlockGroups, group_of_row, launch_group_scales
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ def _tile_scales(
     bits, source_ptr, scale_ptr, tile_m, tile_k, m, k, stride_i, stride_j,
     GIVEN: tl.constexpr, LAYOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One layout's scales of this tile [I, J], which are stored too, and whether one of them is NaN or Inf.
+    """One layout's scales of this tile [I, J], which are stored too (unless scale_ptr is None), and whether one of them
+    is NaN or Inf.
 
     source_ptr: the given scale, or bits of the absmax of whole rows, columns or the tensor.
     """
@@ -91,9 +93,10 @@ def _tile_scales(
             amax = tl.load(source_ptr + index, inside, 0)
         nonfinite = tl.max(tl.max(amax, 0), 0) >= 0x7F800000
         scale = scale_from_amax(amax, LAYOUT)
-    # Where tiles share a scale, the first one stores it.
-    first = inside & ((stride_i != 0) | (i == 0)) & ((stride_j != 0) | (j == 0))
-    tl.store(scale_ptr + index, scale, first)
+    if scale_ptr is not None:
+        # Where tiles share a scale, the first one stores it.
+        first = inside & ((stride_i != 0) | (i == 0)) & ((stride_j != 0) | (j == 0))
+        tl.store(scale_ptr + index, scale, first)
     return scale, nonfinite
 
 
@@ -109,13 +112,14 @@ def _store_codes(ptr, codes, tile_i, tile_j, m, n, PACKING: tl.constexpr):
 
 @triton.jit(do_not_specialize=["role", "stride_i", "stride_j", "stride_i_t", "stride_j_t"])
 def _tiles_kernel(
-    x_ptr, codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr, source_ptr, source_t_ptr, amax_ptr, key_ptr, role, m, k,
-    stride_i, stride_j, stride_i_t, stride_j_t,
+    x_ptr, codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr, source_ptr, source_t_ptr, amax_ptr, group_ptr,
+    key_ptr, role, m, k, stride_i, stride_j, stride_i_t, stride_j_t,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SAME: tl.constexpr, GIVEN: tl.constexpr, STOCHASTIC: tl.constexpr,
     REVERSED: tl.constexpr, RELOAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """ROWS, COLUMNS: the layouts (TileLayout), None for one that is not requested. SAME: both have the same codes.
-    amax_ptr: receives the bits of x's absmax, if it is not None.
+    amax_ptr: receives the bits of x's absmax, if it is not None. group_ptr: groups of rows whose columns have scales or
+    maxima of their own at source_t_ptr, or None.
 
     RELOAD: the tile is read again, from cache, after its absmax: fewer live registers, higher occupancy.
     """
@@ -134,6 +138,8 @@ def _tiles_kernel(
         if amax > tl.load(amax_ptr):  # a stale value is as good, and few CTAs exceed it
             tl.atomic_max(amax_ptr, amax, sem="relaxed")
     nonfinite = False
+    if group_ptr is not None:
+        source_t_ptr += group_of_row(group_ptr, tile_m * BLOCK_M) * k
     if COLUMNS is not None:
         scale_t, nonfinite = _tile_scales(
             bits, source_t_ptr, scale_t_ptr, tile_m, tile_k, m, k, stride_i_t, stride_j_t,
@@ -213,12 +219,14 @@ def launch_tiled(
     scale_t: Tensor | None = None,
     amax: Tensor | None = None,
     *,
+    groups: BlockGroups | None = None,
     tile: Tile | None = None,
 ) -> list[Tensor]:
     """The kernels for `quantize_ref` and `quantize_transposed_ref`: codes and scale of each granularity that is given.
 
     x contiguous, not empty; K % 8 == 0 with a key; two layouts are rounded the same way. scale, scale_t: given scales.
-    amax: int32 [1] of zeros, receives the fp32 bits of x's absmax.
+    amax: int32 [1] of zeros, receives the fp32 bits of x's absmax. groups: of rows with scales of their own along
+    columns (granularity_t rowwise).
     """
     m, k = x.shape
     assert rounding.same or not (granularity and granularity_t), "the kernel rounds both layouts the same way"
@@ -230,10 +238,17 @@ def launch_tiled(
     absmax_pass = not given and bool({"tensorwise", "rowwise"} & {granularity, granularity_t})
     if absmax_pass:
         tensor_amax, row_amax, column_amax = launch_absmax(
-            x, "tensorwise" in (granularity, granularity_t), granularity == "rowwise", granularity_t == "rowwise"
+            x,
+            "tensorwise" in (granularity, granularity_t),
+            granularity == "rowwise",
+            granularity_t == "rowwise",
+            groups,
         )
         source = tensor_amax if granularity == "tensorwise" else row_amax
         source_t = tensor_amax if granularity_t == "tensorwise" else column_amax
+    group_scale = None
+    if groups is not None:
+        group_scale = scale_t.clone() if given else launch_group_scales(source_t, fmt_t, power_of_two)
     rows = columns = strides = strides_t = codes = scale = codes_t = scale_t = None
     if granularity:
         code = encoding(fmt, x.device, power_of_two)
@@ -243,6 +258,8 @@ def launch_tiled(
         code = encoding(fmt_t, x.device, power_of_two)
         columns, strides_t = _layout(code, granularity_t, (k, m), (block_k, block_m), True)
         codes_t, scale_t = empty_codes(x, fmt_t, granularity_t, transposed=True)
+    if groups is not None:
+        scale_t = None
     same = rows == columns and (source is source_t or rows.in_tile)
     # Triton 3.6 stores wrong transposed codes where FP8 codes under a scale of the tile are stored twice.
     same = same and not (rows.in_tile and rows.fmt.is_float)
@@ -250,9 +267,10 @@ def launch_tiled(
         x,
         None if codes is None else codes.view(torch.int8),
         None if codes_t is None else codes_t.view(torch.int8),
-        scale, scale_t, source, source_t, amax, key, rounding.role, m, k,
+        scale, scale_t, source, source_t, amax, None if groups is None else groups.of_block, key, rounding.role, m, k,
         *(strides or strides_t), *(strides_t or strides), rows, columns, same, given, key is not None,
         absmax_pass, tile.reload, block_m, block_k,
         num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
+    scale_t = scale_t if group_scale is None else group_scale
     return [t for t in (codes, scale, codes_t, scale_t) if t is not None]

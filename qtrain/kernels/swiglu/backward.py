@@ -26,6 +26,7 @@ from qtrain.kernels.numerics.philox import philox_key
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.numerics.silu import gate_grad_bf16x2, swiglu_bf16x2, up_grad_bf16x2
 from qtrain.kernels.quantize.absmax import atomic_max_bf16x2
+from qtrain.kernels.quantize.column_groups import BlockGroups, group_of_row, launch_group_scales
 
 BLOCK_M, BLOCK_K = 32, 128
 WARPS, REGISTERS = 4, 80
@@ -59,18 +60,23 @@ def _max_of_four_rows(a, b, c, d, PTX: tl.constexpr):
 
 @triton.jit(do_not_specialize=["role"])
 def _quantize_swiglu_backward_kernel(
-    x_ptr, dy_ptr, dx_ptr, codes_t_ptr, scale_t_ptr, source_t_ptr, row_ptr, column_ptr, key_ptr, role, m, k,
+    x_ptr, dy_ptr, dx_ptr, codes_t_ptr, scale_t_ptr, source_t_ptr, row_ptr, column_ptr, group_ptr, key_ptr, role, m, k,
     STOCHASTIC: tl.constexpr, CODE: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """x, dy and dx as words of two elements, codes_t of y as words of four codes; m, k = I: multiples of 16.
 
     EVEN: they are multiples of BLOCK_M and BLOCK_K. source_t_ptr: bits of the absmax of y's columns. row_ptr [m],
-    column_ptr [2 * k]: int32, zeros, receive those of dx.
+    column_ptr [2 * k]: int32, zeros, receive those of dx. group_ptr: groups of rows with column maxima of their own, or
+    None; scale_t_ptr is None with it.
     """
     PTX: tl.constexpr = CODE.ptx
     tiles_k = tl.cdiv(k, BLOCK_K)
     tile_m, tile_k = tl.program_id(0) // tiles_k, tl.program_id(0) % tiles_k
     words, quads = tl.multiple_of(k // 2, 8), tl.multiple_of(m // 4, 4)
+    if group_ptr is not None:
+        group = group_of_row(group_ptr, tile_m * BLOCK_M)
+        source_t_ptr += group * k
+        column_ptr += group * (2 * k)
     i, j = tile_m * (BLOCK_M // 4) + tl.arange(0, BLOCK_M // 4), tile_k * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
     rows, columns = i < quads, j < words
     inside = None if EVEN else rows[:, None] & columns[None, :]
@@ -95,7 +101,8 @@ def _quantize_swiglu_backward_kernel(
     amax = tl.load(source_t_ptr + across, across < k, 0)
     nonfinite = tl.max(amax, 0) >= 0x7F800000
     scale = scale_from_amax(amax, CODE)
-    tl.store(scale_t_ptr + across, scale, (across < k) & (tile_m == 0))
+    if scale_t_ptr is not None:
+        tl.store(scale_t_ptr + across, scale, (across < k) & (tile_m == 0))
     inv_first, inv_second = tl.split(tl.reshape(fast_inv_scale(scale, True, PTX), (BLOCK_K // 2, 2)))
     inv_first, inv_second = inv_first[None, :], inv_second[None, :]
     draws, key, block = words // 4, None, 0
@@ -127,19 +134,25 @@ def launch_quantize_swiglu_backward(
     fmt: str,
     rounding: Rounding = NEAREST,
     power_of_two: bool = False,
+    groups: BlockGroups | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
     """x [M, 2I], dy [M, I] bf16, contiguous, not empty, M and I multiples of 16 -> of y = swiglu(x) the codes [I, M]
     and the scale fp32 [I], as `quantize_transposed_ref` at rowwise; dx [M, 2I] bf16; and the absmax of dx's rows [M]
     and columns [2I], as fp32 bits in int32.
 
-    y_column_amax: of y's columns, fp32 bits in int32 [I]. fmt, rounding, power_of_two: of y's codes.
+    y_column_amax: of y's columns, fp32 bits in int32 [I]. fmt, rounding, power_of_two: of y's codes. groups: of rows;
+    all column maxima and scales are then those of each group [groups * I], [groups * 2I].
     """
     (m, k), key = dy.shape, rounding.column_key
     dx, (codes_t, scale_t) = torch.empty_like(x), empty_codes(dy, fmt, "rowwise", transposed=True)
-    found = torch.zeros(m + 2 * k, dtype=torch.int32, device=x.device)
+    count, of_block, scale_t_out = 1, None, scale_t
+    if groups is not None:
+        count, of_block, scale_t_out = groups.count, groups.of_block, None
+        scale_t = launch_group_scales(y_column_amax, fmt, power_of_two)
+    found = torch.zeros(m + count * 2 * k, dtype=torch.int32, device=x.device)
     _quantize_swiglu_backward_kernel[(triton.cdiv(m, BLOCK_M) * triton.cdiv(k, BLOCK_K),)](
-        x.view(torch.int32), dy.view(torch.int32), dx.view(torch.int32), codes_t.view(torch.int32), scale_t,
-        y_column_amax, found[:m], found[m:], key, rounding.role, m, k,
+        x.view(torch.int32), dy.view(torch.int32), dx.view(torch.int32), codes_t.view(torch.int32), scale_t_out,
+        y_column_amax, found[:m], found[m:], of_block, key, rounding.role, m, k,
         key is not None, encoding(fmt, x.device, power_of_two), m % BLOCK_M == k % BLOCK_K == 0, BLOCK_M, BLOCK_K,
         num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -19,6 +19,7 @@ from torch import Tensor
 from qtrain.kernels.numerics.formats import EIGHT_BITS, empty_codes
 from qtrain.kernels.numerics.rounding import Rounding
 from qtrain.kernels.quantize.absmax import column_absmax_ref
+from qtrain.kernels.quantize.column_groups import block_groups
 from qtrain.kernels.quantize.dual_bf16x2 import BLOCK, launch_dual_bf16x2, supports_dual_bf16x2
 from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_dual_given_scale, quantize_transposed
 from qtrain.kernels.swiglu.backward import launch_quantize_swiglu_backward
@@ -64,18 +65,26 @@ def quantize_swiglu(
     rows: bool = True,
     columns: bool = True,
     power_of_two: bool = False,
+    group_of_block: Tensor | None = None,
+    groups: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`quantize_dual` of y, or of dx: codes, scale, codes_t, scale_t; both layouts in the same format."""
     x, dy, rounding = x.contiguous(), None if dy is None else dy.contiguous(), Rounding(key, role, rows, columns)
     if not (supports_swiglu_dual(fmt, granularity) and _kernel_takes(x, dy, fmt, granularity)):
-        return quantize_dual(activation(x, dy), fmt, granularity, granularity, *rounding, power_of_two)
+        return quantize_dual(
+            activation(x, dy), fmt, granularity, granularity, *rounding, power_of_two,
+            group_of_block=group_of_block, groups=groups,
+        )  # fmt: skip
     return launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, swiglu=True, dy=dy)
 
 
 @quantize_swiglu.register_fake
-def _(x, dy, fmt, granularity, key=None, role=0, rows=True, columns=True, power_of_two=False):
+def _(
+    x, dy, fmt, granularity,
+    key=None, role=0, rows=True, columns=True, power_of_two=False, group_of_block=None, groups=1,
+):  # fmt: skip
     y = _empty_like(x, dy)
-    return *empty_codes(y, fmt, granularity), *empty_codes(y, fmt, granularity, transposed=True)
+    return *empty_codes(y, fmt, granularity), *empty_codes(y, fmt, granularity, transposed=True, groups=groups)
 
 
 @torch.library.custom_op("qtrain::quantize_swiglu_given_scale", mutates_args=())
@@ -107,21 +116,28 @@ def _(x, dy, fmt, scale, key=None, role=0, rows=True, columns=True):
 
 @torch.library.custom_op("qtrain::quantize_swiglu_rowwise", mutates_args=())
 def quantize_swiglu_rowwise(
-    x: Tensor, fmt: str, key: Tensor | None = None, role: int = 0, power_of_two: bool = False
+    x: Tensor,
+    fmt: str,
+    key: Tensor | None = None,
+    role: int = 0,
+    power_of_two: bool = False,
+    group_of_block: Tensor | None = None,
+    groups: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`quantize` of y along its rows: codes, scale; and bits of the absmax of its columns, int32 [I], for
-    `quantize_swiglu_backward`."""
-    x = x.contiguous()
+    `quantize_swiglu_backward`. group_of_block, groups: as for `quantize_transposed`; columns of each group
+    [groups * I]."""
+    x, of = x.contiguous(), block_groups(x, group_of_block, groups, "rowwise")
     if _kernel_takes(x, None, fmt, "rowwise"):
-        return launch_quantize_swiglu_rowwise(x, fmt, Rounding(key, role), power_of_two)
+        return launch_quantize_swiglu_rowwise(x, fmt, Rounding(key, role), power_of_two, of)
     y = swiglu(x)
-    return *quantize(y, fmt, "rowwise", key, role, power_of_two), column_absmax_ref(y)
+    return *quantize(y, fmt, "rowwise", key, role, power_of_two), column_absmax_ref(y, of)
 
 
 @quantize_swiglu_rowwise.register_fake
-def _(x, fmt, key=None, role=0, power_of_two=False):
+def _(x, fmt, key=None, role=0, power_of_two=False, group_of_block=None, groups=1):
     y = _empty_like(x, None)
-    return *empty_codes(y, fmt, "rowwise"), x.new_empty(y.shape[1], dtype=torch.int32)
+    return *empty_codes(y, fmt, "rowwise"), x.new_empty(groups * y.shape[1], dtype=torch.int32)
 
 
 @torch.library.custom_op("qtrain::quantize_swiglu_backward", mutates_args=())
@@ -139,24 +155,31 @@ def quantize_swiglu_backward(
     key_y: Tensor | None,
     role_y: int,
     power_of_two_y: bool,
+    group_of_block: Tensor | None = None,
+    groups: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`quantize_dual` of dx, rowwise: codes, scale, codes_t, scale_t; and `quantize_transposed` of y: codes_t, scale_t.
 
     column_amax: y's, as `quantize_swiglu_rowwise` gave it. key, role, rows, columns: the `Rounding` of dx; key_y,
-    role_y: of y's transposed codes.
+    role_y: of y's transposed codes. group_of_block, groups: as for `quantize_transposed`.
     """
     x, dy, rounding = x.contiguous(), dy.contiguous(), Rounding(key, role, rows, columns)
+    of = block_groups(x, group_of_block, groups, "rowwise")
     if not (_kernel_takes(x, dy, fmt, "rowwise") and supports_swiglu_rowwise(fmt_y, "rowwise")):
-        dual = quantize_dual(swiglu_backward(dy, x), fmt, "rowwise", "rowwise", *rounding, power_of_two)
-        return *dual, *quantize_transposed(swiglu(x), fmt_y, "rowwise", key_y, role_y, power_of_two_y)
+        grouped = {"group_of_block": group_of_block, "groups": groups}
+        dual = quantize_dual(swiglu_backward(dy, x), fmt, "rowwise", "rowwise", *rounding, power_of_two, **grouped)
+        return *dual, *quantize_transposed(swiglu(x), fmt_y, "rowwise", key_y, role_y, power_of_two_y, **grouped)
     codes_t, scale_t, dx, dx_amax = launch_quantize_swiglu_backward(
-        x, dy, column_amax, fmt_y, Rounding(key_y, role_y), power_of_two_y
+        x, dy, column_amax, fmt_y, Rounding(key_y, role_y), power_of_two_y, of
     )
-    dual = launch_dual_bf16x2(dx, fmt, "rowwise", rounding, power_of_two, row_column_amax=dx_amax)
+    dual = launch_dual_bf16x2(dx, fmt, "rowwise", rounding, power_of_two, row_column_amax=dx_amax, groups=of)
     return *dual, codes_t, scale_t
 
 
 @quantize_swiglu_backward.register_fake
-def _(x, dy, column_amax, fmt, key, role, rows, columns, power_of_two, fmt_y, key_y, role_y, power_of_two_y):
-    dual = *empty_codes(x, fmt, "rowwise"), *empty_codes(x, fmt, "rowwise", transposed=True)
-    return *dual, *empty_codes(dy, fmt_y, "rowwise", transposed=True)
+def _(
+    x, dy, column_amax, fmt, key, role, rows, columns, power_of_two, fmt_y, key_y, role_y, power_of_two_y,
+    group_of_block=None, groups=1,
+):  # fmt: skip
+    dual = *empty_codes(x, fmt, "rowwise"), *empty_codes(x, fmt, "rowwise", transposed=True, groups=groups)
+    return *dual, *empty_codes(dy, fmt_y, "rowwise", transposed=True, groups=groups)

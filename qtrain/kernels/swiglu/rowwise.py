@@ -18,12 +18,15 @@ from qtrain.kernels.numerics.philox import philox_key
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.numerics.silu import swiglu_bf16x2
 from qtrain.kernels.quantize.absmax import atomic_max_bf16x2
+from qtrain.kernels.quantize.column_groups import BlockGroups, group_of_row
 from qtrain.kernels.quantize.rowwise_bf16x2 import row_blocks
 
 WORDS_PER_THREAD = 24
 """Words of a row per thread, and as many column maxima; more only where a CTA has the most warps that it can have."""
 WARPS_PER_SM = 24
 """Warps of all CTAs on an SM, which share its registers: some CTAs load while others compute."""
+MAX_ROWS_OF_GROUP = 32
+"""Rows per CTA where rows are in groups, a power of two: with more there are fewer atomics, and a longer last wave."""
 STAGES, SHARED_BYTES = 2, 90 * 1024
 """Software pipelining: the next row is loaded during the computation of this one, if its bytes fit in the shared memory
 of an Ada; a Hopper has more."""
@@ -38,11 +41,14 @@ def _load_swiglu(gate_ptr, words, first, PTX: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit(do_not_specialize=["role", "m"])
 def _quantize_swiglu_rowwise_kernel(
-    x_ptr, codes_ptr, scale_ptr, column_ptr, key_ptr, role, m, words,
+    x_ptr, codes_ptr, scale_ptr, column_ptr, group_ptr, key_ptr, role, m, words,
     STOCHASTIC: tl.constexpr, CODE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_2: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """x [m, 2 * words] and codes [m, words] as words of two elements and of two codes; column_ptr: int32, zeros,
-    receives bits of the columns' absmax. A row is BLOCK words, and BLOCK_2 more if that is not 0."""
+    receives bits of the columns' absmax. A row is BLOCK words, and BLOCK_2 more if that is not 0.
+
+    group_ptr: groups of rows with column maxima of their own, or None. A CTA then takes consecutive rows of one group.
+    """
     words = tl.multiple_of(words, 8)
     key = None
     if STOCHASTIC:
@@ -51,7 +57,12 @@ def _quantize_swiglu_rowwise_kernel(
     amax = tl.zeros((BLOCK,), tl.int32)
     if BLOCK_2:
         amax_2 = tl.zeros((BLOCK_2,), tl.int32)
-    for i in tl.range(tl.program_id(0), m, tl.num_programs(0), num_stages=STAGES):
+    first, last, step = tl.program_id(0), m, tl.num_programs(0)
+    if group_ptr is not None:
+        each = m // tl.num_programs(0)
+        first = tl.program_id(0) * each
+        last, step = first + each, 1
+    for i in tl.range(first, last, step, num_stages=STAGES):
         row = tl.cast(i, tl.int64)
         y = _load_swiglu(x_ptr + row * 2 * words, words, 0, CODE.ptx, BLOCK)
         amax = max_bf16x2(amax, abs_bf16x2(y), CODE.ptx)
@@ -71,26 +82,33 @@ def _quantize_swiglu_rowwise_kernel(
             j, block = BLOCK + tl.arange(0, BLOCK_2), (draw + BLOCK // 4 + tl.arange(0, BLOCK_2 // 4))[None, :]
             ptrs = codes_ptr + row * words + j
             store_codes_bf16x2(ptrs, j < words, y_2, inv_scale, nonfinite, block, key, STOCHASTIC, CODE)
+    if group_ptr is not None:
+        column_ptr += group_of_row(group_ptr, first) * 2 * words
     atomic_max_bf16x2(column_ptr, tl.arange(0, BLOCK), words, amax)
     if BLOCK_2:
         atomic_max_bf16x2(column_ptr, BLOCK + tl.arange(0, BLOCK_2), words, amax_2)
 
 
 def launch_quantize_swiglu_rowwise(
-    x: Tensor, fmt: str, rounding: Rounding = NEAREST, power_of_two: bool = False
+    x: Tensor, fmt: str, rounding: Rounding = NEAREST, power_of_two: bool = False, groups: BlockGroups | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [M, 2I] bf16, contiguous, not empty, M and I multiples of 16 -> of y = swiglu(x) the codes [M, I] and the
-    scale fp32 [M], as `quantize_ref` at rowwise, and the absmax of its columns, as fp32 bits in int32 [I]."""
+    scale fp32 [M], as `quantize_ref` at rowwise, and the absmax of its columns, as fp32 bits in int32 [I], or of each
+    group of rows [groups * I]."""
     (m, width), key = x.shape, rounding.row_key
     words = width // 4
     codes, scale = x.new_empty(m, width // 2, dtype=FORMATS[fmt].dtype), empty_scale("rowwise", m, width // 2, x)
-    column_amax = torch.zeros(width // 2, dtype=torch.int32, device=x.device)
+    count, of_block = (1, None) if groups is None else (groups.count, groups.of_block)
+    column_amax = torch.zeros(count * width // 2, dtype=torch.int32, device=x.device)
     block, block_2 = row_blocks(words)
     warps = min(triton.next_power_of_2(triton.cdiv(block + block_2, 32 * WORDS_PER_THREAD)), 16)
     per_sm = 1 if block + block_2 > 32 * warps * WORDS_PER_THREAD else max(WARPS_PER_SM // warps, 2)
     stages = STAGES if 8 * (block + block_2) <= SHARED_BYTES else 1
-    _quantize_swiglu_rowwise_kernel[(min(sm_count(x.device) * per_sm, m),)](
-        x.view(torch.int32), codes.view(torch.int16), scale, column_amax, key, rounding.role, m, words,
+    programs = min(sm_count(x.device) * per_sm, m)
+    if groups is not None:
+        programs = m // min(MAX_ROWS_OF_GROUP, triton.next_power_of_2(triton.cdiv(m, programs)))
+    _quantize_swiglu_rowwise_kernel[(programs,)](
+        x.view(torch.int32), codes.view(torch.int16), scale, column_amax, of_block, key, rounding.role, m, words,
         key is not None, encoding(fmt, x.device, power_of_two), block, block_2, stages,
         num_warps=warps, maxnreg=65536 // (32 * warps * per_sm) // 8 * 8, enable_fp_fusion=False,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from qtrain.errors import UserError
 from qtrain.kernels.numerics.packing import unpack
+from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.kernels.quantize.operators import quantize
 from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.scheme import SCHEMES, LowBitScheme
@@ -64,7 +65,7 @@ class BitNet(LowBitScheme):
     def exported_weight(self, w: Tensor) -> Tensor:
         return self.quantize_weight(w.detach(), None).rows.dequantize(w.dtype)
 
-    def quantize_weight(self, w: Tensor, key: Tensor | None) -> Operands:
+    def quantize_weight(self, w: Tensor, key: Tensor | None, groups: BlockGroups | None = None) -> Operands:
         codes, scale = quantize(w, *PACKED[:2])
         return self.operands_of(QuantizedTensor(codes, scale, PACKED), w.shape[1])
 

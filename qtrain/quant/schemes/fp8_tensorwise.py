@@ -17,6 +17,7 @@ from torch import Tensor
 from qtrain.checks import Range
 from qtrain.errors import UserError
 from qtrain.kernels.quantize.absmax import absmax
+from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.kernels.quantize.delayed_scale import delayed_scale
 from qtrain.kernels.quantize.operators import quantize, quantize_dual_given_scale, quantize_transposed
 from qtrain.kernels.swiglu.delayed_scale import swiglu_delayed_scale
@@ -64,10 +65,11 @@ class Fp8Tensorwise(Fp8Epilogue):
         key: Tensor | None,
         needs: NeedsOperand = BOTH,
         delayed: DelayedScale | None = None,
+        groups: BlockGroups | None = None,
     ) -> Operands:
         rows, columns = self._formats_of(name, needs)
         if delayed is None or not (rows or columns):
-            return super()._operands(t, name, key, needs)
+            return super()._operands(t, name, key, needs, groups=groups)
         fmt = (rows or columns).fmt
         rounding = self.rounding(name, key)
         scale = delayed_scale(t, delayed.scale, fmt, self.power_of_two)
@@ -93,10 +95,11 @@ class Fp8Tensorwise(Fp8Epilogue):
         key: Tensor | None,
         needs: NeedsOperand,
         delayed: DelayedScale | None = None,
+        groups: BlockGroups | None = None,
     ) -> Operands:
         both = self._same_format(name, needs)
         if both is None or delayed is None:
-            return super().quantize_swiglu(name, x, dy, key, needs, delayed)
+            return super().quantize_swiglu(name, x, dy, key, needs, delayed, groups)
         scale = swiglu_delayed_scale(x, dy, delayed.scale, both.fmt, self.power_of_two)
         codes, codes_t, amax = quantize_swiglu_given_scale(x, dy, both.fmt, scale, *self.rounding(name, key))
         if delayed.amax is not None:

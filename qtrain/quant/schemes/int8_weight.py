@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qtrain.kernels.numerics.formats import FORMATS
 from qtrain.kernels.numerics.rounding import NEAREST
+from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.quantizers import quantize_columns, quantize_dual_layout
 from qtrain.quant.scheme import HIGH_PRECISION, SCHEMES, LowBitScheme
@@ -58,11 +59,11 @@ class StoredWeightScheme(LowBitScheme):
     def code_bytes(self) -> float:
         return 0 if self.activations == "none" else 2
 
-    def quantize_weight(self, w: Tensor, key: Tensor | None) -> Operands:
+    def quantize_weight(self, w: Tensor, key: Tensor | None, groups: BlockGroups | None = None) -> Operands:
         assert isinstance(w, StoredWeight)
         if self.activations == "none":
             return Operands(w.quantized, w.quantized.summed_over_rows())
-        return Operands(*quantize_dual_layout(w.dequantize(), _ROWWISE, _ROWWISE, NEAREST, power_of_two=False))
+        return Operands(*quantize_dual_layout(w.dequantize(), _ROWWISE, _ROWWISE, NEAREST, False, groups))
 
 
 class RowwiseStoredWeightScheme(StoredWeightScheme):
@@ -71,12 +72,12 @@ class RowwiseStoredWeightScheme(StoredWeightScheme):
     def code_bytes(self) -> float:
         return 0 if self.activations == "none" else 1
 
-    def quantize_weight(self, w: Tensor, key: Tensor | None) -> Operands:
+    def quantize_weight(self, w: Tensor, key: Tensor | None, groups: BlockGroups | None = None) -> Operands:
         assert isinstance(w, StoredWeight)
         if self.activations == "none":
-            return super().quantize_weight(w, key)
+            return super().quantize_weight(w, key, groups)
         fmt = self.low_bit_formats("grad_input")[1]
-        return Operands(w.quantized, quantize_columns(w.dequantize(), fmt, NEAREST, power_of_two=False))
+        return Operands(w.quantized, quantize_columns(w.dequantize(), fmt, NEAREST, False, groups))
 
 
 @SCHEMES.register("int8_weight")

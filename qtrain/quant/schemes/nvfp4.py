@@ -20,6 +20,7 @@ from torch import Tensor
 from qtrain.errors import UserError
 from qtrain.hardware import lacks_fp8
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
+from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.kernels.quantize.nvfp4 import quantize_nvfp4
 from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.scheme import BOTH, SCHEMES, DelayedScale, LowBitScheme, NeedsOperand, TensorName
@@ -66,12 +67,13 @@ class NvFp4(LowBitScheme):
         key: Tensor | None,
         needs: NeedsOperand = BOTH,
         delayed: DelayedScale | None = None,
+        groups: BlockGroups | None = None,
     ) -> Operands:
         if not (self.hadamard and needs.columns and name in ("x", "dy")):
-            return super()._operands(t, name, key, needs)
+            return super()._operands(t, name, key, needs, groups=groups)
         rounding = self.rounding(name, key)
         codes, scale, tensor_scale = quantize_nvfp4(
             t, rounding.column_key, rounding.role, transposed=True, hadamard=True
         )
-        rows = super()._operands(t, name, key, needs._replace(columns=False)).rows
+        rows = super()._operands(t, name, key, needs._replace(columns=False), groups=groups).rows
         return Operands(rows, QuantizedTensor(codes, scale, NVFP4, tensor_scale))

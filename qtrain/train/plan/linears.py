@@ -27,7 +27,7 @@ class PlannedLinear:
     @property
     def shape(self) -> tuple[int, int]:
         """Of the weight."""
-        return self.choice.out_features, self.choice.in_features
+        return self.choice.groups * self.choice.out_features, self.choice.in_features
 
     @property
     def stored(self) -> bool:
@@ -36,7 +36,8 @@ class PlannedLinear:
 
     @property
     def weights(self) -> int:
-        return self.choice.in_features * self.choice.out_features
+        rows, columns = self.shape
+        return rows * columns
 
 
 def plan_linears(

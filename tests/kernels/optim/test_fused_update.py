@@ -191,7 +191,7 @@ def compare(rule: str, device: str, kernel: bool, steps: int, shapes, **kind) ->
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("kind", sampled(KINDS, lambda kind: kind in (KINDS[3], KINDS[5], KINDS[8])), ids=str)
+@pytest.mark.parametrize("kind", sampled(KINDS, lambda kind: kind in (KINDS[2], KINDS[3], KINDS[5], KINDS[8])), ids=str)
 def test_the_kernel_is_the_definition(kind):
     compare("adamw", "cpu", True, 2, SHAPES, **kind)
 

@@ -48,11 +48,12 @@ def world_of(model: str | dict, world: int, **options) -> WorldPlan:
 
 
 SEVEN = {"optim": "adamw_8bit", "micro_batch_size": 8}
+ZERO3 = {"reshard_after_forward": "always"}
 
 
 def measured(model: str) -> dict[str, float]:
     """tok/s by column of docs/results/distributed.json."""
-    (table,) = json.loads((RESULTS / "distributed.json").read_text())["tables"]
+    table, _ = json.loads((RESULTS / "distributed.json").read_text())["tables"]
     row = next(row for row in table["rows"] if row["name"].lower() == model)
     return {column: cell["value"] for column, cell in row["cells"].items() if "value" in cell}
 
@@ -69,9 +70,24 @@ def measured(model: str) -> dict[str, float]:
     ],
 )
 def test_the_planned_step_is_the_measured_one(model, column, world, options):
-    """To 5%; 10% is asked for."""
+    """To 5%; 10% is asked for. The constants of the plan were fitted to these rows."""
     plan = world_of(model, world, **{**FP8, "batch_size": 128 * world, "micro_batch_size": 32, **options})
     assert plan.step(plan.mesh).rate == pytest.approx(measured(model)[column], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "options", "rate"),
+    [
+        ("qwen2.5-1.5b", 1, {"batch_size": 128, "micro_batch_size": 16}, 78275),
+        ("qwen2.5-1.5b", 2, {"batch_size": 256, "micro_batch_size": 16}, 154829),
+        ("qwen2.5-7b", 2, {**SEVEN, "micro_batch_size": 16, "batch_size": 128, **ZERO3}, 38191),
+        ("qwen2.5-14b", 2, {**SEVEN, "batch_size": 64, **ZERO3}, 18620),
+    ],
+)
+def test_the_planned_step_is_one_that_was_measured_afterwards(model, world, options, rate):
+    """Rows of the second table, to which nothing was fitted."""
+    plan = world_of(model, world, **{**FP8, **options})
+    assert plan.step(plan.mesh).rate == pytest.approx(rate, rel=0.05)
 
 
 def test_computation_is_slower_than_light_by_the_given_fraction_and_recomputes():

@@ -1,0 +1,290 @@
+"""The table of grouped products: TFLOP/s of every role and format on the shapes of mixtures of experts.
+
+Tokens are split evenly, and each goes to one expert. All rows read the same operands: rows in groups with their tail
+(`row_groups.py`), which this package sets to zero and PyTorch leaves as it is. Quantizing is not timed.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qtrain.bench.case import Case, Check, Report, UnavailableError, WrongResultError, check_product, examine
+from qtrain.bench.matmul_operands import BF16_SUM, FP8_SUM, FP32_SUM
+from qtrain.bench.tables import Cell, Table
+from qtrain.hardware import FP8_CAPABILITY, Hardware, compute_capability
+from qtrain.kernels.grouped.grouped_blockwise_mm import grouped_rows_blockwise_mm, grouped_sums_blockwise_mm
+from qtrain.kernels.grouped.grouped_mm import grouped_rows_mm, grouped_sums_mm
+from qtrain.kernels.grouped.grouped_plain_mm import grouped_rows_plain_mm, grouped_sums_plain_mm
+from qtrain.kernels.grouped.reference import matrices, unstack
+from qtrain.kernels.grouped.row_groups import RowGroups, group_rows
+from qtrain.kernels.numerics.dequantize import dequantize
+from qtrain.kernels.numerics.rounding import NEAREST
+from qtrain.kernels.quantize.operators import quantize, quantize_transposed
+from qtrain.kernels.quantize.stacked import quantize_stacked_transposed
+
+BF16 = torch.bfloat16
+ROLES = ("output", "grad_input", "grad_weight")
+
+
+@dataclass(frozen=True)
+class GroupedProblem:
+    """E groups of [N, K], and tokens over all of them."""
+
+    groups: int
+    tokens: int
+    n: int
+    k: int
+    device: torch.device
+
+    @property
+    def operations(self) -> float:
+        return 2.0 * self.tokens * self.n * self.k
+
+    @cached_property
+    def rows(self) -> RowGroups:
+        experts = torch.arange(self.tokens, device=self.device) % self.groups
+        return group_rows(experts[:, None], self.groups)
+
+    def normal(self, rows: int, columns: int) -> Tensor:
+        """bf16 [rows, columns], from a fixed seed."""
+        generator = torch.Generator(self.device).manual_seed(columns)
+        return torch.randn(rows, columns, dtype=BF16, device=self.device, generator=generator)
+
+    def tokens_in_rows(self, columns: int) -> Tensor:
+        """bf16 [R, columns], zero where a row holds no token."""
+        return self.normal(self.rows.rows, columns).masked_fill_((self.rows.token_of_row < 0)[:, None], 0)
+
+    def operands(self, role: str) -> tuple[Tensor, Tensor]:
+        """The tensors of a role, in bf16: (x, w), (dy, w) or (dy, x)."""
+        if role == "grad_weight":
+            return self.tokens_in_rows(self.n), self.tokens_in_rows(self.k)
+        w = self.normal(self.groups * self.n, self.k)
+        return self.tokens_in_rows(self.k if role == "output" else self.n), w
+
+
+@dataclass(frozen=True)
+class Codes:
+    """An operand as its product reads it: K-major codes, whose groups are stacked along rows or columns."""
+
+    codes: Tensor
+    scale: Tensor
+    fmt: str
+    granularity: str
+
+    def values(self, codes: Tensor, scale: Tensor) -> Tensor:
+        """fp64, of codes and scales of one group."""
+        return dequantize(codes, scale, self.fmt, self.granularity, tuple(codes.shape), torch.float64)
+
+
+def quantized(p: GroupedProblem, role: str, fmt: str, granularities: tuple[str, str]) -> tuple[Codes, Codes]:
+    """Both operands of a role."""
+    a, b = p.operands(role)
+    grouped = {"group_of_block": p.rows.group_of_block, "groups": p.groups}
+    granularity_a, granularity_b = granularities
+    if role == "grad_weight":
+        pairs = [quantize_transposed(t, fmt, g, **grouped) for t, g in zip((a, b), granularities, strict=True)]
+    else:
+        rows_of_b = quantize(b, fmt, granularity_b) if role == "output" else None
+        pairs = [
+            quantize(a, fmt, granularity_a),
+            rows_of_b or quantize_stacked_transposed(b, p.groups, fmt, granularity_b, NEAREST),
+        ]
+    return tuple(Codes(*pair, fmt, g) for pair, g in zip(pairs, granularities, strict=True))
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def check_groups(
+    p: GroupedProblem, role: str, values: Callable[[int, slice], tuple[Tensor, Tensor]], accumulation: float
+) -> Check:
+    """A check of the first and the last group against fp64, and of rows of no group.
+
+    values(group, its rows): A and B of that group, fp64 [M, K] and [N, K].
+    """
+    starts = p.rows.starts.tolist()
+
+    def check(out: object) -> float:
+        assert isinstance(out, Tensor)
+        if role != "grad_weight" and bool((out[starts[-1] :] != 0).any()):
+            raise WrongResultError("rows of no group are not zero")
+        worst = 0.0
+        for group in {0, p.groups - 1}:
+            rows = slice(starts[group], starts[group + 1])
+            a, b = values(group, rows)
+            own = out[rows] if role != "grad_weight" else out.view(p.groups, p.n, p.k)[group]
+            worst = max(worst, check_product(lambda a=a: a, lambda b=b: b, accumulation)(own))
+        return worst
+
+    return check
+
+
+def plain_values(p: GroupedProblem, role: str, a: Tensor, b: Tensor) -> Callable[[int, slice], tuple[Tensor, Tensor]]:
+    def values(group: int, rows: slice) -> tuple[Tensor, Tensor]:
+        if role == "grad_weight":
+            return a[rows].t().double(), b[rows].t().double()
+        w = b.view(p.groups, p.n, p.k)[group].double()
+        return a[rows].double(), w if role == "output" else w.t()
+
+    return values
+
+
+def coded_values(p: GroupedProblem, role: str, a: Codes, b: Codes) -> Callable[[int, slice], tuple[Tensor, Tensor]]:
+    def scale_of(operand: Codes, group: int, rows: slice) -> Tensor:
+        """Of what is summed over rows."""
+        if operand.granularity == "rowwise":
+            return operand.scale.view(p.groups, -1)[group]
+        along = 32 if operand.granularity == "32x32" else 128
+        return operand.scale[:, rows.start // along : rows.stop // along]
+
+    def values(group: int, rows: slice) -> tuple[Tensor, Tensor]:
+        if role == "grad_weight":
+            return tuple(t.values(t.codes[:, rows].contiguous(), scale_of(t, group, rows)) for t in (a, b))
+        down = {"32x32": 32}.get(a.granularity, 1)
+        w = matrices(b.codes, a.codes.shape[1], p.groups)[group].contiguous()
+        if b.granularity == "rowwise":
+            scale_w = b.scale.view(p.groups, -1)[group]
+        else:
+            scale_w = unstack(b.scale, p.groups, role == "output")[group]
+        return a.values(a.codes[rows], a.scale[rows.start // down : rows.stop // down]), b.values(w, scale_w)
+
+    return values
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GroupedRow:
+    """A line of the table. arithmetic: key of `Hardware.peaks` whose peak bounds it."""
+
+    name: str
+    arithmetic: str
+    prepare: Callable[[GroupedProblem], Case]
+
+
+def _plain(role: str, family: str | None, p: GroupedProblem) -> Case:
+    a, b = p.operands(role)
+    groups = p.rows.group_of_block, p.rows.starts
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        if role == "grad_weight":
+            return grouped_sums_plain_mm(a.t(), b.t(), p.rows.starts, BF16)
+        return grouped_rows_plain_mm(a, b if role == "output" else b.t(), *groups)
+
+    return Case((a, b), run, check_groups(p, role, plain_values(p, role, a, b), BF16_SUM), family)
+
+
+def _pytorch_bf16(role: str, p: GroupedProblem) -> Case:
+    a, b = p.operands(role)
+    offs = p.rows.starts[1:]
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        if role == "grad_weight":
+            return F.grouped_mm(a.t(), b, offs=offs)
+        w = b.view(p.groups, p.n, p.k)
+        return F.grouped_mm(a, w.transpose(1, 2) if role == "output" else w, offs=offs)
+
+    return Case((a, b), run, _without_tail(p, role, plain_values(p, role, a, b), BF16_SUM))
+
+
+def _without_tail(
+    p: GroupedProblem, role: str, values: Callable[[int, slice], tuple[Tensor, Tensor]], accumulation: float
+) -> Check:
+    """PyTorch does not write rows of no group."""
+    check, last = check_groups(p, role, values, accumulation), int(p.rows.starts[-1])
+    return lambda out: check(out if role == "grad_weight" else out[:last])
+
+
+def _need_fp8(p: GroupedProblem, fmt: str) -> None:
+    if fmt == "e4m3" and p.device.type == "cuda" and compute_capability(p.device) < FP8_CAPABILITY:
+        raise UnavailableError("FP8 needs compute capability 8.9")
+
+
+def _pytorch_fp8(role: str, p: GroupedProblem) -> Case:
+    if p.device.type != "cuda":
+        raise UnavailableError("PyTorch's scaled grouped products run on a GPU only")
+    _need_fp8(p, "e4m3")
+    a, b = quantized(p, role, "e4m3", ("rowwise", "rowwise"))
+    offs = p.rows.starts[1:]
+
+    def run(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
+        options = {"offs": offs, "out_dtype": BF16, "use_fast_accum": True}
+        if role == "grad_weight":
+            return torch._scaled_grouped_mm(a, b.t(), scale_a, scale_b, **options)
+        w = matrices(b, a.shape[1], p.groups)
+        return torch._scaled_grouped_mm(a, w.transpose(1, 2), scale_a, scale_b.view(p.groups, -1), **options)
+
+    check = _without_tail(p, role, coded_values(p, role, a, b), FP8_SUM)
+    return Case((a.codes, b.codes, a.scale, b.scale), run, check)
+
+
+def _coded(role: str, fmt: str, granularities: tuple[str, str], family: str | None, p: GroupedProblem) -> Case:
+    _need_fp8(p, fmt)
+    a, b = quantized(p, role, fmt, granularities)
+    groups, rowwise = (p.rows.group_of_block, p.rows.starts), granularities[0] == "rowwise"
+
+    def run(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
+        operands = a, b, scale_a, scale_b
+        if rowwise:
+            if role == "grad_weight":
+                return grouped_sums_mm(*operands, p.rows.starts, BF16)
+            return grouped_rows_mm(*operands, *groups, BF16)
+        if role == "grad_weight":
+            return grouped_sums_blockwise_mm(*operands, *granularities, p.rows.starts, BF16)
+        return grouped_rows_blockwise_mm(*operands, *granularities, *groups, BF16)
+
+    check = check_groups(p, role, coded_values(p, role, a, b), FP32_SUM if fmt == "int8" else FP8_SUM)
+    return Case((a.codes, b.codes, a.scale, b.scale), run, check, family)
+
+
+def _rows() -> list[GroupedRow]:
+    found = []
+    for role in ROLES:
+        blocks = ("1x128", "1x128" if role == "grad_weight" else "128x128")
+        found += [
+            GroupedRow(f"{role}, BF16 PyTorch", "bf16", partial(_pytorch_bf16, role)),
+            GroupedRow(f"{role}, BF16 Triton", "bf16", partial(_plain, role, "triton")),
+            GroupedRow(f"{role}, BF16 qtrain", "bf16", partial(_plain, role, None)),
+            GroupedRow(f"{role}, FP8 PyTorch, rowwise", "fp8", partial(_pytorch_fp8, role)),
+        ]
+        for fmt, arithmetic in (("e4m3", "fp8"), ("int8", "int8")):
+            for who, family in (("Triton", "triton"), ("qtrain", None)) if fmt == "e4m3" else (("qtrain", None),):
+                name = f"{role}, {arithmetic.upper()} {who}"
+                case = partial(_coded, role, fmt, ("rowwise", "rowwise"), family)
+                found.append(GroupedRow(f"{name}, rowwise", arithmetic, case))
+            name = f"{role}, {arithmetic.upper()} qtrain, {' · '.join(blocks)}"
+            found.append(GroupedRow(name, arithmetic, partial(_coded, role, fmt, blocks, None)))
+        name = f"{role}, INT8 qtrain, 32x32 · 32x32"
+        found.append(GroupedRow(name, "int8", partial(_coded, role, "int8", ("32x32", "32x32"), None)))
+    return found
+
+
+GROUPED_ROWS = _rows()
+
+
+def grouped_table(
+    problems: dict[str, GroupedProblem],
+    rows: Sequence[GroupedRow],
+    budget_ms: float,
+    hardware: Hardware,
+    report: Report,
+) -> Table:
+    """TFLOP/s of every row on every problem; rows of no token are not counted."""
+    table = Table("Grouped products, experts x tokens x N x K", "TFLOP/s; TOPS for integers", list(problems))
+    for r in rows:
+        peak = hardware.peaks.get(r.arithmetic)
+        for column, problem in problems.items():
+
+            def show(_: Case, ms: float, problem: GroupedProblem = problem, peak: float | None = peak) -> Cell:
+                rate = problem.operations / ms / 1e9
+                return Cell(rate, details={"share_of_peak": rate / peak if peak else None})
+
+            cell = examine(partial(r.prepare, problem), problem.device, show, budget_ms)
+            table.put(r.name, column, cell)
+            report(f"{r.name}, {column}", cell)
+    return table

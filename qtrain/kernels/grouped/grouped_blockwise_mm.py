@@ -1,0 +1,306 @@
+"""Grouped GEMMs of 8-bit codes with blockwise scales: the products of `gemm/blockwise_mm.py`, each group alone.
+
+1x128 activations times 128x128 weights for `output` and `grad_input`, 1x128 times 1x128 for `grad_weight`, or 32x32
+INT8 for all: groups of rows begin at multiples of 128, so a block belongs to one group. A weight whose N is no multiple
+of the block's rows has blocks of each group's own, ceil(N / rows) of them.
+
+The kernels are those of `gemm/blockwise_mm.py` in the frame of `persistent.py`. PyTorch has no such product.
+"""
+
+import torch
+from torch import Tensor
+
+from qtrain.hardware import has_fp8, sm_count
+from qtrain.kernels.autotune import choose, forced
+from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.gemm.blockwise_mm import (
+    BLOCKS,
+    TILINGS,
+    BlockwiseTiling,
+    blockwise_mm_ref,
+    load_scale_b,
+    to_float,
+)
+from qtrain.kernels.gemm.tiling import tile_of
+from qtrain.kernels.grouped.grouped_mm import check_operands, columns_of_output
+from qtrain.kernels.grouped.persistent import (
+    launch_longest_first,
+    load_matrix,
+    steps_of_program,
+    store_matrix,
+    zero_empty,
+    zero_tail,
+)
+from qtrain.kernels.grouped.reference import check_groups, matrices, multiply_rows, own_columns, unstack
+
+# ---- definition ------------------------------------------------------------------------------------------------------
+
+
+def grouped_rows_blockwise_mm_ref(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    block_a: str,
+    block_b: str,
+    starts: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """A [R, K]; B as for `grouped_rows_mm` -> [R, N]: `blockwise_mm_ref` of each group's rows and matrix."""
+    groups, down = starts.shape[0] - 1, BLOCKS[block_a][0]
+    w, scales = matrices(b, a.shape[1], groups), unstack(scale_b, groups, b.shape[1] == a.shape[1])
+
+    def multiply(group: int, rows: slice) -> Tensor:
+        own = scale_a if rows.stop is None else scale_a[rows.start // down : rows.stop // down]
+        return blockwise_mm_ref(a[rows], w[group], own, scales[group], block_a, block_b, out_dtype)
+
+    return multiply_rows(multiply, a.new_zeros(a.shape[0], w.shape[1], dtype=out_dtype), starts)
+
+
+def grouped_sums_blockwise_mm_ref(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    block_a: str,
+    block_b: str,
+    starts: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """A [N, R], B [K, R] -> [E * N, K]: `blockwise_mm_ref` of each group's columns."""
+    along, sums = BLOCKS[block_a][1], []
+    for e in range(starts.shape[0] - 1):
+        own = [own_columns(t, starts, e) for t in (a, b)]
+        scales = [own_columns(t, starts, e, along) for t in (scale_a, scale_b)]
+        sums.append(blockwise_mm_ref(*own, *scales, block_a, block_b, out_dtype))
+    return torch.cat(sums) if sums else a.new_zeros(0, b.shape[0], dtype=out_dtype)
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+_SIZES = ["m", "n", "k", "groups", "a_row_stride", "a_k_stride", "b_group_stride", "b_row_stride", "b_k_stride"]
+
+
+@triton.jit(do_not_specialize=_SIZES)  # one binary for all shapes: descriptors do the addressing
+def _grouped_rows_blockwise_kernel(
+    a_desc, b_desc, c_desc, scale_a_ptr, scale_b_ptr, group_ptr, starts_ptr, m, n, k, groups,
+    a_row_stride, a_k_stride, b_group_stride, b_row_stride, b_k_stride,
+    PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
+    ACCUMULATOR: tl.constexpr = tl.int32 if INT8 else tl.float32
+    tiles_m, tiles_n = tl.load(starts_ptr + groups) // BLOCK_M, tl.cdiv(n, BLOCK_N)
+    tiles, steps = tiles_m * tiles_n, tl.cdiv(k, BLOCK_K)
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
+        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
+        row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
+        group = tl.load(group_ptr + row // 128)
+        scale_a_row = scale_a_ptr + (row + tl.arange(0, BLOCK_M)) // ROWS_A * a_row_stride
+        scale_b_group = scale_b_ptr + group * b_group_stride
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for step in range(0, steps):
+            scale_a = tl.load(scale_a_row + step * a_k_stride)
+            scale_b = load_scale_b(scale_b_group + step * b_k_stride, column, n, b_row_stride, BLOCK_N, ROWS_B)
+            a = a_desc.load([row, step * BLOCK_K])
+            b = load_matrix(b_desc, group, column, step * BLOCK_K, False)
+            partial = to_float(tl.dot(a, b.T, out_dtype=ACCUMULATOR), INT8)
+            total += partial * (scale_a[:, None] * scale_b[None, :])
+        c_desc.store([row, column], total.to(c_desc.dtype))
+    zero_tail(c_desc, tiles, m, tiles_n, PROGRAMS, BLOCK_M, BLOCK_N, 1)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _grouped_sums_blockwise_kernel(
+    a_desc, b_desc, c_desc, scale_a_ptr, scale_b_ptr, starts_ptr, order_ptr, n, k, groups,
+    a_row_stride, a_k_stride, b_row_stride, b_k_stride,
+    PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+    ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
+    """One loop over the steps of all tiles, as `_grouped_sums_kernel`."""
+    ACCUMULATOR: tl.constexpr = tl.int32 if INT8 else tl.float32
+    tiles_m, tiles_n = tl.cdiv(n, BLOCK_M), tl.cdiv(k, BLOCK_N)
+    tiles = tiles_m * tiles_n  # of a group
+    steps, held = steps_of_program(order_ptr, starts_ptr, groups, tiles, PROGRAMS, BLOCK_K, BLOCK_E)
+    item = tl.program_id(0) - PROGRAMS
+    group, row, column, start, last = 0, 0, 0, 0, 0
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for _ in tl.range(0, steps):
+        start += BLOCK_K
+        if start >= last:
+            item += PROGRAMS
+            group = tl.load(order_ptr + item // tiles)
+            start, last = tl.load(starts_ptr + group), tl.load(starts_ptr + group + 1)
+            tile_m, tile_n = tile_of(item % tiles, tiles_m, tiles_n, GROUP_M)
+            row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
+        step, rows = start // BLOCK_K, row + tl.arange(0, BLOCK_M)
+        scale_a = tl.load(scale_a_ptr + rows // ROWS_A * a_row_stride + step * a_k_stride, rows < n, 0.0)
+        scale_b = load_scale_b(scale_b_ptr + step * b_k_stride, column, k, b_row_stride, BLOCK_N, ROWS_B)
+        a = a_desc.load([row, start])
+        b = b_desc.load([column, start])
+        partial = to_float(tl.dot(a, b.T, out_dtype=ACCUMULATOR), INT8)
+        total += partial * (scale_a[:, None] * scale_b[None, :])
+        if start + BLOCK_K >= last:
+            store_matrix(c_desc, total, group, row, column, 1)
+            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    zero_empty(c_desc, order_ptr, held, groups, tiles, tiles_n, PROGRAMS, BLOCK_M, BLOCK_N, 1)
+
+
+def launch_grouped_rows_blockwise(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    block_a: str,
+    block_b: str,
+    out: Tensor,
+    tiling: BlockwiseTiling,
+    group_of_block: Tensor,
+    starts: Tensor,
+) -> Tensor:
+    """out [R, N] = rows of A [R, K] times their group's matrix, of B [E, N, K], transposed; scale_b [E, *, *].
+
+    R a multiple of 128; rows and K in multiples of 16 bytes; not empty. Scales of any strides.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    (m, k), (groups, n, _), t = a.shape, b.shape, tiling
+    (rows_a, block_k), (rows_b, _) = BLOCKS[block_a], BLOCKS[block_b]
+    programs = min(t.per_sm * sm_count(a.device), triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n))
+    _grouped_rows_blockwise_kernel[(programs,)](
+        TensorDescriptor.from_tensor(a, [t.block_m, block_k]),
+        TensorDescriptor.from_tensor(b, [1, t.block_n, block_k]),
+        TensorDescriptor.from_tensor(out, [t.block_m, t.block_n]),
+        scale_a, scale_b, group_of_block, starts, m, n, k, groups, *scale_a.stride(), *scale_b.stride(),
+        programs, t.group_m, t.block_m, t.block_n, block_k, rows_a, rows_b, a.dtype == torch.int8,
+        num_warps=t.warps, num_stages=t.stages,
+    )  # fmt: skip
+    return out
+
+
+def launch_grouped_sums_blockwise(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    block_a: str,
+    block_b: str,
+    out: Tensor,
+    tiling: BlockwiseTiling,
+    starts: Tensor,
+) -> Tensor:
+    """out [E, N, K] = A [N, R] times B [K, R] transposed, over the rows starts[e] to starts[e + 1] of R for each e.
+
+    R a multiple of 128; rows of `out` in multiples of 16 bytes; not empty. Scales of any strides.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    (groups, n, k), t = out.shape, tiling
+    (rows_a, block_k), (rows_b, _) = BLOCKS[block_a], BLOCKS[block_b]
+    items = groups * triton.cdiv(n, t.block_m) * triton.cdiv(k, t.block_n)
+    programs = min(t.per_sm * sm_count(a.device), items)
+    _grouped_sums_blockwise_kernel[(programs,)](
+        TensorDescriptor.from_tensor(a, [t.block_m, block_k]),
+        TensorDescriptor.from_tensor(b, [t.block_n, block_k]),
+        TensorDescriptor.from_tensor(out, [1, t.block_m, t.block_n]),
+        scale_a, scale_b, starts, launch_longest_first(starts), n, k, groups, *scale_a.stride(), *scale_b.stride(),
+        programs, t.group_m, t.block_m, t.block_n, block_k, triton.next_power_of_2(groups),
+        rows_a, rows_b, a.dtype == torch.int8,
+        num_warps=t.warps, num_stages=t.stages,
+    )  # fmt: skip
+    return out
+
+
+# ---- dispatch --------------------------------------------------------------------------------------------------------
+
+
+def _names(a: Tensor, k: int, n: int, empty: bool, out_dtype: torch.dtype) -> list[str]:
+    """The implementations on a GPU, the best in general first. k: of an operand's rows, n: of an output's."""
+    supported = a.is_cuda and not empty and (a.dtype == torch.int8 or has_fp8(a.device))
+    aligned = k % 16 == 0 and n * out_dtype.itemsize % 16 == 0  # TMA descriptors take strides in multiples of 16 bytes
+    return list(TILINGS) if supported and aligned and forced() != "ref" else []
+
+
+def _check_blocks(block_a: str, block_b: str) -> None:
+    if BLOCKS[block_a][1] != BLOCKS[block_b][1]:
+        raise ValueError(f"blocks {block_a} and {block_b} cut K differently")
+
+
+@torch.library.custom_op("qtrain::grouped_rows_blockwise_mm", mutates_args=())
+def grouped_rows_blockwise_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    block_a: str,
+    block_b: str,
+    group_of_block: Tensor,
+    starts: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Rows of A [R, K] times their group's matrix, transposed, each block times its scale -> [R, N] in out_dtype.
+
+    B holds E matrices [N, K] along its rows [E * N, K] or along its columns [N, E * K], and scale_b their scales in the
+    same way. block_a, block_b: "1x128" or "128x128" in any combination, or both "32x32". The rest as for
+    `grouped_rows_mm`.
+    """
+    _check_blocks(block_a, block_b)
+    check_operands(a, b)
+    check_groups(a.shape[0], group_of_block)
+    a, b, groups = a.contiguous(), b.contiguous(), starts.shape[0] - 1
+    by_rows = b.shape[1] == a.shape[1]
+    w, scale_w = matrices(b, a.shape[1], groups), unstack(scale_b, groups, by_rows)
+    names = _names(a, a.shape[1], w.shape[1], not (a.numel() and w.numel()), out_dtype)
+    if not names:
+        return grouped_rows_blockwise_mm_ref(a, b, scale_a, scale_b, block_a, block_b, starts, out_dtype)
+
+    def run(name: str) -> Tensor:
+        out = torch.empty(a.shape[0], w.shape[1], dtype=out_dtype, device=a.device)
+        blocks, groups_of_rows = (block_a, block_b), (group_of_block, starts)
+        return launch_grouped_rows_blockwise(a, w, scale_a, scale_w, *blocks, out, TILINGS[name], *groups_of_rows)
+
+    key = (*a.shape, w.shape[1], groups, by_rows, a.dtype, b.dtype, block_a, block_b, out_dtype)
+    return run(choose("grouped_rows_blockwise_mm", key, names, run))
+
+
+@grouped_rows_blockwise_mm.register_fake
+def _(a, b, scale_a, scale_b, block_a, block_b, group_of_block, starts, out_dtype):
+    return a.new_empty(a.shape[0], columns_of_output(a, b, starts), dtype=out_dtype)
+
+
+@torch.library.custom_op("qtrain::grouped_sums_blockwise_mm", mutates_args=())
+def grouped_sums_blockwise_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    block_a: str,
+    block_b: str,
+    starts: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """A [N, R] · B [K, R]ᵀ over the rows of each of E groups, each block times its scale -> [E * N, K] in out_dtype.
+
+    scale_a, scale_b: as the quantizers give them for A and B. The rest as for `grouped_sums_mm`.
+    """
+    _check_blocks(block_a, block_b)
+    check_operands(a, b)
+    a, b, groups = a.contiguous(), b.contiguous(), starts.shape[0] - 1
+    n, k = a.shape[0], b.shape[0]
+    names = _names(a, a.shape[1], k, not (a.numel() and b.numel() and groups), out_dtype)
+    if not names:
+        return grouped_sums_blockwise_mm_ref(a, b, scale_a, scale_b, block_a, block_b, starts, out_dtype)
+
+    def run(name: str) -> Tensor:
+        out = torch.empty(groups, n, k, dtype=out_dtype, device=a.device)
+        blocks = block_a, block_b
+        return launch_grouped_sums_blockwise(a, b, scale_a, scale_b, *blocks, out, TILINGS[name], starts)
+
+    key = (*a.shape, k, groups, a.dtype, b.dtype, block_a, block_b, out_dtype)
+    return run(choose("grouped_sums_blockwise_mm", key, names, run)).view(groups * n, k)
+
+
+@grouped_sums_blockwise_mm.register_fake
+def _(a, b, scale_a, scale_b, block_a, block_b, starts, out_dtype):
+    return a.new_empty((starts.shape[0] - 1) * a.shape[0], b.shape[0], dtype=out_dtype)

@@ -1,0 +1,225 @@
+"""Grouped GEMMs of 8-bit codes with scales in the epilogue: the products of `gemm/scaled_mm.py`, each group alone.
+
+    grouped_rows_mm  out [R, N]: each row times its group's matrix. `output`: b [E * N, K]; `grad_input`: b [N, E * K]
+    grouped_sums_mm  out [E * N, K]: sums over each group's own rows, `grad_weight`
+
+Operands are INT8 or FP8 codes, with rows in groups (`row_groups.py`). A scale is one for all ([1]), or one per row of
+A, per row of a group's matrix, or, of what is summed over rows, per group and column. Rows of no group are zero, and so
+are sums of groups without rows.
+"""
+
+import torch
+from torch import Tensor
+
+from qtrain.hardware import has_fp8
+from qtrain.kernels.autotune import choose, forced
+from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K
+from qtrain.kernels.gemm.scaled_mm import FP8, scaled_mm_ref
+from qtrain.kernels.gemm.tiling import Tiling
+from qtrain.kernels.grouped.persistent import launch_grouped_rows, launch_grouped_sums
+from qtrain.kernels.grouped.reference import check_groups, matrices, multiply_rows, own_columns
+from qtrain.kernels.grouped.zeros import launch_zero_empty, launch_zero_tail
+
+# ---- definition ------------------------------------------------------------------------------------------------------
+
+
+def grouped_rows_mm_ref(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, starts: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """A [R, K]; B as for `grouped_rows_mm` -> [R, N]: `scaled_mm_ref` of each group's rows and matrix."""
+    groups = starts.shape[0] - 1
+    w = matrices(b, a.shape[1], groups)
+    scales = scale_b.view(groups, -1) if scale_b.numel() > 1 else scale_b.expand(groups, 1)
+
+    def multiply(group: int, rows: slice) -> Tensor:
+        scale = scale_a[rows] if scale_a.numel() > 1 else scale_a
+        return scaled_mm_ref(a[rows], w[group], scale, scales[group], out_dtype)
+
+    return multiply_rows(multiply, a.new_zeros(a.shape[0], w.shape[1], dtype=out_dtype), starts)
+
+
+def grouped_sums_mm_ref(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, starts: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """A [N, R], B [K, R] -> [E * N, K]: `scaled_mm_ref` of each group's columns."""
+    groups = starts.shape[0] - 1
+    scales_a, scales_b = (s.view(groups, -1) if s.numel() > 1 else s.expand(groups, 1) for s in (scale_a, scale_b))
+    sums = [
+        scaled_mm_ref(*(own_columns(t, starts, e) for t in (a, b)), scales_a[e], scales_b[e], out_dtype)
+        for e in range(groups)
+    ]
+    return torch.cat(sums) if sums else a.new_zeros(0, b.shape[0], dtype=out_dtype)
+
+
+def check_operands(a: Tensor, b: Tensor) -> None:
+    same_kind = a.dtype == b.dtype == torch.int8 or (a.dtype in FP8 and b.dtype in FP8)
+    assert same_kind, f"operands are both int8 or both FP8, not {a.dtype} and {b.dtype}"
+
+
+# ---- dispatch --------------------------------------------------------------------------------------------------------
+
+# As in `gemm/scaled_mm.py`, less the tiles of 256 rows, which may contain two groups. Few rows to a group want few rows
+# of tiles between two columns (GROUP_M): the group's matrix stays in L2.
+_TWO, _TWO_WIDE = Tiling(128, 128, 128, 4, 3, per_sm=2), Tiling(128, 128, 128, 4, 3, subtiles=4, per_sm=2)
+_LARGE, _TALL = Tiling(128, 256, 128, 8, 4), Tiling(256, 128, 128, 8, 4)
+_LARGE_16, _TWO_16 = Tiling(128, 256, 128, 8, 4, group_m=16), Tiling(128, 128, 128, 4, 3, group_m=16, per_sm=2)
+_SMALL = Tiling(64, 128, 128, 4, 4, subtiles=1, per_sm=2)
+ROWS_TILINGS = {t.name: t for t in (_TWO, _TWO_WIDE, _LARGE, _LARGE_16, _TWO_16, _SMALL)}
+SUMS_TILINGS = {t.name: t for t in (_TWO, _TWO_WIDE, _LARGE, _TALL, _SMALL)}
+
+
+def _kernels_take(a: Tensor, k: int, n: int, out_dtype: torch.dtype) -> bool:
+    """k: of an operand's rows, n: of an output's; TMA descriptors take strides in multiples of 16 bytes."""
+    supported = a.dtype == torch.int8 or has_fp8(a.device) or not a.is_cuda
+    return supported and k % 16 == 0 and n * out_dtype.itemsize % 16 == 0
+
+
+def rows_mm_names(a: Tensor, b: Tensor, n: int, out_dtype: torch.dtype) -> list[str]:
+    """The implementations of `grouped_rows_mm` for these operands on a GPU, the best in general first; n: of `out`."""
+    k, int8 = a.shape[1], a.dtype == torch.int8
+    if not _kernels_take(a, k, n, out_dtype) or (int8 and k > LONGEST_EXACT_K):
+        return []
+    if out_dtype.itemsize > 2:
+        return [_TWO_WIDE.name, _SMALL.name]
+    order = [_TWO, _LARGE, _TWO_16, _LARGE_16] if int8 else [_LARGE, _TWO, _LARGE_16, _TWO_16]
+    return [*(t.name for t in order), _SMALL.name, *_library(a, b, n, k, out_dtype)]
+
+
+def sums_mm_names(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> list[str]:
+    """The implementations of `grouped_sums_mm` for these operands on a GPU, the best in general first."""
+    n, k = a.shape[0], b.shape[0]
+    if not _kernels_take(a, a.shape[1], k, out_dtype):
+        return []
+    if out_dtype.itemsize > 2:
+        return [_TWO_WIDE.name, _SMALL.name]
+    order = [_TWO, _LARGE, _TALL] if a.dtype == torch.int8 else [_LARGE, _TALL, _TWO]
+    return [*(t.name for t in order), _SMALL.name, *_library(a, b, n, k, out_dtype)]
+
+
+def _library(a: Tensor, b: Tensor, n: int, k: int, out_dtype: torch.dtype) -> list[str]:
+    takes = a.dtype == b.dtype == torch.float8_e4m3fn and out_dtype == torch.bfloat16 and n % 16 == k % 16 == 0
+    return ["cublas"] if takes else []
+
+
+def _per_row(scale: Tensor, numel: int) -> Tensor:
+    """PyTorch's grouped product takes a scale for each row of each group."""
+    return scale if scale.numel() == numel else scale.expand(numel).contiguous()
+
+
+def _run_rows(
+    name: str,
+    a: Tensor,
+    w: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    group_of_block: Tensor,
+    starts: Tensor,
+    out_dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
+    """w: `matrices` [E, N, K]."""
+    (rows, _), (groups, n, _) = a.shape, w.shape
+    if name == "cublas":
+        scales = _per_row(scale_a, rows), _per_row(scale_b, groups * n).view(groups, n)
+        out = torch._scaled_grouped_mm(
+            a, w.transpose(1, 2), *scales, offs=starts[1:], out_dtype=out_dtype, use_fast_accum=fast
+        )
+        launch_zero_tail(out, group_of_block)
+        return out
+    out = torch.empty(rows, n, dtype=out_dtype, device=a.device)
+    return launch_grouped_rows(
+        a, w, out, ROWS_TILINGS[name], group_of_block, starts, (scale_a, scale_b), fast_accum=fast
+    )
+
+
+def _run_sums(
+    name: str,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    starts: Tensor,
+    out_dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
+    groups, n, k = starts.shape[0] - 1, a.shape[0], b.shape[0]
+    if name == "cublas":
+        scales = _per_row(scale_a, groups * n), _per_row(scale_b, groups * k)
+        out = torch._scaled_grouped_mm(a, b.t(), *scales, offs=starts[1:], out_dtype=out_dtype, use_fast_accum=fast)
+        launch_zero_empty(out, starts)
+    else:
+        out = torch.empty(groups, n, k, dtype=out_dtype, device=a.device)
+        launch_grouped_sums(a, b, out, SUMS_TILINGS[name], starts, (scale_a, scale_b), fast_accum=fast)
+    return out.view(groups * n, k)
+
+
+@torch.library.custom_op("qtrain::grouped_rows_mm", mutates_args=())
+def grouped_rows_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    group_of_block: Tensor,
+    starts: Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool = True,
+) -> Tensor:
+    """Rows of A [R, K] times their group's matrix, transposed, times both scales -> [R, N] in out_dtype.
+
+    A, B both int8 or both fp8. B holds E matrices [N, K] along its rows [E * N, K] or along its columns [N, E * K].
+    scale_a: fp32 [R] or [1]; scale_b: [E * N] or [1]. group_of_block int32 [R / 128], starts int32 [E + 1]: of
+    `RowGroups`. Rows of no group are zero.
+    """
+    check_operands(a, b)
+    check_groups(a.shape[0], group_of_block)
+    a, groups = a.contiguous(), starts.shape[0] - 1
+    w = matrices(b.contiguous(), a.shape[1], groups)
+    names = rows_mm_names(a, b, w.shape[1], out_dtype) if a.is_cuda and a.numel() and w.numel() else []
+    if not names or forced() == "ref":
+        return grouped_rows_mm_ref(a, b.contiguous(), scale_a, scale_b, starts, out_dtype)
+    stacked = "rows" if w.is_contiguous() else "columns"
+    per_row = scale_a.numel() > 1, scale_b.numel() > 1
+    key = (*a.shape, w.shape[1], groups, stacked, a.dtype, b.dtype, out_dtype, *per_row, fast_accum)
+    arguments = (a, w, scale_a, scale_b, group_of_block, starts, out_dtype, fast_accum)
+    return _run_rows(choose("grouped_rows_mm", key, names, lambda name: _run_rows(name, *arguments)), *arguments)
+
+
+@grouped_rows_mm.register_fake
+def _(a, b, scale_a, scale_b, group_of_block, starts, out_dtype, fast_accum=True):
+    return a.new_empty(a.shape[0], columns_of_output(a, b, starts), dtype=out_dtype)
+
+
+def columns_of_output(a: Tensor, b: Tensor, starts: Tensor) -> int:
+    """N of a product of rows."""
+    return b.shape[0] // (starts.shape[0] - 1) if b.shape[1] == a.shape[1] else b.shape[0]
+
+
+@torch.library.custom_op("qtrain::grouped_sums_mm", mutates_args=())
+def grouped_sums_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    starts: Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool = True,
+) -> Tensor:
+    """A [N, R] · B [K, R]ᵀ over the rows of each of E groups, times its scales -> [E * N, K] in out_dtype.
+
+    A, B both int8 or both fp8: transposed codes. scale_a: fp32 [E * N] or [1]; scale_b: [E * K] or [1]. starts int32
+    [E + 1]: `RowGroups`. Groups without rows have sums of zero.
+    """
+    check_operands(a, b)
+    a, b = a.contiguous(), b.contiguous()
+    names = sums_mm_names(a, b, out_dtype) if a.is_cuda and a.numel() and b.numel() else []
+    if not names or forced() == "ref":
+        return grouped_sums_mm_ref(a, b, scale_a, scale_b, starts, out_dtype)
+    per_row = scale_a.numel() > 1, scale_b.numel() > 1
+    key = (*a.shape, b.shape[0], starts.shape[0] - 1, a.dtype, b.dtype, out_dtype, *per_row, fast_accum)
+    arguments = (a, b, scale_a, scale_b, starts, out_dtype, fast_accum)
+    return _run_sums(choose("grouped_sums_mm", key, names, lambda name: _run_sums(name, *arguments)), *arguments)
+
+
+@grouped_sums_mm.register_fake
+def _(a, b, scale_a, scale_b, starts, out_dtype, fast_accum=True):
+    return a.new_empty((starts.shape[0] - 1) * a.shape[0], b.shape[0], dtype=out_dtype)

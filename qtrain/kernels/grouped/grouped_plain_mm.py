@@ -1,0 +1,125 @@
+"""Grouped GEMMs in high precision, bf16 or fp32: the products of `grouped_mm.py` without scales, of any layout.
+
+    output       grouped_rows_plain_mm(x, w)           x [R, K], w [E * N, K]
+    grad_input   grouped_rows_plain_mm(dy, w.t())      dy [R, N]; the transpose is a view
+    grad_weight  grouped_sums_plain_mm(dy.t(), x.t())
+
+16-bit tensor cores read operands in either order, so a transpose is a view whose strides tell. bf16 sums are fp32,
+rounded once. Candidates are this package's persistent kernel and PyTorch's `grouped_mm`, whose rows of no group, and
+sums of groups without rows, are set to zero. fp32 is computed by the definition.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qtrain.kernels.autotune import choose, forced
+from qtrain.kernels.gemm.tiling import Tiling
+from qtrain.kernels.grouped.grouped_mm import columns_of_output
+from qtrain.kernels.grouped.persistent import launch_grouped_rows, launch_grouped_sums
+from qtrain.kernels.grouped.reference import check_groups, matrices, multiply_rows, own_columns
+from qtrain.kernels.grouped.zeros import launch_zero_empty, launch_zero_tail
+
+# ---- definition ------------------------------------------------------------------------------------------------------
+
+
+def grouped_rows_plain_mm_ref(a: Tensor, b: Tensor, starts: Tensor) -> Tensor:
+    """A [R, K]; B as for `grouped_rows_mm` -> [R, N] in A's dtype: `F.linear` of each group's rows and matrix."""
+    w = matrices(b, a.shape[1], starts.shape[0] - 1)
+    out = a.new_zeros(a.shape[0], w.shape[1])
+    return multiply_rows(lambda group, rows: F.linear(a[rows], w[group]), out, starts)
+
+
+def grouped_sums_plain_mm_ref(a: Tensor, b: Tensor, starts: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """A [N, R], B [K, R] -> [E * N, K]: A · Bᵀ of each group's columns."""
+    sums = [own_columns(a, starts, e) @ own_columns(b, starts, e).t() for e in range(starts.shape[0] - 1)]
+    return (torch.cat(sums) if sums else a.new_zeros(0, b.shape[0])).to(out_dtype)
+
+
+# ---- dispatch --------------------------------------------------------------------------------------------------------
+
+_LARGE, _TWO = Tiling(128, 256, 64, 8, 4), Tiling(128, 128, 64, 4, 3, per_sm=2)
+_WIDE, _WIDE_TWO = Tiling(128, 256, 64, 8, 3, subtiles=4), Tiling(128, 128, 64, 4, 3, subtiles=4, per_sm=2)
+_TALL, _SMALL = Tiling(256, 128, 64, 8, 4), Tiling(64, 128, 64, 4, 4, subtiles=2, per_sm=2)
+ROWS_TILINGS = {t.name: t for t in (_LARGE, _TWO, _SMALL)}
+SUMS_TILINGS = {t.name: t for t in (_LARGE, _TALL, _TWO, _SMALL, _WIDE, _WIDE_TWO)}
+
+
+def _aligned(*operands: Tensor) -> bool:
+    """Whether TMA descriptors take them: bf16, strides in multiples of 16 bytes, one of the last two of 1."""
+    return all(
+        t.is_cuda
+        and t.dtype == torch.bfloat16
+        and t.numel()
+        and 1 in t.stride()[-2:]
+        and all(size % 8 == 0 for size in t.shape[-2:])
+        and all(stride == 1 or stride % 8 == 0 for stride in t.stride())
+        and t.storage_offset() % 8 == 0
+        for t in operands
+    )
+
+
+def _run_rows(name: str, a: Tensor, w: Tensor, group_of_block: Tensor, starts: Tensor) -> Tensor:
+    """w: `matrices` [E, N, K]."""
+    if name == "cublas":
+        out = F.grouped_mm(a, w.transpose(1, 2), offs=starts[1:])
+        launch_zero_tail(out, group_of_block)
+        return out
+    out = a.new_empty(a.shape[0], w.shape[1])
+    return launch_grouped_rows(a, w, out, ROWS_TILINGS[name], group_of_block, starts)
+
+
+@torch.library.custom_op("qtrain::grouped_rows_plain_mm", mutates_args=())
+def grouped_rows_plain_mm(a: Tensor, b: Tensor, group_of_block: Tensor, starts: Tensor) -> Tensor:
+    """Rows of A [R, K] times their group's matrix, transposed -> [R, N] in A's dtype, bf16 or fp32.
+
+    B holds E matrices [N, K] along its rows [E * N, K] or along its columns [N, E * K]. group_of_block int32 [R / 128],
+    starts int32 [E + 1]: of `RowGroups`. Rows of no group are zero.
+    """
+    check_groups(a.shape[0], group_of_block)
+    a, groups = a.contiguous(), starts.shape[0] - 1
+    w = matrices(b if 1 in b.stride() else b.contiguous(), a.shape[1], groups)
+    if not _aligned(a, w) or forced() == "ref":
+        return grouped_rows_plain_mm_ref(a, b, starts)
+    arguments = (a, w, group_of_block, starts)
+    key, names = (*a.shape, w.shape[1], groups, b.shape[1] == a.shape[1], w.stride(2)), [*ROWS_TILINGS, "cublas"]
+    return _run_rows(choose("grouped_rows_plain_mm", key, names, lambda name: _run_rows(name, *arguments)), *arguments)
+
+
+@grouped_rows_plain_mm.register_fake
+def _(a, b, group_of_block, starts):
+    return a.new_empty(a.shape[0], columns_of_output(a, b, starts))
+
+
+def _run_sums(name: str, a: Tensor, b: Tensor, starts: Tensor, out_dtype: torch.dtype) -> Tensor:
+    groups, n, k = starts.shape[0] - 1, a.shape[0], b.shape[0]
+    if name == "cublas":
+        out = F.grouped_mm(a, b.t(), offs=starts[1:])
+        launch_zero_empty(out, starts)
+    else:
+        out = torch.empty(groups, n, k, dtype=out_dtype, device=a.device)
+        launch_grouped_sums(a, b, out, SUMS_TILINGS[name], starts)
+    return out.view(groups * n, k)
+
+
+@torch.library.custom_op("qtrain::grouped_sums_plain_mm", mutates_args=())
+def grouped_sums_plain_mm(a: Tensor, b: Tensor, starts: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """A [N, R] · B [K, R]ᵀ over the rows of each of E groups -> [E * N, K] in out_dtype; A and B bf16 or fp32.
+
+    starts int32 [E + 1]: of `RowGroups`. Groups without rows have sums of zero.
+    """
+    a, b = (t if 1 in t.stride() else t.contiguous() for t in (a, b))
+    if not _aligned(a, b) or starts.shape[0] == 1 or forced() == "ref":
+        return grouped_sums_plain_mm_ref(a, b, starts, out_dtype)
+    if out_dtype == torch.bfloat16:
+        names = [*(t.name for t in (_LARGE, _TALL, _TWO, _SMALL)), "cublas"]
+    else:
+        names = [t.name for t in (_WIDE, _WIDE_TWO, _SMALL)]
+    arguments = (a, b, starts, out_dtype)
+    key = (*a.shape, b.shape[0], starts.shape[0] - 1, a.stride(1) == 1, b.stride(1) == 1, out_dtype)
+    return _run_sums(choose("grouped_sums_plain_mm", key, names, lambda name: _run_sums(name, *arguments)), *arguments)
+
+
+@grouped_sums_plain_mm.register_fake
+def _(a, b, starts, out_dtype):
+    return a.new_empty((starts.shape[0] - 1) * a.shape[0], b.shape[0], dtype=out_dtype)

@@ -1,0 +1,202 @@
+"""Rows of tokens into rows of groups, back again, and the gradient of a route's weight; memory-bound, one pass each.
+
+    gather_rows         x [T, C] -> [R, C]   the token of each row, zero where a row holds none
+    combine_rows        y [R, C] -> [T, C]   the weighted sum of a token's k rows
+    route_weight_grad   -> [T, k]            of the weights of `combine_rows` behind a SwiGLU MLP
+
+Products and sums are fp32, in the order of k, and rounded once. Kernels are launched with enable_fp_fusion=False, so
+that rows equal the definitions bit for bit. `combine_rows` is the gradient of `gather_rows`, which with a weight for
+each row is that of `combine_rows`.
+"""
+
+import torch
+from torch import Tensor
+
+from qtrain.hardware import has_ptx
+from qtrain.kernels.autotune import forced
+from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.grouped.row_groups import RowGroups
+from qtrain.kernels.numerics.bf16x2 import bf16_bits
+from qtrain.kernels.numerics.silu import swiglu_f32
+from qtrain.kernels.swiglu.swiglu import swiglu_ref
+
+MAX_BLOCK = 2048
+"""Columns per CTA: of bf16, two loads of 16 bytes per thread."""
+
+
+def weights_of_rows(weights: Tensor, groups: RowGroups) -> Tensor:
+    """weights fp32 [T, k] of routes -> fp32 [R], of the row of each; 0 of rows that hold no token."""
+    rows = weights.new_zeros(groups.rows)
+    return rows.scatter_(0, groups.row_of_route.flatten().long(), weights.flatten())
+
+
+# ---- gather ----------------------------------------------------------------------------------------------------------
+
+
+def gather_rows_ref(x: Tensor, token_of_row: Tensor, weight_of_row: Tensor | None = None) -> Tensor:
+    """x [T, C], token_of_row int32 [R], weight_of_row fp32 [R] -> [R, C] in x's dtype; zeros where the token is -1."""
+    held = (token_of_row >= 0)[:, None]
+    if not x.shape[0]:
+        return x.new_zeros(token_of_row.shape[0], x.shape[1])
+    rows = x[token_of_row.clamp(min=0).long()]
+    if weight_of_row is not None:
+        rows = (rows.float() * weight_of_row[:, None]).to(x.dtype)
+    return torch.where(held, rows, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+@triton.jit
+def _gather_rows_kernel(x_ptr, out_ptr, token_ptr, weight_ptr, columns, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(token_ptr + row).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + token * columns + column, (column < columns) & (token >= 0), 0.0)
+    if weight_ptr is not None:
+        x = (x.to(tl.float32) * tl.load(weight_ptr + row, token >= 0, 0.0)).to(x.dtype)
+    tl.store(out_ptr + row * columns + column, x, column < columns)
+
+
+def _grid(rows: int, columns: int) -> tuple[tuple[int, int], int]:
+    block = min(triton.next_power_of_2(columns), MAX_BLOCK)
+    return (rows, triton.cdiv(columns, block)), block
+
+
+def launch_gather_rows(x: Tensor, token_of_row: Tensor, weight_of_row: Tensor | None = None) -> Tensor:
+    """The kernel for `gather_rows_ref`; x contiguous."""
+    (_, columns), out = x.shape, x.new_empty(token_of_row.shape[0], x.shape[1])
+    if out.numel():
+        grid, block = _grid(*out.shape)
+        _gather_rows_kernel[grid](
+            x, out, token_of_row, weight_of_row, columns, block, num_warps=4, enable_fp_fusion=False
+        )
+    return out
+
+
+@torch.library.custom_op("qtrain::gather_rows", mutates_args=())
+def gather_rows(x: Tensor, token_of_row: Tensor, weight_of_row: Tensor | None = None) -> Tensor:
+    """x [T, C], token_of_row int32 [R] -> [R, C] in x's dtype; zeros where the token is -1.
+
+    weight_of_row: a factor for each row, fp32 [R]; the product is rounded once.
+    """
+    if not x.is_cuda or forced() == "ref":
+        return gather_rows_ref(x, token_of_row, weight_of_row)
+    return launch_gather_rows(x.contiguous(), token_of_row, weight_of_row)
+
+
+@gather_rows.register_fake
+def _(x, token_of_row, weight_of_row=None):
+    return x.new_empty(token_of_row.shape[0], x.shape[1])
+
+
+# ---- combine ---------------------------------------------------------------------------------------------------------
+
+
+def combine_rows_ref(y: Tensor, weights: Tensor | None, row_of_route: Tensor) -> Tensor:
+    """y [R, C], weights fp32 [T, k], row_of_route int32 [T, k] -> [T, C] in y's dtype."""
+    total = torch.zeros(row_of_route.shape[0], y.shape[1], device=y.device)
+    for i in range(row_of_route.shape[1]):
+        row = y[row_of_route[:, i].long()].float()
+        total = total + (row if weights is None else row * weights[:, i : i + 1])
+    return total.to(y.dtype)
+
+
+@triton.jit
+def _combine_rows_kernel(y_ptr, weight_ptr, row_ptr, out_ptr, columns, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for i in tl.static_range(PER_TOKEN):
+        row = tl.load(row_ptr + token * PER_TOKEN + i).to(tl.int64)
+        y = tl.load(y_ptr + row * columns + column, column < columns, 0.0).to(tl.float32)
+        if weight_ptr is not None:
+            y *= tl.load(weight_ptr + token * PER_TOKEN + i)
+        total += y
+    tl.store(out_ptr + token * columns + column, total.to(out_ptr.dtype.element_ty), column < columns)
+
+
+def launch_combine_rows(y: Tensor, weights: Tensor | None, row_of_route: Tensor) -> Tensor:
+    """The kernel for `combine_rows_ref`; all contiguous."""
+    per_token, out = row_of_route.shape[1], y.new_empty(row_of_route.shape[0], y.shape[1])
+    if out.numel():
+        grid, block = _grid(*out.shape)
+        _combine_rows_kernel[grid](
+            y, weights, row_of_route, out, y.shape[1], per_token, block, num_warps=4, enable_fp_fusion=False
+        )
+    return out
+
+
+@torch.library.custom_op("qtrain::combine_rows", mutates_args=())
+def combine_rows(y: Tensor, weights: Tensor | None, row_of_route: Tensor) -> Tensor:
+    """y [R, C], row_of_route int32 [T, k] -> [T, C] in y's dtype: the sum over k of y[row_of_route[t, k]], each times
+    weights[t, k], fp32, where those are given; in fp32, in the order of k, rounded once."""
+    if not y.is_cuda or forced() == "ref":
+        return combine_rows_ref(y, weights, row_of_route)
+    weights = None if weights is None else weights.contiguous()
+    return launch_combine_rows(y.contiguous(), weights, row_of_route.contiguous())
+
+
+@combine_rows.register_fake
+def _(y, weights, row_of_route):
+    return y.new_empty(row_of_route.shape[0], y.shape[1])
+
+
+# ---- gradient of the weights -----------------------------------------------------------------------------------------
+
+
+def route_weight_grad_ref(gate_up: Tensor, dh: Tensor, weights: Tensor, row_of_route: Tensor) -> Tensor:
+    """gate_up [R, 2I], dh [R, I], weights fp32 [T, k], row_of_route int32 [T, k] -> fp32 [T, k]."""
+    dots = (dh.float() * swiglu_ref(gate_up).float()).sum(1)
+    grad = dots[row_of_route.long()] / weights
+    return torch.where(weights == 0, 0.0, grad)
+
+
+@triton.jit
+def _route_weight_grad_kernel(
+    x_ptr, dh_ptr, weight_ptr, row_ptr, out_ptr, width, ROUNDED: tl.constexpr, PTX: tl.constexpr, BLOCK: tl.constexpr
+):
+    """ROUNDED: swiglu(x) is rounded to bf16."""
+    route = tl.program_id(0)
+    row = tl.load(row_ptr + route).to(tl.int64)
+    weight = tl.load(weight_ptr + route)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < width
+        gate = tl.load(x_ptr + row * 2 * width + column, inside, 0.0).to(tl.float32)
+        up = tl.load(x_ptr + row * 2 * width + width + column, inside, 0.0).to(tl.float32)
+        h = swiglu_f32(gate, up, PTX)
+        if ROUNDED:
+            h = (bf16_bits(h) & -65536).to(tl.float32, bitcast=True)
+        total += tl.load(dh_ptr + row * width + column, inside, 0.0).to(tl.float32) * h
+    grad = tl.div_rn(tl.sum(total, 0), tl.where(weight == 0.0, 1.0, weight))
+    tl.store(out_ptr + route, tl.where(weight == 0.0, 0.0, grad))
+
+
+def launch_route_weight_grad(gate_up: Tensor, dh: Tensor, weights: Tensor, row_of_route: Tensor) -> Tensor:
+    """The kernel for `route_weight_grad_ref`; all contiguous."""
+    out, width = torch.empty_like(weights), dh.shape[1]
+    if out.numel():
+        block = max(min(triton.next_power_of_2(width), 1024), 16)
+        _route_weight_grad_kernel[(out.numel(),)](
+            gate_up, dh, weights, row_of_route, out, width, gate_up.dtype == torch.bfloat16, has_ptx(dh.device), block,
+            num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@torch.library.custom_op("qtrain::route_weight_grad", mutates_args=())
+def route_weight_grad(gate_up: Tensor, dh: Tensor, weights: Tensor, row_of_route: Tensor) -> Tensor:
+    """The gradient of the weights [T, k] in `combine_rows(y, weights, ...)`, y = down(swiglu(gate_up)), fp32 [T, k].
+
+    gate_up [R, 2I], dh [R, I]: the gradient of h = swiglu(gate_up), which the weight is a factor of already, so that
+    <dh, h> / weight = <dout, y>: y is not read. 0 where the weight is 0.
+    """
+    if not dh.is_cuda or forced() == "ref":
+        return route_weight_grad_ref(gate_up, dh, weights, row_of_route)
+    return launch_route_weight_grad(
+        gate_up.contiguous(), dh.contiguous(), weights.contiguous(), row_of_route.contiguous()
+    )
+
+
+@route_weight_grad.register_fake
+def _(gate_up, dh, weights, row_of_route):
+    return torch.empty_like(weights, memory_format=torch.contiguous_format)

@@ -1,0 +1,321 @@
+"""The persistent grouped GEMMs that INT8, FP8 and bf16 share, as they are accumulated or with scales.
+
+Rows in groups are read in two ways:
+
+    rows  out [R, N]    each block of 128 rows times its group's matrix: `output`, `grad_input`
+    sums  out [E, N, K] per group, over its own rows: `grad_weight`
+
+A tile of either has one group, whose number or rows it reads from device memory. Groups' matrices are 3-D to the TMA
+descriptors: a tile that reaches past N or K of one group reads zeros there, and writes nothing, instead of the next
+group's. Rows past the last group are not multiplied, only set to zero.
+
+Sums differ in length. Their tiles are taken by CTAs in turn, groups with most rows first, so that CTAs differ by no
+more than a tile in the end.
+"""
+
+import torch
+from torch import Tensor
+
+from qtrain.hardware import sm_count
+from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.gemm.persistent import ACCUMULATORS
+from qtrain.kernels.gemm.scaled_mm import SPAN
+from qtrain.kernels.gemm.tiling import Tiling, scale_tile, store_tile, tile_of
+
+
+@triton.jit
+def load_block(desc, row, start, COLUMN_MAJOR: tl.constexpr):
+    """A block [rows, K] of an operand. COLUMN_MAJOR: the descriptor is of the transpose."""
+    return desc.load([start, row]).T if COLUMN_MAJOR else desc.load([row, start])
+
+
+@triton.jit
+def load_matrix(desc, group, row, start, COLUMN_MAJOR: tl.constexpr):
+    """`load_block` of a group's matrix, from a descriptor of blocks [1, rows, K]."""
+    block = desc.load([group, start, row]) if COLUMN_MAJOR else desc.load([group, row, start])
+    block = tl.reshape(block, (block.shape[1], block.shape[2]))
+    return block.T if COLUMN_MAJOR else block
+
+
+@triton.jit
+def store_matrix(c_desc, out, group, row, column, SUBTILES: tl.constexpr):
+    """`store_tile` into a group's matrix: a descriptor of blocks [1, BLOCK_M, BLOCK_N / SUBTILES]."""
+    BLOCK_M: tl.constexpr = out.shape[0]
+    BLOCK_N: tl.constexpr = out.shape[1]
+    if SUBTILES == 1:
+        c_desc.store([group, row, column], tl.reshape(out.to(c_desc.dtype), (1, BLOCK_M, BLOCK_N)))
+    else:
+        left, right = tl.split(tl.permute(tl.reshape(out, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+        store_matrix(c_desc, left, group, row, column, SUBTILES // 2)
+        store_matrix(c_desc, right, group, row, column + BLOCK_N // 2, SUBTILES // 2)
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["m", "n", "k", "groups"])  # one binary for all shapes: descriptors do the addressing
+def _grouped_rows_kernel(
+    a_desc, b_desc, c_desc, scale_a_ptr, scale_b_ptr, group_ptr, starts_ptr, m, n, k, groups,
+    PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUBTILES: tl.constexpr,
+    ACCUMULATOR: tl.constexpr, IMPRECISE: tl.constexpr, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr,
+    COLUMN_MAJOR: tl.constexpr,
+):  # fmt: skip
+    """scale_a_ptr None: stores the accumulators. IMPRECISE: max_num_imprecise_acc. BLOCK_M divides 128. COLUMN_MAJOR:
+    the groups' matrices are."""
+    DTYPE: tl.constexpr = tl.int32 if ACCUMULATOR == "int32" else tl.float32
+    tiles_m, tiles_n = tl.load(starts_ptr + groups) // BLOCK_M, tl.cdiv(n, BLOCK_N)
+    tiles = tiles_m * tiles_n
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
+        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
+        row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
+        group = tl.load(group_ptr + row // 128)
+        total = tl.zeros((BLOCK_M, BLOCK_N), DTYPE)
+        for start in range(0, k, BLOCK_K):
+            a = a_desc.load([row, start])
+            b = load_matrix(b_desc, group, column, start, COLUMN_MAJOR)
+            total = tl.dot(a, b.T, total, out_dtype=DTYPE, max_num_imprecise_acc=IMPRECISE)
+        if scale_a_ptr is not None:
+            scale_b = scale_b_ptr + group * n if ROWS_B else scale_b_ptr
+            out = scale_tile(total, row, column, scale_a_ptr, scale_b, None, m, n, ROWS_A, ROWS_B)
+            store_tile(c_desc, out, row, column, SUBTILES)
+        else:
+            store_tile(c_desc, total, row, column, SUBTILES)
+    zero_tail(c_desc, tiles, m, tiles_n, PROGRAMS, BLOCK_M, BLOCK_N, SUBTILES)
+
+
+@triton.jit
+def zero_tail(
+    c_desc, tiles, m, tiles_n,
+    PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBTILES: tl.constexpr,
+):  # fmt: skip
+    """Zeros in the tiles from number `tiles`, row by row."""
+    zeros = tl.zeros((BLOCK_M, BLOCK_N // SUBTILES), tl.float32).to(c_desc.dtype)
+    for tile in tl.range(tiles + tl.program_id(0), m // BLOCK_M * tiles_n, PROGRAMS):
+        for part in tl.static_range(SUBTILES):
+            column = tile % tiles_n * BLOCK_N + part * (BLOCK_N // SUBTILES)
+            c_desc.store([tile // tiles_n * BLOCK_M, column], zeros)
+
+
+def launch_grouped_rows(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    tiling: Tiling,
+    group_of_block: Tensor,
+    starts: Tensor,
+    scales: tuple[Tensor, Tensor] | None = None,
+    *,
+    fast_accum: bool = True,
+) -> Tensor:
+    """out [R, N] = rows of A [R, K] times their group's matrix, of B [E, N, K] (`reference.matrices`), transposed.
+
+    R a multiple of 128; strides in multiples of 16 bytes; not empty. 8-bit operands are K-major; matrices of bf16 may
+    be column-major. scales: fp32 [R] or [1] and [E * N] or [1]; None: `out` holds the accumulators, rounded to its
+    dtype.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    (m, k), (groups, n, _), t = a.shape, b.shape, tiling
+    programs = min(t.per_sm * sm_count(a.device), triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n))
+    scale_a, scale_b = scales or (None, None)
+    rows_a, rows_b = (scale is not None and scale.numel() > 1 for scale in (scale_a, scale_b))
+    column_major = b.stride(2) != 1
+    block_b = [1, t.block_k, t.block_n] if column_major else [1, t.block_n, t.block_k]
+    _grouped_rows_kernel[(programs,)](
+        TensorDescriptor.from_tensor(a, [t.block_m, t.block_k]),
+        TensorDescriptor.from_tensor(b.transpose(1, 2) if column_major else b, block_b),
+        TensorDescriptor.from_tensor(out, [t.block_m, t.block_n // t.subtiles]),
+        scale_a, scale_b, group_of_block, starts, m, n, k, groups,
+        programs, t.group_m, t.block_m, t.block_n, t.block_k, t.subtiles,
+        ACCUMULATORS[a.dtype], _imprecise(a, t, fast_accum), rows_a, rows_b, column_major,
+        num_warps=t.warps, num_stages=t.stages,
+    )  # fmt: skip
+    return out
+
+
+def _imprecise(a: Tensor, t: Tiling, fast_accum: bool) -> int | None:
+    """max_num_imprecise_acc: of FP8 alone."""
+    return t.block_k if a.dtype.itemsize == 1 and a.dtype != torch.int8 and not fast_accum else None
+
+
+# ---- sums ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _longest_first_kernel(starts_ptr, order_ptr, groups, BLOCK: tl.constexpr):
+    """order [groups]: the groups by their number of rows, most first."""
+    group, other = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = other < groups
+    own = tl.load(starts_ptr + group + 1) - tl.load(starts_ptr + group)
+    rows = tl.load(starts_ptr + 1 + other, inside, 0) - tl.load(starts_ptr + other, inside, 0)
+    before = inside & ((rows > own) | ((rows == own) & (other < group)))
+    tl.store(order_ptr + tl.sum(before.to(tl.int32), 0), group)
+
+
+def launch_longest_first(starts: Tensor) -> Tensor:
+    """starts int32 [groups + 1] -> the groups by their number of rows, most first, int32 [groups]."""
+    groups = starts.shape[0] - 1
+    order = torch.empty(groups, dtype=torch.int32, device=starts.device)
+    _longest_first_kernel[(groups,)](starts, order, groups, triton.next_power_of_2(groups), num_warps=4)
+    return order
+
+
+@triton.jit
+def _store_sums(
+    total, c_desc, scale_a_ptr, scale_b_ptr, group, row, column, n, k,
+    SUBTILES: tl.constexpr, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr,
+):  # fmt: skip
+    if scale_a_ptr is not None:
+        scale_a = scale_a_ptr + group * n if ROWS_A else scale_a_ptr
+        scale_b = scale_b_ptr + group * k if ROWS_B else scale_b_ptr
+        out = scale_tile(total, row, column, scale_a, scale_b, None, n, k, ROWS_A, ROWS_B)
+        store_matrix(c_desc, out, group, row, column, SUBTILES)
+    else:
+        store_matrix(c_desc, total, group, row, column, SUBTILES)
+
+
+@triton.jit
+def steps_of_program(
+    order_ptr, starts_ptr, groups, tiles, PROGRAMS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr
+):
+    """Steps of BLOCK_K rows in all tiles of this CTA, which takes every PROGRAMS-th of `tiles` tiles of each group, and
+    the number of groups that have rows."""
+    rank = tl.arange(0, BLOCK_E)
+    group = tl.load(order_ptr + rank, rank < groups, 0)
+    rows = tl.load(starts_ptr + 1 + group, rank < groups, 0) - tl.load(starts_ptr + group, rank < groups, 0)
+    before = tl.cdiv(tl.maximum(rank * tiles - tl.program_id(0), 0), PROGRAMS)  # of its tiles, those of other groups
+    after = tl.cdiv(tl.maximum((rank + 1) * tiles - tl.program_id(0), 0), PROGRAMS)
+    return tl.sum((after - before) * (rows // BLOCK_K), 0), tl.sum((rows > 0).to(tl.int32), 0)
+
+
+@triton.jit(do_not_specialize=["n", "k", "groups"])
+def _grouped_sums_kernel(
+    a_desc, b_desc, c_desc, scale_a_ptr, scale_b_ptr, starts_ptr, order_ptr, n, k, groups,
+    PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, SUBTILES: tl.constexpr,
+    ACCUMULATOR: tl.constexpr, IMPRECISE: tl.constexpr, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr,
+    COLUMN_MAJOR_A: tl.constexpr, COLUMN_MAJOR_B: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_K divides 128, and so a group's rows. BLOCK_E: groups, rounded up to a power of two.
+
+    One loop over the steps of all tiles of a CTA, in which a new tile begins where one ends: the loads of the next tile
+    overlap with the epilogue of this one. (Triton flattens nested loops by itself only where all tiles are as long.)
+    """
+    DTYPE: tl.constexpr = tl.int32 if ACCUMULATOR == "int32" else tl.float32
+    tiles_m, tiles_n = tl.cdiv(n, BLOCK_M), tl.cdiv(k, BLOCK_N)
+    tiles = tiles_m * tiles_n  # of a group
+    steps, held = steps_of_program(order_ptr, starts_ptr, groups, tiles, PROGRAMS, BLOCK_K, BLOCK_E)
+    item = tl.program_id(0) - PROGRAMS
+    group, row, column, start, last = 0, 0, 0, 0, 0
+    total = tl.zeros((BLOCK_M, BLOCK_N), DTYPE)
+    for _ in tl.range(0, steps):
+        start += BLOCK_K
+        if start >= last:
+            item += PROGRAMS
+            group = tl.load(order_ptr + item // tiles)
+            start, last = tl.load(starts_ptr + group), tl.load(starts_ptr + group + 1)
+            tile_m, tile_n = tile_of(item % tiles, tiles_m, tiles_n, GROUP_M)
+            row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
+        a = load_block(a_desc, row, start, COLUMN_MAJOR_A)
+        b = load_block(b_desc, column, start, COLUMN_MAJOR_B)
+        total = tl.dot(a, b.T, total, out_dtype=DTYPE, max_num_imprecise_acc=IMPRECISE)
+        if start + BLOCK_K >= last:
+            _store_sums(total, c_desc, scale_a_ptr, scale_b_ptr, group, row, column, n, k, SUBTILES, ROWS_A, ROWS_B)
+            total = tl.zeros((BLOCK_M, BLOCK_N), DTYPE)
+    zero_empty(c_desc, order_ptr, held, groups, tiles, tiles_n, PROGRAMS, BLOCK_M, BLOCK_N, SUBTILES)
+
+
+@triton.jit
+def zero_empty(
+    c_desc, order_ptr, held, groups, tiles, tiles_n,
+    PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBTILES: tl.constexpr,
+):  # fmt: skip
+    """Zeros in the matrices of groups without rows, those from number `held` in the order."""
+    zeros = tl.zeros((1, BLOCK_M, BLOCK_N // SUBTILES), tl.float32).to(c_desc.dtype)
+    for item in tl.range(held * tiles + tl.program_id(0), groups * tiles, PROGRAMS):
+        group, tile = tl.load(order_ptr + item // tiles), item % tiles
+        for part in tl.static_range(SUBTILES):
+            column = tile % tiles_n * BLOCK_N + part * (BLOCK_N // SUBTILES)
+            c_desc.store([group, tile // tiles_n * BLOCK_M, column], zeros)
+
+
+@triton.jit(do_not_specialize=["n", "k", "groups"])
+def _long_sums_kernel(
+    a_desc, b_desc, c_desc, scale_a_ptr, scale_b_ptr, starts_ptr, n, k, groups, LONGEST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROWS_A: tl.constexpr, ROWS_B: tl.constexpr,
+):  # fmt: skip
+    """INT8 sums of groups with more rows than LONGEST, whose products int32 holds; further ones are added in fp32."""
+    tiles_m, tiles_n = tl.cdiv(n, BLOCK_M), tl.cdiv(k, BLOCK_N)
+    for group in range(groups):
+        first, last = tl.load(starts_ptr + group), tl.load(starts_ptr + group + 1)
+        if last - first > LONGEST:
+            for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+                row, column = tile // tiles_n * BLOCK_M, tile % tiles_n * BLOCK_N
+                total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                for begin in range(first, last, LONGEST):
+                    span = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+                    for start in range(begin, min(begin + LONGEST, last), BLOCK_K):
+                        a = a_desc.load([row, start])
+                        b = b_desc.load([column, start])
+                        span = tl.dot(a, b.T, span, out_dtype=tl.int32)
+                    total += span.to(tl.float32)
+                _store_sums(total, c_desc, scale_a_ptr, scale_b_ptr, group, row, column, n, k, 1, ROWS_A, ROWS_B)
+
+
+def launch_grouped_sums(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    tiling: Tiling,
+    starts: Tensor,
+    scales: tuple[Tensor, Tensor] | None = None,
+    *,
+    fast_accum: bool = True,
+) -> Tensor:
+    """out [E, N, K] = A [N, R] times B [K, R] transposed, over the rows starts[e] to starts[e + 1] of R for each e.
+
+    R a multiple of 128; strides in multiples of 16 bytes; not empty. 8-bit operands are K-major, those of bf16 may be
+    column-major. scales: fp32 [E * N] or [1] and [E * K] or
+    [1]; None: `out` holds the accumulators, rounded to its dtype.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    (groups, n, k), t = out.shape, tiling
+    items = groups * triton.cdiv(n, t.block_m) * triton.cdiv(k, t.block_n)
+    programs = min(t.per_sm * sm_count(a.device), items)
+    scale_a, scale_b = scales or (None, None)
+    rows_a, rows_b = (scale is not None and scale.numel() > 1 for scale in (scale_a, scale_b))
+    column_major_a, column_major_b = a.stride(1) != 1, b.stride(1) != 1
+    block_a = [t.block_k, t.block_m] if column_major_a else [t.block_m, t.block_k]
+    block_b = [t.block_k, t.block_n] if column_major_b else [t.block_n, t.block_k]
+    _grouped_sums_kernel[(programs,)](
+        TensorDescriptor.from_tensor(a.t() if column_major_a else a, block_a),
+        TensorDescriptor.from_tensor(b.t() if column_major_b else b, block_b),
+        TensorDescriptor.from_tensor(out, [1, t.block_m, t.block_n // t.subtiles]),
+        scale_a, scale_b, starts, launch_longest_first(starts), n, k, groups,
+        programs, t.group_m, t.block_m, t.block_n, t.block_k, triton.next_power_of_2(groups), t.subtiles,
+        ACCUMULATORS[a.dtype], _imprecise(a, t, fast_accum), rows_a, rows_b, column_major_a, column_major_b,
+        num_warps=t.warps, num_stages=t.stages,
+    )  # fmt: skip
+    if a.dtype == torch.int8 and a.shape[1] > SPAN:  # a group may have more rows than int32 holds products of
+        launch_long_sums(a, b, out, starts, scales)
+    return out
+
+
+def launch_long_sums(
+    a: Tensor, b: Tensor, out: Tensor, starts: Tensor, scales: tuple[Tensor, Tensor], longest: int = SPAN
+) -> None:
+    """The sums of `launch_grouped_sums` of INT8 whose group has more rows than `longest`, a multiple of 128."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    (groups, n, k), (scale_a, scale_b), block = out.shape, scales, 64
+    tiles = triton.cdiv(n, block) * triton.cdiv(k, block)
+    _long_sums_kernel[(min(2 * sm_count(a.device), tiles),)](
+        TensorDescriptor.from_tensor(a, [block, 128]),
+        TensorDescriptor.from_tensor(b, [block, 128]),
+        TensorDescriptor.from_tensor(out, [1, block, block]),
+        scale_a, scale_b, starts, n, k, groups, longest, block, block, 128,
+        scale_a.numel() > 1, scale_b.numel() > 1, num_warps=4, num_stages=3,
+    )  # fmt: skip

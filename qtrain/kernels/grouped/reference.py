@@ -1,0 +1,58 @@
+"""What the definitions of all grouped products share: the dense product of each group's own rows.
+
+On a CPU a group's rows are sliced. Elsewhere, for shapes and formats that no kernel takes, the host does not read where
+groups begin: every group's product runs over all rows, and those of other groups are not taken, or are zero.
+"""
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from qtrain.kernels.grouped.row_groups import ALIGNMENT
+
+
+def matrices(b: Tensor, k: int, groups: int) -> Tensor:
+    """The matrices of all groups as a view [groups, N, K] of b: stacked along rows [groups * N, K], as for `output`, or
+    along columns [N, groups * K], as for `grad_input`."""
+    by_rows = b.shape[1] == k
+    assert by_rows or b.shape[1] == groups * k, f"a has K = {k}; {groups} matrices in {tuple(b.shape)} have not"
+    return unstack(b, groups, by_rows)
+
+
+def unstack(t: Tensor, groups: int, by_rows: bool) -> Tensor:
+    """What is stacked along its rows, or along its columns, as a view [groups, *, *]."""
+    if by_rows:
+        return t.unflatten(0, (groups, t.shape[0] // max(groups, 1)))
+    return t.unflatten(1, (groups, t.shape[1] // max(groups, 1))).transpose(0, 1)
+
+
+def multiply_rows(multiply: Callable[[int, slice], Tensor], out: Tensor, starts: Tensor) -> Tensor:
+    """Fills `out` [R, N] of zeros: multiply(group, rows of a) -> [rows, N] gives the rows of a group."""
+    if out.device.type == "cpu":
+        for group, (first, last) in enumerate(itertools.pairwise(starts.tolist())):
+            if last > first:
+                out[first:last] = multiply(group, slice(first, last))
+        return out
+    row = torch.arange(out.shape[0], device=out.device)
+    for group in range(starts.shape[0] - 1):
+        mine = (row >= starts[group]) & (row < starts[group + 1])
+        out = torch.where(mine[:, None], multiply(group, slice(None)), out)
+    return out
+
+
+def own_columns(t: Tensor, starts: Tensor, group: int, block: int = 1) -> Tensor:
+    """The columns of t [*, R / block] that are of a group's rows; on a GPU all of them, the others zero."""
+    if t.device.type == "cpu":
+        first, last = starts[group : group + 2].tolist()
+        return t[:, first // block : last // block]
+    row = torch.arange(t.shape[1], device=t.device) * block
+    mine = (row >= starts[group]) & (row < starts[group + 1])
+    codes = t.view(torch.uint8) if t.dtype.itemsize == 1 else t
+    return torch.where(mine, codes, torch.zeros((), dtype=codes.dtype, device=t.device)).view(t.dtype)
+
+
+def check_groups(rows: int, group_of_block: Tensor) -> None:
+    blocks = group_of_block.shape[0]
+    assert rows == ALIGNMENT * blocks, f"{rows} rows are not {blocks} blocks of {ALIGNMENT}"

@@ -1,0 +1,146 @@
+"""Products of groups of rows with a matrix each, found by the formats and granularities of both operands.
+
+    output       y  [R, N]: each group's rows of x  [R, K], times its matrix of w [groups * N, K]
+    grad_input   dx [R, K]: each group's rows of dy [R, N], times its matrix, as transposed codes [K, groups * N]
+    grad_weight  dw [groups * N, K]: of each group, the sum over its own rows
+
+The rows of the table multiply K-major codes, as in `gemm_table.py`. Any other pair is dequantized and multiplied in
+high precision.
+"""
+
+import itertools
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from qtrain.kernels.grouped.grouped_blockwise_mm import grouped_rows_blockwise_mm, grouped_sums_blockwise_mm
+from qtrain.kernels.grouped.grouped_int4_mm import grouped_rows_int4_mm, grouped_sums_int4_mm
+from qtrain.kernels.grouped.grouped_mm import grouped_rows_mm, grouped_sums_mm
+from qtrain.kernels.grouped.grouped_plain_mm import grouped_rows_plain_mm, grouped_sums_plain_mm
+from qtrain.kernels.grouped.row_groups import RowGroups
+from qtrain.quant.gemm_table import FP4, FP8, INT4, INT8, Gemm
+from qtrain.tensors.quantized_tensor import Operand, OperandFormat, QuantizedTensor
+
+
+class RowsProduct(Protocol):
+    """Rows of a [R, K] times their group's matrix of b."""
+
+    def __call__(
+        self, a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, dtype: torch.dtype, fast_accum: bool
+    ) -> Tensor: ...
+
+
+class GroupedProducts(NamedTuple):
+    """The products of two operand formats: `output` and `grad_input`, and `grad_weight`."""
+
+    rows: RowsProduct
+    sums: RowsProduct
+
+
+def _rows_scaled(
+    a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    return grouped_rows_mm(a.codes, b.codes, a.scale, b.scale, groups.group_of_block, groups.starts, dtype, fast_accum)
+
+
+def _sums_scaled(
+    a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    return grouped_sums_mm(a.codes, b.codes, a.scale, b.scale, groups.starts, dtype, fast_accum)
+
+
+def _rows_blockwise(
+    a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    blocks = a.format.granularity, b.format.granularity
+    return grouped_rows_blockwise_mm(
+        a.codes, b.codes, a.scale, b.scale, *blocks, groups.group_of_block, groups.starts, dtype
+    )
+
+
+def _sums_blockwise(
+    a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    blocks = a.format.granularity, b.format.granularity
+    return grouped_sums_blockwise_mm(a.codes, b.codes, a.scale, b.scale, *blocks, groups.starts, dtype)
+
+
+def _rows_int4(
+    a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    return grouped_rows_int4_mm(a.codes, b.codes, a.scale, b.scale, groups.group_of_block, groups.starts, dtype)
+
+
+def _sums_int4(
+    a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    return grouped_sums_int4_mm(a.codes, b.codes, a.scale, b.scale, groups.starts, dtype)
+
+
+def _rows_emulated(
+    a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    """Dequantizing to bf16 is exact: a code times a block scale has at most 8 significant bits."""
+    y = grouped_rows_plain_mm(a.dequantize(dtype), b.dequantize(dtype), groups.group_of_block, groups.starts)
+    return _times_tensor_scales(y, a, b)
+
+
+def _sums_emulated(
+    a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    return _times_tensor_scales(
+        grouped_sums_plain_mm(a.dequantize(dtype), b.dequantize(dtype), groups.starts, dtype), a, b
+    )
+
+
+def _times_tensor_scales(y: Tensor, a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
+    if a.tensor_scale is None or b.tensor_scale is None:
+        return y
+    return (y.float() * (a.tensor_scale * b.tensor_scale)).to(y.dtype)
+
+
+_SCALED = GroupedProducts(_rows_scaled, _sums_scaled)
+_BLOCKWISE = GroupedProducts(_rows_blockwise, _sums_blockwise)
+_PACKED = GroupedProducts(_rows_int4, _sums_int4)
+_EMULATED = GroupedProducts(_rows_emulated, _sums_emulated)
+_EPILOGUE, _BLOCKS = ("rowwise", "tensorwise"), ("1x128", "128x128")
+
+_ROWS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], GroupedProducts]] = [
+    (INT8, _EPILOGUE, _EPILOGUE, _SCALED),
+    (FP8, _EPILOGUE, _EPILOGUE, _SCALED),
+    (INT8, _BLOCKS, _BLOCKS, _BLOCKWISE),
+    (FP8, _BLOCKS, _BLOCKS, _BLOCKWISE),
+    (INT8, ("32x32",), ("32x32",), _BLOCKWISE),
+    (INT4, ("rowwise",), ("rowwise",), _PACKED),
+    (FP8, ("1x32",), ("1x32",), _EMULATED),
+    (FP4, ("1x16",), ("1x16",), _EMULATED),
+]
+
+GROUPED_PRODUCTS: dict[tuple[str, str, str, str], GroupedProducts] = {
+    (fmt_a, granularity_a, fmt_b, granularity_b): products
+    for formats, granularities_a, granularities_b, products in _ROWS
+    for fmt_a, granularity_a, fmt_b, granularity_b in itertools.product(
+        formats, granularities_a, formats, granularities_b
+    )
+}
+"""The products of each (format of a, granularity of a, format of b, granularity of b)."""
+
+
+def find_grouped(a: OperandFormat, b: OperandFormat) -> GroupedProducts:
+    """The products of K-major operands in these formats."""
+    return GROUPED_PRODUCTS[a.fmt, a.granularity, b.fmt, b.granularity]
+
+
+def multiply_grouped(
+    gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype, groups: RowGroups, *, fast_accum: bool = True
+) -> Tensor:
+    """The product of `gemm` in dtype; (a, b) are (x, w), (dy, w) or (dy, x)."""
+    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
+        products = find_grouped(a.format, b.format)
+        product = products.sums if gemm == "grad_weight" else products.rows
+        return product(a, b, groups, dtype, fast_accum)
+    a, b = (t.dequantize(dtype) if isinstance(t, QuantizedTensor) else t for t in (a, b))
+    if gemm == "grad_weight":
+        return grouped_sums_plain_mm(a.t(), b.t(), groups.starts, dtype)
+    return grouped_rows_plain_mm(a, b if gemm == "output" else b.t(), groups.group_of_block, groups.starts)

@@ -1,0 +1,159 @@
+"""Grouped products with blockwise scales: each group's dense product, kernels close to the definition."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from qtrain.kernels.gemm.blockwise_mm import BLOCKS, TILINGS, BlockwiseTiling, blockwise_mm
+from qtrain.kernels.grouped.grouped_blockwise_mm import (
+    grouped_rows_blockwise_mm,
+    grouped_rows_blockwise_mm_ref,
+    grouped_sums_blockwise_mm,
+    grouped_sums_blockwise_mm_ref,
+    launch_grouped_rows_blockwise,
+    launch_grouped_sums_blockwise,
+)
+from qtrain.kernels.grouped.reference import matrices, unstack
+from qtrain.kernels.numerics.formats import empty_scale
+from tests.kernels.gemm.test_scaled_mm import E4M3, codes
+from tests.kernels.grouped.cases import ROUTINGS, matrix_of, routed, scales, spans
+
+ROLES = ("output", "grad_input")
+FORMATS = [(torch.int8, ("1x128", "128x128")), (E4M3, ("1x128", "128x128")), (torch.int8, ("32x32", "32x32"))]
+
+
+def block_scale(block: str, shape: tuple[int, int], seed: int, device: str) -> Tensor:
+    """Scales of a matrix of this shape, laid out as the quantizers lay them out."""
+    empty = empty_scale(block, *shape, torch.empty(0, device=device))
+    return empty.copy_(scales(seed, device, empty.numel())[0].view(empty.shape))
+
+
+def operands(shape_a, shape_b, dtype, blocks, seed, device, groups=1):
+    """groups: matrices in b along its rows, or, below 0, along its columns, each with blocks of its own."""
+    a, b = codes(*shape_a, dtype, seed, device), codes(*shape_b, dtype, seed + 1, device)
+    rows, columns = shape_b
+    own = (rows // groups, columns) if groups > 0 else (rows, columns // -groups)
+    parts = [block_scale(blocks[1], own, seed + i, device) for i in range(abs(groups))]
+    scale_b = torch.cat(parts, 0 if groups > 0 else 1) if len(parts) > 1 else parts[0]
+    return a, b, block_scale(blocks[0], shape_a, seed + 50, device), scale_b
+
+
+def rows_operands(g, n, k, dtype, blocks, role, seed=0):
+    device = g.starts.device.type
+    shape, groups = ((g.count * n, k), g.count) if role == "output" else ((n, g.count * k), -g.count)
+    return operands((g.rows, k), shape, dtype, blocks, seed, device, groups)
+
+
+def sums_operands(g, n, k, dtype, blocks, seed=0):
+    return operands((n, g.rows), (k, g.rows), dtype, (blocks[0], blocks[0]), seed, g.starts.device.type)
+
+
+@pytest.mark.parametrize("dtype, blocks", FORMATS)
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_each_group_is_the_dense_product(dtype, blocks, routing):
+    """N is a multiple of the block's rows and not."""
+    g, last = routed(routing), int(routed(routing).starts[-1])
+    (rows_a, along), rows_b = BLOCKS[blocks[0]], BLOCKS[blocks[1]][0]
+    for role, n, k in (("output", 128, 64), ("output", 40, 128), ("grad_input", 40, 160), ("grad_input", 256, 32)):
+        a, b, scale_a, scale_b = rows_operands(g, n, k, dtype, blocks, role, n)
+        groups = g.group_of_block, g.starts
+        y = grouped_rows_blockwise_mm(a, b, scale_a, scale_b, *blocks, *groups, torch.bfloat16)
+        assert (y[last:] == 0).all()
+        scales_b = unstack(scale_b, g.count, role == "output")
+        for e, s, t in spans(g):
+            own = scale_a[s // rows_a : t // rows_a]
+            assert scales_b[e].shape == (-(-n // rows_b), -(-k // along))
+            w = matrix_of(b, e, k, g.count)
+            assert torch.equal(y[s:t], blockwise_mm(a[s:t], w, own, scales_b[e], *blocks, torch.bfloat16))
+    n, k, block = 40, 96, blocks[0]
+    a, b, scale_a, scale_b = sums_operands(g, n, k, dtype, blocks)
+    dw = grouped_sums_blockwise_mm(a, b, scale_a, scale_b, block, block, g.starts, torch.float32).view(g.count, n, k)
+    for e, s, t in spans(g):
+        own = [scale[:, s // along : t // along] for scale in (scale_a, scale_b)]
+        operands_of_group = a[:, s:t].contiguous(), b[:, s:t].contiguous()
+        assert torch.equal(dw[e], blockwise_mm(*operands_of_group, *own, block, block, torch.float32))
+        assert t > s or (dw[e] == 0).all()
+
+
+def test_different_cuts_of_k_are_refused():
+    g = routed("random")
+    a, b, *s = sums_operands(g, 32, 32, torch.int8, ("32x32", "32x32"))
+    with pytest.raises(ValueError, match="cut K differently"):
+        grouped_sums_blockwise_mm(a, b, *s, "32x32", "1x128", g.starts, torch.bfloat16)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_operators():
+    g, blocks = routed("random"), ("1x128", "128x128")
+    rows, sums = rows_operands(g, 40, 64, torch.int8, blocks, "output"), sums_operands(g, 40, 64, torch.int8, blocks)
+    torch.library.opcheck(grouped_rows_blockwise_mm, (*rows, *blocks, g.group_of_block, g.starts, torch.bfloat16))
+    torch.library.opcheck(grouped_sums_blockwise_mm, (*sums, "1x128", "1x128", g.starts, torch.bfloat16))
+
+
+def close(out, expected, size):
+    """Sums of a block are exact (INT8) or within the tensor cores' accumulator (FP8)."""
+    rounding = 2**-8 if out.dtype == torch.bfloat16 else 2**-20
+    bits = 2**-20 if size is None else 2**-12
+    size = expected.abs() if size is None else size
+    error = (out.cpu().double() - expected.double()).abs()
+    assert (error <= rounding * expected.double().abs() + bits * size.double() + 1e-12).all()
+
+
+def magnitude(t: Tensor) -> Tensor:
+    return t.float().abs().to(t.dtype)
+
+
+def check(g, n, k, dtype, blocks, role, tiling, out_dtype):
+    a, b, *s = rows_operands(g, n, k, dtype, blocks, role, n)
+    a.view(torch.uint8)[int(g.starts[-1]) :] = 0x7F  # of FP8 a NaN: the kernel must not read it
+    cpu = [t.cpu() for t in (a, b, *s)]
+    starts = g.starts.cpu()
+    expected = grouped_rows_blockwise_mm_ref(*cpu, *blocks, starts, torch.float32)
+    size = grouped_rows_blockwise_mm_ref(*map(magnitude, cpu[:2]), *cpu[2:], *blocks, starts, torch.float32)
+    out = torch.full((g.rows, n), 7.0, dtype=out_dtype, device=a.device)
+    w, scale_w = matrices(b, k, g.count), unstack(s[1], g.count, role == "output")
+    launch_grouped_rows_blockwise(a, w, s[0], scale_w, *blocks, out, tiling, g.group_of_block, g.starts)
+    close(out, expected, size)
+
+    a, b, *s = sums_operands(g, n, k, dtype, blocks, n)
+    block, cpu = (blocks[0], blocks[0]), [t.cpu() for t in (a, b, *s)]
+    expected = grouped_sums_blockwise_mm_ref(*cpu, *block, starts, torch.float32)
+    size = grouped_sums_blockwise_mm_ref(*map(magnitude, cpu[:2]), *cpu[2:], *block, starts, torch.float32)
+    out = torch.full((g.count, n, k), 7.0, dtype=out_dtype, device=a.device)
+    launch_grouped_sums_blockwise(a, b, *s, *block, out, tiling, g.starts)
+    close(out.view(-1, k), expected, size)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype, blocks", FORMATS)
+def test_kernels_in_the_interpreter(dtype, blocks):
+    for number, routing in enumerate(("some_empty", "random")):
+        check(routed(routing), 80, 144, dtype, blocks, ROLES[number], BlockwiseTiling(128, 64, 4, 2), torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, blocks", [*FORMATS, (E4M3, ("1x128", "1x128"))])
+def test_kernels_on_gpu(dtype, blocks):
+    for n, k, groups, tokens in ((80, 144, 4, 150), (1152, 896, 8, 900), (2048, 768, 16, 4000)):
+        for number, routing in enumerate(ROUTINGS):
+            g = routed(routing, groups, tokens, "cuda")
+            for tiling in TILINGS.values():
+                check(g, n, k, dtype, blocks, ROLES[number % 2], tiling, (torch.bfloat16, torch.float32)[number // 2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["triton", "ref"])
+def test_operators_on_gpu(family, monkeypatch):
+    """Also shapes that no kernel takes."""
+    monkeypatch.setenv("QTRAIN_IMPL", family)
+    for n, k in ((40, 144), (7, 5)):
+        for number, routing in enumerate(ROUTINGS):
+            g, blocks = routed(routing, device="cuda"), ("1x128", "128x128")
+            rows, sums = rows_operands(g, n, k, E4M3, blocks, ROLES[number % 2]), sums_operands(g, n, k, E4M3, blocks)
+            y = grouped_rows_blockwise_mm(*rows, *blocks, g.group_of_block, g.starts, torch.float32)
+            dw = grouped_sums_blockwise_mm(*sums, "1x128", "1x128", g.starts, torch.float32)
+            rows, sums, starts = [t.cpu() for t in rows], [t.cpu() for t in sums], g.starts.cpu()
+            expected = grouped_rows_blockwise_mm_ref(*rows, *blocks, starts, torch.float32)
+            close(y, expected, expected.abs().max())
+            expected = grouped_sums_blockwise_mm_ref(*sums, "1x128", "1x128", starts, torch.float32)
+            close(dw, expected, expected.abs().max())

@@ -1,0 +1,133 @@
+"""Grouped products in high precision: each group's dense product, of operands in either order."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from qtrain.kernels.gemm.tiling import Tiling
+from qtrain.kernels.grouped.grouped_plain_mm import (
+    ROWS_TILINGS,
+    SUMS_TILINGS,
+    grouped_rows_plain_mm,
+    grouped_sums_plain_mm,
+)
+from qtrain.kernels.grouped.persistent import launch_grouped_rows, launch_grouped_sums
+from qtrain.kernels.grouped.reference import matrices
+from tests.kernels.grouped.cases import ROUTINGS, routed, spans
+
+
+def tensors(g, n, k, dtype, seed=0):
+    """x [R, K], w [E * N, K], dy [R, N]."""
+    device = g.starts.device
+    generator = torch.Generator(device).manual_seed(seed)
+    shapes = ((g.rows, k), (g.count * n, k), (g.rows, n))
+    return [torch.randn(*shape, generator=generator, device=device).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_each_group_is_the_dense_product(dtype, routing):
+    g, n, k = routed(routing), 24, 40
+    x, w, dy = tensors(g, n, k, dtype)
+    y = grouped_rows_plain_mm(x, w, g.group_of_block, g.starts)
+    dx = grouped_rows_plain_mm(dy, w.t(), g.group_of_block, g.starts)
+    copied = grouped_rows_plain_mm(dy, w.t().contiguous(), g.group_of_block, g.starts)
+    dw = grouped_sums_plain_mm(dy.t(), x.t(), g.starts, torch.float32).view(g.count, n, k)
+    last = int(g.starts[-1])
+    assert (y[last:] == 0).all() and (dx[last:] == 0).all()
+    assert torch.allclose(copied.float(), dx.float(), rtol=1e-2, atol=1e-2)
+    for (e, s, t), w_e in zip(spans(g), w.view(g.count, n, k), strict=True):
+        assert torch.equal(y[s:t], F.linear(x[s:t], w_e))
+        assert torch.equal(dx[s:t], dy[s:t] @ w_e)
+        assert torch.equal(dw[e], (dy[s:t].t() @ x[s:t]).float())
+        truth = dy[s:t].double().t() @ x[s:t].double()
+        size = dy[s:t].double().abs().t() @ x[s:t].double().abs()
+        assert ((dw[e].double() - truth).abs() <= (2**-8 if dtype == torch.bfloat16 else 2**-20) * size).all()
+
+
+def test_no_rows():
+    g = routed("random", tokens=0)
+    x, w, dy = tensors(g, 16, 32, torch.bfloat16)
+    assert grouped_rows_plain_mm(x, w, g.group_of_block, g.starts).shape == (0, 16)
+    assert (grouped_sums_plain_mm(dy.t(), x.t(), g.starts, torch.bfloat16) == 0).all()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_operators():
+    g = routed("random")
+    x, w, dy = tensors(g, 16, 32, torch.float32)
+    torch.library.opcheck(grouped_rows_plain_mm, (x, w, g.group_of_block, g.starts))
+    torch.library.opcheck(grouped_rows_plain_mm, (dy, w.t(), g.group_of_block, g.starts))
+    torch.library.opcheck(grouped_sums_plain_mm, (dy.t(), x.t(), g.starts, torch.bfloat16))
+
+
+@pytest.mark.interpreter
+def test_column_major_operands_in_the_interpreter():
+    """Transposes are views. INT8 stands for bf16, whose products the interpreter gets wrong."""
+    g, n, k, tiling = routed("some_empty"), 80, 144, Tiling(128, 64, 64, 4, 2)
+    x, w, dy = (t.mul(20).round().clamp(-127, 127).to(torch.int8) for t in tensors(g, n, k, torch.float32))
+    dx, dw = torch.full((g.rows, k), 7, dtype=torch.int32), torch.full((g.count, n, k), 7, dtype=torch.int32)
+    launch_grouped_rows(dy, matrices(w.t(), n, g.count), dx, tiling, g.group_of_block, g.starts)
+    launch_grouped_sums(dy.t(), x.t(), dw, tiling, g.starts)
+    assert (dx[int(g.starts[-1]) :] == 0).all()
+    for (e, s, t), w_e in zip(spans(g), w.view(g.count, n, k).double(), strict=True):
+        assert torch.equal(dx[s:t].double(), dy[s:t].double() @ w_e)
+        assert torch.equal(dw[e].double(), dy[s:t].double().t() @ x[s:t].double())
+
+
+def close(out, expected, size):
+    assert ((out.double() - expected).abs() <= 2**-8 * expected.abs() + 2**-16 * size).all()
+
+
+def check_products(g, n, k, rows_mm, sums_mm):
+    """rows_mm(a, b), sums_mm(a, b), against fp64."""
+    x, w, dy = tensors(g, n, k, torch.bfloat16)
+    y, dx, dw = rows_mm(x, w), rows_mm(dy, w.t()), sums_mm(dy.t(), x.t())
+    copied = rows_mm(dy, w.t().contiguous()), sums_mm(dy.t().contiguous(), x.t().contiguous())
+    last = int(g.starts[-1])
+    assert (y[last:] == 0).all() and (dx[last:] == 0).all()
+    for (e, s, t), w_e in zip(spans(g), w.view(g.count, n, k).double(), strict=True):
+        xs, dys = x[s:t].double(), dy[s:t].double()
+        close(y[s:t], xs @ w_e.t(), xs.abs() @ w_e.abs().t())
+        for out in (dx, copied[0]):
+            close(out[s:t], dys @ w_e, dys.abs() @ w_e.abs())
+        for out in (dw, copied[1]):
+            close(out.view(g.count, n, k)[e], dys.t() @ xs, dys.abs().t() @ xs.abs())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n, k, groups, tokens", [(80, 144, 4, 150), (1152, 896, 8, 900), (2048, 768, 16, 4000)])
+def test_kernels_on_gpu(n, k, groups, tokens):
+    for routing in ROUTINGS:
+        g = routed(routing, groups, tokens, "cuda")
+
+        def rows_mm(tiling, a, b, g=g):
+            w = matrices(b, a.shape[1], g.count)
+            return launch_grouped_rows(a, w, a.new_full((g.rows, w.shape[1]), 7.0), tiling, g.group_of_block, g.starts)
+
+        def sums_mm(tiling, a, b, g=g):
+            return launch_grouped_sums(a, b, a.new_full((g.count, len(a), len(b)), 7.0), tiling, g.starts)
+
+        for tiling in ROWS_TILINGS.values():
+            check_products(g, n, k, lambda *ab, t=tiling: rows_mm(t, *ab), lambda *ab, t=tiling: sums_mm(t, *ab))
+        for tiling in SUMS_TILINGS.values():
+            check_products(
+                g, n, k,
+                lambda a, b, g=g: grouped_rows_plain_mm(a, b, g.group_of_block, g.starts),
+                lambda *ab, t=tiling: sums_mm(t, *ab),
+            )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["triton", "cublas", "ref"])
+def test_operators_on_gpu(family, monkeypatch):
+    monkeypatch.setenv("QTRAIN_IMPL", family)
+    for n, k in ((80, 144), (7, 5), (272, 144)):
+        for routing in ROUTINGS:
+            g = routed(routing, device="cuda")
+            for out_dtype in (torch.bfloat16, torch.float32):
+                check_products(
+                    g, n, k,
+                    lambda a, b, g=g: grouped_rows_plain_mm(a, b, g.group_of_block, g.starts),
+                    lambda a, b, g=g, d=out_dtype: grouped_sums_plain_mm(a, b, g.starts, d),
+                )  # fmt: skip
