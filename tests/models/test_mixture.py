@@ -6,12 +6,22 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from qtrain.errors import UserError
-from qtrain.models import Lora, add_lora, build_model, export_hf, merge_lora, read_model_source
+from qtrain.models import (
+    Lora,
+    add_lora,
+    apply_activation_checkpointing,
+    build_model,
+    compile_layers,
+    export_hf,
+    merge_lora,
+    read_model_source,
+)
 from qtrain.models.hf_layout import layout
 from qtrain.models.lora import LoraLinear
 from qtrain.models.mixture import Experts
 from qtrain.models.tensor_parallel import check_divisible
 from qtrain.models.trained_cost import only_adapters
+from tests.cases import sampled
 from tests.models.families import MIXTURES, batch, drawn, source_of
 from tests.models.test_hf import transformers_model
 
@@ -138,3 +148,30 @@ def test_adapters_are_those_that_the_plan_counts(name):
 
 def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [m for owner in model.modules() if isinstance(owner, Experts) for m in owner.modules()]
+
+
+def dense_experts(gate_up, down, x, experts, weights):
+    """`experts_mlp` with static shapes: every expert reads every token."""
+    up, out = (linear.weight.unflatten(0, (linear.groups, -1)) for linear in (gate_up, down))
+    gate, up = torch.einsum("tc,enc->etn", x, up).chunk(2, dim=-1)
+    y = torch.einsum("eti,eci->tec", F.silu(gate) * up, out)
+    of_expert = torch.zeros(x.shape[0], gate_up.groups).scatter_add(1, experts, weights)
+    return torch.einsum("tec,te->tc", y, of_expert)
+
+
+@pytest.mark.parametrize("mode", sampled(["none", "selective", "full"], lambda mode: mode != "selective"))
+def test_compiled_layers_are_one_graph_and_count_each_route_once(mode, monkeypatch):
+    """With the routers' losses and what is recomputed: the values of eager layers."""
+    monkeypatch.setattr("qtrain.models.mixture.experts_mlp", dense_experts)
+    torch._dynamo.reset()
+    shape = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+    plain, compiled = (drawn(source_of("deepseek_v3", **shape)) for _ in range(2))
+    apply_activation_checkpointing(compiled, mode)
+    compile_layers(compiled)
+    ids, labels = batch()
+    for model in (plain, compiled):
+        model.router_balance_loss, model.router_z_loss = 0.5, 0.1
+        model(ids, labels).loss.backward()
+    assert torch.equal(plain.expert_load.step, compiled.expert_load.step)
+    for ours, theirs in zip(compiled.parameters(), plain.parameters(), strict=True):
+        assert (ours.grad - theirs.grad).abs().max() <= 1e-4 * theirs.grad.abs().max()
