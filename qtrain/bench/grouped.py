@@ -22,9 +22,8 @@ from qtrain.kernels.grouped.grouped_plain_mm import grouped_rows_plain_mm, group
 from qtrain.kernels.grouped.reference import matrices, unstack
 from qtrain.kernels.grouped.row_groups import RowGroups, group_rows
 from qtrain.kernels.numerics.dequantize import dequantize
-from qtrain.kernels.numerics.rounding import NEAREST
+from qtrain.kernels.quantize.column_groups import equal_groups
 from qtrain.kernels.quantize.operators import quantize, quantize_transposed
-from qtrain.kernels.quantize.stacked import quantize_stacked_transposed
 
 BF16 = torch.bfloat16
 ROLES = ("output", "grad_input", "grad_weight")
@@ -89,9 +88,10 @@ def quantized(p: GroupedProblem, role: str, fmt: str, granularities: tuple[str, 
         pairs = [quantize_transposed(t, fmt, g, **grouped) for t, g in zip((a, b), granularities, strict=True)]
     else:
         rows_of_b = quantize(b, fmt, granularity_b) if role == "output" else None
+        of_matrix = equal_groups(p.groups, p.n, b.device)
         pairs = [
             quantize(a, fmt, granularity_a),
-            rows_of_b or quantize_stacked_transposed(b, p.groups, fmt, granularity_b, NEAREST),
+            rows_of_b or quantize_transposed(b, fmt, granularity_b, group_of_block=of_matrix, groups=p.groups),
         ]
     return tuple(Codes(*pair, fmt, g) for pair, g in zip(pairs, granularities, strict=True))
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtrain.kernels.grouped.permute import combine_rows, gather_rows, route_weight_grad
+from qtrain.kernels.grouped.permute import combine_rows, gather_rows, route_weight_grad, weights_of_rows
 from qtrain.kernels.grouped.row_groups import RowGroups, group_rows
 from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.grouped_linear import GroupedLinear
@@ -62,12 +62,6 @@ class ExpertsFunction(torch.autograd.Function):
         if needs_dweights:
             dweights = route_weight_grad(gradients.gate_up, gradients.dh, ctx.weights, groups.row_of_route)
         return dx, dweights, gradients.up if needs_dup else None, gradients.down, None, None, None
-
-
-def weights_of_rows(weights: Tensor, groups: RowGroups) -> Tensor:
-    """weights [T, k] of the routes -> of their rows, fp32 [R]; 0 of rows without a token."""
-    of_rows = weights.new_zeros(groups.rows)
-    return of_rows.scatter_(0, groups.row_of_route.flatten().long(), weights.flatten())
 
 
 @dataclass(frozen=True)

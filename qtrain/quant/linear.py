@@ -145,7 +145,7 @@ class LowBitWeight(nn.Module):
         """Copy new codes into the buffers, whose addresses recorded steps rely on."""
         for name, tensor in zip(self._names, flatten_operands(operands)[0], strict=True):
             buffer = getattr(self, name)
-            if buffer is not None and buffer is not tensor:  # the codes of a stored weight are an operand themselves
+            if buffer is not None and buffer is not tensor:  # codes may be in place, or those of a stored weight
                 buffer.copy_(tensor)
         self.version = version
 
@@ -178,11 +178,11 @@ class LowBitLinear(nn.Module):
                 self.register_buffer(name, torch.zeros(1, device=key.device), persistent=False)
 
     @torch.no_grad()
-    def _quantize(self, weight: Tensor) -> Operands:
+    def _quantize(self, weight: Tensor, out: Operands | None = None) -> Operands:
         key = self.weight_key if self.scheme.stochastic_rounding else None
         if self.group is not None:
             return quantize_divided([(self.scheme, weight, key)], self.group)[0]
-        return self.scheme.quantize_weight(weight, key, self.groups)
+        return self.scheme.quantize_weight(weight, key, self.groups, out)
 
     @torch.no_grad()
     def refresh(self, weight: Tensor | None = None) -> None:
@@ -190,7 +190,8 @@ class LowBitLinear(nn.Module):
         codes only, or gets its weight when it runs."""
         if weight is None and (self.codes_only or self.gathered):
             return
-        self.low_bit_weight.update(self._quantize(self.weight if weight is None else weight), self.weight._version)
+        weight, former = self.weight if weight is None else weight, self.low_bit_weight.operands()
+        self.low_bit_weight.update(self._quantize(weight, former), self.weight._version)
 
     @staticmethod
     @torch.no_grad()

@@ -13,8 +13,8 @@ from qtrain.kernels.numerics.rounding import Rounding
 from qtrain.kernels.quantize.column_groups import NO_GROUPS, BlockGroups
 from qtrain.kernels.quantize.mx import quantize_mx
 from qtrain.kernels.quantize.nvfp4 import quantize_nvfp4
-from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_transposed
-from qtrain.tensors.quantized_tensor import OperandFormat, QuantizedTensor
+from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_dual_into, quantize_transposed
+from qtrain.tensors.quantized_tensor import OperandFormat, Operands, QuantizedTensor
 
 Pair = tuple[QuantizedTensor, QuantizedTensor]
 
@@ -65,11 +65,18 @@ def quantize_dual_layout(
     rounding: Rounding,
     power_of_two: bool,
     groups: BlockGroups | None = None,
+    out: Operands | None = None,
 ) -> Pair:
     """t [M, K] -> codes [M, K] and transposed codes [K, M], from one read of t where a kernel allows. groups: as for
-    `quantize_columns`."""
+    `quantize_columns`. out: former operands of t, whose codes are overwritten where a kernel can."""
     if rows.scale_dtype in LOW_BIT_SCALES or columns.scale_dtype in LOW_BIT_SCALES:
         return quantize_rows(t, rows, rounding, power_of_two), quantize_columns(t, columns, rounding, power_of_two)
+    if out is not None and rows == columns:
+        memory = out.rows.codes, out.columns.codes
+        codes, scale, codes_t, scale_t = quantize_dual_into(
+            memory, t, rows.fmt, rows.granularity, rounding, power_of_two, *(groups or NO_GROUPS)
+        )
+        return QuantizedTensor(codes, scale, rows), QuantizedTensor(codes_t, scale_t, columns)
     codes, scale, codes_t, scale_t = quantize_dual(
         t, rows.fmt, rows.granularity, columns.granularity, *rounding, power_of_two, None, columns.fmt,
         *(groups or NO_GROUPS),

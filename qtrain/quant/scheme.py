@@ -194,9 +194,12 @@ class LowBitScheme(Scheme):
 
     # ---- what the linear calls ---------------------------------------------------------------------------------------
 
-    def quantize_weight(self, w: Tensor, key: Tensor | None, groups: BlockGroups | None = None) -> Operands:
-        """w [N, K] -> operands of (output, grad_input); None where a GEMM reads w itself."""
-        rows, columns = self._operands(w, "w", key, groups=groups)
+    def quantize_weight(
+        self, w: Tensor, key: Tensor | None, groups: BlockGroups | None = None, out: Operands | None = None
+    ) -> Operands:
+        """w [N, K] -> operands of (output, grad_input); None where a GEMM reads w itself. out: former ones, whose
+        memory may be overwritten."""
+        rows, columns = self._operands(w, "w", key, groups=groups, out=out)
         return Operands(None if rows is w else rows, None if columns is w else columns)
 
     def weight_formats(self) -> tuple[OperandFormat | None, OperandFormat | None]:
@@ -321,6 +324,7 @@ class LowBitScheme(Scheme):
         needs: NeedsOperand = BOTH,
         delayed: DelayedScale | None = None,
         groups: BlockGroups | None = None,
+        out: Operands | None = None,
     ) -> Operands:
         """The operands of the tensor `name`; t itself for a GEMM in high precision, or one that does not run."""
         rows, columns = self._formats_of(name, needs)
@@ -329,7 +333,7 @@ class LowBitScheme(Scheme):
             codes = quantize_rows(t, rows or columns, rounding, self.power_of_two)
             return Operands(codes, codes.summed_over_rows())
         if rows and columns:
-            return Operands(*quantize_dual_layout(t, rows, columns, rounding, self.power_of_two, groups))
+            return Operands(*quantize_dual_layout(t, rows, columns, rounding, self.power_of_two, groups, out))
         return Operands(
             quantize_rows(t, rows, rounding, self.power_of_two) if rows else t,
             quantize_columns(t, columns, rounding, self.power_of_two, groups) if columns else t,

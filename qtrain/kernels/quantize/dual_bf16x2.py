@@ -366,13 +366,14 @@ def launch_dual_bf16x2(
     dy: Tensor | None = None,
     row_column_amax: tuple[Tensor, Tensor] | None = None,
     groups: BlockGroups | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The kernel for `quantize_ref` and `quantize_transposed_ref` at once: codes, scale, codes_t, scale_t.
 
     x contiguous, not empty, `supports_dual_bf16x2`. scale: fp32 [1], given. amax: int32 [1] of zeros, receives the fp32
     bits of x's absmax; only with `scale`. swiglu: quantizes swiglu(x) or, with dy, the gradient of x; x [M, 2I], I a
     multiple of BLOCK. row_column_amax: fp32 bits of the absmax of rows and of columns, int32, if known (rowwise).
-    groups: of rows with column scales of their own (rowwise).
+    groups: of rows with column scales of their own (rowwise). out: memory for the codes of both layouts.
     """
     m, k = x.shape[0], x.shape[1] // 2 if swiglu and dy is None else x.shape[1]
     given, source, source_t = scale is not None, scale, None
@@ -381,7 +382,7 @@ def launch_dual_bf16x2(
         source, source_t = row_column_amax or launch_absmax(x, rows=True, columns=True, groups=groups)[1:]
     elif granularity == "tensorwise" and not given:
         source, _, _ = launch_absmax(x, tensor=True)
-    codes, codes_t = (x.new_empty(shape, dtype=FORMATS[fmt].dtype) for shape in ((m, k), (k, m)))
+    codes, codes_t = out or (x.new_empty(shape, dtype=FORMATS[fmt].dtype) for shape in ((m, k), (k, m)))
     scale = empty_scale(granularity, m, k, x)
     grouped = groups is not None
     scale_t = launch_group_scales(source_t, fmt, power_of_two) if grouped else empty_scale(granularity, k, m, x)

@@ -166,6 +166,27 @@ def _(
     return *empty_codes(x, fmt, granularity), *columns
 
 
+def quantize_dual_into(
+    out: tuple[Tensor, Tensor],
+    x: Tensor,
+    fmt: str,
+    granularity: str,
+    rounding: Rounding,
+    power_of_two: bool,
+    group_of_block: Tensor | None = None,
+    groups: int = 1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`quantize_dual` in one format and granularity, with codes and codes_t in `out` where a kernel can write there: a
+    copy of the codes would cost as much as their quantization. Not for compiled code."""
+    dual = x.dim() == 2 and x.is_cuda and x.is_contiguous() and supports_dual_bf16x2(x, fmt, granularity)
+    if not (dual and fmt != "ternary" and _kernel_takes(x, rounding) and all(t.is_contiguous() for t in out)):
+        return quantize_dual(
+            x, fmt, granularity, granularity, *rounding, power_of_two, group_of_block=group_of_block, groups=groups
+        )
+    of = block_groups(x, group_of_block, groups, granularity)
+    return launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, groups=of, out=out)
+
+
 @torch.library.custom_op("qtrain::quantize_dual_given_scale", mutates_args=())
 def quantize_dual_given_scale(
     x: Tensor,

@@ -65,7 +65,9 @@ class BitNet(LowBitScheme):
     def exported_weight(self, w: Tensor) -> Tensor:
         return self.quantize_weight(w.detach(), None).rows.dequantize(w.dtype)
 
-    def quantize_weight(self, w: Tensor, key: Tensor | None, groups: BlockGroups | None = None) -> Operands:
+    def quantize_weight(
+        self, w: Tensor, key: Tensor | None, groups: BlockGroups | None = None, out: Operands | None = None
+    ) -> Operands:
         codes, scale = quantize(w, *PACKED[:2])
         return self.operands_of(QuantizedTensor(codes, scale, PACKED), w.shape[1])
 

@@ -66,10 +66,11 @@ class Fp8Tensorwise(Fp8Epilogue):
         needs: NeedsOperand = BOTH,
         delayed: DelayedScale | None = None,
         groups: BlockGroups | None = None,
+        out: Operands | None = None,
     ) -> Operands:
         rows, columns = self._formats_of(name, needs)
         if delayed is None or not (rows or columns):
-            return super()._operands(t, name, key, needs, groups=groups)
+            return super()._operands(t, name, key, needs, groups=groups, out=out)
         fmt = (rows or columns).fmt
         rounding = self.rounding(name, key)
         scale = delayed_scale(t, delayed.scale, fmt, self.power_of_two)

@@ -59,7 +59,9 @@ class StoredWeightScheme(LowBitScheme):
     def code_bytes(self) -> float:
         return 0 if self.activations == "none" else 2
 
-    def quantize_weight(self, w: Tensor, key: Tensor | None, groups: BlockGroups | None = None) -> Operands:
+    def quantize_weight(
+        self, w: Tensor, key: Tensor | None, groups: BlockGroups | None = None, out: Operands | None = None
+    ) -> Operands:
         assert isinstance(w, StoredWeight)
         if self.activations == "none":
             return Operands(w.quantized, w.quantized.summed_over_rows())
@@ -72,7 +74,9 @@ class RowwiseStoredWeightScheme(StoredWeightScheme):
     def code_bytes(self) -> float:
         return 0 if self.activations == "none" else 1
 
-    def quantize_weight(self, w: Tensor, key: Tensor | None, groups: BlockGroups | None = None) -> Operands:
+    def quantize_weight(
+        self, w: Tensor, key: Tensor | None, groups: BlockGroups | None = None, out: Operands | None = None
+    ) -> Operands:
         assert isinstance(w, StoredWeight)
         if self.activations == "none":
             return super().quantize_weight(w, key, groups)
