@@ -89,7 +89,8 @@ _TINY = 1e-20
 
 def best(scores: Tensor, count: int) -> Tensor:
     """The positions int64 [T, count] of the largest scores [T, N] in descending order; of equal ones the first."""
-    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    # A view would keep the positions of all of them for backward.
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
 
 
 def routes_per_expert(experts: Tensor, count: int) -> Tensor:

@@ -18,9 +18,9 @@ from qtrain.models import (
 from qtrain.models.cost import LAYER_LINEARS, count_parameters
 from qtrain.models.memory import StepShape, estimate_memory
 from qtrain.models.rope import rope_tables
-from qtrain.models.saved_activations import LinearBytes, LowBitBytes, saved_per_token
+from qtrain.models.saved_activations import LinearBytes, LowBitBytes, rows_per_token, saved_per_token
 from qtrain.models.trained_cost import only_adapters
-from qtrain.quant import base_scheme, quantize_linears
+from qtrain.quant import SCHEMES, base_scheme, quantize_linears
 from qtrain.tensors.stored_weight import StoredWeight
 from tests.models.families import drawn, source_of
 from tests.peak_bytes import PeakBytes
@@ -105,6 +105,34 @@ def test_eager_layers_keep_what_the_table_says(name):
         known += 8 * (config.q_size + config.kv_size)
     found = kept_bytes(model, 2, 24)
     assert found == pytest.approx(sum(expected.values()) - expected["layer input"] + known, rel=0.001)
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "int8"])
+def test_a_mixture_keeps_what_the_table_says(scheme):
+    """Its rows with their padding; norms and attention are as of any layer."""
+    shape = {"hidden_size": 128, "moe_intermediate_size": 256, "num_hidden_layers": 1}
+    model = drawn(source_of("qwen3_moe", **shape), dtype=torch.bfloat16)
+    low_bit = None
+    if scheme == "int8":
+        quantize_linears(model, SCHEMES.get("int8", "--quantize")(), seed=0, head=model.lm_head)
+        kept_input = dict.fromkeys(LAYER_LINEARS, LinearBytes(2, kept_input=1.0))
+        low_bit = LowBitBytes(kept_input, down_input_recomputed=True)
+    rows, tokens = rows_per_token(model.config, 512), 512
+    saved = saved_per_token(model.config, "none", False, 2, low_bit, rows)
+    expected = {name: size for name, size in saved.items() if "experts" in name or name == "routing"}
+    expected["routing"] -= 4 * rows + 4 * model.config.mixture.per_token  # indices of rows are no saved tensors
+    x = torch.randn(2, 256, 128, dtype=torch.bfloat16, requires_grad=True)
+    own = {t.untyped_storage().data_ptr() for t in (x, *model.parameters(), *model.buffers())}
+    found: dict[int, int] = {}
+
+    def pack(tensor):
+        place = tensor.untyped_storage()
+        found.update({} if place.data_ptr() in own else {place.data_ptr(): place.nbytes()})
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = model.layers[0].mlp(x)
+    assert len(kept) == 3 and sum(found.values()) / tokens == pytest.approx(sum(expected.values()), rel=0.01)
 
 
 @pytest.mark.parametrize("tied", [False, True])
