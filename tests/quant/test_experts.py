@@ -102,6 +102,28 @@ def test_every_scheme_trains_experts(scheme):
     assert not any(g.any() for g in empty)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["bf16", *NAMES])
+@pytest.mark.parametrize("kind", ["random", "empty", "one"])
+def test_on_a_gpu_without_the_host(scheme, kind):
+    """bf16 experts against the loop over experts in fp64; after a first call nothing waits for the device."""
+    sizes = {"width": 256, "inner": 128}
+    m, plain = module(dtype=torch.bfloat16, **sizes).cuda(), module(dtype=torch.bfloat16, **sizes).cuda()
+    quantize_linears(m, SCHEMES.make(scheme, {"sub_norm": False} if scheme == "bitnet" else {}, "--quantize"), seed=0)
+    x, dout = torch.randn(2, 1000, 256, device="cuda", dtype=torch.bfloat16)
+    experts, weights = (t.cuda() for t in routing(1000, kind))
+    found = gradients(m, m, x, experts, weights, dout)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = gradients(m, m, x, experts, weights, dout)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    truth = gradients(plain, lambda *a: loop_over_experts(plain, *a), x.double(), experts, weights.double(), dout)
+    for one, other in zip(found, truth, strict=True):
+        assert (one.double() - other.double()).norm() / other.double().norm() < ERROR.get(scheme, 0.1)
+
+
 SHARED_SCALES = ("fp8_tensorwise", "nvfp4", "int8_blockwise")
 """Schemes with scales that cover several tokens."""
 
