@@ -2,7 +2,8 @@
 
     out[t] = sum over k of weights[t, k] * down_e(silu(gate_e(x[t])) * up_e(x[t])) with e = experts[t, k]
 
-Rows of x are sorted by expert (`kernels/grouped/row_groups.py`), and each product is one grouped GEMM. Forward keeps
+Rows of x are sorted by expert (`kernels/grouped/row_groups.py`), and each product is one grouped GEMM. Where products
+read codes alone, the sorted rows are never in memory: their codes are computed from x, and from dout. Forward keeps
 what a dense SwiGLU MLP keeps, not its output: the gradient of a route's weight, <dout, y>, follows from what backward
 computes anyway. With y = W h and the gradient dh = weight * Wᵀ dout of h, it is <dh, h> / weight.
 
@@ -14,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtrain.kernels.grouped.permute import combine_rows, gather_rows, route_weight_grad, weights_of_rows
+from qtrain.kernels.grouped.permute import combine_rows, route_weight_grad, weights_of_rows
 from qtrain.kernels.grouped.row_groups import RowGroups, group_rows
+from qtrain.kernels.quantize.gather_rows import GatheredRows, RowIndex
 from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.grouped_linear import GroupedLinear
 from qtrain.quant.linear import LinearArguments, LowBitLinear
@@ -42,7 +44,7 @@ class ExpertsFunction(torch.autograd.Function):
             grad_enabled and needed for needed in ctx.needs_input_grad[:4]
         )
         groups: RowGroups = up.groups
-        rows = gather_rows(x, groups.token_of_row)
+        rows = GatheredRows(x, RowIndex(groups.token_of_row))
         # dh, which the gradient of the weights needs, is computed for that of gate_up.
         y = mlp_forward(
             ctx, rows, w_up, w_down, up, down, NeedsGradient(needs_dx, needs_dup or needs_dweights, needs_ddown)
@@ -54,7 +56,7 @@ class ExpertsFunction(torch.autograd.Function):
     def backward(ctx, dout: Tensor):
         needs_dx, needs_dweights, needs_dup, needs_ddown = ctx.needs_input_grad[:4]
         groups: RowGroups = ctx.up.groups
-        dy = gather_rows(dout, groups.token_of_row, weights_of_rows(ctx.weights, groups))
+        dy = GatheredRows(dout, RowIndex(groups.token_of_row, weights_of_rows(ctx.weights, groups)))
         gradients = mlp_backward(ctx, dy, NeedsGradient(needs_dx, needs_dup or needs_dweights, needs_ddown))
         dx = dweights = None
         if needs_dx:

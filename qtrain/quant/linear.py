@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.kernels.grouped.row_groups import RowGroups
 from qtrain.kernels.quantize.column_groups import BlockGroups, equal_groups
+from qtrain.kernels.quantize.gather_rows import GatheredRows
 from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.grouped_linear import GroupedLinear
 from qtrain.quant.scheme import DelayedScale, LowBitScheme, NeedsOperand
@@ -41,13 +42,13 @@ class LinearArguments(NamedTuple):
         """The groups as quantizers read them."""
         return None if self.groups is None else BlockGroups(self.groups.group_of_block, self.groups.count)
 
-    def quantize_input(self, x: Tensor, needs: NeedsOperand) -> Operands:
+    def quantize_input(self, x: Tensor | GatheredRows, needs: NeedsOperand) -> Operands:
         """The operands of all tokens."""
         if self.gather is None:
             return self.scheme.quantize_input(x, self.key, needs, self.x_scale, self.block_groups)
         return quantize_tokens(self.scheme, x, self.key, needs, self.x_scale, self.gather)
 
-    def quantize_grad(self, dy: Tensor, needs: NeedsOperand) -> Operands:
+    def quantize_grad(self, dy: Tensor | GatheredRows, needs: NeedsOperand) -> Operands:
         return self.scheme.quantize_grad(dy, self.key, needs, self.dy_scale, self.block_groups)
 
     def multiply(self, gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qtrain.kernels.numerics.rounding import Rounding
 from qtrain.kernels.quantize.column_groups import NO_GROUPS, BlockGroups
+from qtrain.kernels.quantize.gather_rows import GatheredRows, in_memory, with_index
 from qtrain.kernels.quantize.mx import quantize_mx
 from qtrain.kernels.quantize.nvfp4 import quantize_nvfp4
 from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_dual_into, quantize_transposed
@@ -59,7 +60,7 @@ def quantize_columns(
 
 
 def quantize_dual_layout(
-    t: Tensor,
+    t: Tensor | GatheredRows,
     rows: OperandFormat,
     columns: OperandFormat,
     rounding: Rounding,
@@ -67,9 +68,11 @@ def quantize_dual_layout(
     groups: BlockGroups | None = None,
     out: Operands | None = None,
 ) -> Pair:
-    """t [M, K] -> codes [M, K] and transposed codes [K, M], from one read of t where a kernel allows. groups: as for
+    """t [M, K] -> codes [M, K] and transposed codes [K, M], from one read of t where a kernel allows; gathered rows
+    are then read from the matrix that they are gathered from. groups: as for
     `quantize_columns`. out: former operands of t, whose codes are overwritten where a kernel can."""
     if rows.scale_dtype in LOW_BIT_SCALES or columns.scale_dtype in LOW_BIT_SCALES:
+        t = in_memory(t)
         return quantize_rows(t, rows, rounding, power_of_two), quantize_columns(t, columns, rounding, power_of_two)
     if out is not None and rows == columns:
         memory = out.rows.codes, out.columns.codes
@@ -77,8 +80,9 @@ def quantize_dual_layout(
             memory, t, rows.fmt, rows.granularity, rounding, power_of_two, *(groups or NO_GROUPS)
         )
         return QuantizedTensor(codes, scale, rows), QuantizedTensor(codes_t, scale_t, columns)
+    x, index = with_index(t)
     codes, scale, codes_t, scale_t = quantize_dual(
-        t, rows.fmt, rows.granularity, columns.granularity, *rounding, power_of_two, None, columns.fmt,
-        *(groups or NO_GROUPS),
+        x, rows.fmt, rows.granularity, columns.granularity, *rounding, power_of_two, None, columns.fmt,
+        *(groups or NO_GROUPS), *index,
     )  # fmt: skip
     return QuantizedTensor(codes, scale, rows), QuantizedTensor(codes_t, scale_t, columns)

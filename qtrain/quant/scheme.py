@@ -28,6 +28,7 @@ from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES
 from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.quantize.column_groups import NO_GROUPS, BlockGroups
+from qtrain.kernels.quantize.gather_rows import GatheredRows, in_memory
 from qtrain.kernels.swiglu.quantize import (
     activation,
     quantize_swiglu,
@@ -231,7 +232,7 @@ class LowBitScheme(Scheme):
 
     def quantize_input(
         self,
-        x: Tensor,
+        x: Tensor | GatheredRows,
         key: Tensor | None,
         needs: NeedsOperand,
         delayed: DelayedScale | None = None,
@@ -242,7 +243,7 @@ class LowBitScheme(Scheme):
 
     def quantize_grad(
         self,
-        dy: Tensor,
+        dy: Tensor | GatheredRows,
         key: Tensor | None,
         needs: NeedsOperand,
         delayed: DelayedScale | None = None,
@@ -318,7 +319,7 @@ class LowBitScheme(Scheme):
 
     def _operands(
         self,
-        t: Tensor,
+        t: Tensor | GatheredRows,
         name: TensorName,
         key: Tensor | None,
         needs: NeedsOperand = BOTH,
@@ -329,11 +330,12 @@ class LowBitScheme(Scheme):
         """The operands of the tensor `name`; t itself for a GEMM in high precision, or one that does not run."""
         rows, columns = self._formats_of(name, needs)
         rounding = self.rounding(name, key)
+        if rows and columns and columns.sum_dim == 1:
+            return Operands(*quantize_dual_layout(t, rows, columns, rounding, self.power_of_two, groups, out))
+        t = in_memory(t)
         if columns and columns.sum_dim == 0:  # reads the row codes
             codes = quantize_rows(t, rows or columns, rounding, self.power_of_two)
             return Operands(codes, codes.summed_over_rows())
-        if rows and columns:
-            return Operands(*quantize_dual_layout(t, rows, columns, rounding, self.power_of_two, groups, out))
         return Operands(
             quantize_rows(t, rows, rounding, self.power_of_two) if rows else t,
             quantize_columns(t, columns, rounding, self.power_of_two, groups) if columns else t,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.kernels.quantize.column_groups import NO_GROUPS, BlockGroups
+from qtrain.kernels.quantize.gather_rows import GatheredRows
 from qtrain.kernels.swiglu.quantize import quantize_swiglu_backward, quantize_swiglu_rowwise
 from qtrain.quant.linear import LinearArguments, LowBitLinear, save_operands, saved_operands
 from qtrain.quant.scheme import NeedsOperand, RowwiseQuantization
@@ -37,7 +38,7 @@ class NeedsGradient(NamedTuple):
 
 def mlp_forward(
     ctx,
-    x: Tensor,  # [M, K]
+    x: Tensor | GatheredRows,  # [M, K]
     w_up: Tensor,  # [2I, K], gate, then up
     w_down: Tensor,  # [N, I]
     up: LinearArguments,
@@ -85,7 +86,7 @@ class MLPGradients(NamedTuple):
     """[M, I], the gradient of the second one's input."""
 
 
-def mlp_backward(ctx, dy: Tensor, needs: NeedsGradient) -> MLPGradients:
+def mlp_backward(ctx, dy: Tensor | GatheredRows, needs: NeedsGradient) -> MLPGradients:
     gate_up, column_amax, w_up, x_grad_weight, w_down, h_grad_weight = saved_operands(ctx)
     up, down = ctx.up, ctx.down
     needs_dh = needs.x or needs.up

@@ -25,7 +25,7 @@ from qtrain.kernels.gemm.transpose import launch_transpose_8bit
 from qtrain.kernels.grouped import grouped_mm, grouped_plain_mm
 from qtrain.kernels.grouped.grouped_blockwise_mm import launch_grouped_rows_blockwise, launch_grouped_sums_blockwise
 from qtrain.kernels.grouped.grouped_int4_mm import launch_unpack_int4
-from qtrain.kernels.grouped.permute import launch_combine_rows, launch_gather_rows, launch_route_weight_grad
+from qtrain.kernels.grouped.permute import launch_combine_rows, launch_route_weight_grad
 from qtrain.kernels.grouped.persistent import launch_grouped_rows, launch_grouped_sums, launch_long_sums
 from qtrain.kernels.grouped.reference import matrices
 from qtrain.kernels.grouped.zeros import launch_zero_empty, launch_zero_tail
@@ -38,6 +38,7 @@ from qtrain.kernels.quantize.absmax import launch_absmax
 from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.kernels.quantize.delayed_scale import launch_delayed_scale
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2
+from qtrain.kernels.quantize.gather_rows import launch_gather_rows
 from qtrain.kernels.quantize.mx import launch_quantize_mx
 from qtrain.kernels.quantize.nf4 import launch_dequantize_nf4, nf4_table
 from qtrain.kernels.quantize.rowwise import launch_rowwise

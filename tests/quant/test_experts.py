@@ -5,13 +5,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qtrain.kernels.grouped.permute import weights_of_rows
 from qtrain.kernels.grouped.row_groups import group_rows
+from qtrain.kernels.quantize.gather_rows import GatheredRows, RowIndex, in_memory
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.experts import experts_mlp
 from qtrain.quant.gemm_table import multiply
 from qtrain.quant.grouped_linear import GroupedLinear
-from qtrain.quant.scheme import BOTH
-from qtrain.tensors.quantized_tensor import QuantizedTensor
+from qtrain.quant.scheme import BOTH, NeedsOperand
+from qtrain.tensors.quantized_tensor import QuantizedTensor, flatten_operands
 
 C, INNER, EXPERTS, PER_TOKEN = 128, 64, 4, 2
 
@@ -174,6 +176,36 @@ def test_each_expert_is_a_dense_linear_of_its_own_rows(scheme):
             dw[own],
             multiply("grad_weight", _columns(dys.columns, rows, e), _columns(xs.columns, rows, e), torch.float32),
         )
+
+
+KWARGS = [(name, {"sub_norm": False} if name == "bitnet" else {}) for name in NAMES]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("scheme, kwargs", [*KWARGS, ("fp8_tensorwise", {"scaling": "delayed"})])
+def test_operands_of_gathered_rows(scheme, kwargs, device):
+    """Those of the gathered matrix, bit for bit, and the absmax that delayed scaling records."""
+    m = module(dtype=torch.bfloat16).to(device)
+    linear = quantize_linears(m, SCHEMES.make(scheme, kwargs, "--quantize"), seed=0).linears[0]
+    experts, weights = routing(200)
+    groups = group_rows(experts.to(device), EXPERTS)
+    arguments, delayed = linear.arguments()._replace(groups=groups), "scaling" in kwargs
+    x, dy = (torch.randn(200, columns, device=device).bfloat16() for columns in (C, 2 * INNER))
+    weight = weights_of_rows(weights.to(device), groups)
+    for needs in (BOTH, NeedsOperand(True, False), NeedsOperand(False, True)):
+        for quantize, t in (
+            (arguments.quantize_input, GatheredRows(x, RowIndex(groups.token_of_row))),
+            (arguments.quantize_grad, GatheredRows(dy, RowIndex(groups.token_of_row, weight))),
+        ):
+            found, amax = [], []
+            for rows in (t, in_memory(t)):
+                for buffer in (linear.x_amax, linear.dy_amax) if delayed else ():
+                    buffer.zero_()
+                found.append([q.float() for q in flatten_operands(quantize(rows, needs))[0] if q is not None])
+                amax.append(torch.cat([linear.x_amax, linear.dy_amax]) if delayed else None)
+            for one, other in zip(*found, strict=True):
+                assert torch.equal(one, other)
+            assert not delayed or (amax[0].any() and torch.equal(*amax))
 
 
 def _rows(q: QuantizedTensor, rows: slice) -> QuantizedTensor:

@@ -1,12 +1,11 @@
-"""Rows of tokens into rows of groups, back again, and the gradient of a route's weight; memory-bound, one pass each.
+"""Rows of groups back into rows of tokens, and the gradient of a route's weight; memory-bound, one pass each.
 
-    gather_rows         x [T, C] -> [R, C]   the token of each row, zero where a row holds none
     combine_rows        y [R, C] -> [T, C]   the weighted sum of a token's k rows
     route_weight_grad   -> [T, k]            of the weights of `combine_rows` behind a SwiGLU MLP
 
 Products and sums are fp32, in the order of k, and rounded once. Kernels are launched with enable_fp_fusion=False, so
-that rows equal the definitions bit for bit. `combine_rows` is the gradient of `gather_rows`, which with a weight for
-each row is that of `combine_rows`.
+that rows equal the definitions bit for bit. Rows of tokens become rows of groups in `quantize/gather_rows.py`:
+`combine_rows` is the gradient of `gather_rows`, which with a weight for each row is that of `combine_rows`.
 """
 
 import torch
@@ -18,73 +17,14 @@ from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.grouped.row_groups import RowGroups
 from qtrain.kernels.numerics.bf16x2 import bf16_bits
 from qtrain.kernels.numerics.silu import swiglu_f32
+from qtrain.kernels.quantize.gather_rows import grid_of_rows
 from qtrain.kernels.swiglu.swiglu import swiglu_ref
-
-MAX_BLOCK = 2048
-"""Columns per CTA: of bf16, two loads of 16 bytes per thread."""
 
 
 def weights_of_rows(weights: Tensor, groups: RowGroups) -> Tensor:
     """weights fp32 [T, k] of routes -> fp32 [R], of the row of each; 0 of rows that hold no token."""
     rows = weights.new_zeros(groups.rows)
     return rows.scatter_(0, groups.row_of_route.flatten().long(), weights.flatten())
-
-
-# ---- gather ----------------------------------------------------------------------------------------------------------
-
-
-def gather_rows_ref(x: Tensor, token_of_row: Tensor, weight_of_row: Tensor | None = None) -> Tensor:
-    """x [T, C], token_of_row int32 [R], weight_of_row fp32 [R] -> [R, C] in x's dtype; zeros where the token is -1."""
-    held = (token_of_row >= 0)[:, None]
-    if not x.shape[0]:
-        return x.new_zeros(token_of_row.shape[0], x.shape[1])
-    rows = x[token_of_row.clamp(min=0).long()]
-    if weight_of_row is not None:
-        rows = (rows.float() * weight_of_row[:, None]).to(x.dtype)
-    return torch.where(held, rows, torch.zeros((), dtype=x.dtype, device=x.device))
-
-
-@triton.jit
-def _gather_rows_kernel(x_ptr, out_ptr, token_ptr, weight_ptr, columns, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.load(token_ptr + row).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + token * columns + column, (column < columns) & (token >= 0), 0.0)
-    if weight_ptr is not None:
-        x = (x.to(tl.float32) * tl.load(weight_ptr + row, token >= 0, 0.0)).to(x.dtype)
-    tl.store(out_ptr + row * columns + column, x, column < columns)
-
-
-def _grid(rows: int, columns: int) -> tuple[tuple[int, int], int]:
-    block = min(triton.next_power_of_2(columns), MAX_BLOCK)
-    return (rows, triton.cdiv(columns, block)), block
-
-
-def launch_gather_rows(x: Tensor, token_of_row: Tensor, weight_of_row: Tensor | None = None) -> Tensor:
-    """The kernel for `gather_rows_ref`; x contiguous."""
-    (_, columns), out = x.shape, x.new_empty(token_of_row.shape[0], x.shape[1])
-    if out.numel():
-        grid, block = _grid(*out.shape)
-        _gather_rows_kernel[grid](
-            x, out, token_of_row, weight_of_row, columns, block, num_warps=4, enable_fp_fusion=False
-        )
-    return out
-
-
-@torch.library.custom_op("qtrain::gather_rows", mutates_args=())
-def gather_rows(x: Tensor, token_of_row: Tensor, weight_of_row: Tensor | None = None) -> Tensor:
-    """x [T, C], token_of_row int32 [R] -> [R, C] in x's dtype; zeros where the token is -1.
-
-    weight_of_row: a factor for each row, fp32 [R]; the product is rounded once.
-    """
-    if not x.is_cuda or forced() == "ref":
-        return gather_rows_ref(x, token_of_row, weight_of_row)
-    return launch_gather_rows(x.contiguous(), token_of_row, weight_of_row)
-
-
-@gather_rows.register_fake
-def _(x, token_of_row, weight_of_row=None):
-    return x.new_empty(token_of_row.shape[0], x.shape[1])
 
 
 # ---- combine ---------------------------------------------------------------------------------------------------------
@@ -117,7 +57,7 @@ def launch_combine_rows(y: Tensor, weights: Tensor | None, row_of_route: Tensor)
     """The kernel for `combine_rows_ref`; all contiguous."""
     per_token, out = row_of_route.shape[1], y.new_empty(row_of_route.shape[0], y.shape[1])
     if out.numel():
-        grid, block = _grid(*out.shape)
+        grid, block = grid_of_rows(*out.shape)
         _combine_rows_kernel[grid](
             y, weights, row_of_route, out, y.shape[1], per_token, block, num_warps=4, enable_fp_fusion=False
         )

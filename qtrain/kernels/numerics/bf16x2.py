@@ -20,6 +20,12 @@ def high_half(bf16x2):
 
 
 @triton.jit
+def halves_f32(bf16x2):
+    """Pairs -> their first and their second numbers, fp32."""
+    return low_half(bf16x2).to(tl.float32, bitcast=True), high_half(bf16x2).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def abs_bf16x2(bf16x2):
     """Pairs without their signs."""
     return bf16x2 & 0x7FFF7FFF
@@ -89,3 +95,10 @@ def to_bf16x2(first, second, PTX: tl.constexpr):
         )
     else:
         return ((bf16_bits(first) >> 16) & 0xFFFF) | (bf16_bits(second) & -65536)
+
+
+@triton.jit
+def multiply_bf16x2(bf16x2, factor, PTX: tl.constexpr):
+    """Pairs times fp32 factors, each product rounded once."""
+    first, second = halves_f32(bf16x2)
+    return to_bf16x2(first * factor, second * factor, PTX)

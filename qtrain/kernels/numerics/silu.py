@@ -7,7 +7,7 @@ PTX: inline PTX is allowed. Kernels are launched with enable_fp_fusion=False, so
 """
 
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.numerics.bf16x2 import high_half, low_half, to_bf16x2
+from qtrain.kernels.numerics.bf16x2 import halves_f32, to_bf16x2
 
 
 @triton.jit
@@ -37,30 +37,25 @@ def swiglu_grad_f32(dy, gate, up, PTX: tl.constexpr):
 
 
 @triton.jit
-def _unpack(bf16x2):
-    return low_half(bf16x2).to(tl.float32, bitcast=True), high_half(bf16x2).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def swiglu_bf16x2(gate, up, PTX: tl.constexpr):
     """y of pairs of bf16."""
-    gate0, gate1 = _unpack(gate)
-    up0, up1 = _unpack(up)
+    gate0, gate1 = halves_f32(gate)
+    up0, up1 = halves_f32(up)
     return to_bf16x2(swiglu_f32(gate0, up0, PTX), swiglu_f32(gate1, up1, PTX), PTX)
 
 
 @triton.jit
 def gate_grad_bf16x2(dy, gate, up, PTX: tl.constexpr):
     """The gradient of gate of pairs of bf16."""
-    dy0, dy1 = _unpack(dy)
-    gate0, gate1 = _unpack(gate)
-    up0, up1 = _unpack(up)
+    dy0, dy1 = halves_f32(dy)
+    gate0, gate1 = halves_f32(gate)
+    up0, up1 = halves_f32(up)
     return to_bf16x2(swiglu_grad_f32(dy0, gate0, up0, PTX), swiglu_grad_f32(dy1, gate1, up1, PTX), PTX)
 
 
 @triton.jit
 def up_grad_bf16x2(dy, gate, PTX: tl.constexpr):
     """The gradient of up of pairs of bf16."""
-    dy0, dy1 = _unpack(dy)
-    gate0, gate1 = _unpack(gate)
+    dy0, dy1 = halves_f32(dy)
+    gate0, gate1 = halves_f32(gate)
     return to_bf16x2(swiglu_f32(gate0, dy0, PTX), swiglu_f32(gate1, dy1, PTX), PTX)

@@ -21,6 +21,7 @@ from qtrain.kernels.numerics.bf16x2 import (
 )
 from qtrain.kernels.numerics.encode import abs_bits
 from qtrain.kernels.quantize.column_groups import BLOCK_ROWS, BlockGroups, group_of_row
+from qtrain.kernels.quantize.gather_rows import EVERY_ROW, RowIndex, load_rows
 
 
 def absmax_ref(x: Tensor) -> Tensor:
@@ -43,18 +44,19 @@ def column_absmax_ref(x: Tensor, groups: BlockGroups | None = None) -> Tensor:
 
 @triton.jit(do_not_specialize=["steps"])
 def _absmax_kernel(
-    x_ptr, tensor_ptr, row_ptr, column_ptr, group_ptr, m, k, steps,
+    x_ptr, token_ptr, weight_ptr, tensor_ptr, row_ptr, column_ptr, group_ptr, m, k, steps,
     TENSOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """group_ptr: groups of rows, one to a CTA, with column maxima of their own, or None."""
+    """token_ptr, weight_ptr: the m rows are gathered from x, or None. group_ptr: groups of rows, one to a CTA, with
+    column maxima of their own, or None."""
     stripes = tl.cdiv(k, BLOCK_K)
     columns = tl.program_id(0) % stripes * BLOCK_K + tl.arange(0, BLOCK_K)
     first = tl.program_id(0) // stripes * steps * BLOCK_M
     amax = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
     for step in range(steps):
         rows = first + step * BLOCK_M + tl.arange(0, BLOCK_M)
-        inside = (rows < m)[:, None] & (columns < k)[None, :]
-        bits = abs_bits(tl.load(x_ptr + rows.to(tl.int64)[:, None] * k + columns[None, :], inside, 0.0))
+        x = load_rows(x_ptr, token_ptr, weight_ptr, rows, columns, k, rows < m, columns < k, False)
+        bits = abs_bits(x)
         amax = tl.maximum(amax, bits)
         if ROWS:
             tl.atomic_max(row_ptr + rows, tl.max(bits, 1), rows < m, sem="relaxed")
@@ -75,10 +77,10 @@ def atomic_max_bf16x2(ptr, words, n, bf16x2):
 
 @triton.jit(do_not_specialize=["steps"])
 def _absmax_bf16x2_kernel(
-    x_ptr, row_ptr, column_ptr, group_ptr, m, k, steps,
+    x_ptr, token_ptr, weight_ptr, row_ptr, column_ptr, group_ptr, m, k, steps,
     PTX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Rows and columns of x as words of two elements. m, k: elements, k a multiple of 8. group_ptr: as above."""
+    """Rows and columns of x as words of two elements. m, k: elements, k a multiple of 8. Pointers as above."""
     WIDTH: tl.constexpr = BLOCK_K // 2
     stripes, words = tl.cdiv(k, BLOCK_K), tl.multiple_of(k // 2, 4)
     columns = tl.program_id(0) % stripes * WIDTH + tl.arange(0, WIDTH)
@@ -86,8 +88,8 @@ def _absmax_bf16x2_kernel(
     amax = tl.zeros((BLOCK_M, WIDTH), tl.int32)
     for step in range(steps):
         rows = first + step * BLOCK_M + tl.arange(0, BLOCK_M)
-        inside = (rows < m)[:, None] & (columns < words)[None, :]
-        bf16x2 = abs_bf16x2(tl.load(x_ptr + rows.to(tl.int64)[:, None] * words + columns[None, :], inside, 0))
+        x = load_rows(x_ptr, token_ptr, weight_ptr, rows, columns, words, rows < m, columns < words, PTX)
+        bf16x2 = abs_bf16x2(x)
         amax = max_bf16x2(amax, bf16x2, PTX)
         tl.atomic_max(row_ptr + rows, row_max_bf16x2(bf16x2, PTX), rows < m, sem="relaxed")
     if group_ptr is not None:
@@ -107,15 +109,16 @@ def launch_absmax(
     columns: bool = False,
     groups: BlockGroups | None = None,
     *,
+    index: RowIndex = EVERY_ROW,
     block: tuple[int, int] | None = None,
     steps: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [M, K] contiguous -> absmax of the tensor [1], of its rows [M], of its columns [K], as fp32 bits in int32.
 
-    Those that are not requested are 0 or empty. groups: columns of each group alone [groups * K]. block, steps: rows
-    and columns of a tile, and tiles per CTA.
+    Those that are not requested are 0 or empty. groups: columns of each group alone [groups * K]. index: x is [T, K],
+    and the M rows are gathered from it. block, steps: rows and columns of a tile, and tiles per CTA.
     """
-    m, k = x.shape
+    m, k = index.shape(x)
     width = k if groups is None else groups.count * k
     found = torch.zeros(1 + rows * m + columns * width, dtype=torch.int32, device=x.device)
     tensor_amax, row_amax, column_amax = found[:1], found[1 : 1 + rows * m], found[1 + rows * m :]
@@ -128,13 +131,13 @@ def launch_absmax(
     grid = (triton.cdiv(k, block_k) * triton.cdiv(m, block_m * steps),)
     if x.numel() and bf16x2:
         _absmax_bf16x2_kernel[grid](
-            x.view(-1).view(torch.int32), row_amax, column_amax, of_block, m, k, steps, has_ptx(x.device),
+            x.view(-1).view(torch.int32), *index, row_amax, column_amax, of_block, m, k, steps, has_ptx(x.device),
             block_m, block_k, num_warps=warps,
         )  # fmt: skip
     elif x.numel():
         _absmax_kernel[grid](
-            x, tensor_amax, row_amax, column_amax, of_block, m, k, steps, tensor, rows, columns, block_m, block_k,
-            num_warps=warps,
+            x, *index, tensor_amax, row_amax, column_amax, of_block, m, k, steps, tensor, rows, columns,
+            block_m, block_k, num_warps=warps,
         )  # fmt: skip
     return tensor_amax, row_amax, column_amax
 

@@ -30,12 +30,13 @@ NO_GROUPS = (None, 1)
 """The arguments group_of_block and groups of an operator for a matrix without groups."""
 
 
-def block_groups(x: Tensor, group_of_block: Tensor | None, groups: int, granularity: str) -> BlockGroups | None:
-    """The groups of the columns of x; None where there are none, or where scales belong to blocks or to the tensor."""
+def block_groups(rows: int, group_of_block: Tensor | None, groups: int, granularity: str) -> BlockGroups | None:
+    """The groups of the columns of a matrix; None where there are none, or where scales belong to blocks or to the
+    tensor."""
     if group_of_block is None or granularity != "rowwise":
         return None
     blocks = group_of_block.shape[0]
-    assert x.shape[0] == BLOCK_ROWS * blocks, f"{x.shape[0]} rows are not {blocks} blocks of {BLOCK_ROWS}"
+    assert rows == BLOCK_ROWS * blocks, f"{rows} rows are not {blocks} blocks of {BLOCK_ROWS}"
     return BlockGroups(group_of_block, groups)
 
 

@@ -9,7 +9,8 @@ words of x side by side, which one thread holds.
 A scale belongs to a CTA's block of 128 (1x128, 128x128); to whole rows and columns, or to the tensor, whose absmax a
 pass before has left; or it is given for the tensor.
 
-What is quantized can be computed from x as it is read: y = swiglu(x), or the gradient of x from dy.
+What is quantized can be computed from x as it is read: y = swiglu(x), the gradient of x from dy, or rows gathered from
+x.
 """
 
 import torch
@@ -41,6 +42,7 @@ from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.numerics.silu import gate_grad_bf16x2, swiglu_bf16x2, up_grad_bf16x2
 from qtrain.kernels.quantize.absmax import launch_absmax
 from qtrain.kernels.quantize.column_groups import BlockGroups, group_of_row, launch_group_scales
+from qtrain.kernels.quantize.gather_rows import EVERY_ROW, RowIndex, load_token, load_weight, times_weight
 
 BLOCK = 128
 WARPS, REGISTERS = 4, 168
@@ -57,6 +59,27 @@ def _load_four_rows(ptrs, stride, inside):
     else:
         first, second = tl.load(ptrs, inside, 0), tl.load(ptrs + stride, inside, 0)
         return first, second, tl.load(ptrs + 2 * stride, inside, 0), tl.load(ptrs + 3 * stride, inside, 0)
+
+
+@triton.jit
+def _load_gathered_rows(
+    x_ptr, token_ptr, weight_ptr, row, column, words, inside_rows, inside_columns, PTX: tl.constexpr
+):
+    """Columns `column` of the gathered row `row` and of the three below; 0 outside. All loads are issued before the
+    first product."""
+    token0, token1 = tl.load(token_ptr + row, inside_rows, -1), tl.load(token_ptr + row + 1, inside_rows, -1)
+    token2, token3 = tl.load(token_ptr + row + 2, inside_rows, -1), tl.load(token_ptr + row + 3, inside_rows, -1)
+    column, inside = column[None, :], inside_columns[None, :]
+    x0 = load_token(x_ptr, token0[:, None], column, words, inside)
+    x1 = load_token(x_ptr, token1[:, None], column, words, inside)
+    x2 = load_token(x_ptr, token2[:, None], column, words, inside)
+    x3 = load_token(x_ptr, token3[:, None], column, words, inside)
+    if weight_ptr is not None:
+        weight0, weight1 = load_weight(weight_ptr, row, token0), load_weight(weight_ptr, row + 1, token1)
+        weight2, weight3 = load_weight(weight_ptr, row + 2, token2), load_weight(weight_ptr, row + 3, token3)
+        x0, x1 = times_weight(x0, weight0[:, None], PTX), times_weight(x1, weight1[:, None], PTX)
+        x2, x3 = times_weight(x2, weight2[:, None], PTX), times_weight(x3, weight3[:, None], PTX)
+    return x0, x1, x2, x3
 
 
 @triton.jit
@@ -85,7 +108,7 @@ def _load_swiglu_grad(gate_ptrs, dy_ptrs, words, half, is_up, inside, PTX: tl.co
 
 @triton.jit
 def _load_tile(
-    x_ptr, dy_ptr, start, offset, words, tile_m, tile_k, i, j, inside,
+    x_ptr, token_ptr, weight_ptr, dy_ptr, start, offset, words, tile_m, tile_k, i, j, rows, columns, inside,
     SWIGLU: tl.constexpr, PTX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The tile at x_ptr + start + offset of what is quantized, with `words` words per row: row 4 * i + r in the r-th
@@ -99,6 +122,9 @@ def _load_tile(
         gate_ptrs = x_ptr + (start - tile_k * (BLOCK // 2) + left) + offset
         dy_ptrs = dy_ptr + tile_m.to(tl.int64) * BLOCK * half + left + i[:, None] * (4 * half) + j[None, :]
         return _load_swiglu_grad(gate_ptrs, dy_ptrs, words, half, tile_k * (BLOCK // 2) >= half, inside, PTX)
+    elif token_ptr is not None:
+        row, column = tile_m * BLOCK + 4 * i, tile_k * (BLOCK // 2) + j
+        return _load_gathered_rows(x_ptr, token_ptr, weight_ptr, row, column, words, rows, columns, PTX)
     else:
         return _load_four_rows(x_ptr + start + offset, words, inside)
 
@@ -243,8 +269,8 @@ def _store_rows_pack_columns(
 
 @triton.jit(do_not_specialize=["role", "stride", "stride_t"])
 def _dual_kernel(
-    x_ptr, dy_ptr, codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr, source_ptr, source_t_ptr, amax_ptr,
-    group_ptr, key_ptr, role, m, k, stride, stride_t,
+    x_ptr, token_ptr, weight_ptr, dy_ptr, codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr, source_ptr, source_t_ptr,
+    amax_ptr, group_ptr, key_ptr, role, m, k, stride, stride_t,
     SWIGLU: tl.constexpr, STOCHASTIC: tl.constexpr, STOCHASTIC_T: tl.constexpr, SCALES: tl.constexpr,
     CODE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -255,8 +281,8 @@ def _dual_kernel(
     group_ptr: groups of rows whose columns have maxima of their own at source_t_ptr (rowwise; scale_t_ptr is None), or
     None. stride, stride_t: of the scales of blocks, down (128x128). EVEN: m and k are multiples of BLOCK.
 
-    SWIGLU: "" quantizes x [m, k]; "forward" y = swiglu(x), x [m, 2 * k]; "backward" the gradient of x [m, k] from
-    dy [m, k / 2].
+    SWIGLU: "" quantizes x [m, k], or m rows gathered from x unless token_ptr is None; "forward" y = swiglu(x),
+    x [m, 2 * k]; "backward" the gradient of x [m, k] from dy [m, k / 2].
     """
     tile = tl.program_id(0)
     if SCALES == "rowwise" or SCALES == "tensorwise":  # reversed: the absmax pass read the last tiles last
@@ -283,8 +309,9 @@ def _dual_kernel(
         rows, columns = tile_m * (BLOCK // 4) + i < quads, tile_k * (BLOCK // 2) + j < words
         inside = rows[:, None] & columns[None, :]
     x0, x1, x2, x3 = _load_tile(
-        x_ptr, dy_ptr, start, offset, words, tile_m, tile_k, i, j, inside, SWIGLU, CODE.ptx, BLOCK
-    )
+        x_ptr, token_ptr, weight_ptr, dy_ptr, start, offset, words, tile_m, tile_k, i, j, rows, columns, inside,
+        SWIGLU, CODE.ptx, BLOCK,
+    )  # fmt: skip
 
     overflow = False
     if SCALES == "rowwise":
@@ -341,12 +368,14 @@ def _dual_kernel(
     tl.store(ptrs_t + quads, tl.trans(b), inside_t)
 
 
-def supports_dual_bf16x2(x: Tensor, fmt: str, granularity: str, given: bool = False) -> bool:
+def supports_dual_bf16x2(
+    x: Tensor, fmt: str, granularity: str, given: bool = False, index: RowIndex = EVERY_ROW
+) -> bool:
     """Whether `launch_dual_bf16x2` takes these arguments. It reads words, so x must be aligned to them.
 
     given: the scale is, so that codes must saturate, as FP8's conversions do.
     """
-    if x.dtype is not torch.bfloat16 or any(number % 16 for number in (*x.shape, x.storage_offset())):
+    if x.dtype is not torch.bfloat16 or any(number % 16 for number in (*index.shape(x), x.storage_offset())):
         return False
     if given:
         return fmt in ("e4m3", "e5m2") and granularity == "tensorwise"
@@ -367,27 +396,30 @@ def launch_dual_bf16x2(
     row_column_amax: tuple[Tensor, Tensor] | None = None,
     groups: BlockGroups | None = None,
     out: tuple[Tensor, Tensor] | None = None,
+    index: RowIndex = EVERY_ROW,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The kernel for `quantize_ref` and `quantize_transposed_ref` at once: codes, scale, codes_t, scale_t.
 
     x contiguous, not empty, `supports_dual_bf16x2`. scale: fp32 [1], given. amax: int32 [1] of zeros, receives the fp32
     bits of x's absmax; only with `scale`. swiglu: quantizes swiglu(x) or, with dy, the gradient of x; x [M, 2I], I a
     multiple of BLOCK. row_column_amax: fp32 bits of the absmax of rows and of columns, int32, if known (rowwise).
-    groups: of rows with column scales of their own (rowwise). out: memory for the codes of both layouts.
+    groups: of rows with column scales of their own (rowwise). out: memory for the codes of both layouts. index: the
+    rows of what is quantized are gathered from x [T, K]; without swiglu.
     """
-    m, k = x.shape[0], x.shape[1] // 2 if swiglu and dy is None else x.shape[1]
+    m, k = index.shape(x)
+    k = k // 2 if swiglu and dy is None else k
     given, source, source_t = scale is not None, scale, None
     assert not swiglu or given or granularity in ("1x128", "128x128"), "no absmax pass for that scale"
     if granularity == "rowwise":
-        source, source_t = row_column_amax or launch_absmax(x, rows=True, columns=True, groups=groups)[1:]
+        source, source_t = row_column_amax or launch_absmax(x, rows=True, columns=True, groups=groups, index=index)[1:]
     elif granularity == "tensorwise" and not given:
-        source, _, _ = launch_absmax(x, tensor=True)
+        source, _, _ = launch_absmax(x, tensor=True, index=index)
     codes, codes_t = out or (x.new_empty(shape, dtype=FORMATS[fmt].dtype) for shape in ((m, k), (k, m)))
     scale = empty_scale(granularity, m, k, x)
     grouped = groups is not None
     scale_t = launch_group_scales(source_t, fmt, power_of_two) if grouped else empty_scale(granularity, k, m, x)
     _dual_kernel[(triton.cdiv(m, BLOCK) * triton.cdiv(k, BLOCK),)](
-        x.view(torch.int32), None if dy is None else dy.view(torch.int32),
+        x.view(torch.int32), *index, None if dy is None else dy.view(torch.int32),
         codes.view(torch.int16), codes_t.view(torch.int32), scale, None if grouped else scale_t,
         source, source_t, amax, groups.of_block if grouped else None, rounding.key, rounding.role, m, k,
         scale.stride(0), scale_t.stride(0),

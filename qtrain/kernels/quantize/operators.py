@@ -18,15 +18,16 @@ from qtrain.kernels.numerics.rounding import Rounding
 from qtrain.kernels.quantize.absmax import absmax_ref
 from qtrain.kernels.quantize.column_groups import BlockGroups, block_groups
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2, supports_dual_bf16x2
+from qtrain.kernels.quantize.gather_rows import EVERY_ROW, RowIndex
 from qtrain.kernels.quantize.reference import group_scale_ref, quantize_ref, quantize_transposed_ref, scale_ref
 from qtrain.kernels.quantize.rowwise import launch_rowwise
 from qtrain.kernels.quantize.rowwise_bf16x2 import launch_rowwise_bf16x2, supports_rowwise_bf16x2
 from qtrain.kernels.quantize.tiled import launch_tiled
 
 
-def _kernel_takes(x: Tensor, rounding: Rounding) -> bool:
+def _kernel_takes(x: Tensor, rounding: Rounding, index: RowIndex = EVERY_ROW) -> bool:
     """A draw of stochastic rounding serves eight elements, which must be of one row."""
-    return x.is_cuda and x.numel() > 0 and (rounding.key is None or x.shape[1] % 8 == 0)
+    return x.is_cuda and x.numel() > 0 and index.shape(x)[0] > 0 and (rounding.key is None or x.shape[1] % 8 == 0)
 
 
 def _given(
@@ -103,7 +104,7 @@ def quantize_transposed(
     [M / 128]: each block of 128 rows belongs to one of `groups` groups (-1: none, its rows are zero), and a rowwise
     scale is one per group and column, fp32 [groups * K]; other granularities are not changed by it.
     """
-    rounding, of = Rounding(key, role), block_groups(x, group_of_block, groups, granularity)
+    rounding, of = Rounding(key, role), block_groups(x.shape[0], group_of_block, groups, granularity)
     if not _kernel_takes(x, rounding):
         bits = rounding.bits(x.shape)[1]
         codes, used = quantize_transposed_ref(x, fmt, granularity, bits, power_of_two, scale, of)
@@ -132,23 +133,29 @@ def quantize_dual(
     fmt_t: str | None = None,
     group_of_block: Tensor | None = None,
     groups: int = 1,
+    token_of_row: Tensor | None = None,
+    weight_of_row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`quantize` and `quantize_transposed` of x at once: codes, scale, codes_t, scale_t.
 
     key, role, rows, columns: a `Rounding`. fmt_t: the format of codes_t, if it is not fmt. group_of_block, groups: as
-    for `quantize_transposed`.
+    for `quantize_transposed`. token_of_row, weight_of_row: a `RowIndex`; x is then [T, K], and its gathered rows [M, K]
+    are quantized.
     """
-    fmt_t, rounding = fmt_t or fmt, Rounding(key, role, rows, columns)
-    of = block_groups(x, group_of_block, groups, granularity_t)
-    if not _kernel_takes(x, rounding):
+    fmt_t, rounding, index = fmt_t or fmt, Rounding(key, role, rows, columns), RowIndex(token_of_row, weight_of_row)
+    of = block_groups(index.shape(x)[0], group_of_block, groups, granularity_t)
+    if not _kernel_takes(x, rounding, index):
+        x = index.gathered(x)
         row_bits, column_bits = rounding.bits(x.shape)
         codes, used = quantize_ref(x, fmt, granularity, row_bits, power_of_two, scale)
         codes_t, used_t = quantize_transposed_ref(x, fmt_t, granularity_t, column_bits, power_of_two, scale, of)
         return (codes, used, codes_t, used_t) if scale is None else (codes, used.clone(), codes_t, used_t.clone())
-    x, given = x.contiguous(), _given(x, fmt, granularity, scale, power_of_two)
+    x, same = x.contiguous(), (fmt, granularity) == (fmt_t, granularity_t)
+    if same and supports_dual_bf16x2(x, fmt, granularity, scale is not None, index):
+        return launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, scale, groups=of, index=index)
+    x = index.gathered(x)
+    given = _given(x, fmt, granularity, scale, power_of_two)
     given_t = _given(x, fmt_t, granularity_t, scale, power_of_two, transposed=True, groups=of)
-    if (fmt, granularity) == (fmt_t, granularity_t) and supports_dual_bf16x2(x, fmt, granularity, given is not None):
-        return launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, given, groups=of)
     if (given is None) != (given_t is None) or not rounding.same:
         row_codes = _launch(x, fmt, granularity, rounding, power_of_two, given)
         column_codes = launch_tiled(x, fmt_t, None, granularity_t, rounding, power_of_two, scale_t=given_t, groups=of)
@@ -160,8 +167,9 @@ def quantize_dual(
 def _(
     x, fmt, granularity, granularity_t,
     key=None, role=0, rows=True, columns=True, power_of_two=False, scale=None, fmt_t=None,
-    group_of_block=None, groups=1,
+    group_of_block=None, groups=1, token_of_row=None, weight_of_row=None,
 ):  # fmt: skip
+    x = x.new_empty(RowIndex(token_of_row).shape(x))
     columns = empty_codes(x, fmt_t or fmt, granularity_t, transposed=True, groups=groups)
     return *empty_codes(x, fmt, granularity), *columns
 
@@ -183,7 +191,7 @@ def quantize_dual_into(
         return quantize_dual(
             x, fmt, granularity, granularity, *rounding, power_of_two, group_of_block=group_of_block, groups=groups
         )
-    of = block_groups(x, group_of_block, groups, granularity)
+    of = block_groups(x.shape[0], group_of_block, groups, granularity)
     return launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, groups=of, out=out)
 
 
@@ -196,21 +204,26 @@ def quantize_dual_given_scale(
     role: int = 0,
     rows: bool = True,
     columns: bool = True,
+    token_of_row: Tensor | None = None,
+    weight_of_row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [M, K] with its scale fp32 [1] given -> codes [M, K], codes_t [K, M], absmax fp32 [1] of x, from one read.
 
-    key, role, rows, columns: a `Rounding`.
+    key, role, rows, columns: a `Rounding`. token_of_row, weight_of_row: as for `quantize_dual`.
     """
-    rounding = Rounding(key, role, rows, columns)
-    if not _kernel_takes(x, rounding):
+    rounding, index = Rounding(key, role, rows, columns), RowIndex(token_of_row, weight_of_row)
+    if not _kernel_takes(x, rounding, index):
+        x = index.gathered(x)
         row_bits, column_bits = rounding.bits(x.shape)
         codes, _ = quantize_ref(x, fmt, "tensorwise", row_bits, scale=scale)
         codes_t, _ = quantize_transposed_ref(x, fmt, "tensorwise", column_bits, scale=scale)
         return codes, codes_t, absmax_ref(x)
     x, amax = x.contiguous(), torch.zeros(1, dtype=torch.int32, device=x.device)
-    if supports_dual_bf16x2(x, fmt, "tensorwise", given=True):
-        codes, _, codes_t, _ = launch_dual_bf16x2(x, fmt, "tensorwise", rounding, scale=scale, amax=amax)
-    elif rounding.same:
+    if supports_dual_bf16x2(x, fmt, "tensorwise", True, index):
+        codes, _, codes_t, _ = launch_dual_bf16x2(x, fmt, "tensorwise", rounding, scale=scale, amax=amax, index=index)
+        return codes, codes_t, amax.view(torch.float32)
+    x = index.gathered(x)
+    if rounding.same:
         codes, _, codes_t, _ = launch_tiled(
             x, fmt, "tensorwise", "tensorwise", rounding, scale=scale, scale_t=scale, amax=amax
         )
@@ -221,6 +234,7 @@ def quantize_dual_given_scale(
 
 
 @quantize_dual_given_scale.register_fake
-def _(x, fmt, scale, key=None, role=0, rows=True, columns=True):
+def _(x, fmt, scale, key=None, role=0, rows=True, columns=True, token_of_row=None, weight_of_row=None):
+    x = x.new_empty(RowIndex(token_of_row).shape(x))
     codes_t = empty_codes(x, fmt, "tensorwise", transposed=True)[0]
     return empty_codes(x, fmt, "tensorwise")[0], codes_t, x.new_empty(1, dtype=torch.float32)

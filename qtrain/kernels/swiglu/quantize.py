@@ -127,7 +127,7 @@ def quantize_swiglu_rowwise(
     """`quantize` of y along its rows: codes, scale; and bits of the absmax of its columns, int32 [I], for
     `quantize_swiglu_backward`. group_of_block, groups: as for `quantize_transposed`; columns of each group
     [groups * I]."""
-    x, of = x.contiguous(), block_groups(x, group_of_block, groups, "rowwise")
+    x, of = x.contiguous(), block_groups(x.shape[0], group_of_block, groups, "rowwise")
     if _kernel_takes(x, None, fmt, "rowwise"):
         return launch_quantize_swiglu_rowwise(x, fmt, Rounding(key, role), power_of_two, of)
     y = swiglu(x)
@@ -164,7 +164,7 @@ def quantize_swiglu_backward(
     role_y: of y's transposed codes. group_of_block, groups: as for `quantize_transposed`.
     """
     x, dy, rounding = x.contiguous(), dy.contiguous(), Rounding(key, role, rows, columns)
-    of = block_groups(x, group_of_block, groups, "rowwise")
+    of = block_groups(x.shape[0], group_of_block, groups, "rowwise")
     if not (_kernel_takes(x, dy, fmt, "rowwise") and supports_swiglu_rowwise(fmt_y, "rowwise")):
         grouped = {"group_of_block": group_of_block, "groups": groups}
         dual = quantize_dual(swiglu_backward(dy, x), fmt, "rowwise", "rowwise", *rounding, power_of_two, **grouped)

@@ -19,6 +19,7 @@ from qtrain.errors import UserError
 from qtrain.kernels.quantize.absmax import absmax
 from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.kernels.quantize.delayed_scale import delayed_scale
+from qtrain.kernels.quantize.gather_rows import GatheredRows, in_memory, with_index
 from qtrain.kernels.quantize.operators import quantize, quantize_dual_given_scale, quantize_transposed
 from qtrain.kernels.swiglu.delayed_scale import swiglu_delayed_scale
 from qtrain.kernels.swiglu.quantize import quantize_swiglu_given_scale
@@ -60,7 +61,7 @@ class Fp8Tensorwise(Fp8Epilogue):
 
     def _operands(
         self,
-        t: Tensor,
+        t: Tensor | GatheredRows,
         name: TensorName,
         key: Tensor | None,
         needs: NeedsOperand = BOTH,
@@ -73,19 +74,20 @@ class Fp8Tensorwise(Fp8Epilogue):
             return super()._operands(t, name, key, needs, groups=groups, out=out)
         fmt = (rows or columns).fmt
         rounding = self.rounding(name, key)
-        scale = delayed_scale(t, delayed.scale, fmt, self.power_of_two)
+        x, index = with_index(t if rows and columns else in_memory(t))
+        scale = delayed_scale(x, delayed.scale, fmt, self.power_of_two, *index)
         codes = codes_t = amax = None
         if rows and columns:
-            codes, codes_t, amax = quantize_dual_given_scale(t, fmt, scale, *rounding)
+            codes, codes_t, amax = quantize_dual_given_scale(x, fmt, scale, *rounding, *index)
         elif rows:
-            codes, _ = quantize(t, fmt, "tensorwise", rounding.row_key, rounding.role, scale=scale)
+            codes, _ = quantize(x, fmt, "tensorwise", rounding.row_key, rounding.role, scale=scale)
         else:
-            codes_t, _ = quantize_transposed(t, fmt, "tensorwise", rounding.column_key, rounding.role, scale=scale)
+            codes_t, _ = quantize_transposed(x, fmt, "tensorwise", rounding.column_key, rounding.role, scale=scale)
         if delayed.amax is not None:
-            scale = _record(delayed.amax, absmax(t) if amax is None else amax, scale)
+            scale = _record(delayed.amax, absmax(x) if amax is None else amax, scale)
         return Operands(
-            t if codes is None else QuantizedTensor(codes, scale, rows),
-            t if codes_t is None else QuantizedTensor(codes_t, scale, columns),
+            x if codes is None else QuantizedTensor(codes, scale, rows),
+            x if codes_t is None else QuantizedTensor(codes_t, scale, columns),
         )
 
     def quantize_swiglu(

@@ -21,6 +21,7 @@ from qtrain.errors import UserError
 from qtrain.hardware import lacks_fp8
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.quantize.column_groups import BlockGroups
+from qtrain.kernels.quantize.gather_rows import GatheredRows, in_memory
 from qtrain.kernels.quantize.nvfp4 import quantize_nvfp4
 from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.scheme import BOTH, SCHEMES, DelayedScale, LowBitScheme, NeedsOperand, TensorName
@@ -62,7 +63,7 @@ class NvFp4(LowBitScheme):
 
     def _operands(
         self,
-        t: Tensor,
+        t: Tensor | GatheredRows,
         name: TensorName,
         key: Tensor | None,
         needs: NeedsOperand = BOTH,
@@ -72,7 +73,7 @@ class NvFp4(LowBitScheme):
     ) -> Operands:
         if not (self.hadamard and needs.columns and name in ("x", "dy")):
             return super()._operands(t, name, key, needs, groups=groups, out=out)
-        rounding = self.rounding(name, key)
+        t, rounding = in_memory(t), self.rounding(name, key)
         codes, scale, tensor_scale = quantize_nvfp4(
             t, rounding.column_key, rounding.role, transposed=True, hadamard=True
         )

@@ -6,16 +6,14 @@ import torch
 from qtrain.kernels.grouped.permute import (
     combine_rows,
     combine_rows_ref,
-    gather_rows,
-    gather_rows_ref,
     launch_combine_rows,
-    launch_gather_rows,
     launch_route_weight_grad,
     route_weight_grad,
     route_weight_grad_ref,
     weights_of_rows,
 )
 from qtrain.kernels.grouped.row_groups import group_rows
+from qtrain.kernels.quantize.gather_rows import gather_rows, gather_rows_ref, launch_gather_rows
 from qtrain.kernels.swiglu.swiglu import swiglu
 
 

@@ -1,0 +1,164 @@
+"""Rows gathered from a matrix x, each times a factor: the operator, and what quantizers need to read them from x.
+
+    gathered [R, C]:  row r is x[token_of_row[r]] * weight_of_row[r], or zero where the token is -1
+
+The product is fp32 and rounded once to x's dtype. Codes of gathered rows are computed from x as it is read where a
+kernel can (`dual_bf16x2.py`): then the gathered matrix is never in memory.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qtrain.kernels.autotune import forced
+from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.numerics.bf16x2 import bf16_bits, multiply_bf16x2
+
+MAX_BLOCK = 2048
+"""Columns per CTA: of bf16, two loads of 16 bytes per thread."""
+
+
+class RowIndex(NamedTuple):
+    """The rows [R] that are gathered from x [T, C]; without tokens: x itself."""
+
+    token_of_row: Tensor | None = None
+    """int32 [R], the row of x; -1: zeros."""
+    weight_of_row: Tensor | None = None
+    """fp32 [R], the factor of each; None: 1."""
+
+    def shape(self, x: Tensor) -> tuple[int, int]:
+        """(R, C)."""
+        return (x if self.token_of_row is None else self.token_of_row).shape[0], x.shape[1]
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """The gathered matrix [R, C] in memory."""
+        return x if self.token_of_row is None else gather_rows(x, self.token_of_row, self.weight_of_row)
+
+
+EVERY_ROW = RowIndex()
+
+
+class GatheredRows(NamedTuple):
+    """A gathered matrix that need not be in memory."""
+
+    x: Tensor
+    index: RowIndex
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.x.dtype
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.index.shape(self.x)
+
+
+def in_memory(t: Tensor | GatheredRows) -> Tensor:
+    """t as a matrix [R, C] in memory."""
+    return t.index.gathered(t.x) if isinstance(t, GatheredRows) else t
+
+
+def with_index(t: Tensor | GatheredRows) -> GatheredRows:
+    """t as a matrix in memory and the index of its rows there."""
+    return t if isinstance(t, GatheredRows) else GatheredRows(t, EVERY_ROW)
+
+
+# ---- device functions ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_token(x_ptr, token, column, stride, inside):
+    """x at rows `token`, zeros for -1, and columns `column`; rows of x are `stride` apart. All broadcast."""
+    return tl.load(x_ptr + token.to(tl.int64) * stride + column, (token >= 0) & inside, 0)
+
+
+@triton.jit
+def load_weight(weight_ptr, row, token):
+    """The weights of rows; 0 where the token is -1, whose product must be +0."""
+    return tl.load(weight_ptr + row, token >= 0, 0.0)
+
+
+@triton.jit
+def times_weight(x, weight, PTX: tl.constexpr):
+    """Words of two bf16, bf16 (-> fp32 that is exact in bf16) or fp32, times fp32 weights, rounded once."""
+    if x.dtype == tl.int32:
+        return multiply_bf16x2(x, weight, PTX)
+    elif x.dtype == tl.bfloat16:
+        return (bf16_bits(x.to(tl.float32) * weight) & -65536).to(tl.float32, bitcast=True)
+    else:
+        return x * weight
+
+
+@triton.jit
+def load_rows(x_ptr, token_ptr, weight_ptr, row, column, stride, inside_row, inside_column, PTX: tl.constexpr):
+    """Elements, or words of two bf16, of rows `row` [R], gathered unless token_ptr is None, and columns `column` [C];
+    0 outside."""
+    inside_column = inside_column[None, :]
+    if token_ptr is None:
+        inside = inside_row[:, None] & inside_column
+        return tl.load(x_ptr + row.to(tl.int64)[:, None] * stride + column[None, :], inside, 0)
+    else:
+        token = tl.load(token_ptr + row, inside_row, -1)
+        x = load_token(x_ptr, token[:, None], column[None, :], stride, inside_column)
+        if weight_ptr is not None:
+            x = times_weight(x, load_weight(weight_ptr, row, token)[:, None], PTX)
+        return x
+
+
+# ---- the operator ----------------------------------------------------------------------------------------------------
+
+
+def gather_rows_ref(x: Tensor, token_of_row: Tensor, weight_of_row: Tensor | None = None) -> Tensor:
+    """x [T, C], token_of_row int32 [R], weight_of_row fp32 [R] -> [R, C] in x's dtype; zeros where the token is -1."""
+    held = (token_of_row >= 0)[:, None]
+    if not x.shape[0]:
+        return x.new_zeros(token_of_row.shape[0], x.shape[1])
+    rows = x[token_of_row.clamp(min=0).long()]
+    if weight_of_row is not None:
+        rows = (rows.float() * weight_of_row[:, None]).to(x.dtype)
+    return torch.where(held, rows, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+@triton.jit
+def _gather_rows_kernel(x_ptr, out_ptr, token_ptr, weight_ptr, columns, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(token_ptr + row).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + token * columns + column, (column < columns) & (token >= 0), 0.0)
+    if weight_ptr is not None:
+        x = (x.to(tl.float32) * tl.load(weight_ptr + row, token >= 0, 0.0)).to(x.dtype)
+    tl.store(out_ptr + row * columns + column, x, column < columns)
+
+
+def grid_of_rows(rows: int, columns: int) -> tuple[tuple[int, int], int]:
+    """A CTA per row and block of columns, and the columns of a block."""
+    block = min(triton.next_power_of_2(columns), MAX_BLOCK)
+    return (rows, triton.cdiv(columns, block)), block
+
+
+def launch_gather_rows(x: Tensor, token_of_row: Tensor, weight_of_row: Tensor | None = None) -> Tensor:
+    """The kernel for `gather_rows_ref`; x contiguous."""
+    (_, columns), out = x.shape, x.new_empty(token_of_row.shape[0], x.shape[1])
+    if out.numel():
+        grid, block = grid_of_rows(*out.shape)
+        _gather_rows_kernel[grid](
+            x, out, token_of_row, weight_of_row, columns, block, num_warps=4, enable_fp_fusion=False
+        )
+    return out
+
+
+@torch.library.custom_op("qtrain::gather_rows", mutates_args=())
+def gather_rows(x: Tensor, token_of_row: Tensor, weight_of_row: Tensor | None = None) -> Tensor:
+    """x [T, C], token_of_row int32 [R] -> [R, C] in x's dtype; zeros where the token is -1.
+
+    weight_of_row: a factor for each row, fp32 [R]; the product is rounded once.
+    """
+    if not x.is_cuda or forced() == "ref":
+        return gather_rows_ref(x, token_of_row, weight_of_row)
+    return launch_gather_rows(x.contiguous(), token_of_row, weight_of_row)
+
+
+@gather_rows.register_fake
+def _(x, token_of_row, weight_of_row=None):
+    return x.new_empty(token_of_row.shape[0], x.shape[1])
