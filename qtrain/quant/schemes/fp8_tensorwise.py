@@ -67,7 +67,7 @@ class Fp8Tensorwise(Fp8Epilogue):
         delayed: DelayedScale | None = None,
         groups: BlockGroups | None = None,
     ) -> Operands:
-        rows, columns = self._formats_of(name, needs)
+        rows, columns = self.formats_of(name, needs)
         if delayed is None or not (rows or columns):
             return super()._operands(t, name, key, needs, groups=groups)
         fmt = (rows or columns).fmt
