@@ -1,4 +1,4 @@
-"""The state of a run with --tp as a checkpoint holds it: whole tensors, that runs with any --tp resume.
+"""The state of a run with --tp or --ep as a checkpoint holds it: whole tensors, that runs with any of them resume.
 
 What is stored by blocks along a row (optimizer states in 8 and 4 bits, weights stored in low bits) is cut where ranks'
 columns are. A cut that is not between two blocks leaves scales that a whole row does not have: such a checkpoint, which
@@ -25,12 +25,14 @@ States = dict[str, dict[str, Tensor]]
 
 
 class DividedState:
-    """Converts between a rank's tensors and whole ones. model: its part of a decoder."""
+    """Converts between a rank's tensors and whole ones. model: its part of a decoder; group: the ranks of all parts."""
 
     def __init__(self, model: nn.Module, group: TensorGroup):
         self._group, self._inexact = group, set()
+        # With tensor parallelism a rank has a part of every projection; of experts it has some, whose rows all have.
+        self._parts_of_rows = group.ranks if model.tensor is not None else 1
         named = dict(model.named_parameters())
-        self._splits = {name: split for name in named if (split := model.tensor.split(name))}
+        self._splits = {name: split for name in named if (split := model.split(name))}
         self._shapes = {name: named[name].shape for name in self._splits}
         self._stored = {name: p.data.format for name, p in named.items() if isinstance(p.data, StoredWeight)}
 
@@ -86,7 +88,7 @@ class DividedState:
             name: {key: self._shape(name, key, described, to_whole) for key, described in of_name.items()}
             for name, of_name in meta["states"].items()
         }
-        ranks = self._group.ranks
+        ranks = self._parts_of_rows
         groups = [
             {**group, "options": {**group["options"], "parts": [n * ranks if to_whole else n // ranks for n in parts]}}
             if (parts := group["options"].get("parts"))
