@@ -160,7 +160,7 @@ def state_digests(parallel: DataParallel, quantized, optimizer) -> dict[str, str
             add_weight(sharded, plain_tensors(sharded.parameter))
     parallel.gather_blocks()
     for index, linear in enumerate(quantized.linears):
-        for name, tensor in linear.low_bit_weight.named_buffers():
+        for name, tensor in linear.low_bit_weight.named_buffers(remove_duplicate=False):
             along_columns = name.startswith("grad_input") and tensor.ndim == 2
             add(f"codes {index} {name}", tensor, of_experts=linear.groups is not None, dim=int(along_columns))
     names = {id(sharded.master): sharded.name for sharded in parallel.parameters}

@@ -7,11 +7,13 @@ from torch import nn
 
 from qtrain.distributed.mesh import Mesh
 from qtrain.distributed.shards import Sharded, shard_parameters
+from qtrain.distributed.tensor_group import TENSOR_RANK_NUMBERS
 from qtrain.errors import UserError
 from qtrain.models import Decoder
 from qtrain.models.mixture import Experts
 from qtrain.optim import OPTIMIZERS, OptimizerSpec
 from qtrain.quant import Scheme
+from qtrain.tensors.stored_weight import StoredWeight
 from qtrain.train.settings import LanguageSettings, TrainSettings
 
 
@@ -77,5 +79,7 @@ def shard_experts(
         split, parameter = model.split(sharded.name), sharded.parameter
         sharded.master.whole_shape = split.whole_shape(parameter.shape)
         sharded.master.first_element = split.ranges[0][0] * parameter.shape[1]
+        if isinstance(parameter.data, StoredWeight):  # its update draws bits without regard to the first element
+            sharded.master.first_random_number = mesh.of_experts.tensor_rank * TENSOR_RANK_NUMBERS
         found.append(dataclasses.replace(sharded, terms=terms.get(id(parameter))))
     return found
