@@ -25,7 +25,7 @@ from qtrain.tensors.stored_weight import STORED_FORMATS, StoredWeight
 
 States = dict[str, dict[str, Tensor]]
 
-_OF_PROJECTION = re.compile(r"(.*_)(\d+)((?:\..*)?)")
+_OF_PROJECTION = re.compile(r"([^.]*_)(\d+)((?:\..*)?)")
 """Keys of states that each projection fused in a parameter has of its own (`MatrixOptimizer`)."""
 
 
