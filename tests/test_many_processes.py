@@ -127,6 +127,8 @@ CASES = {
         "llm_pretrain",
         {**MIXTURE, **FULLY, "activation_checkpointing": "selective"},
     ),
+    "a mixture of experts, divided": (2, "llm_pretrain", {**MIXTURE, "ep": 2}),
+    "a mixture of experts, divided, HSDP": (4, "llm_pretrain", {**MIXTURE, **HSDP_ASYNC, "ep": 2, "optim": "muon"}),
     "timm, averaged": (2, "timm_finetune", {**VISION, "quantize": "int8", "ema_decay": 0.9}),
 }
 
@@ -135,6 +137,7 @@ SWEPT = (
     "int8, ZeRO-2",
     "bf16, DDP of 3",
     "a mixture of experts",
+    "a mixture of experts, divided, HSDP",
     "schedule-free",
     "transformers",
     "fine-tuned, recomputed",
@@ -150,7 +153,7 @@ SWEPT = (
 @pytest.mark.parametrize("case", sampled([*CASES], lambda case: case in SWEPT))
 def test_several_processes_train_as_one(server, case, tmp_path):
     world, script, settings = CASES[case]
-    alone = {k: v for k, v in settings.items() if k not in {**HSDP_ASYNC, **FULLY}}
+    alone = {k: v for k, v in settings.items() if k not in {**HSDP_ASYNC, **FULLY, "ep": 2}}
     one = run(server, 1, script, tmp_path / "one", **alone)
     many = run(server, world, script, tmp_path / "many", **settings)
     assert_equal(one, many)

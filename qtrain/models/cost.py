@@ -87,6 +87,11 @@ class LayerLinear(NamedTuple):
         return self.active / self.groups
 
     @property
+    def used(self) -> float:
+        """Weights of one layer that a token uses."""
+        return self.weights * self.share
+
+    @property
     def parts(self) -> tuple[int, ...]:
         """Rows of the projections fused in the weight, () for a single one."""
         rows = tuple(self.projections.values()) * self.groups

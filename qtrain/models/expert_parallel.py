@@ -4,6 +4,8 @@ All else, routers and shared experts too, is on every rank, and every rank has i
 other is in `quant/parallel_experts.py`.
 """
 
+import dataclasses
+
 from qtrain.distributed.split import Split
 from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.errors import UserError
@@ -17,6 +19,16 @@ def check_experts_divisible(config: ModelConfig | None, ranks: int, model: str) 
     if (experts := config.mixture.experts) % ranks:
         allowed = ", ".join(str(d) for d in range(1, experts + 1) if experts % d == 0)
         raise UserError(f"--ep: {ranks} does not divide the {experts} experts of {model}; allowed: {allowed}.")
+
+
+def rank_experts(config: ModelConfig, ranks: int) -> ModelConfig:
+    """The sizes of what one rank computes: its experts, and the most routes to them that its group's tokens can have,
+    counted for each token of its own."""
+    if ranks == 1 or config.mixture is None:
+        return config
+    own = config.mixture.experts // ranks
+    per_token = ranks * min(config.mixture.per_token, own)
+    return dataclasses.replace(config, mixture=dataclasses.replace(config.mixture, experts=own, per_token=per_token))
 
 
 class ExpertParallel:

@@ -215,8 +215,7 @@ class LowBitScheme(Scheme):
         """The format of codes that processes may exchange in place of a weight, since both operands follow from one
         set of codes; None: they do not, as under one scale per row and another per column."""
         rows, columns = self.formats_of("w")
-        stochastic = any(applies(self.stochastic_rounding, gemm) for gemm, _ in READERS["w"])
-        if rows is None or columns is None or stochastic:
+        if rows is None or columns is None or self.rounds_stochastically("w"):
             return None
         group_rows, group_columns = GRANULARITIES[rows.granularity]
         square = group_rows == group_columns and FORMATS[rows.fmt].packing == 1
@@ -302,6 +301,10 @@ class LowBitScheme(Scheme):
         if key is None or not (rows or columns):
             return NEAREST
         return Rounding(key, ROUNDED_TENSORS.index(name), rows, columns)
+
+    def rounds_stochastically(self, name: TensorName) -> bool:
+        """Whether an operand of the tensor `name` is."""
+        return any(applies(self.stochastic_rounding, gemm) for gemm, _ in READERS[name])
 
     def rounds_both_alike(self, name: TensorName) -> bool:
         """Whether both operands of the tensor `name` are rounded in the same way."""

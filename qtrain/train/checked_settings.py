@@ -79,7 +79,7 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
     notes = check_dependences(Given(settings, device, dtype, scheme, schedule))
     check_in_backward(settings, geometry, optimizer)
     check_tensor_parallel(settings, optimizer)
-    check_expert_parallel(settings, script, scheme, optimizer)
+    check_expert_parallel(settings, script, optimizer)
     check_trackers(settings.trackers)
     join_world(device, settings.rank_timeout)
     _check_alike(settings)

@@ -12,12 +12,11 @@ from qtrain.errors import UserError
 from qtrain.models import Decoder
 from qtrain.models.mixture import Experts
 from qtrain.optim import OPTIMIZERS, OptimizerSpec
-from qtrain.quant import Scheme
 from qtrain.tensors.stored_weight import StoredWeight
 from qtrain.train.settings import LanguageSettings, TrainSettings
 
 
-def check_expert_parallel(settings: TrainSettings, script: str, scheme: Scheme, optimizer: OptimizerSpec) -> None:
+def check_expert_parallel(settings: TrainSettings, script: str, optimizer: OptimizerSpec) -> None:
     """UserError for settings that --ep cannot be combined with; what depends on the model comes later."""
     if settings.ep == 1:
         return

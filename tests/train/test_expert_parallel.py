@@ -1,5 +1,6 @@
 """Processes that divide the experts of a mixture train as one does, bit for bit with --deterministic."""
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -7,9 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from qtrain.bench.mesh_equality import MIXTURE, SCHEMES_COMPARED, differences, train
+from qtrain.bench.mesh_equality import CONFIG, MIXTURE, SCHEMES_COMPARED, differences, train
 from qtrain.distributed.mesh import expert_mesh_shape, make_mesh
 from qtrain.errors import UserError
+from qtrain.models import ModelConfig
+from qtrain.models.expert_parallel import check_experts_divisible
+from qtrain.optim import OPTIMIZERS
+from qtrain.train.expert_parallel import check_expert_parallel
+from qtrain.train.settings import LanguageSettings, VisionSettings
 from tests.cases import sampled
 from tests.worlds import run_ranks
 
@@ -81,3 +87,34 @@ def test_groups_that_do_not_fit_are_refused(mesh, ep, words):
     with pytest.raises(UserError) as refused:
         expert_mesh_shape(*mesh, ep)
     assert words in str(refused.value)
+
+
+REFUSED = [
+    (VisionSettings(ep=2), "models of timm have no experts"),
+    (LanguageSettings(ep=2, model_impl="hf"), "only qtrain's own decoder is divided"),
+    (LanguageSettings(ep=2, tp=2), "--tp is 2; layers are divided by one of the two"),
+    (LanguageSettings(ep=2, quantize="auto"), "with --quantize auto each process"),
+    (LanguageSettings(ep=2, world_size=8), "plans of --world_size know no divided experts"),
+    (LanguageSettings(ep=2, reshard_after_forward="always"), "--reshard_after_forward always"),
+    (LanguageSettings(ep=2, optimizer_in_backward=True), "--optimizer_in_backward takes one process"),
+    (LanguageSettings(ep=2, deterministic=True, quantize="nvfp4"), "nvfp4 needs a scale of the tokens of all experts"),
+    (LanguageSettings(ep=2, optim="q_galore_adamw"), "--optim q_galore_adamw works on .*allowed: adamw, .*muon"),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), REFUSED)
+def test_settings_that_divided_experts_do_not_know_are_refused(settings, words):
+    optimizer = OPTIMIZERS.make(settings.optim, {}, "--optim")
+    with pytest.raises(UserError, match=rf"^--ep: 2, but .*{words}"):
+        check_expert_parallel(settings, "llm_pretrain", optimizer)
+    check_expert_parallel(dataclasses.replace(settings, ep=1), "llm_pretrain", optimizer)
+
+
+def test_fine_tuning_and_what_is_no_mixture_is_refused():
+    adamw = OPTIMIZERS.make("adamw", {}, "--optim")
+    with pytest.raises(UserError, match=r"^--ep: 2, but processes that compute experts together need micro-batches of"):
+        check_expert_parallel(LanguageSettings(ep=2), "llm_finetune", adamw)
+    with pytest.raises(UserError, match=r"^--ep: 2, but llama is not a mixture of experts"):
+        check_experts_divisible(ModelConfig.from_hf(CONFIG), 2, "llama")
+    with pytest.raises(UserError, match=r"^--ep: 3 does not divide the 4 experts of qwen; allowed: 1, 2, 4\."):
+        check_experts_divisible(ModelConfig.from_hf(MIXTURE), 3, "qwen")

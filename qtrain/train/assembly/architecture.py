@@ -38,6 +38,7 @@ from qtrain.models.tensor_parallel import check_divisible, rank_config
 from qtrain.models.trained_cost import TrainedPart
 from qtrain.quant import gathers_codes
 from qtrain.quant.convert import find_linears
+from qtrain.quant.token_gather import gathers_routed_codes
 from qtrain.train.checked_settings import CheckedSettings
 from qtrain.train.plan.language_plan import plan_language_run
 from qtrain.train.plan.linears import PlannedLinear
@@ -209,6 +210,8 @@ class LanguageArchitecture(Architecture):
 
     def notes(self, linears: Sequence[PlannedLinear]) -> list[str]:
         notes = [] if self.tensor is None or not self.sequence else [_how_inputs_travel(linears)]
+        if self.experts is not None:
+            notes.append(_how_tokens_travel(self.config, linears, self.experts.ranks))
         positions = self.positions
         if positions is None or self.seq_len <= positions:
             return notes
@@ -223,8 +226,10 @@ class LanguageArchitecture(Architecture):
         if self.config is None or self.config.mixture is None:
             return None
         head, of_layers = self.head(self.empty), layer_linears(self.config)
+        ranks = self.experts.ranks if self.experts else 1  # whose tokens an expert sees
+        shares = {key: n.share * (ranks if n.groups > 1 else 1) for key, n in of_layers.items()}
         return {
-            names[0]: self.seq_len * (1.0 if linear is head else of_layers[linear_key(names[0])].share)
+            names[0]: self.seq_len * (1.0 if linear is head else shares[linear_key(names[0])])
             for linear, names in find_linears(self.empty).items()
         }
 
@@ -280,6 +285,17 @@ def _how_inputs_travel(linears: Sequence[PlannedLinear]) -> str:
     if codes < low_bit:
         line += "; the scheme scales blocks, or its grad_weight reads the input itself"
     return line
+
+
+def _how_tokens_travel(config: ModelConfig, linears: Sequence[PlannedLinear], ranks: int) -> str:
+    """The plan's line on what ranks send each other for their experts."""
+    inputs = [linear.scheme for linear in linears if linear.name.endswith("experts.gate_up")]
+    codes = all(scheme is not None and gathers_routed_codes(scheme) for scheme in inputs)
+    how = "as codes (with --deterministic in the model's dtype)" if codes else "in the model's dtype"
+    return (
+        f"experts {config.mixture.experts // ranks} of {config.mixture.experts} on each process; tokens are gathered "
+        f"{how}, sums and gradients travel in the model's dtype"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from qtrain.distributed.mesh import Mesh
 from qtrain.models.trained_cost import TrainedPart
 from qtrain.quant import describe_choices
 from qtrain.train.assembly.architecture import Architecture
@@ -20,6 +21,12 @@ from qtrain.train.planned_machine import planned_hardware
 
 DETERMINISTIC_TP = (
     "note    --deterministic: the same on any number of processes with this --tp, whose sums have an order of their own"
+)
+
+
+DETERMINISTIC_EP = (
+    "note    --deterministic: the same on any number of processes with this --ep; experts' weights are rounded "
+    "stochastically, on each process with bits of its own"
 )
 
 
@@ -59,6 +66,7 @@ def prepare(
         *plan.lines(),
         *([f"mesh    {checked.mesh.describe(checked.reshards)}"] if checked.mesh.world > 1 else []),
         *([DETERMINISTIC_TP] if checked.mesh.tensor > 1 and checked.settings.deterministic else []),
+        *([DETERMINISTIC_EP] if checked.settings.deterministic and _rounds_experts(checked.mesh, linears) else []),
         *checked.notes,
         *auto_lines,
         "linears",
@@ -69,3 +77,10 @@ def prepare(
     lines += plan.world.table() if plan.world else []
     shared = {f.name: getattr(checked, f.name) for f in dataclasses.fields(CheckedSettings)}
     return Prepared(**shared, architecture=architecture, linears=tuple(linears), plan=plan, text="\n".join(lines))
+
+
+def _rounds_experts(mesh: Mesh, linears: Sequence[PlannedLinear]) -> bool:
+    """Whether processes that hold different experts round their weights stochastically."""
+    schemes = [linear.scheme for linear in linears if linear.choice.groups > 1 and linear.scheme is not None]
+    rounded = any(s.stored_format is not None or s.rounds_stochastically("w") for s in schemes)
+    return mesh.of_experts is not None and rounded

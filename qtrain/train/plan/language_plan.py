@@ -8,6 +8,7 @@ from qtrain.hardware import Hardware
 from qtrain.kernels.autotune import forced
 from qtrain.models import ModelConfig
 from qtrain.models.cost import count_parameters, flops_per_token, layer_linears, linear_key
+from qtrain.models.expert_parallel import rank_experts
 from qtrain.models.memory import MemoryEstimate, RankShare, StepShape, all_of, estimate_memory
 from qtrain.models.saved_activations import LinearBytes, LowBitBytes
 from qtrain.models.tensor_parallel import rank_config
@@ -55,7 +56,7 @@ def plan_language_run(
     flops = {"blocks": found.blocks, "head": found.head, "attention": found.attention}
     flops = flops if trained is None else trained.flops(flops)
     of_layers = layer_linears(model_config)
-    work = {n.name: n.weights * (1 if n.is_head else of_layers[linear_key(n.name)].share) for n in linears}
+    work = {n.name: n.weights if n.is_head else of_layers[linear_key(n.name)].used for n in linears}
     blocks, head = ([linear for linear in linears if linear.is_head == is_head] for is_head in (False, True))
     counted = count_parameters(model_config)
     parameters = counted.total
@@ -68,7 +69,8 @@ def plan_language_run(
     )
 
     def memory_on(mesh: Mesh, reshards: bool) -> dict[str, int]:
-        planned, config = replace(checked, mesh=mesh, reshards=reshards), rank_config(model_config, settings.tp)
+        planned = replace(checked, mesh=mesh, reshards=reshards)
+        config = rank_experts(rank_config(model_config, settings.tp), settings.ep)
         return language_memory(planned, config, linears, trained).at_peak
 
     world = None
@@ -120,8 +122,8 @@ def language_memory(
     linears: Sequence[PlannedLinear],
     trained: TrainedPart | None,
 ) -> MemoryEstimate:
-    """Bytes by kind at each moment of a step. model_config: with --tp, of one rank's part; that tokens are divided too
-    is not counted."""
+    """Bytes by kind at each moment of a step. model_config: with --tp and --ep, of one rank's part; that tokens are
+    divided too with --tp is not counted."""
     settings, element = checked.settings, checked.dtype.itemsize
     schemes = {linear_key(linear.name): linear.scheme for linear in linears if not linear.is_head}
     adapted = trained is not None and bool(trained.adapters)
@@ -131,6 +133,7 @@ def language_memory(
     up, down = schemes[f"{main}gate_up"], schemes[f"{main}down_proj"]
     in_one_function = up and down and not (model_config.mlp_bias or model_config.sub_norm or adapted)
     trained = trained or all_of(model_config, element)
+    of_experts = {n.shape for name, n in layer_linears(model_config).items() if name.startswith("experts.")}
     stored = {linear.shape for linear in linears if linear.stored and not linear.is_head}
     shapes = [
         ParameterShape(*found, stored=not adapted and found.hidden and found.shape in stored)
@@ -152,12 +155,17 @@ def language_memory(
         step_bytes=checked.optimizer.step_bytes(shapes, trained.element, partitioned=settings.optimizer_in_backward),
         pretrained=settings.pretrained,
         low_bit=LowBitBytes(
-            layer={name: _linear_bytes(schemes[name], element, adapted) for name in layer_linears(model_config)},
+            layer={
+                name: _linear_bytes(schemes[name], element, adapted, _is_whole(checked.mesh, name))
+                for name in layer_linears(model_config)
+            },
             head=None if head is None else _linear_bytes(head, element, adapted),
             down_input_recomputed=bool(in_one_function and down.rowwise_swiglu("x") and up.rowwise_swiglu("dy")),
         ),
         trained=trained,
-        share=_rank_share(checked, shapes, {linear.shape for linear in linears if _codes_only(linear, adapted)}),
+        share=_rank_share(
+            checked, shapes, {linear.shape for linear in linears if _codes_only(linear, adapted)}, of_experts
+        ),
         reshards=checked.reshards,
         whole_matrices=checked.optimizer.needs_whole(hidden=True),
     )
@@ -169,16 +177,38 @@ def _codes_only(linear: PlannedLinear, adapted: bool) -> bool:
 
 
 def _rank_share(
-    checked: CheckedSettings, shapes: Sequence[ParameterShape], codes_only: Set[tuple[int, ...]]
+    checked: CheckedSettings,
+    shapes: Sequence[ParameterShape],
+    codes_only: Set[tuple[int, ...]],
+    of_experts: Set[tuple[int, ...]],
 ) -> RankShare:
-    """What the fullest rank holds. codes_only: shapes of the weights of which ranks hold codes and a master."""
-    shard, needs_whole = checked.mesh.shard, checked.optimizer.needs_whole
+    """What the fullest rank holds. codes_only: shapes of the weights of which ranks hold codes and a master;
+    of_experts: those of experts, which are divided over fewer ranks with --ep."""
+    mesh, needs_whole = checked.mesh, checked.optimizer.needs_whole
     apart = [s for s in shapes if not s.stored and (not s.hidden or not needs_whole(True) or s.shape in codes_only)]
-    return RankShare(fullest_share(shapes, shard, needs_whole), fullest_share(apart, shard, needs_whole))
+
+    def fullest(chosen: Sequence[ParameterShape], *, whole: float = 1.0) -> float:
+        """whole: the share of what is not divided."""
+        if mesh.of_experts is None:
+            return fullest_share(chosen, mesh.shard, needs_whole)
+        experts = [s for s in chosen if s.shape in of_experts]
+        others = [s for s in chosen if s.shape not in of_experts]
+        of_experts_share = whole if _is_whole(mesh) else fullest_share(experts, mesh.of_experts.shard, needs_whole)
+        held = of_experts_share * sum(s.elements for s in experts)
+        held += fullest_share(others, mesh.shard, needs_whole) * sum(s.elements for s in others)
+        return held / max(sum(s.elements for s in chosen), 1)
+
+    return RankShare(fullest(shapes), fullest(apart, whole=0.0))
 
 
-def _linear_bytes(scheme: LowBitScheme | None, element: int, adapted: bool) -> LinearBytes:
-    """adapted: the linear is frozen and keeps nothing; its adapters keep the input itself."""
+def _is_whole(mesh: Mesh, key: str = "experts.") -> bool:
+    """Whether a rank's part of the linear `key` is not divided further, though all else is."""
+    return key.startswith("experts.") and mesh.of_experts is not None and mesh.of_experts.shard == 1
+
+
+def _linear_bytes(scheme: LowBitScheme | None, element: int, adapted: bool, whole: bool = False) -> LinearBytes:
+    """adapted: the linear is frozen and keeps nothing; its adapters keep the input itself. whole: its master is the
+    weight itself."""
     if scheme is None:
         return LinearBytes(element)
     kept = scheme.kept_input_bytes(element)
@@ -188,7 +218,7 @@ def _linear_bytes(scheme: LowBitScheme | None, element: int, adapted: bool) -> L
         weight=scheme.weight_bytes(element),
         codes=scheme.code_bytes(),
         kept_input=None if adapted or kept == element else kept,
-        codes_only=scheme.reads_codes_only and not adapted,
+        codes_only=scheme.reads_codes_only and not adapted and not whole,
         wire=wire.bytes_per_element if wire and scheme.reads_codes_only else 0.0,
         dequantized=any(other is None and w is not None for other, w in of_w),
     )

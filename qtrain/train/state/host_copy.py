@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from qtrain.distributed.split_tensor import SplitTensor
+
 ALIGNMENT = 256
 """Bytes: where each tensor begins in the buffer."""
 PORTABLE = 1
@@ -26,19 +28,22 @@ class HostCopy:
 
     @torch.no_grad()
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same tensors on the host; of a DTensor this rank's part, as a DTensor. Returns when they are copied."""
-        local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
-        sizes = [-(-t.numel() * t.element_size() // ALIGNMENT) * ALIGNMENT for t in local.values()]
-        self._reserve(sum(sizes), lock=any(t.is_cuda for t in local.values()))
-        copies, offset = {}, 0
-        for (name, tensor), size in zip(local.items(), sizes, strict=True):
+        """The same tensors on the host; of a DTensor or a SplitTensor this rank's part, as such a tensor. Returns when
+        they are copied."""
+        parts = {name: _parts(t) for name, t in tensors.items()}
+        every = [part for of_tensor in parts.values() for part in of_tensor]
+        sizes = [-(-t.numel() * t.element_size() // ALIGNMENT) * ALIGNMENT for t in every]
+        self._reserve(sum(sizes), lock=any(t.is_cuda for t in every))
+        copies, offset = [], 0
+        for tensor, size in zip(every, sizes, strict=True):
             memory = self._buffer[offset : offset + tensor.numel() * tensor.element_size()]
-            copies[name] = memory.view(tensor.dtype).view(tensor.shape)
-            copies[name].copy_(tensor, non_blocking=True)
+            copies.append(memory.view(tensor.dtype).view(tensor.shape))
+            copies[-1].copy_(tensor, non_blocking=True)
             offset += size
         if self._locked:
             torch.cuda.synchronize()
-        return {name: _like(tensors[name], copy) for name, copy in copies.items()}
+        remaining = iter(copies)
+        return {name: _like(tensors[name], [next(remaining) for _ in of]) for name, of in parts.items()}
 
     @property
     def nbytes(self) -> int:
@@ -60,6 +65,18 @@ class HostCopy:
         self._buffer, self._locked = torch.empty(0, dtype=torch.uint8), False
 
 
-def _like(original: Tensor, copy: Tensor) -> Tensor:
-    """`copy` as a DTensor where `original` is one. DTensor.from_local would move it to the mesh's devices."""
-    return DTensor(copy, original._spec, requires_grad=False) if isinstance(original, DTensor) else copy
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The memory of a tensor on this rank."""
+    if isinstance(tensor, SplitTensor):
+        return [piece for _, piece in tensor.pieces]
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor]
+
+
+def _like(original: Tensor, copies: list[Tensor]) -> Tensor:
+    """The copies of `_parts` as the kind of tensor that `original` is."""
+    if isinstance(original, SplitTensor):
+        offsets = [offset for offset, _ in original.pieces]
+        like = torch.empty(0, dtype=original.dtype)
+        return SplitTensor(original.shape, like, list(zip(offsets, copies, strict=True)))
+    # DTensor.from_local would move it to the mesh's devices.
+    return DTensor(copies[0], original._spec, requires_grad=False) if isinstance(original, DTensor) else copies[0]

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import llm_pretrain
+from qtrain.distributed.split import Split
+from qtrain.distributed.split_tensor import SplitTensor
 from qtrain.train.loop import Training
 from qtrain.train.state.background_save import BackgroundSave
 from qtrain.train.state.checkpoint import Checkpoints
@@ -44,6 +46,19 @@ def test_a_copy_is_bit_equal_and_stays_as_it_was():
         assert copied[name].dtype == tensor.dtype and copied[name].shape == tensor.shape
         assert torch.equal(copied[name].float(), tensor.float()), name
     assert host.of(originals)["odd"].data_ptr() == copied["odd"].data_ptr(), "the buffer is used again"
+
+
+def test_a_copy_of_a_split_tensor_has_copies_of_its_pieces():
+    """Rows 2 and 3 and rows 6 and 7 of 8; and a rank that has none."""
+    own = torch.arange(8.0).view(4, 2)
+    split = SplitTensor.of(own, Split(0, 8, ((2, 4), (6, 8))))
+    nothing = SplitTensor.of(torch.zeros(0, 2), Split(0, 8, ()))
+    copied = HostCopy().of({"split": split, "nothing": nothing, "plain": torch.ones(3)})
+    own.zero_()
+    assert [offset for offset, _ in copied["split"].pieces] == [(2, 0), (6, 0)]
+    assert [piece.tolist() for _, piece in copied["split"].pieces] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    assert copied["split"].shape == (8, 2) and copied["nothing"].pieces == []
+    assert copied["plain"].tolist() == [1, 1, 1]
 
 
 def test_the_state_is_that_of_the_save_though_it_changes_while_it_is_written(tmp_path, monkeypatch):
