@@ -16,6 +16,8 @@ Plain PyTorch on every device: Hopper has no FP4 tensor cores, so products are e
 Source: NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -34,14 +36,19 @@ SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """A fixed random sign vector for all linears, as in the paper."""
 
 
-def rotate_rows(x: Tensor) -> Tensor:
-    """x [M, K] -> fp32 [M rounded up to 16, K]: H · diag(SIGNS) times each 16 rows."""
-    hadamard = torch.ones(1, 1, device=x.device)
+@functools.cache  # a copy from the host would wait for the device
+def _rotation(device: torch.device) -> Tensor:
+    """H · diag(SIGNS), fp32 [16, 16]."""
+    hadamard = torch.ones(1, 1, device=device)
     for _ in range(4):
         hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
-    rotation = hadamard * torch.tensor(SIGNS, device=x.device) / 4
+    return hadamard * torch.tensor(SIGNS, device=device) / 4
+
+
+def rotate_rows(x: Tensor) -> Tensor:
+    """x [M, K] -> fp32 [M rounded up to 16, K]: H · diag(SIGNS) times each 16 rows."""
     groups = F.pad(x.float(), (0, 0, 0, -x.shape[0] % GROUP)).unflatten(0, (-1, GROUP))
-    return (rotation @ groups).flatten(0, 1)
+    return (_rotation(x.device) @ groups).flatten(0, 1)
 
 
 def quantize_nvfp4_ref(x: Tensor, bits: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -33,8 +33,8 @@ def swiglu_backward_ref(dy: Tensor, x: Tensor) -> Tensor:
 
 @triton.jit
 def _swiglu_kernel(x_ptr, y_ptr, width, PTX: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     gate = tl.load(x_ptr + row * 2 * width + columns, inside, 0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * width + width + columns, inside, 0.0).to(tl.float32)
@@ -43,8 +43,8 @@ def _swiglu_kernel(x_ptr, y_ptr, width, PTX: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _swiglu_backward_kernel(dy_ptr, x_ptr, dx_ptr, width, PTX: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     gate = tl.load(x_ptr + row * 2 * width + columns, inside, 0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * width + width + columns, inside, 0.0).to(tl.float32)
@@ -59,7 +59,7 @@ def launch_swiglu(x: Tensor) -> Tensor:
     rows, width = x.shape[0], x.shape[1] // 2
     y = x.new_empty(rows, width)
     if y.numel():
-        grid = (triton.cdiv(width, BLOCK), rows)
+        grid = (rows, triton.cdiv(width, BLOCK))  # only the first dimension takes more than 65,535
         _swiglu_kernel[grid](x, y, width, has_ptx(x.device), BLOCK, enable_fp_fusion=False)
     return y
 
@@ -69,7 +69,7 @@ def launch_swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
     rows, width = dy.shape
     dx = torch.empty_like(x)
     if dx.numel():
-        grid = (triton.cdiv(width, BLOCK), rows)
+        grid = (rows, triton.cdiv(width, BLOCK))  # only the first dimension takes more than 65,535
         _swiglu_backward_kernel[grid](dy, x, dx, width, has_ptx(x.device), BLOCK, enable_fp_fusion=False)
     return dx
 

@@ -49,6 +49,14 @@ def test_kernel(dtype):
     check(launch_swiglu, launch_swiglu_backward, "cuda", dtype)
 
 
+@pytest.mark.gpu
+def test_more_rows_than_a_grid_has_in_its_second_dimension():
+    """Routed tokens of a mixture: 70,000 rows."""
+    x, dy = torch.randn(70_000, 64, device="cuda"), torch.randn(70_000, 32, device="cuda")
+    assert torch.allclose(launch_swiglu(x), swiglu_ref(x), atol=1e-5)
+    assert torch.allclose(launch_swiglu_backward(dy, x), swiglu_backward_ref(dy, x), atol=1e-5)
+
+
 def check_operator(device):
     x = torch.randn(2, 3, 40, device=device, dtype=torch.float32, requires_grad=True)
     torch.library.opcheck(torch.ops.qtrain.swiglu.default, (x.detach().flatten(0, 1).requires_grad_(),))
