@@ -30,7 +30,7 @@ def check_expert_parallel(settings: TrainSettings, script: str, optimizer: Optim
         raise refuse("only qtrain's own decoder is divided; use --model_impl native, or leave it out")
     if getattr(settings, "lora", None) is not None:
         raise refuse("adapters (--lora) are not divided over processes; leave it out")
-    if script != "llm_pretrain":
+    if script == "llm_finetune":
         raise refuse(
             "processes that compute experts together need micro-batches of one shape, and those of instructions differ "
             "in length; leave it out"
