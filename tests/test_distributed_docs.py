@@ -73,4 +73,4 @@ def test_the_table_is_what_its_command_prints(command, table, tmp_path, monkeypa
 
 
 def test_the_document_has_such_commands():
-    assert len(PLANS) == 2 and len(LAUNCHED) == 3 and len(OF_SCRIPT) == 6
+    assert len(PLANS) == 2 and len(LAUNCHED) == 3 and len(OF_SCRIPT) == 7

@@ -20,7 +20,7 @@ from qtrain.kernels.grouped.row_groups import RowGroups, group_rows
 from qtrain.kernels.quantize.gather_rows import GatheredRows, RowIndex
 from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.grouped_linear import GroupedLinear
-from qtrain.quant.linear import LinearArguments, LowBitLinear
+from qtrain.quant.linear import LinearArguments, LowBitLinear, save_operands, saved_operands
 from qtrain.quant.parallel_experts import ExpertRanks, ParallelExpertsFunction
 from qtrain.quant.scheme import LowBitScheme, NeedsOperand
 from qtrain.quant.swiglu_mlp import NeedsGradient, mlp_backward, mlp_forward
@@ -48,16 +48,18 @@ class ExpertsFunction(torch.autograd.Function):
         # dh, which the gradient of the weights needs, is computed for that of gate_up.
         needs = NeedsGradient(needs_dx, needs_dup or needs_dweights, needs_ddown)
         rows = up.quantize_input(GatheredRows(x, RowIndex(groups.token_of_row)), NeedsOperand(True, needs.up))
-        y = mlp_forward(ctx, rows, w_up, w_down, up, down, needs, x.dtype)
-        ctx.weights = weights
+        y, saved = mlp_forward(rows, w_up, w_down, up, down, needs, x.dtype)
+        save_operands(ctx, *saved.operands)
+        ctx.mlp, ctx.weights = saved._replace(operands=()), weights
         return combine_rows(y, weights, groups.row_of_route)
 
     @staticmethod
     def backward(ctx, dout: Tensor):
         needs_dx, needs_dweights, needs_dup, needs_ddown = ctx.needs_input_grad[:4]
-        groups: RowGroups = ctx.up.groups
+        groups: RowGroups = ctx.mlp.up.groups
         dy = GatheredRows(dout, RowIndex(groups.token_of_row, weights_of_rows(ctx.weights, groups)))
-        gradients = mlp_backward(ctx, dy, NeedsGradient(needs_dx, needs_dup or needs_dweights, needs_ddown))
+        saved = ctx.mlp._replace(operands=saved_operands(ctx))
+        gradients = mlp_backward(saved, dy, NeedsGradient(needs_dx, needs_dup or needs_dweights, needs_ddown))
         dx = dweights = None
         if needs_dx:
             dx = combine_rows(gradients.x, None, groups.row_of_route)

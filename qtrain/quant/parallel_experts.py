@@ -15,7 +15,6 @@ routing, and the host reads nothing back.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -25,10 +24,9 @@ from qtrain.distributed.tensor_group import TENSOR_RANK_NUMBERS, TensorGroup
 from qtrain.kernels.grouped.permute import combine_rows, route_weight_grad, weights_of_rows
 from qtrain.kernels.grouped.row_groups import RowGroups, group_rows, group_rows_of
 from qtrain.kernels.quantize.gather_rows import gather_rows
-from qtrain.quant.linear import LinearArguments
+from qtrain.quant.linear import LinearArguments, save_operands, saved_operands
 from qtrain.quant.scheme import NeedsOperand
-from qtrain.quant.swiglu_mlp import MLPGradients, NeedsGradient, mlp_backward, mlp_forward
-from qtrain.tensors.quantized_tensor import Operands
+from qtrain.quant.swiglu_mlp import NeedsGradient, mlp_backward, mlp_forward
 
 ROUTES = "routes"
 """Kind of message: experts and weights of tokens, and the weights' gradients."""
@@ -42,27 +40,14 @@ class ExpertRanks(NamedTuple):
     terms: tuple[Tensor, Tensor] | None = None
 
 
-@dataclass
-class _Batch:
-    """Tokens that are computed together, and as the `ctx` of `mlp_forward` what it saves of them."""
+class _Batch(NamedTuple):
+    """Tokens that are computed together."""
 
     weights: Tensor
     """fp32 [T, k]."""
     groups: RowGroups
     up: LinearArguments
     down: LinearArguments
-    saved_tensors: Sequence[Tensor | None] = ()
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
-
-    def forward(self, x: Operands, w_up: Tensor, w_down: Tensor, needs: NeedsGradient, dtype: torch.dtype) -> Tensor:
-        up = self.up._replace(gather=None)  # x is of all ranks
-        return mlp_forward(self, x, w_up, w_down, up, self.down, needs, dtype)
-
-    def backward(self, dout: Tensor, needs: NeedsGradient) -> MLPGradients:
-        rows = gather_rows(dout, self.groups.token_of_row, weights_of_rows(self.weights, self.groups))
-        return mlp_backward(self, rows, needs)
 
 
 class ParallelExpertsFunction(torch.autograd.Function):
@@ -100,24 +85,27 @@ class ParallelExpertsFunction(torch.autograd.Function):
             ]
         else:
             ctx.batches = [_added(*routes, count, up, down, group)]
-            operands = [ctx.batches[0].up.quantize_input(x, of_x)]
-        y = [
-            batch.forward(rows, w_up, w_down, ctx.needs, x.dtype)
+            gathering = ctx.batches[0].up._replace(gather=group)
+            operands = [gathering.quantize_input(x, of_x)]
+        found = [
+            mlp_forward(rows, w_up, w_down, batch.up, batch.down, ctx.needs, x.dtype)
             for batch, rows in zip(ctx.batches, operands, strict=True)
         ]
-        ctx.save_for_backward(*(t for batch in ctx.batches for t in batch.saved_tensors))
+        save_operands(ctx, *(operand for _, saved in found for operand in saved.operands))
+        ctx.mlps = [saved._replace(operands=()) for _, saved in found]
         ctx.weights = weights
-        return _to_tokens(ctx, y, weights=True)
+        return _to_tokens(ctx, [y for y, _ in found], weights=True)
 
     @staticmethod
     def backward(ctx, dout: Tensor):
         batches, group = ctx.batches, ctx.group
-        saved = ctx.saved_tensors
+        saved = saved_operands(ctx)
         each = len(saved) // len(batches)
+        every = group.gathered(dout).chunk(len(batches))
         gradients = []
-        for i, (batch, tokens) in enumerate(zip(batches, group.gathered(dout).chunk(len(batches)), strict=True)):
-            batch.saved_tensors = saved[i * each : (i + 1) * each]
-            gradients.append(batch.backward(tokens, ctx.needs))
+        for i, (batch, tokens, mlp) in enumerate(zip(batches, every, ctx.mlps, strict=True)):
+            dy = gather_rows(tokens, batch.groups.token_of_row, weights_of_rows(batch.weights, batch.groups))
+            gradients.append(mlp_backward(mlp._replace(operands=saved[i * each : (i + 1) * each]), dy, ctx.needs))
         dx = dweights = dup = ddown = None
         if ctx.needs_input_grad[0]:
             dx = _to_tokens(ctx, [g.x for g in gradients], weights=False)
@@ -143,7 +131,7 @@ def _added(
 ) -> _Batch:
     """All ranks' tokens, of which this rank computes `count` experts."""
     groups = group_rows_of(experts, count * group.ranks, group.rank * count, count)
-    return _Batch(weights, groups, up._replace(groups=groups, gather=group), down._replace(groups=groups))
+    return _Batch(weights, groups, up._replace(groups=groups), down._replace(groups=groups))
 
 
 def _in_order(

@@ -6,6 +6,7 @@ codes are the same either way. Where both have scales per row, backward computes
 `grad_weight` together with the gradient, and forward saves only the absmax of the activation's columns for it.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from qtrain.kernels.swiglu.quantize import quantize_swiglu_backward, quantize_sw
 from qtrain.quant.linear import LinearArguments, LowBitLinear, save_operands, saved_operands
 from qtrain.quant.scheme import NeedsOperand, RowwiseQuantization
 from qtrain.quant.token_gather import gathered_columns
-from qtrain.tensors.quantized_tensor import OperandFormat, Operands, QuantizedTensor
+from qtrain.tensors.quantized_tensor import Operand, OperandFormat, Operands, QuantizedTensor
 
 
 class RowwiseMLP(NamedTuple):
@@ -36,8 +37,17 @@ class NeedsGradient(NamedTuple):
     down: bool
 
 
+class MLPSaved(NamedTuple):
+    """What `mlp_backward` needs of `mlp_forward`. operands: for `save_operands`."""
+
+    operands: Sequence[Operand | None]
+    rowwise: RowwiseMLP | None
+    up: LinearArguments
+    down: LinearArguments
+    weight_dtypes: tuple[torch.dtype, torch.dtype]
+
+
 def mlp_forward(
-    ctx,
     x: Operands,  # of [M, K], as `up` quantizes it
     w_up: Tensor,  # [2I, K], gate, then up
     w_down: Tensor,  # [N, I]
@@ -45,23 +55,21 @@ def mlp_forward(
     down: LinearArguments,
     needs: NeedsGradient,
     dtype: torch.dtype,
-) -> Tensor:
-    """y [M, N] in dtype; what `mlp_backward` needs is saved in ctx. With groups of rows the weights hold a matrix for
-    each."""
+) -> tuple[Tensor, MLPSaved]:
+    """y [M, N] in dtype. With groups of rows the weights hold a matrix for each."""
     x_output, x_grad_weight = x
     gate_up = up.multiply("output", x_output, _or(up.weight.rows, w_up), dtype)  # [M, 2I]
-    ctx.rowwise = _rowwise(up, down, NeedsOperand(needs.x, needs.up), NeedsOperand(True, needs.down))
+    rowwise = _rowwise(up, down, NeedsOperand(needs.x, needs.up), NeedsOperand(True, needs.down))
     column_amax = None
-    if ctx.rowwise:
-        fmt, power_of_two, rounding = ctx.rowwise.activation
+    if rowwise:
+        fmt, power_of_two, rounding = rowwise.activation
         codes, scale, column_amax = quantize_swiglu_rowwise(
             gate_up, fmt, rounding.row_key, rounding.role, power_of_two, *(down.block_groups or NO_GROUPS)
         )
         h_output, h_grad_weight = QuantizedTensor(codes, scale, OperandFormat(fmt, "rowwise")), None
     else:
         h_output, h_grad_weight = down.quantize_swiglu("x", gate_up, None, NeedsOperand(True, needs.down))
-    save_operands(
-        ctx,
+    operands = (
         gate_up,
         column_amax,
         _or(up.weight.columns, w_up) if needs.x else None,
@@ -69,9 +77,9 @@ def mlp_forward(
         _or(down.weight.columns, w_down) if needs.x or needs.up else None,
         h_grad_weight if needs.down else None,
     )
-    ctx.up, ctx.down = up._replace(weight=None), down._replace(weight=None)
-    ctx.weight_dtypes = w_up.dtype, w_down.dtype
-    return down.multiply("output", h_output, _or(down.weight.rows, w_down), dtype)
+    y = down.multiply("output", h_output, _or(down.weight.rows, w_down), dtype)
+    dtypes = w_up.dtype, w_down.dtype
+    return y, MLPSaved(operands, rowwise, up._replace(weight=None), down._replace(weight=None), dtypes)
 
 
 class MLPGradients(NamedTuple):
@@ -86,22 +94,19 @@ class MLPGradients(NamedTuple):
     """[M, I], the gradient of the second one's input."""
 
 
-def mlp_backward(ctx, dy: Tensor | GatheredRows, needs: NeedsGradient) -> MLPGradients:
-    gate_up, column_amax, w_up, x_grad_weight, w_down, h_grad_weight = saved_operands(ctx)
-    up, down = ctx.up, ctx.down
+def mlp_backward(saved: MLPSaved, dy: Tensor | GatheredRows, needs: NeedsGradient) -> MLPGradients:
+    (gate_up, column_amax, w_up, x_grad_weight, w_down, h_grad_weight), rowwise, up, down, weight_dtypes = saved
     needs_dh = needs.x or needs.up
     dx = dup = ddown = dh = None
     dy_grad_input, dy_grad_weight = down.quantize_grad(dy, NeedsOperand(needs_dh, needs.down))
     if needs_dh:
         dh = down.multiply("grad_input", dy_grad_input, w_down, dy.dtype)  # [M, I]
-    if ctx.rowwise:
-        (grad_input, grad_weight), h_grad_weight = _rowwise_backward(
-            gate_up, dh, column_amax, ctx.rowwise, up.block_groups
-        )
+    if rowwise:
+        (grad_input, grad_weight), h_grad_weight = _rowwise_backward(gate_up, dh, column_amax, rowwise, up.block_groups)
     elif needs_dh:
         grad_input, grad_weight = up.quantize_swiglu("dy", gate_up, dh, NeedsOperand(needs.x, needs.up))
     if needs.down:
-        ddown = down.multiply("grad_weight", dy_grad_weight, h_grad_weight, ctx.weight_dtypes[1])
+        ddown = down.multiply("grad_weight", dy_grad_weight, h_grad_weight, weight_dtypes[1])
     if needs.x:
         dx = up.multiply("grad_input", grad_input, w_up, dy.dtype)
         if up.gather is not None:
@@ -109,7 +114,7 @@ def mlp_backward(ctx, dy: Tensor | GatheredRows, needs: NeedsGradient) -> MLPGra
     if needs.up:
         if up.gather is not None:
             x_grad_weight = gathered_columns(x_grad_weight, dy.shape[0], up.gather)
-        dup = up.multiply("grad_weight", grad_weight, x_grad_weight, ctx.weight_dtypes[0])
+        dup = up.multiply("grad_weight", grad_weight, x_grad_weight, weight_dtypes[0])
     return MLPGradients(dx, dup, ddown, gate_up, dh)
 
 
@@ -128,11 +133,15 @@ class SwiGLUMLPFunction(torch.autograd.Function):
     ) -> Tensor:
         needs = NeedsGradient(*(grad_enabled and needed for needed in ctx.needs_input_grad[:3]))
         operands = up.quantize_input(x, NeedsOperand(True, needs.up))
-        return mlp_forward(ctx, operands, w_up, w_down, up, down, needs, x.dtype)
+        y, saved = mlp_forward(operands, w_up, w_down, up, down, needs, x.dtype)
+        save_operands(ctx, *saved.operands)
+        ctx.mlp = saved._replace(operands=())
+        return y
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        gradients = mlp_backward(ctx, dy, NeedsGradient(*ctx.needs_input_grad[:3]))
+        saved = ctx.mlp._replace(operands=saved_operands(ctx))
+        gradients = mlp_backward(saved, dy, NeedsGradient(*ctx.needs_input_grad[:3]))
         return *gradients[:3], None, None, None
 
 

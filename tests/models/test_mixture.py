@@ -21,7 +21,6 @@ from qtrain.models.lora import LoraLinear
 from qtrain.models.mixture import Experts
 from qtrain.models.tensor_parallel import check_divisible
 from qtrain.models.trained_cost import only_adapters
-from tests.cases import sampled
 from tests.models.families import MIXTURES, batch, drawn, source_of
 from tests.models.test_hf import transformers_model
 
@@ -150,19 +149,10 @@ def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [m for owner in model.modules() if isinstance(owner, Experts) for m in owner.modules()]
 
 
-def dense_experts(gate_up, down, x, experts, weights):
-    """`experts_mlp` with static shapes: every expert reads every token."""
-    up, out = (linear.weight.unflatten(0, (linear.groups, -1)) for linear in (gate_up, down))
-    gate, up = torch.einsum("tc,enc->etn", x, up).chunk(2, dim=-1)
-    y = torch.einsum("eti,eci->tec", F.silu(gate) * up, out)
-    of_expert = torch.zeros(x.shape[0], gate_up.groups).scatter_add(1, experts, weights)
-    return torch.einsum("tec,te->tc", y, of_expert)
-
-
-@pytest.mark.parametrize("mode", sampled(["none", "selective", "full"], lambda mode: mode != "selective"))
-def test_compiled_layers_are_one_graph_and_count_each_route_once(mode, monkeypatch):
+@pytest.mark.sweep
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_compiled_layers_are_one_graph_and_count_each_route_once(mode):
     """With the routers' losses and what is recomputed: the values of eager layers."""
-    monkeypatch.setattr("qtrain.models.mixture.experts_mlp", dense_experts)
     torch._dynamo.reset()
     shape = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
     plain, compiled = (drawn(source_of("deepseek_v3", **shape)) for _ in range(2))

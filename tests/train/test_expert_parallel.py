@@ -8,14 +8,24 @@ from typing import Any
 import pytest
 import torch
 
-from qtrain.bench.mesh_equality import CONFIG, MIXTURE, SCHEMES_COMPARED, differences, train
+from qtrain.bench.mesh_equality import CONFIG, MIXTURE, SCHEMES_COMPARED, differences, random_micro_batch, train
 from qtrain.distributed.mesh import expert_mesh_shape, make_mesh
 from qtrain.errors import UserError
-from qtrain.models import ModelConfig
+from qtrain.models import (
+    ModelConfig,
+    ModelSource,
+    apply_activation_checkpointing,
+    build_model,
+    compile_layers,
+)
 from qtrain.models.expert_parallel import check_experts_divisible
 from qtrain.optim import OPTIMIZERS
+from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.train.expert_parallel import check_expert_parallel
+from qtrain.train.language import language_forward
+from qtrain.train.parallel import DataParallel
 from qtrain.train.settings import LanguageSettings, VisionSettings
+from qtrain.train.step import compute_gradients
 from tests.cases import sampled
 from tests.worlds import run_ranks
 
@@ -118,3 +128,32 @@ def test_fine_tuning_and_what_is_no_mixture_is_refused():
         check_experts_divisible(ModelConfig.from_hf(CONFIG), 2, "llama")
     with pytest.raises(UserError, match=r"^--ep: 3 does not divide the 4 experts of qwen; allowed: 1, 2, 4\."):
         check_experts_divisible(ModelConfig.from_hf(MIXTURE), 3, "qwen")
+
+
+def _of_compiled(scheme: str, mode: str, compiled: bool, deterministic: bool) -> tuple[float, float]:
+    mesh = make_mesh(1, 2, "cpu", ep=2)
+    source, group = ModelSource("small", MIXTURE, "--model"), mesh.of_experts.tensor_group
+    model = build_model(source, dtype=torch.bfloat16, seed=1, experts=group)
+    name, options = SCHEMES_COMPARED[scheme]
+    quantized = quantize_linears(model, SCHEMES.make(name, options, "-"), seed=0, head=model.lm_head)
+    apply_activation_checkpointing(model, mode)
+    if compiled:
+        compile_layers(model)
+    parallel = DataParallel(model, quantized, mesh, deterministic=deterministic)
+    batches = [random_micro_batch(0, 2 * i + mesh.data_rank) for i in range(2)]
+    forward = language_forward(model, None)
+    gradients = compute_gradients(model, forward, quantized, batches, 0, parallel=parallel)
+    return gradients.loss, gradients.norm_value
+
+
+@pytest.mark.parametrize("deterministic", sampled([False, True], lambda deterministic: deterministic))
+@pytest.mark.parametrize("how", sampled(["eager full", "compiled none", "compiled full"], lambda how: how[0] == "c"))
+def test_recomputed_and_compiled_layers(how, deterministic):
+    """Recomputation changes nothing; compiled layers round otherwise."""
+    compiled, mode = how.split()
+    plain = run_ranks(2, _of_compiled, "int8", "none", False, deterministic)
+    found = run_ranks(2, _of_compiled, "int8", mode, compiled == "compiled", deterministic)
+    if compiled == "eager":
+        assert found == plain
+    for (loss, norm), (other_loss, other_norm) in zip(found, plain, strict=True):
+        assert loss == pytest.approx(other_loss, rel=1e-3) and norm == pytest.approx(other_norm, rel=1e-2)
