@@ -25,11 +25,15 @@ _KEPT = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
 }
-GEMM_OPERATORS = ("scaled_mm", "int8_mm", "int4_mm", "scaled_int4_mm", "blockwise_mm", "mx_mm", "fp16_mm")
+GEMM_OPERATORS = ("scaled_mm", "int8_mm", "int4_mm", "scaled_int4_mm", "blockwise_mm", "mx_mm", "fp16_mm", "fp32_mm")
 """This project's matrix products (`kernels/gemm`)."""
+GROUPED_OPERATORS = tuple(
+    f"grouped_{over}_{kind}mm" for over in ("rows", "sums") for kind in ("", "blockwise_", "plain_", "int4_")
+)
+"""Products of groups of rows (`kernels/grouped`)."""
 _TENSOR_RANKS_SUMS = ("group_scatter_sum", "group_sum")
 """Sums over tensor ranks: a rank's tokens alone, and what would otherwise be sent again."""
-_KEPT_NAMES = {f"qtrain::{name}" for name in (*GEMM_OPERATORS, *_TENSOR_RANKS_SUMS)}
+_KEPT_NAMES = {f"qtrain::{name}" for name in (*GEMM_OPERATORS, *GROUPED_OPERATORS, *_TENSOR_RANKS_SUMS)}
 
 _FEW_COLUMNS = 128
 """At 2 FLOPs per term, a GPU sums fewer terms than this in less time than it moves the 2 bytes of the result."""

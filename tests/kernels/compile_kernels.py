@@ -291,6 +291,10 @@ def grouped() -> Iterator[Case]:
             yield some, lambda y=y, w=w: launch_combine_rows(y, w, rows)
         gate_up = zeros(512, 2 * 768, dtype=dtype)
         yield dtype is BF16, lambda x=gate_up, y=y: launch_route_weight_grad(x, y, weights, rows)
+    codes, scales = zeros(512, 768, dtype=torch.int8), zeros(512, 1, dtype=FP32)
+    tokens = zeros(512, dtype=torch.int32)
+    yield True, lambda: launch_gather_rows(codes, tokens)  # tokens that travel as codes
+    yield False, lambda: launch_gather_rows(scales, tokens)
 
 
 def updates() -> Iterator[Case]:

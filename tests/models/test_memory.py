@@ -22,6 +22,7 @@ from qtrain.models.saved_activations import LinearBytes, LowBitBytes, rows_per_t
 from qtrain.models.trained_cost import only_adapters
 from qtrain.quant import SCHEMES, base_scheme, quantize_linears
 from qtrain.tensors.stored_weight import StoredWeight
+from tests.cases import sampled
 from tests.models.families import drawn, source_of
 from tests.peak_bytes import PeakBytes
 
@@ -51,7 +52,10 @@ def kept_bytes(model: Decoder, batch: int, seq_len: int) -> float:
     return sum(t.untyped_storage().nbytes() for t in kept.values()) / (batch * seq_len)
 
 
-@pytest.mark.parametrize(("name", "mode"), [("qwen2", "none"), ("qwen3", "selective"), ("bitnet", "none")])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    sampled([("qwen2", "none"), ("qwen3", "selective"), ("bitnet", "none")], lambda name, _: name != "qwen3"),
+)
 def test_compiled_layers_keep_what_the_table_says(name, mode):
     torch._dynamo.reset()
     shape = {"hidden_size": 128, "intermediate_size": 640, "num_attention_heads": 8, "num_hidden_layers": 1}
@@ -66,13 +70,16 @@ def test_compiled_layers_keep_what_the_table_says(name, mode):
 
 @pytest.mark.parametrize(
     ("lora", "mode"),
-    [
-        (Lora(r=4, base="nf4"), "none"),
-        (Lora(r=4, base="int8"), "none"),
-        (Lora(r=4, base="nf4"), "selective"),
-        (Lora(r=4, targets=("q_proj", "v_proj")), "none"),
-        (Lora(r=4, base="nf4", dora=True), "none"),
-    ],
+    sampled(
+        [
+            (Lora(r=4, base="nf4"), "none"),
+            (Lora(r=4, base="int8"), "none"),
+            (Lora(r=4, base="nf4"), "selective"),
+            (Lora(r=4, targets=("q_proj", "v_proj")), "none"),
+            (Lora(r=4, base="nf4", dora=True), "none"),
+        ],
+        lambda lora, mode: (lora.base, mode) != ("int8", "none"),
+    ),
 )
 def test_compiled_layers_with_adapters_keep_no_weight_and_each_input_once(lora, mode):
     """What a token takes, and beside it the adapters' copies in bf16 (and DoRA's gains: a few bytes a row)."""

@@ -8,14 +8,16 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 import qtrain
-from qtrain.models.selective_recompute import GEMM_OPERATORS, keep_products
+from qtrain.models.selective_recompute import GEMM_OPERATORS, GROUPED_OPERATORS, keep_products
 
 
 def test_selective_keeps_every_product_of_this_project_and_no_quantizer():
-    """Every operator of kernels/gemm but the transpose and the one that adds in place, which only backward runs."""
+    """Every operator of kernels/gemm but the transpose and the one that adds in place, which only backward runs, and
+    the products of kernels/grouped."""
     kernels = Path(qtrain.__file__).parent / "kernels"
     defined = {name for file in kernels.rglob("*.py") for name in re.findall(r'"qtrain::(\w+)"', file.read_text())}
-    products = {n for f in (kernels / "gemm").glob("*.py") for n in re.findall(r'"qtrain::(\w+)"', f.read_text())}
+    files = [*(kernels / "gemm").glob("*.py"), *(kernels / "grouped").glob("*_mm.py")]
+    products = {n for f in files for n in re.findall(r'"qtrain::(\w+)"', f.read_text())}
     products = {name for name in products if name != "transpose_8bit" and not name.endswith("_")}
     assert len(products) >= 6 and products <= defined
     for file in kernels.rglob("*.py"):
@@ -25,7 +27,7 @@ def test_selective_keeps_every_product_of_this_project_and_no_quantizer():
         for name in defined
         if keep_products(None, getattr(torch.ops.qtrain, name).default) == CheckpointPolicy.MUST_SAVE
     }
-    assert kept == products == set(GEMM_OPERATORS)
+    assert kept == products == {*GEMM_OPERATORS, *GROUPED_OPERATORS}
     assert keep_products(None, torch.ops.aten.bmm.default) == CheckpointPolicy.MUST_SAVE
     assert keep_products(None, torch.ops.higher_order.flex_attention) == CheckpointPolicy.MUST_SAVE
     assert keep_products(None, torch.ops.aten._int_mm.default) == CheckpointPolicy.PREFER_RECOMPUTE
