@@ -72,7 +72,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", sampled([*FAULTS], lambda fault: fault in ("host memory", "a full disk")))
+@pytest.mark.parametrize(
+    "fault", sampled([*FAULTS], lambda fault: fault in ("host memory", "a full disk", "GPU memory"))
+)
 def test_a_fault_of_one_rank_is_one_message_that_names_it(server, fault, tmp_path):
     rank, code, patch, says = FAULTS[fault]
     started = time.monotonic()
@@ -124,6 +126,7 @@ def test_torchrun_starts_again_by_itself_after_a_kill(server, tmp_path):
     assert [r["step"] for r in read_metrics(folder / "metrics.jsonl") if "loss" in r] == [*range(1, 61)]
 
 
+@pytest.mark.sweep
 def test_a_killed_rank_ends_the_run_and_the_run_resumes(server, tmp_path):
     settings = {**PRETRAIN, "quantize": "int8", "n_steps": 400, "eval_interval": 0, "runs_dir": tmp_path}
     process = launched(server.folder, gpus=2, **settings)

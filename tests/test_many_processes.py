@@ -143,6 +143,7 @@ SWEPT = (
     "fine-tuned, recomputed",
     "transformers, fully sharded",
     "LoRA on NF4",
+    "timm, averaged",
     "stored in INT4, fully sharded",
     "schedule-free, fully sharded HSDP",
     "fine-tuned, recomputed, fully sharded",

@@ -170,6 +170,7 @@ def test_the_optimizer_in_the_backward_pass_trains_the_same_model(folder, tmp_pa
 # ---- kill -9 ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(folder, tmp_path):
     """Bit for bit: augmentation, mixing, drop path and dropout, stochastic rounding, the average; across an epoch."""
     settings = {**GOOD, "model_kwargs": {**SHAPE, "drop_path_rate": 0.3, "proj_drop_rate": 0.1}, "quantize": "int8"}
@@ -327,6 +328,7 @@ def test_a_mistake_is_one_short_line_and_changes_nothing(folder, mistake, monkey
     assert tree(folder) == before
 
 
+@pytest.mark.sweep
 def test_without_network_the_default_data_are_one_message(tmp_path):
     """The command of the documentation, as it stands."""
     command = "--model timm/vit_giant_patch14_dinov2.lvd142m --n_epochs 2 --batch_size 64 --seed 2024 --compile"
