@@ -24,7 +24,7 @@ ERROR = {"bf16": 1e-6, "int4": 0.5, "nvfp4": 0.5, "int8_blockwise": 0.2, "int4_w
 KINDS = ("random", "one")
 """The second routes all tokens to two experts, of one rank."""
 CASES = {name: {} for name in SCHEMES.names() if name not in ("auto", "bitnet")}
-SAMPLE = ("bf16", "int8", "fp8_tensorwise")
+SAMPLE = ("int8", "fp8_tensorwise")
 IN_ORDER = {**{name: {} for name in CASES if name != "nvfp4"}, "int8 tensorwise": {"granularity": "tensorwise"}}
 
 

@@ -18,12 +18,12 @@ CHAINS = [("adamw_8bit", "int8"), ("muon", "int8_weight"), ("adamw", "fp8_tensor
 
 @pytest.mark.parametrize(("optim", "scheme"), sampled(CHAINS, lambda optim, _: optim != "adamw_8bit"))
 def test_any_number_of_processes_resumes_what_others_saved(optim, scheme, tmp_path):
-    """ep 2 > 1 > 4 > 2 of 4, and what each saves is what the first did."""
+    """ep 2 > 1 > 4 > 2, and what each saves is what the first did."""
     settings = {"optim": optim, "quantize": scheme, "model": MODEL, "batch_size": 8}
     path = run_ranks(2, _run, _settings(tmp_path, **settings, ep=2, run_name="first"), 2)[0]
     expected = _saved(path)
     assert len(expected) > 30
-    for world, ep in ((1, 1), (4, 4), (4, 2)) if FULL_SWEEP else ((1, 1), (4, 2)):
+    for world, ep in ((1, 1), (4, 4), (4, 2)) if FULL_SWEEP else ((1, 1), (2, 2)):
         resumed = _settings(tmp_path, **settings, ep=ep, resume=path, runs_dir=str(tmp_path / f"{world}{ep}"))
         path = run_ranks(world, _run, resumed, 0)[0]
         found = _saved(path)
