@@ -107,3 +107,26 @@ def test_settings_that_a_model_does_not_have_are_refused(here):
         done = call(llm_pretrain.main, tiny(shape, **options))
         assert done.code == 2 and message in done.err, done.err
     assert not Path("runs").exists()
+
+
+WIDE = {**QWEN, "hidden_size": 128, "moe_intermediate_size": 64}
+"""Experts that schemes take: their matrices have rows in multiples of 128."""
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int8_weight", "auto"])
+def test_low_bit_experts_train_and_resume(here, quantize):
+    options = {"quantize": quantize, "n_steps": 6, "ckpt_interval": 3, "lr": 0.01}
+    done = call(llm_pretrain.main, tiny(WIDE, **options))
+    assert done.code == 0, done.err
+    assert "3 x layers.mlp.experts.gate_up 4 of 128 -> 128: quantized" in done.out or quantize == "auto"
+    run = only_run(Path("runs"))
+    halfway, _ = sorted((run / "checkpoints").iterdir())
+    told = losses(run)
+    assert call(llm_pretrain.main, tiny(WIDE, **options, resume=str(halfway))).code == 0
+    again = next(path for path in Path("runs").rglob("metrics.jsonl") if run not in path.parents).parent
+    assert losses(again) == told
+
+
+def test_experts_whose_rows_do_not_fill_blocks_stay_in_high_precision(here):
+    done = call(llm_pretrain.main, tiny(QWEN, quantize="int8", dry_run=True))
+    assert "left, products of groups take matrices with rows in multiples of 128" in done.out

@@ -28,7 +28,7 @@ from qtrain.data import Batch
 from qtrain.distributed.launch import run_processes
 from qtrain.distributed.mesh import Mesh, make_mesh
 from qtrain.distributed.ranks import all_gather, join_world, leave_world, local_rank, rank
-from qtrain.distributed.shards import plain_tensors
+from qtrain.distributed.shards import Sharded, plain_tensors
 from qtrain.distributed.weights import GatheredMaster, gather_weights
 from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups
@@ -48,6 +48,21 @@ CONFIG = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
+EXPERTS = 4
+MIXTURE = {
+    **CONFIG,
+    "model_type": "qwen3_moe",
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "hidden_size": 128,
+    "head_dim": 64,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [0],
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.01,
+}
+"""For --ep: a dense layer, and one of experts."""
 MICRO_BATCHES = 12
 CLOSE = {"losses": 1e-3, "norms": 1e-2}
 """Relative differences without --deterministic. One process adds twelve gradients in bf16; each of several processes
@@ -79,11 +94,14 @@ def train(
     deterministic: bool,
     micro_batches: int = MICRO_BATCHES,
     full_shard: bool = False,
+    config: Mapping[str, Any] = CONFIG,
 ) -> dict[str, Any]:
     """Losses and norms of the steps, and digests of all that training has changed. micro_batches: of all ranks, in a
     step."""
     name, options = SCHEMES_COMPARED[scheme]
-    model = build_model(ModelSource("small", CONFIG, "--model"), device=device, dtype=torch.bfloat16, seed=1)
+    experts = None if mesh.of_experts is None else mesh.of_experts.tensor_group
+    source = ModelSource("small", dict(config), "--model")
+    model = build_model(source, device=device, dtype=torch.bfloat16, seed=1, experts=experts)
     quantized = quantize_linears(model, SCHEMES.make(name, options, "--schemes"), seed=0, head=model.lm_head)
     spec = OPTIMIZERS.make(optimizer_name, {}, "--optimizers")
     groups = parameter_groups(model, 0.1)
@@ -120,27 +138,43 @@ def random_micro_batch(step: int, number: int) -> Batch:
 
 
 def state_digests(parallel: DataParallel, quantized, optimizer) -> dict[str, str]:
-    """A digest of each weight, of the codes of each linear and of each optimizer state, of full shape."""
+    """A digest of each weight, of the codes of each linear and of each optimizer state, of full shape; of experts one
+    for each expert."""
     found: dict[str, str] = {}
+    group = parallel.mesh.part_group
+    first, count = (0, EXPERTS) if group is None else (group.rank * EXPERTS // group.ranks, EXPERTS // group.ranks)
 
-    def add_weight(sharded, tensors: list[Tensor]) -> None:
-        found.update({f"weight {sharded.name} {i}": _digest(t) for i, t in enumerate(tensors)})
+    def add(name: str, tensor: Tensor, *, of_experts: bool, dim: int = 0) -> None:
+        if not of_experts or tensor.numel() == 1:
+            found[name] = _digest(tensor)
+        else:
+            found.update({f"{name} {first + i}": _digest(t) for i, t in enumerate(tensor.chunk(count, dim))})
 
-    if parallel.mesh.shard > 1:
-        gather_weights([GatheredMaster(s, add_weight) for s in parallel.parameters], parallel.mesh)
-    else:
-        for sharded in parallel.parameters:
+    def add_weight(sharded: Sharded, tensors: list[Tensor]) -> None:
+        for i, tensor in enumerate(tensors):
+            add(f"weight {sharded.name} {i}", tensor, of_experts=".experts." in sharded.name)
+
+    gather_weights([GatheredMaster(s, add_weight) for s in parallel.parameters if s.mesh.shard > 1])
+    for sharded in parallel.parameters:
+        if sharded.mesh.shard == 1:
             add_weight(sharded, plain_tensors(sharded.parameter))
     parallel.gather_blocks()
     for index, linear in enumerate(quantized.linears):
-        found |= {f"codes {index} {name}": _digest(t) for name, t in linear.low_bit_weight.named_buffers()}
+        for name, tensor in linear.low_bit_weight.named_buffers(remove_duplicate=False):
+            along_columns = name.startswith("grad_input") and tensor.ndim == 2
+            add(f"codes {index} {name}", tensor, of_experts=linear.groups is not None, dim=int(along_columns))
     names = {id(sharded.master): sharded.name for sharded in parallel.parameters}
     for group in optimizer.param_groups:
         for p in group["params"]:
             for key, value in sorted(optimizer.state.get(p, {}).items()):
                 whole = value.full_tensor() if isinstance(value, DTensor) else value
                 if p.numel() and isinstance(whole, Tensor):  # not the placeholder of another rank's
-                    found[f"state {names[id(p)]} {key}"] = _digest(whole)
+                    name, of_experts = names[id(p)], ".experts." in names[id(p)]
+                    state, _, number = key.rpartition("_")
+                    if of_experts and number.isdigit():  # of one projection
+                        key = f"{state}_{int(number) + first * len(group['parts']) // EXPERTS}"
+                        of_experts = False
+                    add(f"state {name} {key}", whole, of_experts=of_experts)
     return {name: digest for of_rank in all_gather(found) for name, digest in of_rank.items()}
 
 

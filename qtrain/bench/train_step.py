@@ -7,6 +7,7 @@ own process, so one that runs out of memory does not affect the others. Models a
 any setting of llm_pretrain.py after a model, the scheme's options after a scheme.
 
     --models 'qwen2.5-0.5b,qwen2.5-7b:{"batch_size":64,"micro_batch_size":8}'
+    --models 'qwen2.5-7b:{"gpus":2,"batch_size":256,"micro_batch_size":8,"optim":"adamw_8bit"}'
     --schemes 'bf16,int8,int8:{"stochastic_rounding":true}'
 """
 
@@ -26,6 +27,8 @@ from qtrain.bench.timing import watching_clocks
 from qtrain.bench.training import time_training
 from qtrain.checks import check_fields, parse_json
 from qtrain.config import JsonDict, as_dict, parse, run_script
+from qtrain.distributed.launch import launch
+from qtrain.distributed.ranks import rank
 from qtrain.errors import UserError
 from qtrain.hardware import describe_hardware
 from qtrain.models import read_model_source
@@ -82,7 +85,10 @@ def main(argv: list[str]) -> None:
     if argv[:1] == [WORKER]:
         cell = parse_json(argv[1], WORKER)
         settings = LanguageSettings(**check_fields(LanguageSettings, cell["settings"], WORKER))
-        print(json.dumps(time_training(settings, cell["warmup_steps"])))
+        launch(settings.gpus, settings.device)
+        result = time_training(settings, cell["warmup_steps"])
+        if rank() == 0:
+            print(json.dumps(result))
         return
     settings = parse(TrainStepSettings, argv, "-m qtrain.bench.train_step", listing)
     device = choose_device(settings.device)
@@ -123,7 +129,7 @@ def make_cells(settings: TrainStepSettings) -> dict[tuple[str, str], LanguageSet
 
 
 def run_apart(settings: LanguageSettings, warmup_steps: int) -> dict[str, Any]:
-    """`time_training` in its own process; if that fails, {"reason": its last line}."""
+    """`time_training` in its own process, or in --gpus of them; if that fails, {"reason": its last line}."""
     cell = json.dumps({"settings": as_dict(settings), "warmup_steps": warmup_steps})
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(

@@ -22,7 +22,8 @@ from qtrain.train.step import apply_gradients, compute_gradients
 
 
 def time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, Any]:
-    """Median speed over `settings.n_steps` steps after `warmup_steps`, on random tokens; or {"reason": ...}.
+    """Median speed over `settings.n_steps` steps after `warmup_steps`, on random tokens; or {"reason": ...}. Of all
+    processes, if a launcher has started several.
 
     Keys: tok_s, step_ms, sol, mfu, peak_gib, planned_gib, loss.
     """
@@ -48,7 +49,7 @@ def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, A
     forward = language_forward(model, None)
     graphs = step_graphs(run, forward)
     in_backward = OptimizerInBackward(model, run.optimizer) if settings.optimizer_in_backward else None
-    generator = torch.Generator().manual_seed(settings.seed)
+    generator = torch.Generator().manual_seed(settings.seed + prepared.mesh.data_rank)
     times, loss = [], float("nan")
     for step in range(warmup_steps + settings.n_steps):
         batches = [
@@ -56,7 +57,9 @@ def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, A
         ]
         batches *= geometry.gradient_accumulation  # the tokens do not affect the speed
         start = _now(device)
-        gradients = compute_gradients(model, forward, quantized, batches, step, graphs, in_backward)
+        gradients = compute_gradients(
+            model, forward, quantized, batches, step, graphs, in_backward, parallel=run.parallel
+        )
         apply_gradients(
             run.optimizer,
             quantized,
@@ -65,6 +68,7 @@ def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, A
             clip_grad_norm=settings.clip_grad_norm,
             graphs=graphs,
             in_backward=in_backward,
+            parallel=run.parallel,
         )
         times.append(_now(device) - start)
         loss = gradients.loss

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qtrain.distributed.gradient_wire import FIRST_NUMBER, GradientWire
 from qtrain.distributed.mesh import Mesh
-from qtrain.distributed.shards import Sharded
+from qtrain.distributed.shards import Sharded, by_mesh
 from qtrain.distributed.tensor_group import TENSOR_RANK_NUMBERS
 from qtrain.distributed.wire import ALONE_BYTES, exchange, gather, in_buckets
 from qtrain.kernels.ordered_sum import add_in_order
@@ -32,17 +32,22 @@ class GradientReduction:
     def __init__(
         self,
         groups: Sequence[Sequence[Sharded]],
-        mesh: Mesh,
         *,
         every_micro_batch: bool = False,
         wire: GradientWire | None = None,
         seed: int = 0,
     ):
         self._keeps_sums = every_micro_batch
-        self._groups = [[_Bucket(members, mesh, wire) for members in _buckets(group)] for group in groups]
+        self._groups = [
+            [
+                _Bucket(members, mesh, wire)
+                for mesh, on_mesh in by_mesh(group, lambda sharded: sharded)
+                for members in _buckets(on_mesh)
+            ]
+            for group in groups
+        ]
         self._buckets = [bucket for group in self._groups for bucket in group]
-        self._seed, self._world = seed, mesh.data_world
-        self._first_number = FIRST_NUMBER + mesh.tensor_rank * TENSOR_RANK_NUMBERS
+        self._seed, self._messages = seed, max((bucket.messages for bucket in self._buckets), default=1)
 
     def add(self, micro_step: int = 0) -> None:
         """Add the gradients of all ranks to the sums, and free them. micro_step: the number of this rank's micro-batch
@@ -53,7 +58,7 @@ class GradientReduction:
     def add_group(self, index: int, micro_step: int = 0) -> None:
         """`add` for one group, as soon as its gradients are complete."""
         for bucket in self._groups[index]:
-            number = self._first_number + self._buckets.index(bucket) * self._world
+            number = bucket.first_number + self._buckets.index(bucket) * self._messages
             received = bucket.exchange((self._seed, micro_step, number))
             if self._keeps_sums:
                 if bucket.sums is None:
@@ -75,6 +80,7 @@ class _Bucket:
 
     def __init__(self, members: list[Sharded], mesh: Mesh, wire: GradientWire | None = None):
         self._members, self._mesh, self._wire = members, mesh, wire
+        self.messages, self.first_number = mesh.data_world, FIRST_NUMBER + mesh.tensor_rank * TENSOR_RANK_NUMBERS
         self.sums: Tensor | None = None  # in the same memory in every step: recorded steps add to it
         self._dtype = members[0].parameter.dtype
         self._lengths = [sum(m.bounds[s + 1] - m.bounds[s] for m in members) for s in range(mesh.shard)]
@@ -86,13 +92,17 @@ class _Bucket:
         self._sizes = [high - low for low, high in self._parts]
 
     def exchange(self, key: tuple[int, int, int]) -> Tensor | list[Tensor]:
-        """Of every rank, [n]: its gradients of the elements that this rank sums. key: Philox's of the first message."""
-        messages, group = self._messages(), self._mesh.data_group
-        own = self._sizes[self._mesh.data_rank]
+        """Of every rank, [n], and of each of its terms: its gradients of the elements that this rank sums. key:
+        Philox's of the first message."""
+        messages, terms = self._messages()
+        group, own = self._mesh.data_group, self._sizes[self._mesh.data_rank]
         if self._mesh.data_world == 1:
-            return [messages]
+            return messages.view(terms, own)
         if self._wire is None:
-            return exchange(messages, self._sizes, own, group, "gradients")
+            sizes = [terms * size for size in self._sizes]
+            received = exchange(messages, sizes, terms * own, group, "gradients")
+            return received.view(len(sizes) * terms, own)
+        assert terms == 1, "terms are kept apart to be added exactly"
         encoded = [
             self._wire.encode(message, torch.tensor([*key[:2], key[2] + d], device=messages.device))
             for d, message in enumerate(messages.split(self._sizes))
@@ -101,11 +111,21 @@ class _Bucket:
         received = exchange(torch.cat(encoded), sizes, sizes[self._mesh.data_rank], group, "gradients")
         return [self._wire.decode(row, own) for row in received]
 
-    def _messages(self) -> Tensor:
-        """What this rank sends to each other, one after the other; frees the gradients."""
-        flat = [_flat_gradient(m.parameter) for m in self._members]
+    def _messages(self) -> tuple[Tensor, int]:
+        """What this rank sends to each other, one after the other; of several terms one after the other in each. And
+        their number. Frees the gradients."""
+        flat = [_flat_gradients(m) for m in self._members]
         for m in self._members:
-            m.parameter.grad = None
+            m.receiver.grad = None
+        (terms,) = {len(of_member) for of_member in flat}
+        messages = [self._message([of_member[term] for of_member in flat]) for term in range(terms)]
+        if terms == 1:
+            return messages[0], 1
+        to_ranks = zip(*(message.split(self._sizes) for message in messages), strict=True)
+        return torch.cat([term for to_rank in to_ranks for term in to_rank]), terms
+
+    def _message(self, flat: Sequence[Tensor]) -> Tensor:
+        """The gradients of the members, ordered by the ranks that sum them."""
         slices = [
             [g[m.bounds[s] : m.bounds[s + 1]] for g, m in zip(flat, self._members, strict=True)]
             for s in range(self._mesh.shard)
@@ -130,15 +150,17 @@ class _Bucket:
             m.set_gradient(part[low:high])
 
 
-def _flat_gradient(parameter: Tensor) -> Tensor:
-    """A parameter that took no part in this rank's loss has a gradient of zeros."""
-    if parameter.grad is None:
-        return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-    return parameter.grad.reshape(-1)
+def _flat_gradients(sharded: Sharded) -> Tensor:
+    """[terms, n]. A parameter that took no part in this rank's loss has a gradient of zeros."""
+    receiver, terms = sharded.receiver, 1 if sharded.terms is None else len(sharded.terms)
+    if receiver.grad is None:
+        return torch.zeros(terms, sharded.parameter.numel(), dtype=receiver.dtype, device=receiver.device)
+    return receiver.grad.reshape(terms, -1)
 
 
 def _buckets(parameters: Sequence[Sharded]) -> Iterator[list[Sharded]]:
-    """Parameters of one dtype whose gradients are sent at once. Large ones are sent alone, without a copy."""
+    """Parameters of one mesh and one dtype whose gradients are sent at once. Large ones are sent alone, without a
+    copy."""
     small: dict[torch.dtype, list[Sharded]] = {}
     for p in parameters:
         if _bytes(p) >= ALONE_BYTES:

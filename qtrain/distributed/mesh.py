@@ -7,6 +7,9 @@
 
 The first two are the data dimensions: `data_rank` numbers the micro-batches that are read at once. A run without a
 launcher is a mesh of one rank and needs no process group.
+
+Expert parallelism is a second mesh of the data ranks, for the parameters of experts alone (`of_experts`): its tensor
+ranks are neighbors that hold different experts and compute all of their micro-batches together.
 """
 
 from dataclasses import dataclass
@@ -23,7 +26,8 @@ from qtrain.errors import UserError
 class Mesh:
     """The ranks by dimension. device_mesh: the data dimensions "replicate" and "shard", of this rank's tensor rank;
     None for one process. tensor_group: None where one rank computes whole layers. data_group: the ranks that read other
-    micro-batches with the same part of every layer; None: all ranks."""
+    micro-batches with the same part of every layer; None: all ranks. of_experts: the mesh of experts' parameters; None:
+    they are divided as all others are."""
 
     replicate: int = 1
     shard: int = 1
@@ -31,6 +35,7 @@ class Mesh:
     tensor: int = 1
     tensor_group: TensorGroup | None = None
     data_group: dist.ProcessGroup | None = None
+    of_experts: "Mesh | None" = None
 
     @property
     def world(self) -> int:
@@ -61,6 +66,11 @@ class Mesh:
         return self.data_rank % self.shard
 
     @property
+    def part_group(self) -> TensorGroup | None:
+        """The ranks that hold the parts of one model; None where each holds all of it."""
+        return self.of_experts.tensor_group if self.of_experts is not None else self.tensor_group
+
+    @property
     def shard_group(self) -> dist.ProcessGroup | None:
         """The ranks that divide one copy of the states among them."""
         return self.device_mesh.get_group("shard") if self.device_mesh is not None else None
@@ -73,6 +83,8 @@ class Mesh:
     def describe(self, reshards: bool) -> str:
         kind = "DDP" if self.shard == 1 else "ZeRO-3: layers are gathered when they run" if reshards else "ZeRO-2"
         kind = f"HSDP, {kind}" if self.replicate > 1 and self.shard > 1 else kind
+        if self.of_experts is not None:
+            kind += f"; experts over groups of {self.of_experts.tensor}, their states over {self.of_experts.shard}"
         if self.tensor == 1:
             return f"{self.replicate} x {self.shard} (replicate x shard, {kind})"
         kind = f"{kind} of {self.data_world}, " if self.data_world > 1 else ""
@@ -105,15 +117,39 @@ def mesh_shape(dp_replicate: int, dp_shard: int, world: int, tp: int = 1) -> tup
     return data // shard, shard
 
 
-def make_mesh(dp_replicate: int, dp_shard: int, device_type: str, tp: int = 1) -> Mesh:
+def expert_mesh_shape(replicate: int, shard: int, ep: int) -> tuple[int, int]:
+    """(replicate, shard) of the ranks that hold the same experts, where each group of `ep` neighbors among
+    replicate x shard ranks holds all of them. UserError where groups cross the borders of shard groups."""
+    world = replicate * shard
+    if world % ep:
+        allowed = ", ".join(str(d) for d in range(1, world + 1) if world % d == 0)
+        raise UserError(
+            f"--ep: {ep} does not divide the {world} process{'es' * (world > 1)} of the run; allowed: {allowed}."
+        )
+    if shard % ep and ep % shard:
+        raise UserError(
+            f"--ep: {ep} neither divides the {shard} processes of --dp_shard nor is a multiple of them; choose "
+            "--dp_shard so."
+        )
+    return (replicate, shard // ep) if shard % ep == 0 else (world // ep, 1)
+
+
+def make_mesh(dp_replicate: int, dp_shard: int, device_type: str, tp: int = 1, ep: int = 1) -> Mesh:
     """The mesh of this run; the process group must exist where there are several ranks."""
     replicate, shard = mesh_shape(dp_replicate, dp_shard, launched_world(), tp)
     if replicate * shard * tp == 1:
         return Mesh()
+    if tp > 1:
+        return _with_parts(replicate, shard, tp, device_type)
+    of_experts = _with_parts(*expert_mesh_shape(replicate, shard, ep), ep, device_type) if ep > 1 else None
+    device_mesh = init_device_mesh(device_type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
+    return Mesh(replicate, shard, device_mesh, of_experts=of_experts)
+
+
+def _with_parts(replicate: int, shard: int, ranks: int, device_type: str) -> Mesh:
+    """A mesh on which neighboring ranks hold different parts of the same parameters."""
     names = ("replicate", "shard", "tensor")
-    if tp == 1:
-        return Mesh(replicate, shard, init_device_mesh(device_type, (replicate, shard), mesh_dim_names=names[:2]))
-    whole = init_device_mesh(device_type, (replicate, shard, tp), mesh_dim_names=names)
+    whole = init_device_mesh(device_type, (replicate, shard, ranks), mesh_dim_names=names)
     data = whole["replicate", "shard"]
     tensor_group = TensorGroup.of(whole.get_group("tensor"))
-    return Mesh(replicate, shard, data, tp, tensor_group, data._flatten("data").get_group())
+    return Mesh(replicate, shard, data, ranks, tensor_group, data._flatten("data").get_group())

@@ -13,6 +13,7 @@ Where the mesh does not shard, the master is the parameter itself.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from torch.distributed.tensor import Shard as ShardOf
 from qtrain.distributed.mesh import Mesh
 from qtrain.tensors.stored_weight import StoredWeight
 
+T = TypeVar("T")
+
 ALIGNMENT = 64
 """Elements: a parameter is divided by rows only where each rank's begin at a multiple of this. Vectorized updates treat
 the last elements of a tensor in another way, with other rounding: they must be the same ones on any mesh."""
@@ -29,16 +32,25 @@ the last elements of a tensor in another way, with other rounding: they must be 
 
 @dataclass(frozen=True)
 class Sharded:
-    """A trained parameter and its master. bounds: shard rank s holds the elements [bounds[s], bounds[s + 1])."""
+    """A trained parameter and its master on a mesh. bounds: shard rank s holds the elements [bounds[s], bounds[s + 1]).
+    terms: where one rank computes several ranks' micro-batches and keeps their gradients apart, what receives them in
+    place of the parameter, [micro-batches, *shape]."""
 
     name: str
     parameter: nn.Parameter
     master: nn.Parameter
     bounds: tuple[int, ...]
+    mesh: Mesh
+    terms: Tensor | None = None
 
     @property
     def rows(self) -> int:
         return self.parameter.shape[0] if self.parameter.ndim else 1
+
+    @property
+    def receiver(self) -> Tensor:
+        """What has the gradients of a backward pass as its `.grad`."""
+        return self.parameter if self.terms is None else self.terms
 
     def set_gradient(self, flat: Tensor) -> None:
         """Give the master its gradient. flat: the elements of this rank's shard."""
@@ -48,6 +60,15 @@ class Sharded:
             self.master.grad = DTensor(local, self.master._spec, requires_grad=False)
         elif not is_placeholder(self.master):
             self.master.grad = flat.view(self.parameter.shape)
+
+
+def by_mesh(items: Iterable[T], sharded: Callable[[T], Sharded]) -> list[tuple[Mesh, list[T]]]:
+    """The items whose parameters are divided over the same mesh, for each mesh; sharded: the parameter of an item."""
+    found: dict[int, tuple[Mesh, list[T]]] = {}
+    for item in items:
+        mesh = sharded(item).mesh
+        found.setdefault(id(mesh), (mesh, []))[1].append(item)
+    return list(found.values())
 
 
 def is_placeholder(master: Tensor) -> bool:
@@ -72,7 +93,7 @@ def shard_parameters(
     freed: whether its memory is freed between uses, so that its owner's master cannot be the same memory."""
     parameters = list(named)
     if mesh.shard == 1:
-        return [Sharded(name, p, p, (0, p.numel())) for name, p in parameters]
+        return [Sharded(name, p, p, (0, p.numel()), mesh) for name, p in parameters]
     whole = {
         id(p)
         for _, p in parameters
@@ -107,15 +128,15 @@ def _balanced_owners(parameters: Sequence[nn.Parameter], ranks: int) -> dict[int
 def _owned(name: str, p: nn.Parameter, owner: int, mesh: Mesh, copy: bool) -> Sharded:
     bounds = tuple(p.numel() * (s > owner) for s in range(mesh.shard + 1))
     if mesh.shard_rank == owner:
-        return Sharded(name, p, nn.Parameter(p.data.clone() if copy else p.data), bounds)
-    return Sharded(name, p, nn.Parameter(p.new_empty(0, *p.shape[1:])), bounds)
+        return Sharded(name, p, nn.Parameter(p.data.clone() if copy else p.data), bounds, mesh)
+    return Sharded(name, p, nn.Parameter(p.new_empty(0, *p.shape[1:])), bounds, mesh)
 
 
 def _by_rows(name: str, p: nn.Parameter, mesh: Mesh) -> Sharded:
     cuts, width = _row_cuts(p, mesh.shard), p[0].numel()
     own = p.data[cuts[mesh.shard_rank] : cuts[mesh.shard_rank + 1]].clone()
     master = nn.Parameter(as_shard(own, mesh.device_mesh, p.shape))
-    return Sharded(name, p, master, tuple(cut * width for cut in cuts))
+    return Sharded(name, p, master, tuple(cut * width for cut in cuts), mesh)
 
 
 def plain_tensors(p: Tensor) -> list[Tensor]:

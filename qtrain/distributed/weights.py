@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qtrain.distributed.mesh import Mesh
-from qtrain.distributed.shards import Sharded, as_bytes, byte_slices, local_tensors, plain_tensors
+from qtrain.distributed.shards import Sharded, as_bytes, by_mesh, byte_slices, local_tensors, plain_tensors
 from qtrain.distributed.wire import ALONE_BYTES, gather, gather_into, in_buckets
 
 
@@ -53,16 +53,17 @@ class GatheredMaster:
 
 
 @torch.no_grad()
-def gather_weights(items: Iterable[Gathered], mesh: Mesh, kind: str = "weights") -> None:
-    """Gather `items` over the shard ranks and hand each its full tensors. kind: under which the bytes are counted."""
-    small = []
-    for item in items:
-        if item.bytes() >= ALONE_BYTES and _is_even(item.sharded):
-            _gather_alone(item, mesh, kind)
-        else:
-            small.append(item)
-    for bucket in in_buckets(small, lambda item: item.bytes()):
-        _gather_bucket(bucket, mesh, kind)
+def gather_weights(items: Iterable[Gathered], kind: str = "weights") -> None:
+    """Gather `items` over their shard ranks and hand each its full tensors. kind: under which the bytes are counted."""
+    for mesh, members in by_mesh(items, lambda item: item.sharded):
+        small = []
+        for item in members:
+            if item.bytes() >= ALONE_BYTES and _is_even(item.sharded):
+                _gather_alone(item, mesh, kind)
+            else:
+                small.append(item)
+        for bucket in in_buckets(small, lambda item: item.bytes()):
+            _gather_bucket(bucket, mesh, kind)
 
 
 def _is_even(sharded: Sharded) -> bool:

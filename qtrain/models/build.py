@@ -8,6 +8,7 @@ from torch import nn
 from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.errors import UserError, unknown_name
 from qtrain.models.decoder import Decoder
+from qtrain.models.expert_parallel import ExpertParallel
 from qtrain.models.hf import load_hf_weights
 from qtrain.models.hf_impl import build_hf_model
 from qtrain.models.source import ModelSource
@@ -29,10 +30,11 @@ def build_model(
     seed: int = 0,
     tensor: TensorGroup | None = None,
     sequence: bool = True,
+    experts: TensorGroup | None = None,
 ) -> nn.Module:
     """A model on `device` in `dtype`, its weights initialized from `seed` or, with `pretrained`, loaded from the
     source. tensor: this rank builds its part of a native model (`tensor_parallel.py`), whose values are those of the
-    whole; sequence: with the stream divided along tokens.
+    whole; sequence: with the stream divided along tokens. experts: the same of a mixture, of which it has some experts.
 
     Raises UserError for an architecture that is not covered, and for weights that are missing or do not fit.
     """
@@ -45,7 +47,7 @@ def build_model(
         )
     if impl == "hf":
         return build_hf_model(source, device, dtype, pretrained, seed)
-    model = empty_model(source, tensor=tensor, sequence=sequence).to(dtype)
+    model = empty_model(source, tensor=tensor, sequence=sequence, experts=experts).to(dtype)
     model.to_empty(device=device)
     model.tie()
     model.reset_buffers()
@@ -57,15 +59,20 @@ def build_model(
 
 
 def empty_model(
-    source: ModelSource, impl: str = "native", tensor: TensorGroup | None = None, sequence: bool = True
+    source: ModelSource,
+    impl: str = "native",
+    tensor: TensorGroup | None = None,
+    sequence: bool = True,
+    experts: TensorGroup | None = None,
 ) -> nn.Module:
     """The model on the meta device: modules and shapes without memory."""
     if impl == "hf":
         return build_hf_model(source, "meta", torch.float32, pretrained=False, seed=0)
     config = source.model_config()
     parallel = None if tensor is None else TensorParallel(config, tensor, sequence=sequence)
+    divided = None if experts is None else ExpertParallel(config, experts)
     with torch.device("meta"):
-        return Decoder(config, parallel)
+        return Decoder(config, parallel, divided)
 
 
 @torch.no_grad()
@@ -76,13 +83,13 @@ def init_weights(model: nn.Module, std: float, seed: int) -> None:
     other parameters. They are drawn in fp32, so a bf16 model is the rounded fp32 model. A rank that holds a part of a
     parameter draws all of it, and keeps its part.
     """
-    tensor: TensorParallel | None = getattr(model, "tensor", None)
+    split_of = model.split if isinstance(model, Decoder) else lambda name: None
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
         generator = named_generator(seed, name, parameter.device)
-        if tensor is not None and (split := tensor.split(name)):
+        if split := split_of(name):
             whole = torch.empty(split.whole_shape(parameter.shape), dtype=torch.float32, device=parameter.device)
             parameter.copy_(split.take(whole.normal_(0.0, std, generator=generator)))
             continue

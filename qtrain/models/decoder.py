@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from qtrain.distributed.split import Split
+from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.models.attention import Attention, Mask, attention_mask
 from qtrain.models.config import ModelConfig
 from qtrain.models.expert_load import ExpertLoad
+from qtrain.models.expert_parallel import ExpertParallel
 from qtrain.models.latent_attention import LatentAttention
 from qtrain.models.loss import LossSums, linear_cross_entropy
 from qtrain.models.mixture import MixtureMLP, Routed
@@ -32,12 +35,19 @@ class DecoderLayer(nn.Module):
     """One layer, [B, S, C] -> [B, S, C], or this rank's tokens of it (`tensor_parallel.py`); with a mixture of experts
     -> Routed. `recompute`: what its backward recomputes instead of keeping."""
 
-    def __init__(self, config: ModelConfig, tensor: TensorParallel | None = None, *, routed: bool = False):
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensor: TensorParallel | None = None,
+        experts: TensorGroup | None = None,
+        *,
+        routed: bool = False,
+    ):
         super().__init__()
         self.attn_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.attn = Attention(config, tensor) if config.latent is None else LatentAttention(config)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = MixtureMLP(config) if routed else MLP(config, tensor)
+        self.mlp = MixtureMLP(config, experts) if routed else MLP(config, tensor)
         self.recompute: Recompute = "none"
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, tokens: Tokens | None = None) -> Tensor | Routed:
@@ -67,14 +77,18 @@ class Decoder(nn.Module):
     `loss_chunks` (0: chosen by size) and `z_loss` are read at every call; see `linear_cross_entropy`. So are
     `router_balance_loss` and `router_z_loss`, the weights of the routers' losses (`router.py`) as means over the
     layers. With `tensor` this is one rank's part of the model that `config` describes; `local` has the rank's own
-    sizes.
+    sizes. With `experts` it has only some of the experts.
     """
 
     fullgraph = True  # a graph break in a layer is a bug
 
-    def __init__(self, config: ModelConfig, tensor: TensorParallel | None = None):
+    def __init__(
+        self, config: ModelConfig, tensor: TensorParallel | None = None, experts: ExpertParallel | None = None
+    ):
         super().__init__()
+        assert tensor is None or experts is None, "layers of experts are not divided by tensor parallelism"
         self.config, self.tensor = config, tensor
+        self.parts = tensor or experts
         self.local = local = config if tensor is None else tensor.local
         self.loss_chunks = 0
         self.z_loss = 0.0
@@ -82,12 +96,17 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(local.vocab_size, config.hidden_size)
         routed = set(config.mixture_layers)
         self.layers = nn.ModuleList(
-            DecoderLayer(local, tensor, routed=i in routed) for i in range(config.num_hidden_layers)
+            DecoderLayer(local, tensor, experts and experts.group, routed=i in routed)
+            for i in range(config.num_hidden_layers)
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, local.vocab_size, bias=False)
         self.expert_load = ExpertLoad(len(routed), config.mixture.experts) if routed else None
         self.tie()
+
+    def split(self, name: str) -> Split | None:
+        """Which part of the parameter `name` this rank holds; None: all of it."""
+        return None if self.parts is None else self.parts.split(name)
 
     def tie(self) -> None:
         """Share the embedding's weight with the head, if the config says so. Needed again after `to_empty`."""

@@ -60,7 +60,7 @@ def load_hf_weights(model: nn.Module, source: ModelSource) -> None:
     refuse_tensors(where, "has tensors that this architecture does not", extra)
 
     parameters = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-    splits = {name: model.tensor and model.tensor.split(name) for name in parameters}
+    splits = {name: model.split(name) for name in parameters}
     device = str(parameters["embed_tokens.weight"].device)
     by_file: dict[Path, list[TensorSlice]] = {}
     for name, entry in slices.items():

@@ -10,39 +10,52 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.models.config import ModelConfig
 from qtrain.models.mlp import MLP
 from qtrain.models.router import Router, balance_loss, routes_per_expert, z_loss
 from qtrain.quant.experts import experts_mlp
 from qtrain.quant.grouped_linear import GroupedLinear
+from qtrain.quant.parallel_experts import ExpertRanks
 
 Routed = tuple[Tensor, Tensor, Tensor]
 """Output [B, S, C]; routes of each expert, int64 [E]; load-balancing loss and z-loss of the router, fp32 [2]."""
 
 
 class Experts(nn.Module):
-    """The experts that a router chooses among. Of each, `gate_up` holds the rows of gate, then up."""
+    """The experts that a router chooses among, or those of them that this rank of `group` holds. Of each, `gate_up`
+    holds the rows of gate, then up."""
 
-    def __init__(self, experts: int, hidden_size: int, width: int):
+    def __init__(self, experts: int, hidden_size: int, width: int, group: TensorGroup | None = None):
         super().__init__()
-        self.gate_up = GroupedLinear(experts, hidden_size, 2 * width)
-        self.down_proj = GroupedLinear(experts, width, hidden_size)
-        # `optim.parameter_groups` reads it.
+        own = experts // (group.ranks if group else 1)
+        self.gate_up = GroupedLinear(own, hidden_size, 2 * width, group)
+        self.down_proj = GroupedLinear(own, width, hidden_size, group)
+        self.ranks = None if group is None else ExpertRanks(group)
+        # `optim.parameter_groups` reads it: of all experts, as it is on any number of ranks.
         self.fused_rows = {"gate_up": [width, width] * experts, "down_proj": [hidden_size] * experts}
+
+    def keep_in_order(self) -> dict[int, Tensor]:
+        """From now on compute as a process with all experts would, bit for bit, and keep the gradients of each rank's
+        tokens apart. Returns by id of a weight what receives them in its place, [ranks, *shape], of no memory."""
+        weights, ranks = (self.gate_up.weight, self.down_proj.weight), self.ranks.group.ranks
+        gate_up, down = (w.new_zeros(()).expand(ranks, *w.shape).requires_grad_() for w in weights)
+        self.ranks = self.ranks._replace(terms=(gate_up, down))
+        return {id(w): terms for w, terms in zip(weights, self.ranks.terms, strict=True)}
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """x [T, C], experts int64 [T, k], weights fp32 [T, k] -> [T, C]."""
-        return experts_mlp(self.gate_up, self.down_proj, x, experts, weights)
+        return experts_mlp(self.gate_up, self.down_proj, x, experts, weights, self.ranks)
 
 
 class MixtureMLP(nn.Module):
-    """[B, S, C] -> Routed."""
+    """[B, S, C] -> Routed. group: the ranks that divide the experts; None: this one has all."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, group: TensorGroup | None = None):
         super().__init__()
         mixture, hidden = config.mixture, config.hidden_size
         self.router = Router(mixture, hidden)
-        self.experts = Experts(mixture.experts, hidden, mixture.width)
+        self.experts = Experts(mixture.experts, hidden, mixture.width, group)
         self.shared = MLP(config, width=mixture.shared_width) if mixture.shared_width else None
         # Not an nn.Linear: schemes leave its single row alone.
         self.shared_gate = nn.Parameter(torch.empty(1, hidden)) if mixture.shared_gate else None

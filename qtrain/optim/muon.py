@@ -67,6 +67,9 @@ class Muon(MatrixOptimizerSpec):
 
     method: ClassVar = MuonOptimizer
 
+    def takes_parts(self, hidden: bool) -> bool:
+        return True
+
     def direction_bytes(self, weight_bytes: int) -> float:
         # fp32: copies of bf16 gradients, the momentum, the update; bf16: the update, two iterates of Newton-Schulz and,
         # for square matrices, as much for Gram matrices.

@@ -48,6 +48,10 @@ class OptimizerSpec(ABC):
         is a matrix of a hidden layer."""
         return True
 
+    def takes_parts(self, hidden: bool) -> bool:
+        """Whether ranks can have some of the projections fused in a parameter each, as if one had all of them."""
+        return not self.needs_whole(hidden)
+
     def refuses_partitions(self) -> str | None:
         """Why the optimizer cannot update a partitioned model (`PartitionedOptimizer`), and the fix; None: it can."""
         return None

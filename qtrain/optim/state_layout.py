@@ -66,13 +66,15 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def first_element(p: Tensor) -> int:
-    """Index in the unsharded tensor of the first element of this rank's shard."""
+    """Index in the whole tensor of the first element of this rank's shard. Where ranks have rows of a matrix (experts),
+    a parameter's attribute `first_element` says where they begin."""
+    start = getattr(p, "first_element", 0)
     if not isinstance(p, DTensor):
-        return 0
+        return start
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-    return offset[0] * (p.numel() // max(p.shape[0], 1)) if offset else 0
+    return start + (offset[0] * (p.numel() // max(p.shape[0], 1)) if offset else 0)
 
 
 def as_sharded(value: Tensor, p: Tensor, shape: tuple[int, ...]) -> Tensor:

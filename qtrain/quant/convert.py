@@ -156,20 +156,23 @@ def quantize_linears(
     min_size: linears with fewer in- or out-features stay in high precision. keep_codes: False where codes are computed
     again before they are read: those of trained weights take no memory now. A scheme that stores weights in low bits
     replaces parameters, so the optimizer must be built afterwards. UserError where a scheme requires norms that this
-    model cannot have. tensor: the ranks that hold the other parts of every linear.
+    model cannot have. tensor: the ranks that hold the other parts of every linear; a GroupedLinear names its own.
     """
     if isinstance(scheme, LowBitScheme) and scheme.sub_norm and hasattr(model, "add_sub_norms"):
         model.add_sub_norms("--quantize")
     device = next(model.parameters()).device
     linears, key_of_group = find_linears(model), {}
-    first = 0 if tensor is None else tensor.rank * TENSOR_RANK_NUMBERS
-    keys = torch.tensor([[seed, 0, first + number] for number in range(len(linears))], dtype=torch.int64, device=device)
     choices = choose_linears(model, scheme, device=device, head=head, quantize_head=quantize_head, min_size=min_size)
+    taken = [linear for linear, choice in zip(linears, choices, strict=True) if choice.reason is None]
+    groups = [linear.ranks or tensor if isinstance(linear, GroupedLinear) else tensor for linear in taken]
+    numbers = [(group.rank if group else 0) * TENSOR_RANK_NUMBERS + number for number, group in enumerate(groups)]
+    keys = torch.tensor([[seed, 0, number] for number in numbers], dtype=torch.int64, device=device)
     quantized = QuantizedModel(choices, [], keys.view(-1, 3))
     for (linear, names), choice in zip(linears.items(), choices, strict=True):
         if choice.reason is None:
-            key = key_of_group.setdefault(_key_group(names[0]), quantized.keys[len(quantized.linears)])
-            swapped = _swap(linear, scheme.for_linear(choice.in_features, choice.out_features), key, tensor)
+            number = len(quantized.linears)
+            key = key_of_group.setdefault(_key_group(names[0]), quantized.keys[number])
+            swapped = _swap(linear, scheme.for_linear(choice.in_features, choice.out_features), key, groups[number])
             for name in names:
                 model.set_submodule(name, swapped)
             quantized.linears.append(swapped)

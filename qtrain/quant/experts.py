@@ -21,7 +21,8 @@ from qtrain.kernels.quantize.gather_rows import GatheredRows, RowIndex
 from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.grouped_linear import GroupedLinear
 from qtrain.quant.linear import LinearArguments, LowBitLinear
-from qtrain.quant.scheme import LowBitScheme
+from qtrain.quant.parallel_experts import ExpertRanks, ParallelExpertsFunction
+from qtrain.quant.scheme import LowBitScheme, NeedsOperand
 from qtrain.quant.swiglu_mlp import NeedsGradient, mlp_backward, mlp_forward
 from qtrain.tensors.quantized_tensor import OperandFormat, Operands
 
@@ -44,11 +45,10 @@ class ExpertsFunction(torch.autograd.Function):
             grad_enabled and needed for needed in ctx.needs_input_grad[:4]
         )
         groups: RowGroups = up.groups
-        rows = GatheredRows(x, RowIndex(groups.token_of_row))
         # dh, which the gradient of the weights needs, is computed for that of gate_up.
-        y = mlp_forward(
-            ctx, rows, w_up, w_down, up, down, NeedsGradient(needs_dx, needs_dup or needs_dweights, needs_ddown)
-        )
+        needs = NeedsGradient(needs_dx, needs_dup or needs_dweights, needs_ddown)
+        rows = up.quantize_input(GatheredRows(x, RowIndex(groups.token_of_row)), NeedsOperand(True, needs.up))
+        y = mlp_forward(ctx, rows, w_up, w_down, up, down, needs, x.dtype)
         ctx.weights = weights
         return combine_rows(y, weights, groups.row_of_route)
 
@@ -81,10 +81,10 @@ class HighPrecision(LowBitScheme):
 HIGH_PRECISION_EXPERTS = HighPrecision()
 
 
-def _arguments(linear: GroupedLinear | LowBitLinear, groups: RowGroups) -> LinearArguments:
+def _arguments(linear: GroupedLinear | LowBitLinear) -> LinearArguments:
     if isinstance(linear, LowBitLinear):
-        return linear.arguments()._replace(groups=groups)
-    return LinearArguments(HIGH_PRECISION_EXPERTS, None, Operands(None, None), None, None, groups=groups)
+        return linear.arguments()
+    return LinearArguments(HIGH_PRECISION_EXPERTS, None, Operands(None, None), None, None)
 
 
 def experts_mlp(
@@ -93,18 +93,35 @@ def experts_mlp(
     x: Tensor,
     experts: Tensor,
     weights: Tensor,
+    ranks: ExpertRanks | None = None,
 ) -> Tensor:
     """x [T, C], experts int64 [T, k], weights fp32 [T, k] -> [T, C] in x's dtype, summed over k in fp32.
 
-    gate_up: per expert the rows of gate, then those of up.
+    gate_up: per expert the rows of gate, then those of up. ranks: those that hold the other experts; each calls this
+    with its own tokens.
     """
-    groups = group_rows(experts, down.weight.shape[0] // x.shape[1])
+    up_arguments, down_arguments = _arguments(gate_up), _arguments(down)
+    count = down.weight.shape[0] // x.shape[1]
+    if ranks is not None:
+        return ParallelExpertsFunction.apply(
+            x,
+            weights,
+            gate_up.weight,
+            down.weight,
+            *(ranks.terms or (None, None)),
+            experts,
+            up_arguments,
+            down_arguments,
+            ranks.group,
+            torch.is_grad_enabled(),
+        )
+    groups = group_rows(experts, count)
     return ExpertsFunction.apply(
         x,
         weights,
         gate_up.weight,
         down.weight,
-        _arguments(gate_up, groups),
-        _arguments(down, groups),
+        up_arguments._replace(groups=groups),
+        down_arguments._replace(groups=groups),
         torch.is_grad_enabled(),
     )

@@ -8,14 +8,17 @@ optimizers, shards by rows and checkpoints. Products are computed by `experts.py
 
 from torch import Tensor, nn
 
+from qtrain.distributed.tensor_group import TensorGroup
+
 
 class GroupedLinear(nn.Linear):
-    """`groups` matrices of [N, K], without biases. in_features: K; out_features: groups * N."""
+    """`groups` matrices of [N, K], without biases. in_features: K; out_features: groups * N. ranks: those that hold
+    further groups; None: there are none."""
 
-    def __init__(self, groups: int, in_features: int, out_features: int):
+    def __init__(self, groups: int, in_features: int, out_features: int, ranks: TensorGroup | None = None):
         """out_features: N, of one group."""
         super().__init__(in_features, groups * out_features, bias=False)
-        self.groups = groups
+        self.groups, self.ranks = groups, ranks
 
     def forward(self, x: Tensor) -> Tensor:
         raise NotImplementedError("which rows belong to which expert is known to `experts_mlp` only")

@@ -15,18 +15,27 @@ from torch import Tensor, nn
 from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.kernels.grouped.row_groups import RowGroups
 from qtrain.kernels.quantize.column_groups import BlockGroups, equal_groups
-from qtrain.kernels.quantize.gather_rows import GatheredRows
+from qtrain.kernels.quantize.gather_rows import GatheredRows, gather_rows
+from qtrain.kernels.swiglu.quantize import activation
 from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.grouped_linear import GroupedLinear
-from qtrain.quant.scheme import DelayedScale, LowBitScheme, NeedsOperand
-from qtrain.quant.tensor_scales import quantize_divided, spans_ranks
-from qtrain.quant.token_gather import gathered_columns, quantize_tokens
+from qtrain.quant.scheme import DelayedScale, LowBitScheme, NeedsOperand, TensorName
+from qtrain.quant.tensor_scales import DividedWeight, quantize_divided, spans_ranks
+from qtrain.quant.token_gather import (
+    gathered_columns,
+    gathers_routed_codes,
+    has_tensor_scale,
+    quantize_routed,
+    quantize_rows_of_ranks,
+    quantize_tokens,
+)
 from qtrain.tensors.quantized_tensor import Operand, Operands, QuantizedTensor, flatten_operands, unflatten_operands
 
 
 class LinearArguments(NamedTuple):
     """What an autograd function needs of a linear besides x, weight and bias. gather: the ranks whose tokens it takes
     besides this rank's. groups: the rows of x and dy that belong to each of the weight's matrices, if it has several.
+    spans: the ranks that have other rows of x and dy, which a scale of the whole tensor covers.
     """
 
     scheme: LowBitScheme
@@ -36,6 +45,7 @@ class LinearArguments(NamedTuple):
     dy_scale: DelayedScale | None
     gather: TensorGroup | None = None
     groups: RowGroups | None = None
+    spans: TensorGroup | None = None
 
     @property
     def block_groups(self) -> BlockGroups | None:
@@ -43,13 +53,37 @@ class LinearArguments(NamedTuple):
         return None if self.groups is None else BlockGroups(self.groups.group_of_block, self.groups.count)
 
     def quantize_input(self, x: Tensor | GatheredRows, needs: NeedsOperand) -> Operands:
-        """The operands of all tokens."""
-        if self.gather is None:
-            return self.scheme.quantize_input(x, self.key, needs, self.x_scale, self.block_groups)
-        return quantize_tokens(self.scheme, x, self.key, needs, self.x_scale, self.gather)
+        """The operands of all tokens; of x of all ranks, if there are others to gather from, in rows of `groups`."""
+        if self.gather is not None and self.groups is not None:
+            return self._quantize_routed(x, needs)
+        if self.gather is not None:
+            return quantize_tokens(self.scheme, x, self.key, needs, self.x_scale, self.gather)
+        if self._spans("x", needs):
+            return quantize_rows_of_ranks(self.scheme, "x", x, self.key, needs, self.x_scale, self.spans)
+        return self.scheme.quantize_input(x, self.key, needs, self.x_scale, self.block_groups)
+
+    def _quantize_routed(self, x: Tensor, needs: NeedsOperand) -> Operands:
+        if gathers_routed_codes(self.scheme, needs):
+            return quantize_routed(self.scheme, x, self.key, needs, self.x_scale, self.gather, self.groups)
+        rows = gather_rows(self.gather.gathered(x), self.groups.token_of_row)
+        return self.scheme.quantize_input(rows, self.key, needs, self.x_scale, self.block_groups)
 
     def quantize_grad(self, dy: Tensor | GatheredRows, needs: NeedsOperand) -> Operands:
+        if self._spans("dy", needs):
+            return quantize_rows_of_ranks(self.scheme, "dy", dy, self.key, needs, self.dy_scale, self.spans)
         return self.scheme.quantize_grad(dy, self.key, needs, self.dy_scale, self.block_groups)
+
+    def quantize_swiglu(self, name: TensorName, x: Tensor, dy: Tensor | None, needs: NeedsOperand) -> Operands:
+        """`LowBitScheme.quantize_swiglu`."""
+        delayed = self.x_scale if name == "x" else self.dy_scale
+        if self._spans(name, needs):
+            t = activation(x, dy)
+            return quantize_rows_of_ranks(self.scheme, name, t, self.key, needs, delayed, self.spans)
+        return self.scheme.quantize_swiglu(name, x, dy, self.key, needs, delayed, self.block_groups)
+
+    def _spans(self, name: TensorName, needs: NeedsOperand) -> bool:
+        """Whether the tensor `name` has a scale that covers other ranks' rows."""
+        return self.spans is not None and has_tensor_scale(self.scheme, name, needs)
 
     def multiply(self, gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """The product of a GEMM, of each group with its own matrix if there are groups."""
@@ -182,7 +216,7 @@ class LowBitLinear(nn.Module):
     def _quantize(self, weight: Tensor, out: Operands | None = None) -> Operands:
         key = self.weight_key if self.scheme.stochastic_rounding else None
         if self.group is not None:
-            return quantize_divided([(self.scheme, weight, key)], self.group)[0]
+            return quantize_divided([DividedWeight(self.scheme, weight, key, self.groups)], self.group)[0]
         return self.scheme.quantize_weight(weight, key, self.groups, out)
 
     @torch.no_grad()
@@ -201,7 +235,10 @@ class LowBitLinear(nn.Module):
         linears = [linear for linear in linears if not linear.codes_only]
         if linears:
             keys = [linear.key if linear.scheme.stochastic_rounding else None for linear in linears]
-            weights = [(linear.scheme, linear.weight, key) for linear, key in zip(linears, keys, strict=True)]
+            weights = [
+                DividedWeight(linear.scheme, linear.weight, key, linear.groups)
+                for linear, key in zip(linears, keys, strict=True)
+            ]
             for linear, operands in zip(linears, quantize_divided(weights, linears[0].group), strict=True):
                 linear.low_bit_weight.update(operands, linear.weight._version)
 

@@ -177,16 +177,16 @@ class LowBitScheme(Scheme):
 
     def code_bytes(self) -> float:
         """Bytes of codes kept beside the master weight, per weight element."""
-        return self._kept_bytes(*self._formats_of("w"))
+        return self._kept_bytes(*self.formats_of("w"))
 
     @property
     def reads_codes_only(self) -> bool:
         """Whether no GEMM reads a weight itself, but only codes that are computed from it."""
-        return self.stored_format is None and None not in self._formats_of("w")
+        return self.stored_format is None and None not in self.formats_of("w")
 
     def kept_input_bytes(self, element: int) -> float:
         """Bytes of a linear's input kept for backward, per element of `element` bytes."""
-        kept = self._formats_of("x")[1]
+        kept = self.formats_of("x")[1]
         return kept.bytes_per_element if kept else element
 
     def exported_weight(self, w: Tensor) -> Tensor:
@@ -205,16 +205,16 @@ class LowBitScheme(Scheme):
 
     def weight_formats(self) -> tuple[OperandFormat | None, OperandFormat | None]:
         """What `output` and `grad_input` read of a weight; None: the weight itself."""
-        return self._formats_of("w")
+        return self.formats_of("w")
 
     def input_formats(self) -> tuple[OperandFormat | None, OperandFormat | None]:
         """What `output` and `grad_weight` read of an input; None: the input itself."""
-        return self._formats_of("x")
+        return self.formats_of("x")
 
     def wire_format(self) -> OperandFormat | None:
         """The format of codes that processes may exchange in place of a weight, since both operands follow from one
         set of codes; None: they do not, as under one scale per row and another per column."""
-        rows, columns = self._formats_of("w")
+        rows, columns = self.formats_of("w")
         stochastic = any(applies(self.stochastic_rounding, gemm) for gemm, _ in READERS["w"])
         if rows is None or columns is None or stochastic:
             return None
@@ -224,7 +224,7 @@ class LowBitScheme(Scheme):
 
     def operands_of(self, codes: QuantizedTensor, in_features: int) -> Operands:
         """The operands of a weight from its codes in `wire_format`: those that `quantize_weight` returns."""
-        columns = self._formats_of("w")[1]
+        columns = self.formats_of("w")[1]
         if columns is not None and columns.sum_dim == 0:
             return Operands(codes, codes.summed_over_rows())
         scale = codes.scale if codes.scale.ndim == 1 else codes.scale.t()
@@ -303,9 +303,14 @@ class LowBitScheme(Scheme):
             return NEAREST
         return Rounding(key, ROUNDED_TENSORS.index(name), rows, columns)
 
+    def rounds_both_alike(self, name: TensorName) -> bool:
+        """Whether both operands of the tensor `name` are rounded in the same way."""
+        rows, columns = (applies(self.stochastic_rounding, gemm) for gemm, _ in READERS[name])
+        return rows == columns
+
     # ---- quantizing a tensor for both of its GEMMs -------------------------------------------------------------------
 
-    def _formats_of(
+    def formats_of(
         self, name: TensorName, needs: NeedsOperand = BOTH
     ) -> tuple[OperandFormat | None, OperandFormat | None]:
         """The formats of the tensor `name` along its rows and columns; None: high precision, or not needed."""
@@ -314,7 +319,7 @@ class LowBitScheme(Scheme):
         return (rows if needs.rows else None), (columns if needs.columns else None)
 
     def _same_format(self, name: TensorName, needs: NeedsOperand) -> OperandFormat | None:
-        rows, columns = self._formats_of(name, needs)
+        rows, columns = self.formats_of(name, needs)
         return rows if rows == columns else None
 
     def _operands(
@@ -328,7 +333,7 @@ class LowBitScheme(Scheme):
         out: Operands | None = None,
     ) -> Operands:
         """The operands of the tensor `name`; t itself for a GEMM in high precision, or one that does not run."""
-        rows, columns = self._formats_of(name, needs)
+        rows, columns = self.formats_of(name, needs)
         rounding = self.rounding(name, key)
         if rows and columns and columns.sum_dim == 1:
             return Operands(*quantize_dual_layout(t, rows, columns, rounding, self.power_of_two, groups, out))

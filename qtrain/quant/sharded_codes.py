@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qtrain.distributed.mesh import Mesh
-from qtrain.distributed.shards import Sharded, local_tensors
+from qtrain.distributed.shards import Sharded, by_mesh, local_tensors
 from qtrain.distributed.weights import gather_weights
 from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, SCALE_EPS, codes_shape, empty_scale, scale_shape
 from qtrain.kernels.quantize.absmax import absmax
@@ -27,11 +27,10 @@ from qtrain.tensors.quantized_tensor import QuantizedTensor
 
 @dataclass
 class ShardedCodes:
-    """The codes of a linear's weight, of which this rank computes its rows. shard_rank: of this rank."""
+    """The codes of a linear's weight, of which this rank computes its rows."""
 
     sharded: Sharded
     linear: LowBitLinear
-    shard_rank: int
     scale: Tensor | None = None
     keeps: bool = False
     """Whether the scale and this rank's codes stay in memory, to be gathered more than once: always the same memory,
@@ -60,7 +59,7 @@ class ShardedCodes:
         """This rank's rows, and the rows of the scale that belong to them. Blocks start at multiples of their height in
         the whole weight: rows above the first such row are a piece of their own."""
         for rows in local_tensors(self.sharded.master):
-            low = self.sharded.bounds[self.shard_rank] // self.linear.in_features
+            low = self.sharded.bounds[self.sharded.mesh.shard_rank] // self.linear.in_features
             height = GRANULARITIES[self._format.granularity][0]
             if height is None:
                 yield rows, slice(None)
@@ -145,11 +144,12 @@ def _replace_values(kept: list[Tensor] | None, values: list[Tensor]) -> list[Ten
 
 
 @torch.no_grad()
-def update_codes(weights: Sequence[ShardedCodes], mesh: Mesh) -> None:
+def update_codes(weights: Sequence[ShardedCodes]) -> None:
     """Compute the scales of updated masters, and give the linears their codes, or keep this rank's to be gathered when
     they are needed. Every rank of the shard group calls it."""
-    _update_scales(weights, mesh)
-    gather_weights([w for w in weights if not w.keeps], mesh, "codes")
+    for mesh, members in by_mesh(weights, lambda weight: weight.sharded):
+        _update_scales(members, mesh)
+    gather_weights([w for w in weights if not w.keeps], "codes")
     for weight in weights:
         if weight.keeps:
             weight.update()

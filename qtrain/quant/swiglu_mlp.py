@@ -38,16 +38,18 @@ class NeedsGradient(NamedTuple):
 
 def mlp_forward(
     ctx,
-    x: Tensor | GatheredRows,  # [M, K]
+    x: Operands,  # of [M, K], as `up` quantizes it
     w_up: Tensor,  # [2I, K], gate, then up
     w_down: Tensor,  # [N, I]
     up: LinearArguments,
     down: LinearArguments,
     needs: NeedsGradient,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """y [M, N]; what `mlp_backward` needs is saved in ctx. With groups of rows the weights hold a matrix for each."""
-    x_output, x_grad_weight = up.quantize_input(x, NeedsOperand(True, needs.up))
-    gate_up = up.multiply("output", x_output, _or(up.weight.rows, w_up), x.dtype)  # [M, 2I]
+    """y [M, N] in dtype; what `mlp_backward` needs is saved in ctx. With groups of rows the weights hold a matrix for
+    each."""
+    x_output, x_grad_weight = x
+    gate_up = up.multiply("output", x_output, _or(up.weight.rows, w_up), dtype)  # [M, 2I]
     ctx.rowwise = _rowwise(up, down, NeedsOperand(needs.x, needs.up), NeedsOperand(True, needs.down))
     column_amax = None
     if ctx.rowwise:
@@ -57,9 +59,7 @@ def mlp_forward(
         )
         h_output, h_grad_weight = QuantizedTensor(codes, scale, OperandFormat(fmt, "rowwise")), None
     else:
-        h_output, h_grad_weight = down.scheme.quantize_swiglu(
-            "x", gate_up, None, down.key, NeedsOperand(True, needs.down), down.x_scale, down.block_groups
-        )
+        h_output, h_grad_weight = down.quantize_swiglu("x", gate_up, None, NeedsOperand(True, needs.down))
     save_operands(
         ctx,
         gate_up,
@@ -71,7 +71,7 @@ def mlp_forward(
     )
     ctx.up, ctx.down = up._replace(weight=None), down._replace(weight=None)
     ctx.weight_dtypes = w_up.dtype, w_down.dtype
-    return down.multiply("output", h_output, _or(down.weight.rows, w_down), x.dtype)
+    return down.multiply("output", h_output, _or(down.weight.rows, w_down), dtype)
 
 
 class MLPGradients(NamedTuple):
@@ -99,9 +99,7 @@ def mlp_backward(ctx, dy: Tensor | GatheredRows, needs: NeedsGradient) -> MLPGra
             gate_up, dh, column_amax, ctx.rowwise, up.block_groups
         )
     elif needs_dh:
-        grad_input, grad_weight = up.scheme.quantize_swiglu(
-            "dy", gate_up, dh, up.key, NeedsOperand(needs.x, needs.up), up.dy_scale, up.block_groups
-        )
+        grad_input, grad_weight = up.quantize_swiglu("dy", gate_up, dh, NeedsOperand(needs.x, needs.up))
     if needs.down:
         ddown = down.multiply("grad_weight", dy_grad_weight, h_grad_weight, ctx.weight_dtypes[1])
     if needs.x:
@@ -129,7 +127,8 @@ class SwiGLUMLPFunction(torch.autograd.Function):
         grad_enabled: bool,
     ) -> Tensor:
         needs = NeedsGradient(*(grad_enabled and needed for needed in ctx.needs_input_grad[:3]))
-        return mlp_forward(ctx, x, w_up, w_down, up, down, needs)
+        operands = up.quantize_input(x, NeedsOperand(True, needs.up))
+        return mlp_forward(ctx, operands, w_up, w_down, up, down, needs, x.dtype)
 
     @staticmethod
     def backward(ctx, dy: Tensor):

@@ -7,6 +7,7 @@ finer.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.kernels.numerics.formats import SCALE_EPS
 from qtrain.kernels.quantize.absmax import absmax
+from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.kernels.quantize.operators import quantize, quantize_transposed
 from qtrain.kernels.quantize.reference import scale_from_amax_ref
 from qtrain.quant.quantizers import quantize_columns, quantize_rows
@@ -37,18 +39,25 @@ def _tensorwise(fmt: OperandFormat | None) -> bool:
     return fmt is not None and fmt.granularity == "tensorwise"
 
 
-def quantize_divided(
-    weights: Sequence[tuple[LowBitScheme, Tensor, Tensor | None]], group: TensorGroup
-) -> list[Operands]:
-    """`quantize_weight` of (scheme, weight, key) with scales over the ranks. Every rank calls it with its parts."""
-    statistics = [_statistics(scheme, w) for scheme, w, _ in weights]
+class DividedWeight(NamedTuple):
+    """A rank's part of a weight, and the arguments of `quantize_weight`."""
+
+    scheme: LowBitScheme
+    weight: Tensor
+    key: Tensor | None
+    groups: BlockGroups | None = None
+
+
+def quantize_divided(weights: Sequence[DividedWeight], group: TensorGroup) -> list[Operands]:
+    """`quantize_weight` with scales over the ranks. Every rank calls it with its parts."""
+    statistics = [_statistics(w.scheme, w.weight) for w in weights]
     amax, sums = ([s for s in statistics if s.dtype is dtype] for dtype in (torch.float32, torch.float64))
     if amax:
         amax = list(group.maximum(torch.cat(amax)).split(1))
     if sums:
         sums = list(group.total_exactly(torch.cat(sums)).split(2))
     reduced = [(amax if s.dtype is torch.float32 else sums).pop(0) for s in statistics]
-    return [_operands(*weight, of) for weight, of in zip(weights, reduced, strict=True)]
+    return [_operands(weight, of) for weight, of in zip(weights, reduced, strict=True)]
 
 
 def _statistics(scheme: LowBitScheme, w: Tensor) -> Tensor:
@@ -65,7 +74,8 @@ def _is_mean(scheme: LowBitScheme) -> bool:
     return wire is not None and wire.fmt == "ternary"
 
 
-def _operands(scheme: LowBitScheme, w: Tensor, key: Tensor | None, statistics: Tensor) -> Operands:
+def _operands(divided: DividedWeight, statistics: Tensor) -> Operands:
+    scheme, w, key, groups = divided
     rows, columns = _formats(scheme)
     if _is_mean(scheme):
         scale = (statistics[:1] / statistics[1:]).float().clamp(min=SCALE_EPS)
@@ -86,5 +96,5 @@ def _operands(scheme: LowBitScheme, w: Tensor, key: Tensor | None, statistics: T
         codes = quantize_transposed(w, columns.fmt, "tensorwise", rounding.column_key, rounding.role, scale=scale)[0]
         own_columns = QuantizedTensor(codes, scale, columns)
     elif columns:
-        own_columns = quantize_columns(w, columns, rounding, power_of_two)
+        own_columns = quantize_columns(w, columns, rounding, power_of_two, groups)
     return Operands(own_rows, own_columns)

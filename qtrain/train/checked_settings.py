@@ -6,13 +6,14 @@ import torch
 
 from qtrain.checks import shown
 from qtrain.config import as_dict, source_digest
-from qtrain.distributed.mesh import Mesh, make_mesh, mesh_shape
+from qtrain.distributed.mesh import Mesh, expert_mesh_shape, make_mesh, mesh_shape
 from qtrain.distributed.ranks import check_launcher, first_difference, from_rank_0, join_world, launched_world
 from qtrain.errors import UserError
 from qtrain.optim import OPTIMIZERS, LRSchedule, OptimizerSpec, make_schedule
 from qtrain.quant import SCHEMES, Scheme
 from qtrain.train.dependent_options import Given, check_dependences
 from qtrain.train.device import choose_dtype
+from qtrain.train.expert_parallel import check_expert_parallel
 from qtrain.train.in_backward import check_in_backward
 from qtrain.train.log.trackers import check_trackers
 from qtrain.train.planned_machine import check_plan_flags, check_planned_scheme, planned_device, planned_mesh
@@ -69,7 +70,7 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
     device = planned_device(settings)
     dtype = choose_dtype(settings.dtype, device)
     world = settings.world_size or launched_world()
-    mesh_shape(settings.dp_replicate, settings.dp_shard, world, settings.tp)
+    expert_mesh_shape(*mesh_shape(settings.dp_replicate, settings.dp_shard, world, settings.tp), settings.ep)
     geometry = batch_geometry(settings, world)
     scheme = scheme or SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")
     check_planned_scheme(settings, scheme)
@@ -78,11 +79,13 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
     notes = check_dependences(Given(settings, device, dtype, scheme, schedule))
     check_in_backward(settings, geometry, optimizer)
     check_tensor_parallel(settings, optimizer)
+    check_expert_parallel(settings, script, scheme, optimizer)
     check_trackers(settings.trackers)
     join_world(device, settings.rank_timeout)
     _check_alike(settings)
     folder = from_rank_0(lambda: find_run_folder(settings, script))
-    mesh = planned_mesh(settings) or make_mesh(settings.dp_replicate, settings.dp_shard, device.type, settings.tp)
+    sizes = settings.dp_replicate, settings.dp_shard
+    mesh = planned_mesh(settings) or make_mesh(*sizes, device.type, settings.tp, settings.ep)
     optimizer, note = optimizer.for_device(device)
     return CheckedSettings(
         settings=settings,

@@ -67,6 +67,8 @@ class StepGraphs:
         parallel: DataParallel | None = None,
     ):
         self._parameters = [p for p in model.parameters() if p.requires_grad]
+        if parallel is not None:
+            self._parameters = [sharded.receiver for sharded in parallel.parameters]
         self._forward, self._quantized = forward, quantized
         self._parallel = parallel
         self._requantize = parallel.requantize if parallel else quantized.refresh

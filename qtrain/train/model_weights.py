@@ -38,7 +38,8 @@ class ModelWeights:
         blocks: Sequence[nn.Module] = (),
         reduce: Callable[[int], None] = lambda index: None,
     ):
-        self._quantized, self._parameters, self._mesh = quantized, parameters, mesh
+        self._quantized, self._mesh = quantized, mesh
+        self._parameters = [s for s in parameters if s.mesh.shard > 1]  # the masters of others are the model's own
         self._linear_of = {} if mesh.shard == 1 else _linears_by_weight(quantized, model)
         self._codes: list[ShardedCodes] = []
         self._in_blocks: set[int] = set()
@@ -50,7 +51,7 @@ class ModelWeights:
             shared = shared_weights(model)
             self._weight_keys = quantized.keys.clone()
             sharded = [self._sharded_block(block, shared) for block in blocks]
-            update_codes([weight for weight in self._codes if weight.keeps], mesh)
+            update_codes([weight for weight in self._codes if weight.keeps])
             self.full_shard = FullShard(sharded, next(model.parameters()).device, reduce)
 
     def _drop_full_weights(self) -> None:
@@ -60,7 +61,7 @@ class ModelWeights:
             if linear is not None and linear.scheme.reads_codes_only:
                 linear.keep_codes_only()
                 if linear.scheme.wire_format():
-                    self._codes.append(ShardedCodes(sharded, linear, self._mesh.shard_rank))
+                    self._codes.append(ShardedCodes(sharded, linear))
 
     def _sharded_block(self, block: nn.Module, shared: set[int]) -> ShardedBlock:
         """A block with its matrices. shared: ids of parameters that other modules hold too, which stay in full."""
@@ -84,19 +85,19 @@ class ModelWeights:
         return ShardedBlock(block, tensors, functools.partial(self._gather_block, [*codes.values()], masters))
 
     def _gather_block(self, codes: Sequence[ShardedCodes], masters: Sequence[GatheredMaster]) -> None:
-        gather_weights(codes, self._mesh, "codes")
-        gather_weights(masters, self._mesh)
+        gather_weights(codes, "codes")
+        gather_weights(masters)
 
     @torch.no_grad()
     def gather(self) -> None:
         """Copy the masters' values into the model, and quantize those weights that it does not keep in full. What
         belongs to fully sharded blocks is gathered when they run."""
-        if self._mesh.shard == 1:
+        if not self._parameters:
             return
         if self.full_shard is not None:
             self.full_shard.free()
             self._weight_keys.copy_(self._quantized.keys)
-        update_codes(self._codes, self._mesh)
+        update_codes(self._codes)
         as_codes = {id(weight.sharded.parameter) for weight in self._codes}
         changed = [s for s in self._parameters if id(s.parameter) not in as_codes]
         torch.autograd.graph.increment_version([s.parameter for s in changed])
@@ -107,7 +108,7 @@ class ModelWeights:
                 linear.mark_fresh()
 
     def _gather_masters(self, parameters: Iterable[Sharded], give: Callable[[Sharded, list[Tensor]], None]) -> None:
-        gather_weights([GatheredMaster(sharded, give) for sharded in parameters], self._mesh)
+        gather_weights([GatheredMaster(sharded, give) for sharded in parameters])
 
     def _receive(self, sharded: Sharded, tensors: list[Tensor]) -> None:
         linear = self._linear_of.get(id(sharded.parameter))

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from qtrain.distributed.gradient_wire import GradientWire
 from qtrain.distributed.gradients import GradientReduction
 from qtrain.distributed.mesh import Mesh
-from qtrain.distributed.shards import Sharded, shard_parameters
+from qtrain.distributed.shards import Sharded, by_mesh, shard_parameters
 from qtrain.distributed.wire import gather_rows
 from qtrain.quant import QuantizedModel
+from qtrain.train.expert_parallel import shard_experts
 from qtrain.train.gradients import Gradients, norm_of
 from qtrain.train.model_weights import ModelWeights
 from qtrain.train.state.divided_state import DividedState
@@ -54,18 +55,23 @@ class DataParallel:
         self._device = next(model.parameters()).device
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         in_blocks = {id(p) for block in blocks for p in block.parameters()}
-        self.parameters = shard_parameters(trained, mesh, needs_whole, freed=lambda p: id(p) in in_blocks)
+        split = {name for name, _ in trained if mesh.of_experts is not None and model.split(name)}
+        self.parameters = shard_parameters(
+            [(name, p) for name, p in trained if name not in split],
+            mesh,
+            needs_whole,
+            freed=lambda p: id(p) in in_blocks,
+        )
+        if split:
+            named = [(name, p) for name, p in trained if name in split]
+            self.parameters += shard_experts(model, named, mesh, needs_whole, in_order=deterministic)
         self.masters = {id(s.parameter): s.master for s in self.parameters}
         self._reduction = None
-        self._parts = self.divided_state = None
-        if mesh.tensor > 1:
-            self._parts = TensorParts(model, self.parameters, mesh)
-            self.divided_state = DividedState(model, mesh.tensor_group)
+        self._parts = TensorParts(model, self.parameters, mesh) if mesh.tensor > 1 else None
+        self.divided_state = DividedState(model, mesh.part_group) if mesh.part_group is not None else None
         if mesh.data_world > 1 or deterministic:
             groups = _by_block(self.parameters, blocks)
-            self._reduction = GradientReduction(
-                groups, mesh, every_micro_batch=not self.adds_locally, wire=wire, seed=seed
-            )
+            self._reduction = GradientReduction(groups, every_micro_batch=not self.adds_locally, wire=wire, seed=seed)
         self._weights = ModelWeights(
             model,
             quantized,
@@ -140,20 +146,22 @@ class DataParallel:
 
         The only synchronization of a step with the device."""
         exact = self._reduction is not None or self._parts is not None
-        if norm is None:
-            counted = self.parameters if self._parts is None else self._parts.counted
-            gradients = [s.master.grad for s in counted if s.master.grad is not None]
-            norm = self._squares(gradients) if exact else norm_of(gradients)
+        squares = by_mesh(self.parameters if self._parts is None else self._parts.counted, lambda sharded: sharded)
+        if norm is None and not exact:
+            norm = norm_of(gradients_of(self.parameters))
+        norms = [self._squares(members) for _, members in squares] if exact else [norm]
         counts = torch.tensor([tokens, stop_signal], dtype=torch.float64, device=self._device)
-        own = torch.cat([torch.stack([*nll, trained, norm]).double(), counts])
-        of_parts = self._gather(own).reshape(self.mesh.data_world, self.mesh.tensor, len(own))
-        every = of_parts[:, 0]  # the ranks of a tensor group have the same loss and tokens
+        own = torch.cat([torch.stack([*nll, trained, *norms]).double(), counts])
+        of_ranks = self._gather(own)
+        every = of_ranks[:: self.mesh.tensor]  # the ranks of a tensor group have the same loss and tokens
         loss = np.float32(0)
-        for of_ranks in every.T[: len(nll)]:
-            for value in of_ranks:
+        for of_micro_batch in every.T[: len(nll)]:
+            for value in of_micro_batch:
                 loss = np.float32(loss + np.float32(value))
         if exact:
-            value = math.sqrt(sum(of_parts[: self.mesh.shard, :, len(nll) + 1].flatten()))
+            # The first replica's, with all tensor ranks' parts.
+            copies = [of_ranks[: mesh.shard * mesh.tensor, len(nll) + 1 + i] for i, (mesh, _) in enumerate(squares)]
+            value = math.sqrt(sum(square for of_copy in copies for square in of_copy))
             norm = torch.tensor(value, dtype=torch.float32, device=self._device)
         else:
             value = float(every[0, len(nll) + 1])
@@ -162,7 +170,7 @@ class DataParallel:
             norm=norm,
             norm_value=float(np.float32(value)),
             tokens=int(every[:, -2].sum()),
-            stop_signal=int(of_parts[..., -1].max()),
+            stop_signal=int(of_ranks[:, -1].max()),
         )
 
     def _gather(self, own: Tensor) -> np.ndarray:
@@ -171,11 +179,12 @@ class DataParallel:
             return own[None].cpu().numpy()
         return gather_rows(own).cpu().numpy()
 
-    @staticmethod
-    def _squares(gradients: Iterable[Tensor]) -> Tensor:
-        """Sum of squares in fp64, in which the order of additions does not show."""
-        norms = torch._foreach_norm([getattr(g, "_local_tensor", g) for g in gradients], 2, dtype=torch.float64)
-        return torch.stack(norms).square().sum()
+    def _squares(self, parameters: Iterable[Sharded]) -> Tensor:
+        """Sum of squared gradients in fp64, in which the order of additions does not show."""
+        gradients = [getattr(g, "_local_tensor", g) for g in gradients_of(parameters)]
+        if not gradients:  # other ranks own all of them
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
@@ -202,6 +211,11 @@ class DataParallel:
     def restore_full_weights(self) -> None:
         """For an export, after which the model does not train any more."""
         self._weights.restore()
+
+
+def gradients_of(parameters: Iterable[Sharded]) -> list[Tensor]:
+    """What this rank has of the masters' gradients."""
+    return [s.master.grad for s in parameters if s.master.grad is not None]
 
 
 def _by_block(parameters: Sequence[Sharded], blocks: Sequence[nn.Module]) -> list[list[Sharded]]:

@@ -35,7 +35,7 @@ class TrainSettings:
         "hellaswag_file hellaswag_limit accuracy answer_tokens lm_eval",
         "checkpoint and run folder": "ckpt_interval keep_ckpts async_checkpoint resume export run_name runs_dir",
         "hardware and process": "device dtype compile cuda_graphs seed",
-        "many processes": "gpus dp_replicate dp_shard reshard_after_forward tp sequence_parallel gradient_wire "
+        "many processes": "gpus dp_replicate dp_shard reshard_after_forward tp sequence_parallel ep gradient_wire "
         "rank_timeout deterministic",
         "plan": "dry_run gpu world_size gpus_per_node wire sol",
         "logging": "log_interval trackers project profile",
@@ -69,6 +69,9 @@ class TrainSettings:
     """Processes that compute every layer together, each a part of it, on the same sequences (tensor parallelism)."""
     sequence_parallel: bool = True
     """With --tp, also divide the tokens between attention and MLP over these processes: less memory, the same bytes."""
+    ep: Annotated[int, Range(1, 1024)] = 1
+    """Processes that divide the experts of a mixture among them and compute them for each other's sequences (expert
+    parallelism); all else is divided as without it."""
     deterministic: bool = False
     """Give the same losses and weights, bit for bit, on any number of processes that divides the step's micro-batches;
     costs an exchange of gradients per micro-batch."""

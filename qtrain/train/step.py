@@ -120,10 +120,10 @@ def eval_weights(
 @contextlib.contextmanager
 def export_weights(run: Run) -> Iterator[nn.Module | None]:
     """Inside, the model has the weights that it is exported with, all of them in full. Yields the model on the rank
-    that writes, with --tp the whole one that ranks have parts of; None on the others."""
+    that writes, with --tp and --ep the whole one that ranks have parts of; None on the others."""
     with eval_weights(run.optimizer, run.quantized, run.ema, run.parallel):
         run.parallel.restore_full_weights()
-        if run.parallel.mesh.tensor > 1:
+        if run.parallel.mesh.part_group is not None:
             yield gather_whole_model(run.model, run.parallel.mesh)
         else:
             yield run.model if rank() == 0 else None

@@ -26,7 +26,7 @@ def _reduce(replicate: int, shard: int, micro_batches: int, every: bool, wire: s
     parameters = {name: nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for name, shape in SHAPES.items()}
     owned = id(parameters["owned"])
     sharded = shard_parameters(parameters.items(), mesh, lambda p: id(p) == owned)
-    reduction = GradientReduction([sharded], mesh, every_micro_batch=every, wire=GRADIENT_WIRES[wire])
+    reduction = GradientReduction([sharded], every_micro_batch=every, wire=GRADIENT_WIRES[wire])
     for micro_batch in range(micro_batches):
         for name, p in parameters.items():
             p.grad = _gradient(name, mesh.rank, micro_batch)
@@ -91,7 +91,7 @@ def _silent(every: bool) -> list:
     mesh = make_mesh(1, 2, "cpu")
     p = nn.Parameter(torch.zeros(2, 64))
     (sharded,) = shard_parameters([("p", p)], mesh, lambda _: False)
-    reduction = GradientReduction([[sharded]], mesh, every_micro_batch=every)
+    reduction = GradientReduction([[sharded]], every_micro_batch=every)
     if mesh.rank == 1:
         p.grad = torch.ones(2, 64)
     reduction.add()

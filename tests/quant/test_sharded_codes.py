@@ -57,8 +57,8 @@ def _gathered(name: str, shapes: tuple, replicate: int, shard: int, whole: bool)
         linear.keep_codes_only()
         for _, buffer in linear.low_bit_weight.named_buffers():
             buffer.zero_()
-    weights = [ShardedCodes(s, linear, mesh.shard_rank) for s, linear in zip(sharded, linears, strict=True)]
-    update_codes(weights, mesh)
+    weights = [ShardedCodes(s, linear) for s, linear in zip(sharded, linears, strict=True)]
+    update_codes(weights)
     return _digests(linears), sent["codes"], sent["weights"]
 
 

@@ -36,6 +36,16 @@ class RowGroups(NamedTuple):
     def rows(self) -> int:
         return self.token_of_row.shape[0]
 
+    def part(self, first: int, count: int) -> "RowGroups":
+        """`count` groups from number `first` on, where they are; the rows of all others are zero."""
+        group, nobody = self.group_of_block, torch.full_like(self.group_of_block, -1)
+        held = (group >= first) & (group < first + count)
+        # Blocks before the first group, of zeros, count to it: only those past the last group may have none.
+        of_block = torch.where(held, group - first, torch.where((group >= 0) & (group < first), 0, nobody))
+        row_held = held[:, None].expand(-1, ALIGNMENT).reshape(-1)
+        token_of_row = torch.where(row_held, self.token_of_row, torch.full_like(self.token_of_row, -1))
+        return RowGroups(token_of_row, self.row_of_route, of_block, self.starts[first : first + count + 1])
+
 
 def padded_rows(routes: int, groups: int) -> int:
     """Rows of a permuted matrix under any routing: a group that has a route is padded by less than ALIGNMENT rows."""
@@ -64,3 +74,20 @@ def group_rows(group_of_route: Tensor, groups: int) -> RowGroups:
     group_of_block = torch.searchsorted(starts, first_rows, right=True) - 1
     group_of_block = torch.where(first_rows < starts[-1], group_of_block, -1)
     return RowGroups(token_of_row, row_of_route.view(tokens, per_token), group_of_block.int(), starts.int())
+
+
+@torch.no_grad()
+def group_rows_of(group_of_route: Tensor, groups: int, first: int, count: int) -> RowGroups:
+    """The rows of `count` of the groups, from number `first` on, which come first and are numbered from 0. Routes to
+    other groups are left out: their rows are zero. A token has at most one route to a group."""
+    found = group_rows((group_of_route - first) % groups, groups).part(0, count)
+    tokens, per_token = group_of_route.shape
+    rows = padded_rows(tokens * min(per_token, count), count) + ALIGNMENT  # the last block is zero under any routing
+    if found.rows <= rows:
+        return found
+    return RowGroups(
+        found.token_of_row[:rows],
+        found.row_of_route.clamp(max=rows - 1),
+        found.group_of_block[: rows // ALIGNMENT],
+        found.starts,
+    )

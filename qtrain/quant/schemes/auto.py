@@ -16,6 +16,7 @@ from torch import nn
 
 from qtrain.errors import UserError
 from qtrain.quant.convert import find_linears, quantize_linears
+from qtrain.quant.grouped_linear import groups_of
 from qtrain.quant.scheme import SCHEMES, Gemm, LowBitScheme, Scheme
 
 Shape = tuple[int, int]
@@ -88,10 +89,11 @@ def _text(shape: Shape) -> str:
 
 
 def linear_shapes(model: nn.Module, leave: nn.Module | None = None, min_size: int = 0) -> dict[Shape, int]:
-    """The number of linears of each shape, except `leave` and those with fewer than `min_size` in- or out-features."""
+    """The number of linears of each shape, except `leave` and those with fewer than `min_size` in- or out-features. The
+    experts of a mixture count as one linear of one expert's shape: they are timed as that, over all tokens."""
     counts: dict[Shape, int] = {}
     for linear in find_linears(model):
-        shape = (linear.in_features, linear.out_features)
+        shape = (linear.in_features, linear.out_features // groups_of(linear))
         if linear is not leave and min(shape) >= min_size:
             counts[shape] = counts.get(shape, 0) + 1
     return counts

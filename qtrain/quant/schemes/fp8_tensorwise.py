@@ -69,7 +69,7 @@ class Fp8Tensorwise(Fp8Epilogue):
         groups: BlockGroups | None = None,
         out: Operands | None = None,
     ) -> Operands:
-        rows, columns = self._formats_of(name, needs)
+        rows, columns = self.formats_of(name, needs)
         if delayed is None or not (rows or columns):
             return super()._operands(t, name, key, needs, groups=groups, out=out)
         fmt = (rows or columns).fmt

@@ -33,6 +33,7 @@ from qtrain.models import (
     vision_cost,
 )
 from qtrain.models.cost import layer_linears, linear_key
+from qtrain.models.expert_parallel import check_experts_divisible
 from qtrain.models.tensor_parallel import check_divisible, rank_config
 from qtrain.models.trained_cost import TrainedPart
 from qtrain.quant import gathers_codes
@@ -119,7 +120,7 @@ MAX_LAYERS = 10_000
 @dataclasses.dataclass(frozen=True)
 class LanguageArchitecture(Architecture):
     """A causal language model. config: None for one that only transformers knows (--model_impl hf). tensor: the ranks
-    that compute it together; sequence: its stream is divided over them."""
+    that compute it together; sequence: its stream is divided over them; experts: the ranks that divide its experts."""
 
     source: ModelSource
     impl: str
@@ -127,10 +128,11 @@ class LanguageArchitecture(Architecture):
     config: ModelConfig | None
     tensor: TensorGroup | None = None
     sequence: bool = True
+    experts: TensorGroup | None = None
 
     @classmethod
     def of(cls, settings: LanguageSettings, mesh: Mesh) -> "LanguageArchitecture":
-        """The model that --model and --model_impl name; with --tp, this rank's part. Raises UserError."""
+        """The model that --model and --model_impl name; with --tp and --ep, this rank's part. Raises UserError."""
         source = read_model_source(settings.model)
         generation_config(source, {})  # an export writes it: refuse a broken one now
         config = source.model_config() if settings.model_impl == "native" else None
@@ -138,7 +140,11 @@ class LanguageArchitecture(Architecture):
         _check_routers(settings, config)
         if mesh.tensor > 1:
             check_divisible(config, mesh.tensor)
-        return cls(source, settings.model_impl, settings.seq_len, config, mesh.tensor_group, settings.sequence_parallel)
+        if settings.ep > 1:
+            check_experts_divisible(config, settings.ep, settings.model)
+        experts = None if mesh.of_experts is None else mesh.of_experts.tensor_group
+        sequence = settings.sequence_parallel
+        return cls(source, settings.model_impl, settings.seq_len, config, mesh.tensor_group, sequence, experts)
 
     @property
     def rank_config(self) -> ModelConfig | None:
@@ -156,7 +162,7 @@ class LanguageArchitecture(Architecture):
 
     @cached_property
     def empty(self) -> nn.Module:
-        model = empty_model(self.source, self.impl, self.tensor, self.sequence)
+        model = empty_model(self.source, self.impl, self.tensor, self.sequence, self.experts)
         limit = getattr(model, "max_positions", None)
         if limit is not None and self.seq_len > limit:
             raise UserError(
@@ -186,6 +192,7 @@ class LanguageArchitecture(Architecture):
             seed=settings.seed,
             tensor=self.tensor,
             sequence=self.sequence,
+            experts=self.experts,
         )
         model.loss_chunks, model.z_loss = settings.loss_chunks, settings.z_loss
         if self.config is not None and self.config.mixture is not None:

@@ -1,4 +1,4 @@
-"""The state of a run with --tp as a checkpoint holds it: whole tensors, that runs with any --tp resume.
+"""The state of a run with --tp or --ep as a checkpoint holds it: whole tensors, that runs with any of them resume.
 
 What is stored by blocks along a row (optimizer states in 8 and 4 bits, weights stored in low bits) is cut where ranks'
 columns are. A cut that is not between two blocks leaves scales that a whole row does not have: such a checkpoint, which
@@ -6,8 +6,9 @@ names them in its meta, is for the same --tp only.
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,20 +20,43 @@ from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.errors import UserError
 from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES
 from qtrain.kernels.optim.state_formats import parse_format
+from qtrain.optim.parameter_groups import hidden_matrices
 from qtrain.tensors.stored_weight import STORED_FORMATS, StoredWeight
 
 States = dict[str, dict[str, Tensor]]
 
+_OF_PROJECTION = re.compile(r"([^.]*_)(\d+)((?:\..*)?)")
+"""Keys of states that each projection fused in a parameter has of its own (`MatrixOptimizer`)."""
+
+
+class _Projection(NamedTuple):
+    """The key of such a state in parts. count: projections of the parameter on each rank."""
+
+    state: str
+    index: int
+    format: str
+    count: int
+
+    def of_rank(self, rank: int) -> str:
+        """The key of the projection that is as far from this one as the first one of `rank` is from that of rank 0."""
+        return f"{self.state}{self.index + rank * self.count}{self.format}"
+
 
 class DividedState:
-    """Converts between a rank's tensors and whole ones. model: its part of a decoder."""
+    """Converts between a rank's tensors and whole ones. model: its part of a decoder; group: the ranks of all parts."""
 
     def __init__(self, model: nn.Module, group: TensorGroup):
         self._group, self._inexact = group, set()
         named = dict(model.named_parameters())
-        self._splits = {name: split for name in named if (split := model.tensor.split(name))}
+        self._splits = {name: split for name in named if (split := model.split(name))}
         self._shapes = {name: named[name].shape for name in self._splits}
         self._stored = {name: p.data.format for name, p in named.items() if isinstance(p.data, StoredWeight)}
+        # With tensor parallelism a rank has a part of every projection; of experts it has some, whose rows all have.
+        self._parts_of_rows, self._projections = group.ranks, {}
+        if model.tensor is None:
+            fused = hidden_matrices(model)
+            self._parts_of_rows = 1
+            self._projections = {name: len(fused[id(named[name])]) // group.ranks for name in self._splits}
 
     def model(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The entries of `model_tensors`."""
@@ -47,10 +71,21 @@ class DividedState:
 
     def states(self, states: States) -> States:
         """The tensors of `optimizer_tensors`."""
-        return {
-            name: {key: self._whole(f"{name}.{key}", name, tensor, _unit(key)) for key, tensor in of_name.items()}
-            for name, of_name in states.items()
-        }
+        found: States = {}
+        for name, of_name in states.items():
+            whole = found.setdefault(name, {})
+            for key, tensor in of_name.items():
+                if own := self._projection(name, key):
+                    whole[own.of_rank(self._group.rank)] = tensor
+                else:
+                    whole[key] = self._whole(f"{name}.{key}", name, tensor, _unit(key))
+        return found
+
+    def _projection(self, name: str, key: str) -> "_Projection | None":
+        """The projection that the state `key` belongs to, where ranks have other ones of the parameter `name`."""
+        if name not in self._projections or not (named := _OF_PROJECTION.fullmatch(key)):
+            return None
+        return _Projection(named[1], int(named[2]), named[3], self._projections[name])
 
     def _whole(self, entry: str, name: str, tensor: Tensor, unit: int | None) -> Tensor:
         """A tensor of the parameter `name`, of whose row `unit` elements share an element; None: all of it."""
@@ -83,10 +118,14 @@ class DividedState:
 
     def _described(self, meta: Mapping[str, Any], to_whole: bool) -> dict[str, Any]:
         states = {
-            name: {key: self._shape(name, key, described, to_whole) for key, described in of_name.items()}
+            name: {
+                new: self._shape(name, key, described, to_whole)
+                for key, described in of_name.items()
+                for new in self._keys(name, key, to_whole)
+            }
             for name, of_name in meta["states"].items()
         }
-        ranks = self._group.ranks
+        ranks = self._parts_of_rows
         groups = [
             {**group, "options": {**group["options"], "parts": [n * ranks if to_whole else n // ranks for n in parts]}}
             if (parts := group["options"].get("parts"))
@@ -95,8 +134,18 @@ class DividedState:
         ]
         return {**meta, "states": states, "groups": groups}
 
+    def _keys(self, name: str, key: str, to_whole: bool) -> list[str]:
+        """The keys in the whole of a state of every rank; or the key on this rank of one of the whole, if it has it."""
+        projection = self._projection(name, key)
+        if projection is None:
+            return [key]
+        if to_whole:
+            return [projection.of_rank(rank) for rank in range(self._group.ranks)]
+        own = projection.of_rank(-self._group.rank)
+        return [own] if 0 <= projection.index - self._group.rank * projection.count < projection.count else []
+
     def _shape(self, name: str, key: str, described: dict[str, Any], to_whole: bool) -> dict[str, Any]:
-        if name not in self._splits or not described.get("shape"):
+        if name not in self._splits or not described.get("shape") or self._projection(name, key):
             return described
         own = list(self._shapes[name])
         if "." in key:

@@ -21,7 +21,7 @@ def fingerprint(model: nn.Module, group: TensorGroup | None = None) -> dict[str,
     """
     frozen = model_tensors(model, trains=False)
     sums = [_sum_of_bits(tensor) for tensor in frozen.values()]
-    splits = {name: group and model.tensor.split(name) for name in frozen}
+    splits = {name: group and model.split(name) for name in frozen}
     if sums and group is not None:
         parts = group.gathered(torch.stack(sums)[None])
         sums = [parts[:, i].sum() if splits[name] else sums[i] for i, name in enumerate(frozen)]

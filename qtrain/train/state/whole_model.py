@@ -1,4 +1,4 @@
-"""The whole model of a tensor group, in host memory, for the export."""
+"""The whole model of ranks that hold its parts, in host memory, for the export."""
 
 import dataclasses
 
@@ -7,7 +7,6 @@ from torch import nn
 
 from qtrain.distributed.mesh import Mesh
 from qtrain.models import Decoder
-from qtrain.models.tensor_parallel import TensorParallel
 from qtrain.quant import exported_tensors
 
 
@@ -15,10 +14,10 @@ from qtrain.quant import exported_tensors
 def gather_whole_model(model: Decoder, mesh: Mesh) -> nn.Module | None:
     """On rank 0 the decoder of which `model` is a part, dense and in its dtype, one parameter gathered at a time; None
     on the others. Every rank calls it."""
-    if mesh.data_rank:
+    if (mesh.of_experts or mesh).data_rank:
         return None
-    config, group = model.config, mesh.tensor_group
-    parts = [TensorParallel(config, dataclasses.replace(group, rank=r)) for r in range(group.ranks)]
+    config, group = model.config, mesh.part_group
+    parts = [type(model.parts)(config, dataclasses.replace(group, rank=r)) for r in range(group.ranks)]
     whole = None
     if mesh.rank == 0:
         with torch.device("meta"):

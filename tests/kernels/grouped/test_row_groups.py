@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtrain.kernels.grouped.row_groups import ALIGNMENT, group_rows, padded_rows
+from qtrain.kernels.grouped.row_groups import ALIGNMENT, group_rows, group_rows_of, padded_rows
 
 
 @pytest.mark.parametrize("tokens, per_token, groups", [(1, 1, 1), (1, 2, 4), (300, 2, 8), (1000, 8, 128), (5, 3, 3)])
@@ -32,3 +32,40 @@ def test_every_route_has_a_row(tokens, per_token, groups, routing):
         assert (held[:count] >= 0).all() and (held[count:] == -1).all()
         assert len(held) == -(-count // ALIGNMENT) * ALIGNMENT
         assert (held[:count].diff() >= 0).all()
+
+
+ROUTED = [(300, 2, 8, 4), (200, 4, 16, 2), (5, 3, 6, 2), (40, 1, 4, 1)]
+
+
+def routed(tokens: int, per_token: int, groups: int) -> torch.Tensor:
+    return torch.rand(tokens, groups, generator=torch.Generator().manual_seed(0)).topk(per_token).indices
+
+
+@pytest.mark.parametrize("tokens, per_token, groups, count", ROUTED)
+def test_a_part_keeps_its_rows_where_they_are(tokens, per_token, groups, count):
+    experts = routed(tokens, per_token, groups)
+    whole = group_rows(experts, groups)
+    for first in range(0, groups, count):
+        part = whole.part(first, count)
+        held = range(int(whole.starts[first]), int(whole.starts[first + count]))
+        row = torch.arange(whole.rows)
+        inside = (row >= held.start) & (row < held.stop)
+        assert torch.equal(part.token_of_row, torch.where(inside, whole.token_of_row, -1))
+        assert torch.equal(part.starts, whole.starts[first : first + count + 1]) and part.count == count
+        of_row = part.group_of_block.repeat_interleave(ALIGNMENT)
+        assert torch.equal(of_row[inside] + first, whole.group_of_block.repeat_interleave(ALIGNMENT)[inside])
+        assert (of_row[: held.start] == 0).all() and (of_row[held.stop :] == -1).all()
+
+
+@pytest.mark.parametrize("tokens, per_token, groups, count", ROUTED)
+def test_groups_of_a_rank_come_first_and_routes_to_others_have_zero_rows(tokens, per_token, groups, count):
+    experts = routed(tokens, per_token, groups)
+    for first in range(0, groups, count):
+        g = group_rows_of(experts, groups, first, count)
+        assert g.rows <= padded_rows(tokens * min(per_token, count), count) + ALIGNMENT and g.count == count
+        own = (experts >= first) & (experts < first + count)
+        rows = g.row_of_route.long()
+        assert torch.equal(g.token_of_row[rows[own]].long(), own.nonzero()[:, 0])
+        assert torch.equal(g.group_of_block[rows[own] // ALIGNMENT].long() + first, experts[own])
+        assert (g.token_of_row[rows[~own]] == -1).all() and (g.group_of_block[rows[~own] // ALIGNMENT] == -1).all()
+        assert (g.token_of_row >= 0).sum() == own.sum()

@@ -1,0 +1,224 @@
+"""Training on 1, 2, 4, 8 GPUs of a machine: correct first, then timed, beside what the plan predicts.
+
+python -m qtrain.bench.scaling --json scaling.json --limit 540          # again and again, until all cells are done
+
+Every number of GPUs is checked before it is timed: losses of a few deterministic steps must be those of one process
+(`mesh_equality.py`). A cell is one command of llm_pretrain.py on random tokens, by the functions that it calls. Each
+result is written at once, and what the file has is not run again; so the table can be made in calls of any length.
+"""
+
+import dataclasses
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from qtrain.bench.arguments import name_and_options, split_list
+from qtrain.bench.tables import Cell, Table, about_run, write_json
+from qtrain.bench.train_step import run_apart
+from qtrain.checks import Range, check_fields, parse_json, read_json
+from qtrain.config import as_dict, parse, run_script
+from qtrain.errors import UserError, unknown_name
+from qtrain.hardware import describe_hardware
+from qtrain.models import read_model_source
+from qtrain.quant import SCHEMES
+from qtrain.train.assembly.architecture import LanguageArchitecture
+from qtrain.train.assembly.prepare import prepare
+from qtrain.train.checked_settings import check_settings
+from qtrain.train.device import choose_device
+from qtrain.train.listing import listing
+from qtrain.train.settings import Count, LanguageSettings
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ddp": {"dp_replicate": "all"},
+    "zero2": {"reshard_after_forward": "never"},
+    "full": {"reshard_after_forward": "always"},
+    "hsdp": {"dp_replicate": "half", "reshard_after_forward": "never"},
+    "tp2": {"tp": 2, "reshard_after_forward": "never"},
+    "tp4": {"tp": 4, "reshard_after_forward": "never"},
+}
+"""Settings of each way to use several GPUs; replicas: of all GPUs, or two of half of them."""
+
+MODELS = (
+    'qwen2.5-0.5b:{"micro_batch_size":32},qwen2.5-1.5b:{"micro_batch_size":16},qwen2.5-3b:{"micro_batch_size":16},'
+    'qwen2.5-7b:{"micro_batch_size":8,"optim":"adamw_8bit"},qwen2.5-14b:{"micro_batch_size":8,"optim":"adamw_8bit"}'
+)
+SCHEMES_TIMED = 'fp8_tensorwise:{"scaling":"delayed"},int8,bf16'
+
+
+@dataclass(frozen=True)
+class ScalingSettings:
+    """Time models on several numbers of GPUs, beside the plan."""
+
+    gpus: str = "1,2,4,8"
+    """Numbers of GPUs, separated by commas."""
+    models: str = MODELS
+    """Models, separated by commas; NAME:{JSON} overrides settings of llm_pretrain.py for one."""
+    schemes: str = SCHEMES_TIMED
+    """Schemes, separated by commas; NAME:{JSON} sets the options of one (--quantize_kwargs)."""
+    layouts: str = "zero2,ddp,full"
+    """Ways to use several GPUs, separated by commas: ddp, zero2, full, hsdp, tp2, tp4."""
+    tokens: Count = 524_288
+    """Tokens of an optimizer step, over all GPUs."""
+    seq_len: Count = 1024
+    """Tokens per sequence."""
+    n_steps: Count = 6
+    """Timed steps; the table shows their median."""
+    warmup_steps: Count = 4
+    """Untimed steps before them, which compile, autotune and record CUDA graphs."""
+    compile: bool = True
+    """Compile each layer with torch.compile."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Device to train on; auto: the GPU if there is one, else the CPU."""
+    limit: Annotated[float, Range(0)] = 0
+    """Seconds after which no further cell starts; 0: none."""
+    json: str = "runs/scaling.json"
+    """JSON file of the results, which is gone on with if it exists."""
+
+
+@dataclass(frozen=True)
+class ScalingCell:
+    """A number of GPUs to check (settings None), or a run to time."""
+
+    name: str
+    gpus: int
+    row: str = ""
+    settings: LanguageSettings | None = None
+
+
+def main(argv: list[str]) -> None:
+    settings = parse(ScalingSettings, argv, "-m qtrain.bench.scaling", listing)
+    device = choose_device(settings.device)
+    cells, path = [*make_cells(settings)], Path(settings.json)
+    results: dict[str, Any] = read_json(path, "--json").get("cells", {}) if path.exists() else {}
+    begin, longest = time.monotonic(), 0.0
+    for cell in cells:
+        if cell.name in results:
+            continue
+        started = time.monotonic()
+        if settings.limit and started - begin + longest > settings.limit:
+            left = sum(other.name not in results for other in cells)
+            print(f"{left} of {len(cells)} cells are left; run the command again to go on.")
+            break
+        results[cell.name] = run(cell, settings, device.type)
+        longest = max(longest, time.monotonic() - started)
+        print(f"{cell.name}: {shown(results[cell.name])}", flush=True)
+        write(path, settings, cells, results, describe_hardware(device).name)
+    else:
+        print(f"all {len(cells)} cells are done: {path}")
+    print(make_table(cells, results).markdown())
+
+
+def make_cells(settings: ScalingSettings) -> Iterator[ScalingCell]:
+    """The cells in order, the checks of each number of GPUs first. UserError for what cannot be."""
+    numbers = []
+    for word in split_list(settings.gpus):
+        if not word.isdigit() or not int(word):
+            raise UserError(f"--gpus: {word!r} is no number of GPUs; give numbers such as 1,2,4.")
+        numbers.append(int(word))
+    for layout in split_list(settings.layouts):
+        if layout not in LAYOUTS:
+            raise unknown_name("--layouts", "layout", layout, LAYOUTS)
+    for gpus in numbers:
+        if gpus > 1:
+            yield ScalingCell(f"check on {gpus}", gpus)
+        models, schemes = split_list(settings.models), split_list(settings.schemes)
+        for model, scheme, layout in itertools.product(models, schemes, split_list(settings.layouts)):
+            if gpus == 1 and layout != split_list(settings.layouts)[0]:
+                continue  # one GPU has no layouts
+            own = LAYOUTS[layout] if gpus > 1 else {}
+            if own.get("tp", 1) > gpus or (layout == "hsdp" and gpus < 4):
+                continue
+            yield _cell(settings, gpus, model, scheme, "" if gpus == 1 else layout)
+
+
+def _cell(settings: ScalingSettings, gpus: int, model_word: str, scheme_word: str, layout: str) -> ScalingCell:
+    model, options = name_and_options(model_word, "--models")
+    scheme, kwargs = name_and_options(scheme_word, "--schemes")
+    read_model_source(model, "--models").model_config()
+    SCHEMES.make(scheme, kwargs, "--schemes")
+    own = {f.name for f in dataclasses.fields(LanguageSettings)}
+    values = {key: value for key, value in as_dict(settings).items() if key in own}
+    values |= {"model": model, "quantize": scheme, "quantize_kwargs": kwargs, "gpus": gpus, **options}
+    values["batch_size"] = settings.tokens // values["seq_len"]
+    values |= LAYOUTS.get(layout, {})
+    if replicas := {"all": gpus, "half": gpus // 2}.get(values.get("dp_replicate")):
+        values["dp_replicate"] = replicas
+    checked = LanguageSettings(**check_fields(LanguageSettings, values, f"--models ({model})"))
+    row = f"{model} {scheme}{' ' + layout if layout else ''}"
+    return ScalingCell(f"{row} on {gpus}", gpus, row, checked)
+
+
+def run(cell: ScalingCell, settings: ScalingSettings, device: str) -> dict[str, Any]:
+    """{"equal": bool} of a check, else what `time_training` returns, with the plan's rate as predicted_tok_s."""
+    if cell.settings is None:
+        meshes = ["1x1", f"1x{cell.gpus}", f"{cell.gpus}x1"]
+        command = [sys.executable, "-m", "qtrain.bench.mesh_equality", "--device", device, "--steps", "3"]
+        command += ["--schemes", "int8", "fp8_tensorwise", "--optimizers", "adamw_8bit", "--meshes", *meshes]
+        done = subprocess.run(command, capture_output=True, text=True)
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        return {"equal": done.returncode == 0, "line": lines[-1][:200] if lines else ""}
+    predicted = predicted_rate(cell.settings) if device == "cuda" else None
+    return {**run_apart(cell.settings, settings.warmup_steps), "predicted_tok_s": predicted}
+
+
+def predicted_rate(settings: LanguageSettings) -> float:
+    """tok/s of all GPUs that `--dry_run --world_size` prints."""
+    planned = dataclasses.replace(settings, gpus=0, dry_run=True, world_size=settings.gpus)
+    checked = check_settings(planned, "scaling")
+    world = prepare(checked, LanguageArchitecture.of(planned, checked.mesh), data=()).plan.world
+    assert world is not None, "--world_size makes a plan of it"
+    return world.step(world.mesh).rate
+
+
+def shown(result: dict[str, Any]) -> str:
+    if "equal" in result:
+        return "losses are those of one process" if result["equal"] else f"NOT EQUAL: {result['line']}"
+    return result.get("reason") or f"{result['tok_s']:,.0f} tok/s"
+
+
+def make_table(cells: list[ScalingCell], results: dict[str, Any]) -> Table:
+    """A row for each model, scheme and layout; a column for each number of GPUs, and of what share of as many times one
+    GPU the largest is."""
+    numbers = sorted({cell.gpus for cell in cells})
+    columns = [f"{n} GPU{'s' * (n > 1)}" for n in numbers]
+    table = Table("Training on several GPUs", "tok/s of all; planned; GiB a GPU", [*columns, "of as many times one"])
+    single = {
+        cell.row: results[cell.name]["tok_s"]
+        for cell in cells
+        if cell.gpus == 1 and "tok_s" in results.get(cell.name, {})
+    }
+    for cell in cells:
+        result = results.get(cell.name)
+        if cell.settings is None or result is None:
+            continue
+        column = columns[numbers.index(cell.gpus)]
+        if "tok_s" not in result:
+            table.put(cell.row, column, Cell(reason=result.get("reason", "failed")))
+            continue
+        planned = f"; {result['predicted_tok_s']:,.0f}" if result.get("predicted_tok_s") else ""
+        text = f"{result['tok_s']:,.0f}{planned}; {result['peak_gib']:.1f}"
+        table.put(cell.row, column, Cell(result["tok_s"], text=text, details={"loss": result["loss"]}))
+        alone = single.get(cell.row.rsplit(" ", 1)[0])
+        if alone and cell.gpus > 1:
+            share = result["tok_s"] / (cell.gpus * alone)
+            table.put(cell.row, "of as many times one", Cell(share, text=f"{100 * share:.0f}% on {cell.gpus}"))
+    return table
+
+
+def write(
+    path: Path, settings: ScalingSettings, cells: list[ScalingCell], results: dict[str, Any], device: str
+) -> None:
+    """The table as every benchmark writes it, and the cells, from which a later call goes on."""
+    write_json([make_table(cells, results)], path, about_run(settings, device))
+    record = parse_json(path.read_text(), "--json")
+    path.write_text(json.dumps({**record, "cells": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,185 @@
+"""Experts that several ranks hold: each computes its own for the tokens of all, and the ranks add what they found.
+
+Rank j of N holds the experts [j * E / N, (j + 1) * E / N). Every rank routes its own tokens; then the ranks gather all
+tokens with their routes, as codes where the scheme allows it (`token_gather.py`), and send back sums. A token meets
+nearly all ranks where it has many routes, so this is less than a message for every route; shapes do not depend on the
+routing, and the host reads nothing back.
+
+    added      all tokens are one batch. A rank's rows are those routed to its experts, and what travels back is the sum
+               over a token's routes to them, [T, C] in x's dtype, added in fp32 in the order of the ranks
+    in order   tokens of each rank are a batch of their own, as they would be on a process that holds all experts: the
+               same rows, codes and random bits. What travels back is the output of every route, to which other ranks
+               add zeros, and the tokens' own rank adds the k routes. Gradients of weights are kept for each rank's
+               tokens (`ExpertRanks.terms`). Then everything is what that process computes, bit for bit, at k times the
+               bytes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qtrain.distributed.tensor_group import TENSOR_RANK_NUMBERS, TensorGroup
+from qtrain.kernels.grouped.permute import combine_rows, route_weight_grad, weights_of_rows
+from qtrain.kernels.grouped.row_groups import RowGroups, group_rows, group_rows_of
+from qtrain.kernels.quantize.gather_rows import gather_rows
+from qtrain.quant.linear import LinearArguments
+from qtrain.quant.scheme import NeedsOperand
+from qtrain.quant.swiglu_mlp import MLPGradients, NeedsGradient, mlp_backward, mlp_forward
+from qtrain.tensors.quantized_tensor import Operands
+
+ROUTES = "routes"
+"""Kind of message: experts and weights of tokens, and the weights' gradients."""
+
+
+class ExpertRanks(NamedTuple):
+    """The ranks that hold a layer's experts. terms: in order; they receive the gradients of gate_up and of down_proj,
+    [N, *shape] of them, one for the tokens of each rank, in place of the parameters."""
+
+    group: TensorGroup
+    terms: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass
+class _Batch:
+    """Tokens that are computed together, and as the `ctx` of `mlp_forward` what it saves of them."""
+
+    weights: Tensor
+    """fp32 [T, k]."""
+    groups: RowGroups
+    up: LinearArguments
+    down: LinearArguments
+    saved_tensors: Sequence[Tensor | None] = ()
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def forward(self, x: Operands, w_up: Tensor, w_down: Tensor, needs: NeedsGradient, dtype: torch.dtype) -> Tensor:
+        up = self.up._replace(gather=None)  # x is of all ranks
+        return mlp_forward(self, x, w_up, w_down, up, self.down, needs, dtype)
+
+    def backward(self, dout: Tensor, needs: NeedsGradient) -> MLPGradients:
+        rows = gather_rows(dout, self.groups.token_of_row, weights_of_rows(self.weights, self.groups))
+        return mlp_backward(self, rows, needs)
+
+
+class ParallelExpertsFunction(torch.autograd.Function):
+    """`experts_mlp` on a rank of `group`, of its own tokens; in order, if there are terms."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,  # [T, C]
+        weights: Tensor,  # fp32 [T, k]
+        w_up: Tensor,  # [E / N * 2I, C]
+        w_down: Tensor,  # [E / N * C, I]
+        up_terms: Tensor | None,  # [N, *w_up.shape]
+        down_terms: Tensor | None,  # [N, *w_down.shape]
+        experts: Tensor,  # int64 [T, k]
+        up: LinearArguments,
+        down: LinearArguments,
+        group: TensorGroup,
+        grad_enabled: bool,
+    ) -> Tensor:
+        ctx.in_order, ctx.group = up_terms is not None, group
+        needs = ctx.needs_input_grad
+        needs_dx, needs_dweights = (grad_enabled and needed for needed in needs[:2])
+        needs_dup, needs_ddown = (grad_enabled and (needs[i] or needs[i + 2]) for i in (2, 3))
+        ctx.needs = NeedsGradient(needs_dx, needs_dup or needs_dweights, needs_ddown)
+        of_x = NeedsOperand(True, ctx.needs.up)
+        routes = group.gathered(experts.int(), ROUTES).long(), group.gathered(weights, ROUTES)
+        count = w_down.shape[0] // x.shape[1]
+        if ctx.in_order:
+            ctx.batches = _in_order(*routes, count, up, down, group)
+            every = group.gathered(x).split(len(x))
+            operands = [
+                batch.up.quantize_input(gather_rows(tokens, batch.groups.token_of_row), of_x)
+                for batch, tokens in zip(ctx.batches, every, strict=True)
+            ]
+        else:
+            ctx.batches = [_added(*routes, count, up, down, group)]
+            operands = [ctx.batches[0].up.quantize_input(x, of_x)]
+        y = [
+            batch.forward(rows, w_up, w_down, ctx.needs, x.dtype)
+            for batch, rows in zip(ctx.batches, operands, strict=True)
+        ]
+        ctx.save_for_backward(*(t for batch in ctx.batches for t in batch.saved_tensors))
+        ctx.weights = weights
+        return _to_tokens(ctx, y, weights=True)
+
+    @staticmethod
+    def backward(ctx, dout: Tensor):
+        batches, group = ctx.batches, ctx.group
+        saved = ctx.saved_tensors
+        each = len(saved) // len(batches)
+        gradients = []
+        for i, (batch, tokens) in enumerate(zip(batches, group.gathered(dout).chunk(len(batches)), strict=True)):
+            batch.saved_tensors = saved[i * each : (i + 1) * each]
+            gradients.append(batch.backward(tokens, ctx.needs))
+        dx = dweights = dup = ddown = None
+        if ctx.needs_input_grad[0]:
+            dx = _to_tokens(ctx, [g.x for g in gradients], weights=False)
+        if ctx.needs_input_grad[1]:
+            of_routes = [
+                route_weight_grad(g.gate_up, g.dh, batch.weights, batch.groups.row_of_route)
+                for g, batch in zip(gradients, batches, strict=True)
+            ]
+            dweights = group.scattered_sum(torch.cat(of_routes), ROUTES)
+        needs_up, needs_down = (ctx.needs_input_grad[i] or ctx.needs_input_grad[i + 2] for i in (2, 3))
+        if needs_up:
+            dup = [g.up for g in gradients]
+        if needs_down:
+            ddown = [g.down for g in gradients]
+        of_weights = [dup and dup[0], ddown and ddown[0], None, None]
+        if ctx.in_order:
+            of_weights = [None, None, dup and torch.stack(dup), ddown and torch.stack(ddown)]
+        return dx, dweights, *of_weights, None, None, None, None, None
+
+
+def _added(
+    experts: Tensor, weights: Tensor, count: int, up: LinearArguments, down: LinearArguments, group: TensorGroup
+) -> _Batch:
+    """All ranks' tokens, of which this rank computes `count` experts."""
+    groups = group_rows_of(experts, count * group.ranks, group.rank * count, count)
+    return _Batch(weights, groups, up._replace(groups=groups, gather=group), down._replace(groups=groups))
+
+
+def _in_order(
+    experts: Tensor, weights: Tensor, count: int, up: LinearArguments, down: LinearArguments, group: TensorGroup
+) -> list[_Batch]:
+    """Each rank's tokens, with the rows and keys of a process that holds all experts."""
+    batches = []
+    for source, (chosen, factors) in enumerate(
+        zip(experts.chunk(group.ranks), weights.chunk(group.ranks), strict=True)
+    ):
+        groups = group_rows(chosen, count * group.ranks).part(group.rank * count, count)
+        own = [
+            linear._replace(groups=groups, spans=group, key=_key_of_source(linear.key, source, group))
+            for linear in (up, down)
+        ]
+        batches.append(_Batch(factors, groups, *own))
+    return batches
+
+
+def _key_of_source(key: Tensor | None, source: int, group: TensorGroup) -> Tensor | None:
+    """The key that a process which holds all experts would have for the micro-batch of rank `source`: neighbors' micro-
+    batches have consecutive numbers, and a rank's linears have numbers of their own."""
+    if key is None:
+        return None
+    return torch.stack([key[0], key[1] + (source - group.rank), key[2] - group.rank * TENSOR_RANK_NUMBERS])
+
+
+def _to_tokens(ctx, of_rows: Sequence[Tensor], weights: bool) -> Tensor:
+    """From rows of this rank's experts to the sums over the routes of this rank's tokens, with their weights or not."""
+    if not ctx.in_order:
+        batch = ctx.batches[0]
+        sums = combine_rows(of_rows[0], batch.weights if weights else None, batch.groups.row_of_route)
+        return ctx.group.scattered_sum(sums)
+    of_routes = [
+        gather_rows(rows, batch.groups.row_of_route.flatten()) for rows, batch in zip(of_rows, ctx.batches, strict=True)
+    ]
+    own = ctx.group.scattered_sum(torch.cat(of_routes))
+    routes = torch.arange(len(own), dtype=torch.int32, device=own.device).view_as(ctx.weights)
+    return combine_rows(own, ctx.weights if weights else None, routes)

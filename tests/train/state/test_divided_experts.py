@@ -1,0 +1,46 @@
+"""Checkpoints of divided experts: whole tensors, the same bit for bit on any number of processes that divide them."""
+
+import pytest
+import torch
+
+from qtrain.distributed.tensor_group import TensorGroup
+from qtrain.models import ModelSource, empty_model
+from qtrain.train.state.divided_state import DividedState
+from tests.cases import FULL_SWEEP, sampled
+from tests.system import TINY
+from tests.test_mixture_runs import QWEN
+from tests.train.state.test_divided_state import _run, _saved, _settings
+from tests.worlds import run_ranks
+
+MODEL = {**QWEN, "num_hidden_layers": 2, "moe_intermediate_size": 64, "hidden_size": 128, "head_dim": 32}
+CHAINS = [("adamw_8bit", "int8"), ("muon", "int8_weight"), ("adamw", "fp8_tensorwise"), ("muon", "bf16")]
+
+
+@pytest.mark.parametrize(("optim", "scheme"), sampled(CHAINS, lambda optim, _: optim != "adamw_8bit"))
+def test_any_number_of_processes_resumes_what_others_saved(optim, scheme, tmp_path):
+    """ep 2 > 1 > 4 > 2 of 4, and what each saves is what the first did."""
+    settings = {"optim": optim, "quantize": scheme, "model": MODEL, "batch_size": 8}
+    path = run_ranks(2, _run, _settings(tmp_path, **settings, ep=2, run_name="first"), 2)[0]
+    expected = _saved(path)
+    assert len(expected) > 30
+    for world, ep in ((1, 1), (4, 4), (4, 2)) if FULL_SWEEP else ((1, 1), (4, 2)):
+        resumed = _settings(tmp_path, **settings, ep=ep, resume=path, runs_dir=str(tmp_path / f"{world}{ep}"))
+        path = run_ranks(world, _run, resumed, 0)[0]
+        found = _saved(path)
+        assert {n: t.shape for n, t in found.items()} == {n: t.shape for n, t in expected.items()}
+        assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
+def test_states_of_projections_have_the_numbers_of_the_whole():
+    """Muon's momenta: rank 1 of 2 has the third and fourth of two experts' gate and up."""
+    source = ModelSource("m", {**TINY, **MODEL, "num_experts": 2, "num_hidden_layers": 1}, "--model")
+    divided = DividedState(empty_model(source, experts=TensorGroup("", 2, 1)), TensorGroup("", 2, 1))
+    name, step = "layers.0.mlp.experts.gate_up.weight", {"value": 3}
+    own = {"momentum_0": {"shape": [64, 128]}, "momentum_1": {"shape": [64, 128]}, "step": step}
+    meta = {"states": {name: own}, "groups": [{"params": [name], "options": {"parts": [64] * 4}}]}
+    whole = divided.whole_meta(meta)
+    assert list(whole["states"][name]) == ["momentum_0", "momentum_2", "momentum_1", "momentum_3", "step"]
+    assert divided.own_meta(whole) == meta == {**whole, "states": meta["states"]}
+    first, second = torch.zeros(64, 128), torch.ones(64, 128)
+    tensors = divided.states({name: {"momentum_0": first, "momentum_1.int8.codes": second}})[name]
+    assert tensors["momentum_2"] is first and tensors["momentum_3.int8.codes"] is second
