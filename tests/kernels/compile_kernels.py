@@ -38,7 +38,7 @@ from qtrain.kernels.quantize.absmax import launch_absmax
 from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.kernels.quantize.delayed_scale import launch_delayed_scale
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2
-from qtrain.kernels.quantize.gather_rows import launch_gather_rows
+from qtrain.kernels.quantize.gather_rows import RowIndex, launch_gather_rows
 from qtrain.kernels.quantize.mx import launch_quantize_mx
 from qtrain.kernels.quantize.nf4 import launch_dequantize_nf4, nf4_table
 from qtrain.kernels.quantize.rowwise import launch_rowwise
@@ -147,6 +147,32 @@ def dual_quantizers() -> Iterator[Case]:
                         zeros(144, 272), f, "tensorwise", r, False, zeros(1, dtype=FP32), zeros(1, dtype=torch.int32)
                     ),
                 )
+
+
+def gathered_rows() -> Iterator[Case]:
+    """Of rows of 40 tokens, with and without weights."""
+    x, scale, amax = zeros(40, 512), zeros(1, dtype=FP32), zeros(1, dtype=torch.int32)
+    tokens = zeros(256, dtype=torch.int32)
+    for i in (RowIndex(tokens, zeros(256, dtype=FP32)), RowIndex(tokens)):
+        weighted = i.weight_of_row is not None
+        for fmt in ("e4m3", "int8"):
+            for number, r in enumerate(SINGLE):
+                for g in ("128x128", "1x128", "rowwise", "tensorwise"):
+                    some = (fmt, g, number, weighted) in (("int8", "rowwise", 1, True), ("e4m3", "1x128", 0, False))
+                    yield some, lambda f=fmt, g=g, r=r, i=i: launch_dual_bf16x2(x, f, g, r, index=i)
+                if fmt != "int8":
+                    some = (fmt, number, weighted) == ("e4m3", 0, True)
+                    yield (
+                        some,
+                        lambda f=fmt, r=r, i=i: launch_dual_bf16x2(x, f, "tensorwise", r, False, scale, amax, index=i),
+                    )
+        odd = RowIndex(*(None if t is None else t[:144] for t in i))
+        yield weighted, lambda i=odd: launch_dual_bf16x2(zeros(40, 272), "int8", "rowwise", STOCHASTIC, index=i)
+        for dtype in (BF16, FP32):
+            yield (
+                weighted and dtype is BF16,
+                lambda d=dtype, i=i: launch_delayed_scale(zeros(40, 512, dtype=d), scale, "e4m3", True, i),
+            )
 
 
 def swiglus() -> Iterator[Case]:
@@ -324,7 +350,7 @@ def updates() -> Iterator[Case]:
         yield False, lambda d=dtype, y=labels: launch_cross_entropy(zeros(16, 151936, dtype=d), y, 1e-4, False)
 
 
-GROUPS = (quantizers, dual_quantizers, swiglus, gemms, grouped, updates)
+GROUPS = (quantizers, dual_quantizers, gathered_rows, swiglus, gemms, grouped, updates)
 TUNED = {
     "_persistent_mm_kernel",
     "_slice_kernel",
