@@ -9,7 +9,6 @@ result is written at once, and what the file has is not run again; so the table 
 
 import dataclasses
 import itertools
-import json
 import subprocess
 import sys
 import time
@@ -19,9 +18,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from qtrain.bench.arguments import name_and_options, split_list
-from qtrain.bench.tables import Cell, Table, about_run, write_json
+from qtrain.bench.tables import Cell, Table, about_run, check_json, write_json
 from qtrain.bench.train_step import run_apart
-from qtrain.checks import Range, check_fields, parse_json, read_json
+from qtrain.checks import Range, check_fields, read_json
 from qtrain.config import as_dict, parse, run_script
 from qtrain.errors import UserError, unknown_name
 from qtrain.hardware import describe_hardware
@@ -95,6 +94,7 @@ def main(argv: list[str]) -> None:
     settings = parse(ScalingSettings, argv, "-m qtrain.bench.scaling", listing)
     device = choose_device(settings.device)
     cells, path = [*make_cells(settings)], Path(settings.json)
+    check_json(path)
     results: dict[str, Any] = read_json(path, "--json").get("cells", {}) if path.exists() else {}
     begin, longest = time.monotonic(), 0.0
     for cell in cells:
@@ -215,9 +215,7 @@ def write(
     path: Path, settings: ScalingSettings, cells: list[ScalingCell], results: dict[str, Any], device: str
 ) -> None:
     """The table as every benchmark writes it, and the cells, from which a later call goes on."""
-    write_json([make_table(cells, results)], path, about_run(settings, device))
-    record = parse_json(path.read_text(), "--json")
-    path.write_text(json.dumps({**record, "cells": results}, indent=1) + "\n")
+    write_json([make_table(cells, results)], path, {**about_run(settings, device), "cells": results})
 
 
 if __name__ == "__main__":

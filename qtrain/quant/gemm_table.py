@@ -5,8 +5,8 @@ tensor with a stored weight, or codes that were quantized along their other dime
 """
 
 import itertools
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Iterable
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ from qtrain.kernels.gemm.scaled_mm import scaled_mm
 from qtrain.kernels.numerics.formats import FORMATS
 from qtrain.tensors.quantized_tensor import Operand, OperandFormat, QuantizedTensor
 from qtrain.tensors.stored_weight import read_again
+
+T = TypeVar("T")
+FormatPair = tuple[str, str, str, str]
+"""(format of a, granularity of a, format of b, granularity of b)"""
 
 Gemm = Literal["output", "grad_input", "grad_weight"]
 Product = Callable[[QuantizedTensor, QuantizedTensor, torch.dtype, Tensor | None, bool], Tensor]
@@ -67,13 +71,17 @@ _ROWS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], Product]] =
     (FP4, ("1x16",), ("1x16",), _nvfp4),
 ]
 
-PRODUCTS: dict[tuple[str, str, str, str], Product] = {
-    (fmt_a, granularity_a, fmt_b, granularity_b): product
-    for formats, granularities_a, granularities_b, product in _ROWS
-    for fmt_a, granularity_a, fmt_b, granularity_b in itertools.product(
-        formats, granularities_a, formats, granularities_b
-    )
-}
+
+def by_formats(rows: Iterable[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], T]]) -> dict[FormatPair, T]:
+    """Rows (formats of both operands, granularities of a, of b, entry) -> the entry of each combination."""
+    return {
+        pair: entry
+        for formats, granularities_a, granularities_b, entry in rows
+        for pair in itertools.product(formats, granularities_a, formats, granularities_b)
+    }
+
+
+PRODUCTS = by_formats(_ROWS)
 """The product of each (format of a, granularity of a, format of b, granularity of b)."""
 
 

@@ -8,7 +8,6 @@ The rows of the table multiply K-major codes, as in `gemm_table.py`. Any other p
 high precision.
 """
 
-import itertools
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,7 +18,7 @@ from qtrain.kernels.grouped.grouped_int4_mm import grouped_rows_int4_mm, grouped
 from qtrain.kernels.grouped.grouped_mm import grouped_rows_mm, grouped_sums_mm
 from qtrain.kernels.grouped.grouped_plain_mm import grouped_rows_plain_mm, grouped_sums_plain_mm
 from qtrain.kernels.grouped.row_groups import RowGroups
-from qtrain.quant.gemm_table import FP4, FP8, INT4, INT8, Gemm
+from qtrain.quant.gemm_table import FP4, FP8, INT4, INT8, Gemm, by_formats
 from qtrain.tensors.quantized_tensor import Operand, OperandFormat, QuantizedTensor
 
 
@@ -117,13 +116,7 @@ _ROWS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], GroupedProd
     (FP4, ("1x16",), ("1x16",), _EMULATED),
 ]
 
-GROUPED_PRODUCTS: dict[tuple[str, str, str, str], GroupedProducts] = {
-    (fmt_a, granularity_a, fmt_b, granularity_b): products
-    for formats, granularities_a, granularities_b, products in _ROWS
-    for fmt_a, granularity_a, fmt_b, granularity_b in itertools.product(
-        formats, granularities_a, formats, granularities_b
-    )
-}
+GROUPED_PRODUCTS = by_formats(_ROWS)
 """The products of each (format of a, granularity of a, format of b, granularity of b)."""
 
 

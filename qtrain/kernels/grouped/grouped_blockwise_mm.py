@@ -10,7 +10,7 @@ The kernels are those of `gemm/blockwise_mm.py` in the frame of `persistent.py`.
 import torch
 from torch import Tensor
 
-from qtrain.hardware import has_fp8, sm_count
+from qtrain.hardware import sm_count
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.gemm.blockwise_mm import (
@@ -22,7 +22,7 @@ from qtrain.kernels.gemm.blockwise_mm import (
     to_float,
 )
 from qtrain.kernels.gemm.tiling import tile_of
-from qtrain.kernels.grouped.grouped_mm import check_operands, columns_of_output
+from qtrain.kernels.grouped.grouped_mm import check_operands, columns_of_output, kernels_take
 from qtrain.kernels.grouped.persistent import (
     launch_longest_first,
     load_matrix,
@@ -217,9 +217,8 @@ def launch_grouped_sums_blockwise(
 
 def _names(a: Tensor, k: int, n: int, empty: bool, out_dtype: torch.dtype) -> list[str]:
     """The implementations on a GPU, the best in general first. k: of an operand's rows, n: of an output's."""
-    supported = a.is_cuda and not empty and (a.dtype == torch.int8 or has_fp8(a.device))
-    aligned = k % 16 == 0 and n * out_dtype.itemsize % 16 == 0  # TMA descriptors take strides in multiples of 16 bytes
-    return list(TILINGS) if supported and aligned and forced() != "ref" else []
+    supported = a.is_cuda and not empty and kernels_take(a, k, n, out_dtype)
+    return list(TILINGS) if supported and forced() != "ref" else []
 
 
 def _check_blocks(block_a: str, block_b: str) -> None:

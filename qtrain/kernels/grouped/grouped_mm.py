@@ -68,7 +68,7 @@ ROWS_TILINGS = {t.name: t for t in (_TWO, _TWO_WIDE, _LARGE, _LARGE_16, _TWO_16,
 SUMS_TILINGS = {t.name: t for t in (_TWO, _TWO_WIDE, _LARGE, _TALL, _SMALL)}
 
 
-def _kernels_take(a: Tensor, k: int, n: int, out_dtype: torch.dtype) -> bool:
+def kernels_take(a: Tensor, k: int, n: int, out_dtype: torch.dtype) -> bool:
     """k: of an operand's rows, n: of an output's; TMA descriptors take strides in multiples of 16 bytes."""
     supported = a.dtype == torch.int8 or has_fp8(a.device) or not a.is_cuda
     return supported and k % 16 == 0 and n * out_dtype.itemsize % 16 == 0
@@ -77,7 +77,7 @@ def _kernels_take(a: Tensor, k: int, n: int, out_dtype: torch.dtype) -> bool:
 def rows_mm_names(a: Tensor, b: Tensor, n: int, out_dtype: torch.dtype) -> list[str]:
     """The implementations of `grouped_rows_mm` for these operands on a GPU, the best in general first; n: of `out`."""
     k, int8 = a.shape[1], a.dtype == torch.int8
-    if not _kernels_take(a, k, n, out_dtype) or (int8 and k > LONGEST_EXACT_K):
+    if not kernels_take(a, k, n, out_dtype) or (int8 and k > LONGEST_EXACT_K):
         return []
     if out_dtype.itemsize > 2:
         return [_TWO_WIDE.name, _SMALL.name]
@@ -88,7 +88,7 @@ def rows_mm_names(a: Tensor, b: Tensor, n: int, out_dtype: torch.dtype) -> list[
 def sums_mm_names(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> list[str]:
     """The implementations of `grouped_sums_mm` for these operands on a GPU, the best in general first."""
     n, k = a.shape[0], b.shape[0]
-    if not _kernels_take(a, a.shape[1], k, out_dtype):
+    if not kernels_take(a, a.shape[1], k, out_dtype):
         return []
     if out_dtype.itemsize > 2:
         return [_TWO_WIDE.name, _SMALL.name]

@@ -11,8 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ALIGNMENT = 128
-"""Rows that a group is padded to a multiple of: the tile of the GEMMs and the block of blockwise scales."""
+from qtrain.kernels.quantize.column_groups import BLOCK_ROWS
+
+ALIGNMENT = BLOCK_ROWS
+"""Rows that a group is padded to a multiple of: the tile of the GEMMs, the block of blockwise scales, and what
+quantizers count to one group."""
 
 
 class RowGroups(NamedTuple):

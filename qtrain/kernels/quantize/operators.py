@@ -186,8 +186,8 @@ def quantize_dual_into(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`quantize_dual` in one format and granularity, with codes and codes_t in `out` where a kernel can write there: a
     copy of the codes would cost as much as their quantization. Not for compiled code."""
-    dual = x.dim() == 2 and x.is_cuda and x.is_contiguous() and supports_dual_bf16x2(x, fmt, granularity)
-    if not (dual and fmt != "ternary" and _kernel_takes(x, rounding) and all(t.is_contiguous() for t in out)):
+    contiguous = all(t.is_contiguous() for t in (x, *out))
+    if not (contiguous and _kernel_takes(x, rounding) and supports_dual_bf16x2(x, fmt, granularity)):
         return quantize_dual(
             x, fmt, granularity, granularity, *rounding, power_of_two, group_of_block=group_of_block, groups=groups
         )
