@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from qtrain.models import ModelConfig, export_hf
+from qtrain.models import ModelConfig
+from tests.models.beside_transformers import backward_of_both
 from tests.models.families import DOC_IDS, FAMILIES, batch, drawn, source_of
 
 
@@ -16,24 +16,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_loss_and_gradients_equal_transformers(name, tmp_path):
     """Through the files: what export writes, transformers loads as the same function with the same gradients."""
-    from transformers import AutoModelForCausalLM
-
-    source = source_of(name)
-    ours = drawn(source)
-    export_hf(ours, source, tmp_path / "hf")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert theirs.config.to_dict()["model_type"] == source.config["model_type"]
-    ids, labels = batch()
-
-    logits = theirs(ids).logits
-    assert close(ours(ids), logits)
-
-    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    expected.backward()
-    sums = ours(ids, labels)
-    sums.loss.backward()
-    assert sums.loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    assert sums.nll.item() == pytest.approx(expected.item(), rel=1e-5) and not sums.nll.requires_grad
+    ours, theirs = backward_of_both(name, tmp_path / "hf", close)
 
     layer, other = ours.layers[1], theirs.model.layers[1]
     attention = other.self_attn

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from qtrain.errors import UserError
@@ -21,6 +20,7 @@ from qtrain.models.lora import LoraLinear
 from qtrain.models.mixture import Experts
 from qtrain.models.tensor_parallel import check_divisible
 from qtrain.models.trained_cost import only_adapters
+from tests.models.beside_transformers import backward_of_both
 from tests.models.families import MIXTURES, batch, drawn, source_of
 from tests.models.test_hf import transformers_model
 
@@ -48,22 +48,7 @@ def gradients(theirs: torch.nn.Module, native: torch.nn.Module) -> dict[str, tor
 @pytest.mark.parametrize("name", MIXTURES)
 def test_logits_loss_and_gradients_equal_transformers(name, tmp_path):
     """What export writes, transformers loads as the same function with the same gradients."""
-    from transformers import AutoModelForCausalLM
-
-    source = source_of(name)
-    ours = drawn(source)
-    export_hf(ours, source, tmp_path / "hf")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert theirs.config.to_dict()["model_type"] == source.config["model_type"]
-    ids, labels = batch()
-    logits = theirs(ids).logits
-    assert close(ours(ids), logits)
-
-    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    expected.backward()
-    sums = ours(ids, labels)
-    sums.loss.backward()
-    assert sums.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    ours, theirs = backward_of_both(name, tmp_path / "hf", close)
     native, of_theirs = dict(ours.named_parameters()), gradients(theirs, ours)
     compared = 0
     for entry in layout(ours.config):
