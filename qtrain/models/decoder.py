@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qtrain.distributed.split import Split
 from qtrain.distributed.tensor_group import TensorGroup
+from qtrain.kernels.cross_entropy import IGNORED
 from qtrain.models.attention import Attention, Mask, attention_mask
 from qtrain.models.config import ModelConfig
 from qtrain.models.expert_load import ExpertLoad
@@ -27,8 +28,6 @@ from qtrain.models.selective_recompute import selective_contexts
 from qtrain.models.tensor_parallel import TensorParallel, Tokens, inner_norm
 
 Recompute = Literal["none", "selective", "full"]
-IGNORED = -100
-"""The label of a token that is not trained on."""
 
 
 class DecoderLayer(nn.Module):

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qtrain.distributed.tensor_group import TensorGroup
+from qtrain.kernels.grouped.row_groups import routes_per_group
 from qtrain.models.config import ModelConfig
 from qtrain.models.mlp import MLP
-from qtrain.models.router import Router, balance_loss, routes_per_expert, z_loss
+from qtrain.models.router import Router, balance_loss, z_loss
 from qtrain.quant.experts import experts_mlp
 from qtrain.quant.grouped_linear import GroupedLinear
 from qtrain.quant.parallel_experts import ExpertRanks
@@ -69,6 +70,6 @@ class MixtureMLP(nn.Module):
             if self.shared_gate is not None:
                 shared = F.linear(tokens, self.shared_gate).sigmoid() * shared
             y = y + shared
-        load = routes_per_expert(routing.experts, self.router.mixture.experts)
+        load = routes_per_group(routing.experts, self.router.mixture.experts)
         auxiliary = torch.stack([balance_loss(routing, load), z_loss(routing.logits)])
         return y.view_as(x), load, auxiliary

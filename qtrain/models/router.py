@@ -93,12 +93,6 @@ def best(scores: Tensor, count: int) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
 
 
-def routes_per_expert(experts: Tensor, count: int) -> Tensor:
-    """experts int64 [T, k] -> how many routes each of `count` experts has, int64 [count]."""
-    flat = experts.reshape(-1)
-    return torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
-
-
 def balance_loss(routing: Routing, load: Tensor) -> Tensor:
     """The load-balancing loss, an fp32 scalar. load: int64 [E], routes of each expert."""
     tokens, experts = routing.probabilities.shape

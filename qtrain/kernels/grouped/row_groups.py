@@ -56,12 +56,18 @@ def padded_rows(routes: int, groups: int) -> int:
     return -(-most // ALIGNMENT) * ALIGNMENT
 
 
+def routes_per_group(group_of_route: Tensor, groups: int) -> Tensor:
+    """group_of_route int64 [T, k] -> how many routes each group has, int64 [groups]."""
+    flat = group_of_route.reshape(-1)
+    return torch.zeros(groups, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+
+
 @torch.no_grad()
 def group_rows(group_of_route: Tensor, groups: int) -> RowGroups:
     """The rows of routes int64 [T, k], each to one of `groups`, in the order of (group, token, k)."""
     tokens, per_token = group_of_route.shape
     flat, device = group_of_route.reshape(-1), group_of_route.device
-    counts = torch.zeros(groups, dtype=torch.int64, device=device).scatter_add_(0, flat, torch.ones_like(flat))
+    counts = routes_per_group(group_of_route, groups)
     padded = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     starts = torch.zeros(groups + 1, dtype=torch.int64, device=device)
     starts[1:] = padded.cumsum(0)
