@@ -87,7 +87,8 @@ class _PlainHead(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        new = torch.empty_like if hidden.shape[0] else torch.zeros_like
+        grad_weight = new(weight, dtype=torch.float32) if needs_weight else None
 
         def one_chunk(start: int) -> Tensor:  # a function, so that its logits are freed before the next are allocated
             chunk = slice(start, start + rows)
@@ -96,7 +97,7 @@ class _PlainHead(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(logits, weight, out=grad_hidden[chunk])
             if grad_weight is not None:
-                _add_product(grad_weight, logits.t(), hidden[chunk])
+                _add_product(grad_weight, logits.t(), hidden[chunk], first=start == 0)
             return sums
 
         sums = hidden.new_zeros((2,), dtype=torch.float32)
@@ -114,7 +115,9 @@ class _PlainHead(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = _scaled(grad_hidden, grad_loss)
         if grad_weight is not None:
-            grad_weight = grad_weight.mul_(grad_loss).to(ctx.dtype)  # in place: no second fp32 [V, C]
+            # No second fp32 [V, C].
+            out = grad_weight if ctx.dtype == torch.float32 else torch.empty_like(grad_weight, dtype=ctx.dtype)
+            grad_weight = torch.mul(grad_weight, grad_loss, out=out)
         return grad_hidden, grad_weight, None, None, None, None
 
 
@@ -139,11 +142,14 @@ def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
     return grad * factor if grad.dtype == torch.float32 else (grad.float() * factor).to(grad.dtype)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a·b; total fp32 [N, K], a and b of one dtype."""
+def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """total += a·b, or = if it is the first; total fp32 [N, K], a and b of one dtype."""
+    keep = 0.0 if first else 1.0  # with 0 the total is not read
     if a.dtype == torch.float32:
-        total.addmm_(a, b)
+        total.addmm_(a, b, beta=keep)
     elif total.is_cuda:  # a GEMM with fp32 output
-        torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
+        torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, beta=keep, out=total)
+    elif first:
+        total.copy_(a @ b)
     else:
         total.add_(a @ b)

@@ -117,6 +117,6 @@ class _RouterLogits(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad
-        dx = fp32_mm(gradient, weight).to(ctx.dtype) if needs_x else None
-        dweight = fp32_mm(gradient.t(), x).to(weight.dtype) if needs_weight else None
+        dx = fp32_mm(gradient, weight, ctx.dtype) if needs_x else None
+        dweight = fp32_mm(gradient.t(), x, weight.dtype) if needs_weight else None
         return dx, dweight

@@ -19,9 +19,10 @@ from qtrain.distributed.gradients import GradientReduction
 from qtrain.distributed.mesh import Mesh
 from qtrain.distributed.shards import Sharded, by_mesh, shard_parameters
 from qtrain.distributed.wire import gather_rows
+from qtrain.kernels.optim.sum_of_squares import SumOfSquares
 from qtrain.quant import QuantizedModel
 from qtrain.train.expert_parallel import shard_experts
-from qtrain.train.gradients import Gradients, norm_of
+from qtrain.train.gradients import Gradients
 from qtrain.train.model_weights import ModelWeights
 from qtrain.train.state.divided_state import DividedState
 from qtrain.train.tensor_parallel import TensorParts
@@ -52,6 +53,7 @@ class DataParallel:
         """Whether a micro-batch's gradients are added to those of the former one in the parameters' `.grad`."""
         self._first_micro_step, self._micro_batches, self._index = 0, 1, 0
         self._quantized = quantized
+        self._sum_of_squares = SumOfSquares()
         self._device = next(model.parameters()).device
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         in_blocks = {id(p) for block in blocks for p in block.parameters()}
@@ -148,7 +150,7 @@ class DataParallel:
         exact = self._reduction is not None or self._parts is not None
         squares = by_mesh(self.parameters if self._parts is None else self._parts.counted, lambda sharded: sharded)
         if norm is None and not exact:
-            norm = norm_of(gradients_of(self.parameters))
+            norm = self._squares(self.parameters).sqrt().float()
         norms = [self._squares(members) for _, members in squares] if exact else [norm]
         counts = torch.tensor([tokens, stop_signal], dtype=torch.float64, device=self._device)
         own = torch.cat([torch.stack([*nll, trained, *norms]).double(), counts])
@@ -184,7 +186,7 @@ class DataParallel:
         gradients = [getattr(g, "_local_tensor", g) for g in gradients_of(parameters)]
         if not gradients:  # other ranks own all of them
             return torch.zeros((), dtype=torch.float64, device=self._device)
-        return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()
+        return self._sum_of_squares(gradients)
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from qtrain.kernels.numerics.encode import encoding
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.optim.fused_update import SIGNED_STATES, FusedUpdate, Slot
 from qtrain.kernels.optim.state_formats import BLOCKS, state_format, zero_state
+from qtrain.kernels.optim.sum_of_squares import SumOfSquares
 from qtrain.kernels.ordered_sum import launch_add_in_order
 from qtrain.kernels.quantize.absmax import launch_absmax
 from qtrain.kernels.quantize.column_groups import BlockGroups
@@ -104,6 +105,7 @@ def quantizers() -> Iterator[Case]:
             )
     for dtype in (BF16, FP32):
         yield dtype is BF16, lambda d=dtype: launch_add_in_order(zeros(512, dtype=FP32), zeros(2, 512, dtype=d))
+        yield dtype is BF16, lambda d=dtype: SumOfSquares().launch([zeros(512, dtype=d)])
     for dtype in (BF16, FP32):
         for elem in ("e4m3", "e5m2"):
             yield dtype is BF16, lambda e=elem, d=dtype: launch_quantize_mx(zeros(64, 512, dtype=d), e)

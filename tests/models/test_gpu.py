@@ -13,6 +13,7 @@ from qtrain.models import (
     compile_layers,
     decoder,
     linear_cross_entropy,
+    mlp,
     read_model_source,
 )
 from qtrain.models.attention import attention_mask
@@ -196,7 +197,7 @@ def test_a_low_bit_mlp_is_one_function(name, kwargs, monkeypatch):
     found = []
     for takes in (quant.supports_swiglu_mlp, lambda *linears: False):
         torch._dynamo.reset()
-        monkeypatch.setattr(decoder, "supports_swiglu_mlp", takes)
+        monkeypatch.setattr(mlp, "supports_swiglu_mlp", takes)
         model = model_of("qwen2", torch.bfloat16)
         quant.quantize_linears(model, quant.SCHEMES.make(name, kwargs, "--quantize_kwargs"), seed=3)
         compile_layers(model)

@@ -38,4 +38,6 @@ def unpack(stored: Tensor, fmt: str, columns: int) -> Tensor:
     codes = _unpack_ref(stored, columns, FORMATS[fmt].packing)
     if FORMATS[fmt].values is None:
         return codes
-    return torch.tensor(FORMATS[fmt].values, device=codes.device)[codes.int() & 15]
+    # Filled on the device: a copy of the table from the host would synchronize.
+    values = torch.cat([torch.full((1,), value, device=codes.device) for value in FORMATS[fmt].values])
+    return values[codes.int() & 15]

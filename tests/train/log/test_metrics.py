@@ -169,4 +169,4 @@ def test_queued_gpu_work_counts_as_training_not_as_pause():
     meter.step(1000)
     with meter.pause():
         y.sum().item()
-    assert meter.read().step_s > 0.7 * alone
+    assert meter.read().step_s > 0.3 * alone  # as a pause it would be some launches; others may use the GPU meanwhile
