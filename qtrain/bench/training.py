@@ -1,5 +1,6 @@
 """Training steps of one model with one scheme, timed; `train_step.py` runs each in its own process."""
 
+import itertools
 import statistics
 import time
 from typing import Any
@@ -22,8 +23,8 @@ from qtrain.train.step import apply_gradients, compute_gradients
 
 
 def time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, Any]:
-    """Median speed over `settings.n_steps` steps after `warmup_steps`, on random tokens; or {"reason": ...}. Of all
-    processes, if a launcher has started several.
+    """Speed over `settings.n_steps` steps after `warmup_steps`, on random tokens: the median time from the end of a
+    step to the end of the next; or {"reason": ...}. Of all processes, if a launcher has started several.
 
     Keys: tok_s, step_ms, sol, mfu, peak_gib, planned_gib, loss.
     """
@@ -50,13 +51,12 @@ def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, A
     graphs = step_graphs(run, forward)
     in_backward = OptimizerInBackward(model, run.optimizer) if settings.optimizer_in_backward else None
     generator = torch.Generator().manual_seed(settings.seed + prepared.mesh.data_rank)
-    times, loss = [], float("nan")
+    marks, loss = [_mark(device)], float("nan")
     for step in range(warmup_steps + settings.n_steps):
         batches = [
             random_batch(architecture.vocab_size, geometry.micro_batch_size, settings.seq_len, generator).to(device)
         ]
         batches *= geometry.gradient_accumulation  # the tokens do not affect the speed
-        start = _now(device)
         gradients = compute_gradients(
             model, forward, quantized, batches, step, graphs, in_backward, parallel=run.parallel
         )
@@ -70,9 +70,10 @@ def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, A
             in_backward=in_backward,
             parallel=run.parallel,
         )
-        times.append(_now(device) - start)
+        marks.append(_mark(device))
         loss = gradients.loss
-    seconds = statistics.median(times[warmup_steps:])
+    times = [_seconds(*pair) for pair in itertools.pairwise(marks[warmup_steps:])]
+    seconds = statistics.median(times)
     tok_s = plan.tokens_per_step / seconds
     return {
         "tok_s": tok_s,
@@ -90,7 +91,17 @@ def random_batch(vocab_size: int, sequences: int, seq_len: int, generator: torch
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
-def _now(device: torch.device) -> float:
+def _mark(device: torch.device) -> torch.cuda.Event | float:
+    """The end of a step. Not waited for, as a training loop does not: the host prepares the next step meanwhile."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
     return time.perf_counter()
+
+
+def _seconds(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1000

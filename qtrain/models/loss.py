@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qtrain.kernels.cross_entropy import cross_entropy
+from qtrain.kernels.scaled import scaled
 
 
 class LossSums(NamedTuple):
@@ -113,11 +114,10 @@ class _PlainHead(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_hidden is not None:
-            grad_hidden = _scaled(grad_hidden, grad_loss)
+            grad_hidden = scaled(grad_hidden, grad_loss, grad_hidden.dtype)
         if grad_weight is not None:
-            # No second fp32 [V, C].
-            out = grad_weight if ctx.dtype == torch.float32 else torch.empty_like(grad_weight, dtype=ctx.dtype)
-            grad_weight = torch.mul(grad_weight, grad_loss, out=out)
+            same = ctx.dtype == grad_weight.dtype  # then in place: no second fp32 [V, C]
+            grad_weight = grad_weight.mul_(grad_loss) if same else scaled(grad_weight, grad_loss, ctx.dtype)
         return grad_hidden, grad_weight, None, None, None, None
 
 
@@ -134,12 +134,7 @@ class _SoftmaxLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
-        return _scaled(grad, grad_loss), None, None, None
-
-
-def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
-    """grad * factor for an fp32 scalar, which a plain multiplication would first round to grad's dtype."""
-    return grad * factor if grad.dtype == torch.float32 else (grad.float() * factor).to(grad.dtype)
+        return scaled(grad, grad_loss, grad.dtype), None, None, None
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:

@@ -45,6 +45,7 @@ from qtrain.kernels.quantize.nf4 import launch_dequantize_nf4, nf4_table
 from qtrain.kernels.quantize.rowwise import launch_rowwise
 from qtrain.kernels.quantize.rowwise_bf16x2 import launch_rowwise_bf16x2
 from qtrain.kernels.quantize.tiled import launch_tiled
+from qtrain.kernels.scaled import launch_scaled
 from qtrain.kernels.swiglu.backward import launch_quantize_swiglu_backward
 from qtrain.kernels.swiglu.delayed_scale import launch_swiglu_delayed_scale
 from qtrain.kernels.swiglu.rowwise import launch_quantize_swiglu_rowwise
@@ -106,6 +107,7 @@ def quantizers() -> Iterator[Case]:
     for dtype in (BF16, FP32):
         yield dtype is BF16, lambda d=dtype: launch_add_in_order(zeros(512, dtype=FP32), zeros(2, 512, dtype=d))
         yield dtype is BF16, lambda d=dtype: SumOfSquares().launch([zeros(512, dtype=d)])
+        yield dtype is BF16, lambda d=dtype: launch_scaled(zeros(512, dtype=d), zeros(1, dtype=FP32), BF16)
     for dtype in (BF16, FP32):
         for elem in ("e4m3", "e5m2"):
             yield dtype is BF16, lambda e=elem, d=dtype: launch_quantize_mx(zeros(64, 512, dtype=d), e)

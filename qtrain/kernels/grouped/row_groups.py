@@ -71,7 +71,8 @@ def group_rows(group_of_route: Tensor, groups: int) -> RowGroups:
     padded = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     starts = torch.zeros(groups + 1, dtype=torch.int64, device=device)
     starts[1:] = padded.cumsum(0)
-    order = flat.argsort(stable=True)
+    # Radix sort passes over all keys for each of their bytes: one, for up to 256 groups.
+    order = flat.to(torch.uint8 if groups <= 256 else torch.int16).argsort(stable=True)
     before = counts.cumsum(0) - counts  # routes of the groups before this one
     group = flat[order]
     row = torch.arange(flat.numel(), device=device) - before[group] + starts[group]

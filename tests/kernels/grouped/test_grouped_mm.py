@@ -109,8 +109,9 @@ def test_operators(role):
 
 
 def close(out, expected, dtypes, size, fast_accum=True):
+    """expected, size: fp32."""
     if dtypes[0] == torch.int8:
-        assert torch.equal(out, expected)
+        assert torch.equal(out, expected.to(out.dtype))
     else:  # as in tests/kernels/gemm/test_scaled_mm.py
         error, bits = (out.double() - expected.double()).abs(), 9 if fast_accum else 12
         assert (error <= 2**-8 * expected.double().abs() + 2**-bits * size).all()
@@ -120,7 +121,7 @@ def check_rows(g, n, k, dtypes, tiling, role, out_dtype, tensorwise=False, fast_
     a, b, *scales = rows_operands(g, n, k, dtypes, role, n, tensorwise)
     last = int(g.starts[-1])
     a.view(torch.uint8)[last:] = 0x7F  # of FP8 a NaN: the kernel must not read it
-    expected = grouped_rows_mm_ref(a.cpu(), b.cpu(), *(s.cpu() for s in scales), g.starts.cpu(), out_dtype)
+    expected = grouped_rows_mm_ref(a.cpu(), b.cpu(), *(s.cpu() for s in scales), g.starts.cpu(), torch.float32)
     size = grouped_rows_mm_ref(
         *(t.cpu().float().abs().to(t.dtype) for t in (a, b)), *(s.cpu() for s in scales), g.starts.cpu(), torch.float32
     )
@@ -134,7 +135,7 @@ def check_rows(g, n, k, dtypes, tiling, role, out_dtype, tensorwise=False, fast_
 def check_sums(g, n, k, dtypes, tiling, out_dtype, tensorwise=False, fast_accum=True, longest=None):
     a, b, *scales = sums_operands(g, n, k, dtypes, n, tensorwise)
     cpu = [s.cpu() for s in (*scales, g.starts)]
-    expected = grouped_sums_mm_ref(a.cpu(), b.cpu(), *cpu, out_dtype)
+    expected = grouped_sums_mm_ref(a.cpu(), b.cpu(), *cpu, torch.float32)
     size = grouped_sums_mm_ref(*(t.cpu().float().abs().to(t.dtype) for t in (a, b)), *cpu, torch.float32)
     out = torch.full((g.count, n, k), 7.0, dtype=out_dtype, device=a.device)
     launch_grouped_sums(a, b, out, tiling, g.starts, tuple(scales), fast_accum=fast_accum)
@@ -144,7 +145,8 @@ def check_sums(g, n, k, dtypes, tiling, out_dtype, tensorwise=False, fast_accum=
         launch_long_sums(a, b, spoiled, g.starts, tuple(scales), longest)
         for e, s, t in spans(g):
             found = spoiled[e].cpu()
-            assert torch.equal(found, expected.view(out.shape)[e] if t - s > longest else torch.full_like(found, 7.0))
+            wanted = expected.view(out.shape)[e].to(out.dtype)
+            assert torch.equal(found, wanted if t - s > longest else torch.full_like(found, 7.0))
 
 
 SMALL = [Tiling(128, 64, 64, 4, 2), Tiling(64, 32, 128, 4, 2, group_m=2, subtiles=1)]
