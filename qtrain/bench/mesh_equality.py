@@ -30,6 +30,7 @@ from qtrain.distributed.mesh import Mesh, make_mesh
 from qtrain.distributed.ranks import all_gather, join_world, leave_world, local_rank, rank
 from qtrain.distributed.shards import Sharded, plain_tensors
 from qtrain.distributed.weights import GatheredMaster, gather_weights
+from qtrain.distributed.wire import sent
 from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, quantize_linears
@@ -96,8 +97,9 @@ def train(
     full_shard: bool = False,
     config: Mapping[str, Any] = CONFIG,
 ) -> dict[str, Any]:
-    """Losses and norms of the steps, and digests of all that training has changed. micro_batches: of all ranks, in a
-    step."""
+    """Losses and norms of the steps, bytes that this rank sent in them, and digests of all that training has changed.
+    micro_batches: of all ranks, in a step."""
+    sent.clear()
     name, options = SCHEMES_COMPARED[scheme]
     experts = None if mesh.of_experts is None else mesh.of_experts.tensor_group
     source = ModelSource("small", dict(config), "--model")
@@ -125,7 +127,7 @@ def train(
         gradients = compute_gradients(model, forward, quantized, batches, step, parallel=parallel)
         apply_gradients(optimizer, quantized, gradients, lr=1e-3, clip_grad_norm=0.5, parallel=parallel)
         found.append((gradients.loss, gradients.norm_value))
-    return {"steps": found, "digests": state_digests(parallel, quantized, optimizer)}
+    return {"steps": found, "sent": dict(sent), "digests": state_digests(parallel, quantized, optimizer)}
 
 
 def random_micro_batch(step: int, number: int) -> Batch:
@@ -206,8 +208,8 @@ def work(arguments: argparse.Namespace) -> None:
     device = torch.device("cuda", local_rank()) if arguments.device == "cuda" else torch.device("cpu")
     join_world(device)
     replicate, shard = map(int, arguments.work.split("x"))
-    mesh = make_mesh(replicate, shard, device.type)
-    results = {}
+    ep = arguments.ep if replicate * shard > 1 else 1
+    mesh, results = make_mesh(replicate, shard, device.type, ep=ep), {}
     for scheme in arguments.schemes:
         for optimizer in arguments.optimizers:
             results[f"{scheme} | {optimizer}"] = train(
@@ -218,6 +220,7 @@ def work(arguments: argparse.Namespace) -> None:
                 arguments.steps,
                 not arguments.not_deterministic,
                 full_shard=arguments.full_shard,
+                config=MIXTURE if arguments.ep > 1 else CONFIG,
             )
             if rank() == 0:
                 Path(arguments.out).write_text(json.dumps(results))
@@ -233,6 +236,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--not_deterministic", action="store_true", help="as runs are without --deterministic")
     parser.add_argument("--full_shard", action="store_true", help="ZeRO-3 on meshes that shard, instead of ZeRO-2")
+    parser.add_argument("--ep", type=int, default=1, help="processes that divide the experts of a small mixture")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -134,6 +134,13 @@ def expert_mesh_shape(replicate: int, shard: int, ep: int) -> tuple[int, int]:
     return (replicate, shard // ep) if shard % ep == 0 else (world // ep, 1)
 
 
+def planned_mesh(replicate: int, shard: int, ep: int = 1) -> Mesh:
+    """A mesh without its processes. UserError where --ep does not fit it."""
+    if ep == 1:
+        return Mesh(replicate, shard)
+    return Mesh(replicate, shard, of_experts=Mesh(*expert_mesh_shape(replicate, shard, ep), tensor=ep))
+
+
 def make_mesh(dp_replicate: int, dp_shard: int, device_type: str, tp: int = 1, ep: int = 1) -> Mesh:
     """The mesh of this run; the process group must exist where there are several ranks."""
     replicate, shard = mesh_shape(dp_replicate, dp_shard, launched_world(), tp)

@@ -51,14 +51,15 @@ class StepShape:
 
 
 class RankShare(NamedTuple):
-    """What one of several GPUs holds: of the optimizer states, and of the master weights that are not the model's own
-    weights."""
+    """What one of several GPUs holds: of the optimizer states, of the master weights that are not the model's own
+    weights, and of the gradients that are not those of the model's weights."""
 
     states: float
     masters: float
+    gradients: float
 
 
-ONE_GPU = RankShare(1.0, 1.0)
+ONE_GPU = RankShare(1.0, 1.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +176,7 @@ def estimate_memory(
         one_layer=round(step.tokens * max(saved.values())),
         plain_weights=parameters * step.element,
         initialization=_initialization_bytes(config, step.element, pretrained),
-        step=round((step_bytes + trained.bytes * (share.states < 1)) * share.states),  # the shards' gradients
+        step=round(step_bytes * share.states + trained.bytes * share.gradients),
         in_backward=step.in_backward,
     )
 
@@ -241,10 +242,9 @@ def _loss_bytes(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trai
     hidden = tokens * (2 * c * element + 4 + 16)  # the last layer's output, normed, 1/rms; token ids and labels
     if low_bit.head is None:
         return hidden + tokens * c * element + 4 * head + logits
-    # A quantized head uses autograd's backward, chunk by chunk: the gradient of the logits is scaled in fp32, out of
-    # place unless it is fp32 itself, and each chunk's gradient of the weight is added to the others'.
-    scaled = logits * (8 if element == 2 else 4) / element
-    return hidden + tokens * c * element + 2 * head * element + logits + scaled
+    # A quantized head uses autograd's backward, chunk by chunk: the gradient of the logits is scaled out of place, and
+    # each chunk's gradient of the weight is added to the others'.
+    return hidden + tokens * c * element + 2 * head * element + 2 * logits
 
 
 def _backward_bytes(

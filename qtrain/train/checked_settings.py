@@ -16,7 +16,7 @@ from qtrain.train.device import choose_dtype
 from qtrain.train.expert_parallel import check_expert_parallel
 from qtrain.train.in_backward import check_in_backward
 from qtrain.train.log.trackers import check_trackers
-from qtrain.train.planned_machine import check_plan_flags, check_planned_scheme, planned_device, planned_mesh
+from qtrain.train.planned_machine import check_plan_flags, check_planned_scheme, mesh_of_world, planned_device
 from qtrain.train.settings import BatchGeometry, TrainSettings, batch_geometry
 from qtrain.train.state.run_folder import RunFolder, find_run_folder
 from qtrain.train.tensor_parallel import check_tensor_parallel
@@ -85,7 +85,7 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
     _check_alike(settings)
     folder = from_rank_0(lambda: find_run_folder(settings, script))
     sizes = settings.dp_replicate, settings.dp_shard
-    mesh = planned_mesh(settings) or make_mesh(*sizes, device.type, settings.tp, settings.ep)
+    mesh = mesh_of_world(settings) or make_mesh(*sizes, device.type, settings.tp, settings.ep)
     optimizer, note = optimizer.for_device(device)
     return CheckedSettings(
         settings=settings,

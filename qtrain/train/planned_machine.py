@@ -2,7 +2,7 @@
 
 import torch
 
-from qtrain.distributed.mesh import Mesh, mesh_shape
+from qtrain.distributed.mesh import Mesh, mesh_shape, planned_mesh
 from qtrain.distributed.ranks import launched_world
 from qtrain.errors import UserError
 from qtrain.hardware import Hardware, datasheet_hardware, describe_hardware
@@ -39,7 +39,7 @@ def check_plan_flags(settings: TrainSettings) -> None:
             "all machines have as many."
         )
     find_wire(settings.wire)
-    mesh_shape(settings.dp_replicate, settings.dp_shard, world)
+    mesh_of_world(settings)
 
 
 def planned_device(settings: TrainSettings) -> torch.device:
@@ -52,11 +52,11 @@ def planned_device(settings: TrainSettings) -> torch.device:
     return device
 
 
-def planned_mesh(settings: TrainSettings) -> Mesh | None:
-    """The mesh of --world_size, without its processes; None without that flag."""
+def mesh_of_world(settings: TrainSettings) -> Mesh | None:
+    """The mesh of --world_size, without its processes; None without that flag. UserError for flags that do not fit."""
     if settings.world_size is None:
         return None
-    return Mesh(*mesh_shape(settings.dp_replicate, settings.dp_shard, settings.world_size))
+    return planned_mesh(*mesh_shape(settings.dp_replicate, settings.dp_shard, settings.world_size), settings.ep)
 
 
 def planned_hardware(settings: TrainSettings, device: torch.device) -> Hardware:

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from qtrain.bench.mesh_equality import CONFIG, MIXTURE, SCHEMES_COMPARED, differences, random_micro_batch, train
-from qtrain.distributed.mesh import expert_mesh_shape, make_mesh
+from qtrain.distributed.mesh import expert_mesh_shape, make_mesh, planned_mesh
 from qtrain.errors import UserError
+from qtrain.hardware import Hardware
 from qtrain.models import (
     ModelConfig,
     ModelSource,
@@ -21,9 +22,12 @@ from qtrain.models import (
 from qtrain.models.expert_parallel import check_experts_divisible
 from qtrain.optim import OPTIMIZERS
 from qtrain.quant import SCHEMES, quantize_linears
+from qtrain.train.checked_settings import check_settings
 from qtrain.train.expert_parallel import check_expert_parallel
 from qtrain.train.language import language_forward
 from qtrain.train.parallel import DataParallel
+from qtrain.train.plan.plan import Plan
+from qtrain.train.plan.resharding import reshards
 from qtrain.train.settings import LanguageSettings, VisionSettings
 from qtrain.train.step import compute_gradients
 from tests.cases import FULL_SWEEP, sampled
@@ -104,7 +108,6 @@ REFUSED = [
     (LanguageSettings(ep=2, model_impl="hf"), "only qtrain's own decoder is divided"),
     (LanguageSettings(ep=2, tp=2), "--tp is 2; layers are divided by one of the two"),
     (LanguageSettings(ep=2, quantize="auto"), "with --quantize auto each process"),
-    (LanguageSettings(ep=2, world_size=8), "plans of --world_size know no divided experts"),
     (LanguageSettings(ep=2, reshard_after_forward="always"), "--reshard_after_forward always"),
     (LanguageSettings(ep=2, optimizer_in_backward=True), "--optimizer_in_backward takes one process"),
     (LanguageSettings(ep=2, deterministic=True, quantize="nvfp4"), "nvfp4 needs a scale of the tokens of all experts"),
@@ -118,6 +121,15 @@ def test_settings_that_divided_experts_do_not_know_are_refused(settings, words):
     with pytest.raises(UserError, match=rf"^--ep: 2, but .*{words}"):
         check_expert_parallel(settings, "llm_pretrain", optimizer)
     check_expert_parallel(dataclasses.replace(settings, ep=1), "llm_pretrain", optimizer)
+
+
+def test_auto_never_shards_layers_fully_beside_divided_experts():
+    """Where the memory does not suffice: full sharding does not know them."""
+    checked = dataclasses.replace(check_settings(LanguageSettings(), "test"), mesh=planned_mesh(1, 4))
+    model = torch.nn.Linear(2, 2)
+    too_large = Plan("m", "bf16", checked.geometry, 1, 1, Hardware("GPU", {}, 1, False), (), memory={"weights": 2})
+    assert reshards(checked, too_large, model, [model], None)
+    assert not reshards(dataclasses.replace(checked, mesh=planned_mesh(1, 4, 2)), too_large, model, [model], None)
 
 
 def test_fine_tuning_and_what_is_no_mixture_is_refused():

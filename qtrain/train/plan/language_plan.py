@@ -1,5 +1,6 @@
 """The plan of a language model's run, from its config and from what the swap will do to its linears."""
 
+import math
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ from qtrain.distributed.mesh import Mesh
 from qtrain.hardware import Hardware
 from qtrain.kernels.autotune import forced
 from qtrain.models import ModelConfig
-from qtrain.models.cost import count_parameters, flops_per_token, layer_linears, linear_key
+from qtrain.models.cost import ParameterGroup, count_parameters, flops_per_token, layer_linears, linear_key
 from qtrain.models.expert_parallel import rank_experts
 from qtrain.models.memory import MemoryEstimate, RankShare, StepShape, all_of, estimate_memory
 from qtrain.models.saved_activations import LinearBytes, LowBitBytes
@@ -20,7 +21,7 @@ from qtrain.train.plan.fullest_rank import fullest_share
 from qtrain.train.plan.linears import PlannedLinear, shares
 from qtrain.train.plan.plan import Plan
 from qtrain.train.plan.speed_of_light import emulated_arithmetics, shortest_seconds
-from qtrain.train.plan.traffic import Traffic, weights_on_wire
+from qtrain.train.plan.traffic import ExpertTraffic, Traffic, routed_bytes_per_token, weights_on_wire
 from qtrain.train.plan.units import TOKENS
 from qtrain.train.plan.world import Work, plan_world, refuse_world
 
@@ -77,9 +78,10 @@ def plan_language_run(
     if settings.world_size is not None:
         samples = checked.geometry.micro_batch_size * checked.geometry.gradient_accumulation * settings.seq_len
         traffic = _traffic(checked, model_config, linears, trained)
-        step_work = Work(parameters, seconds, samples, TOKENS, low_bit=any(linear.scheme for linear in linears))
+        low_bit, mixture = any(linear.scheme for linear in linears), model_config.mixture is not None
+        step_work = Work(parameters, seconds, samples, TOKENS, low_bit, mixture)
         adapted = trained is not None and bool(trained.adapters)
-        resharding = "never" if adapted else settings.reshard_after_forward
+        resharding = "never" if adapted or settings.ep > 1 else settings.reshard_after_forward
         world = plan_world(settings, checked.mesh, hardware, step_work, traffic, memory_on, resharding)
     return Plan(
         **shared,
@@ -101,19 +103,43 @@ def _traffic(
     """What the ranks of any mesh send each other."""
     adapted = trained is not None and bool(trained.adapters)
     trained = trained or all_of(model_config, checked.dtype.itemsize)
-    parameters = trained.bytes // trained.element
     own_head = trained.head and not model_config.tie_word_embeddings
     alone = [] if adapted else [linear for linear in linears if own_head or not linear.is_head]
-    in_layers = [linear for linear in alone if not linear.is_head]
-    return Traffic(
-        parameters=parameters,
-        matrices=sum(group.count for group in trained.shapes if len(group.shape) > 1),
-        element=trained.element,
-        weights=weights_on_wire(parameters, alone, trained.element),
-        in_layers=weights_on_wire(sum(n.weights for n in in_layers), in_layers, trained.element),
-        micro_batches=checked.geometry.gradient_accumulation,
-        gradient_wire=checked.settings.gradient_wire,
+
+    def of(shapes: Sequence[ParameterGroup], alone: Sequence[PlannedLinear]) -> Traffic:
+        parameters = sum(math.prod(group.shape) * group.count for group in shapes)
+        in_layers = [linear for linear in alone if not linear.is_head]
+        return Traffic(
+            parameters=parameters,
+            matrices=sum(group.count for group in shapes if len(group.shape) > 1),
+            element=trained.element,
+            weights=weights_on_wire(parameters, alone, trained.element),
+            in_layers=weights_on_wire(sum(n.weights for n in in_layers), in_layers, trained.element),
+            micro_batches=checked.geometry.gradient_accumulation,
+            gradient_wire=checked.settings.gradient_wire,
+        )
+
+    if checked.settings.ep == 1:
+        return of(trained.shapes, alone)
+    of_experts = _shapes_of_experts(model_config)
+    experts = ExpertTraffic(
+        of(*([x for x in found if x.shape in of_experts] for found in (trained.shapes, alone))),
+        layers=len(model_config.mixture_layers),
+        tokens=checked.geometry.micro_batch_size * checked.settings.seq_len,
+        bytes_per_token=routed_bytes_per_token(
+            model_config.hidden_size,
+            model_config.mixture.per_token,
+            checked.dtype.itemsize,
+            next(linear.scheme for linear in linears if linear_key(linear.name) == "experts.gate_up"),
+            recomputed=checked.settings.activation_checkpointing == "full",
+        ),
     )
+    others = of(*([x for x in found if x.shape not in of_experts] for found in (trained.shapes, alone)))
+    return replace(others, experts=experts)
+
+
+def _shapes_of_experts(model_config: ModelConfig) -> set[tuple[int, ...]]:
+    return {n.shape for name, n in layer_linears(model_config).items() if name.startswith("experts.")}
 
 
 def language_memory(
@@ -133,7 +159,7 @@ def language_memory(
     up, down = schemes[f"{main}gate_up"], schemes[f"{main}down_proj"]
     in_one_function = up and down and not (model_config.mlp_bias or model_config.sub_norm or adapted)
     trained = trained or all_of(model_config, element)
-    of_experts = {n.shape for name, n in layer_linears(model_config).items() if name.startswith("experts.")}
+    of_experts = _shapes_of_experts(model_config)
     stored = {linear.shape for linear in linears if linear.stored and not linear.is_head}
     shapes = [
         ParameterShape(*found, stored=not adapted and found.hidden and found.shape in stored)
@@ -198,7 +224,9 @@ def _rank_share(
         held += fullest_share(others, mesh.shard, needs_whole) * sum(s.elements for s in others)
         return held / max(sum(s.elements for s in chosen), 1)
 
-    return RankShare(fullest(shapes), fullest(apart, whole=0.0))
+    # Experts that are not divided further keep their gradients, as all else does without shards.
+    gradients = 0.0 if mesh.shard == 1 else fullest(shapes, whole=0.0)
+    return RankShare(fullest(shapes), fullest(apart, whole=0.0), gradients)
 
 
 def _is_whole(mesh: Mesh, key: str = "experts.") -> bool:

@@ -25,6 +25,7 @@ def reshards(
         raise UserError(f"--reshard_after_forward: always, but {type(model).__name__} has no repeated layers.")
     have = plan.hardware.memory_bytes
     too_large = bool(have) and sum(plan.memory.values()) > have
-    divisible = mesh.shard > 1 and mesh.tensor == 1 and blocks and not (trained and trained.adapters)
+    whole_layers = mesh.tensor == 1 and mesh.of_experts is None  # neither --tp nor --ep divides them
+    divisible = mesh.shard > 1 and whole_layers and blocks and not (trained and trained.adapters)
     averages = bool(getattr(checked.settings, "ema_decay", 0))
     return mode == "always" or bool(too_large and divisible and not averages)

@@ -7,7 +7,7 @@ and launches from Python, was measured on two H200s.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -39,6 +39,12 @@ MEASURED = {
     IMAGES: Measured("ViT-giant", {"fp8_tensorwise": {1135e6: 0.315}, "bf16": {1135e6: 0.465}}),
 }
 
+MIXTURES = Measured(
+    # docs/results/mixtures.json: 16,384 tokens a step, so all of AdamW counts.
+    "Qwen3-30B-A3B with 12 layers",
+    {"fp8_tensorwise": {8.1e9: 0.345}, "bf16": {8.1e9: 0.432}},
+)
+
 GRADIENT_MATRIX_SECONDS, WEIGHT_MATRIX_SECONDS = 0.020e-3, 0.055e-3
 PARAMETER_SECONDS = 4.7e-12
 """docs/results/distributed.json: over a step of the 0.5B two H200s take 12 ms (ZeRO-2) and 11 ms (DDP) longer than one,
@@ -52,10 +58,10 @@ CONTENTION = 0.57
 docs/results/distributed.json, ZeRO-3 of the 7B, less the above."""
 
 
-def measured_sol(unit: Unit, parameters: int, *, low_bit: bool) -> tuple[float, str]:
+def measured_sol(unit: Unit, parameters: int, *, low_bit: bool, mixture: bool = False) -> tuple[float, str]:
     """(fraction of the speed of light for a model of this many parameters, what that was measured on). Between the
     measured models it is linear in the logarithm of their size, beyond them that of the nearest."""
-    measured, scheme = MEASURED[unit], "fp8_tensorwise" if low_bit else "bf16"
+    measured, scheme = MIXTURES if mixture else MEASURED[unit], "fp8_tensorwise" if low_bit else "bf16"
     sizes, fractions = zip(*measured.fractions[scheme].items(), strict=True)
     fraction = np.interp(math.log(parameters), np.log(sizes), fractions)
     return float(fraction), f"measured on one H200, {measured.models} in {scheme}"
@@ -73,6 +79,10 @@ def exchange_overhead(traffic: Traffic, mesh: Mesh, reshards: bool = False) -> f
     micro-batch."""
     if mesh.world == 1:
         return 0.0
+    if traffic.experts is not None:
+        part, of_experts = traffic.experts.part(mesh.of_experts.tensor), mesh.of_experts
+        of_part = exchange_overhead(part, Mesh(of_experts.replicate, of_experts.shard))
+        return of_part + exchange_overhead(replace(traffic, experts=None), mesh)
     per_matrix = GRADIENT_MATRIX_SECONDS + WEIGHT_MATRIX_SECONDS * (mesh.shard > 1)
     times = traffic.micro_batches if reshards else 1
     return traffic.matrices * per_matrix + times * traffic.parameters * PARAMETER_SECONDS

@@ -6,26 +6,59 @@ weights: codes where a scheme's codes may travel, else the values themselves (`q
 
 With full sharding (`distributed/full_shard.py`) layers are gathered before their forward and before their backward pass
 of every micro-batch, and gradients meet after each.
+
+With --ep each rank has a part of the experts, whose gradients and weights travel between the ranks that hold the same
+part, and the tokens of every micro-batch travel to the experts (`quant/parallel_experts.py`).
 """
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qtrain.distributed.gradient_wire import GRADIENT_WIRES
 from qtrain.distributed.mesh import Mesh
 from qtrain.distributed.wire import ALONE_BYTES, BUCKET_BYTES
 from qtrain.kernels.numerics.formats import FORMATS
 from qtrain.quant import LowBitScheme
-from qtrain.train.plan.cluster import Cluster, Cost
+from qtrain.quant.token_gather import gathers_routed_codes
+from qtrain.train.plan.cluster import Cluster, Cost, Ranks
 from qtrain.train.plan.linears import PlannedLinear
+
+EXCHANGES_A_LAYER = 7
+"""Collectives between experts: routes, their weights, x and y; in backward dout, dx and the weights' gradients."""
+
+
+@dataclass(frozen=True)
+class ExpertTraffic:
+    """Of experts that --ep divides. parameters: of all experts, as if none was divided; layers: mixtures; tokens: of a
+    rank's micro-batch; bytes_per_token: that reach each other rank, in one layer, forward and backward."""
+
+    parameters: "Traffic"
+    layers: int
+    tokens: int
+    bytes_per_token: float
+
+    def costs(self, of_experts: Mesh, cluster: Cluster) -> dict[str, Cost]:
+        ranks, node = of_experts.tensor, cluster.gpus_per_node
+        # Ranks that hold the same experts are that many apart.
+        apart = replace(cluster, gpus_per_node=max(node // ranks, 1))
+        found = self.part(ranks).costs(Mesh(of_experts.replicate, of_experts.shard), apart)
+        volume, calls = ranks * self.layers * self.tokens * self.bytes_per_token, self.layers * EXCHANGES_A_LAYER
+        tokens = cluster.all_gather(Ranks(ranks, min(ranks, node)), volume, calls)
+        return found | {"tokens of experts": tokens * self.parameters.micro_batches}
+
+    def part(self, ranks: int) -> "Traffic":
+        """Of one rank's experts."""
+        whole = self.parameters
+        return replace(whole, parameters=whole.parameters // ranks, weights=whole.weights / ranks)
 
 
 @dataclass(frozen=True)
 class Traffic:
     """Of a step of the whole model. parameters: that train; matrices: that these make up; element: bytes of each
     parameter and of its gradient; weights: bytes of all updated weights as they travel, in_layers: of those that full
-    sharding divides; micro_batches: of a rank; gradient_wire: see --gradient_wire."""
+    sharding divides; micro_batches: of a rank; gradient_wire: see --gradient_wire; experts: with --ep, and
+    all else is then without them."""
 
     parameters: int
     matrices: int
@@ -34,6 +67,7 @@ class Traffic:
     in_layers: float = 0.0
     micro_batches: int = 1
     gradient_wire: str = "exact"
+    experts: ExpertTraffic | None = None
 
     @property
     def gradients(self) -> float:
@@ -43,6 +77,9 @@ class Traffic:
 
     def costs(self, mesh: Mesh, cluster: Cluster, reshards: bool = False) -> dict[str, Cost]:
         """By what travels. A mesh of one rank sends nothing."""
+        if self.experts is not None:
+            found, others = self.experts.costs(mesh.of_experts, cluster), replace(self, experts=None)
+            return found | {what: cost + found[what] for what, cost in others.costs(mesh, cluster).items()}
         plain = self.parameters * self.element
         calls, shard_group = self._calls(plain), cluster.shard_group(mesh)
         sums = cluster.all_gather(cluster.replicate_group(mesh), plain / mesh.shard, calls)
@@ -61,6 +98,16 @@ class Traffic:
     def _calls(self, size: float) -> int:
         """Collectives for `size` bytes of all matrices: large ones travel alone, small ones together."""
         return self.matrices if size >= self.matrices * ALONE_BYTES else math.ceil(size / BUCKET_BYTES)
+
+
+def routed_bytes_per_token(
+    width: int, per_token: int, element: int, scheme: LowBitScheme | None, *, recomputed: bool
+) -> float:
+    """`ExpertTraffic.bytes_per_token`. scheme: of gate_up; recomputed: the forward pass runs twice."""
+    codes = scheme is not None and gathers_routed_codes(scheme)
+    x = width * (1 / FORMATS[scheme.input_formats()[0].fmt].packing if codes else element)
+    forward = x + width * element + 8 * per_token  # an expert's number and weight are four bytes each
+    return forward * (1 + recomputed) + 2 * width * element + 4 * per_token
 
 
 def weight_bytes_on_wire(scheme: LowBitScheme | None, element: int, codes_only: bool = True) -> float:

@@ -4,10 +4,11 @@ Every size of the table trains the same micro-batches on each GPU (weak scaling)
 kind, computing the same without any exchange.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from qtrain.distributed.mesh import Mesh
+from qtrain.distributed.mesh import Mesh, planned_mesh
 from qtrain.errors import UserError
 from qtrain.hardware import Hardware
 from qtrain.train.log.status import duration, short_number
@@ -58,13 +59,14 @@ class SizedStep:
 @dataclass(frozen=True)
 class Work:
     """What one GPU computes in a step. parameters: of the model; seconds: shortest time per sample by kind; samples:
-    tokens or images; low_bit: a scheme has swapped linears."""
+    tokens or images; low_bit: a scheme has swapped linears; mixture: of experts."""
 
     parameters: int
     seconds: Mapping[str, float]
     samples: int
     unit: Unit
     low_bit: bool
+    mixture: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,8 +155,13 @@ class WorldPlan:
         found, node = [], self.cluster.gpus_per_node
         for world in sorted({*SIZES, self.mesh.world}):
             shard = min(self.mesh.shard, world) if self.keeps_shard else world
-            if world % shard == 0 and (world <= node or world % node == 0):
+            if world % shard or (world > node and world % node):
+                continue
+            if self.mesh.of_experts is None:
                 found.append(Mesh(world // shard, shard))
+            elif world % self.mesh.of_experts.tensor == 0:
+                with contextlib.suppress(UserError):  # groups that cross the borders of shard groups
+                    found.append(planned_mesh(world // shard, shard, self.mesh.of_experts.tensor))
         return found
 
 
@@ -170,7 +177,7 @@ def plan_world(
     """The plan of `mesh`, made up of GPUs like `hardware`. Raises UserError."""
     sol, source = settings.sol, "--sol"
     if sol is None:
-        sol, source = measured_sol(work.unit, work.parameters, low_bit=work.low_bit)
+        sol, source = measured_sol(work.unit, work.parameters, low_bit=work.low_bit, mixture=work.mixture)
         source += f"; assumed of {hardware.name}" if "H200" not in hardware.name else ""
     return WorldPlan(
         mesh=mesh,

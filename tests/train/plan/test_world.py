@@ -11,6 +11,7 @@ import torch
 import llm_finetune
 import llm_pretrain
 import timm_finetune
+from qtrain.bench.mesh_equality import MIXTURE, train
 from qtrain.bench.results import RESULTS
 from qtrain.distributed.gradient_wire import GRADIENT_WIRES
 from qtrain.distributed.mesh import Mesh, make_mesh
@@ -144,6 +145,42 @@ def test_the_planned_bytes_are_those_that_ranks_send(replicate, options):
     assert costs["gradients"].bytes == pytest.approx(np.mean(gradients), rel=0.02)
     assert costs["weights"].bytes == pytest.approx(np.mean(weights), rel=0.02)
     assert (costs["weights"].bytes == 0) == (replicate == 4)
+
+
+def _sent_with_experts(scheme: str, replicate: int, shard: int, ep: int) -> dict[str, int]:
+    """Bytes that this rank sends in a step of one micro-batch."""
+    mesh, device = make_mesh(replicate, shard, "cpu", ep=ep), torch.device("cpu")
+    return train(scheme, "adamw", mesh, device, 1, False, mesh.data_world, config=MIXTURE)["sent"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "mesh", "ep"), [("fp8_tensorwise", (1, 4), 2), ("int8", (2, 2), 4), ("bf16", (4, 1), 2)], ids=str
+)
+def test_the_planned_bytes_of_divided_experts_are_those_that_ranks_send(scheme, mesh, ep):
+    found = run_ranks(4, _sent_with_experts, scheme, *mesh, ep)
+    options = {"quantize": scheme, "dp_replicate": mesh[0], "ep": ep, "batch_size": 8, "seq_len": 24}
+    plan = world_of(MIXTURE, 4, **options)
+    costs = plan.step(plan.mesh).costs
+    kinds = {
+        "gradients": ("gradients",),
+        "weights": ("weights", "codes"),
+        "tokens of experts": ("activations", "activation codes", "routes"),
+    }
+    for what, names in kinds.items():
+        sent_by_ranks = [sum(of_rank.get(name, 0) for name in names) for of_rank in found]
+        assert costs[what].bytes == pytest.approx(np.mean(sent_by_ranks), rel=0.02), what
+
+
+def test_worlds_of_divided_experts():
+    """The table has what --ep divides, and a GPU of more of them holds fewer experts."""
+    plan = world_of("qwen3-30b-a3b", 8, ep=4, batch_size=64, optim="adamw_8bit", **FP8)
+    worlds = {mesh.world: mesh for mesh in plan.meshes()}
+    assert min(worlds) == 4 and worlds[8].of_experts == Mesh(1, 2, tensor=4)
+    more = world_of("qwen3-30b-a3b", 8, ep=8, batch_size=64, optim="adamw_8bit", **FP8)
+    weights = [p.memory_on(p.mesh, False)["weights"] for p in (plan, more)]
+    assert weights[1] < 0.75 * weights[0]
+    exchanged = [p.step(p.mesh).costs["tokens of experts"].bytes for p in (plan, more)]
+    assert exchanged[1] == pytest.approx(7 / 3 * exchanged[0])  # a token reaches all other ranks
 
 
 # ---- what crosses between machines -----------------------------------------------------------------------------------
@@ -311,6 +348,7 @@ def test_images_are_planned_too(here):
         ({"gpus_per_node": 0}, "--gpus_per_node: 0 is out of range"),
         ({"sol": 1.5}, "--sol: 1.5 is out of range"),
         ({"dp_shard": 3}, "--dp_shard: 3 does not divide the 16 processes"),
+        ({"ep": 3}, "--ep: 3 does not divide the 16 processes"),
         ({"batch_size": 24}, "--batch_size: 24 sequences cannot be shared equally by 16 devices"),
         ({"model_impl": "hf"}, "--world_size: what tiny.json computes and keeps is not known"),
     ],
