@@ -95,9 +95,9 @@ def test_one_expert_may_have_all_tokens():
         assert (one - other).abs().max() <= 1e-5 * other.abs().max()
 
 
-@pytest.mark.parametrize(("base", "error"), [("nf4", 1e-5), ("int8", 0.05), ("fp8", 0.1)])
-def test_a_base_in_low_bits_is_the_loop_over_its_dequantized_weights(base, error):
-    """Up to the rounding of activations in 8-bit products."""
+@pytest.mark.parametrize(("base", "least", "error"), [("nf4", 0, 1e-5), ("int8", 1e-3, 0.05), ("fp8", 1e-3, 0.1)])
+def test_a_base_in_low_bits_is_the_loop_over_its_dequantized_weights(base, least, error):
+    """Up to the rounding of activations and their gradients in 8-bit products, which does run."""
     m, of = module(), adapters(4, "up and down")
     quantized = quantize_linears(m, base_scheme(base, "bf16"), seed=0)
     assert [c.reason for c in quantized.choices] == [None, None]
@@ -106,7 +106,7 @@ def test_a_base_in_low_bits_is_the_loop_over_its_dequantized_weights(base, error
     found = run(grouped, m, x, experts, weights, dout, **of)
     truth = run(loop, m, x, experts, weights, dout, **of)
     for one, other in zip(found, truth, strict=True):
-        assert (one - other).norm() <= error * other.norm()
+        assert least * other.norm() <= (one - other).norm() <= error * other.norm()
 
 
 def test_bf16_rows_multiply_fp32_adapters_whose_gradients_are_fp32(monkeypatch):
