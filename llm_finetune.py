@@ -37,9 +37,10 @@ class FinetuneSettings(LanguageSettings):
     freeze_embedding_layer: bool = False
     """Do not train the embedding, nor the output head if both are the same matrix."""
     lora: JsonDict = None
-    """Train low-rank adapters on frozen weights; options as a JSON object: r, alpha, dropout, targets, rslora, dora,
-    base (format of the frozen weights: none, nf4, int8, fp8), adapter (folder of one to continue), merge (the weights
-    that the export adds adapters to: trained, as frozen in base, or original, those of --model). {}: the defaults."""
+    """Train low-rank adapters on frozen weights; options as a JSON object: r, alpha, dropout, targets (all-linear,
+    names such as q_proj; of routed experts experts.gate_up_proj, experts.down_proj), rslora, dora, base (format of
+    the frozen weights: none, nf4, int8, fp8), adapter (folder of one to continue), merge (the weights that the export
+    adds adapters to: trained, as frozen in base, or original, those of --model). {}: the defaults."""
     accuracy: CountOrZero = 0
     """At every evaluation, let the model answer N questions of --eval_ds and compare final answers; 0: none."""
     answer_tokens: Count = 256
@@ -87,7 +88,9 @@ def train(settings: FinetuneSettings) -> None:
     # ---- plan: whatever can be refused is refused here, before anything is allocated or written ----------------------
     lora = None if settings.lora is None else as_lora(settings.lora)
     if lora is not None:
-        check_combination(lora, settings.quantize, settings.activation_checkpointing, settings.pretrained)
+        check_combination(
+            lora, settings.quantize, settings.activation_checkpointing, settings.pretrained, settings.model_impl
+        )
     stores_base = lora is not None and lora.base != "none"
     checked = check_settings(settings, SCRIPT, base_scheme(lora.base, settings.quantize) if stores_base else None)
     check_lm_eval(settings.lm_eval, settings.export)

@@ -287,6 +287,8 @@ MISTAKES = [
     ("--lora.r: 0 is out of range", "from 1 to 65536", {"lora": {"r": 0}}),
     ("--lora.r: 1000000000 is out of range", "from 1 to 65536", {"lora": {"r": 10**9}}),
     ("--lora.targets: unknown projection 'q_prj'", "Did you mean 'q_proj'?", {"lora": {"targets": ["q_prj"]}}),
+    ("--lora.targets: unknown projection 'experts.up'", "", {"lora": {"targets": ["experts.up"]}}),
+    ("'experts.down_proj' does not go with DoRA", "", {"lora": {"targets": "experts.down_proj", "dora": True}}),
     ("--lora.merge: 'original' adds adapters to", "--no_pretrained", {"lora": {"base": "nf4", "merge": "original"}}),
     ("--lora.base: 'int4' is not allowed", "'nf4'", {"lora": {"base": "int4"}}),
     ("both say how linears multiply", "leave one out", {"lora": {"base": "nf4"}, "quantize": "int8"}),

@@ -1,11 +1,13 @@
-"""llm_pretrain.py on mixtures of experts: they train, resume bit for bit, say how experts are used, and export."""
+"""The scripts on mixtures of experts: they train, resume bit for bit, say how experts are used, and export."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+import llm_finetune
 import llm_pretrain
 from qtrain.models import build_model, read_model_source
 from qtrain.train.log.metrics import read_metrics
@@ -125,6 +127,28 @@ def test_low_bit_experts_train_and_resume(here, quantize):
     assert call(llm_pretrain.main, tiny(WIDE, **options, resume=str(halfway))).code == 0
     again = next(path for path in Path("runs").rglob("metrics.jsonl") if run not in path.parents).parent
     assert losses(again) == told
+
+
+def test_adapters_of_experts_train_resume_and_are_exported(here):
+    """On experts in NF4; checkpoints hold adapters alone, and a resumed run exports the same bytes."""
+    targets = ["all-linear", "experts.gate_up_proj", "experts.down_proj"]
+    options = {"n_steps": 6, "ckpt_interval": 3, "lr": 0.01, "pretrained": False, "batch_size": 2, "dtype": "fp32"}
+    options |= {"lora": {"r": 2, "base": "nf4", "targets": targets}, "export": True, "eval_interval": 0}
+    done = call(llm_finetune.main, tiny(WIDE, **options))
+    assert done.code == 0, done.err
+    assert "3 x layers.mlp.experts.gate_up 4 of 128 -> 128: quantized" in done.out
+    run = only_run(Path("runs"), "llm_finetune")
+    told = losses(run)
+    halfway, end = sorted((run / "checkpoints").iterdir())
+    saved = {name for name in contents(end) if name.startswith("model.")}
+    assert saved and all("lora_" in name for name in saved) and any("experts.gate_up.lora_a" in name for name in saved)
+    assert call(llm_finetune.main, tiny(WIDE, **options, resume=str(halfway))).code == 0
+    again = next(path for path in Path("runs").rglob("metrics.jsonl") if run not in path.parents).parent
+    assert losses(again) == told
+    assert (again / "hf/model.safetensors").read_bytes() == (run / "hf/model.safetensors").read_bytes()
+    adapter = load_file(run / "adapter/adapter_model.safetensors")
+    assert adapter["base_model.model.model.layers.0.mlp.experts.lora_B.weight"].shape == (128, 2 * 4)
+    assert json.loads((run / "adapter/adapter_config.json").read_text())["target_parameters"] == targets[1:]
 
 
 def test_experts_whose_rows_do_not_fill_blocks_stay_in_high_precision(here):

@@ -8,10 +8,12 @@ import json
 import shutil
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from qtrain.models.hf import INDEX, files_of_tensors, opened_tensors, refuse_tensors, weights_folder
 from qtrain.models.lora import LoraLinear, lora_linears
+from qtrain.models.lora_experts import LoraExperts
 from qtrain.models.source import ModelSource
 
 
@@ -27,7 +29,7 @@ class AdaptedOriginal:
         self._files = files_of_tensors(self._folder, self._where)
         refuse_tensors(self._where, "lacks the tensors", self._adapters().keys() - self._files.keys())
 
-    def _adapters(self) -> dict[str, tuple[LoraLinear, int]]:
+    def _adapters(self) -> dict[str, tuple[LoraLinear | LoraExperts, int]]:
         """Name of a tensor of the source -> what adapts it: a linear's projection."""
         linears = lora_linears(self.model).values()
         return {f"{p.hf_name}.weight": (linear, i) for linear in linears for i, p in enumerate(linear.adapted)}
@@ -43,7 +45,7 @@ class AdaptedOriginal:
                 tensors = {name: opened.get_tensor(name) for name, holder in self._files.items() if holder == file}
             for name in tensors.keys() & adapters.keys():
                 (linear, index), rows = adapters[name], tensors[name]
-                adapted = linear.add_adapter(index, rows.to(linear.lora_a[index]))
+                adapted = linear.add_adapter(index, rows.to(linear.weight.device, torch.float32))
                 tensors[name] = adapted.to(rows)
             save_file(tensors, folder / file.name, metadata={"format": "pt"})
         if (self._folder / INDEX).is_file():

@@ -35,6 +35,20 @@ class TensorSlice:
         return (len(range(parameter[0])[self.start : self.stop]), *parameter[1:])
 
 
+@dataclasses.dataclass(frozen=True)
+class Projection:
+    """A projection fused in a linear: its name in a Hugging Face model, and its rows."""
+
+    hf_name: str
+    start: int
+    stop: int
+
+    @property
+    def word(self) -> str:
+        """The last part of its name: q_proj, up_proj, ..."""
+        return self.hf_name.rpartition(".")[2]
+
+
 def layout(config: ModelConfig) -> Iterator[TensorSlice]:
     """Every tensor of a checkpoint, without a tied head."""
     yield TensorSlice("model.embed_tokens.weight", "embed_tokens.weight")

@@ -4,7 +4,8 @@ A linear of the native decoder may fuse several projections in its rows (q, k an
 adapter, A [r, K] and B [rows, r], so the same parameters are trained as by PEFT on separate projections, and they are
 saved and loaded in its format (`peft_format.py`). The base is any linear, also a low-bit one. Adapters are fp32 and
 multiply in the dtype of the activations. They add two memory-bound GEMMs per linear: the A of all projections are
-concatenated, so x is read once, and their B form a block-diagonal matrix, so the result is written once.
+concatenated, so x is read once, and their B form a block-diagonal matrix, so the result is written once. Adapters of
+the experts that a router chooses among are in `lora_experts.py`.
 
 DoRA (Liu et al. 2024, arXiv:2402.09353) trains the norm of each row of the weight separately from its direction:
 y = m / ||W + scale · B·A|| · (W + scale · B·A)·x + bias, with m [N] initialized to ||W|| and the norm treated as a
@@ -14,6 +15,7 @@ constant by the gradient. B·A is not materialized: the squared norm of a row is
 
 import dataclasses
 import math
+from collections.abc import Collection
 from typing import Annotated, Literal
 
 import torch
@@ -24,7 +26,8 @@ from qtrain.checks import Range
 from qtrain.errors import UserError, unknown_name
 from qtrain.models.build import named_generator
 from qtrain.models.decoder import Decoder
-from qtrain.models.hf_layout import layout
+from qtrain.models.hf_layout import Projection, layout
+from qtrain.models.lora_experts import EXPERT_TARGETS, LoraExperts
 from qtrain.models.mixture import Experts
 from qtrain.quant.export import exported_weight
 from qtrain.quant.linear import LowBitLinear
@@ -34,8 +37,10 @@ ALL = "all-linear"
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """The options of --lora. adapter: a folder to continue from, whose r, alpha, targets, rslora and dora then
-    apply. merge: the weights that the exported model adds the adapters to, those trained on or the source's own."""
+    """The options of --lora. targets: names of projections, those of routed experts as in EXPERT_TARGETS; ALL stands
+    for those of every linear but the head and routed experts. adapter: a folder to continue from, whose r, alpha,
+    targets, rslora and dora then apply. merge: the weights that the exported model adds the adapters to, those trained
+    on or the source's own."""
 
     r: Annotated[int, Range(1, 65_536)] = 16
     alpha: Annotated[float, Range(1e-6)] = 16.0
@@ -48,23 +53,19 @@ class Lora:
     adapter: str | None = None
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """`targets` as a list."""
+        return (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
+
+    @property
+    def expert_targets(self) -> list[str]:
+        """Those of `targets` that are linears of routed experts."""
+        return [name for name in self.names if name in EXPERT_TARGETS.values()]
+
+    @property
     def scale(self) -> float:
         """alpha / r, or alpha / sqrt(r) with rsLoRA (Kalajdzievski 2023, arXiv:2312.03732)."""
         return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
-
-
-@dataclasses.dataclass(frozen=True)
-class Projection:
-    """A projection fused in a linear: its name in a Hugging Face model, and its rows."""
-
-    hf_name: str
-    start: int
-    stop: int
-
-    @property
-    def word(self) -> str:
-        """Its name in `targets`: q_proj, up_proj, ..."""
-        return self.hf_name.rpartition(".")[2]
 
 
 class LoraLinear(nn.Module):
@@ -165,6 +166,17 @@ def projections(model: nn.Module) -> dict[str, list[Projection]]:
     linears = {n: m for n, m in model.named_modules() if isinstance(m, kinds) and m not in without}
     if not isinstance(model, Decoder):  # transformers does not fuse projections
         return {n: [Projection(n.removeprefix("model."), 0, m.out_features)] for n, m in linears.items()}
+    return _in_layout(model, linears)
+
+
+def expert_projections(model: nn.Module) -> dict[str, list[Projection]]:
+    """Name of each linear of the experts -> every projection of every expert."""
+    owners = [name for name, m in model.named_modules() if isinstance(m, Experts)]
+    linears = {f"{owner}.{own}": model.get_submodule(f"{owner}.{own}") for owner in owners for own in EXPERT_TARGETS}
+    return _in_layout(model, linears) if linears else {}
+
+
+def _in_layout(model: Decoder, linears: dict[str, nn.Module]) -> dict[str, list[Projection]]:
     found: dict[str, list[Projection]] = {}
     for entry in layout(model.config):
         owner, _, kind = (entry.name or "").rpartition(".")
@@ -174,46 +186,69 @@ def projections(model: nn.Module) -> dict[str, list[Projection]]:
     return found
 
 
-def chosen_targets(lora: Lora, words: list[str], flag: str = "--lora") -> list[str]:
-    """The projections among `words` that get adapters. UserError for a target that is none of them."""
-    targets = words if lora.targets == ALL else [lora.targets] if isinstance(lora.targets, str) else lora.targets
-    for target in targets:
-        if target not in words:
-            raise unknown_name(f"{flag}.targets", "projection", target, [*words, ALL])
-    if not targets:
+def chosen_targets(lora: Lora, words: Collection[str], experts: Collection[str], flag: str = "--lora") -> set[str]:
+    """The names that get adapters: of `words`, projections of linears, which ALL stands for, and of `experts`.
+    UserError for a target that is none of them."""
+    allowed = [*words, *experts, ALL]
+    for target in lora.names:
+        if target not in allowed:
+            raise unknown_name(f"{flag}.targets", "projection", target, allowed)
+    if not lora.names:
         raise UserError(f"{flag}.targets: the list is empty; name projections, or {ALL!r}.")
-    return list(targets)
+    return {*lora.names, *(words if ALL in lora.names else ())} - {ALL}
 
 
-def add_lora(model: nn.Module, lora: Lora, seed: int, flag: str = "--lora") -> list[LoraLinear]:
+def add_lora(model: nn.Module, lora: Lora, seed: int, flag: str = "--lora") -> list[LoraLinear | LoraExperts]:
     """Freeze every parameter and add adapters to the projections that `lora.targets` names. B is 0, A is initialized as
     in PEFT (Kaiming uniform) from (seed, name). UserError for a target that the model does not have."""
     model.requires_grad_(False)
-    fused = projections(model)
-    targets = chosen_targets(lora, sorted({p.word for linear in fused.values() for p in linear}), flag)
-    added = []
-    for name, candidates in fused.items():
+    linears, experts = projections(model), expert_projections(model)
+    words = {projection.word for found in linears.values() for projection in found}
+    targets = chosen_targets(lora, words, EXPERT_TARGETS.values() if experts else (), flag)
+    added: list[LoraLinear | LoraExperts] = []
+    for name, candidates in linears.items():
         chosen = [projection for projection in candidates if projection.word in targets]
-        if not chosen:
-            continue
-        base = model.get_submodule(name)
-        linear = LoraLinear(base, chosen, lora).train(base.training)
-        for projection, a in zip(chosen, linear.lora_a, strict=True):
-            generator = named_generator(seed, f"{projection.hf_name}.lora_A", a.device)
-            nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
-        model.set_submodule(name, linear)
-        added.append(linear)
+        if chosen:
+            linear = LoraLinear(model.get_submodule(name), chosen, lora)
+            for projection, a in zip(chosen, linear.lora_a, strict=True):
+                _initialize(a, seed, projection.hf_name)
+            added.append(_replace(model, name, linear))
+    for name, of_experts in experts.items():
+        owner, _, own = name.rpartition(".")
+        if EXPERT_TARGETS[own] in targets:
+            hf_name = f"model.{owner.removesuffix('experts')}{EXPERT_TARGETS[own]}"
+            base, count = model.get_submodule(name), model.config.mixture.experts
+            linear = LoraExperts(base, count, hf_name, of_experts, lora.r, lora.scale, lora.dropout)
+            _initialize(linear.lora_a.weight, seed, hf_name)
+            added.append(_replace(model, name, linear))
     return added
 
 
+def _initialize(a: Tensor, seed: int, hf_name: str) -> None:
+    nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=named_generator(seed, f"{hf_name}.lora_A", a.device))
+
+
+def _replace(model: nn.Module, name: str, linear: LoraLinear | LoraExperts) -> LoraLinear | LoraExperts:
+    model.set_submodule(name, linear.train(linear.base.training))
+    return linear
+
+
 def check_combination(
-    lora: Lora, quantize: str, activation_checkpointing: str, pretrained: bool, flag: str = "--lora"
+    lora: Lora, quantize: str, activation_checkpointing: str, pretrained: bool, model_impl: str, flag: str = "--lora"
 ) -> None:
     """UserError for options of --lora that exclude each other or one of these settings."""
     if lora.dropout and activation_checkpointing != "none":
         raise UserError("--activation_checkpointing: recomputed layers would drop other values; set dropout to 0.")
     if lora.dora and lora.dropout:
         raise UserError(f"{flag}.dropout: {lora.dropout} does not go with DoRA, which scales the whole sum; set 0.")
+    for name in lora.expert_targets:
+        where = f"{flag}.targets: {name!r}"
+        if model_impl != "native":
+            raise UserError(f"{where} needs qtrain's own decoder; use --model_impl native, or take it out.")
+        if lora.dora:
+            raise UserError(
+                f"{where} does not go with DoRA, which experts do not have; take it out, or set dora false."
+            )
     if lora.dora and quantize != "bf16":
         raise UserError(
             f"--quantize: {quantize!r} does not go with DoRA, which needs the norms of the multiplied weights; "
@@ -223,8 +258,9 @@ def check_combination(
         raise UserError(f"{flag}.merge: 'original' adds adapters to the weights of --model; leave out --no_pretrained.")
 
 
-def lora_linears(model: nn.Module) -> dict[str, LoraLinear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+def lora_linears(model: nn.Module) -> dict[str, LoraLinear | LoraExperts]:
+    kinds = (LoraLinear, LoraExperts)
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
 def merge_lora(model: nn.Module) -> None:

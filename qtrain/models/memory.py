@@ -146,7 +146,7 @@ def estimate_memory(
 
     def kept(kind: LayerKind, checkpointing: str) -> float:
         saved = saved_per_token(config, checkpointing, step.compiled, step.element, low_bit, kind.rows)
-        return sum(trained.kept(saved, step.element).values())
+        return sum(trained.kept(saved, step.element, kind.rows).values())
 
     kinds = layer_kinds(config, step.tokens)
     saved = {kind: kept(kind, step.checkpointing) for kind in kinds}
@@ -262,8 +262,8 @@ def _backward_bytes(
     if low_bit.down_input_recomputed:
         in_mlp = inner * (1 + 3 * element + 4)
     if rows := rows_per_token(config, tokens):
-        # The same of all rows, and their gradients before they are added up to those of tokens.
-        own = rows * (in_mlp / inner * config.mixture.width + c * element)
+        # The same of all rows, and their gradients before they are added up to those of tokens, with those of adapters.
+        own = rows * (in_mlp / inner * config.mixture.width + (1 + trained.adapts_experts) * c * element)
         in_mlp = max(own, in_mlp if len(config.mixture_layers) < config.num_hidden_layers else 0)
     of_inputs = config.qkv_size if config.latent is None else 2 * q + config.value_size
     in_attention = q * (4 + 2 * element) + of_inputs * element

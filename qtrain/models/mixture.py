@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.kernels.grouped.row_groups import routes_per_group
 from qtrain.models.config import ModelConfig
+from qtrain.models.lora_experts import LoraExperts
 from qtrain.models.mlp import MLP
 from qtrain.models.router import Router, balance_loss, z_loss
+from qtrain.quant.adapted_experts import AdaptedExperts, adapted_experts_mlp
 from qtrain.quant.experts import experts_mlp
 from qtrain.quant.grouped_linear import GroupedLinear
 from qtrain.quant.parallel_experts import ExpertRanks
@@ -46,7 +48,11 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """x [T, C], experts int64 [T, k], weights fp32 [T, k] -> [T, C]."""
-        return experts_mlp(self.gate_up, self.down_proj, x, experts, weights, self.ranks)
+        linears = self.gate_up, self.down_proj
+        if any(isinstance(linear, LoraExperts) for linear in linears):
+            gate_up, down = (m.arguments() if isinstance(m, LoraExperts) else AdaptedExperts(m) for m in linears)
+            return adapted_experts_mlp(gate_up, down, x, experts, weights)
+        return experts_mlp(*linears, x, experts, weights, self.ranks)
 
 
 class MixtureMLP(nn.Module):

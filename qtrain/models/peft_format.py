@@ -11,23 +11,43 @@ from torch import Tensor, nn
 
 from qtrain.checks import check_fields, check_value, read_json, user_path
 from qtrain.errors import UserError
-from qtrain.models.lora import Lora, lora_linears
+from qtrain.models.decoder import Decoder
+from qtrain.models.lora import ALL, Lora, LoraLinear, lora_linears
+from qtrain.models.lora_experts import EXPERT_TARGETS, LoraExperts
 from qtrain.models.writing import writing_export
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+_NAMES_OF_EXPERTS = (".gate_proj", ".up_proj", ".down_proj")
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The adapters' parameters under PEFT's names."""
+    """The adapters' parameters under PEFT's names; those of experts as views of their elements in its order."""
     found: dict[str, Tensor] = {}
-    for linear in lora_linears(model).values():
+    linears = lora_linears(model).values()
+    for linear in linears:
+        if isinstance(linear, LoraExperts):
+            continue
         for projection, a, b in zip(linear.adapted, linear.lora_a, linear.lora_b, strict=True):
             found[f"{PREFIX}{projection.hf_name}.lora_A.weight"] = a
             found[f"{PREFIX}{projection.hf_name}.lora_B.weight"] = b
         for projection, magnitude in zip(linear.adapted, linear.magnitude or (), strict=linear.magnitude is not None):
             found[f"{PREFIX}{projection.hf_name}.lora_magnitude_vector"] = magnitude
+    of_experts = {linear.hf_name: linear for linear in linears if isinstance(linear, LoraExperts)}
+    for name, linear in of_experts.items():
+        owner, _, own = name.rpartition(".")
+        # Of two wrappers of one module the inner one is that of gate_up_proj.
+        inner = own == "gate_up_proj" and f"{owner}.down_proj" in of_experts
+        prefix = f"{PREFIX}{owner}.base_layer" if inner else f"{PREFIX}{owner}"
+        found[f"{prefix}.lora_A.weight"] = linear.lora_a.weight
+        by_expert = linear.lora_b.weight.unflatten(0, (linear.groups, -1))  # [E, N, r]
+        found[f"{prefix}.lora_B.weight"] = by_expert.permute(1, 2, 0)
     return found
+
+
+def _saved_shape(t: Tensor) -> tuple[int, ...]:
+    """That of a tensor of `adapter_tensors` in a file: B of experts is a matrix [N, r * E]."""
+    return (t.shape[0], t[0].numel()) if t.ndim == 3 else tuple(t.shape)
 
 
 def save_adapter(model: nn.Module, lora: Lora, base: str, folder: Path | str) -> None:
@@ -35,15 +55,21 @@ def save_adapter(model: nn.Module, lora: Lora, base: str, folder: Path | str) ->
     from safetensors.torch import save_file
 
     folder = Path(folder)
-    words = {projection.word for linear in lora_linears(model).values() for projection in linear.adapted}
+    names = [p.hf_name for m in lora_linears(model).values() if isinstance(m, LoraLinear) for p in m.adapted]
+    experts = [name for name in EXPERT_TARGETS.values() if name in lora.names]
+    # PEFT takes a module of a mixture named gate_proj, up_proj or down_proj for experts.
+    mixture = isinstance(model, Decoder) and bool(model.config.mixture_layers) and not lora.dora
+    weights = [name for name in names if mixture and name.endswith(_NAMES_OF_EXPERTS)]
+    parameters = sorted({".".join(name.split(".")[-2:]) + ".weight" for name in weights}) + experts
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.r,
         "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout,
-        "target_modules": sorted(words),
+        "lora_dropout": 0.0 if parameters else lora.dropout,  # PEFT has none for parameters, and refuses to load it
+        "target_modules": sorted({name.rpartition(".")[2] for name in set(names) - set(weights)}),
+        **({"target_parameters": parameters} if parameters else {}),
         "use_rslora": lora.rslora,
         "use_dora": lora.dora,
         "bias": "none",
@@ -51,7 +77,10 @@ def save_adapter(model: nn.Module, lora: Lora, base: str, folder: Path | str) ->
         "init_lora_weights": True,
         "inference_mode": True,
     }
-    tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in adapter_tensors(model).items()}
+    tensors = {
+        name: t.detach().to("cpu", copy=True).reshape(_saved_shape(t)).contiguous()
+        for name, t in adapter_tensors(model).items()
+    }
     with writing_export(folder):
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
@@ -75,10 +104,15 @@ def with_adapter_config(lora: Lora, flag: str = "--lora") -> Lora:
         if config.get(key) not in (plain, None):
             raise UserError(f"{where}: its {key} is {config[key]!r}, which is not supported; only {plain!r} is.")
     targets = config.get("target_modules")
+    parameters = _targets_of_parameters(config.get("target_parameters"), where)
+    if parameters and targets is None:
+        targets = []
     if isinstance(targets, list) and all(isinstance(t, str) for t in targets):
-        targets = tuple(sorted({target.rpartition(".")[2] for target in targets}))
-    elif targets != "all-linear":
+        targets = tuple(sorted({*(target.rpartition(".")[2] for target in targets), *parameters}))
+    elif targets != ALL:
         raise UserError(f"{where}: its target_modules are {targets!r}; only a list of projections' names is supported.")
+    elif parameters:
+        targets = (ALL, *parameters)
     fields = {f.name: f.type for f in dataclasses.fields(Lora)}
     return dataclasses.replace(
         lora,
@@ -88,6 +122,18 @@ def with_adapter_config(lora: Lora, flag: str = "--lora") -> Lora:
         dora=bool(config.get("use_dora", False)),
         targets=targets,
     )
+
+
+def _targets_of_parameters(parameters: Any, where: str) -> list[str]:
+    """The `targets` that PEFT's target_parameters name: experts, or weights of linears."""
+    found = set()
+    for name in parameters or ():
+        owner, _, own = str(name).rpartition(".")
+        target = owner.rpartition(".")[2] if own == "weight" else f"experts.{own}"
+        if own != "weight" and target not in EXPERT_TARGETS.values():
+            raise UserError(f"{where}: its target_parameters name {name!r}; only experts and weights are supported.")
+        found.add(target)
+    return sorted(found)
 
 
 @torch.no_grad()
@@ -107,10 +153,10 @@ def load_adapter(model: nn.Module, folder: str, flag: str = "--lora") -> None:
         what = "has no place in this model" if name in saved else "is missing"
         raise UserError(f"{where}: {folder} is an adapter of another model: {name} {what}.")
     for name, target in wanted.items():
-        if saved[name].shape != target.shape:
-            shapes = f"{list(saved[name].shape)}, here it is {list(target.shape)}"
+        if saved[name].shape != _saved_shape(target):
+            shapes = f"{list(saved[name].shape)}, here it is {list(_saved_shape(target))}"
             raise UserError(f"{where}: {folder} is an adapter of another model: {name} has the shape {shapes}.")
-        target.copy_(saved[name])
+        target.copy_(saved[name].reshape(target.shape))
 
 
 def as_lora(values: dict[str, Any], flag: str = "--lora") -> Lora:

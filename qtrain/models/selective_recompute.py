@@ -39,9 +39,19 @@ _FEW_COLUMNS = 128
 """At 2 FLOPs per term, a GPU sums fewer terms than this in less time than it moves the 2 bytes of the result."""
 
 
+def _sums_few_columns(op: Any, args: Any) -> bool:
+    """Whether this is the product of an adapter's B, of a linear or of experts [E * N, r]."""
+    if op is _aten.mm.default:
+        return args[0].shape[1] < _FEW_COLUMNS <= args[1].shape[1]
+    if op.name() == "qtrain::grouped_rows_plain_mm":
+        experts = args[3].shape[0] - 1
+        return args[0].shape[1] < _FEW_COLUMNS <= args[1].shape[0] // experts
+    return False
+
+
 def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """The policy for `create_selective_checkpoint_contexts`: keep products and attention, recompute the rest."""
-    if op is _aten.mm.default and args[0].shape[1] < _FEW_COLUMNS <= args[1].shape[1]:
+    if _sums_few_columns(op, args):
         return CheckpointPolicy.PREFER_RECOMPUTE
     kept = op in _KEPT or op.name() in _KEPT_NAMES
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

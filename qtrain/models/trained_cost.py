@@ -6,7 +6,7 @@ inputs that a frozen linear would not.
 Bytes per token that an adapted layer keeps beyond a frozen one (b bytes per element, P projections of rank r a linear):
 
     input of each adapted linear    its width · b, unless the layer keeps it anyway (`saved_activations.py`)
-    that input times A              P·r·b
+    that input times A              P·r·b; of experts, for each row, r·b, and K with dropout: which elements it left
     DoRA: what is scaled            its rows · b, for qkv and down; the others recompute the scaled result
 """
 
@@ -17,11 +17,13 @@ from collections.abc import Mapping
 from qtrain.models.config import ModelConfig
 from qtrain.models.cost import ParameterGroup, layer_linears
 from qtrain.models.lora import Lora, chosen_targets
+from qtrain.models.lora_experts import EXPERT_TARGETS
+from qtrain.quant.adapted_experts import padded_rank
 
 _KEPT_FOR = {
     "attn_norm output": {"qkv", "qkv_a"},
     "latent vectors": {"q_b", "kv_b"},
-    "mlp_norm output": {"gate_up", "shared.gate_up"},
+    "mlp_norm output": {"gate_up", "shared.gate_up", "experts.gate_up"},
     "down input": {"down_proj"},
     "shared input": {"shared.gate_up"},
     "shared down input": {"shared.down_proj"},
@@ -33,7 +35,10 @@ _KEPT_FOR = {
 
 @dataclasses.dataclass(frozen=True)
 class AdaptedLinear:
-    """A linear with adapters. columns: P·r; rows: of each adapted projection; layers: how many have it."""
+    """A linear with adapters. columns: P·r; rows: of each adapted projection; layers: how many have it.
+
+    active: of a linear of experts, whose sizes are those of one, how many of them a token uses.
+    """
 
     name: str
     in_features: int
@@ -41,6 +46,7 @@ class AdaptedLinear:
     rows: tuple[int, ...]
     columns: int
     layers: int
+    active: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +59,11 @@ class TrainedPart:
     head: bool
     adapters: tuple[AdaptedLinear, ...] = ()
     dora: bool = False
+    dropout: bool = False
+
+    @property
+    def adapts_experts(self) -> bool:
+        return any(a.active is not None for a in self.adapters)
 
     @property
     def bytes(self) -> int:
@@ -64,12 +75,13 @@ class TrainedPart:
         the norms of the frozen rows."""
         if not self.adapters:
             return 0
-        copies = sum(a.layers * a.columns * (a.in_features + a.out_features) for a in self.adapters) * element
+        linears = [a for a in self.adapters if a.active is None]  # those of experts are copied where they are read
+        copies = sum(a.layers * a.columns * (a.in_features + a.out_features) for a in linears) * element
         norms = 4 * sum(a.layers * a.out_features for a in self.adapters)
         return self.bytes + copies * (element < self.element) + norms * self.dora
 
-    def kept(self, kept: Mapping[str, float], element: int) -> dict[str, float]:
-        """`saved_per_token` of a layer with these adapters, given that of plain linears."""
+    def kept(self, kept: Mapping[str, float], element: int, rows: float = 0.0) -> dict[str, float]:
+        """`saved_per_token` of a layer with these adapters, given that of plain linears. rows: `LayerKind.rows`."""
         found = dict(kept)
         if not self.adapters or len(kept) == 1:  # the layer is recomputed
             return found
@@ -77,7 +89,10 @@ class TrainedPart:
         for tensor, linears in _KEPT_FOR.items():
             if tensor in found and not linears & adapted:
                 found[tensor] = 0
-        found["inputs times A"] = element * sum(a.columns for a in self.adapters)
+        experts = [a for a in self.adapters if a.active is not None]
+        found["inputs times A"] = element * sum(a.columns for a in self.adapters if a.active is None)
+        found["experts' inputs times A"] = element * rows * sum(padded_rank(a.columns) for a in experts)
+        found["experts' dropout"] = rows * sum(a.in_features for a in experts) * self.dropout
         if self.dora:
             scaled = sum(a.out_features for a in self.adapters if a.name in ("qkv", "down_proj"))
             found["scaled by DoRA"] = element * scaled
@@ -88,7 +103,9 @@ class TrainedPart:
         if not self.adapters:
             return {**flops, "head": flops["head"] * (1 if self.head else 2 / 3)}
         frozen = {kind: flops[kind] * 2 / 3 for kind in ("blocks", "head")}
-        own = sum(a.layers * (a.in_features + sum(a.rows) / len(a.rows)) * a.columns for a in self.adapters)
+        own = sum(
+            a.layers * (a.in_features + sum(a.rows) / len(a.rows)) * a.columns * (a.active or 1) for a in self.adapters
+        )
         return {**flops, **frozen, "adapters": 6.0 * own}
 
 
@@ -100,9 +117,11 @@ def all_but_embedding(config: ModelConfig, shapes: list[ParameterGroup], element
 
 
 def only_adapters(config: ModelConfig, lora: Lora) -> TrainedPart:
-    """A frozen model with adapters, which experts do not have. UserError for a target that it does not have."""
-    linears = {name: n for name, n in layer_linears(config).items() if n.groups == 1}
-    targets = chosen_targets(lora, sorted({word for n in linears.values() for word in n.projections}))
+    """A frozen model with adapters. UserError for a target that it does not have."""
+    experts = {name: n for name, n in layer_linears(config).items() if name.startswith("experts.")}
+    linears = {name: n for name, n in layer_linears(config).items() if name not in experts}
+    words = {word for n in linears.values() for word in n.projections}
+    targets = chosen_targets(lora, words, EXPERT_TARGETS.values() if experts else ())
     shapes, adapters = [], []
     for name, n in linears.items():
         rows = tuple(size for word, size in n.projections.items() if word in targets)
@@ -115,4 +134,11 @@ def only_adapters(config: ModelConfig, lora: Lora) -> TrainedPart:
                 ParameterGroup((size, lora.r), n.layers, True),
             ]
             shapes += [ParameterGroup((size,), n.layers)] if lora.dora else []
-    return TrainedPart(shapes, 4, head=False, adapters=tuple(adapters), dora=lora.dora)
+    for name, n in experts.items():
+        if EXPERT_TARGETS[name.removeprefix("experts.")] in targets:
+            rows = (n.out_features,)
+            adapters.append(AdaptedLinear(name, n.in_features, n.out_features, rows, lora.r, n.layers, n.active))
+            for size, columns in ((lora.r, n.in_features), (n.out_features, lora.r)):
+                shape, parts = (n.groups * size, columns), (size,) * n.groups
+                shapes.append(ParameterGroup(shape, n.layers, True, parts))
+    return TrainedPart(shapes, 4, False, tuple(adapters), lora.dora, bool(lora.dropout))

@@ -83,7 +83,7 @@ class HighPrecision(LowBitScheme):
 HIGH_PRECISION_EXPERTS = HighPrecision()
 
 
-def _arguments(linear: GroupedLinear | LowBitLinear) -> LinearArguments:
+def expert_arguments(linear: GroupedLinear | LowBitLinear) -> LinearArguments:
     if isinstance(linear, LowBitLinear):
         return linear.arguments()
     return LinearArguments(HIGH_PRECISION_EXPERTS, None, Operands(None, None), None, None)
@@ -102,7 +102,7 @@ def experts_mlp(
     gate_up: per expert the rows of gate, then those of up. ranks: those that hold the other experts; each calls this
     with its own tokens.
     """
-    up_arguments, down_arguments = _arguments(gate_up), _arguments(down)
+    up_arguments, down_arguments = expert_arguments(gate_up), expert_arguments(down)
     count = down.weight.shape[0] // x.shape[1]
     if ranks is not None:
         return ParallelExpertsFunction.apply(

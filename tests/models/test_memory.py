@@ -114,8 +114,20 @@ def test_eager_layers_keep_what_the_table_says(name):
     assert found == pytest.approx(sum(expected.values()) - expected["layer input"] + known, rel=0.001)
 
 
-@pytest.mark.parametrize("scheme", ["bf16", "int8"])
-def test_a_mixture_keeps_what_the_table_says(scheme):
+EXPERT_ADAPTERS = ("experts.gate_up_proj", "experts.down_proj")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "lora"),
+    [
+        ("bf16", None),
+        ("int8", None),
+        ("bf16", Lora(r=5, targets=EXPERT_ADAPTERS)),
+        ("bf16", Lora(r=4, targets=EXPERT_ADAPTERS, dropout=0.1)),
+        ("bf16", Lora(r=4, targets=EXPERT_ADAPTERS[1])),
+    ],
+)
+def test_a_mixture_keeps_what_the_table_says(scheme, lora):
     """Its rows with their padding; norms and attention are as of any layer."""
     shape = {"hidden_size": 128, "moe_intermediate_size": 256, "num_hidden_layers": 1}
     model = drawn(source_of("qwen3_moe", **shape), dtype=torch.bfloat16)
@@ -126,6 +138,10 @@ def test_a_mixture_keeps_what_the_table_says(scheme):
         low_bit = LowBitBytes(kept_input, down_input_recomputed=True)
     rows, tokens = rows_per_token(model.config, 512), 512
     saved = saved_per_token(model.config, "none", False, 2, low_bit, rows)
+    if lora is not None:
+        add_lora(model, lora, seed=0)
+        saved = only_adapters(model.config, lora).kept(saved, 2, rows)
+        assert (saved["mlp_norm output"] > 0) == (lora.targets == EXPERT_ADAPTERS)
     expected = {name: size for name, size in saved.items() if "experts" in name or name == "routing"}
     expected["routing"] -= 4 * rows + 4 * model.config.mixture.per_token  # indices of rows are no saved tensors
     x = torch.randn(2, 256, 128, dtype=torch.bfloat16, requires_grad=True)

@@ -17,6 +17,7 @@ from qtrain.models import (
 )
 from qtrain.models.hf_layout import layout
 from qtrain.models.lora import LoraLinear
+from qtrain.models.lora_experts import LoraExperts
 from qtrain.models.mixture import Experts
 from qtrain.models.tensor_parallel import check_divisible
 from qtrain.models.trained_cost import only_adapters
@@ -135,12 +136,18 @@ def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_compiled_layers_are_one_graph_and_count_each_route_once(mode):
+def test_compiled_layers_are_one_graph_and_count_each_route_once(mode, adapted):
     """With the routers' losses and what is recomputed: the values of eager layers."""
     torch._dynamo.reset()
     shape = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
     plain, compiled = (drawn(source_of("deepseek_v3", **shape)) for _ in range(2))
+    for model in (plain, compiled) if adapted else ():
+        add_lora(model, Lora(r=3, targets=("experts.gate_up_proj", "experts.down_proj")), seed=0)
+        for m in model.modules():
+            if isinstance(m, LoraExperts):
+                torch.nn.init.normal_(m.lora_b.weight, std=0.1, generator=torch.Generator().manual_seed(0))
     apply_activation_checkpointing(compiled, mode)
     compile_layers(compiled)
     ids, labels = batch()
@@ -148,5 +155,6 @@ def test_compiled_layers_are_one_graph_and_count_each_route_once(mode):
         model.router_balance_loss, model.router_z_loss = 0.5, 0.1
         model(ids, labels).loss.backward()
     assert torch.equal(plain.expert_load.step, compiled.expert_load.step)
-    for ours, theirs in zip(compiled.parameters(), plain.parameters(), strict=True):
+    trained = [[p for p in model.parameters() if p.requires_grad] for model in (compiled, plain)]
+    for ours, theirs in zip(*trained, strict=True):
         assert (ours.grad - theirs.grad).abs().max() <= 1e-4 * theirs.grad.abs().max()

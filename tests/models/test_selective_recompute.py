@@ -22,12 +22,25 @@ def test_selective_keeps_every_product_of_this_project_and_no_quantizer():
     assert len(products) >= 6 and products <= defined
     for file in kernels.rglob("*.py"):
         importlib.import_module(".".join(file.relative_to(Path(qtrain.__file__).parents[1]).with_suffix("").parts))
+    operands = torch.empty(128, 256), torch.empty(4 * 512, 256), torch.empty(1), torch.empty(5)
     kept = {
         name
         for name in defined
-        if keep_products(None, getattr(torch.ops.qtrain, name).default) == CheckpointPolicy.MUST_SAVE
+        if keep_products(None, getattr(torch.ops.qtrain, name).default, *operands) == CheckpointPolicy.MUST_SAVE
     }
     assert kept == products == {*GEMM_OPERATORS, *GROUPED_OPERATORS}
     assert keep_products(None, torch.ops.aten.bmm.default) == CheckpointPolicy.MUST_SAVE
     assert keep_products(None, torch.ops.higher_order.flex_attention) == CheckpointPolicy.MUST_SAVE
     assert keep_products(None, torch.ops.aten._int_mm.default) == CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_products_that_sum_over_few_columns_are_computed_again():
+    """Those of an adapter's B: of a linear, and of 4 experts. What A computes, which has few columns, is kept."""
+    mm, grouped = torch.ops.aten.mm.default, torch.ops.qtrain.grouped_rows_plain_mm.default
+    blocks, starts = torch.empty(1), torch.empty(5)
+    for rank, again in ((8, CheckpointPolicy.PREFER_RECOMPUTE), (128, CheckpointPolicy.MUST_SAVE)):
+        assert keep_products(None, mm, torch.empty(128, rank), torch.empty(rank, 256)) == again
+        assert keep_products(None, grouped, torch.empty(128, rank), torch.empty(4 * 256, rank), blocks, starts) == again
+        assert keep_products(None, mm, torch.empty(128, 256), torch.empty(256, rank)) == CheckpointPolicy.MUST_SAVE
+        of_a = torch.empty(128, 256), torch.empty(4 * rank, 256)
+        assert keep_products(None, grouped, *of_a, blocks, starts) == CheckpointPolicy.MUST_SAVE

@@ -1,0 +1,220 @@
+"""Low-rank adapters of a mixture's experts: of each expert a pair A [r, K], B [N, r] beside its frozen matrix.
+
+    y = base(x) + scale * (x · Aᵀ) · Bᵀ, a group's rows times the matrices of its own expert
+
+The pairs are stacked like the experts, A [E * r, K] and B [E * N, r], in fp32, and multiply in the dtype of the
+activations, as grouped products in high precision. There a rank is padded with zeros to a multiple of 8: the grouped
+kernels take rows in multiples of 16 bytes.
+
+One autograd function computes both linears. An adapter reads rows in high precision, so the sorted rows of x are in
+memory while they are multiplied. Backward keeps x, the output of gate_up and the rows times A; the sorted rows and the
+activation, as large as all routes, are computed again. Base weights have no gradient.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qtrain.kernels.grouped.grouped_plain_mm import grouped_rows_plain_mm, grouped_sums_plain_mm
+from qtrain.kernels.grouped.permute import combine_rows, route_weight_grad, weights_of_rows
+from qtrain.kernels.grouped.row_groups import RowGroups, group_rows
+from qtrain.kernels.quantize.gather_rows import gather_rows
+from qtrain.kernels.swiglu.quantize import activation
+from qtrain.quant.experts import expert_arguments
+from qtrain.quant.grouped_linear import GroupedLinear
+from qtrain.quant.linear import LinearArguments, LowBitLinear, save_operands, saved_operands
+from qtrain.quant.scheme import NeedsOperand
+from qtrain.tensors.quantized_tensor import Operand
+
+
+def padded_rank(rank: int) -> int:
+    """The columns of rows times A: 8 elements of bf16 are 16 bytes."""
+    return -(-rank // 8) * 8
+
+
+_ROWS = NeedsOperand(rows=True, columns=False)
+
+
+class AdaptedExperts(NamedTuple):
+    """A linear of the experts and its adapters, fp32 a [E * r, K] and b [E * N, r]; None: it has none. dropout: the
+    share of the elements of its rows that A does not read; 0 in evaluation."""
+
+    linear: GroupedLinear | LowBitLinear
+    a: Tensor | None = None
+    b: Tensor | None = None
+    scale: float = 1.0
+    dropout: float = 0.0
+
+
+class AdaptedArguments(NamedTuple):
+    """What the autograd function needs of a linear besides its weight and adapters."""
+
+    linear: LinearArguments
+    scale: float
+    dropout: float
+
+
+class Adapters(NamedTuple):
+    """Those of a linear as products read them: [E * r, K] and [E * N, r], r padded, b times the scale. rank: r
+    without the padding."""
+
+    a: Tensor
+    b: Tensor
+    rank: int
+
+
+class Kept(NamedTuple):
+    """What backward needs of a linear with adapters: its rows times A [R, r], r padded, and the elements that dropout
+    left, bool [R, K]."""
+
+    rows_a: Tensor | None = None
+    mask: Tensor | None = None
+
+
+class AdapterGradients(NamedTuple):
+    """Of `Kept.rows_a` and, in fp32, of the adapters."""
+
+    rows_a: Tensor | None = None
+    a: Tensor | None = None
+    b: Tensor | None = None
+
+
+def _adapters(a: Tensor | None, b: Tensor | None, of: AdaptedArguments, dtype: torch.dtype) -> Adapters | None:
+    if a is None or b is None:
+        return None
+    rank = b.shape[1]
+    if missing := padded_rank(rank) - rank:
+        a = F.pad(a.view(of.linear.groups.count, rank, -1), (0, 0, 0, missing)).flatten(0, 1)
+        b = F.pad(b, (0, missing))
+    return Adapters(a.to(dtype), (of.scale * b).to(dtype), rank)
+
+
+def _multiply(rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
+    return grouped_rows_plain_mm(rows, matrices, groups.group_of_block, groups.starts)
+
+
+def _dropped(rows: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    return rows if mask is None else rows * mask / (1 - dropout)
+
+
+def _forward(rows: Tensor, weight: Operand, adapters: Adapters | None, of: AdaptedArguments) -> tuple[Tensor, Kept]:
+    """The output [R, N] for rows [R, K]."""
+    linear, dropout, mask = of.linear, of.dropout, None
+    y = linear.multiply("output", linear.quantize_input(rows, _ROWS).rows, weight, rows.dtype)
+    if adapters is None:
+        return y, Kept()
+    if dropout:
+        mask = torch.empty_like(rows, dtype=torch.bool).bernoulli_(1 - dropout)
+    rows_a = _multiply(_dropped(rows, mask, dropout), adapters.a, linear.groups)
+    return y + _multiply(rows_a, adapters.b, linear.groups), Kept(rows_a, mask)
+
+
+def _adapters_backward(
+    dy: Tensor, rows: Tensor, adapters: Adapters, kept: Kept, of: AdaptedArguments
+) -> AdapterGradients:
+    """dy [R, N], rows [R, K]."""
+    groups, rank = of.linear.groups, adapters.rank
+    drows_a = _multiply(dy, adapters.b.t(), groups)
+    da = grouped_sums_plain_mm(drows_a.t(), _dropped(rows, kept.mask, of.dropout).t(), groups.starts, torch.float32)
+    db = grouped_sums_plain_mm(dy.t(), kept.rows_a.t(), groups.starts, torch.float32)
+    return AdapterGradients(
+        drows_a, da.unflatten(0, (groups.count, -1))[:, :rank].flatten(0, 1), of.scale * db[:, :rank]
+    )
+
+
+def _rows_backward(
+    dy: Tensor, drows_a: Tensor | None, weight: Operand, adapters: Adapters | None, kept: Kept, of: AdaptedArguments
+) -> Tensor:
+    """The gradient of the rows [R, K]."""
+    linear = of.linear
+    drows = linear.multiply("grad_input", linear.quantize_grad(dy, _ROWS).rows, weight, dy.dtype)
+    if adapters is None:
+        return drows
+    return drows.add_(_dropped(_multiply(drows_a, adapters.a.t(), linear.groups), kept.mask, of.dropout))
+
+
+class AdaptedExpertsFunction(torch.autograd.Function):
+    """`adapted_experts_mlp`; the arguments of each linear with `groups`, the rows of each expert."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,  # [T, C]
+        weights: Tensor,  # fp32 [T, k]
+        a_up: Tensor | None,  # [E * r, C]
+        b_up: Tensor | None,  # [E * 2I, r]
+        a_down: Tensor | None,  # [E * r, I]
+        b_down: Tensor | None,  # [E * C, r]
+        w_up: Tensor,  # [E * 2I, C]
+        w_down: Tensor,  # [E * C, I]
+        up: AdaptedArguments,
+        down: AdaptedArguments,
+    ) -> Tensor:
+        groups, of_up, of_down = up.linear.groups, up.linear.weight, down.linear.weight
+        rows = gather_rows(x, groups.token_of_row)
+        gate_up, up_kept = _forward(rows, _or(of_up.rows, w_up), _adapters(a_up, b_up, up, x.dtype), up)
+        h = activation(gate_up, None)
+        y, down_kept = _forward(h, _or(of_down.rows, w_down), _adapters(a_down, b_down, down, x.dtype), down)
+        columns = _or(of_up.columns, w_up), _or(of_down.columns, w_down)
+        x_kept = None if a_up is None else x
+        save_operands(ctx, *columns, x_kept, gate_up, *up_kept, *down_kept, a_up, b_up, a_down, b_down)
+        ctx.weights, ctx.up, ctx.down = (
+            weights,
+            *(of._replace(linear=of.linear._replace(weight=None)) for of in (up, down)),
+        )
+        return combine_rows(y, weights, groups.row_of_route)
+
+    @staticmethod
+    def backward(ctx, dout: Tensor):
+        w_up, w_down, x, gate_up, *kept, a_up, b_up, a_down, b_down = saved_operands(ctx)
+        up, down, weights = ctx.up, ctx.down, ctx.weights
+        groups, (needs_dx, needs_dweights) = up.linear.groups, ctx.needs_input_grad[:2]
+        of_up = of_down = AdapterGradients()
+        dx = dweights = None
+        kept_up, kept_down = Kept(*kept[:2]), Kept(*kept[2:])
+        dy = gather_rows(dout, groups.token_of_row, weights_of_rows(weights, groups))
+        adapters = _adapters(a_down, b_down, down, dy.dtype)
+        if adapters is not None:
+            of_down = _adapters_backward(dy, activation(gate_up, None), adapters, kept_down, down)
+        if needs_dx or needs_dweights or a_up is not None:
+            dh = _rows_backward(dy, of_down.rows_a, w_down, adapters, kept_down, down)
+            del dy
+        if needs_dweights:
+            dweights = route_weight_grad(gate_up, dh, weights, groups.row_of_route)
+        if needs_dx or a_up is not None:
+            dgate_up, adapters = activation(gate_up, dh), _adapters(a_up, b_up, up, dout.dtype)
+        if a_up is not None:
+            of_up = _adapters_backward(dgate_up, gather_rows(x, groups.token_of_row), adapters, kept_up, up)
+        if needs_dx:
+            drows = _rows_backward(dgate_up, of_up.rows_a, w_up, adapters, kept_up, up)
+            dx = combine_rows(drows, None, groups.row_of_route)
+        return dx, dweights, of_up.a, of_up.b, of_down.a, of_down.b, None, None, None, None
+
+
+def _or(operand: Operand | None, weight: Tensor) -> Operand:
+    return weight if operand is None else operand
+
+
+def adapted_experts_mlp(
+    gate_up: AdaptedExperts, down: AdaptedExperts, x: Tensor, experts: Tensor, weights: Tensor
+) -> Tensor:
+    """`experts_mlp` of frozen experts with adapters: x [T, C], experts int64 [T, k], weights fp32 [T, k] -> [T, C]."""
+    groups = group_rows(experts, down.linear.weight.shape[0] // x.shape[1])
+    up_arguments, down_arguments = (
+        AdaptedArguments(expert_arguments(of.linear)._replace(groups=groups), of.scale, of.dropout)
+        for of in (gate_up, down)
+    )
+    return AdaptedExpertsFunction.apply(
+        x,
+        weights,
+        gate_up.a,
+        gate_up.b,
+        down.a,
+        down.b,
+        gate_up.linear.weight,
+        down.linear.weight,
+        up_arguments,
+        down_arguments,
+    )
