@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtrain.kernels.autotune import forced
 from qtrain.kernels.compiler import tl, triton
 
 TILE, LOOPS = 2048, 32
@@ -57,7 +56,7 @@ class SumOfSquares:
     @torch.no_grad()
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         """tensors: at least one, fp32 or bf16, of any shapes and strides -> fp64 scalar on their device."""
-        if not tensors[0].is_cuda or forced() == "ref":
+        if not tensors[0].is_cuda:
             return sum_of_squares_ref(tensors)
         return self.launch([_readable(t) for t in tensors])
 
