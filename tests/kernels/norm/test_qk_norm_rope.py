@@ -66,9 +66,10 @@ CASES = [
     (Case(2, 5, 6, 3, 96, documents=True), "outlier"),
     (Case(1, 3, 3, 1, 256), "zero row"),
     (Case(2, 9, 4, 4, 16), "nan row"),
+    (Case(1, 23, 8, 1, 256), "normal"),
     (Case(0, 4, 2, 1, 64), "normal"),
 ]
-"""One row of a tile that is no token, more than a tile, heads that no power of two divides."""
+"""Tiles beyond the last token, heads that no power of two divides, more tiles than CTAs (in the interpreter), none."""
 
 LARGE = [
     (Case(3, 333, 32, 4, 128), "normal"),
