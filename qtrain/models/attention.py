@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from qtrain.kernels.norm.qk_norm_rope import qk_norm_rope
 from qtrain.models.config import ModelConfig
 from qtrain.models.rope import rotate
 from qtrain.models.tensor_parallel import TensorParallel, Tokens, inner_norm
@@ -98,19 +99,25 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, tokens: Tokens | None = None) -> Tensor:
         qkv = self.qkv(x) if self.tensor is None else self.tensor.column(self.qkv, x, tokens)
-        q, k, v = qkv.split(self.split_sizes, dim=-1)
-        if self.q_norm is not None and not self.norms_heads:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # [B, S, heads, D]
-        if self.q_norm is not None and self.norms_heads:
-            q, k = self.q_norm(q), self.k_norm(k)
-        elif self.q_norm is None:
-            v = v.contiguous()  # a view would keep all of qkv's output for backward, which needs v alone
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        q, k, v = (t.transpose(1, 2) for t in self._heads(qkv, cos, sin))
         if self.cache is not None:
             k, v = self.cache.extend(k, v)
         y = attend(q, k, v, mask)
         y = y.transpose(1, 2).flatten(2)
         y = self.o_proj(y if self.sub_norm is None else self.sub_norm(y))
         return y if self.tensor is None else self.tensor.leave(y, tokens)
+
+    def _heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v [B, S, heads, D] of qkv [B, S, C]; q and k normed, where the model norms them, and rotated."""
+        if self.norms_heads and qkv.is_cuda:
+            heads = self.split_sizes[0] // self.head_dim
+            return qk_norm_rope(qkv, self.q_norm.weight, self.k_norm.weight, cos, sin, heads, self.q_norm.eps)
+        q, k, v = qkv.split(self.split_sizes, dim=-1)
+        if self.q_norm is not None and not self.norms_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
+        if self.q_norm is None:
+            v = v.contiguous()  # a view would keep all of qkv's output for backward, which needs v alone
+        elif self.norms_heads:  # PyTorch's operations are faster than the kernel's reference
+            q, k = self.q_norm(q), self.k_norm(k)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v

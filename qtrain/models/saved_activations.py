@@ -26,9 +26,10 @@ BitNet's norms before the output projections add norms' 1/rms, o_proj's X, and t
 compiler does not recompute the kernel that makes it.
 
 (*) (Q + KV)·b with QK-norm, where v stays a view of the kept qkv output. (**) kept as o_proj's output, from which the
-sum is recomputed. (***) with QK-norm 4·(H + KV heads) more. The compiled column is what PyTorch's min-cut partitioner
-chooses for this layer's graph: it recomputes elementwise results, but keeps what forward has to write out for a matrix
-product. tests/models/test_cost.py measures what real layers keep.
+sum is recomputed. (***) with QK-norm over all heads together 8 more; the kernel that norms each head keeps none. The
+compiled column is what PyTorch's min-cut partitioner chooses for this layer's graph: it recomputes elementwise results,
+but keeps what forward has to write out for a matrix product. tests/models/test_memory.py measures what real layers
+keep.
 
 A mixture of experts has r rows per token, one for each of its experts and the padding of row groups, and keeps in place
 of the MLP's tensors, with E experts, k of them per token, the width I of an expert and S of the shared ones:
@@ -146,8 +147,7 @@ def _attention(config: ModelConfig, checkpointing: str, element: int, low_bit: L
         return {**kept, "qkv output": config.qkv_size * element}
     kept["norm statistics"] = 8 + 8 * config.sub_norm
     if config.qk_norm:
-        heads = config.num_attention_heads + config.num_key_value_heads
-        kept["norm statistics"] += 4 * (heads if config.qk_norm == "heads" else 2)
+        kept["norm statistics"] += 8 * (config.qk_norm == "whole")  # those of heads are computed again
         kept["qkv output"] = config.qkv_size * element
         kept["q, k rotated"] = (q + kv) * element
     else:

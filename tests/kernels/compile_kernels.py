@@ -29,6 +29,7 @@ from qtrain.kernels.grouped.permute import launch_combine_rows, launch_route_wei
 from qtrain.kernels.grouped.persistent import launch_grouped_rows, launch_grouped_sums, launch_long_sums
 from qtrain.kernels.grouped.reference import matrices
 from qtrain.kernels.grouped.zeros import launch_zero_empty, launch_zero_tail
+from qtrain.kernels.norm.qk_norm_rope import launch_qk_norm_rope, launch_qk_norm_rope_backward
 from qtrain.kernels.numerics.encode import encoding
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.optim.fused_update import SIGNED_STATES, FusedUpdate, Slot
@@ -198,6 +199,18 @@ def swiglus() -> Iterator[Case]:
                 )
 
 
+def norms() -> Iterator[Case]:
+    for dtype in (BF16, FP32):
+        for heads, kv_heads, head_dim in ((32, 4, 128), (6, 3, 96)):
+            qkv, weight = zeros(2, 64, (heads + 2 * kv_heads) * head_dim, dtype=dtype), zeros(head_dim, dtype=dtype)
+            table = zeros(64, 1, head_dim // 2, dtype=FP32)
+            shared = (qkv, weight, weight, table, table)
+            dq, dk, dv = (zeros(2, 64, n, head_dim, dtype=dtype) for n in (heads, kv_heads, kv_heads))
+            some = dtype is BF16 and heads == 32
+            yield some, lambda s=shared, h=heads: launch_qk_norm_rope(*s, h, 1e-6)
+            yield some, lambda s=shared, g=(dq, dk, dv): launch_qk_norm_rope_backward(*g, *s, 1e-6)
+
+
 def gemms() -> Iterator[Case]:
     has_fp8 = hardware.has_fp8(torch.device("cpu"))
     dtypes = [(INT8, INT8), *([(E4M3, E4M3), (E5M2, E4M3)] if has_fp8 else [])]  # as in `scaled_mm_names`
@@ -354,7 +367,7 @@ def updates() -> Iterator[Case]:
         yield False, lambda d=dtype, y=labels: launch_cross_entropy(zeros(16, 151936, dtype=d), y, 1e-4, False)
 
 
-GROUPS = (quantizers, dual_quantizers, gathered_rows, swiglus, gemms, grouped, updates)
+GROUPS = (quantizers, dual_quantizers, gathered_rows, swiglus, norms, gemms, grouped, updates)
 TUNED = {
     "_persistent_mm_kernel",
     "_slice_kernel",

@@ -107,6 +107,22 @@ def test_bf16_gradients_are_near_fp64(documents):
     assert_close(found, expected, 0.05)
 
 
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_norm_and_rotation_of_heads_are_one_kernel(mode):
+    """Compiled as in eager code: forward and backward run it, and the gradients are near fp64."""
+    torch._dynamo.reset()
+    model = model_of("qwen3", torch.bfloat16, num_attention_heads=6)
+    expected = exact_results(model, None)
+    apply_activation_checkpointing(model, mode)
+    for compiled in (False, True):
+        if compiled:
+            compile_layers(model)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            found = results(model, None)
+        assert {"qtrain::qk_norm_rope", "qtrain::qk_norm_rope_backward"} <= {e.key for e in profile.key_averages()}
+        assert_close({name: value.cpu() for name, value in found.items()}, expected, 0.05)
+
+
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("documents", [False, True], ids=["causal", "documents"])
 def test_compiled_layers_in_every_mode_equal_eager(mode, documents):

@@ -1,0 +1,1 @@
+"""Norms with what is fused around them."""

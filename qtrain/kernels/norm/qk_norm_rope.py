@@ -1,0 +1,354 @@
+"""RMSNorm of each query and key head, then rotary positions (Qwen3), from the fused qkv projection.
+
+    n = x / sqrt(mean(x²) + eps) * weight              x: one head of q or k [D]
+    y = (n1 cos - n2 sin, n2 cos + n1 sin)             n1, n2: the halves of n; cos, sin [D/2] of its position
+
+v is a view of qkv, which backward needs anyway. Backward computes the statistics again, which is cheaper than to read
+them, and writes the gradient of all of qkv, dv's part too:
+
+    g  = dy rotated back * weight,   dweight = sum over tokens and heads of (dy rotated back) * x * r
+    dx = r * (g - x * r² * mean(g * x)),   r = 1 / sqrt(mean(x²) + eps)
+
+Memory-bound. Bytes per token, of b-byte elements, with H query and KV key heads:
+
+    forward     2 (H + KV) D b            302 MB, 71 us at H200's 4.28 TB/s: 16384 tokens, H 32, KV 4, D 128, bf16
+    backward    (3 (H + KV) + 2 KV) D b   487 MB, 114 us
+
+Inductor takes 176 and 370 us there: it reads q and k once for the norm and once for the rotation, and writes the
+gradients of q, k and v before it concatenates them.
+
+A tile [ROWS, D/2], once for each half, holds the same few heads of one or more tokens. The lanes of a row are in one
+warp, so that sums over a head need no barrier, and all tensors have the shape of a tile, so that none changes its
+layout. A CTA loads cos and sin of a tile's tokens once, and goes through their heads. Its tokens lie far apart: CTAs
+stay, as many as fit on the GPU at once, and all have the same work. In backward each adds up the gradients of the
+weights, and a second launch adds up those of the CTAs, in a fixed order.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qtrain.hardware import sm_count
+from qtrain.kernels.autotune import forced
+from qtrain.kernels.compiler import tl, triton
+
+ELEMENTS, WARPS = 2048, 4
+"""Of a tile, and of a CTA: a thread holds eight elements of each half."""
+
+
+class _Occupancy(NamedTuple):
+    """CTAs that share an SM, and registers per thread that let them."""
+
+    ctas: int
+    registers: int
+
+
+FORWARD, BACKWARD = _Occupancy(8, 64), _Occupancy(5, 96)
+
+
+# ---- the definition --------------------------------------------------------------------------------------------------
+
+
+def qk_norm_rope_ref(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int, eps: float
+) -> tuple[Tensor, Tensor]:
+    """qkv [B, S, (H + 2 KV) D], weights [D], cos, sin fp32 [S, 1, D/2] or [B, S, 1, D/2] -> q [B, S, H, D], k [B, S,
+    KV, D] in qkv's dtype; computed in fp32, rounded once."""
+    outs = []
+    for x, weight in zip(_heads(qkv, len(q_weight), heads), (q_weight, k_weight), strict=False):
+        x = x.float()
+        first, second = (x * _inverse_rms(x, eps) * weight.float()).chunk(2, dim=-1)
+        out = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        outs.append(out.to(qkv.dtype))
+    return outs[0], outs[1]
+
+
+def qk_norm_rope_backward_ref(
+    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dq [B, S, H, D], dk, dv [B, S, KV, D], the rest as in `qk_norm_rope_ref` -> dqkv like qkv, and fp32 [2, D]: the
+    gradients of q_weight and k_weight."""
+    grads, dweights = [], []
+    of_heads = zip(_heads(qkv, len(q_weight), dq.shape[2]), (q_weight, k_weight), (dq, dk), strict=False)
+    for x, weight, dy in of_heads:
+        x = x.float()
+        r = _inverse_rms(x, eps)
+        first, second = dy.float().chunk(2, dim=-1)
+        dn = torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
+        g = dn * weight.float()
+        dweights.append((dn * (x * r)).sum((0, 1, 2)))
+        grads.append((r * (g - x * (r * r * (g * x).mean(-1, keepdim=True)))).to(qkv.dtype))
+    return torch.cat([t.flatten(2) for t in (*grads, dv)], dim=-1), torch.stack(dweights)
+
+
+def _heads(qkv: Tensor, head_dim: int, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of q [B, S, H, D], k and v [B, S, KV, D]."""
+    all_heads = qkv.unflatten(-1, (-1, head_dim))
+    kv_heads = (all_heads.shape[2] - heads) // 2
+    q, k, v = all_heads.split([heads, kv_heads, kv_heads], dim=2)
+    return q, k, v
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    return (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
+# ---- the kernels -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rows_of_tile(HEADS_OF_TILE: tl.constexpr, ROWS: tl.constexpr):
+    """Token and head of each row [ROWS, 1] of a tile."""
+    row = tl.arange(0, ROWS)[:, None]
+    return row // HEADS_OF_TILE, row % HEADS_OF_TILE
+
+
+@triton.jit
+def _load_halves(ptrs, inside, HALF: tl.constexpr):
+    return tl.load(ptrs, inside, 0.0).to(tl.float32), tl.load(ptrs + HALF, inside, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_halves(ptrs, first, second, inside, HALF: tl.constexpr):
+    tl.store(ptrs, first.to(ptrs.dtype.element_ty), inside)
+    tl.store(ptrs + HALF, second.to(ptrs.dtype.element_ty), inside)
+
+
+@triton.jit
+def _inverse_rms_of(first, second, eps, D: tl.constexpr):
+    """Of heads in two halves [ROWS, BLOCK] -> [ROWS, 1]."""
+    return tl.rsqrt(tl.sum(first * first + second * second, 1, keep_dims=True) * (1.0 / D) + eps)
+
+
+@triton.jit
+def _forward_heads(
+    x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, tokens, width, table_rows, eps,
+    HEADS: tl.constexpr, HEADS_OF_TILE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """This CTA's tokens of q, or of k."""
+    HALF: tl.constexpr = D // 2
+    TOKENS: tl.constexpr = ROWS // HEADS_OF_TILE
+    token_of_row, head = _rows_of_tile(HEADS_OF_TILE, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    w1, w2 = _load_halves(weight_ptr + column, column < HALF, HALF)
+    for start in range(tl.program_id(0) * TOKENS, tokens, tl.num_programs(0) * TOKENS):
+        token = start + token_of_row
+        inside = (token < tokens) & (column < HALF)
+        table = (token % table_rows) * HALF + column
+        cos, sin = tl.load(cos_ptr + table, inside, 0.0), tl.load(sin_ptr + table, inside, 0.0)
+        token = token.to(tl.int64)
+        x_ptrs, out_ptrs = x_ptr + token * width + head * D + column, out_ptr + (token * HEADS + head) * D + column
+        for _ in range(HEADS // HEADS_OF_TILE):
+            x1, x2 = _load_halves(x_ptrs, inside, HALF)
+            r = _inverse_rms_of(x1, x2, eps, D)
+            n1, n2 = x1 * r * w1, x2 * r * w2
+            _store_halves(out_ptrs, n1 * cos - n2 * sin, n2 * cos + n1 * sin, inside, HALF)
+            x_ptrs += HEADS_OF_TILE * D
+            out_ptrs += HEADS_OF_TILE * D
+
+
+@triton.jit
+def _qk_norm_rope_kernel(
+    x_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, tokens, table_rows, eps,
+    H: tl.constexpr, KV: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """x = qkv [T, (H + 2 KV) D], q [T, H, D], k [T, KV, D]; cos, sin [table_rows, D/2], of which token t reads row
+    t % table_rows. Q_HEADS, K_HEADS: of a tile."""
+    width: tl.constexpr = (H + 2 * KV) * D
+    _forward_heads(
+        x_ptr, q_weight_ptr, cos_ptr, sin_ptr, q_ptr, tokens, width, table_rows, eps, H, Q_HEADS, D, ROWS, BLOCK
+    )
+    _forward_heads(
+        x_ptr + H * D, k_weight_ptr, cos_ptr, sin_ptr, k_ptr, tokens, width, table_rows, eps, KV, K_HEADS, D, ROWS,
+        BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _at(batch, position, head, strides):
+    """The offset of a head in a gradient, int64."""
+    return batch * strides[0] + position * strides[1] + head.to(tl.int64) * strides[2]
+
+
+@triton.jit
+def _backward_heads(
+    dy_ptr, dy_strides, dv_ptr, dv_strides, x_ptr, weight_ptr, cos_ptr, sin_ptr, dx_ptr, dweight_ptr, tokens, seq,
+    width, table_rows, eps,
+    HEADS: tl.constexpr, HEADS_OF_TILE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """This CTA's tokens of q, or of k and, where dv_ptr is given, of v, which follows k in x and dx."""
+    HALF: tl.constexpr = D // 2
+    TOKENS: tl.constexpr = ROWS // HEADS_OF_TILE
+    token_of_row, head = _rows_of_tile(HEADS_OF_TILE, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    w1, w2 = _load_halves(weight_ptr + column, column < HALF, HALF)
+    total1, total2 = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(tl.program_id(0) * TOKENS, tokens, tl.num_programs(0) * TOKENS):
+        token = start + token_of_row
+        inside = (token < tokens) & (column < HALF)
+        table = (token % table_rows) * HALF + column
+        cos, sin = tl.load(cos_ptr + table, inside, 0.0), tl.load(sin_ptr + table, inside, 0.0)
+        batch, position = (token // seq).to(tl.int64), (token % seq).to(tl.int64)
+        at = token.to(tl.int64) * width + head * D + column
+        x_ptrs, dx_ptrs = x_ptr + at, dx_ptr + at
+        dy_ptrs = dy_ptr + _at(batch, position, head, dy_strides) + column
+        if dv_ptr is not None:
+            dv_ptrs = dv_ptr + _at(batch, position, head, dv_strides) + column
+        for _ in range(HEADS // HEADS_OF_TILE):
+            x1, x2 = _load_halves(x_ptrs, inside, HALF)
+            dy1, dy2 = _load_halves(dy_ptrs, inside, HALF)
+            dn1, dn2 = dy1 * cos + dy2 * sin, dy2 * cos - dy1 * sin
+            r = _inverse_rms_of(x1, x2, eps, D)
+            g1, g2 = dn1 * w1, dn2 * w2
+            mean = tl.sum(g1 * x1 + g2 * x2, 1, keep_dims=True) * (1.0 / D) * r * r
+            total1 += dn1 * (x1 * r)
+            total2 += dn2 * (x2 * r)
+            _store_halves(dx_ptrs, r * (g1 - x1 * mean), r * (g2 - x2 * mean), inside, HALF)
+            if dv_ptr is not None:
+                dv1, dv2 = tl.load(dv_ptrs, inside), tl.load(dv_ptrs + HALF, inside)
+                _store_halves(dx_ptrs + HEADS * D, dv1, dv2, inside, HALF)
+                dv_ptrs += HEADS_OF_TILE * dv_strides[2]
+            x_ptrs += HEADS_OF_TILE * D
+            dx_ptrs += HEADS_OF_TILE * D
+            dy_ptrs += HEADS_OF_TILE * dy_strides[2]
+    across = tl.arange(0, BLOCK)
+    tl.store(dweight_ptr + across, tl.sum(total1, 0), across < HALF)
+    tl.store(dweight_ptr + HALF + across, tl.sum(total2, 0), across < HALF)
+
+
+@triton.jit
+def _qk_norm_rope_backward_kernel(
+    dq_ptr, dk_ptr, dv_ptr, dq_strides, dk_strides, dv_strides, x_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr,
+    dx_ptr, dweight_ptr, tokens, seq, table_rows, eps,
+    H: tl.constexpr, KV: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As forward; strides of dq, dk, dv along batch, sequence and heads. dweight: fp32 [CTAs, 2, D], a term of each."""
+    width: tl.constexpr = (H + 2 * KV) * D
+    dweight_ptr += tl.program_id(0) * (2 * D)
+    _backward_heads(
+        dq_ptr, dq_strides, None, None, x_ptr, q_weight_ptr, cos_ptr, sin_ptr, dx_ptr, dweight_ptr, tokens, seq,
+        width, table_rows, eps, H, Q_HEADS, D, ROWS, BLOCK,
+    )  # fmt: skip
+    _backward_heads(
+        dk_ptr, dk_strides, dv_ptr, dv_strides, x_ptr + H * D, k_weight_ptr, cos_ptr, sin_ptr, dx_ptr + H * D,
+        dweight_ptr + D, tokens, seq, width, table_rows, eps, KV, K_HEADS, D, ROWS, BLOCK,
+    )  # fmt: skip
+
+
+# ---- launchers -------------------------------------------------------------------------------------------------------
+
+
+def _tiling(device: torch.device, tokens: int, heads: tuple[int, int], head_dim: int, per_sm: int) -> tuple[int, dict]:
+    """How many CTAs to launch, and the kernels' constants."""
+    block = triton.next_power_of_2(head_dim // 2)
+    rows = max(1, ELEMENTS // (2 * block))
+    of_tile = [min(rows, count & -count) for count in heads]  # the largest power of two that divides the heads
+    ctas = min(triton.cdiv(tokens * max(of_tile), rows), per_sm * sm_count(device))
+    names = ("H", "KV", "Q_HEADS", "K_HEADS", "D", "ROWS", "BLOCK")
+    return ctas, dict(zip(names, (*heads, *of_tile, head_dim, rows, block), strict=True))
+
+
+def launch_qk_norm_rope(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The kernel for `qk_norm_rope_ref`; all contiguous."""
+    (batch, seq, width), head_dim = qkv.shape, len(q_weight)
+    kv_heads = (width // head_dim - heads) // 2
+    q, k = qkv.new_empty(batch, seq, heads, head_dim), qkv.new_empty(batch, seq, kv_heads, head_dim)
+    if tokens := batch * seq:
+        ctas, constants = _tiling(qkv.device, tokens, (heads, kv_heads), head_dim, FORWARD.ctas)
+        _qk_norm_rope_kernel[(ctas,)](
+            qkv, q_weight, k_weight, cos, sin, q, k, tokens, cos.numel() // (head_dim // 2), eps, **constants,
+            num_warps=WARPS, maxnreg=FORWARD.registers,
+        )  # fmt: skip
+    return q, k
+
+
+def launch_qk_norm_rope_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The kernel for `qk_norm_rope_backward_ref`; dq, dk and dv contiguous along D, the rest contiguous."""
+    (batch, seq, heads, head_dim), kv_heads = dq.shape, dk.shape[2]
+    dqkv, tokens = torch.empty_like(qkv), batch * seq
+    if not tokens:
+        return dqkv, qkv.new_zeros(2, head_dim, dtype=torch.float32)
+    ctas, constants = _tiling(qkv.device, tokens, (heads, kv_heads), head_dim, BACKWARD.ctas)
+    dweights = qkv.new_empty(ctas, 2, head_dim, dtype=torch.float32)
+    _qk_norm_rope_backward_kernel[(ctas,)](
+        dq, dk, dv, dq.stride()[:3], dk.stride()[:3], dv.stride()[:3], qkv, q_weight, k_weight, cos, sin, dqkv,
+        dweights, tokens, seq, cos.numel() // (head_dim // 2), eps, **constants, num_warps=WARPS,
+        maxnreg=BACKWARD.registers,
+    )  # fmt: skip
+    return dqkv, dweights.sum(0)
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("qtrain::qk_norm_rope", mutates_args=())
+def _qk_norm_rope(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int, eps: float
+) -> tuple[Tensor, Tensor]:
+    if not qkv.is_cuda or forced() == "ref":
+        return qk_norm_rope_ref(qkv, q_weight, k_weight, cos, sin, heads, eps)
+    return launch_qk_norm_rope(*_contiguous(qkv, q_weight, k_weight, cos, sin), heads, eps)
+
+
+@_qk_norm_rope.register_fake
+def _(qkv, q_weight, k_weight, cos, sin, heads, eps):
+    batch, seq, width = qkv.shape
+    kv_heads, head_dim = (width // len(q_weight) - heads) // 2, len(q_weight)
+    return qkv.new_empty(batch, seq, heads, head_dim), qkv.new_empty(batch, seq, kv_heads, head_dim)
+
+
+@torch.library.custom_op("qtrain::qk_norm_rope_backward", mutates_args=())
+def _qk_norm_rope_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if not qkv.is_cuda or forced() == "ref":
+        return qk_norm_rope_backward_ref(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps)
+    grads = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
+    return launch_qk_norm_rope_backward(*grads, *_contiguous(qkv, q_weight, k_weight, cos, sin), eps)
+
+
+@_qk_norm_rope_backward.register_fake
+def _(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps):
+    dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+    return dqkv, qkv.new_empty(2, len(q_weight), dtype=torch.float32)
+
+
+def _contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(t.contiguous() for t in tensors)
+
+
+class QKNormRopeFunction(torch.autograd.Function):
+    """One function for q, k and v: so is the gradient of qkv one tensor, with no concatenation."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv, q_weight, k_weight, cos, sin, heads, eps):
+        ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)
+        ctx.eps = eps
+        q, k = _qk_norm_rope(qkv, q_weight, k_weight, cos, sin, heads, eps)
+        return q, k, _heads(qkv, len(q_weight), heads)[2]
+
+    @staticmethod
+    def backward(ctx: Any, dq, dk, dv):
+        qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
+        dqkv, dweights = _qk_norm_rope_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, ctx.eps)
+        dq_weight, dk_weight = dweights.to(q_weight.dtype).unbind()
+        return dqkv, dq_weight, dk_weight, None, None, None, None
+
+
+def qk_norm_rope(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv [B, S, (H + 2 KV) D], weights [D], cos, sin fp32 [S, 1, D/2] or [B, S, 1, D/2] -> q [B, S, H, D], normed and
+    rotated k [B, S, KV, D], and v, a view of qkv. Differentiable in qkv and the weights."""
+    q, k, v = QKNormRopeFunction.apply(qkv, q_weight, k_weight, cos, sin, heads, eps)
+    return q, k, v
