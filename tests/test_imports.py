@@ -33,7 +33,7 @@ INNER = {
     "kernels.gemm": {"kernels.compiler", "kernels.autotune", "kernels.numerics"},
     "kernels.swiglu": {"kernels.compiler", "kernels.autotune", "kernels.numerics", "kernels.quantize", "kernels.gemm"},
     "kernels.norm": {"kernels.compiler", "kernels.autotune"},
-    "kernels.optim": {"kernels.compiler", "kernels.autotune", "kernels.numerics"},
+    "kernels.optim": {"kernels.compiler", "kernels.numerics"},
     "kernels.cross_entropy": {"kernels.compiler"},
     "data.tokenizers": set(),
     "data": {"data.tokenizers"},
