@@ -30,7 +30,13 @@ def runs(tmp_path_factory):
         recipe = str(ROOT / "configs/quickstart_data.json")
         done = server.run("tokenize_data", ["--config", recipe, *flags(**small)])
         assert done.code == 0 and "tokens/s" in done.out, done.err
-        small = {"n_steps": STEPS, "seq_len": CONTEXT, "eval_interval": STEPS // 2, "eval_sequences": 16, "sample_tokens": 6}
+        small = {
+            "n_steps": STEPS,
+            "seq_len": CONTEXT,
+            "eval_interval": STEPS // 2,
+            "eval_sequences": 16,
+            "sample_tokens": 6,
+        }
         small["device"] = "cpu"
         recipe = str(ROOT / "configs/quickstart.json")
         started = {
