@@ -107,7 +107,7 @@ def test_commands_that_need_the_hub_say_so_at_once_and_write_nothing(tmp_path):
     """With an unreachable hub and an empty cache, each in its own process, so that none uses what another found."""
     nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": ""}
     proxies = dict.fromkeys(("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"), "")
-    with serving(tmp_path, **nowhere, **proxies) as server:
+    with serving(tmp_path, "import datasets", **nowhere, **proxies) as server:
         for script, argv, says in COMMANDS:
             begin = time.monotonic()
             done = server.run(script, argv)
