@@ -15,8 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.interpreter import patch_language_once
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+    patch_language_once()
 
 import qtrain  # noqa: F401  (declares torchvision's operators on CPU builds before transformers is imported)
 
