@@ -3,10 +3,12 @@ that are forked from one that has torch imported already (a start of Python and 
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import io
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from qtrain.config import run_script
 from qtrain.train.log.metrics import read_metrics
 from tests.worlds import environment
 
+T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
 PYTHON_FIRST = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 """An environment in which `python`, as printed commands have it, is this one."""
@@ -129,6 +132,20 @@ def contents(checkpoint: Path) -> dict[str, torch.Tensor]:
         dcp_to_torch_save(checkpoint, scratch.name)
         walk(torch.load(scratch.name), "")
     return found
+
+
+def once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], T]) -> T:
+    """`make(folder)`, made by the first worker that asks for it: the others wait, and get a copy."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    folder, made = root / name, root / f"{name}.pickle"
+    with open(f"{made}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            folder.mkdir()
+            made.write_bytes(pickle.dumps(make(folder)))
+    return pickle.loads(made.read_bytes())
 
 
 # ---- real processes --------------------------------------------------------------------------------------------------

@@ -13,17 +13,22 @@ from qtrain.models import build_model, read_model_source
 from qtrain.train.language import language_forward
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.step import evaluate
-from tests.system import ROOT, contents, flags, only_run, serving
+from tests.system import ROOT, contents, flags, once, only_run, serving
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 STEPS = 16
 CONTEXT = 64
+Runs = dict[str, tuple[str, Path]]
+"""What a run printed and its folder, by scheme."""
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Tokens of some packages of the standard library, and a run of each scheme on them: (out, run folder) by name."""
-    folder = tmp_path_factory.mktemp("quickstart")
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory) -> tuple[Path, Runs]:
+    """Tokens of some packages of the standard library, and a run of each scheme on them."""
+    return once(tmp_path_factory, "quickstart", run_both)
+
+
+def run_both(folder: Path) -> tuple[Path, Runs]:
     with serving(folder) as server:
         files = [str(STDLIB / name) for name in ("json", "email", "asyncio", "http", "xml")]
         small = {"files": files, "train_tokenizer": 1000, "validation_fraction": 0.2, "n_procs": 2}
