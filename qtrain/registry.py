@@ -8,6 +8,7 @@ when it is first asked.
 
 import ast
 import dataclasses
+import functools
 import importlib
 import inspect
 import itertools
@@ -91,7 +92,8 @@ class Registry(Generic[T]):
         return found
 
 
-def field_docs(cls: type) -> dict[str, str]:
+@functools.cache  # a command line asks once for each group of its flags
+def field_docs(cls: type) -> Mapping[str, str]:
     """The docstring under each field of a dataclass, those of its bases included, on one line."""
     found: dict[str, str] = {}
     for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):

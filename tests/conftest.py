@@ -5,14 +5,41 @@ import os
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: threads of their own would only wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+if not os.environ.get("QTRAIN_FULL_SWEEP"):  # Inductor would try vector extensions, each with a program it compiles
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
+from tests.interpreter import patch_language_once
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+    patch_language_once()
 
 import qtrain  # noqa: F401  (declares torchvision's operators on CPU builds before transformers is imported)
+
+
+@pytest.fixture(params=["graphs", pytest.param("inductor", marks=pytest.mark.sweep)])
+def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Tests that compile for the CPU, where the C++ of a decoder layer takes 20 seconds.
+
+    graphs: Inductor's passes and its choice of what is kept for backward, the graphs then run as they are;
+    inductor: its code too, in the full sweep.
+    """
+    if request.param == "graphs":
+        from functorch.compile import make_boxed_func  # seconds, which most workers' tests do not need
+        from torch._inductor import compile_fx
+
+        def as_it_is(graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
+            return make_boxed_func(graph.forward)
+
+        monkeypatch.setattr(compile_fx, "compile_fx", partial(compile_fx.compile_fx, inner_compile=as_it_is))
+    return request.param
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

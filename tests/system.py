@@ -1,10 +1,14 @@
 """What the tests of whole scripts share: a tiny model and its data, a script called in this process, and real processes
 that are forked from one that has torch imported already (a start of Python and torch takes seconds)."""
 
+import atexit
 import contextlib
+import fcntl
+import functools
 import io
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -14,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -24,6 +28,7 @@ from qtrain.config import run_script
 from qtrain.train.log.metrics import read_metrics
 from tests.worlds import environment
 
+T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
 PYTHON_FIRST = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 """An environment in which `python`, as printed commands have it, is this one."""
@@ -129,21 +134,42 @@ def contents(checkpoint: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+def once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], T]) -> T:
+    """`make(folder)`, made by the first worker that asks for it: the others wait, and get a copy."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    folder, made = root / name, root / f"{name}.pickle"
+    with open(f"{made}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            folder.mkdir()
+            made.write_bytes(pickle.dumps(make(folder)))
+    return pickle.loads(made.read_bytes())
+
+
 # ---- real processes --------------------------------------------------------------------------------------------------
 
 SERVER = """
-import contextlib, json, os, sys, time
+import contextlib, io, json, os, sys, time
 import torch
 import llm_finetune, llm_pretrain, timm_finetune, tokenize_data
-import qtrain.train.assembly.prepare, qtrain.train.assembly.text, qtrain.train.eval.lm_eval, qtrain.train.eval.vision
+import qtrain.train.assembly.assemble, qtrain.train.assembly.prepare, qtrain.train.assembly.text
 import qtrain.train.eval.exact_match, qtrain.train.eval.hellaswag, qtrain.train.eval.language, qtrain.train.freezing
+import qtrain.train.eval.lm_eval, qtrain.train.eval.vision
+import huggingface_hub.file_download, huggingface_hub.serialization, tokenizers, torch._dynamo  # else within a run
 from qtrain import hardware
 from qtrain.config import run_script
+from qtrain.train.listing import listing
 from qtrain.train.loop import Training
 
 torch.set_num_threads(1)
 hardware._measured_peaks = lambda device: {"fp32": 0.1, "bf16": 0.1, "int8": 0.1}  # half a second in every process
 MAINS = {m.__name__: m.main for m in (llm_finetune, llm_pretrain, timm_finetune, tokenize_data)}
+listing()  # imports what the registries name
+for main in MAINS.values():
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        main(["--help"])  # what every process would import and read for its flags
 
 
 def child(job):
@@ -179,6 +205,10 @@ for line in sys.stdin:
         _, status = os.waitpid(job["wait"], 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
         continue
+    if "preload" in job:
+        exec(job["preload"], globals())
+        print("done", flush=True)
+        continue
     pid = os.fork()
     if pid == 0:
         code = child(job)
@@ -187,6 +217,7 @@ for line in sys.stdin:
             sys.stderr.flush()
         os._exit(code)
     print(pid, flush=True)
+os._exit(0)  # a second sooner than in order
 """
 
 
@@ -225,26 +256,15 @@ class Process:
 
 
 class Server:
-    """Starts scripts in processes of their own, in a folder. The calls do not wait. preload: what they all import."""
+    """Starts scripts in processes of their own, in a folder: forks of `parent`. The calls do not wait."""
 
-    def __init__(self, folder: Path, preload: str = "", **environment: str):
-        self._folder, self._jobs = folder, 0
+    def __init__(self, folder: Path, parent: subprocess.Popen):
+        self._folder, self._parent, self._jobs = folder, parent, 0
         self.running: set[int] = set()
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
-        environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as `run_script` does before torch is imported
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", f"{preload}\n{SERVER}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-            cwd=folder,
-        )
-        assert self._process.stdout.readline() == "ready\n"
 
     def ask(self, job: dict[str, Any]) -> str:
-        print(json.dumps(job), file=self._process.stdin, flush=True)
-        return self._process.stdout.readline()
+        print(json.dumps(job), file=self._parent.stdin, flush=True)
+        return self._parent.stdout.readline()
 
     def start(
         self, script: str, argv: list[str], hang_at: int | None = None, patch: str = "", **environment: str
@@ -285,7 +305,7 @@ class Server:
         outcomes = {id(first): first.wait()}
         if outcomes[id(first)].code:
             with contextlib.suppress(AssertionError):
-                wait_until(lambda: all(rank.ended for rank in ranks if rank is not first), 0.5)
+                wait_until(lambda: all(rank.ended for rank in ranks if rank is not first), 0.2)
             for rank in ranks:
                 if rank is not first and not rank.ended:
                     os.kill(rank.pid, signal.SIGKILL)
@@ -294,18 +314,45 @@ class Server:
     def stop(self) -> None:
         for pid in self.running:  # a test that failed did not wait for them
             os.kill(pid, signal.SIGKILL)
-        self._process.stdin.close()
-        self._process.wait(timeout=30)
-        self._process.stdout.close()
+            self.ask({"wait": pid})
+
+
+def _start_parent(**environment: str) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as `run_script` does before torch is imported
+    pipe = subprocess.PIPE
+    parent = subprocess.Popen([sys.executable, "-c", SERVER], stdin=pipe, stdout=pipe, text=True, env=environment)
+    assert parent.stdout.readline() == "ready\n"
+    return parent
+
+
+def _end_parent(parent: subprocess.Popen) -> None:
+    parent.stdin.close()
+    parent.wait(timeout=30)
+    parent.stdout.close()
+
+
+@functools.cache
+def _shared_parent() -> subprocess.Popen:
+    """One for all tests of this process: its start takes seconds."""
+    parent = _start_parent()
+    atexit.register(_end_parent, parent)
+    return parent
 
 
 @contextlib.contextmanager
 def serving(folder: Path, preload: str = "", **environment: str) -> Iterator[Server]:
-    server = Server(folder, preload, **environment)
+    """preload: imports that the scripts are to find done. With an environment, a parent of their own is started."""
+    parent = _start_parent(**environment) if environment else _shared_parent()
+    server = Server(folder, parent)
+    if preload:
+        server.ask({"preload": preload})
     try:
         yield server
     finally:
         server.stop()
+        if environment:
+            _end_parent(parent)
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 60) -> None:

@@ -609,11 +609,12 @@ def script(name: str, argv: list[str], folder: Path, **environment: str) -> subp
 @pytest.mark.parametrize(
     ("name", "mistake", "message"),
     [
-        (
+        pytest.param(
             "llm_pretrain.py",
             wrong(batch_size=8, micro_batch_size=3),
             "error: --batch_size: 8 is not micro_batch_size x gradient_accumulation x devices (3 x auto x 1); "
             "give two of the three, such that the first divides the batch.\n",
+            marks=pytest.mark.sweep,  # seconds of imports
         ),
         (
             "tokenize_data.py",

@@ -39,6 +39,7 @@ def fails(self, *arguments):
     step(self, *arguments)
 Training._step = fails
 """
+BEATS = "import qtrain.distributed.heartbeat as h; h.BEAT_SECONDS = 0.2\n"
 NO_SPACE = """
 import errno
 from qtrain.train.state import checkpoint
@@ -67,7 +68,7 @@ FAULTS = {
         1,
         1,
         IN_STEP_3.format("time.sleep(300)"),
-        "last step 2) has kept the others waiting for 4 s (--rank_timeout): it is at ",
+        "last step 2) has kept the others waiting for 3 s (--rank_timeout): it is at ",
     ),
 }
 
@@ -78,8 +79,8 @@ FAULTS = {
 def test_a_fault_of_one_rank_is_one_message_that_names_it(server, fault, tmp_path):
     rank, code, patch, says = FAULTS[fault]
     started = time.monotonic()
-    argv = flags(**LONG, rank_timeout=4, runs_dir=tmp_path)
-    done = server.run_ranks(2, "llm_pretrain", argv, {rank: patch})
+    argv = flags(**LONG, rank_timeout=3, runs_dir=tmp_path)
+    done = server.run_ranks(2, "llm_pretrain", argv, {0: BEATS, 1: BEATS, rank: BEATS + patch})
     assert time.monotonic() - started < 60
     errors = "".join(outcome.err for outcome in done)
     assert errors.count("error:") == 1 and says in errors, errors

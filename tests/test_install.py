@@ -22,7 +22,7 @@ def test_the_installed_commands_work_from_another_folder(tmp_path):
     shutil.copytree(ROOT, source, ignore=left, symlinks=True)  # building writes into the source folder
     pip("wheel", source, "--no-build-isolation", "--wheel-dir", tmp_path)
     (wheel,) = tmp_path.glob("qtrain-*.whl")
-    pip("install", wheel, "--target", installed)
+    pip("install", wheel, "--no-compile", "--target", installed)
     elsewhere.mkdir()
     assert {p.name for p in (installed / "bin").iterdir()} >= {f"qtrain-{name.replace('_', '-')}" for name in SCRIPTS}
     environment = {**os.environ, "PYTHONPATH": str(installed)}

@@ -107,7 +107,7 @@ def test_commands_that_need_the_hub_say_so_at_once_and_write_nothing(tmp_path):
     """With an unreachable hub and an empty cache, each in its own process, so that none uses what another found."""
     nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": ""}
     proxies = dict.fromkeys(("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"), "")
-    with serving(tmp_path, **nowhere, **proxies) as server:
+    with serving(tmp_path, "import datasets", **nowhere, **proxies) as server:
         for script, argv, says in COMMANDS:
             begin = time.monotonic()
             done = server.run(script, argv)
@@ -371,16 +371,16 @@ def test_data_that_breaks_in_the_middle_is_a_message(here):
 
 @pytest.mark.parametrize("encoding", ["ascii", pytest.param("cp1252", marks=pytest.mark.sweep)])
 def test_a_console_that_is_not_utf8_ends_no_run(here, encoding):
-    """A process as a user starts it: prompts and samples are outside of the console's encoding."""
+    """A process of its own: prompts and samples are outside of the console's encoding."""
     chosen = {"sample_prompts": ["\u6f22\u5b57 \U0001f600"], "sample_tokens": 4, "n_steps": 2, "run_name": "ascii"}
-    environment = {**os.environ, "PYTHONIOENCODING": encoding, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "llm_pretrain.py"), *tiny(**chosen)]
-    done = subprocess.run(command, capture_output=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert b"sample: \\u6f22\\u5b57 \\U0001f600 [>]" in done.stdout and done.stderr == b""
+    console = f"sys.stdout.reconfigure(encoding={encoding!r}, errors='strict')"  # as PYTHONIOENCODING sets it
+    with serving(Path.cwd()) as server:
+        done = server.start("llm_pretrain", tiny(**chosen), patch=console).wait()
+    assert done.code == 0, done.err
+    assert "sample: \\u6f22\\u5b57 \\U0001f600 [>]" in done.out and done.err == ""
 
 
-@pytest.mark.parametrize("flag", ["--list", "--help"])
+@pytest.mark.parametrize("flag", [pytest.param("--list", marks=pytest.mark.sweep), "--help"])
 def test_a_closed_pipe_is_no_traceback(flag):
     read, write = os.pipe()
     os.close(read)

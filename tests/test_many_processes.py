@@ -18,8 +18,8 @@ from qtrain.errors import UserError
 from tests.cases import sampled
 from tests.data.corpora import write_questions
 from tests.data.images.pictures import write_folder
-from tests.processes import PRETRAIN, SHARED, launched, write_pretraining
-from tests.system import contents, flags, losses, only_run, serving, tree, write_model
+from tests.processes import PRETRAIN, SHARED, write_pretraining
+from tests.system import ROOT, contents, flags, losses, only_run, serving, tree, write_model
 from tests.test_mixture_runs import DEEPSEEK
 from tests.worlds import environment
 
@@ -300,10 +300,10 @@ def test_gpus_2_as_a_new_user_types_it(server, tmp_path):
     """One screen, one run folder, a log of every rank, the losses of one process."""
     settings = {**PRETRAIN, "quantize": "int8", "n_steps": 2}
     one = run(server, 1, "llm_pretrain", tmp_path / "one", **settings)
-    process = launched(server.folder, gpus=2, runs_dir=tmp_path / "two", **settings)
-    out, errors = process.communicate(timeout=120)
-    assert (process.returncode, errors) == (0, "")
-    assert "1 x 2 (replicate x shard, ZeRO-2)" in out and out.count("report ") == 1
+    argv = flags(gpus=2, runs_dir=tmp_path / "two", **settings)
+    done = server.start("llm_pretrain", argv, patch=f"sys.argv[0] = {str(ROOT / 'llm_pretrain.py')!r}").wait()
+    assert (done.code, done.err) == (0, "")
+    assert "1 x 2 (replicate x shard, ZeRO-2)" in done.out and done.out.count("report ") == 1
     two = only_run(tmp_path / "two")
     assert_equal(one, two, 2)
     assert {p.name for p in two.glob("train*.log")} == {"train.log", "train.rank1.log"}

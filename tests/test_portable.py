@@ -1,5 +1,6 @@
 """Without what Windows lacks (SIGUSR1, fcntl, resource, folders that can be opened), a CPU run goes through."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 from tests.system import ROOT, flags, only_run, write_model
 
 WINDOWS = """
-import os, runpy, signal, sys, types
+import json, os, runpy, signal, sys, types
 import torch, multiprocessing.resource_tracker, tempfile, subprocess, psutil  # these use what is taken away
 for name in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGALRM"):
     delattr(signal, name)
@@ -27,13 +28,15 @@ def windows_fsync(descriptor):
     real_fsync(descriptor)
 import shutil
 os.open, os.fsync, shutil._use_fd_functions = windows_open, windows_fsync, False
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+for script, *argv in json.loads(sys.argv[1]):
+    sys.argv = [script, *argv]
+    runpy.run_path(script, run_name="__main__")
 """
 
 
-def run_as_on_windows(script: str, argv: list[str], folder: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", WINDOWS, str(ROOT / script), *argv]
+def run_as_on_windows(commands: list[list[str]], folder: Path) -> subprocess.CompletedProcess:
+    """One after the other in one process, whose imports take most of the time. Each: a script and its arguments."""
+    command = [sys.executable, "-c", WINDOWS, json.dumps([[str(ROOT / script), *argv] for script, *argv in commands])]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
@@ -41,12 +44,13 @@ def run_as_on_windows(script: str, argv: list[str], folder: Path) -> subprocess.
 def test_tokenize_train_and_resume(tmp_path):
     (tmp_path / "a.txt").write_text("Some text to train on. " * 200)
     tokenize = flags(files="a.txt", split="all", tokenizer="byte", n_procs=1, output_dir="tokens")
-    outcome = run_as_on_windows("tokenize_data.py", tokenize, tmp_path)
-    assert outcome.returncode == 0, outcome.stderr
     settings = {"model": write_model(tmp_path / "m.json"), "seq_len": 32, "batch_size": 2, "device": "cpu"}
     settings |= {"train_ds": {"type": "token", "dataset_dir": "tokens"}, "ckpt_interval": 2}
-    for n_steps, more in ((2, {"num_workers": 1}), (4, {"resume": "auto"})):
-        outcome = run_as_on_windows("llm_pretrain.py", flags(**settings, n_steps=n_steps, **more), tmp_path)
-        assert outcome.returncode == 0, outcome.stderr
+    begin, resume = flags(**settings, n_steps=2, num_workers=1), flags(**settings, n_steps=4, resume="auto")
+    outcome = run_as_on_windows(
+        [["tokenize_data.py", *tokenize], ["llm_pretrain.py", *begin], ["llm_pretrain.py", *resume]], tmp_path
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    assert "resumed at step 2" in outcome.stdout
     run = only_run(tmp_path / "runs")
     assert (run / "checkpoints" / "00000004").is_dir() and (run / "hf" / "config.json").is_file()

@@ -13,24 +13,35 @@ from qtrain.models import build_model, read_model_source
 from qtrain.train.language import language_forward
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.step import evaluate
-from tests.system import ROOT, contents, flags, only_run, serving
+from tests.system import ROOT, contents, flags, once, only_run, serving
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
-STEPS = 30
+STEPS = 16
 CONTEXT = 64
+Runs = dict[str, tuple[str, Path]]
+"""What a run printed and its folder, by scheme."""
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Tokens of some packages of the standard library, and a run of each scheme on them: (out, run folder) by name."""
-    folder = tmp_path_factory.mktemp("quickstart")
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory) -> tuple[Path, Runs]:
+    """Tokens of some packages of the standard library, and a run of each scheme on them."""
+    return once(tmp_path_factory, "quickstart", run_both)
+
+
+def run_both(folder: Path) -> tuple[Path, Runs]:
     with serving(folder) as server:
         files = [str(STDLIB / name) for name in ("json", "email", "asyncio", "http", "xml")]
         small = {"files": files, "train_tokenizer": 1000, "validation_fraction": 0.2, "n_procs": 2}
         recipe = str(ROOT / "configs/quickstart_data.json")
         done = server.run("tokenize_data", ["--config", recipe, *flags(**small)])
         assert done.code == 0 and "tokens/s" in done.out, done.err
-        small = {"n_steps": STEPS, "seq_len": CONTEXT, "eval_interval": 15, "eval_sequences": 24, "sample_tokens": 6}
+        small = {
+            "n_steps": STEPS,
+            "seq_len": CONTEXT,
+            "eval_interval": STEPS // 2,
+            "eval_sequences": 16,
+            "sample_tokens": 6,
+        }
         small["device"] = "cpu"
         recipe = str(ROOT / "configs/quickstart.json")
         started = {
@@ -61,9 +72,10 @@ def test_the_loss_falls_and_the_log_tells_the_story(runs, scheme):
     out, run = found[scheme]
     records = read_metrics(run / "metrics.jsonl")
     evaluations = {r["step"]: r["eval_loss"] for r in records if "eval_loss" in r}
-    assert list(evaluations) == [0, 15, 30]
-    assert 8 < evaluations[0] < 8.8  # ln 4096 is 8.3
-    assert evaluations[30] < evaluations[15] < evaluations[0] and evaluations[30] < 0.75 * evaluations[0]
+    assert list(evaluations) == [0, STEPS // 2, STEPS]
+    first, middle, last = evaluations.values()
+    assert 8 < first < 8.8  # ln 4096 is 8.3
+    assert last < middle < first and last < 0.75 * first
     story = [
         "parameters, linears in",
         "run folder",
@@ -96,7 +108,7 @@ def test_transformers_gives_the_logits_and_the_loss_of_the_native_model(runs, sc
     native = trained_model(run)
     exported = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32).eval()
     spec = {"type": "token", "dataset_dir": "data/stdlib_validation"}
-    windows = eval_batches(spec, StreamContext(CONTEXT), 8, 24, "--eval_ds").batches
+    windows = eval_batches(spec, StreamContext(CONTEXT), 8, 16, "--eval_ds").batches
     with torch.no_grad():
         for batch in windows:
             ours, theirs = native(batch.input_ids), exported(batch.input_ids).logits

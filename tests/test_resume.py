@@ -32,7 +32,6 @@ from tests.system import (
     place,
     serving,
     tree,
-    wait_until,
     write_model,
 )
 
@@ -75,7 +74,7 @@ def server(tmp_path_factory):
     ids = np.frombuffer("\n".join(texts).encode(), np.uint8)
     for number, part in enumerate(np.split(ids[:1500], [700, 701, 1034])):  # one file of a single token
         write_raw(folder / "tokens" / f"{number}.bin", part)
-    with serving(folder) as server:
+    with serving(folder, "import datasets") as server:
         server.folder = folder
         yield server
 
@@ -236,27 +235,18 @@ def test_a_signal_finishes_the_step_saves_and_shows_in_the_exit_code(server, tmp
 
 
 def test_the_printed_command_resumes_as_it_stands(server, tmp_path):
-    """In a process started as a user starts it, ended by SIGTERM; then the printed line in a shell."""
+    """Of a run ended by SIGTERM, the printed line in a shell."""
     folder: Path = server.folder
-    argv = command(train_ds=TOKEN, **INT8, n_steps=60, runs_dir=tmp_path / "a run's")
+    argv = command(train_ds=TOKEN, **INT8, n_steps=40, runs_dir=tmp_path / "a run's")
     program = os.path.relpath(ROOT / "llm_pretrain.py", folder)
-    environment = {**PYTHON_FIRST, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        ["python", program, *argv],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    wait_until(lambda: process.poll() is not None or last_step(tmp_path / "a run's") >= 2)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    process = server.start("llm_pretrain", argv, patch=f"sys.argv[0] = {program!r}")
+    process.until(lambda: last_step(tmp_path / "a run's") >= 2)
+    stopped = process.kill(signal.SIGTERM)
     run, stopped_at = only_run(tmp_path / "a run's"), last_step(tmp_path / "a run's")
-    assert process.returncode == 143 and err.count("\n") <= 2 and 2 <= stopped_at < 60
+    assert stopped.code == 143 and stopped.err.count("\n") <= 2 and 2 <= stopped_at < 40
 
-    whole = server.start("llm_pretrain", command(train_ds=TOKEN, **INT8, n_steps=60, runs_dir=tmp_path / "whole"))
-    line = printed_command(out)
+    whole = server.start("llm_pretrain", command(train_ds=TOKEN, **INT8, n_steps=40, runs_dir=tmp_path / "whole"))
+    line, environment = printed_command(stopped.out), {**PYTHON_FIRST, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(["bash", "-c", line], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert whole.wait().code == 0

@@ -177,7 +177,7 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(folder, tmp_path):
     settings |= {"quantize_kwargs": {"stochastic_rounding": True}, "micro_batch_size": 2, "ema_decay": 0.9}
     settings |= {"augment": {"auto_augment": "rand-m9-mstd0.5", "mixup": 0.5, "cutmix": 0.5, "re_prob": 0.5}}
     settings |= {"n_steps": 10, "ckpt_interval": 4, "keep_ckpts": 9}
-    with serving(folder, "import qtrain, timm.data, timm.models") as server:
+    with serving(folder, "import timm.data, timm.models") as server:
         whole = server.start("timm_finetune", flags(**settings, runs_dir=tmp_path / "whole"))
         killed = server.start("timm_finetune", flags(**settings, runs_dir=tmp_path / "killed"), hang_at=5)
         killed.until(lambda: last_step(tmp_path / "killed") == 5)

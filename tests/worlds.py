@@ -39,6 +39,8 @@ def _free_port() -> int:
 
 def run_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """`function(*arguments)` on every rank. Returns what each returned, without tensors; a rank's error fails."""
+    import torch._dynamo  # noqa: F401  (else a model on the meta device imports it, in every rank)
+
     context, pipes, processes = multiprocessing.get_context("fork"), [], []
     for variables in environment(world):
         receiver, sender = context.Pipe(duplex=False)

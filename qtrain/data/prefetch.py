@@ -80,6 +80,9 @@ class PrefetchThread(Generic[T]):
     def close(self) -> None:
         self._ended = True
         self._stop.set()
+        with contextlib.suppress(queue.Empty):  # a thread that waits for room goes on, and ends
+            while True:
+                self._queue.get_nowait()
         self._thread.join(timeout=10)
 
 

@@ -73,6 +73,7 @@ def test_real_data(tiny, capsys, tmp_path):
         (["--schemes", "auto"], "name the ones to compare"),
         (["--schemes", ","], "nothing to compare"),
         (["--draws", "0"], "--draws"),
+        (["--model", "llama-100n"], "llama-100m"),
     ],
 )
 def test_bad_input(tiny, capsys, flags, message):
@@ -80,6 +81,7 @@ def test_bad_input(tiny, capsys, flags, message):
         table(capsys, tiny, *flags)
 
 
+@pytest.mark.sweep  # its message is tested above; a process imports torch for seconds
 def test_command_line():
     done = subprocess.run(
         [sys.executable, "-m", "qtrain.bench.gradient_error", "--model", "llama-100n"], capture_output=True, text=True

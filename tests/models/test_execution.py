@@ -87,6 +87,7 @@ def test_selective_is_sound_for_a_custom_autograd_function():
         assert all(torch.equal(found[name], expected[name]) for name in expected), mode
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("mode", [pytest.param("none", marks=pytest.mark.sweep), "selective"])
 def test_compiled_layers_give_the_same_loss_and_gradients(mode):
     """One compilation serves all layers."""

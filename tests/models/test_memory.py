@@ -52,6 +52,7 @@ def kept_bytes(model: Decoder, batch: int, seq_len: int) -> float:
     return sum(t.untyped_storage().nbytes() for t in kept.values()) / (batch * seq_len)
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
     ("name", "mode"),
     sampled([("qwen2", "none"), ("qwen3", "selective"), ("bitnet", "none")], lambda name, _: name != "qwen3"),
@@ -68,6 +69,7 @@ def test_compiled_layers_keep_what_the_table_says(name, mode):
     assert kept_bytes(model, 2, 64) == pytest.approx(sum(expected.values()) - expected["layer input"], rel=0.02)
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
     ("lora", "mode"),
     sampled(

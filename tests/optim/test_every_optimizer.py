@@ -11,6 +11,7 @@ from qtrain.errors import UserError
 from qtrain.optim import OPTIMIZERS
 from qtrain.tensors.stored_weight import StoredWeight
 from qtrain.train.state.state_dict import finish_optimizer, optimizer_tensors, prepare_optimizer
+from tests.cases import sampled
 from tests.optim.problems import Small, drive, make, train
 
 RATES = {"sgd": 0.3, "lion": 0.01, "muon": 0.05, "galore_adamw": 0.1, "q_galore_adamw": 0.1, "apollo_mini": 0.03}
@@ -44,7 +45,7 @@ MODELS = {"fp32": Small, "bf16": lambda: Small(torch.bfloat16), "int8": stored}
 
 
 @every
-@pytest.mark.parametrize("kind", ["fp32", "int8"])
+@pytest.mark.parametrize("kind", [pytest.param("fp32", marks=pytest.mark.sweep), "int8"])
 def test_learns(name, kind):
     model = MODELS[kind]()
     optimizer = build(name, model)
@@ -56,7 +57,7 @@ def test_learns(name, kind):
 
 
 @every
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", sampled([*MODELS], lambda kind: kind == "bf16"))
 def test_resumes_bit_for_bit(name, kind):
     """Saved and loaded as a checkpoint is: plain tensors, and JSON for the rest."""
     whole = MODELS[kind]()

@@ -8,7 +8,7 @@ from torch import nn
 
 from qtrain.kernels.swiglu.swiglu import swiglu
 from qtrain.quant import SCHEMES, quantize_linears, supports_swiglu_mlp, swiglu_mlp
-from tests.cases import matrix
+from tests.cases import matrix, sampled
 
 KWARGS = [
     ("int8", {}),
@@ -122,7 +122,10 @@ def test_an_input_without_gradient():
     assert equal([p.grad for p in fused.parameters()], [p.grad for p in plain.parameters()])
 
 
-@pytest.mark.parametrize("name,kwargs", KWARGS)
+@pytest.mark.parametrize(
+    "name,kwargs",
+    sampled(KWARGS, lambda name, kwargs: bool(kwargs) and not kwargs.keys() >= {"scaling", "stochastic_rounding"}),
+)
 def test_compiled_whole(name, kwargs):
     torch._dynamo.reset()
     (_, fused), _ = pair(name, kwargs, "cpu", torch.float32)

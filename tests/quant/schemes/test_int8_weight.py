@@ -102,6 +102,7 @@ def test_compiles_whole(name):
         assert torch.equal(compiled(x), model(x))
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("name", NAMES)
 def test_no_dequantized_weight_is_kept_from_forward_to_backward(name):
     """Compiled, where forward's and backward's dequantization would be one operation. What is kept is the input."""

@@ -319,7 +319,7 @@ def test_recomputation_gives_the_same_gradients(name):
 
 @pytest.mark.parametrize("name", [*TABLE, "bitnet"])
 def test_a_small_model_learns(name):
-    """Twenty steps on a text that repeats itself: the loss falls to well under its start."""
+    """Eight steps on a text that repeats itself: the loss falls to well under its start."""
     torch.manual_seed(0)
     model = small_model()
     quantized = quantize_linears(model, scheme(name), seed=0, head=model.lm_head)
@@ -327,7 +327,7 @@ def test_a_small_model_learns(name):
     quantized.watch(optimizer)
     ids = torch.arange(4 * 33).remainder(11).view(4, 33)
     losses = []
-    for step in range(20):
+    for step in range(8):
         quantized.assert_fresh()
         quantized.set_step(step)
         loss = model(ids[:, :-1], ids[:, 1:]).loss / 128
@@ -336,7 +336,7 @@ def test_a_small_model_learns(name):
         optimizer.zero_grad()
         quantized.refresh()
         losses.append(loss.item())
-    assert losses[-1] < 0.6 * losses[0], losses
+    assert losses[-1] < 0.25 * losses[0], losses
 
 
 @pytest.mark.parametrize(
