@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.interpreter import patch_language_once
+from tests.interpreter import quicken_interpreter
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
-    patch_language_once()
+    quicken_interpreter()
 
 import qtrain  # noqa: F401  (declares torchvision's operators on CPU builds before transformers is imported)
 
