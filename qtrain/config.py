@@ -9,6 +9,7 @@ skipped, so the config.json of any run is a recipe.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import io
 import itertools
@@ -184,7 +185,8 @@ def source_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def versions() -> dict[str, str | None]:
+@functools.cache  # git takes as long as all else that a run writes at its start
+def versions() -> Mapping[str, str | None]:
     """Versions of the packages that affect a run's results, and the git hash of this code (None outside a checkout)."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in ("torch", "triton", "transformers", "datasets", "tokenizers", "sentencepiece", "numpy"):

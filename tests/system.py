@@ -159,7 +159,7 @@ import qtrain.train.eval.exact_match, qtrain.train.eval.hellaswag, qtrain.train.
 import qtrain.train.eval.lm_eval, qtrain.train.eval.vision
 import huggingface_hub.file_download, huggingface_hub.serialization, tokenizers, torch._dynamo  # else within a run
 from qtrain import hardware
-from qtrain.config import run_script
+from qtrain.config import run_script, versions
 from qtrain.train.listing import listing
 from qtrain.train.loop import Training
 
@@ -167,6 +167,7 @@ torch.set_num_threads(1)
 hardware._measured_peaks = lambda device: {"fp32": 0.1, "bf16": 0.1, "int8": 0.1}  # half a second in every process
 MAINS = {m.__name__: m.main for m in (llm_finetune, llm_pretrain, timm_finetune, tokenize_data)}
 listing()  # imports what the registries name
+versions()
 for main in MAINS.values():
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
         main(["--help"])  # what every process would import and read for its flags

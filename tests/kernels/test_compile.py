@@ -46,7 +46,7 @@ def test_a_sample_compiles():
     found = compile_kernels()
     assert [line for result in found.values() for line in result["failures"]] == []
     assert set(found) == set(ARCHITECTURES) and set(found[90]["kernels"]) == launched_kernels()
-    assert all(result["compiled"] >= 5 for result in found.values())
+    assert all(result["compiled"] >= 4 for result in found.values())
     assert len(launched_kernels()) > 20
 
 

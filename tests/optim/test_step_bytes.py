@@ -1,5 +1,7 @@
 """The memory that a step of an optimizer takes beside weights, gradients and states, as planned and counted."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from qtrain.kernels.optim.fused_update import FusedUpdate
 from qtrain.models import ModelSource, build_model
 from qtrain.models.cost import parameter_shapes
 from qtrain.optim import OPTIMIZERS, ParameterShape, muon, parameter_groups
+from tests.cases import sampled
 from tests.peak_bytes import PeakBytes
 from tests.system import TINY
 
@@ -22,9 +25,16 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(muon, "newton_schulz", lambda x, steps: original(x.bfloat16(), steps))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("partitioned", [False, True])
-@pytest.mark.parametrize("name", ["galore_adamw", "q_galore_adamw", "apollo_mini", "muon", "adamw_schedule_free"])
+NAMES = ["galore_adamw", "q_galore_adamw", "apollo_mini", "muon", "adamw_schedule_free"]
+
+
+@pytest.mark.parametrize(
+    ("name", "partitioned", "dtype"),
+    sampled(
+        list(itertools.product(NAMES, [False, True], [torch.bfloat16, torch.float32])),
+        lambda name, partitioned, dtype: partitioned != (dtype == torch.bfloat16),
+    ),
+)
 def test_a_steps_temporaries_are_planned(name, partitioned, dtype, as_on_a_gpu):
     """GaLore's in a step that refreshes every subspace."""
     model = build_model(SOURCE, dtype=dtype)

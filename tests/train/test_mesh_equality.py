@@ -48,6 +48,8 @@ def _of_one(scheme: str, optimizer: str, micro_batches: int, deterministic: bool
 
 
 SWEPT = (
+    "int8",
+    "int4_weight",
     "int8_weight",
     "bitnet",
     "bf16",
@@ -62,7 +64,9 @@ SWEPT = (
 @pytest.mark.parametrize(
     ("scheme", "optimizer", "mesh"),
     sampled(
-        CASES, lambda scheme, optimizer, mesh: (mesh == "1x2" and scheme in SWEPT) or optimizer == "q_galore_adamw"
+        CASES,
+        lambda scheme, optimizer, mesh: (mesh == "1x2" and scheme in SWEPT)
+        or (scheme, optimizer) in (("fp8_blockwise", "q_galore_adamw"), ("fp8_tensorwise", "muon")),
     ),
 )
 def test_a_mesh_trains_as_one_process(scheme, optimizer, mesh):
