@@ -1,5 +1,6 @@
 """Shared test set-up: kernels run in Triton's interpreter where there is no GPU, and GPU tests say so."""
 
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -23,6 +24,8 @@ if not torch.cuda.is_available():
 
 import qtrain  # noqa: F401  (declares torchvision's operators on CPU builds before transformers is imported)
 
+gc.disable()  # until all tests are imported: what that makes stays
+
 
 @pytest.fixture(params=["graphs", pytest.param("inductor", marks=pytest.mark.sweep)])
 def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -40,6 +43,11 @@ def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
         monkeypatch.setattr(compile_fx, "compile_fx", partial(compile_fx.compile_fx, inner_compile=as_it_is))
     return request.param
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -151,6 +151,8 @@ def once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Pa
 # ---- real processes --------------------------------------------------------------------------------------------------
 
 SERVER = """
+import gc
+gc.disable()  # what is imported stays, in every fork
 import contextlib, io, json, os, sys, time
 import torch
 import llm_finetune, llm_pretrain, timm_finetune, tokenize_data
@@ -199,6 +201,8 @@ def child(job):
         return 70
 
 
+gc.freeze()
+gc.enable()
 print("ready", flush=True)
 for line in sys.stdin:
     job = json.loads(line)
