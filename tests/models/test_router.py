@@ -176,6 +176,7 @@ def test_steps_of_the_bias_alone_balance_a_router():
     assert seen[0] > 1.4 and max(seen[-10:]) < 1.1
 
 
+@pytest.mark.usefixtures("compiler")
 def test_a_compiled_router_is_one_graph_with_the_same_result():
     torch._dynamo.reset()
     router, x = router_of(SIGMOID), hidden_states()
