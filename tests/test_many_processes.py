@@ -137,6 +137,7 @@ SWEPT = (
     "int8, ZeRO-2",
     "bf16, DDP of 3",
     "a mixture of experts",
+    "a mixture of experts, recomputed, fully sharded",
     "a mixture of experts, divided, HSDP",
     "schedule-free",
     "transformers",
