@@ -147,11 +147,9 @@ class DataParallel:
         """Loss, gradient norm and counts over all ranks. nll: of each micro-batch. norm: of the gradients, if known.
 
         The only synchronization of a step with the device."""
-        exact = self._reduction is not None or self._parts is not None
-        squares = by_mesh(self.parameters if self._parts is None else self._parts.counted, lambda sharded: sharded)
-        if norm is None and not exact:
-            norm = self._squares(self.parameters).sqrt().float()
-        norms = [self._squares(members) for _, members in squares] if exact else [norm]
+        counted = self.parameters if self._parts is None else self._parts.counted
+        squares = by_mesh(counted, lambda sharded: sharded) if norm is None else []
+        norms = [self._squares(members) for _, members in squares] if norm is None else [norm]
         counts = torch.tensor([tokens, stop_signal], dtype=torch.float64, device=self._device)
         own = torch.cat([torch.stack([*nll, trained, *norms]).double(), counts])
         of_ranks = self._gather(own)
@@ -160,7 +158,7 @@ class DataParallel:
         for of_micro_batch in every.T[: len(nll)]:
             for value in of_micro_batch:
                 loss = np.float32(loss + np.float32(value))
-        if exact:
+        if norm is None:
             # The first replica's, with all tensor ranks' parts.
             copies = [of_ranks[: mesh.shard * mesh.tensor, len(nll) + 1 + i] for i, (mesh, _) in enumerate(squares)]
             value = math.sqrt(sum(square for of_copy in copies for square in of_copy))

@@ -23,6 +23,7 @@ from qtrain.models import (
 )
 from qtrain.models.peft_format import adapter_tensors
 from qtrain.quant import BASES, base_scheme, quantize_linears
+from tests.models.beside_peft import train_beside_peft
 from tests.system import TINY
 
 STEPS = 20
@@ -65,20 +66,7 @@ def test_twenty_steps_equal_pefts_and_the_saved_adapter_loads_there(folder, tmp_
     save_adapter(own, lora, str(folder), tmp_path / "start")
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "start", is_trainable=True).train()
-    trained = [p for p in own.parameters() if p.requires_grad]
-    their_trained = [p for p in theirs.parameters() if p.requires_grad]
-    assert sum(p.numel() for p in trained) == sum(p.numel() for p in their_trained) > 0
-    own_optimizer, their_optimizer = (torch.optim.AdamW(ps, 1e-2) for ps in (trained, their_trained))
-    losses: list[float] = []
-    for ids in batches():
-        sums = own(ids[:, :-1], ids[:, 1:].contiguous())
-        loss, their_loss = sums.loss / ids[:, 1:].numel(), theirs(input_ids=ids, labels=ids).loss
-        losses.append(loss.item())
-        assert losses[-1] == pytest.approx(their_loss.item(), abs=1e-4)
-        for optimizer, value in ((own_optimizer, loss), (their_optimizer, their_loss)):
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    losses = train_beside_peft(own, theirs, batches())
     assert losses[-1] < losses[0] - 0.05, "nothing was learned"
 
     save_adapter(own, lora, str(folder), tmp_path / "end")

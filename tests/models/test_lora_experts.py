@@ -24,6 +24,7 @@ from qtrain.models.peft_format import adapter_tensors
 from qtrain.models.trained_cost import only_adapters
 from qtrain.optim.parameter_groups import hidden_matrices
 from qtrain.quant import base_scheme, quantize_linears
+from tests.models.beside_peft import train_beside_peft
 from tests.models.families import batch, drawn, source_of
 
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
@@ -69,19 +70,8 @@ def test_twenty_steps_equal_pefts_and_the_saved_adapter_loads_there(name, lora, 
     save_adapter(own, lora, folder, tmp_path / "start")
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "start", is_trainable=True).train()
-    trained, their_trained = ([p for p in m.parameters() if p.requires_grad] for m in (own, theirs))
-    assert sum(p.numel() for p in trained) == sum(p.numel() for p in their_trained) > 0
-    own_optimizer, their_optimizer = (torch.optim.AdamW(ps, 1e-2) for ps in (trained, their_trained))
-    ids, losses = batch()[0], []
-    for _ in range(20):
-        loss = own(ids[:, :-1], ids[:, 1:].contiguous()).loss / ids[:, 1:].numel()
-        their_loss = theirs(input_ids=ids, labels=ids).loss
-        losses.append(loss.item())
-        assert losses[-1] == pytest.approx(their_loss.item(), abs=1e-4)
-        for optimizer, value in ((own_optimizer, loss), (their_optimizer, their_loss)):
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    ids = batch()[0]
+    losses = train_beside_peft(own, theirs, [batch()[0]] * 20)
     assert losses[-1] < losses[0] - 0.5, "nothing was learned"
     assert all(torch.equal(p, base[name]) for name, p in own.named_parameters() if name in base)
 

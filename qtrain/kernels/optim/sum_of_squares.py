@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.optim.update_launch import aligned
 
 TILE, LOOPS = 2048, 32
 """Elements of a tile, tiles per CTA: eight elements a thread, and enough CTAs for large tensors."""
@@ -58,7 +59,7 @@ class SumOfSquares:
         """tensors: at least one, fp32 or bf16, of any shapes and strides -> fp64 scalar on their device."""
         if not tensors[0].is_cuda:
             return sum_of_squares_ref(tensors)
-        return self.launch([_readable(t) for t in tensors])
+        return self.launch([aligned(t) for t in tensors])
 
     def launch(self, tensors: Sequence[Tensor]) -> Tensor:
         """The kernel; tensors are contiguous, at addresses in multiples of 16 bytes."""
@@ -102,8 +103,3 @@ def _launches(tensors: Sequence[Tensor]) -> list[_Launch]:
         extents = torch.stack([sizes, ctas.cumsum(0) - ctas], dim=1)
         launches.append(_Launch(members, owner.to(device), torch.zeros_like(sizes).to(device), extents.to(device)))
     return launches
-
-
-def _readable(t: Tensor) -> Tensor:
-    t = t.contiguous()
-    return t if t.data_ptr() % 16 == 0 else torch.empty_like(t).copy_(t)

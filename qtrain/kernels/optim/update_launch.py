@@ -72,7 +72,7 @@ class Launches:
         return 1 + len(self.launches)
 
     def step(self, grads: Sequence[Tensor | None], grad_scale: Tensor | None) -> None:
-        grads = [g if g is None or (g.is_contiguous() and g.data_ptr() % 16 == 0) else _aligned_copy(g) for g in grads]
+        grads = [None if g is None else aligned(g) for g in grads]
         dtypes = [before if g is None else g.dtype for before, g in zip(self._grad_dtypes, grads, strict=True)]
         if dtypes != self._grad_dtypes:
             self._grad_dtypes = dtypes
@@ -176,6 +176,8 @@ def _describe(slot: Slot, grad_dtype: torch.dtype | None) -> tuple[_Kind, list[i
     return described, [*addresses, length, chunks, 0, slot.first_element, slot.group], rows * chunks
 
 
-def _aligned_copy(grad: Tensor) -> Tensor:
-    """A contiguous copy at an aligned address."""
-    return torch.empty(grad.shape, dtype=grad.dtype, device=grad.device).copy_(grad)
+def aligned(t: Tensor) -> Tensor:
+    """t, or a copy of it: contiguous and at an address in multiples of 16 bytes."""
+    if t.is_contiguous() and t.data_ptr() % 16 == 0:
+        return t
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)

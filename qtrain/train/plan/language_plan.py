@@ -122,8 +122,12 @@ def _traffic(
     if checked.settings.ep == 1:
         return of(trained.shapes, alone)
     of_experts = _shapes_of_experts(model_config)
+
+    def part(*, experts: bool) -> Traffic:
+        return of(*([x for x in found if (x.shape in of_experts) == experts] for found in (trained.shapes, alone)))
+
     experts = ExpertTraffic(
-        of(*([x for x in found if x.shape in of_experts] for found in (trained.shapes, alone))),
+        part(experts=True),
         layers=len(model_config.mixture_layers),
         tokens=checked.geometry.micro_batch_size * checked.settings.seq_len,
         bytes_per_token=routed_bytes_per_token(
@@ -134,8 +138,7 @@ def _traffic(
             recomputed=checked.settings.activation_checkpointing == "full",
         ),
     )
-    others = of(*([x for x in found if x.shape not in of_experts] for found in (trained.shapes, alone)))
-    return replace(others, experts=experts)
+    return replace(part(experts=False), experts=experts)
 
 
 def _shapes_of_experts(model_config: ModelConfig) -> set[tuple[int, ...]]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qtrain.kernels.optim.sum_of_squares import LOOPS, TILE, SumOfSquares
+from qtrain.kernels.optim.update_launch import aligned
 
 SIZES = (1, 7, TILE, TILE * LOOPS - 1, TILE * LOOPS + 1, 0)
 
@@ -27,7 +28,7 @@ def check_kernel(device: str) -> None:
     squares = SumOfSquares()
     for seed in range(2):  # the tables of the first call, with other addresses
         members = tensors(device, seed)
-        readable = [torch.empty(t.shape, dtype=t.dtype, device=device).copy_(t) for t in members]
+        readable = [aligned(t) for t in members]
         assert float(squares.launch(readable)) == pytest.approx(truth(members), rel=1e-14)
         assert float(squares(members)) == pytest.approx(truth(members), rel=1e-12)
     readable[2][-1] = math.inf
