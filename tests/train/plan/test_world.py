@@ -295,7 +295,7 @@ def test_a_slower_wire_takes_longer_and_low_bit_gradients_less():
         return plan.step(plan.mesh).exposed
 
     assert exposed(wire="ethernet100") > 1.6 * exposed(wire="ib200") > 1.6 * exposed()
-    assert exposed(gradient_wire="int4") < 0.5 * exposed()
+    assert exposed(gradient_wire="int4") < 0.6 * exposed()
 
 
 def test_every_gpu_has_its_links_and_every_link_a_rate():
