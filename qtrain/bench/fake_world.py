@@ -24,12 +24,13 @@ from torch import Tensor
 
 from qtrain.config import run_script
 from qtrain.distributed.mesh import Mesh, make_mesh
-from qtrain.distributed.shards import local_tensors, plain_tensors
+from qtrain.distributed.shards import local_tensors
 from qtrain.models import Decoder, ModelConfig, read_model_source
 from qtrain.optim import parameter_groups
 from qtrain.optim.state_layout import local
 from qtrain.quant import quantize_linears
 from qtrain.quant.linear import LowBitWeight
+from qtrain.tensors.deferred import plain_tensors
 from qtrain.train.checked_settings import CheckedSettings, check_settings
 from qtrain.train.parallel import DataParallel
 from qtrain.train.plan.language_plan import language_memory

@@ -28,12 +28,13 @@ from qtrain.data import Batch
 from qtrain.distributed.launch import run_processes
 from qtrain.distributed.mesh import Mesh, make_mesh
 from qtrain.distributed.ranks import all_gather, join_world, leave_world, local_rank, rank
-from qtrain.distributed.shards import Sharded, plain_tensors
+from qtrain.distributed.shards import Sharded
 from qtrain.distributed.weights import GatheredMaster, gather_weights
 from qtrain.distributed.wire import sent
 from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, quantize_linears
+from qtrain.tensors.deferred import plain_tensors
 from qtrain.train.language import language_forward
 from qtrain.train.parallel import DataParallel
 from qtrain.train.step import apply_gradients, compute_gradients
@@ -103,7 +104,8 @@ def train(
     name, options = SCHEMES_COMPARED[scheme]
     experts = None if mesh.of_experts is None else mesh.of_experts.tensor_group
     source = ModelSource("small", dict(config), "--model")
-    model = build_model(source, device=device, dtype=torch.bfloat16, seed=1, experts=experts)
+    resharded = full_shard and mesh.shard > 1
+    model = build_model(source, device=device, dtype=torch.bfloat16, seed=1, experts=experts, defer_layers=resharded)
     quantized = quantize_linears(model, SCHEMES.make(name, options, "--schemes"), seed=0, head=model.lm_head)
     spec = OPTIMIZERS.make(optimizer_name, {}, "--optimizers")
     groups = parameter_groups(model, 0.1)
@@ -114,7 +116,7 @@ def train(
         mesh,
         lambda p: spec.needs_whole(id(p) in hidden),
         deterministic=deterministic,
-        blocks=tuple(model.layers) if full_shard and mesh.shard > 1 else (),
+        blocks=tuple(model.layers) if resharded else (),
     )
     for group in groups:
         group["params"] = [parallel.master(p) for p in group["params"]]

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from qtrain.distributed.full_shard import FullShard, ShardedBlock
 from qtrain.distributed.mesh import Mesh
-from qtrain.distributed.shards import Sharded, plain_tensors
+from qtrain.distributed.shards import Sharded
 from qtrain.distributed.weights import GatheredMaster, gather_weights
 from qtrain.quant import LowBitLinear, QuantizedModel
 from qtrain.quant.convert import shared_weights
 from qtrain.quant.sharded_codes import ShardedCodes, update_codes
+from qtrain.tensors.deferred import plain_tensors
 from qtrain.tensors.stored_weight import StoredWeight
 
 

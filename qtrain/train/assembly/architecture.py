@@ -70,7 +70,8 @@ class Architecture(ABC):
 
     @abstractmethod
     def build(self, checked: CheckedSettings) -> nn.Module:
-        """The model on the device, with weights. UserError for weights that are missing or do not fit."""
+        """The model on the device, with weights; those of layers deferred, where they will be divided and
+        `defers_layers`. UserError for weights that are missing or do not fit."""
 
     @abstractmethod
     def recompute(self, model: nn.Module, mode: str) -> None:
@@ -99,6 +100,11 @@ class Architecture(ABC):
     @property
     def reads_linears_only(self) -> bool:
         """Whether the model calls its linears and never reads their weights itself."""
+        return False
+
+    @property
+    def defers_layers(self) -> bool:
+        """Whether `build` can leave the values of the layers to be made one by one, where they are divided."""
         return False
 
     def notes(self, linears: Sequence[PlannedLinear]) -> list[str]:
@@ -157,6 +163,10 @@ class LanguageArchitecture(Architecture):
         return self.impl == "native"
 
     @property
+    def defers_layers(self) -> bool:
+        return self.impl == "native"
+
+    @property
     def vocab_size(self) -> int | None:
         size = self.source.config.get("vocab_size") if self.config is None else self.config.vocab_size
         return size if isinstance(size, int) else None
@@ -194,6 +204,7 @@ class LanguageArchitecture(Architecture):
             tensor=self.tensor,
             sequence=self.sequence,
             experts=self.experts,
+            defer_layers=self.defers_layers and checked.reshards,
         )
         model.loss_chunks, model.z_loss = settings.loss_chunks, settings.z_loss
         if self.config is not None and self.config.mixture is not None:

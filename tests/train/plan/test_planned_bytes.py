@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from qtrain.distributed.mesh import Mesh, make_mesh
-from qtrain.distributed.shards import Sharded, local_tensors, plain_tensors
+from qtrain.distributed.shards import Sharded, local_tensors
 from qtrain.models import Decoder, ModelConfig
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.optim.state_layout import local
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.linear import LowBitWeight
+from qtrain.tensors.deferred import plain_tensors
 from qtrain.tensors.stored_weight import StoredWeight
 from qtrain.train.parallel import DataParallel
 from qtrain.train.plan.language_plan import language_memory
