@@ -148,9 +148,9 @@ class FullShard:
             if block.gathered:
                 block.free()
 
-    def gather(self) -> None:
-        """Gather all blocks, each of which is freed after it has run."""
-        for index in range(len(self._blocks)):
+    def gather(self, count: int | None = None) -> None:
+        """Gather the first `count` blocks, None: all of them; each is freed after it has run."""
+        for index in range(len(self._blocks))[:count]:
             self._need(index)
 
     def remove(self) -> None:

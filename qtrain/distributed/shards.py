@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardOf
 
 from qtrain.distributed.mesh import Mesh
-from qtrain.tensors.deferred import initial_value, is_deferred, plain_tensors
+from qtrain.tensors.deferred import initial_value, is_deferred, plain_tensors, settle
 from qtrain.tensors.stored_weight import StoredWeight
 
 T = TypeVar("T")
@@ -94,6 +94,7 @@ def shard_parameters(
     freed: whether its memory is freed between uses, so that its owner's master cannot be the same memory."""
     parameters = list(named)
     if mesh.shard == 1:
+        assert not any(is_deferred(p) for _, p in parameters), "nobody makes the values of deferred parameters"
         return [Sharded(name, p, p, (0, p.numel()), mesh) for name, p in parameters]
     whole = {
         id(p)
@@ -101,10 +102,13 @@ def shard_parameters(
         if isinstance(p.data, StoredWeight) or needs_whole(p) or not _divides_by_rows(p, mesh.shard)
     }
     owners = _balanced_owners([p for _, p in parameters if id(p) in whole], mesh.shard)
-    return [
+    sharded = [
         _owned(name, p, owners[id(p)], mesh, freed(p)) if id(p) in whole else _by_rows(name, p, mesh)
         for name, p in parameters
     ]
+    for _, p in parameters:
+        settle(p)
+    return sharded
 
 
 def _divides_by_rows(p: nn.Parameter, ranks: int) -> bool:

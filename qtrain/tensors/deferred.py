@@ -37,6 +37,12 @@ def initial_value(p: Tensor) -> Tensor:
     return getattr(p, _MAKER)() if is_deferred(p) else p.data
 
 
+def settle(p: nn.Parameter) -> None:
+    """Forget how the value is made: whoever needs it has it, and training changes it there."""
+    if is_deferred(p):
+        delattr(p, _MAKER)
+
+
 @contextlib.contextmanager
 def with_zeros(p: nn.Parameter) -> Iterator[None]:
     """Inside, a deferred plain parameter has memory and is zero; others are left alone."""

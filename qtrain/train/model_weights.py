@@ -78,12 +78,17 @@ class ModelWeights:
                 tensors += linear.low_bit_weight.buffers()
                 linear.gathered = True
                 # Gathered in any micro-batch, a weight is rounded with the random bits of its last update.
-                linear.weight_key = self._weight_keys[int(linear.key[2])]
+                linear.weight_key = self._weight_keys[linear.key.storage_offset() // 3]
         for weight in codes.values():
             weight.keeps = True
         masters = [GatheredMaster(s, self._receive) for s in own if id(s.parameter) not in codes]
         self._in_blocks |= {id(s.parameter) for s in own}
         return ShardedBlock(block, tensors, functools.partial(self._gather_block, [*codes.values()], masters))
+
+    @property
+    def kept_codes(self) -> list[Tensor]:
+        """This rank's codes that are gathered when blocks run."""
+        return [tensor for weight in self._codes if weight.keeps for tensor in weight.own()]
 
     def _gather_block(self, codes: Sequence[ShardedCodes], masters: Sequence[GatheredMaster]) -> None:
         gather_weights(codes, "codes")

@@ -203,10 +203,15 @@ class DataParallel:
         """Copy the masters' values into the model."""
         self._weights.gather()
 
-    def gather_blocks(self) -> None:
-        """Gather the weights of all fully sharded blocks at once, to be read."""
+    def gather_blocks(self, count: int | None = None) -> None:
+        """Gather the weights of the first `count` fully sharded blocks at once, None: of all, to be read."""
         if self._full_shard is not None:
-            self._full_shard.gather()
+            self._full_shard.gather(count)
+
+    @property
+    def kept_codes(self) -> list[Tensor]:
+        """This rank's codes of fully sharded blocks, which are gathered when those run."""
+        return self._weights.kept_codes
 
     def restore_full_weights(self) -> None:
         """For an export, after which the model does not train any more."""

@@ -88,11 +88,9 @@ def _on_mesh(options: dict, full_shard: bool = False) -> tuple[int, int, int, in
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     parallel.refresh()
-    if full_shard:  # as while the first layer runs and the second one is prefetched
-        for index in (0, 1):
-            parallel._full_shard._need(index)
+    parallel.gather_blocks(2)  # as while the first layer runs and the second one is prefetched
     weights = [t for p in model.parameters() for t in plain_tensors(p)]
-    weights += [t for codes in parallel._weights._codes for t in codes._kept or ()]
+    weights += parallel.kept_codes
     weights += [t for sharded in parallel.parameters for t in masters(sharded, stored=True)]
     codes = chain.from_iterable(m.buffers() for m in model.modules() if isinstance(m, LowBitWeight))
     states = [local(t) for state in optimizer.state.values() for key, t in state.items() if key not in ON_HOST]
