@@ -77,9 +77,9 @@ def held_bytes(checked: CheckedSettings, config: ModelConfig, mesh: Mesh) -> Byt
         model, checked.scheme, seed=0, head=model.lm_head, quantize_head=settings.quantize_lm_head
     )
     groups = parameter_groups(model, settings.weight_decay)
-    blocks = tuple(model.layers) if checked.reshards else ()
+    units = model.units() if checked.reshards else ()
     needs_whole = checked.optimizer.needs_whole(hidden=True)
-    parallel = DataParallel(model, quantized, mesh, lambda p: needs_whole, blocks=blocks)
+    parallel = DataParallel(model, quantized, mesh, lambda p: needs_whole, units=units)
     for group in groups:
         group["params"] = [parallel.master(p) for p in group["params"]]
     optimizer = checked.optimizer.build(groups, settings.lr)

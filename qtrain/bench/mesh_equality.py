@@ -50,6 +50,8 @@ CONFIG = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
+UNTIED = {**CONFIG, "tie_word_embeddings": False}
+"""For --full_shard, which divides such embeddings and heads too."""
 EXPERTS = 4
 MIXTURE = {
     **CONFIG,
@@ -116,7 +118,7 @@ def train(
         mesh,
         lambda p: spec.needs_whole(id(p) in hidden),
         deterministic=deterministic,
-        blocks=tuple(model.layers) if resharded else (),
+        units=model.units() if resharded else (),
     )
     for group in groups:
         group["params"] = [parallel.master(p) for p in group["params"]]
@@ -222,7 +224,7 @@ def work(arguments: argparse.Namespace) -> None:
                 arguments.steps,
                 not arguments.not_deterministic,
                 full_shard=arguments.full_shard,
-                config=MIXTURE if arguments.ep > 1 else CONFIG,
+                config=MIXTURE if arguments.ep > 1 else UNTIED if arguments.full_shard else CONFIG,
             )
             if rank() == 0:
                 Path(arguments.out).write_text(json.dumps(results))

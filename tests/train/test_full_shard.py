@@ -34,10 +34,10 @@ SAMPLE = ("fp8_tensorwise delayed", "int8", "int4_weight")
     ("scheme", "optimizer", "mesh"), sampled(CASES, lambda scheme, _, mesh: scheme not in SAMPLE or mesh == "1x3")
 )
 def test_full_sharding_trains_as_one_process(scheme, optimizer, mesh):
-    """With two micro-batches on every rank."""
-    micro_batches = 2 * math.prod(map(int, mesh.split("x")))
-    one = _of_one(scheme, optimizer, micro_batches)
-    for of_rank in _results(scheme, optimizer, mesh, micro_batches, full_shard=True):
+    """With two micro-batches on every rank; an embedding and a head of their own are divided too."""
+    micro_batches, tied = 2 * math.prod(map(int, mesh.split("x"))), scheme == "int8"
+    one = _of_one(scheme, optimizer, micro_batches, tied=tied)
+    for of_rank in _results(scheme, optimizer, mesh, micro_batches, full_shard=True, tied=tied):
         assert differences(one, of_rank, deterministic=True) == ""
 
 
@@ -63,6 +63,6 @@ def test_a_build_takes_a_rank_its_shard_and_one_matrix(options):
         quantized = quantize_linears(model, checked.scheme, seed=0, head=model.lm_head)
         hidden = {id(p) for group in parameter_groups(model, 0.1) if group["hidden"] for p in group["params"]}
         needs_whole = checked.optimizer.needs_whole
-        DataParallel(model, quantized, mesh, lambda p: needs_whole(id(p) in hidden), blocks=tuple(model.layers))
+        DataParallel(model, quantized, mesh, lambda p: needs_whole(id(p) in hidden), units=model.units())
     assert 0.85 * planned < counted.peak < planned
     assert planned < 0.3 * 2 * count_parameters(config).total

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from qtrain.bench.mesh_equality import SCHEMES_COMPARED, differences, train
+from qtrain.bench.mesh_equality import CONFIG, SCHEMES_COMPARED, UNTIED, differences, train
 from qtrain.distributed import gradients, weights
 from qtrain.distributed.mesh import make_mesh
 from tests.cases import sampled
@@ -27,24 +27,33 @@ CASES = [(scheme, "adamw_8bit", "1x2") for scheme in SCHEMES_COMPARED] + [
 
 
 def _of_rank(
-    scheme: str, optimizer: str, mesh: str, micro_batches: int, deterministic: bool, full_shard: bool
+    scheme: str, optimizer: str, mesh: str, micro_batches: int, deterministic: bool, full_shard: bool, tied: bool
 ) -> dict[str, Any]:
     # Matrices of this model are sent alone, as large ones are; its vectors together.
     gradients.ALONE_BYTES = weights.ALONE_BYTES = 1 << 14
     made = make_mesh(*map(int, mesh.split("x")), "cpu")
-    return train(scheme, optimizer, made, torch.device("cpu"), STEPS, deterministic, micro_batches, full_shard)
+    device, config = torch.device("cpu"), CONFIG if tied else UNTIED
+    return train(scheme, optimizer, made, device, STEPS, deterministic, micro_batches, full_shard, config)
 
 
 def _results(
-    scheme: str, optimizer: str, mesh: str, micro_batches: int, deterministic: bool = True, full_shard: bool = False
+    scheme: str,
+    optimizer: str,
+    mesh: str,
+    micro_batches: int,
+    deterministic: bool = True,
+    full_shard: bool = False,
+    tied: bool = True,
 ) -> list[dict[str, Any]]:
     world = math.prod(map(int, mesh.split("x")))
-    return run_ranks(world, _of_rank, scheme, optimizer, mesh, micro_batches, deterministic, full_shard)
+    return run_ranks(world, _of_rank, scheme, optimizer, mesh, micro_batches, deterministic, full_shard, tied)
 
 
 @functools.cache
-def _of_one(scheme: str, optimizer: str, micro_batches: int, deterministic: bool = True) -> dict[str, Any]:
-    return _results(scheme, optimizer, "1x1", micro_batches, deterministic)[0]
+def _of_one(
+    scheme: str, optimizer: str, micro_batches: int, deterministic: bool = True, tied: bool = True
+) -> dict[str, Any]:
+    return _results(scheme, optimizer, "1x1", micro_batches, deterministic, tied=tied)[0]
 
 
 SWEPT = (

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from qtrain.checks import shown
+from qtrain.distributed.full_shard import Unit
 from qtrain.distributed.mesh import Mesh
 from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.errors import UserError
@@ -67,6 +68,10 @@ class Architecture(ABC):
     @abstractmethod
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The repeated layers of `model`, in the order in which they run; empty if there are none."""
+
+    def units(self, model: nn.Module) -> list[Unit]:
+        """What full sharding gathers at once."""
+        return [Unit(block, block) for block in self.blocks(model)]
 
     @abstractmethod
     def build(self, checked: CheckedSettings) -> nn.Module:
@@ -191,6 +196,9 @@ class LanguageArchitecture(Architecture):
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return list(model.layers)
+
+    def units(self, model: nn.Module) -> list[Unit]:
+        return model.units() if self.impl == "native" else super().units(model)
 
     def build(self, checked: CheckedSettings) -> nn.Module:
         settings = checked.settings

@@ -77,9 +77,9 @@ def _on_mesh(options: dict, full_shard: bool = False) -> tuple[int, int, int, in
     groups = parameter_groups(model, 0.1)
     hidden = {id(p) for group in groups if group["hidden"] for p in group["params"]}
     needs_whole = checked.optimizer.needs_whole
-    blocks = tuple(model.layers) if full_shard else ()
+    units = model.units() if full_shard else ()
     mesh = make_mesh(1, 2, "cpu")
-    parallel = DataParallel(model, quantized, mesh, lambda p: needs_whole(id(p) in hidden), blocks=blocks)
+    parallel = DataParallel(model, quantized, mesh, lambda p: needs_whole(id(p) in hidden), units=units)
     for group in groups:
         group["params"] = [parallel.master(p) for p in group["params"]]
     optimizer = checked.optimizer.build(groups, 0.01)
