@@ -6,7 +6,8 @@ What backward needs is in `saved_activations.py`.
 
 The peak is one of these moments (`MemoryEstimate.moments`):
 - build: all weights in the model's dtype, also those that are then stored in low bits, and the largest one in fp32, in
-  which random weights are drawn, or as loaded;
+  which random weights are drawn, or as loaded; with full sharding what lies outside of layers, the rank's masters, and
+  one matrix of a layer, from which a master is cut (`tensors/deferred.py`);
 - loss: the kept tensors of every layer, and the loss: final hidden states, their gradient, the head's gradient in fp32
   (4·V·C) and one chunk of logits;
 - backward: at its start (all kept tensors, and either the head's gradient in fp32 and again in the weight's dtype, or
@@ -19,6 +20,7 @@ once: a layer or an embedding. A tied embedding's gradient exists from the head'
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from qtrain.models.config import ModelConfig
@@ -80,10 +82,10 @@ class MemoryEstimate:
     """Gradients of earlier micro-batches, which exist during the forward pass."""
     one_layer: int
     """One layer's share of `activations`."""
-    plain_weights: int
-    """All weights in the model's dtype, before any is stored in low bits."""
-    initialization: int
-    """The largest weight in fp32, as it is drawn, or as it is loaded."""
+    build: Mapping[str, int]
+    """While the model is built: the weights that are there, and what the one that gets its value takes besides."""
+    at_step: int
+    """Gradients from which the optimizer's step updates."""
     step: int
     """Temporaries of the optimizer's step."""
     in_backward: bool
@@ -97,11 +99,11 @@ class MemoryEstimate:
             "loss": (self.held, self.activations, self.loss),
             "backward's start": (self.held, self.activations, self.backward),
             "backward's end": (self.gradients, self.one_layer, self.backward),
-            "optimizer": (self.gradients, self.activations if self.in_backward else 0, self.step),
+            "optimizer": (self.at_step, self.activations if self.in_backward else 0, self.step),
         }
         kinds = ("gradients", "activations", "temporaries")
         return {
-            "build": {"weights": self.plain_weights, "initialization": self.initialization},
+            "build": self.build,
             **{name: {**resident, **dict(zip(kinds, sizes, strict=True))} for name, sizes in moments.items()},
         }
 
@@ -152,16 +154,21 @@ def estimate_memory(
     saved = {kind: kept(kind, step.checkpointing) for kind in kinds}
     recomputed = max(kept(kind, "none") - saved[kind] for kind in kinds)
     parameters, gradients = count_parameters(config).total, trained.bytes
+    build = {"weights": parameters * step.element, "initialization": _initialization_bytes(config, step, pretrained)}
     if step.in_backward:
         gradients = min(gradients, step.element * _largest_partition(config))
-    held = gradients if step.accumulates else 0
+    at_step, held = gradients, gradients if step.accumulates else 0
     weights = _weight_bytes(config, step.element, low_bit, trained)
     weights += _master_bytes(config, step.element, low_bit, trained, share.masters, whole_matrices)
     if reshards:
-        weights += _resharded_bytes(config, step.element, low_bit, share.states, whole_matrices)
+        masters = weights - _gathered_bytes(config, low_bit)
+        masters += _own_masters(config, step.element, low_bit, share.states, whole_matrices)
+        kept = masters + _kept_codes(config, low_bit, share.states)
+        build = _build_of_shards(config, step.element, pretrained, masters, kept)
+        weights = kept + _gathered_bytes(config, low_bit, layers=2)  # the one that runs and the next one
         sums = round(4 * (trained.bytes // step.element) * share.states)
         layer = step.element * _largest_layer(config)
-        held = sums if step.accumulates else 0
+        at_step, held = sums, sums if step.accumulates else 0
         # In full those outside of layers; of two layers, one of which is sent, and both of its messages.
         gradients = sums + trained.bytes - (config.num_hidden_layers - 4) * layer
     return MemoryEstimate(
@@ -174,19 +181,34 @@ def estimate_memory(
         workspace=CUDA_WORKSPACE,
         held=held,
         one_layer=round(step.tokens * max(saved.values())),
-        plain_weights=parameters * step.element,
-        initialization=_initialization_bytes(config, step.element, pretrained),
+        build=build,
+        at_step=at_step,
         step=round(step_bytes * share.states + trained.bytes * share.gradients),
         in_backward=step.in_backward,
     )
 
 
-def _initialization_bytes(config: ModelConfig, element: int, pretrained: bool) -> int:
+def _initialization_bytes(config: ModelConfig, step: StepShape, pretrained: bool) -> int:
     """Of the largest tensor that is drawn, or loaded: each expert's by itself."""
     embedding = config.vocab_size * config.hidden_size
     if pretrained:
-        return embedding * element
+        return embedding * step.element
     return 4 * max(embedding, *(n.weights for n in layer_linears(config).values()))
+
+
+def _build_of_shards(config: ModelConfig, element: int, pretrained: bool, masters: int, kept: int) -> dict[str, int]:
+    """The largest moment of a build in which each matrix of a layer exists until its master is cut from it. masters:
+    bytes of all masters, and of what lies outside of layers; kept: with the codes that are quantized last."""
+    linears, drawn = layer_linears(config).values(), element if pretrained else 4
+    outside = element * (count_parameters(config).total - sum(n.layers * n.weights for n in linears))
+    largest = max(n.weights for n in linears)
+    moments = (
+        (outside, drawn * config.vocab_size * config.hidden_size),
+        (masters, (element + drawn) * largest),
+        (kept, 0),
+    )
+    weights, initialization = max(moments, key=sum)
+    return {"weights": weights, "initialization": initialization}
 
 
 def _weight_bytes(config: ModelConfig, element: int, low_bit: LowBitBytes, trained: TrainedPart) -> int:
@@ -216,19 +238,32 @@ def _master_bytes(
     return round((trained.bytes - sum(own) * element) * share - gone)
 
 
-def _resharded_bytes(
-    config: ModelConfig, element: int, low_bit: LowBitBytes, share: float, whole_matrices: bool
-) -> int:
-    """Bytes by which the weights change where only two layers are gathered, the one that runs and the next one. Each
-    rank keeps its shard of the codes that travel, and its own copy of masters that were the model's weights."""
-    change = 0.0
-    for name, of_layers in layer_linears(config).items():
+def _gathered_bytes(config: ModelConfig, low_bit: LowBitBytes, layers: int | None = None) -> int:
+    """What `layers` layers read of their linears, in full; None: all of them."""
+    return round(
+        sum(
+            min(n.layers, layers or n.layers)
+            * n.weights
+            * (low_bit.layer[name].codes + (0 if low_bit.layer[name].codes_only else low_bit.layer[name].weight))
+            for name, n in layer_linears(config).items()
+        )
+    )
+
+
+def _own_masters(config: ModelConfig, element: int, low_bit: LowBitBytes, share: float, whole_matrices: bool) -> int:
+    """A rank's own copies of masters of layers that are the model's weights where those stay in full."""
+    found = 0.0
+    for name, n in layer_linears(config).items():
         linear = low_bit.layer[name]
-        gathered = linear.codes + (0 if linear.codes_only else linear.weight)
-        own = linear.weight != element or (whole_matrices and not linear.codes_only)
-        kept = (linear.wire + (linear.weight if own else 0)) * share
-        change += of_layers.weights * (of_layers.layers * kept - max(of_layers.layers - 2, 0) * gathered)
-    return round(change)
+        if linear.weight != element or (whole_matrices and not linear.codes_only):
+            found += n.layers * n.weights * linear.weight * share
+    return round(found)
+
+
+def _kept_codes(config: ModelConfig, low_bit: LowBitBytes, share: float) -> int:
+    """A rank's shard of the codes that travel."""
+    linears = layer_linears(config).items()
+    return round(sum(n.layers * n.weights * low_bit.layer[name].wire * share for name, n in linears))
 
 
 def _head_elements(config: ModelConfig, trained: TrainedPart) -> int:
