@@ -38,6 +38,7 @@ from qtrain.tensors.deferred import plain_tensors
 from qtrain.train.language import language_forward
 from qtrain.train.parallel import DataParallel
 from qtrain.train.step import apply_gradients, compute_gradients
+from qtrain.train.weight_amax import share_amax
 
 CONFIG = {
     "model_type": "llama",
@@ -128,6 +129,7 @@ def train(
         group["params"] = [parallel.master(p) for p in group["params"]]
     optimizer = spec.build(groups, 1e-3, seed=3)
     quantized.watch(optimizer)
+    share_amax(optimizer, quantized, parallel)
     forward, found = language_forward(model, None), []
     per_rank = micro_batches // mesh.data_world
     for step in range(steps):

@@ -15,14 +15,14 @@ from qtrain.kernels.grouped.row_groups import routes_per_group
 from qtrain.models.config import ModelConfig
 from qtrain.models.lora_experts import LoraExperts
 from qtrain.models.mlp import MLP
-from qtrain.models.router import Router, balance_loss, z_loss
+from qtrain.models.router import Router, RouterLosses
 from qtrain.quant.adapted_experts import AdaptedExperts, adapted_experts_mlp
 from qtrain.quant.experts import experts_mlp
 from qtrain.quant.grouped_linear import GroupedLinear
 from qtrain.quant.parallel_experts import ExpertRanks
 
 Routed = tuple[Tensor, Tensor, Tensor]
-"""Output [B, S, C]; routes of each expert, int64 [E]; load-balancing loss and z-loss of the router, fp32 [2]."""
+"""Output [B, S, C]; routes of each expert, int64 [E]; the router's losses, fp32 [2] (`RouterLosses.of`)."""
 
 
 class Experts(nn.Module):
@@ -56,11 +56,13 @@ class Experts(nn.Module):
 
 
 class MixtureMLP(nn.Module):
-    """[B, S, C] -> Routed. group: the ranks that divide the experts; None: this one has all."""
+    """[B, S, C] -> Routed. losses: shared with the other layers. group: the ranks that divide the experts; None: this
+    one has all."""
 
-    def __init__(self, config: ModelConfig, group: TensorGroup | None = None):
+    def __init__(self, config: ModelConfig, losses: RouterLosses, group: TensorGroup | None = None):
         super().__init__()
         mixture, hidden = config.mixture, config.hidden_size
+        self.losses = losses
         self.router = Router(mixture, hidden)
         self.experts = Experts(mixture.experts, hidden, mixture.width, group)
         self.shared = MLP(config, width=mixture.shared_width) if mixture.shared_width else None
@@ -77,5 +79,4 @@ class MixtureMLP(nn.Module):
                 shared = F.linear(tokens, self.shared_gate).sigmoid() * shared
             y = y + shared
         load = routes_per_group(routing.experts, self.router.mixture.experts)
-        auxiliary = torch.stack([balance_loss(routing, load), z_loss(routing.logits)])
-        return y.view_as(x), load, auxiliary
+        return y.view_as(x), load, self.losses.of(routing, load)

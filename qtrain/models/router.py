@@ -13,6 +13,7 @@ No token is dropped. What trains a router besides the loss:
   raised (`expert_load.py`). Only selection reads it.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,24 @@ class Routing(NamedTuple):
     """fp32 [T, E]."""
     probabilities: Tensor
     """fp32 [T, E], of all experts; a token's sum is 1."""
+
+
+@dataclass
+class RouterLosses:
+    """What the routers' losses, as means over the layers, are multiplied with; read at every call. One with a weight of
+    0 is not computed."""
+
+    balance: float = 0.0
+    z: float = 0.0
+
+    def of(self, routing: Routing, load: Tensor) -> Tensor:
+        """The load-balancing loss and the z-loss of a router, fp32 [2], or 0. load: as for `balance_loss`."""
+        if not self.balance and not self.z:
+            return routing.logits.new_zeros(2)
+        zero = routing.logits.new_zeros(())
+        return torch.stack(
+            [balance_loss(routing, load) if self.balance else zero, z_loss(routing.logits) if self.z else zero]
+        )
 
 
 class Router(nn.Module):

@@ -152,7 +152,7 @@ def test_compiled_layers_are_one_graph_and_count_each_route_once(mode, adapted):
     compile_layers(compiled)
     ids, labels = batch()
     for model in (plain, compiled):
-        model.router_balance_loss, model.router_z_loss = 0.5, 0.1
+        model.router_losses.balance, model.router_losses.z = 0.5, 0.1
         model(ids, labels).loss.backward()
     assert torch.equal(plain.expert_load.step, compiled.expert_load.step)
     trained = [[p for p in model.parameters() if p.requires_grad] for model in (compiled, plain)]

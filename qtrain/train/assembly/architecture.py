@@ -217,8 +217,8 @@ class LanguageArchitecture(Architecture):
         model.loss_chunks, model.z_loss = settings.loss_chunks, settings.z_loss
         if self.config is not None and self.config.mixture is not None:
             weight = settings.router_balance_loss
-            model.router_balance_loss = self.config.mixture.aux_loss if weight is None else weight
-            model.router_z_loss = settings.router_z_loss
+            model.router_losses.balance = self.config.mixture.aux_loss if weight is None else weight
+            model.router_losses.z = settings.router_z_loss
         return model
 
     def recompute(self, model: nn.Module, mode: str) -> None:
