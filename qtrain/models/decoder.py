@@ -50,7 +50,7 @@ class DecoderLayer(nn.Module):
         self.attn = Attention(config, tensor) if config.latent is None else LatentAttention(config)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         routed = router_losses is not None
-        self.mlp = MixtureMLP(config, router_losses, experts) if routed else MLP(config, tensor)
+        self.mlp = MixtureMLP(config, router_losses, experts, tensor) if routed else MLP(config, tensor)
         self.recompute: Recompute = "none"
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, tokens: Tokens | None = None) -> Tensor | Routed:
@@ -63,10 +63,8 @@ class DecoderLayer(nn.Module):
 
     def _forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, tokens: Tokens | None) -> Tensor | Routed:
         x = x + self.attn(self.attn_norm(x), cos, sin, mask, tokens)
-        if isinstance(self.mlp, MLP):
-            return x + self.mlp(self.mlp_norm(x), tokens)
-        y, load, auxiliary = self.mlp(self.mlp_norm(x))
-        return x + y, load, auxiliary
+        y, *of_router = outputs(self.mlp(self.mlp_norm(x), tokens))
+        return (x + y, *of_router) if of_router else x + y
 
 
 def outputs(of_layer: Tensor | Routed) -> tuple[Tensor, ...]:
@@ -89,7 +87,7 @@ class Decoder(nn.Module):
 
     `loss_chunks` (0: chosen by size) and `z_loss` are read at every call; see `linear_cross_entropy`. So is
     `router_losses`. With `tensor` this is one rank's part of the model that `config` describes; `local` has the rank's
-    own sizes. With `experts` it has only some of the experts.
+    own sizes. With either it has only some of a mixture's experts.
     """
 
     fullgraph = True  # a graph break in a layer is a bug
@@ -98,7 +96,7 @@ class Decoder(nn.Module):
         self, config: ModelConfig, tensor: TensorParallel | None = None, experts: ExpertParallel | None = None
     ):
         super().__init__()
-        assert tensor is None or experts is None, "layers of experts are not divided by tensor parallelism"
+        assert tensor is None or experts is None, "tensor parallelism divides the experts too"
         self.config, self.tensor = config, tensor
         self.parts = tensor or experts
         self.local = local = config if tensor is None else tensor.local
@@ -106,10 +104,10 @@ class Decoder(nn.Module):
         self.z_loss = 0.0
         self.router_losses = RouterLosses()
         self.embed_tokens = nn.Embedding(local.vocab_size, config.hidden_size)
-        routed = set(config.mixture_layers)
+        routed, parts = set(config.mixture_layers), tensor or experts
         self.layers = nn.ModuleList(
             DecoderLayer(
-                local, tensor, experts and experts.group, router_losses=self.router_losses if i in routed else None
+                local, tensor, parts and parts.group, router_losses=self.router_losses if i in routed else None
             )
             for i in range(config.num_hidden_layers)
         )
