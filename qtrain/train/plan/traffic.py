@@ -5,7 +5,7 @@ The gradients of all ranks meet once a step, after the last micro-batch, in an a
 weights: codes where a scheme's codes may travel, else the values themselves (`quant/sharded_codes.py`).
 
 With full sharding (`distributed/full_shard.py`) layers are gathered before their forward and before their backward pass
-of every micro-batch, and gradients meet after each.
+of every micro-batch, an embedding and a head of their own before their forward pass, and gradients meet after each.
 
 With --ep each rank has a part of the experts, whose gradients and weights travel between the ranks that hold the same
 part, and the tokens of every micro-batch travel to the experts (`quant/parallel_experts.py`).
@@ -56,15 +56,16 @@ class ExpertTraffic:
 @dataclass(frozen=True)
 class Traffic:
     """Of a step of the whole model. parameters: that train; matrices: that these make up; element: bytes of each
-    parameter and of its gradient; weights: bytes of all updated weights as they travel, in_layers: of those that full
-    sharding divides; micro_batches: of a rank; gradient_wire: see --gradient_wire; experts: with --ep, and
-    all else is then without them."""
+    parameter and of its gradient; weights: bytes of all updated weights as they travel; in_layers, at_ends: of those
+    that full sharding gathers, of layers, and of an embedding and a head; micro_batches: of a rank; gradient_wire: see
+    --gradient_wire; experts: with --ep, and all else is then without them."""
 
     parameters: int
     matrices: int
     element: int
     weights: float
     in_layers: float = 0.0
+    at_ends: float = 0.0
     micro_batches: int = 1
     gradient_wire: str = "exact"
     experts: ExpertTraffic | None = None
@@ -87,12 +88,13 @@ class Traffic:
         if not reshards:
             weights = cluster.all_gather(shard_group, self.weights, self._calls(self.weights))
             return {"gradients": gradients + sums, "weights": weights}
-        outside = self.weights - self.in_layers
+        outside = self.weights - self.in_layers - self.at_ends
+        of_layers = cluster.all_gather(shard_group, self.in_layers, self._calls(self.in_layers)) * 2
+        of_layers += cluster.all_gather(shard_group, self.at_ends, math.ceil(self.at_ends / BUCKET_BYTES))
         return {
             "gradients": gradients * self.micro_batches + sums,
             "weights": cluster.all_gather(shard_group, outside, math.ceil(outside / BUCKET_BYTES)),
-            "weights of layers": cluster.all_gather(shard_group, self.in_layers, self._calls(self.in_layers))
-            * (2 * self.micro_batches),
+            "weights of layers": of_layers * self.micro_batches,
         }
 
     def _calls(self, size: float) -> int:
