@@ -74,7 +74,9 @@ class DataParallel:
         self.divided_state = DividedState(model, mesh.part_group) if mesh.part_group is not None else None
         if mesh.data_world > 1 or deterministic:
             groups = _by_unit(self.parameters, units)
-            self._reduction = GradientReduction(groups, every_micro_batch=not self.adds_locally, wire=wire, seed=seed)
+            self._reduction = GradientReduction(
+                groups, every_micro_batch=not self.adds_locally, by_machine=not deterministic, wire=wire, seed=seed
+            )
         self._weights = ModelWeights(
             model,
             quantized,
