@@ -88,7 +88,8 @@ def held_bytes(checked: CheckedSettings, config: ModelConfig, mesh: Mesh) -> Byt
         sharded.set_gradient(torch.empty(elements, dtype=checked.dtype, device="meta"))
     with contextlib.suppress(NotImplementedError):  # the states come first; then there are no values to update
         optimizer.step()
-    parallel.gather_blocks(2)  # as while the first one runs and the second one is prefetched
+    # As in the backward pass: a layer runs, and the next one is prefetched.
+    parallel.gather_units(i for i, unit in enumerate(units) if unit.called in list(model.layers)[:2])
     codes = chain.from_iterable(m.buffers() for m in model.modules() if isinstance(m, LowBitWeight))
     weights = chain.from_iterable(plain_tensors(p) for p in model.parameters())
     masters = [t for sharded in parallel.parameters for t in local_tensors(sharded.master)]

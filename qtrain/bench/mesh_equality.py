@@ -170,7 +170,7 @@ def state_digests(parallel: DataParallel, quantized, optimizer) -> dict[str, str
     for sharded in parallel.parameters:
         if sharded.mesh.shard == 1:
             add_weight(sharded, plain_tensors(sharded.parameter))
-    parallel.gather_blocks()
+    parallel.gather_units()
     for index, linear in enumerate(quantized.linears):
         for name, tensor in linear.low_bit_weight.named_buffers(remove_duplicate=False):
             along_columns = name.startswith("grad_input") and tensor.ndim == 2

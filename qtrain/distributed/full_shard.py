@@ -8,7 +8,7 @@ The tensors stay the same objects, which autograd has saved: only their memory c
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,9 +162,9 @@ class FullShard:
             if block.gathered:
                 block.free()
 
-    def gather(self, count: int | None = None) -> None:
-        """Gather the first `count` blocks, None: all of them; each is freed after it has run."""
-        for index in range(len(self._blocks))[:count]:
+    def gather(self, indices: Iterable[int] | None = None) -> None:
+        """Gather these blocks, None: all; each is freed after it has run."""
+        for index in range(len(self._blocks)) if indices is None else indices:
             self._need(index)
 
     def remove(self) -> None:

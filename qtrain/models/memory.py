@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from qtrain.models.config import ModelConfig
 from qtrain.models.cost import count_parameters, layer_linears, parameter_shapes
+from qtrain.models.full_shard_memory import full_shard_memory
 from qtrain.models.loss import chunk_rows
 from qtrain.models.saved_activations import LayerKind, LowBitBytes, layer_kinds, rows_per_token, saved_per_token
 from qtrain.models.trained_cost import TrainedPart
@@ -77,6 +78,8 @@ class MemoryEstimate:
     """Final hidden states and their gradient, the head's gradient in fp32, a chunk of logits."""
     backward: int
     """The largest temporaries: of the head's gradient, or of one layer's backward beside it."""
+    at_end: int
+    """The same at the end of the backward pass."""
     workspace: int
     held: int
     """Gradients of earlier micro-batches, which exist during the forward pass."""
@@ -98,7 +101,7 @@ class MemoryEstimate:
         moments = {
             "loss": (self.held, self.activations, self.loss),
             "backward's start": (self.held, self.activations, self.backward),
-            "backward's end": (self.gradients, self.one_layer, self.backward),
+            "backward's end": (self.gradients, self.one_layer, self.at_end),
             "optimizer": (self.at_step, self.activations if self.in_backward else 0, self.step),
         }
         kinds = ("gradients", "activations", "temporaries")
@@ -160,24 +163,33 @@ def estimate_memory(
     at_step, held = gradients, gradients if step.accumulates else 0
     weights = _weight_bytes(config, step.element, low_bit, trained)
     weights += _master_bytes(config, step.element, low_bit, trained, share.masters, whole_matrices)
+    loss, at_end = _loss_bytes(config, step, low_bit, trained), None
+    in_layer, in_head = _backward_bytes(config, step, low_bit, trained, recomputed)
+    of_head = step.element * _head_elements(config, trained)
     if reshards:
-        masters = weights - _gathered_bytes(config, low_bit)
-        masters += _own_masters(config, step.element, low_bit, share.states, whole_matrices)
-        kept = masters + _kept_codes(config, low_bit, share.states)
-        build = _build_of_shards(config, step.element, pretrained, masters, kept)
-        weights = kept + _gathered_bytes(config, low_bit, layers=2)  # the one that runs and the next one
-        sums = round(4 * (trained.bytes // step.element) * share.states)
-        layer = step.element * _largest_layer(config)
-        at_step, held = sums, sums if step.accumulates else 0
-        # In full those outside of layers; of two layers, one of which is sent, and both of its messages.
-        gradients = sums + trained.bytes - (config.num_hidden_layers - 4) * layer
+        full = full_shard_memory(
+            config,
+            step.element,
+            low_bit,
+            trained,
+            share.states,
+            weights,
+            largest_layer=_largest_layer(config),
+            whole_matrices=whole_matrices,
+            pretrained=pretrained,
+        )
+        weights, build, at_step, held = full.weights, full.build, full.sums, full.sums if step.accumulates else 0
+        gradients, loss, of_head = full.sums + full.last, loss + full.at_loss, of_head + full.head_message
+        at_end = in_layer
+    backward = max(in_layer + of_head, in_head)
     return MemoryEstimate(
         weights=weights,
         gradients=gradients,
         optimizer=round(parameters * optimizer_bytes * share.states),
         activations=round(step.tokens * sum(kind.count * saved[kind] for kind in kinds)),
-        loss=round(_loss_bytes(config, step, low_bit, trained)),
-        backward=round(_backward_bytes(config, step, low_bit, trained, recomputed)),
+        loss=round(loss),
+        backward=round(backward),
+        at_end=round(backward if at_end is None else at_end),
         workspace=CUDA_WORKSPACE,
         held=held,
         one_layer=round(step.tokens * max(saved.values())),
@@ -194,21 +206,6 @@ def _initialization_bytes(config: ModelConfig, step: StepShape, pretrained: bool
     if pretrained:
         return embedding * step.element
     return 4 * max(embedding, *(n.weights for n in layer_linears(config).values()))
-
-
-def _build_of_shards(config: ModelConfig, element: int, pretrained: bool, masters: int, kept: int) -> dict[str, int]:
-    """The largest moment of a build in which each matrix of a layer exists until its master is cut from it. masters:
-    bytes of all masters, and of what lies outside of layers; kept: with the codes that are quantized last."""
-    linears, drawn = layer_linears(config).values(), element if pretrained else 4
-    outside = element * (count_parameters(config).total - sum(n.layers * n.weights for n in linears))
-    largest = max(n.weights for n in linears)
-    moments = (
-        (outside, drawn * config.vocab_size * config.hidden_size),
-        (masters, (element + drawn) * largest),
-        (kept, 0),
-    )
-    weights, initialization = max(moments, key=sum)
-    return {"weights": weights, "initialization": initialization}
 
 
 def _weight_bytes(config: ModelConfig, element: int, low_bit: LowBitBytes, trained: TrainedPart) -> int:
@@ -238,34 +235,6 @@ def _master_bytes(
     return round((trained.bytes - sum(own) * element) * share - gone)
 
 
-def _gathered_bytes(config: ModelConfig, low_bit: LowBitBytes, layers: int | None = None) -> int:
-    """What `layers` layers read of their linears, in full; None: all of them."""
-    return round(
-        sum(
-            min(n.layers, layers or n.layers)
-            * n.weights
-            * (low_bit.layer[name].codes + (0 if low_bit.layer[name].codes_only else low_bit.layer[name].weight))
-            for name, n in layer_linears(config).items()
-        )
-    )
-
-
-def _own_masters(config: ModelConfig, element: int, low_bit: LowBitBytes, share: float, whole_matrices: bool) -> int:
-    """A rank's own copies of masters of layers that are the model's weights where those stay in full."""
-    found = 0.0
-    for name, n in layer_linears(config).items():
-        linear = low_bit.layer[name]
-        if linear.weight != element or (whole_matrices and not linear.codes_only):
-            found += n.layers * n.weights * linear.weight * share
-    return round(found)
-
-
-def _kept_codes(config: ModelConfig, low_bit: LowBitBytes, share: float) -> int:
-    """A rank's shard of the codes that travel."""
-    linears = layer_linears(config).items()
-    return round(sum(n.layers * n.weights * low_bit.layer[name].wire * share for name, n in linears))
-
-
 def _head_elements(config: ModelConfig, trained: TrainedPart) -> int:
     """Elements of the output head that have a gradient."""
     return config.vocab_size * config.hidden_size if trained.head else 0
@@ -284,8 +253,9 @@ def _loss_bytes(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trai
 
 def _backward_bytes(
     config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart, recomputed: float
-) -> float:
-    """recomputed: bytes per token of the layer's own tensors that backward computes again."""
+) -> tuple[float, float]:
+    """Of a layer, without the head's gradient, and of the head. recomputed: bytes per token of the layer's own tensors
+    that backward computes again."""
     c, inner, q = config.hidden_size, config.intermediate_size, config.q_size
     element, tokens, head = step.element, step.tokens, _head_elements(config, trained)
     # The gradient of the residual comes in and goes out. Between them, beyond what the layer kept: the gradients of
@@ -304,13 +274,13 @@ def _backward_bytes(
     in_attention = q * (4 + 2 * element) + of_inputs * element
     if not rows:
         in_attention -= (3 * inner + c) * element
-    in_layer = tokens * (2 * c * element + max(in_mlp, in_attention) + recomputed) + head * element
+    in_layer = tokens * (2 * c * element + max(in_mlp, in_attention) + recomputed)
     dequantized = [name for name, linear in low_bit.layer.items() if linear.dequantized]
     in_layer += max(
         (n.weights * element for name, n in layer_linears(config).items() if name in dequantized), default=0
     )
     in_head = tokens * c * (2 * element + 4) + head * ((4 if low_bit.head is None else element) + element)
-    return max(in_layer, in_head)
+    return in_layer, in_head
 
 
 def _largest_partition(config: ModelConfig) -> int:

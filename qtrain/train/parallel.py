@@ -206,10 +206,10 @@ class DataParallel:
         """Copy the masters' values into the model."""
         self._weights.gather()
 
-    def gather_blocks(self, count: int | None = None) -> None:
-        """Gather the weights of the first `count` fully sharded blocks at once, None: of all, to be read."""
+    def gather_units(self, indices: Iterable[int] | None = None) -> None:
+        """Gather the weights of these fully sharded units at once, None: of all, to be read."""
         if self._full_shard is not None:
-            self._full_shard.gather(count)
+            self._full_shard.gather(indices)
 
     @property
     def kept_codes(self) -> list[Tensor]:

@@ -9,6 +9,7 @@ from qtrain.hardware import Hardware
 from qtrain.kernels.autotune import forced
 from qtrain.models import ModelConfig
 from qtrain.models.cost import ParameterGroup, count_parameters, flops_per_token, layer_linears, linear_key
+from qtrain.models.full_shard_memory import divided_ends
 from qtrain.models.memory import MemoryEstimate, RankShare, StepShape, all_of, estimate_memory
 from qtrain.models.saved_activations import LinearBytes, LowBitBytes
 from qtrain.models.tensor_parallel import planned_config
@@ -113,16 +114,18 @@ def _traffic(
     trained = trained or all_of(planned_config(model_config, checked.settings.tp, 1), checked.dtype.itemsize)
     own_head = trained.head and not model_config.tie_word_embeddings
     alone = [] if adapted else [linear for linear in linears if own_head or not linear.is_head]
+    ends = sum(divided_ends(model_config, trained)) * model_config.vocab_size * model_config.hidden_size
 
     def of(shapes: Sequence[ParameterGroup], alone: Sequence[PlannedLinear]) -> Traffic:
         parameters = sum(math.prod(group.shape) * group.count for group in shapes)
-        in_layers = [linear for linear in alone if not linear.is_head]
+        in_layers, at_end = ([n for n in alone if n.is_head == is_head] for is_head in (False, True))
         return Traffic(
             parameters=parameters,
             matrices=sum(group.count for group in shapes if len(group.shape) > 1),
             element=trained.element,
             weights=weights_on_wire(parameters, alone, trained.element),
             in_layers=weights_on_wire(sum(n.weights for n in in_layers), in_layers, trained.element),
+            at_ends=weights_on_wire(ends, at_end, trained.element) if ends else 0.0,
             micro_batches=checked.geometry.gradient_accumulation,
             gradient_wire=checked.settings.gradient_wire,
             deterministic=checked.settings.deterministic,

@@ -88,7 +88,8 @@ def _on_mesh(options: dict, full_shard: bool = False) -> tuple[int, int, int, in
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     parallel.refresh()
-    parallel.gather_blocks(2)  # as while the first layer runs and the second one is prefetched
+    # As in the backward pass: a layer runs, and the next one is prefetched.
+    parallel.gather_units(i for i, unit in enumerate(units) if unit.called in list(model.layers)[:2])
     weights = [t for p in model.parameters() for t in plain_tensors(p)]
     weights += parallel.kept_codes
     weights += [t for sharded in parallel.parameters for t in masters(sharded, stored=True)]
