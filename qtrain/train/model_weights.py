@@ -77,7 +77,8 @@ class ModelWeights:
             if linear is not None:
                 tensors += linear.low_bit_weight.buffers()
                 linear.gathered = True
-                # Gathered in any micro-batch, a weight is rounded with the random bits of its last update.
+                # Gathered in any micro-batch, a weight is rounded with the random bits of its last update. A linear's
+                # key is a row of `quantized.keys`, which several may share.
                 linear.weight_key = self._weight_keys[linear.key.storage_offset() // 3]
         for weight in codes.values():
             weight.keeps = True
