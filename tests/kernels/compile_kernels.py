@@ -150,7 +150,7 @@ def dual_quantizers() -> Iterator[Case]:
                 if fmt != "int8":
                     yield fmt == "e4m3" and number == 0, lambda f=fmt, r=r, dy=dy: launch_dual_bf16x2(
                         zeros(256, 512), f, "tensorwise", r, False, zeros(1, dtype=FP32), zeros(1, dtype=torch.int32),
-                        swiglu=True, dy=dy,
+                        swiglu=True, dy=dy, row_dots=None if dy is None else zeros(256, 2, dtype=FP32),
                     )  # fmt: skip
             if fmt != "int8":
                 yield (
@@ -276,7 +276,7 @@ def grouped() -> Iterator[Case]:
             yield (
                 some and fmt == "e4m3",
                 lambda f=fmt, r=r, a=amax: launch_quantize_swiglu_backward(
-                    zeros(512, 2 * 336), zeros(512, 336), a, f, r, groups=GROUPED
+                    zeros(512, 2 * 336), zeros(512, 336), a, f, r, False, GROUPED, zeros(512, 3, dtype=FP32)
                 ),
             )
     yield True, lambda: launch_absmax(zeros(512, 144, dtype=FP32), columns=True, groups=GROUPED)
@@ -339,8 +339,8 @@ def grouped() -> Iterator[Case]:
             tokens = zeros(512, dtype=torch.int32)
             yield some, lambda y=y, t=tokens, w=of_row: launch_gather_rows(y, t, w)
             yield some, lambda y=y, w=w: launch_combine_rows(y, w, rows)
-        gate_up = zeros(512, 2 * 768, dtype=dtype)
-        yield dtype is BF16, lambda x=gate_up, y=y: launch_route_weight_grad(x, y, weights, rows)
+    yield True, lambda: launch_route_weight_grad(zeros(512, 6, dtype=FP32), weights, rows)
+    yield False, lambda: launch_swiglu_backward(zeros(512, 768), zeros(512, 2 * 768), zeros(512, 6, dtype=FP32))
     codes, scales = zeros(512, 768, dtype=torch.int8), zeros(512, 1, dtype=FP32)
     tokens = zeros(512, dtype=torch.int32)
     yield True, lambda: launch_gather_rows(codes, tokens)  # tokens that travel as codes
