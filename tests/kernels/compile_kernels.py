@@ -30,6 +30,7 @@ from qtrain.kernels.grouped.grouped_int4_mm import launch_unpack_int4
 from qtrain.kernels.grouped.permute import launch_combine_rows, launch_route_weight_grad
 from qtrain.kernels.grouped.persistent import launch_grouped_rows, launch_grouped_sums, launch_long_sums
 from qtrain.kernels.grouped.reference import matrices
+from qtrain.kernels.grouped.row_groups import launch_group_rows
 from qtrain.kernels.grouped.zeros import launch_zero_empty, launch_zero_tail
 from qtrain.kernels.norm.qk_norm_rope import launch_qk_norm_rope, launch_qk_norm_rope_backward
 from qtrain.kernels.numerics.encode import encoding
@@ -330,6 +331,8 @@ def grouped() -> Iterator[Case]:
     yield True, lambda: launch_zero_tail(zeros(512, 512), GROUPED.of_block)
     yield True, lambda: launch_zero_empty(zeros(3, 512, 512), STARTS)
 
+    for groups in (8, 128, 256):
+        yield groups == 128, lambda n=groups: launch_group_rows(zeros(64, 4, dtype=torch.int64), n)
     rows, weights = zeros(64, 4, dtype=torch.int32), zeros(64, 4, dtype=FP32)
     for dtype in (BF16, FP32):
         y = zeros(512, 768, dtype=dtype)
