@@ -437,7 +437,7 @@ def launch_dual_bf16x2(
     if granularity == "rowwise":
         source, source_t = row_column_amax or launch_absmax(x, rows=True, columns=True, groups=groups, index=index)[1:]
     elif granularity == "tensorwise" and not given:
-        source = launch_absmax(x, tensor=True, index=index)[0] if tensor_amax is None else tensor_amax
+        source = launch_absmax(x, tensor=True, index=index.values)[0] if tensor_amax is None else tensor_amax
     if out is None:
         codes, codes_t = (x.new_empty(shape, dtype=FORMATS[fmt].dtype) for shape in ((m, k), (k, m)))
         scale, scale_t = empty_scale(granularity, m, k, x), empty_scale(granularity, k, m, x)
