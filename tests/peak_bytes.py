@@ -10,15 +10,17 @@ from torch.utils._pytree import tree_iter
 
 
 class PeakBytes(TorchDispatchMode):
-    """While active, counts tensors that operations allocate, until they are freed. peak: the most bytes at once.
+    """While active, counts tensors that operations allocate, until they are freed or their storage is resized. peak:
+    the most bytes at once.
 
     known: tensors that exist already, of which operations may return views.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
-        self.peak = self._live = 0
+        self.peak = self._sum = 0
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -29,12 +31,16 @@ class PeakBytes(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key not in self._known:
-            self._known.add(key)
-            self._live += size
-            self.peak = max(self.peak, self._live)
-            weakref.finalize(storage, self._freed, key, size)
+        if key in self._known:
+            return
+        if key not in self._live:
+            weakref.finalize(storage, self._freed, key)
+        self._sum += size - self._live.get(key, (None, 0))[1]
+        self._live[key] = weakref.ref(storage), size
+        if self._sum > self.peak:  # not if others have been resized to less since they were counted
+            self._live = {key: (ref, ref().nbytes()) for key, (ref, _) in self._live.items() if ref() is not None}
+            self._sum = sum(size for _, size in self._live.values())
+            self.peak = max(self.peak, self._sum)
 
-    def _freed(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self._live -= size
+    def _freed(self, key: int) -> None:
+        self._sum -= self._live.pop(key, (None, 0))[1]

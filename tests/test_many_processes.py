@@ -51,6 +51,7 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
     write_pretraining(folder)
     write_model(folder / "mixture.json", **DEEPSEEK)
+    write_model(folder / "untied.json", tie_word_embeddings=False)
     write_questions(folder / "questions.jsonl")
     write_folder(folder / "images")
     with serving(folder) as server:
@@ -90,6 +91,7 @@ def assert_same_checkpoint(one: Path, other: Path, step: int) -> None:
 HSDP_ASYNC = {"dp_replicate": 2, "async_checkpoint": True}
 MIXTURE = {**PRETRAIN, "model": "mixture.json", "router_bias_rate": 0.01, "router_balance_loss": 0.01}
 FULLY = {"reshard_after_forward": "always"}
+UNTIED = {"model": "untied.json"}
 CASES = {
     "int8, ZeRO-2": (2, "llm_pretrain", {**PRETRAIN, "quantize": "int8"}),
     "fp8_tensorwise, HSDP": (4, "llm_pretrain", {**PRETRAIN, "quantize": "fp8_tensorwise", **HSDP_ASYNC}),
@@ -99,22 +101,26 @@ CASES = {
     "transformers": (2, "llm_pretrain", {**PRETRAIN, "quantize": "int8", "model_impl": "hf"}),
     "LoRA on NF4": (2, "llm_finetune", {**FINETUNE, "lora": {"r": 2, "base": "nf4"}}),
     "fine-tuned, recomputed": (2, "llm_finetune", {**FINETUNE, "quantize": "int8", "activation_checkpointing": "full"}),
-    "fp8_tensorwise, fully sharded": (2, "llm_pretrain", {**PRETRAIN, **FULLY, "quantize": "fp8_tensorwise"}),
+    "fp8_tensorwise, head too, fully sharded": (
+        2,
+        "llm_pretrain",
+        {**PRETRAIN, **UNTIED, **FULLY, "quantize": "fp8_tensorwise", "quantize_lm_head": True, "loss_chunks": 3},
+    ),
     "stored in INT4, fully sharded": (3, "llm_pretrain", {**PRETRAIN, **FULLY, "quantize": "int4_weight"}),
     "schedule-free, fully sharded HSDP": (
         4,
         "llm_pretrain",
-        {**PRETRAIN, **FULLY, "dp_replicate": 2, "quantize": "bitnet", "optim": "adamw_schedule_free"},
+        {**PRETRAIN, **UNTIED, **FULLY, "dp_replicate": 2, "quantize": "bitnet", "optim": "adamw_schedule_free"},
     ),
     "transformers, fully sharded": (
         2,
         "llm_pretrain",
         {**PRETRAIN, **FULLY, "quantize": "int8", "model_impl": "hf", "activation_checkpointing": "full"},
     ),
-    "fine-tuned, recomputed, fully sharded": (
+    "fine-tuned, frozen embedding, fully sharded": (
         2,
         "llm_finetune",
-        {**FINETUNE, **FULLY, "quantize": "int8", "activation_checkpointing": "selective"},
+        {**FINETUNE, **UNTIED, **FULLY, "quantize": "int8", "freeze_embedding_layer": True},
     ),
     "timm, recomputed, fully sharded": (
         2,
@@ -147,7 +153,7 @@ SWEPT = (
     "timm, averaged",
     "stored in INT4, fully sharded",
     "schedule-free, fully sharded HSDP",
-    "fine-tuned, recomputed, fully sharded",
+    "fine-tuned, frozen embedding, fully sharded",
     "timm, recomputed, fully sharded",
 )
 
@@ -167,7 +173,7 @@ def test_saved_by_four_and_resumed_by_any_number_and_back(server, tmp_path):
     """4 > 3, 1 > 2x2: each goes on as the undisturbed run."""
     settings = {**PRETRAIN, "quantize": "int8", "n_steps": 4}
     whole = run(server, 1, "llm_pretrain", tmp_path / "whole", **settings)
-    for first, then, mesh in ((4, 3, {}), (1, 4, {"dp_replicate": 2})):
+    for first, then, mesh in ((4, 3, {}), (1, 4, {"dp_replicate": 2, **FULLY})):
         runs = tmp_path / f"{first} {then} {len(mesh)}"
         begun = run(server, first, "llm_pretrain", runs, **settings)
         for path in begun.glob("checkpoints/00000004/*"):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from qtrain.distributed.full_shard import Unit
 from qtrain.distributed.split import Split
 from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.kernels.cross_entropy import IGNORED
@@ -49,7 +50,7 @@ class DecoderLayer(nn.Module):
         self.attn = Attention(config, tensor) if config.latent is None else LatentAttention(config)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         routed = router_losses is not None
-        self.mlp = MixtureMLP(config, router_losses, experts) if routed else MLP(config, tensor)
+        self.mlp = MixtureMLP(config, router_losses, experts, tensor) if routed else MLP(config, tensor)
         self.recompute: Recompute = "none"
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, tokens: Tokens | None = None) -> Tensor | Routed:
@@ -62,10 +63,8 @@ class DecoderLayer(nn.Module):
 
     def _forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, tokens: Tokens | None) -> Tensor | Routed:
         x = x + self.attn(self.attn_norm(x), cos, sin, mask, tokens)
-        if isinstance(self.mlp, MLP):
-            return x + self.mlp(self.mlp_norm(x), tokens)
-        y, load, auxiliary = self.mlp(self.mlp_norm(x))
-        return x + y, load, auxiliary
+        y, *of_router = outputs(self.mlp(self.mlp_norm(x), tokens))
+        return (x + y, *of_router) if of_router else x + y
 
 
 def outputs(of_layer: Tensor | Routed) -> tuple[Tensor, ...]:
@@ -73,12 +72,22 @@ def outputs(of_layer: Tensor | Routed) -> tuple[Tensor, ...]:
     return of_layer if isinstance(of_layer, tuple) else (of_layer,)
 
 
+class Output(nn.Module):
+    """The end of a decoder, a module of its own so that full sharding can gather the head while it runs."""
+
+    def forward(
+        self, x: Tensor, head: nn.Module, labels: Tensor | None = None, chunks: int = 0, z_loss: float = 0.0
+    ) -> Tensor | LossSums:
+        """Logits of the stream x that leaves the last norm; with labels [T] the loss of x [T, C]."""
+        return head(x) if labels is None else linear_cross_entropy(x, head, labels, chunks, z_loss)
+
+
 class Decoder(nn.Module):
     """A causal language model.
 
     `loss_chunks` (0: chosen by size) and `z_loss` are read at every call; see `linear_cross_entropy`. So is
     `router_losses`. With `tensor` this is one rank's part of the model that `config` describes; `local` has the rank's
-    own sizes. With `experts` it has only some of the experts.
+    own sizes. With either it has only some of a mixture's experts.
     """
 
     fullgraph = True  # a graph break in a layer is a bug
@@ -87,7 +96,7 @@ class Decoder(nn.Module):
         self, config: ModelConfig, tensor: TensorParallel | None = None, experts: ExpertParallel | None = None
     ):
         super().__init__()
-        assert tensor is None or experts is None, "layers of experts are not divided by tensor parallelism"
+        assert tensor is None or experts is None, "tensor parallelism divides the experts too"
         self.config, self.tensor = config, tensor
         self.parts = tensor or experts
         self.local = local = config if tensor is None else tensor.local
@@ -95,17 +104,29 @@ class Decoder(nn.Module):
         self.z_loss = 0.0
         self.router_losses = RouterLosses()
         self.embed_tokens = nn.Embedding(local.vocab_size, config.hidden_size)
-        routed = set(config.mixture_layers)
+        routed, parts = set(config.mixture_layers), tensor or experts
         self.layers = nn.ModuleList(
             DecoderLayer(
-                local, tensor, experts and experts.group, router_losses=self.router_losses if i in routed else None
+                local, tensor, parts and parts.group, router_losses=self.router_losses if i in routed else None
             )
             for i in range(config.num_hidden_layers)
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, local.vocab_size, bias=False)
+        self.output = Output()
         self.expert_load = ExpertLoad(len(routed), config.mixture.experts) if routed else None
         self.tie()
+
+    def units(self) -> list[Unit]:
+        """What full sharding gathers at once, in the order in which it runs. A tied embedding stays in full: both ends
+        read it."""
+        units = [Unit(layer, layer) for layer in self.layers]
+        if self.config.tie_word_embeddings:
+            return units
+        # The loss of a plain head computes its gradients in the forward pass; an embedding's need only the ids.
+        head_again = type(self.lm_head) is not nn.Linear
+        embedding = Unit(self.embed_tokens, self.embed_tokens, backward_reads=False)
+        return [embedding, *units, Unit(self.output, self.lm_head, backward_reads=head_again)]
 
     def split(self, name: str) -> Split | None:
         """Which part of the parameter `name` this rank holds; None: all of it."""
@@ -182,7 +203,7 @@ class Decoder(nn.Module):
             x = self.tensor.enter(x, tokens).flatten(0, 1)
             labels = labels.flatten()
             return parallel_cross_entropy(x, self.lm_head, labels, self.tensor, self.loss_chunks, self.z_loss)
-        return linear_cross_entropy(x.flatten(0, 1), self.lm_head, labels.flatten(), self.loss_chunks, self.z_loss)
+        return LossSums(*self.output(x.flatten(0, 1), self.lm_head, labels.flatten(), self.loss_chunks, self.z_loss))
 
     def _with_routers(self, sums: LossSums, routed: list[list[Tensor]], labels: Tensor) -> LossSums:
         """Count the routes, and add the routers' losses to the loss, as means over its trained tokens."""
@@ -205,4 +226,4 @@ class Decoder(nn.Module):
 
     def logits(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
         """Logits over the whole vocabulary of the stream that leaves the last norm."""
-        return self.lm_head(x) if self.tensor is None else self.tensor.logits(self.lm_head, x, tokens)
+        return self.output(x, self.lm_head) if self.tensor is None else self.tensor.logits(self.lm_head, x, tokens)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from qtrain.distributed.full_shard import Unit
 from qtrain.distributed.gradient_wire import GradientWire
 from qtrain.distributed.gradients import GradientReduction
 from qtrain.distributed.mesh import Mesh
@@ -32,7 +33,7 @@ class DataParallel:
     """The trained parameters of `model` on the mesh. deterministic: add in the order of the micro-batches.
 
     needs_whole: whether the optimizer needs all elements of a parameter on one rank. keep_full_weights: also of linears
-    that read codes only. wire: how gradients are encoded between ranks, rounded with `seed`; None: as they are. blocks:
+    that read codes only. wire: how gradients are encoded between ranks, rounded with `seed`; None: as they are. units:
     in the order in which they run, those whose weights and gradients exist in full only while they do."""
 
     def __init__(
@@ -46,23 +47,23 @@ class DataParallel:
         keep_full_weights: bool = False,
         wire: GradientWire | None = None,
         seed: int = 0,
-        blocks: Sequence[nn.Module] = (),
+        units: Sequence[Unit] = (),
     ):
         self.mesh = mesh
-        self.adds_locally = not (deterministic or blocks)
+        self.adds_locally = not (deterministic or units)
         """Whether a micro-batch's gradients are added to those of the former one in the parameters' `.grad`."""
         self._first_micro_step, self._micro_batches, self._index = 0, 1, 0
         self._quantized = quantized
         self._sum_of_squares = SumOfSquares()
         self._device = next(model.parameters()).device
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        in_blocks = {id(p) for block in blocks for p in block.parameters()}
+        in_units = {id(p) for unit in units for p in unit.holder.parameters()}
         split = {name for name, _ in trained if mesh.of_experts is not None and model.split(name)}
         self.parameters = shard_parameters(
             [(name, p) for name, p in trained if name not in split],
             mesh,
             needs_whole,
-            freed=lambda p: id(p) in in_blocks,
+            freed=lambda p: id(p) in in_units,
         )
         if split:
             named = [(name, p) for name, p in trained if name in split]
@@ -72,16 +73,18 @@ class DataParallel:
         self._parts = TensorParts(model, self.parameters, mesh) if mesh.tensor > 1 else None
         self.divided_state = DividedState(model, mesh.part_group) if mesh.part_group is not None else None
         if mesh.data_world > 1 or deterministic:
-            groups = _by_block(self.parameters, blocks)
-            self._reduction = GradientReduction(groups, every_micro_batch=not self.adds_locally, wire=wire, seed=seed)
+            groups = _by_unit(self.parameters, units)
+            self._reduction = GradientReduction(
+                groups, every_micro_batch=not self.adds_locally, by_machine=not deterministic, wire=wire, seed=seed
+            )
         self._weights = ModelWeights(
             model,
             quantized,
             self.parameters,
             mesh,
             keep_full_weights=keep_full_weights,
-            blocks=blocks,
-            reduce=lambda block: self._reduction.add_group(block, self._micro_step(self._index)),
+            units=units,
+            reduce=lambda unit: self._reduction.add_group(unit, self._micro_step(self._index)),
         )
         self._full_shard = self._weights.full_shard
 
@@ -203,10 +206,15 @@ class DataParallel:
         """Copy the masters' values into the model."""
         self._weights.gather()
 
-    def gather_blocks(self) -> None:
-        """Gather the weights of all fully sharded blocks at once, to be read."""
+    def gather_units(self, indices: Iterable[int] | None = None) -> None:
+        """Gather the weights of these fully sharded units at once, None: of all, to be read."""
         if self._full_shard is not None:
-            self._full_shard.gather()
+            self._full_shard.gather(indices)
+
+    @property
+    def kept_codes(self) -> list[Tensor]:
+        """This rank's codes of fully sharded blocks, which are gathered when those run."""
+        return self._weights.kept_codes
 
     def restore_full_weights(self) -> None:
         """For an export, after which the model does not train any more."""
@@ -218,10 +226,10 @@ def gradients_of(parameters: Iterable[Sharded]) -> list[Tensor]:
     return [s.master.grad for s in parameters if s.master.grad is not None]
 
 
-def _by_block(parameters: Sequence[Sharded], blocks: Sequence[nn.Module]) -> list[list[Sharded]]:
-    """The parameters of each block, then all others."""
-    block_of = {id(p): index for index, block in enumerate(blocks) for p in block.parameters()}
-    groups: list[list[Sharded]] = [[] for _ in range(len(blocks) + 1)]
+def _by_unit(parameters: Sequence[Sharded], units: Sequence[Unit]) -> list[list[Sharded]]:
+    """The parameters of each unit, then all others."""
+    unit_of = {id(p): index for index, unit in enumerate(units) for p in unit.holder.parameters()}
+    groups: list[list[Sharded]] = [[] for _ in range(len(units) + 1)]
     for sharded in parameters:
-        groups[block_of.get(id(sharded.parameter), len(blocks))].append(sharded)
+        groups[unit_of.get(id(sharded.parameter), len(units))].append(sharded)
     return groups

@@ -31,10 +31,6 @@ def check_tensor_parallel(settings: TrainSettings, optimizer: OptimizerSpec) -> 
             f"--tp: {settings.tp}, but with --quantize auto each process could find another scheme to be the fastest; "
             "name the scheme."
         )
-    if settings.world_size is not None:
-        raise UserError(
-            f"--tp: {settings.tp}, but plans of --world_size know no divided layers; leave one of them out."
-        )
     if settings.reshard_after_forward == "always":
         raise UserError(
             f"--tp: {settings.tp}, but --reshard_after_forward always sends a layer's gradients before those of its "

@@ -51,7 +51,7 @@ def assemble(prepared: Prepared, model: nn.Module, quantized: QuantizedModel, *,
         keep_full_weights=not architecture.reads_linears_only or bool(ema_decay),
         wire=GRADIENT_WIRES[settings.gradient_wire],
         seed=settings.seed,
-        blocks=architecture.blocks(model) if prepared.reshards else (),
+        units=architecture.units(model) if prepared.reshards else (),
     )
     for group in groups:
         group["params"] = [parallel.master(p) for p in group["params"]]

@@ -10,7 +10,7 @@ two: bytes over bandwidth, and the start of every message.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qtrain.distributed.mesh import Mesh
 from qtrain.train.plan.wires import START_SECONDS, Wire
@@ -54,6 +54,10 @@ class Cluster:
     def nodes(self, world: int) -> int:
         return -(-world // self.gpus_per_node)
 
+    def every(self, step: int) -> "Cluster":
+        """As those ranks see it that are so many apart."""
+        return replace(self, gpus_per_node=max(self.gpus_per_node // step, 1))
+
     def world(self, mesh: Mesh) -> Ranks:
         return Ranks(mesh.world, min(mesh.world, self.gpus_per_node))
 
@@ -72,6 +76,15 @@ class Cluster:
         near, far = ranks.in_node - 1, ranks.count - ranks.in_node
         message = volume / ranks.count
         return self._cost(ranks, calls, near * message, far * message, near, far)
+
+    def reduction(self, ranks: Ranks, volume: float, calls: int, by_machine: bool) -> Cost:
+        """Of gradients, by one all-to-all of all ranks, or by one inside each machine and one of its sums between
+        machines. volume: as of `all_to_all`."""
+        machines = ranks.count // ranks.in_node
+        if not by_machine or 1 in (machines, ranks.in_node):
+            return self.all_to_all(ranks, volume, calls)
+        inside = self.all_to_all(Ranks(ranks.in_node, ranks.in_node), volume, calls)
+        return inside + self.all_to_all(Ranks(machines, 1), volume / ranks.in_node, calls)
 
     def all_gather(self, ranks: Ranks, volume: float, calls: int) -> Cost:
         """volume: bytes that each rank has afterwards."""

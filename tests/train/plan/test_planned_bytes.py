@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from qtrain.distributed.mesh import Mesh, make_mesh
-from qtrain.distributed.shards import Sharded, local_tensors, plain_tensors
+from qtrain.distributed.shards import Sharded, local_tensors
 from qtrain.models import Decoder, ModelConfig
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.optim.state_layout import local
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.linear import LowBitWeight
+from qtrain.tensors.deferred import plain_tensors
 from qtrain.tensors.stored_weight import StoredWeight
 from qtrain.train.parallel import DataParallel
 from qtrain.train.plan.language_plan import language_memory
@@ -76,9 +77,9 @@ def _on_mesh(options: dict, full_shard: bool = False) -> tuple[int, int, int, in
     groups = parameter_groups(model, 0.1)
     hidden = {id(p) for group in groups if group["hidden"] for p in group["params"]}
     needs_whole = checked.optimizer.needs_whole
-    blocks = tuple(model.layers) if full_shard else ()
+    units = model.units() if full_shard else ()
     mesh = make_mesh(1, 2, "cpu")
-    parallel = DataParallel(model, quantized, mesh, lambda p: needs_whole(id(p) in hidden), blocks=blocks)
+    parallel = DataParallel(model, quantized, mesh, lambda p: needs_whole(id(p) in hidden), units=units)
     for group in groups:
         group["params"] = [parallel.master(p) for p in group["params"]]
     optimizer = checked.optimizer.build(groups, 0.01)
@@ -87,11 +88,10 @@ def _on_mesh(options: dict, full_shard: bool = False) -> tuple[int, int, int, in
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     parallel.refresh()
-    if full_shard:  # as while the first layer runs and the second one is prefetched
-        for index in (0, 1):
-            parallel._full_shard._need(index)
+    # As in the backward pass: a layer runs, and the next one is prefetched.
+    parallel.gather_units(i for i, unit in enumerate(units) if unit.called in list(model.layers)[:2])
     weights = [t for p in model.parameters() for t in plain_tensors(p)]
-    weights += [t for codes in parallel._weights._codes for t in codes._kept or ()]
+    weights += parallel.kept_codes
     weights += [t for sharded in parallel.parameters for t in masters(sharded, stored=True)]
     codes = chain.from_iterable(m.buffers() for m in model.modules() if isinstance(m, LowBitWeight))
     states = [local(t) for state in optimizer.state.values() for key, t in state.items() if key not in ON_HOST]
