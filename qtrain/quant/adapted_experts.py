@@ -21,7 +21,7 @@ from qtrain.kernels.grouped.grouped_plain_mm import grouped_rows_plain_mm, group
 from qtrain.kernels.grouped.permute import combine_rows, route_weight_grad, weights_of_rows
 from qtrain.kernels.grouped.row_groups import RowGroups, group_rows
 from qtrain.kernels.quantize.gather_rows import gather_rows
-from qtrain.kernels.swiglu.quantize import activation
+from qtrain.kernels.swiglu.quantize import activation, activation_dots
 from qtrain.quant.experts import expert_arguments
 from qtrain.quant.grouped_linear import GroupedLinear
 from qtrain.quant.linear import LinearArguments, LowBitLinear, save_operands, saved_operands
@@ -181,10 +181,10 @@ class AdaptedExpertsFunction(torch.autograd.Function):
         if needs_dx or needs_dweights or a_up is not None:
             dh = _rows_backward(dy, of_down.rows_a, w_down, adapters, kept_down, down)
             del dy
+            dgate_up, dots = activation_dots(gate_up, dh, needs_dweights)
+            adapters = _adapters(a_up, b_up, up, dout.dtype)
         if needs_dweights:
-            dweights = route_weight_grad(gate_up, dh, weights, groups.row_of_route)
-        if needs_dx or a_up is not None:
-            dgate_up, adapters = activation(gate_up, dh), _adapters(a_up, b_up, up, dout.dtype)
+            dweights = route_weight_grad(dots, weights, groups.row_of_route)
         if a_up is not None:
             of_up = _adapters_backward(dgate_up, gather_rows(x, groups.token_of_row), adapters, kept_up, up)
         if needs_dx:

@@ -5,7 +5,8 @@
 Rows of x are sorted by expert (`kernels/grouped/row_groups.py`), and each product is one grouped GEMM. Where products
 read codes alone, the sorted rows are never in memory: their codes are computed from x, and from dout. Forward keeps
 what a dense SwiGLU MLP keeps, not its output: the gradient of a route's weight, <dout, y>, follows from what backward
-computes anyway. With y = W h and the gradient dh = weight * Wᵀ dout of h, it is <dh, h> / weight.
+computes anyway. With y = W h and the gradient dh = weight * Wᵀ dout of h, it is <dh, h> / weight, and the kernel that
+computes the gradient of gate and up from h and dh leaves <dh, h>.
 
 Nothing is read back by the host: the shapes do not depend on the routing.
 """
@@ -59,12 +60,13 @@ class ExpertsFunction(torch.autograd.Function):
         groups: RowGroups = ctx.mlp.up.groups
         dy = GatheredRows(dout, RowIndex(groups.token_of_row, weights_of_rows(ctx.weights, groups)))
         saved = ctx.mlp._replace(operands=saved_operands(ctx))
-        gradients = mlp_backward(saved, dy, NeedsGradient(needs_dx, needs_dup or needs_dweights, needs_ddown))
+        needs = NeedsGradient(needs_dx, needs_dup or needs_dweights, needs_ddown)
+        gradients = mlp_backward(saved, dy, needs, row_dots=needs_dweights)
         dx = dweights = None
         if needs_dx:
             dx = combine_rows(gradients.x, None, groups.row_of_route)
         if needs_dweights:
-            dweights = route_weight_grad(gradients.gate_up, gradients.dh, ctx.weights, groups.row_of_route)
+            dweights = route_weight_grad(gradients.row_dots, ctx.weights, groups.row_of_route)
         return dx, dweights, gradients.up if needs_dup else None, gradients.down, None, None, None
 
 

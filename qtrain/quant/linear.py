@@ -17,10 +17,10 @@ from qtrain.kernels.grouped.row_groups import RowGroups
 from qtrain.kernels.optim.weight_amax import WeightAmax
 from qtrain.kernels.quantize.column_groups import BlockGroups, equal_groups
 from qtrain.kernels.quantize.gather_rows import GatheredRows, gather_rows
-from qtrain.kernels.swiglu.quantize import activation
+from qtrain.kernels.swiglu.quantize import activation_dots
 from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.grouped_linear import GroupedLinear
-from qtrain.quant.scheme import DelayedScale, LowBitScheme, NeedsOperand, TensorName
+from qtrain.quant.scheme import DelayedScale, LowBitScheme, NeedsOperand, SwiGLUOperands, TensorName
 from qtrain.quant.tensor_scales import DividedWeight, quantize_divided, spans_ranks
 from qtrain.quant.token_gather import (
     gathered_columns,
@@ -74,13 +74,16 @@ class LinearArguments(NamedTuple):
             return quantize_rows_of_ranks(self.scheme, "dy", dy, self.key, needs, self.dy_scale, self.spans)
         return self.scheme.quantize_grad(dy, self.key, needs, self.dy_scale, self.block_groups)
 
-    def quantize_swiglu(self, name: TensorName, x: Tensor, dy: Tensor | None, needs: NeedsOperand) -> Operands:
+    def quantize_swiglu(
+        self, name: TensorName, x: Tensor, dy: Tensor | None, needs: NeedsOperand, row_dots: bool = False
+    ) -> SwiGLUOperands:
         """`LowBitScheme.quantize_swiglu`."""
         delayed = self.x_scale if name == "x" else self.dy_scale
         if self._spans(name, needs):
-            t = activation(x, dy)
-            return quantize_rows_of_ranks(self.scheme, name, t, self.key, needs, delayed, self.spans)
-        return self.scheme.quantize_swiglu(name, x, dy, self.key, needs, delayed, self.block_groups)
+            t, dots = activation_dots(x, dy, row_dots)
+            operands = quantize_rows_of_ranks(self.scheme, name, t, self.key, needs, delayed, self.spans)
+            return SwiGLUOperands(operands, dots)
+        return self.scheme.quantize_swiglu(name, x, dy, self.key, needs, delayed, self.block_groups, row_dots)
 
     def _spans(self, name: TensorName, needs: NeedsOperand) -> bool:
         """Whether the tensor `name` has a scale that covers other ranks' rows."""

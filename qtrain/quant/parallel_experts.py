@@ -105,13 +105,14 @@ class ParallelExpertsFunction(torch.autograd.Function):
         gradients = []
         for i, (batch, tokens, mlp) in enumerate(zip(batches, every, ctx.mlps, strict=True)):
             dy = gather_rows(tokens, batch.groups.token_of_row, weights_of_rows(batch.weights, batch.groups))
-            gradients.append(mlp_backward(mlp._replace(operands=saved[i * each : (i + 1) * each]), dy, ctx.needs))
+            of_batch = mlp._replace(operands=saved[i * each : (i + 1) * each])
+            gradients.append(mlp_backward(of_batch, dy, ctx.needs, row_dots=ctx.needs_input_grad[1]))
         dx = dweights = dup = ddown = None
         if ctx.needs_input_grad[0]:
             dx = _to_tokens(ctx, [g.x for g in gradients], weights=False)
         if ctx.needs_input_grad[1]:
             of_routes = [
-                route_weight_grad(g.gate_up, g.dh, batch.weights, batch.groups.row_of_route)
+                route_weight_grad(g.row_dots, batch.weights, batch.groups.row_of_route)
                 for g, batch in zip(gradients, batches, strict=True)
             ]
             dweights = group.scattered_sum(torch.cat(of_routes), ROUTES)

@@ -30,7 +30,7 @@ from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.quantize.column_groups import NO_GROUPS, BlockGroups
 from qtrain.kernels.quantize.gather_rows import GatheredRows, in_memory
 from qtrain.kernels.swiglu.quantize import (
-    activation,
+    activation_dots,
     quantize_swiglu,
     supports_swiglu_dual,
     supports_swiglu_rowwise,
@@ -72,6 +72,13 @@ class DelayedScale(NamedTuple):
     """fp32 [1], the scale of this step; 0 before there is a history."""
     amax: Tensor | None
     """fp32 [1], the absmax seen since the last step, updated in place; None: an evaluation, which records nothing."""
+
+
+class SwiGLUOperands(NamedTuple):
+    """The operands of a tensor within a SwiGLU MLP. row_dots: see `quantize_swiglu`."""
+
+    operands: Operands
+    row_dots: Tensor
 
 
 class RowwiseQuantization(NamedTuple):
@@ -274,20 +281,23 @@ class LowBitScheme(Scheme):
         needs: NeedsOperand,
         delayed: DelayedScale | None = None,
         groups: BlockGroups | None = None,
-    ) -> Operands:
+        row_dots: bool = False,
+    ) -> SwiGLUOperands:
         """Quantize what a SwiGLU MLP computes between its GEMMs from x [M, 2I], fused where a kernel exists.
 
         name "x": operands of swiglu(x) [M, I], the input of the down projection. name "dy": operands of the gradient
-        [M, 2I] of x, given the gradient dy [M, I] of swiglu(x).
+        [M, 2I] of x, given the gradient dy [M, I] of swiglu(x). row_dots: whether `row_dots_ref(dy, x)` is wanted too.
         """
         both = self._same_format(name, needs)
         if both is None or not supports_swiglu_dual(both.fmt, both.granularity):
-            return self._operands(activation(x, dy), name, key, needs, delayed, groups)
+            t, dots = activation_dots(x, dy, row_dots)
+            return SwiGLUOperands(self._operands(t, name, key, needs, delayed, groups), dots)
         rounding = self.rounding(name, key)
-        codes, scale, codes_t, scale_t = quantize_swiglu(
-            x, dy, both.fmt, both.granularity, *rounding, self.power_of_two, *(groups or NO_GROUPS)
+        codes, scale, codes_t, scale_t, dots = quantize_swiglu(
+            x, dy, both.fmt, both.granularity, *rounding, self.power_of_two, *(groups or NO_GROUPS), row_dots
         )
-        return Operands(QuantizedTensor(codes, scale, both), QuantizedTensor(codes_t, scale_t, both))
+        operands = Operands(QuantizedTensor(codes, scale, both), QuantizedTensor(codes_t, scale_t, both))
+        return SwiGLUOperands(operands, dots)
 
     def rowwise_swiglu(
         self, name: TensorName, key: Tensor | None = None, needs: NeedsOperand = BOTH

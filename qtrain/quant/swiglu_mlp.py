@@ -17,7 +17,7 @@ from qtrain.kernels.quantize.column_groups import NO_GROUPS, BlockGroups
 from qtrain.kernels.quantize.gather_rows import GatheredRows
 from qtrain.kernels.swiglu.quantize import quantize_swiglu_backward, quantize_swiglu_rowwise
 from qtrain.quant.linear import LinearArguments, LowBitLinear, save_operands, saved_operands
-from qtrain.quant.scheme import NeedsOperand, RowwiseQuantization
+from qtrain.quant.scheme import NeedsOperand, RowwiseQuantization, SwiGLUOperands
 from qtrain.quant.token_gather import gathered_columns
 from qtrain.tensors.quantized_tensor import Operand, OperandFormat, Operands, QuantizedTensor
 
@@ -68,7 +68,7 @@ def mlp_forward(
         )
         h_output, h_grad_weight = QuantizedTensor(codes, scale, OperandFormat(fmt, "rowwise")), None
     else:
-        h_output, h_grad_weight = down.quantize_swiglu("x", gate_up, None, NeedsOperand(True, needs.down))
+        (h_output, h_grad_weight), _ = down.quantize_swiglu("x", gate_up, None, NeedsOperand(True, needs.down))
     operands = (
         gate_up,
         column_amax,
@@ -83,28 +83,31 @@ def mlp_forward(
 
 
 class MLPGradients(NamedTuple):
-    """What backward computes: the gradients that are needed, and those between the two linears."""
+    """What backward computes: the gradients that are needed."""
 
     x: Tensor | None
     up: Tensor | None
     down: Tensor | None
-    gate_up: Tensor
-    """[M, 2I], the output of the first linear."""
-    dh: Tensor | None
-    """[M, I], the gradient of the second one's input."""
+    row_dots: Tensor | None
+    """`row_dots_ref` of the activation's gradient, if they are wanted."""
 
 
-def mlp_backward(saved: MLPSaved, dy: Tensor | GatheredRows, needs: NeedsGradient) -> MLPGradients:
+def mlp_backward(
+    saved: MLPSaved, dy: Tensor | GatheredRows, needs: NeedsGradient, row_dots: bool = False
+) -> MLPGradients:
     (gate_up, column_amax, w_up, x_grad_weight, w_down, h_grad_weight), rowwise, up, down, weight_dtypes = saved
     needs_dh = needs.x or needs.up
-    dx = dup = ddown = dh = None
+    dx = dup = ddown = dots = None
     dy_grad_input, dy_grad_weight = down.quantize_grad(dy, NeedsOperand(needs_dh, needs.down))
     if needs_dh:
         dh = down.multiply("grad_input", dy_grad_input, w_down, dy.dtype)  # [M, I]
     if rowwise:
-        (grad_input, grad_weight), h_grad_weight = _rowwise_backward(gate_up, dh, column_amax, rowwise, up.block_groups)
+        ((grad_input, grad_weight), dots), h_grad_weight = _rowwise_backward(
+            gate_up, dh, column_amax, rowwise, up.block_groups, row_dots
+        )
     elif needs_dh:
-        grad_input, grad_weight = up.quantize_swiglu("dy", gate_up, dh, NeedsOperand(needs.x, needs.up))
+        of_gradient = NeedsOperand(needs.x, needs.up)
+        (grad_input, grad_weight), dots = up.quantize_swiglu("dy", gate_up, dh, of_gradient, row_dots)
     if needs.down:
         ddown = down.multiply("grad_weight", dy_grad_weight, h_grad_weight, weight_dtypes[1])
     if needs.x:
@@ -115,7 +118,7 @@ def mlp_backward(saved: MLPSaved, dy: Tensor | GatheredRows, needs: NeedsGradien
         if up.gather is not None:
             x_grad_weight = gathered_columns(x_grad_weight, dy.shape[0], up.gather)
         dup = up.multiply("grad_weight", grad_weight, x_grad_weight, weight_dtypes[0])
-    return MLPGradients(dx, dup, ddown, gate_up, dh)
+    return MLPGradients(dx, dup, ddown, dots)
 
 
 class SwiGLUMLPFunction(torch.autograd.Function):
@@ -159,18 +162,24 @@ def _rowwise(
 
 
 def _rowwise_backward(
-    gate_up: Tensor, dh: Tensor, column_amax: Tensor, rowwise: RowwiseMLP, groups: BlockGroups | None
-) -> tuple[Operands, QuantizedTensor]:
+    gate_up: Tensor,
+    dh: Tensor,
+    column_amax: Tensor,
+    rowwise: RowwiseMLP,
+    groups: BlockGroups | None,
+    row_dots: bool,
+) -> tuple[SwiGLUOperands, QuantizedTensor]:
     """Operands of the gradient of `gate_up`, and the activation's operand of grad_weight."""
     activation, gradient = rowwise
-    codes, scale, codes_t, scale_t, h_codes_t, h_scale_t = quantize_swiglu_backward(
+    codes, scale, codes_t, scale_t, h_codes_t, h_scale_t, dots = quantize_swiglu_backward(
         gate_up, dh, column_amax, gradient.fmt, *gradient.rounding, gradient.power_of_two,
         activation.fmt, activation.rounding.column_key, activation.rounding.role, activation.power_of_two,
-        *(groups or NO_GROUPS),
+        *(groups or NO_GROUPS), row_dots,
     )  # fmt: skip
     fmt = OperandFormat(gradient.fmt, "rowwise")
     operands = Operands(QuantizedTensor(codes, scale, fmt), QuantizedTensor(codes_t, scale_t, fmt))
-    return operands, QuantizedTensor(h_codes_t, h_scale_t, OperandFormat(activation.fmt, "rowwise"))
+    h_operand = QuantizedTensor(h_codes_t, h_scale_t, OperandFormat(activation.fmt, "rowwise"))
+    return SwiGLUOperands(operands, dots), h_operand
 
 
 def supports_swiglu_mlp(gate_up: nn.Module, down: nn.Module) -> bool:

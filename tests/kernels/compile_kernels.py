@@ -30,6 +30,7 @@ from qtrain.kernels.grouped.grouped_int4_mm import launch_unpack_int4
 from qtrain.kernels.grouped.permute import launch_combine_rows, launch_route_weight_grad
 from qtrain.kernels.grouped.persistent import launch_grouped_rows, launch_grouped_sums, launch_long_sums
 from qtrain.kernels.grouped.reference import matrices
+from qtrain.kernels.grouped.row_groups import launch_group_rows
 from qtrain.kernels.grouped.zeros import launch_zero_empty, launch_zero_tail
 from qtrain.kernels.norm.qk_norm_rope import launch_qk_norm_rope, launch_qk_norm_rope_backward
 from qtrain.kernels.numerics.encode import encoding
@@ -150,7 +151,7 @@ def dual_quantizers() -> Iterator[Case]:
                 if fmt != "int8":
                     yield fmt == "e4m3" and number == 0, lambda f=fmt, r=r, dy=dy: launch_dual_bf16x2(
                         zeros(256, 512), f, "tensorwise", r, False, zeros(1, dtype=FP32), zeros(1, dtype=torch.int32),
-                        swiglu=True, dy=dy,
+                        swiglu=True, dy=dy, row_dots=None if dy is None else zeros(256, 2, dtype=FP32),
                     )  # fmt: skip
             if fmt != "int8":
                 yield (
@@ -276,7 +277,7 @@ def grouped() -> Iterator[Case]:
             yield (
                 some and fmt == "e4m3",
                 lambda f=fmt, r=r, a=amax: launch_quantize_swiglu_backward(
-                    zeros(512, 2 * 336), zeros(512, 336), a, f, r, groups=GROUPED
+                    zeros(512, 2 * 336), zeros(512, 336), a, f, r, False, GROUPED, zeros(512, 3, dtype=FP32)
                 ),
             )
     yield True, lambda: launch_absmax(zeros(512, 144, dtype=FP32), columns=True, groups=GROUPED)
@@ -330,6 +331,8 @@ def grouped() -> Iterator[Case]:
     yield True, lambda: launch_zero_tail(zeros(512, 512), GROUPED.of_block)
     yield True, lambda: launch_zero_empty(zeros(3, 512, 512), STARTS)
 
+    for groups in (8, 128, 256):
+        yield groups == 128, lambda n=groups: launch_group_rows(zeros(64, 4, dtype=torch.int64), n)
     rows, weights = zeros(64, 4, dtype=torch.int32), zeros(64, 4, dtype=FP32)
     for dtype in (BF16, FP32):
         y = zeros(512, 768, dtype=dtype)
@@ -339,8 +342,8 @@ def grouped() -> Iterator[Case]:
             tokens = zeros(512, dtype=torch.int32)
             yield some, lambda y=y, t=tokens, w=of_row: launch_gather_rows(y, t, w)
             yield some, lambda y=y, w=w: launch_combine_rows(y, w, rows)
-        gate_up = zeros(512, 2 * 768, dtype=dtype)
-        yield dtype is BF16, lambda x=gate_up, y=y: launch_route_weight_grad(x, y, weights, rows)
+    yield True, lambda: launch_route_weight_grad(zeros(512, 6, dtype=FP32), weights, rows)
+    yield False, lambda: launch_swiglu_backward(zeros(512, 768), zeros(512, 2 * 768), zeros(512, 6, dtype=FP32))
     codes, scales = zeros(512, 768, dtype=torch.int8), zeros(512, 1, dtype=FP32)
     tokens = zeros(512, dtype=torch.int32)
     yield True, lambda: launch_gather_rows(codes, tokens)  # tokens that travel as codes

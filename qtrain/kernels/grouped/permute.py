@@ -11,14 +11,14 @@ that rows equal the definitions bit for bit. Rows of tokens become rows of group
 import torch
 from torch import Tensor
 
-from qtrain.hardware import has_ptx
 from qtrain.kernels.autotune import forced
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.grouped.row_groups import RowGroups
-from qtrain.kernels.numerics.bf16x2 import bf16_bits
-from qtrain.kernels.numerics.silu import swiglu_f32
+from qtrain.kernels.numerics.silu import sum_of_pairs
 from qtrain.kernels.quantize.gather_rows import grid_of_rows
-from qtrain.kernels.swiglu.swiglu import swiglu_ref
+
+ROUTES = 128
+"""Routes that a CTA computes the weights' gradients of."""
 
 
 def weights_of_rows(weights: Tensor, groups: RowGroups) -> Tensor:
@@ -82,61 +82,50 @@ def _(y, weights, row_of_route):
 # ---- gradient of the weights -----------------------------------------------------------------------------------------
 
 
-def route_weight_grad_ref(gate_up: Tensor, dh: Tensor, weights: Tensor, row_of_route: Tensor) -> Tensor:
-    """gate_up [R, 2I], dh [R, I], weights fp32 [T, k], row_of_route int32 [T, k] -> fp32 [T, k]."""
-    dots = (dh.float() * swiglu_ref(gate_up).float()).sum(1)
-    grad = dots[row_of_route.long()] / weights
+def route_weight_grad_ref(row_dots: Tensor, weights: Tensor, row_of_route: Tensor) -> Tensor:
+    """row_dots fp32 [R, n], weights fp32 [T, k], row_of_route int32 [T, k] -> fp32 [T, k]."""
+    grad = row_dots.sum(1)[row_of_route.long()] / weights
     return torch.where(weights == 0, 0.0, grad)
 
 
 @triton.jit
 def _route_weight_grad_kernel(
-    x_ptr, dh_ptr, weight_ptr, row_ptr, out_ptr, width, ROUNDED: tl.constexpr, PTX: tl.constexpr, BLOCK: tl.constexpr
+    dots_ptr, weight_ptr, row_ptr, out_ptr, routes, blocks, BLOCKS: tl.constexpr, ROUTES: tl.constexpr
 ):
-    """ROUNDED: swiglu(x) is rounded to bf16."""
-    route = tl.program_id(0)
-    row = tl.load(row_ptr + route).to(tl.int64)
-    weight = tl.load(weight_ptr + route)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, width, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        inside = column < width
-        gate = tl.load(x_ptr + row * 2 * width + column, inside, 0.0).to(tl.float32)
-        up = tl.load(x_ptr + row * 2 * width + width + column, inside, 0.0).to(tl.float32)
-        h = swiglu_f32(gate, up, PTX)
-        if ROUNDED:
-            h = (bf16_bits(h) & -65536).to(tl.float32, bitcast=True)
-        total += tl.load(dh_ptr + row * width + column, inside, 0.0).to(tl.float32) * h
-    grad = tl.div_rn(tl.sum(total, 0), tl.where(weight == 0.0, 1.0, weight))
-    tl.store(out_ptr + route, tl.where(weight == 0.0, 0.0, grad))
+    route = tl.program_id(0) * ROUTES + tl.arange(0, ROUTES)
+    inside = route < routes
+    row = tl.load(row_ptr + route, inside, 0).to(tl.int64)
+    weight = tl.load(weight_ptr + route, inside, 0.0)
+    block = tl.arange(0, BLOCKS)[None, :]
+    total = sum_of_pairs(tl.load(dots_ptr + row[:, None] * blocks + block, inside[:, None] & (block < blocks), 0.0))
+    grad = tl.div_rn(total, tl.where(weight == 0.0, 1.0, weight))
+    tl.store(out_ptr + route, tl.where(weight == 0.0, 0.0, grad), inside)
 
 
-def launch_route_weight_grad(gate_up: Tensor, dh: Tensor, weights: Tensor, row_of_route: Tensor) -> Tensor:
+def launch_route_weight_grad(row_dots: Tensor, weights: Tensor, row_of_route: Tensor) -> Tensor:
     """The kernel for `route_weight_grad_ref`; all contiguous."""
-    out, width = torch.empty_like(weights), dh.shape[1]
+    out, (_, blocks) = torch.empty_like(weights), row_dots.shape
     if out.numel():
-        block = max(min(triton.next_power_of_2(width), 1024), 16)
-        _route_weight_grad_kernel[(out.numel(),)](
-            gate_up, dh, weights, row_of_route, out, width, gate_up.dtype == torch.bfloat16, has_ptx(dh.device), block,
+        _route_weight_grad_kernel[(triton.cdiv(out.numel(), ROUTES),)](
+            row_dots, weights, row_of_route, out, out.numel(), blocks, triton.next_power_of_2(blocks), ROUTES,
             num_warps=4,
         )  # fmt: skip
     return out
 
 
 @torch.library.custom_op("qtrain::route_weight_grad", mutates_args=())
-def route_weight_grad(gate_up: Tensor, dh: Tensor, weights: Tensor, row_of_route: Tensor) -> Tensor:
-    """The gradient of the weights [T, k] in `combine_rows(y, weights, ...)`, y = down(swiglu(gate_up)), fp32 [T, k].
+def route_weight_grad(row_dots: Tensor, weights: Tensor, row_of_route: Tensor) -> Tensor:
+    """The gradient of the weights [T, k] in `combine_rows(y, weights, ...)`, y = down(h), h = swiglu(gate_up), fp32
+    [T, k].
 
-    gate_up [R, 2I], dh [R, I]: the gradient of h = swiglu(gate_up), which the weight is a factor of already, so that
-    <dh, h> / weight = <dout, y>: y is not read. 0 where the weight is 0.
+    row_dots: <dh, h> of each row in parts (`swiglu.row_dots_ref`), from the gradient dh of h, which the weight is a
+    factor of already, so that <dh, h> / weight = <dout, y>: neither y nor h is read. 0 where the weight is 0.
     """
-    if not dh.is_cuda or forced() == "ref":
-        return route_weight_grad_ref(gate_up, dh, weights, row_of_route)
-    return launch_route_weight_grad(
-        gate_up.contiguous(), dh.contiguous(), weights.contiguous(), row_of_route.contiguous()
-    )
+    if not row_dots.is_cuda or forced() == "ref":
+        return route_weight_grad_ref(row_dots, weights, row_of_route)
+    return launch_route_weight_grad(row_dots, weights.contiguous(), row_of_route.contiguous())
 
 
 @route_weight_grad.register_fake
-def _(gate_up, dh, weights, row_of_route):
+def _(row_dots, weights, row_of_route):
     return torch.empty_like(weights, memory_format=torch.contiguous_format)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.quantize.column_groups import BLOCK_ROWS
 
 ALIGNMENT = BLOCK_ROWS
@@ -62,17 +63,18 @@ def routes_per_group(group_of_route: Tensor, groups: int) -> Tensor:
     return (group_of_route.reshape(-1, 1) == torch.arange(groups, device=group_of_route.device)).sum(0)
 
 
-@torch.no_grad()
-def group_rows(group_of_route: Tensor, groups: int) -> RowGroups:
-    """The rows of routes int64 [T, k], each to one of `groups`, in the order of (group, token, k)."""
+# ---- sorting routes by group -----------------------------------------------------------------------------------------
+
+
+def group_rows_ref(group_of_route: Tensor, groups: int) -> RowGroups:
+    """group_of_route int64 [T, k] -> the rows of routes in the order of (group, token, k)."""
     tokens, per_token = group_of_route.shape
     flat, device = group_of_route.reshape(-1), group_of_route.device
     counts = routes_per_group(group_of_route, groups)
     padded = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     starts = torch.zeros(groups + 1, dtype=torch.int64, device=device)
     starts[1:] = padded.cumsum(0)
-    # Radix sort passes over all keys for each of their bytes: one, for up to 256 groups.
-    order = flat.to(torch.uint8 if groups <= 256 else torch.int16).argsort(stable=True)
+    order = flat.argsort(stable=True)
     before = counts.cumsum(0) - counts  # routes of the groups before this one
     group = flat[order]
     row = torch.arange(flat.numel(), device=device) - before[group] + starts[group]
@@ -84,6 +86,107 @@ def group_rows(group_of_route: Tensor, groups: int) -> RowGroups:
     group_of_block = torch.searchsorted(starts, first_rows, right=True) - 1
     group_of_block = torch.where(first_rows < starts[-1], group_of_block, -1)
     return RowGroups(token_of_row, row_of_route.view(tokens, per_token), group_of_block.int(), starts.int())
+
+
+CHUNK = 128
+"""Routes that a CTA counts, and places."""
+CHUNKS = 1024
+"""Chunks whose counts a CTA adds up at once."""
+
+
+@triton.jit
+def _count_kernel(group_ptr, counts_ptr, routes, groups, chunks, BINS: tl.constexpr, CHUNK: tl.constexpr):
+    """counts int32 [groups, chunks]: the routes of each chunk to each group. BINS: more than groups."""
+    chunk = tl.program_id(0)
+    route = chunk * CHUNK + tl.arange(0, CHUNK)
+    counts = tl.histogram(tl.load(group_ptr + route, route < routes, groups).to(tl.int32), BINS)
+    group = tl.arange(0, BINS)
+    tl.store(counts_ptr + group * chunks + chunk, counts, group < groups)
+
+
+@triton.jit
+def _offsets_kernel(counts_ptr, total_ptr, chunks, CHUNKS: tl.constexpr):
+    """Replaces counts by those of all chunks before; total int32 [groups]: of all chunks."""
+    counts_ptr += tl.program_id(0) * chunks
+    total = tl.program_id(0) * 0
+    for first in range(0, chunks, CHUNKS):
+        chunk = first + tl.arange(0, CHUNKS)
+        counts = tl.load(counts_ptr + chunk, chunk < chunks, 0)
+        tl.store(counts_ptr + chunk, total + tl.cumsum(counts, 0) - counts, chunk < chunks)
+        total += tl.sum(counts, 0)
+    tl.store(total_ptr + tl.program_id(0), total)
+
+
+@triton.jit
+def _starts_kernel(total_ptr, starts_ptr, groups, BINS: tl.constexpr, ALIGNMENT: tl.constexpr):
+    group = tl.arange(0, BINS)
+    total = tl.load(total_ptr + group, group < groups, 0)
+    padded = (total + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    tl.store(starts_ptr + group, tl.cumsum(padded, 0) - padded, group <= groups)
+
+
+@triton.jit
+def _place_kernel(
+    group_ptr, offset_ptr, total_ptr, starts_ptr, token_ptr, row_ptr, block_ptr, routes, per_token, groups, chunks,
+    blocks, BINS: tl.constexpr, CHUNK: tl.constexpr, ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    """The rows of a chunk of routes; the group of a block of rows, and -1 in those of its rows that hold no token."""
+    pid, lane = tl.program_id(0), tl.arange(0, CHUNK)
+    route = pid * CHUNK + lane
+    inside = route < routes
+    group = tl.load(group_ptr + route, inside, 0).to(tl.int32)
+    before = (group[:, None] == group[None, :]) & (lane[:, None] > lane[None, :])
+    row = tl.load(starts_ptr + group) + tl.load(offset_ptr + group * chunks + pid, inside, 0)
+    row += tl.sum(before.to(tl.int32), 1)
+    tl.store(row_ptr + route, row, inside)
+    tl.store(token_ptr + row, route // per_token, inside)
+    if pid < blocks:
+        first, bins = pid * ALIGNMENT, tl.arange(0, BINS)
+        owner = tl.sum((tl.load(starts_ptr + bins, bins <= groups, 0x7FFFFFFF) <= first).to(tl.int32), 0) - 1
+        held = owner < groups
+        end = tl.load(starts_ptr + owner, held, 0) + tl.load(total_ptr + owner, held, 0)
+        tl.store(block_ptr + pid, tl.where(held, owner, -1))
+        rows = first + tl.arange(0, ALIGNMENT)
+        tl.store(token_ptr + rows, tl.full((ALIGNMENT,), -1, tl.int32), rows >= end)
+
+
+def launch_group_rows(group_of_route: Tensor, groups: int) -> RowGroups:
+    """The kernels for `group_rows_ref`, a counting sort; contiguous, not empty."""
+    (tokens, per_token), device = group_of_route.shape, group_of_route.device
+    routes, rows = group_of_route.numel(), padded_rows(group_of_route.numel(), groups)
+    chunks, blocks, bins = triton.cdiv(routes, CHUNK), rows // ALIGNMENT, triton.next_power_of_2(groups + 1)
+    sizes = (groups * chunks, groups, groups + 1, rows, routes, blocks)
+    offsets, total, starts, token_of_row, row_of_route, group_of_block = (
+        torch.empty(size, dtype=torch.int32, device=device) for size in sizes
+    )
+    _count_kernel[(chunks,)](group_of_route, offsets, routes, groups, chunks, bins, CHUNK)
+    _offsets_kernel[(groups,)](offsets, total, chunks, CHUNKS)
+    _starts_kernel[(1,)](total, starts, groups, bins, ALIGNMENT)
+    _place_kernel[(max(chunks, blocks),)](
+        group_of_route, offsets, total, starts, token_of_row, row_of_route, group_of_block, routes, per_token, groups,
+        chunks, blocks, bins, CHUNK, ALIGNMENT, num_warps=8,
+    )  # fmt: skip
+    return RowGroups(token_of_row, row_of_route.view(tokens, per_token), group_of_block, starts)
+
+
+@torch.library.custom_op("qtrain::group_rows", mutates_args=())
+def _group_rows(group_of_route: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if group_of_route.is_cuda and group_of_route.numel():
+        return tuple(launch_group_rows(group_of_route.contiguous(), groups))
+    return tuple(group_rows_ref(group_of_route, groups))
+
+
+@_group_rows.register_fake
+def _(group_of_route, groups):
+    rows = padded_rows(group_of_route.numel(), groups)
+    sizes = (rows,), tuple(group_of_route.shape), (rows // ALIGNMENT,), (groups + 1,)
+    return tuple(group_of_route.new_empty(size, dtype=torch.int32) for size in sizes)
+
+
+@torch.no_grad()
+def group_rows(group_of_route: Tensor, groups: int) -> RowGroups:
+    """The rows of routes int64 [T, k], each to one of `groups`, in the order of (group, token, k)."""
+    return RowGroups(*_group_rows(group_of_route, groups))
 
 
 @torch.no_grad()

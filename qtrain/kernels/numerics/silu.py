@@ -31,9 +31,10 @@ def swiglu_f32(gate, other, PTX: tl.constexpr):
 
 @triton.jit
 def swiglu_grad_f32(dy, gate, up, PTX: tl.constexpr):
-    """The gradient of gate."""
+    """The gradient of gate; and dy * y, which shares its factors."""
     s = _sigmoid(gate, PTX)
-    return dy * up * s * (1 + gate * (1 - s))
+    shared = dy * up * s
+    return shared * (1 + gate * (1 - s)), shared * gate
 
 
 @triton.jit
@@ -46,11 +47,13 @@ def swiglu_bf16x2(gate, up, PTX: tl.constexpr):
 
 @triton.jit
 def gate_grad_bf16x2(dy, gate, up, PTX: tl.constexpr):
-    """The gradient of gate of pairs of bf16."""
+    """The gradient of gate of pairs of bf16; and the sum over each pair of dy * y, fp32, y before it is rounded."""
     dy0, dy1 = halves_f32(dy)
     gate0, gate1 = halves_f32(gate)
     up0, up1 = halves_f32(up)
-    return to_bf16x2(swiglu_grad_f32(dy0, gate0, up0, PTX), swiglu_grad_f32(dy1, gate1, up1, PTX), PTX)
+    grad0, dot0 = swiglu_grad_f32(dy0, gate0, up0, PTX)
+    grad1, dot1 = swiglu_grad_f32(dy1, gate1, up1, PTX)
+    return to_bf16x2(grad0, grad1, PTX), dot0 + dot1
 
 
 @triton.jit
@@ -59,3 +62,13 @@ def up_grad_bf16x2(dy, gate, PTX: tl.constexpr):
     dy0, dy1 = halves_f32(dy)
     gate0, gate1 = halves_f32(gate)
     return to_bf16x2(swiglu_f32(gate0, dy0, PTX), swiglu_f32(gate1, dy1, PTX), PTX)
+
+
+@triton.jit
+def sum_of_pairs(x):
+    """x fp32 [R, C], C a power of two -> the sum of each row [R], of neighbors first: in one order in all kernels, for
+    the sum of two does not depend on theirs."""
+    if x.shape[1] == 1:
+        return tl.reshape(x, (x.shape[0],))
+    else:
+        return sum_of_pairs(tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), 2))

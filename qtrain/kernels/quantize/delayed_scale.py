@@ -87,7 +87,7 @@ def delayed_scale(
     rows that a `RowIndex` gathers from x."""
     index = RowIndex(token_of_row, weight_of_row)
     if x.is_cuda:
-        return launch_delayed_scale(x.contiguous(), scale, fmt, power_of_two, index)
+        return launch_delayed_scale(x.contiguous(), scale, fmt, power_of_two, index.values)
     return delayed_scale_ref(index.gathered(x), scale, fmt, power_of_two)
 
 

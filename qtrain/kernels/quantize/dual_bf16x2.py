@@ -39,7 +39,7 @@ from qtrain.kernels.numerics.encode import encoding, inv_scale_of, scale_from_am
 from qtrain.kernels.numerics.formats import EIGHT_BITS, FORMATS, empty_scale
 from qtrain.kernels.numerics.philox import philox_key
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
-from qtrain.kernels.numerics.silu import gate_grad_bf16x2, swiglu_bf16x2, up_grad_bf16x2
+from qtrain.kernels.numerics.silu import gate_grad_bf16x2, sum_of_pairs, swiglu_bf16x2, up_grad_bf16x2
 from qtrain.kernels.quantize.absmax import launch_absmax
 from qtrain.kernels.quantize.column_groups import BlockGroups, group_of_row, launch_group_scales
 from qtrain.kernels.quantize.gather_rows import EVERY_ROW, RowIndex, load_token, load_weight, times_weight
@@ -92,24 +92,42 @@ def _load_swiglu(gate_ptrs, words, inside, PTX: tl.constexpr):
 
 
 @triton.jit
-def _load_swiglu_grad(gate_ptrs, dy_ptrs, words, half, is_up, inside, PTX: tl.constexpr):
-    """Four rows of the gradient of gate, or of up (is_up), in x [*, words], with gate and up of `half` words each."""
+def _store_row_dots(dots0, dots1, dots2, dots3, dots_ptr, first, m, block, blocks):
+    """Sums `sum_of_pairs` over a block of columns, of the rows first + 4 * i + r in the r-th vector -> `row_dots`, fp32
+    [m, blocks]. All in one store, for which the compiler changes the layout once."""
+    dots = tl.reshape(tl.join(tl.join(dots0, dots2), tl.join(dots1, dots3)), (4 * dots0.shape[0],))
+    row = first + tl.arange(0, 4 * dots0.shape[0])
+    tl.store(dots_ptr + row.to(tl.int64) * blocks + block, dots, row < m)
+
+
+@triton.jit
+def _load_swiglu_grad(
+    gate_ptrs, dy_ptrs, dots_ptr, words, half, first, m, block, blocks, inside, PTX: tl.constexpr
+):  # fmt: skip
+    """Four rows of the gradient of gate, or from block number `blocks` on of up, in x [*, words], with gate and up of
+    `half` words each. That of gate comes with the block's `row_dots`, unless dots_ptr is None."""
     x0, x1, x2, x3 = _load_four_rows(gate_ptrs, words, inside)
     dy0, dy1, dy2, dy3 = _load_four_rows(dy_ptrs, half, inside)
-    if is_up:
+    if block >= blocks:
         x0, x1 = up_grad_bf16x2(dy0, x0, PTX), up_grad_bf16x2(dy1, x1, PTX)
         x2, x3 = up_grad_bf16x2(dy2, x2, PTX), up_grad_bf16x2(dy3, x3, PTX)
     else:
         up0, up1, up2, up3 = _load_four_rows(gate_ptrs + half, words, inside)
-        x0, x1 = gate_grad_bf16x2(dy0, x0, up0, PTX), gate_grad_bf16x2(dy1, x1, up1, PTX)
-        x2, x3 = gate_grad_bf16x2(dy2, x2, up2, PTX), gate_grad_bf16x2(dy3, x3, up3, PTX)
+        x0, dots0 = gate_grad_bf16x2(dy0, x0, up0, PTX)
+        x1, dots1 = gate_grad_bf16x2(dy1, x1, up1, PTX)
+        x2, dots2 = gate_grad_bf16x2(dy2, x2, up2, PTX)
+        x3, dots3 = gate_grad_bf16x2(dy3, x3, up3, PTX)
+        if dots_ptr is not None:
+            dots0, dots1 = sum_of_pairs(dots0), sum_of_pairs(dots1)
+            dots2, dots3 = sum_of_pairs(dots2), sum_of_pairs(dots3)
+            _store_row_dots(dots0, dots1, dots2, dots3, dots_ptr, first, m, block, blocks)
     return x0, x1, x2, x3
 
 
 @triton.jit
 def _load_tile(
-    x_ptr, token_ptr, weight_ptr, dy_ptr, start, offset, words, tile_m, tile_k, i, j, rows, columns, inside,
-    SWIGLU: tl.constexpr, PTX: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, token_ptr, weight_ptr, dy_ptr, dots_ptr, start, offset, words, m, tile_m, tile_k, i, j, rows, columns,
+    inside, SWIGLU: tl.constexpr, PTX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The tile at x_ptr + start + offset of what is quantized, with `words` words per row: row 4 * i + r in the r-th
     result [BLOCK / 4, BLOCK / 2]."""
@@ -121,7 +139,10 @@ def _load_tile(
         left = tl.multiple_of(tile_k * (BLOCK // 2) % half, BLOCK // 2)
         gate_ptrs = x_ptr + (start - tile_k * (BLOCK // 2) + left) + offset
         dy_ptrs = dy_ptr + tile_m.to(tl.int64) * BLOCK * half + left + i[:, None] * (4 * half) + j[None, :]
-        return _load_swiglu_grad(gate_ptrs, dy_ptrs, words, half, tile_k * (BLOCK // 2) >= half, inside, PTX)
+        blocks = half // (BLOCK // 2)
+        return _load_swiglu_grad(
+            gate_ptrs, dy_ptrs, dots_ptr, words, half, tile_m * BLOCK, m, tile_k, blocks, inside, PTX
+        )
     elif token_ptr is not None:
         row, column = tile_m * BLOCK + 4 * i, tile_k * (BLOCK // 2) + j
         return _load_gathered_rows(x_ptr, token_ptr, weight_ptr, row, column, words, rows, columns, PTX)
@@ -269,8 +290,8 @@ def _store_rows_pack_columns(
 
 @triton.jit(do_not_specialize=["role", "stride", "stride_t"])
 def _dual_kernel(
-    x_ptr, token_ptr, weight_ptr, dy_ptr, codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr, source_ptr, source_t_ptr,
-    amax_ptr, group_ptr, key_ptr, role, m, k, stride, stride_t,
+    x_ptr, token_ptr, weight_ptr, dy_ptr, dots_ptr, codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr, source_ptr,
+    source_t_ptr, amax_ptr, group_ptr, key_ptr, role, m, k, stride, stride_t,
     SWIGLU: tl.constexpr, STOCHASTIC: tl.constexpr, STOCHASTIC_T: tl.constexpr, SCALES: tl.constexpr,
     CODE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -282,7 +303,7 @@ def _dual_kernel(
     None. stride, stride_t: of the scales of blocks, down (128x128). EVEN: m and k are multiples of BLOCK.
 
     SWIGLU: "" quantizes x [m, k], or m rows gathered from x unless token_ptr is None; "forward" y = swiglu(x),
-    x [m, 2 * k]; "backward" the gradient of x [m, k] from dy [m, k / 2].
+    x [m, 2 * k]; "backward" the gradient of x [m, k] from dy [m, k / 2], with `row_dots` unless dots_ptr is None.
     """
     tile = tl.program_id(0)
     if SCALES == "rowwise" or SCALES == "tensorwise":  # reversed: the absmax pass read the last tiles last
@@ -309,8 +330,8 @@ def _dual_kernel(
         rows, columns = tile_m * (BLOCK // 4) + i < quads, tile_k * (BLOCK // 2) + j < words
         inside = rows[:, None] & columns[None, :]
     x0, x1, x2, x3 = _load_tile(
-        x_ptr, token_ptr, weight_ptr, dy_ptr, start, offset, words, tile_m, tile_k, i, j, rows, columns, inside,
-        SWIGLU, CODE.ptx, BLOCK,
+        x_ptr, token_ptr, weight_ptr, dy_ptr, dots_ptr, start, offset, words, m, tile_m, tile_k, i, j, rows, columns,
+        inside, SWIGLU, CODE.ptx, BLOCK,
     )  # fmt: skip
 
     overflow = False
@@ -393,6 +414,7 @@ def launch_dual_bf16x2(
     *,
     swiglu: bool = False,
     dy: Tensor | None = None,
+    row_dots: Tensor | None = None,
     tensor_amax: Tensor | None = None,
     row_column_amax: tuple[Tensor, Tensor] | None = None,
     groups: BlockGroups | None = None,
@@ -403,9 +425,10 @@ def launch_dual_bf16x2(
 
     x contiguous, not empty, `supports_dual_bf16x2`. scale: fp32 [1], given. amax: int32 [1] of zeros, receives the fp32
     bits of x's absmax; only with `scale`. swiglu: quantizes swiglu(x) or, with dy, the gradient of x; x [M, 2I], I a
-    multiple of BLOCK. tensor_amax, row_column_amax: fp32 bits of the absmax of x (tensorwise), or of its rows and of
-    its columns (rowwise), int32, if known. groups: of rows with column scales of their own (rowwise). out: memory for
-    the result. index: the rows of what is quantized are gathered from x [T, K]; without swiglu.
+    multiple of BLOCK. row_dots: fp32 [M, I / BLOCK], receives `swiglu.row_dots_ref`; with dy. tensor_amax,
+    row_column_amax: fp32 bits of the absmax of x (tensorwise), or of its rows and of its columns (rowwise), int32, if
+    known. groups: of rows with column scales of their own (rowwise). out: memory for the result. index: the rows of
+    what is quantized are gathered from x [T, K]; without swiglu.
     """
     m, k = index.shape(x)
     k = k // 2 if swiglu and dy is None else k
@@ -414,7 +437,7 @@ def launch_dual_bf16x2(
     if granularity == "rowwise":
         source, source_t = row_column_amax or launch_absmax(x, rows=True, columns=True, groups=groups, index=index)[1:]
     elif granularity == "tensorwise" and not given:
-        source = launch_absmax(x, tensor=True, index=index)[0] if tensor_amax is None else tensor_amax
+        source = launch_absmax(x, tensor=True, index=index.values)[0] if tensor_amax is None else tensor_amax
     if out is None:
         codes, codes_t = (x.new_empty(shape, dtype=FORMATS[fmt].dtype) for shape in ((m, k), (k, m)))
         scale, scale_t = empty_scale(granularity, m, k, x), empty_scale(granularity, k, m, x)
@@ -424,7 +447,7 @@ def launch_dual_bf16x2(
     if grouped:
         scale_t = launch_group_scales(source_t, fmt, power_of_two)
     _dual_kernel[(triton.cdiv(m, BLOCK) * triton.cdiv(k, BLOCK),)](
-        x.view(torch.int32), *index, None if dy is None else dy.view(torch.int32),
+        x.view(torch.int32), *index, None if dy is None else dy.view(torch.int32), row_dots,
         codes.view(torch.int16), codes_t.view(torch.int32), scale, None if grouped else scale_t,
         source, source_t, amax, groups.of_block if grouped else None, rounding.key, rounding.role, m, k,
         scale.stride(0), scale_t.stride(0),

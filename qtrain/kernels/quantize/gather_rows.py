@@ -20,7 +20,7 @@ MAX_BLOCK = 2048
 
 
 class RowIndex(NamedTuple):
-    """The rows [R] that are gathered from x [T, C]; without tokens: x itself."""
+    """The rows [R] that are gathered from x [T, C], each row of x at least once; without tokens: x itself."""
 
     token_of_row: Tensor | None = None
     """int32 [R], the row of x; -1: zeros."""
@@ -30,6 +30,11 @@ class RowIndex(NamedTuple):
     def shape(self, x: Tensor) -> tuple[int, int]:
         """(R, C)."""
         return (x if self.token_of_row is None else self.token_of_row).shape[0], x.shape[1]
+
+    @property
+    def values(self) -> "RowIndex":
+        """An index of fewer rows that has the same values."""
+        return self if self.weight_of_row is not None else EVERY_ROW
 
     def gathered(self, x: Tensor) -> Tensor:
         """The gathered matrix [R, C] in memory."""

@@ -24,7 +24,7 @@ from qtrain.kernels.numerics.encode import encoding, scale_from_amax
 from qtrain.kernels.numerics.formats import empty_codes
 from qtrain.kernels.numerics.philox import philox_key
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
-from qtrain.kernels.numerics.silu import gate_grad_bf16x2, swiglu_bf16x2, up_grad_bf16x2
+from qtrain.kernels.numerics.silu import gate_grad_bf16x2, sum_of_pairs, swiglu_bf16x2, up_grad_bf16x2
 from qtrain.kernels.quantize.absmax import atomic_max_bf16x2
 from qtrain.kernels.quantize.column_groups import BlockGroups, group_of_row, launch_group_scales
 
@@ -42,10 +42,14 @@ def _load(ptrs, inside):
 
 
 @triton.jit
-def _gradient_row(x_ptrs, dy_ptrs, dx_ptrs, row_ptrs, words, inside, rows, PTX: tl.constexpr):
-    """Words [R, C] of x and dy: stores dx and its row maxima -> y, and |gradient| of gate and of up."""
+def _gradient_row(x_ptrs, dy_ptrs, dx_ptrs, row_ptrs, dots_ptrs, words, inside, rows, PTX: tl.constexpr):
+    """Words [R, C] of x and dy: stores dx, its row maxima and, unless dots_ptrs is None, the sums of dy * y -> y, and
+    |gradient| of gate and of up."""
     gate, up, dy = _load(x_ptrs, inside), _load(x_ptrs + words, inside), _load(dy_ptrs, inside)
-    dgate, dup = gate_grad_bf16x2(dy, gate, up, PTX), up_grad_bf16x2(dy, gate, PTX)
+    dgate, dots = gate_grad_bf16x2(dy, gate, up, PTX)
+    dup = up_grad_bf16x2(dy, gate, PTX)
+    if dots_ptrs is not None:  # here and for each row: kept for longer, the sums would spill
+        tl.store(dots_ptrs, sum_of_pairs(dots), rows)
     tl.store(dx_ptrs, dgate, inside)
     tl.store(dx_ptrs + words, dup, inside)
     dgate, dup = abs_bf16x2(dgate), abs_bf16x2(dup)
@@ -60,14 +64,15 @@ def _max_of_four_rows(a, b, c, d, PTX: tl.constexpr):
 
 @triton.jit(do_not_specialize=["role"])
 def _quantize_swiglu_backward_kernel(
-    x_ptr, dy_ptr, dx_ptr, codes_t_ptr, scale_t_ptr, source_t_ptr, row_ptr, column_ptr, group_ptr, key_ptr, role, m, k,
+    x_ptr, dy_ptr, dx_ptr, dots_ptr, codes_t_ptr, scale_t_ptr, source_t_ptr, row_ptr, column_ptr, group_ptr, key_ptr,
+    role, m, k,
     STOCHASTIC: tl.constexpr, CODE: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """x, dy and dx as words of two elements, codes_t of y as words of four codes; m, k = I: multiples of 16.
 
     EVEN: they are multiples of BLOCK_M and BLOCK_K. source_t_ptr: bits of the absmax of y's columns. row_ptr [m],
     column_ptr [2 * k]: int32, zeros, receive those of dx. group_ptr: groups of rows with column maxima of their own, or
-    None; scale_t_ptr is None with it.
+    None; scale_t_ptr is None with it. dots_ptr: `row_dots`, or None.
     """
     PTX: tl.constexpr = CODE.ptx
     tiles_k = tl.cdiv(k, BLOCK_K)
@@ -83,15 +88,19 @@ def _quantize_swiglu_backward_kernel(
     at = (4 * i).to(tl.int64)[:, None] * words
     x_ptrs, dx_ptrs, dy_ptrs = x_ptr + 2 * at + j[None, :], dx_ptr + 2 * at + j[None, :], dy_ptr + at + j[None, :]
     row_ptrs = row_ptr + 4 * i
-    y0, gate0, up0 = _gradient_row(x_ptrs, dy_ptrs, dx_ptrs, row_ptrs, words, inside, rows, PTX)
+    dots0, dots1, dots2, dots3 = None, None, None, None
+    if dots_ptr is not None:
+        dots0 = dots_ptr + (4 * i).to(tl.int64) * tiles_k + tile_k
+        dots1, dots2, dots3 = dots0 + tiles_k, dots0 + 2 * tiles_k, dots0 + 3 * tiles_k
+    y0, gate0, up0 = _gradient_row(x_ptrs, dy_ptrs, dx_ptrs, row_ptrs, dots0, words, inside, rows, PTX)
     y1, gate1, up1 = _gradient_row(
-        x_ptrs + 2 * words, dy_ptrs + words, dx_ptrs + 2 * words, row_ptrs + 1, words, inside, rows, PTX
+        x_ptrs + 2 * words, dy_ptrs + words, dx_ptrs + 2 * words, row_ptrs + 1, dots1, words, inside, rows, PTX
     )
     y2, gate2, up2 = _gradient_row(
-        x_ptrs + 4 * words, dy_ptrs + 2 * words, dx_ptrs + 4 * words, row_ptrs + 2, words, inside, rows, PTX
+        x_ptrs + 4 * words, dy_ptrs + 2 * words, dx_ptrs + 4 * words, row_ptrs + 2, dots2, words, inside, rows, PTX
     )
     y3, gate3, up3 = _gradient_row(
-        x_ptrs + 6 * words, dy_ptrs + 3 * words, dx_ptrs + 6 * words, row_ptrs + 3, words, inside, rows, PTX
+        x_ptrs + 6 * words, dy_ptrs + 3 * words, dx_ptrs + 6 * words, row_ptrs + 3, dots3, words, inside, rows, PTX
     )
     dgate, dup = _max_of_four_rows(gate0, gate1, gate2, gate3, PTX), _max_of_four_rows(up0, up1, up2, up3, PTX)
     atomic_max_bf16x2(column_ptr, j, words, reduce_max_bf16x2(dgate, 0, PTX))
@@ -135,13 +144,15 @@ def launch_quantize_swiglu_backward(
     rounding: Rounding = NEAREST,
     power_of_two: bool = False,
     groups: BlockGroups | None = None,
+    row_dots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
     """x [M, 2I], dy [M, I] bf16, contiguous, not empty, M and I multiples of 16 -> of y = swiglu(x) the codes [I, M]
     and the scale fp32 [I], as `quantize_transposed_ref` at rowwise; dx [M, 2I] bf16; and the absmax of dx's rows [M]
     and columns [2I], as fp32 bits in int32.
 
     y_column_amax: of y's columns, fp32 bits in int32 [I]. fmt, rounding, power_of_two: of y's codes. groups: of rows;
-    all column maxima and scales are then those of each group [groups * I], [groups * 2I].
+    all column maxima and scales are then those of each group [groups * I], [groups * 2I]. row_dots: as in
+    `launch_swiglu_backward`.
     """
     (m, k), key = dy.shape, rounding.column_key
     dx, (codes_t, scale_t) = torch.empty_like(x), empty_codes(dy, fmt, "rowwise", transposed=True)
@@ -151,8 +162,8 @@ def launch_quantize_swiglu_backward(
         scale_t = launch_group_scales(y_column_amax, fmt, power_of_two)
     found = torch.zeros(m + count * 2 * k, dtype=torch.int32, device=x.device)
     _quantize_swiglu_backward_kernel[(triton.cdiv(m, BLOCK_M) * triton.cdiv(k, BLOCK_K),)](
-        x.view(torch.int32), dy.view(torch.int32), dx.view(torch.int32), codes_t.view(torch.int32), scale_t_out,
-        y_column_amax, found[:m], found[m:], of_block, key, rounding.role, m, k,
+        x.view(torch.int32), dy.view(torch.int32), dx.view(torch.int32), row_dots, codes_t.view(torch.int32),
+        scale_t_out, y_column_amax, found[:m], found[m:], of_block, key, rounding.role, m, k,
         key is not None, encoding(fmt, x.device, power_of_two), m % BLOCK_M == k % BLOCK_K == 0, BLOCK_M, BLOCK_K,
         num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -27,7 +27,8 @@ def _swiglu_amax_unless_known_kernel(
         gate, up = tl.load(x_ptr + at, inside, 0.0).to(tl.float32), tl.load(x_ptr + at + width, inside, 0.0)
         if BACKWARD:
             dy = tl.load(dy_ptr + index, inside, 0.0).to(tl.float32)
-            bits = bf16_bits(swiglu_grad_f32(dy, gate, up.to(tl.float32), PTX)) & 0x7FFF0000
+            dgate, _ = swiglu_grad_f32(dy, gate, up.to(tl.float32), PTX)
+            bits = bf16_bits(dgate) & 0x7FFF0000
             bits = tl.maximum(bits, bf16_bits(swiglu_f32(gate, dy, PTX)) & 0x7FFF0000)
         else:
             bits = bf16_bits(swiglu_f32(gate, up.to(tl.float32), PTX)) & 0x7FFF0000

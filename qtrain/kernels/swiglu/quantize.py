@@ -24,12 +24,19 @@ from qtrain.kernels.quantize.dual_bf16x2 import BLOCK, launch_dual_bf16x2, suppo
 from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_dual_given_scale, quantize_transposed
 from qtrain.kernels.swiglu.backward import launch_quantize_swiglu_backward
 from qtrain.kernels.swiglu.rowwise import launch_quantize_swiglu_rowwise
-from qtrain.kernels.swiglu.swiglu import swiglu, swiglu_backward
+from qtrain.kernels.swiglu.swiglu import empty_row_dots, swiglu, swiglu_backward, swiglu_backward_dots
 
 
 def activation(x: Tensor, dy: Tensor | None) -> Tensor:
     """The tensor that is quantized: y, or dx if dy is given."""
     return swiglu(x) if dy is None else swiglu_backward(dy, x)
+
+
+def activation_dots(x: Tensor, dy: Tensor | None, row_dots: bool) -> tuple[Tensor, Tensor]:
+    """`activation`, and `row_dots_ref(dy, x)` fp32 [M, n], or [M, 0] if they are not wanted; only with dy."""
+    if not row_dots:
+        return activation(x, dy), empty_row_dots(x, False)
+    return swiglu_backward_dots(dy, x)
 
 
 def _empty_like(x: Tensor, dy: Tensor | None) -> Tensor:
@@ -67,24 +74,28 @@ def quantize_swiglu(
     power_of_two: bool = False,
     group_of_block: Tensor | None = None,
     groups: int = 1,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize_dual` of y, or of dx: codes, scale, codes_t, scale_t; both layouts in the same format."""
+    row_dots: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`quantize_dual` of y, or of dx: codes, scale, codes_t, scale_t; both layouts in the same format. row_dots: as for
+    `activation_dots`, the last result, here and below."""
     x, dy, rounding = x.contiguous(), None if dy is None else dy.contiguous(), Rounding(key, role, rows, columns)
     if not (supports_swiglu_dual(fmt, granularity) and _kernel_takes(x, dy, fmt, granularity)):
-        return quantize_dual(
-            activation(x, dy), fmt, granularity, granularity, *rounding, power_of_two,
-            group_of_block=group_of_block, groups=groups,
-        )  # fmt: skip
-    return launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, swiglu=True, dy=dy)
+        t, dots = activation_dots(x, dy, row_dots)
+        grouped = {"group_of_block": group_of_block, "groups": groups}
+        return *quantize_dual(t, fmt, granularity, granularity, *rounding, power_of_two, **grouped), dots
+    dots = empty_row_dots(x, row_dots)
+    into = dots if row_dots else None
+    return *launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, swiglu=True, dy=dy, row_dots=into), dots
 
 
 @quantize_swiglu.register_fake
 def _(
     x, dy, fmt, granularity,
-    key=None, role=0, rows=True, columns=True, power_of_two=False, group_of_block=None, groups=1,
+    key=None, role=0, rows=True, columns=True, power_of_two=False, group_of_block=None, groups=1, row_dots=False,
 ):  # fmt: skip
     y = _empty_like(x, dy)
-    return *empty_codes(y, fmt, granularity), *empty_codes(y, fmt, granularity, transposed=True, groups=groups)
+    columns = empty_codes(y, fmt, granularity, transposed=True, groups=groups)
+    return *empty_codes(y, fmt, granularity), *columns, empty_row_dots(x, row_dots)
 
 
 @torch.library.custom_op("qtrain::quantize_swiglu_given_scale", mutates_args=())
@@ -97,21 +108,26 @@ def quantize_swiglu_given_scale(
     role: int = 0,
     rows: bool = True,
     columns: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`quantize_dual_given_scale` of y, or of dx: codes, codes_t, absmax fp32 [1]. scale: fp32 [1]."""
+    row_dots: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`quantize_dual_given_scale` of y, or of dx: codes, codes_t, absmax fp32 [1], dots. scale: fp32 [1]."""
     x, dy, rounding = x.contiguous(), None if dy is None else dy.contiguous(), Rounding(key, role, rows, columns)
     if not _kernel_takes(x, dy, fmt, "tensorwise", True):
-        return quantize_dual_given_scale(activation(x, dy), fmt, scale, *rounding)
-    amax = torch.zeros(1, dtype=torch.int32, device=x.device)
-    codes, _, codes_t, _ = launch_dual_bf16x2(x, fmt, "tensorwise", rounding, False, scale, amax, swiglu=True, dy=dy)
-    return codes, codes_t, amax.view(torch.float32)
+        t, dots = activation_dots(x, dy, row_dots)
+        return *quantize_dual_given_scale(t, fmt, scale, *rounding), dots
+    amax, dots = torch.zeros(1, dtype=torch.int32, device=x.device), empty_row_dots(x, row_dots)
+    into = dots if row_dots else None
+    codes, _, codes_t, _ = launch_dual_bf16x2(
+        x, fmt, "tensorwise", rounding, False, scale, amax, swiglu=True, dy=dy, row_dots=into
+    )
+    return codes, codes_t, amax.view(torch.float32), dots
 
 
 @quantize_swiglu_given_scale.register_fake
-def _(x, dy, fmt, scale, key=None, role=0, rows=True, columns=True):
+def _(x, dy, fmt, scale, key=None, role=0, rows=True, columns=True, row_dots=False):
     y = _empty_like(x, dy)
     codes, codes_t = empty_codes(y, fmt, "tensorwise")[0], empty_codes(y, fmt, "tensorwise", transposed=True)[0]
-    return codes, codes_t, x.new_empty(1, dtype=torch.float32)
+    return codes, codes_t, x.new_empty(1, dtype=torch.float32), empty_row_dots(x, row_dots)
 
 
 @torch.library.custom_op("qtrain::quantize_swiglu_rowwise", mutates_args=())
@@ -157,8 +173,10 @@ def quantize_swiglu_backward(
     power_of_two_y: bool,
     group_of_block: Tensor | None = None,
     groups: int = 1,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`quantize_dual` of dx, rowwise: codes, scale, codes_t, scale_t; and `quantize_transposed` of y: codes_t, scale_t.
+    row_dots: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`quantize_dual` of dx, rowwise: codes, scale, codes_t, scale_t; `quantize_transposed` of y: codes_t, scale_t; and
+    dots.
 
     column_amax: y's, as `quantize_swiglu_rowwise` gave it. key, role, rows, columns: the `Rounding` of dx; key_y,
     role_y: of y's transposed codes. group_of_block, groups: as for `quantize_transposed`.
@@ -167,19 +185,22 @@ def quantize_swiglu_backward(
     of = block_groups(x.shape[0], group_of_block, groups, "rowwise")
     if not (_kernel_takes(x, dy, fmt, "rowwise") and supports_swiglu_rowwise(fmt_y, "rowwise")):
         grouped = {"group_of_block": group_of_block, "groups": groups}
-        dual = quantize_dual(swiglu_backward(dy, x), fmt, "rowwise", "rowwise", *rounding, power_of_two, **grouped)
-        return *dual, *quantize_transposed(swiglu(x), fmt_y, "rowwise", key_y, role_y, power_of_two_y, **grouped)
+        dx, dots = activation_dots(x, dy, row_dots)
+        dual = quantize_dual(dx, fmt, "rowwise", "rowwise", *rounding, power_of_two, **grouped)
+        of_y = quantize_transposed(swiglu(x), fmt_y, "rowwise", key_y, role_y, power_of_two_y, **grouped)
+        return *dual, *of_y, dots
+    dots = empty_row_dots(x, row_dots)
     codes_t, scale_t, dx, dx_amax = launch_quantize_swiglu_backward(
-        x, dy, column_amax, fmt_y, Rounding(key_y, role_y), power_of_two_y, of
+        x, dy, column_amax, fmt_y, Rounding(key_y, role_y), power_of_two_y, of, dots if row_dots else None
     )
     dual = launch_dual_bf16x2(dx, fmt, "rowwise", rounding, power_of_two, row_column_amax=dx_amax, groups=of)
-    return *dual, codes_t, scale_t
+    return *dual, codes_t, scale_t, dots
 
 
 @quantize_swiglu_backward.register_fake
 def _(
     x, dy, column_amax, fmt, key, role, rows, columns, power_of_two, fmt_y, key_y, role_y, power_of_two_y,
-    group_of_block=None, groups=1,
+    group_of_block=None, groups=1, row_dots=False,
 ):  # fmt: skip
     dual = *empty_codes(x, fmt, "rowwise"), *empty_codes(x, fmt, "rowwise", transposed=True, groups=groups)
-    return *dual, *empty_codes(dy, fmt_y, "rowwise", transposed=True, groups=groups)
+    return *dual, *empty_codes(dy, fmt_y, "rowwise", transposed=True, groups=groups), empty_row_dots(x, row_dots)

@@ -9,13 +9,16 @@ round the same way: kernels are launched with enable_fp_fusion=False.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from qtrain.hardware import has_ptx
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.numerics.silu import swiglu_f32, swiglu_grad_f32
+from qtrain.kernels.numerics.silu import sum_of_pairs, swiglu_f32, swiglu_grad_f32
 
 BLOCK = 1024
+DOTS_BLOCK = 128
+"""Columns of y that one number of `row_dots` is summed over."""
 
 
 def swiglu_ref(x: Tensor) -> Tensor:
@@ -31,6 +34,20 @@ def swiglu_backward_ref(dy: Tensor, x: Tensor) -> Tensor:
     return torch.cat([dy * up * s * (1 + gate * (1 - s)), dy * gate * s], dim=-1).to(x.dtype)
 
 
+def row_dots_ref(dy: Tensor, x: Tensor) -> Tensor:
+    """dy [M, I], x [M, 2I] -> fp32 [M, ceil(I / DOTS_BLOCK)], the sums of dy * y over the columns of each block, with
+    y = swiglu(x) before it is rounded."""
+    gate, up = x.float().chunk(2, dim=-1)
+    products = dy.float() * (gate * gate.sigmoid() * up)
+    padded = F.pad(products, (0, -products.shape[1] % DOTS_BLOCK))
+    return padded.unflatten(1, (-1, DOTS_BLOCK)).sum(2)
+
+
+def empty_row_dots(x: Tensor, wanted: bool = True) -> Tensor:
+    """Memory for the `row_dots` of x [M, 2I]; none if they are not wanted."""
+    return x.new_empty(x.shape[0], -(-(x.shape[1] // 2) // DOTS_BLOCK) if wanted else 0, dtype=torch.float32)
+
+
 @triton.jit
 def _swiglu_kernel(x_ptr, y_ptr, width, PTX: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -42,16 +59,25 @@ def _swiglu_kernel(x_ptr, y_ptr, width, PTX: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_backward_kernel(dy_ptr, x_ptr, dx_ptr, width, PTX: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_backward_kernel(
+    dy_ptr, x_ptr, dx_ptr, dots_ptr, width, PTX: tl.constexpr, BLOCK: tl.constexpr, DOTS_BLOCK: tl.constexpr
+):
+    """dots_ptr: `row_dots`, or None."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     gate = tl.load(x_ptr + row * 2 * width + columns, inside, 0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * width + width + columns, inside, 0.0).to(tl.float32)
     dy = tl.load(dy_ptr + row * width + columns, inside, 0.0).to(tl.float32)
-    dgate, dup = swiglu_grad_f32(dy, gate, up, PTX), swiglu_f32(gate, dy, PTX)
+    dgate, dots = swiglu_grad_f32(dy, gate, up, PTX)
+    dup = swiglu_f32(gate, dy, PTX)
     tl.store(dx_ptr + row * 2 * width + columns, dgate.to(dx_ptr.dtype.element_ty), inside)
     tl.store(dx_ptr + row * 2 * width + width + columns, dup.to(dx_ptr.dtype.element_ty), inside)
+    if dots_ptr is not None:
+        blocks = tl.cdiv(width, DOTS_BLOCK)
+        block = tl.program_id(1) * (BLOCK // DOTS_BLOCK) + tl.arange(0, BLOCK // DOTS_BLOCK)
+        dots = sum_of_pairs(tl.reshape(dots, (BLOCK // DOTS_BLOCK, DOTS_BLOCK)))
+        tl.store(dots_ptr + row * blocks + block, dots, block < blocks)
 
 
 def launch_swiglu(x: Tensor) -> Tensor:
@@ -64,13 +90,15 @@ def launch_swiglu(x: Tensor) -> Tensor:
     return y
 
 
-def launch_swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    """The kernel for `swiglu_backward_ref`; dy and x contiguous."""
+def launch_swiglu_backward(dy: Tensor, x: Tensor, row_dots: Tensor | None = None) -> Tensor:
+    """The kernel for `swiglu_backward_ref`, and for `row_dots_ref` if there is memory for it; all contiguous."""
     rows, width = dy.shape
     dx = torch.empty_like(x)
     if dx.numel():
         grid = (rows, triton.cdiv(width, BLOCK))  # only the first dimension takes more than 65,535
-        _swiglu_backward_kernel[grid](dy, x, dx, width, has_ptx(x.device), BLOCK, enable_fp_fusion=False)
+        _swiglu_backward_kernel[grid](
+            dy, x, dx, row_dots, width, has_ptx(x.device), BLOCK, DOTS_BLOCK, enable_fp_fusion=False
+        )
     return dx
 
 
@@ -93,6 +121,20 @@ def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
 @swiglu_backward.register_fake
 def _(dy: Tensor, x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("qtrain::swiglu_backward_dots", mutates_args=())
+def swiglu_backward_dots(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """`swiglu_backward`, and `row_dots_ref` from the same read."""
+    if not x.is_cuda:
+        return swiglu_backward_ref(dy, x), row_dots_ref(dy, x)
+    dots = empty_row_dots(x)
+    return launch_swiglu_backward(dy.contiguous(), x.contiguous(), dots), dots
+
+
+@swiglu_backward_dots.register_fake
+def _(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x, memory_format=torch.contiguous_format), empty_row_dots(x)
 
 
 _swiglu.register_autograd(

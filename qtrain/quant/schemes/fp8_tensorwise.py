@@ -24,7 +24,7 @@ from qtrain.kernels.quantize.operators import quantize, quantize_dual_given_scal
 from qtrain.kernels.swiglu.delayed_scale import swiglu_delayed_scale
 from qtrain.kernels.swiglu.quantize import quantize_swiglu_given_scale
 from qtrain.quant.gemm_table import Gemm
-from qtrain.quant.scheme import BOTH, SCHEMES, DelayedScale, NeedsOperand, TensorName
+from qtrain.quant.scheme import BOTH, SCHEMES, DelayedScale, NeedsOperand, SwiGLUOperands, TensorName
 from qtrain.quant.schemes.fp8 import Fp8Epilogue
 from qtrain.tensors.quantized_tensor import Operands, QuantizedTensor
 
@@ -100,15 +100,18 @@ class Fp8Tensorwise(Fp8Epilogue):
         needs: NeedsOperand,
         delayed: DelayedScale | None = None,
         groups: BlockGroups | None = None,
-    ) -> Operands:
+        row_dots: bool = False,
+    ) -> SwiGLUOperands:
         both = self._same_format(name, needs)
         if both is None or delayed is None:
-            return super().quantize_swiglu(name, x, dy, key, needs, delayed, groups)
+            return super().quantize_swiglu(name, x, dy, key, needs, delayed, groups, row_dots)
         scale = swiglu_delayed_scale(x, dy, delayed.scale, both.fmt, self.power_of_two)
-        codes, codes_t, amax = quantize_swiglu_given_scale(x, dy, both.fmt, scale, *self.rounding(name, key))
+        rounding = self.rounding(name, key)
+        codes, codes_t, amax, dots = quantize_swiglu_given_scale(x, dy, both.fmt, scale, *rounding, row_dots)
         if delayed.amax is not None:
             scale = _record(delayed.amax, amax, scale)
-        return Operands(QuantizedTensor(codes, scale, both), QuantizedTensor(codes_t, scale, both))
+        operands = Operands(QuantizedTensor(codes, scale, both), QuantizedTensor(codes_t, scale, both))
+        return SwiGLUOperands(operands, dots)
 
 
 def _record(history: Tensor, amax: Tensor, scale: Tensor) -> Tensor:

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from qtrain.kernels.grouped.row_groups import ALIGNMENT, group_rows, group_rows_of, padded_rows
+from qtrain.kernels.grouped import row_groups
+from qtrain.kernels.grouped.row_groups import (
+    ALIGNMENT,
+    group_rows,
+    group_rows_of,
+    group_rows_ref,
+    launch_group_rows,
+    padded_rows,
+)
 
 
 @pytest.mark.parametrize("tokens, per_token, groups", [(1, 1, 1), (1, 2, 4), (300, 2, 8), (1000, 8, 128), (5, 3, 3)])
@@ -32,6 +40,33 @@ def test_every_route_has_a_row(tokens, per_token, groups, routing):
         assert (held[:count] >= 0).all() and (held[count:] == -1).all()
         assert len(held) == -(-count // ALIGNMENT) * ALIGNMENT
         assert (held[:count].diff() >= 0).all()
+
+
+SORTED = [(1, 1, 1), (1, 2, 4), (300, 2, 8), (200, 8, 128), (5, 3, 3), (400, 1, 130)]
+
+
+def check_kernels(tokens, per_token, groups, device):
+    random = torch.rand(tokens, groups, generator=torch.Generator().manual_seed(tokens)).topk(per_token).indices
+    for experts in (random, random.clamp(max=groups // 2), torch.full_like(random, groups - 1)):
+        found, expected = launch_group_rows(experts.to(device), groups), group_rows_ref(experts, groups)
+        assert all(torch.equal(a.cpu(), b) and a.dtype == b.dtype for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("shape", SORTED)
+def test_the_kernels_sort_as_the_definition(shape, monkeypatch):
+    monkeypatch.setattr(row_groups, "CHUNKS", 4)  # sums over several
+    check_kernels(*shape, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [*SORTED, (16384, 8, 128), (20000, 8, 256), (150_000, 1, 8)])
+def test_the_kernels_sort_as_the_definition_on_gpu(shape):
+    check_kernels(*shape, "cuda")
+
+
+def test_operator():
+    torch.library.opcheck(torch.ops.qtrain.group_rows.default, (routed(20, 2, 4), 4))
 
 
 ROUTED = [(300, 2, 8, 4), (200, 4, 16, 2), (5, 3, 6, 2), (40, 1, 4, 1)]

@@ -34,13 +34,15 @@ GROUPS = 3
 
 
 def gathered_case(rows, columns, seed, kind, weighted, device="cpu", dtype=torch.bfloat16, tokens=45):
-    """x [tokens, columns] and the index of `rows` rows: tokens more than once, and rows of none, whose weights are
-    negative."""
+    """x [tokens, columns] and the index of `rows` rows: tokens more than once (or of zeros), and rows of none, whose
+    weights are negative."""
     x, generator = stress_matrix(tokens, columns, seed, kind, dtype, device), torch.Generator().manual_seed(seed)
     token = torch.randint(-4, tokens, (rows,), generator=generator).clamp(min=-1)
     token[1], token[rows // 2 :: 3] = tokens // 2, -1  # with its NaN
     weight = torch.where(token < 0, -1.0, torch.rand(rows, generator=generator) + 0.01)
     weight[:3] = torch.tensor([-0.3, 1e3, 0.0])
+    for row in set(range(tokens)) - set(token.tolist()):  # each is gathered, as in a mixture
+        x[row] = 0
     return x, RowIndex(token.int().to(device), weight.to(device) if weighted else None)
 
 

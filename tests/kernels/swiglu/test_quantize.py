@@ -20,7 +20,14 @@ from qtrain.kernels.swiglu.quantize import (
     supports_swiglu_rowwise,
 )
 from qtrain.kernels.swiglu.rowwise import launch_quantize_swiglu_rowwise
-from qtrain.kernels.swiglu.swiglu import launch_swiglu, launch_swiglu_backward, swiglu
+from qtrain.kernels.swiglu.swiglu import (
+    empty_row_dots,
+    launch_swiglu,
+    launch_swiglu_backward,
+    row_dots_ref,
+    swiglu,
+    swiglu_backward_dots,
+)
 from tests.cases import KINDS, matrix, sampled, without_e5m2
 from tests.kernels.quantize.test_dual_bf16x2 import STOCHASTIC, rounding_of
 from tests.kernels.quantize.test_kernels import KEY, same, stress_matrix
@@ -50,8 +57,21 @@ def check(x, dy, fmt, granularity, power_of_two=False, stochastic=""):
     row_bits, column_bits = rounding.bits(y.shape)
     expected = quantize_ref(y, fmt, granularity, row_bits, power_of_two)
     expected += quantize_transposed_ref(y, fmt, granularity, column_bits, power_of_two)
-    found = launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, swiglu=True, dy=dy)
+    dots = None if dy is None else empty_row_dots(x)
+    found = launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, swiglu=True, dy=dy, row_dots=dots)
     same(found, expected, (tuple(x.shape), fmt, granularity, dy is None, stochastic))
+    if dy is not None:
+        check_dots(dots, dy, x)
+
+
+def check_dots(dots, dy, x):
+    """Within fp32's rounding, the same bits from each kernel, and NaN only in the rows that have one."""
+    expected, size = row_dots_ref(dy, x), row_dots_ref(dy.abs(), x.abs())
+    finite, plain, wide = expected.isfinite(), empty_row_dots(x), x.dtype if x.is_cuda else torch.float32
+    assert torch.equal(dots.isfinite(), finite)
+    assert ((dots - expected).abs() <= 1e-5 * size)[finite].all()
+    launch_swiglu_backward(dy.to(wide), x.to(wide), plain)
+    assert torch.equal(dots[finite], plain[finite])
 
 
 def check_given(x, dy, fmt, value, stochastic=""):
@@ -116,9 +136,11 @@ def check_gradient(x, dy, fmt, power_of_two=False, stochastic=False):
         reference_output(x, dy),
         Rounding(KEY.to(x.device), 2) if stochastic else NEAREST,
     )
+    dots = empty_row_dots(x)
     codes_t, scale_t, found, (rows, columns) = launch_quantize_swiglu_backward(
-        x, dy, column_absmax_ref(y), fmt, rounding, power_of_two
+        x, dy, column_absmax_ref(y), fmt, rounding, power_of_two, row_dots=dots
     )
+    check_dots(dots, dy, x)
     note = (tuple(x.shape), fmt, stochastic)
     same((codes_t, scale_t), quantize_transposed_ref(y, fmt, "rowwise", rounding.bits(y.shape)[1], power_of_two), note)
     assert torch.equal(found.nan_to_num(nan=-1.0), dx.nan_to_num(nan=-1.0)), note
@@ -142,7 +164,7 @@ def check_rows_operators(x, dy, fmt, fmt_y, stochastic):
     key, role = dy_rounding.key, ROUNDED_TENSORS.index("x")
     *rows, columns = quantize_swiglu_rowwise(x, fmt_y, dy_rounding.row_key, role, True)
     same(rows, quantize(swiglu(x), fmt_y, "rowwise", dy_rounding.row_key, role, True), (fmt_y, stochastic))
-    found = quantize_swiglu_backward(x, dy, columns, fmt, *dy_rounding, False, fmt_y, key, role, True)
+    found = quantize_swiglu_backward(x, dy, columns, fmt, *dy_rounding, False, fmt_y, key, role, True)[:6]
     expected = quantize_dual(activation(x, dy), fmt, "rowwise", "rowwise", *dy_rounding)
     expected += quantize_transposed(swiglu(x), fmt_y, "rowwise", key, role, True)
     same(found, expected, (tuple(x.shape), fmt, fmt_y, stochastic))
@@ -164,19 +186,23 @@ def check_operators(device):
                     ("e4m3", "tensorwise"),
                 ):
                     expected = quantize_dual(activation(x, d), fmt, granularity, granularity)
-                    same(quantize_swiglu(x, d, fmt, granularity), expected, (m, width, fmt))
+                    same(quantize_swiglu(x, d, fmt, granularity)[:4], expected, (m, width, fmt))
                 scale = torch.tensor([0.1], device=device)
                 same(
-                    quantize_swiglu_given_scale(x, d, "e4m3", scale),
+                    quantize_swiglu_given_scale(x, d, "e4m3", scale)[:3],
                     quantize_dual_given_scale(activation(x, d), "e4m3", scale),
                     m,
                 )
                 for stochastic in STOCHASTIC:
                     rounding = rounding_of(stochastic, device)
                     expected = quantize_dual(activation(x, d), "int8", "rowwise", "rowwise", *rounding)
-                    same(quantize_swiglu(x, d, "int8", "rowwise", *rounding), expected, (m, width, stochastic))
+                    same(quantize_swiglu(x, d, "int8", "rowwise", *rounding)[:4], expected, (m, width, stochastic))
                     expected = quantize_dual_given_scale(activation(x, d), "e4m3", scale, *rounding)
-                    same(quantize_swiglu_given_scale(x, d, "e4m3", scale, *rounding), expected, (m, width, stochastic))
+                    same(
+                        quantize_swiglu_given_scale(x, d, "e4m3", scale, *rounding)[:3],
+                        expected,
+                        (m, width, stochastic),
+                    )
             rows = (("int8", "int8", ""), ("e4m3", "int8", "columns"), ("int8", "e5m2", "both"))
             for fmt, fmt_y, stochastic in rows if dtype == torch.bfloat16 or m == 3 else ():
                 check_rows_operators(x, dy, fmt, fmt_y, stochastic)
@@ -187,15 +213,24 @@ def check_operators(device):
     rounding = rounding_of("columns", device)
     for d in (None, dy):
         for drawn in ((), rounding):
-            torch.library.opcheck(torch.ops.qtrain.quantize_swiglu.default, (x, d, "int8", "1x128", *drawn))
-            torch.library.opcheck(
-                torch.ops.qtrain.quantize_swiglu_given_scale.default,
-                (x, d, "e4m3", torch.ones(1, device=device), *drawn),
-            )
+            wanted, ops = {"row_dots": d is not None}, torch.ops.qtrain
+            torch.library.opcheck(ops.quantize_swiglu.default, (x, d, "int8", "1x128", *drawn), wanted)
+            given = x, d, "e4m3", torch.ones(1, device=device), *drawn
+            torch.library.opcheck(ops.quantize_swiglu_given_scale.default, given, wanted)
     columns = column_absmax_ref(swiglu(x))
     torch.library.opcheck(torch.ops.qtrain.quantize_swiglu_rowwise.default, (x, "int8", rounding.key, 0))
     arguments = x, dy, columns, "int8", *rounding, False, "e4m3", None, 0, False
-    torch.library.opcheck(torch.ops.qtrain.quantize_swiglu_backward.default, arguments)
+    torch.library.opcheck(torch.ops.qtrain.quantize_swiglu_backward.default, arguments, {"row_dots": True})
+    torch.library.opcheck(torch.ops.qtrain.swiglu_backward_dots.default, (dy, x))
+    dots = row_dots_ref(dy, x)
+    found = [
+        swiglu_backward_dots(dy, x),
+        quantize_swiglu(x, dy, "int8", "1x128", row_dots=True),
+        quantize_swiglu_given_scale(x, dy, "e4m3", torch.ones(1, device=device), row_dots=True),
+        quantize_swiglu_backward(*arguments, row_dots=True),
+    ]
+    assert all(torch.allclose(results[-1], dots, rtol=1e-5, atol=1e-4) for results in found)
+    assert quantize_swiglu(x, dy, "int8", "1x128")[-1].numel() == 0
 
 
 def test_operators():
