@@ -162,6 +162,15 @@ def test_several_processes_train_as_one(server, case, tmp_path):
     assert_same_checkpoint(one, many, 2)
 
 
+@pytest.mark.parametrize("sharding", sampled([{}, FULLY], lambda sharding: not sharding))
+def test_updates_within_the_backward_pass_are_those_after_it(server, sharding, tmp_path):
+    settings = {**PRETRAIN, **sharding, "deterministic": False, "batch_size": 2, "clip_grad_norm": 0}
+    settings |= {"quantize": "fp8_tensorwise", "optimizer_in_backward": False}
+    after = run(server, 2, "llm_pretrain", tmp_path / "after", **settings)
+    within = run(server, 2, "llm_pretrain", tmp_path / "within", **{**settings, "optimizer_in_backward": True})
+    assert_equal(after, within)
+
+
 @pytest.mark.sweep
 def test_saved_by_four_and_resumed_by_any_number_and_back(server, tmp_path):
     """4 > 3, 1 > 2x2: each goes on as the undisturbed run."""
@@ -192,7 +201,12 @@ def test_saved_by_four_and_resumed_by_any_number_and_back(server, tmp_path):
         (2, "--dp_replicate, --dp_shard: 2 x 2 is not the 2 processes", {"dp_replicate": 2, "dp_shard": 2}),
         (2, "--gpus: 3, but the launcher started WORLD_SIZE=2 processes", {"gpus": 3}),
         (2, "--gradient_wire, --deterministic: the one rounds", {"gradient_wire": "int8"}),
-        (2, "--optimizer_in_backward", {"optimizer_in_backward": True, "clip_grad_norm": 0, "batch_size": 2}),
+        (2, "--optimizer_in_backward: with --deterministic weights", {"optimizer_in_backward": True, "batch_size": 2}),
+        (
+            2,
+            "give --gradient_accumulation 1 --micro_batch_size 6",
+            {"optimizer_in_backward": True, "deterministic": False},
+        ),
         (2, "--quantize: unknown scheme 'int9'", {"quantize": "int9"}),
         (2, "--resume: nowhere cannot be loaded: there is no such folder", {"resume": "nowhere"}),
         (2, "--train_ds", {"train_ds": {"type": "token", "dataset_dir": "nowhere", "tokenizer": "byte"}}),

@@ -15,7 +15,8 @@ The peak is one of these moments (`MemoryEstimate.moments`):
 - optimizer: weights, gradients, states, and the temporaries of the step. A fused step has none.
 
 Where the optimizer runs within the backward pass, `gradients` are those of the largest partition that is updated at
-once: a layer or an embedding. A tied embedding's gradient exists from the head's backward on, beside a layer's.
+once: a layer or an embedding. A tied embedding's gradient exists from the head's backward on, beside a layer's. Where
+layers are divided over GPUs too, they are those outside of layers, and no sums are kept of the others.
 """
 
 import dataclasses
@@ -154,12 +155,13 @@ def estimate_memory(
     parameters, gradients = count_parameters(config).total, trained.bytes
     if step.in_backward:
         gradients = min(gradients, step.element * _largest_partition(config))
+    of_masters = gradients * share.gradients
     held = gradients if step.accumulates else 0
     weights = _weight_bytes(config, step.element, low_bit, trained)
     weights += _master_bytes(config, step.element, low_bit, trained, share.masters, whole_matrices)
     if reshards:
         weights += _resharded_bytes(config, step.element, low_bit, share.states, whole_matrices)
-        sums = round(4 * (trained.bytes // step.element) * share.states)
+        sums = 0 if step.in_backward else round(4 * (trained.bytes // step.element) * share.states)
         layer = step.element * _largest_layer(config)
         held = sums if step.accumulates else 0
         # In full those outside of layers; of two layers, one of which is sent, and both of its messages.
@@ -176,7 +178,7 @@ def estimate_memory(
         one_layer=round(step.tokens * max(saved.values())),
         plain_weights=parameters * step.element,
         initialization=_initialization_bytes(config, step.element, pretrained),
-        step=round(step_bytes * share.states + trained.bytes * share.gradients),
+        step=round(step_bytes * share.states + of_masters),
         in_backward=step.in_backward,
     )
 

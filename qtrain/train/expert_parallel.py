@@ -42,7 +42,7 @@ def check_expert_parallel(settings: TrainSettings, script: str, optimizer: Optim
     if settings.reshard_after_forward == "always":
         raise refuse("--reshard_after_forward always does not know divided experts; leave one of them out")
     if settings.optimizer_in_backward:
-        raise refuse("--optimizer_in_backward takes one process; leave one of them out")
+        raise refuse("--optimizer_in_backward does not know divided experts; leave one of them out")
     if settings.deterministic and settings.quantize == "nvfp4":
         raise refuse(
             "with --deterministic nvfp4 needs a scale of the tokens of all experts, which no process has; leave one of "

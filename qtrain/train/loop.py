@@ -70,7 +70,7 @@ class Training:
         self.in_backward: OptimizerInBackward | None = None
         if settings.optimizer_in_backward:
             assert graphs is None, "hooks do not run in the replay of a captured backward pass"
-            self.in_backward = OptimizerInBackward(run.model, run.optimizer)
+            self.in_backward = OptimizerInBackward(run.optimizer, run.parallel)
         self.first_step = state.step
         resumed = run.folder.resumed_from is not None
         # Only rank 0 has a log to truncate: the others' is the null device.

@@ -40,6 +40,11 @@ def check_tensor_parallel(settings: TrainSettings, optimizer: OptimizerSpec) -> 
             f"--tp: {settings.tp}, but --reshard_after_forward always sends a layer's gradients before those of its "
             "norms are summed over its processes; leave one of them out."
         )
+    if settings.optimizer_in_backward:
+        raise UserError(
+            f"--tp: {settings.tp}, but --optimizer_in_backward updates a layer before the gradients of its norms are "
+            "summed over its processes; leave one of them out."
+        )
     if optimizer.needs_whole(hidden=True):
         known = {name: OPTIMIZERS.make(name, {}, "--optim") for name in OPTIMIZERS.names()}
         allowed = ", ".join(name for name, spec in known.items() if not spec.needs_whole(hidden=True))

@@ -109,7 +109,7 @@ REFUSED = [
     (LanguageSettings(ep=2, tp=2), "--tp is 2; layers are divided by one of the two"),
     (LanguageSettings(ep=2, quantize="auto"), "with --quantize auto each process"),
     (LanguageSettings(ep=2, reshard_after_forward="always"), "--reshard_after_forward always"),
-    (LanguageSettings(ep=2, optimizer_in_backward=True), "--optimizer_in_backward takes one process"),
+    (LanguageSettings(ep=2, optimizer_in_backward=True), "--optimizer_in_backward does not know divided experts"),
     (LanguageSettings(ep=2, deterministic=True, quantize="nvfp4"), "nvfp4 needs a scale of the tokens of all experts"),
     (LanguageSettings(ep=2, optim="q_galore_adamw"), "--optim q_galore_adamw works on .*allowed: adamw, .*muon"),
 ]

@@ -6,6 +6,7 @@ from qtrain.distributed.gradient_wire import GRADIENT_WIRES
 from qtrain.optim import parameter_groups
 from qtrain.quant import QuantizedModel, quantize_linears
 from qtrain.train.assembly.prepare import Prepared
+from qtrain.train.in_backward import model_partitions
 from qtrain.train.parallel import DataParallel
 from qtrain.train.state.ema import Ema
 from qtrain.train.state.run import Run
@@ -51,6 +52,7 @@ def assemble(prepared: Prepared, model: nn.Module, quantized: QuantizedModel, *,
         wire=GRADIENT_WIRES[settings.gradient_wire],
         seed=settings.seed,
         blocks=architecture.blocks(model) if prepared.reshards else (),
+        partitions=model_partitions(model) if settings.optimizer_in_backward else None,
     )
     for group in groups:
         group["params"] = [parallel.master(p) for p in group["params"]]
