@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 from datetime import timedelta
@@ -90,6 +91,7 @@ def assert_same_checkpoint(one: Path, other: Path, step: int) -> None:
 HSDP_ASYNC = {"dp_replicate": 2, "async_checkpoint": True}
 MIXTURE = {**PRETRAIN, "model": "mixture.json", "router_bias_rate": 0.01, "router_balance_loss": 0.01}
 FULLY = {"reshard_after_forward": "always"}
+AVERAGED = {**VISION, "quantize": "int8_weight", "ema_decay": 0.9}
 CASES = {
     "int8, ZeRO-2": (2, "llm_pretrain", {**PRETRAIN, "quantize": "int8"}),
     "fp8_tensorwise, HSDP": (4, "llm_pretrain", {**PRETRAIN, "quantize": "fp8_tensorwise", **HSDP_ASYNC}),
@@ -130,6 +132,7 @@ CASES = {
     "a mixture of experts, divided": (2, "llm_pretrain", {**MIXTURE, "ep": 2}),
     "a mixture of experts, divided, HSDP": (4, "llm_pretrain", {**MIXTURE, **HSDP_ASYNC, "ep": 2, "optim": "muon"}),
     "timm, averaged": (2, "timm_finetune", {**VISION, "quantize": "int8", "ema_decay": 0.9}),
+    "timm, stored in INT8, averaged, HSDP": (4, "timm_finetune", {**AVERAGED, "dp_replicate": 2}),
 }
 
 
@@ -145,6 +148,7 @@ SWEPT = (
     "transformers, fully sharded",
     "LoRA on NF4",
     "timm, averaged",
+    "timm, stored in INT8, averaged, HSDP",
     "stored in INT4, fully sharded",
     "schedule-free, fully sharded HSDP",
     "fine-tuned, recomputed, fully sharded",
@@ -169,6 +173,19 @@ def test_updates_within_the_backward_pass_are_those_after_it(server, sharding, t
     after = run(server, 2, "llm_pretrain", tmp_path / "after", **settings)
     within = run(server, 2, "llm_pretrain", tmp_path / "within", **{**settings, "optimizer_in_backward": True})
     assert_equal(after, within)
+
+
+def test_an_average_whose_shards_are_divided_is_that_of_one_process(server, tmp_path):
+    """Also where one process goes on with what two have saved."""
+    settings = {**VISION, "quantize": "fp8_rowwise", "ema_decay": 0.9}
+    one = run(server, 1, "timm_finetune", tmp_path / "one", **settings)
+    many = run(server, 2, "timm_finetune", tmp_path / "many", **{**settings, **FULLY})
+    assert_equal(one, many)
+    assert sum(name.startswith("ema.") for name in contents(many / "checkpoints/00000002")) > 10
+    shutil.rmtree(many / "checkpoints/00000004")
+    done = server.run("timm_finetune", flags(**settings, runs_dir=tmp_path / "many", resume=many))
+    assert done.code == 0, done.err
+    assert_equal(one, many)
 
 
 @pytest.mark.sweep

@@ -48,7 +48,7 @@ def assemble(prepared: Prepared, model: nn.Module, quantized: QuantizedModel, *,
         prepared.mesh,
         lambda p: prepared.optimizer.needs_whole(id(p) in hidden),
         deterministic=settings.deterministic,
-        keep_full_weights=not architecture.reads_linears_only or bool(ema_decay),
+        keep_full_weights=not architecture.reads_linears_only,
         wire=GRADIENT_WIRES[settings.gradient_wire],
         seed=settings.seed,
         blocks=architecture.blocks(model) if prepared.reshards else (),
@@ -58,7 +58,7 @@ def assemble(prepared: Prepared, model: nn.Module, quantized: QuantizedModel, *,
         group["params"] = [parallel.master(p) for p in group["params"]]
     optimizer = prepared.optimizer.build(groups, settings.lr, seed=settings.seed)
     quantized.watch(optimizer)
-    ema = Ema(model, ema_decay) if ema_decay else None
+    ema = Ema(model, ema_decay, parallel) if ema_decay else None
     if prepared.mesh.data_rank:
         seed_rng(settings.seed + prepared.mesh.data_rank)  # else all ranks drop out the same activations
     run = Run(

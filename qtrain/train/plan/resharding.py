@@ -27,5 +27,4 @@ def reshards(
     too_large = bool(have) and sum(plan.memory.values()) > have
     whole_layers = mesh.tensor == 1 and mesh.of_experts is None  # neither --tp nor --ep divides them
     divisible = mesh.shard > 1 and whole_layers and blocks and not (trained and trained.adapters)
-    averages = bool(getattr(checked.settings, "ema_decay", 0))
-    return mode == "always" or bool(too_large and divisible and not averages)
+    return mode == "always" or bool(too_large and divisible)
