@@ -181,11 +181,30 @@ def test_an_average_whose_shards_are_divided_is_that_of_one_process(server, tmp_
     one = run(server, 1, "timm_finetune", tmp_path / "one", **settings)
     many = run(server, 2, "timm_finetune", tmp_path / "many", **{**settings, **FULLY})
     assert_equal(one, many)
+    assert [row[6:] for row in losses(one)] == [row[6:] for row in losses(many)]  # of evaluations
     assert sum(name.startswith("ema.") for name in contents(many / "checkpoints/00000002")) > 10
     shutil.rmtree(many / "checkpoints/00000004")
     done = server.run("timm_finetune", flags(**settings, runs_dir=tmp_path / "many", resume=many))
     assert done.code == 0, done.err
     assert_equal(one, many)
+
+
+FASTEST = """import qtrain.quant.schemes.auto as auto
+auto.time_linear = lambda scheme, *others: float(scheme.gemm_dtypes()["output"] != {!r})"""
+
+
+@pytest.mark.parametrize("parts", sampled([{}, {"tp": 2}], lambda parts: bool(parts)))
+def test_the_scheme_that_is_the_fastest_on_rank_0_is_that_of_all(server, parts, tmp_path):
+    write_model(server.folder / "heads.json", max_position_embeddings=512, num_key_value_heads=2)
+    settings = {**PRETRAIN, **parts, "model": "heads.json", "quantize": "auto", "n_steps": 2}
+    settings["quantize_kwargs"] = {"candidates": ["int8", "fp8_rowwise"]}
+    argv = flags(**settings, runs_dir=tmp_path / "auto")
+    done = server.run_ranks(2, "llm_pretrain", argv, {0: FASTEST.format("int8"), 1: FASTEST.format("fp8")})
+    assert [outcome.code for outcome in done] == [0, 0], done[0].err
+    auto = only_run(tmp_path / "auto")
+    assert set(json.loads((auto / "config.json").read_text())["quantize_kwargs"]["chosen"].values()) == {"int8"}
+    named = {**settings, "quantize": "int8", "quantize_kwargs": {}}
+    assert_equal(run(server, 2, "llm_pretrain", tmp_path / "named", **named), auto, 2)
 
 
 @pytest.mark.sweep

@@ -37,8 +37,6 @@ def check_expert_parallel(settings: TrainSettings, script: str, optimizer: Optim
         )
     if settings.tp > 1:
         raise refuse(f"--tp is {settings.tp}; layers are divided by one of the two, leave one of them out")
-    if settings.quantize == "auto":
-        raise refuse("with --quantize auto each process could find another scheme to be the fastest; name the scheme")
     if settings.reshard_after_forward == "always":
         raise refuse("--reshard_after_forward always does not know divided experts; leave one of them out")
     if settings.optimizer_in_backward:

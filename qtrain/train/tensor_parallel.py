@@ -26,10 +26,10 @@ def check_tensor_parallel(settings: TrainSettings, optimizer: OptimizerSpec) -> 
         )
     if getattr(settings, "lora", None) is not None:
         raise UserError(f"--tp: {settings.tp}, but adapters (--lora) are not divided over processes; {other}.")
-    if settings.quantize == "auto":
+    if settings.quantize == "auto" and settings.quantize_lm_head:
         raise UserError(
-            f"--tp: {settings.tp}, but with --quantize auto each process could find another scheme to be the fastest; "
-            "name the scheme."
+            f"--tp: {settings.tp}, but --quantize auto times one process's part of the head (--quantize_lm_head), and "
+            "others may have fewer rows; name the scheme, or leave out --quantize_lm_head."
         )
     if settings.world_size is not None:
         raise UserError(
