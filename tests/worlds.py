@@ -18,10 +18,12 @@ SECONDS = 240
 """How long ranks may take; a rank that waits for one that failed is ended at once."""
 
 
-def environment(world: int) -> list[dict[str, str]]:
-    """Each rank's variables, as a launcher sets them."""
+def environment(world: int, on_machine: int | None = None) -> list[dict[str, str]]:
+    """Each rank's variables, as a launcher sets them. on_machine: how many processes it says that a machine has."""
     port = _free_port()
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if on_machine:
+        common["LOCAL_WORLD_SIZE"] = str(on_machine)
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
 
 
@@ -37,12 +39,12 @@ def _free_port() -> int:
         return port
 
 
-def run_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, on_machine: int | None = None) -> list[Any]:
     """`function(*arguments)` on every rank. Returns what each returned, without tensors; a rank's error fails."""
     import torch._dynamo  # noqa: F401  (else a model on the meta device imports it, in every rank)
 
     context, pipes, processes = multiprocessing.get_context("fork"), [], []
-    for variables in environment(world):
+    for variables in environment(world, on_machine):
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_rank, args=(sender, variables, function, arguments))
         process.start()

@@ -47,6 +47,8 @@ class GradientWire:
 
     def decode(self, encoded: Tensor, elements: int) -> Tensor:
         """The inverse of `encode`: fp32 [elements]."""
+        if not elements:
+            return encoded.new_empty(0, dtype=torch.float32)
         blocks = -(-elements // self.block)
         fmt = FORMATS[self.fmt]
         codes, scale = encoded.split([blocks * self.block // fmt.packing, blocks * 4])

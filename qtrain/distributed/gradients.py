@@ -10,12 +10,19 @@ Parameters may come in groups, which are added one by one: of full sharding each
 sent and freed as soon as its backward pass is over.
 
 With replicas every rank sums a part of its shard, and the replicas gather the sums. A `GradientWire` sends less.
+
+Over several machines (`Machines`) there are two all-to-alls: the ranks of a machine first add what they have for all
+ranks with the same number as one of them, and these then exchange the sums, rounded once more, with their counterparts.
+Of g bytes a rank sends g / (ranks of a machine) to other machines instead of nearly all. The order of additions is then
+that of the machines, so --deterministic does without.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from qtrain.distributed.gradient_wire import FIRST_NUMBER, GradientWire
@@ -27,20 +34,23 @@ from qtrain.kernels.ordered_sum import add_in_order
 
 
 class GradientReduction:
-    """Moves the gradients of groups of parameters to their masters. All ranks make the same calls in the same order."""
+    """Moves the gradients of groups of parameters to their masters. All ranks make the same calls in the same order.
+
+    by_machine: add inside machines first, if there are several."""
 
     def __init__(
         self,
         groups: Sequence[Sequence[Sharded]],
         *,
         every_micro_batch: bool = False,
+        by_machine: bool = True,
         wire: GradientWire | None = None,
         seed: int = 0,
     ):
         self._keeps_sums = every_micro_batch
         self._groups = [
             [
-                _Bucket(members, mesh, wire)
+                _Bucket(members, mesh, wire, by_machine=by_machine)
                 for mesh, on_mesh in by_mesh(group, lambda sharded: sharded)
                 for members in _buckets(on_mesh)
             ]
@@ -75,67 +85,96 @@ class GradientReduction:
                 bucket.sums.zero_()
 
 
+@dataclass(frozen=True)
+class _Stage:
+    """One all-to-all. sizes: elements of this rank's message to each rank of the group; own: of each message to it;
+    kind: under which its bytes are counted; first_number: of the messages among those of the bucket."""
+
+    group: dist.ProcessGroup | None
+    sizes: tuple[int, ...]
+    own: int
+    kind: str = "gradients"
+    first_number: int = 0
+
+
 class _Bucket:
     """Parameters whose gradients travel together. Shard rank s gets the elements of all of them that it holds."""
 
-    def __init__(self, members: list[Sharded], mesh: Mesh, wire: GradientWire | None = None):
+    def __init__(
+        self, members: list[Sharded], mesh: Mesh, wire: GradientWire | None = None, *, by_machine: bool = True
+    ):
         self._members, self._mesh, self._wire = members, mesh, wire
         self.messages, self.first_number = mesh.data_world, FIRST_NUMBER + mesh.tensor_rank * TENSOR_RANK_NUMBERS
         self.sums: Tensor | None = None  # in the same memory in every step: recorded steps add to it
         self._dtype = members[0].parameter.dtype
-        self._lengths = [sum(m.bounds[s + 1] - m.bounds[s] for m in members) for s in range(mesh.shard)]
-        self._parts = [  # of every rank: its part of its shard
+        lengths = [sum(m.bounds[s + 1] - m.bounds[s] for m in members) for s in range(mesh.shard)]
+        parts = [  # of every rank: its part of its shard
             (length * r // mesh.replicate, length * (r + 1) // mesh.replicate)
             for r in range(mesh.replicate)
-            for length in self._lengths
+            for length in lengths
         ]
-        self._sizes = [high - low for low, high in self._parts]
+        self._sizes = [high - low for low, high in parts]
+        self._stages, order = self._plan_stages(by_machine)
+        self._pieces = [piece for d in order for piece in _pieces(members, d % mesh.shard, *parts[d])]
+
+    def _plan_stages(self, by_machine: bool) -> tuple[list[_Stage], Sequence[int]]:
+        """The all-to-alls, and the order in which the first one sends the parts of all ranks."""
+        machines, sizes, me = self._mesh.machines, self._sizes, self._mesh.data_rank
+        world = range(self._mesh.data_world)
+        if machines is None or not by_machine:
+            return [_Stage(self._mesh.data_group, tuple(sizes), sizes[me])], world
+        counterparts = [world[n :: machines.ranks] for n in range(machines.ranks)]  # those that neighbor n adds for
+        of_neighbors = tuple(sum(sizes[d] for d in ranks) for ranks in counterparts)
+        number = me % machines.ranks
+        inside = _Stage(machines.neighbors, of_neighbors, of_neighbors[number])
+        of_counterparts = tuple(sizes[d] for d in counterparts[number])
+        between = _Stage(machines.counterparts, of_counterparts, sizes[me], "gradients of machines", machines.ranks)
+        return [inside, between], [d for ranks in counterparts for d in ranks]
 
     def exchange(self, key: tuple[int, int, int]) -> Tensor | list[Tensor]:
-        """Of every rank, [n], and of each of its terms: its gradients of the elements that this rank sums. key:
-        Philox's of the first message."""
-        messages, terms = self._messages()
-        group, own = self._mesh.data_group, self._sizes[self._mesh.data_rank]
+        """Terms to be added, [n] each, whose sum is that of all ranks' gradients of the elements that this rank sums.
+        key: Philox's of the first message."""
+        message, terms = self._message()
         if self._mesh.data_world == 1:
-            return messages.view(terms, own)
-        if self._wire is None:
-            sizes = [terms * size for size in self._sizes]
-            received = exchange(messages, sizes, terms * own, group, "gradients")
-            return received.view(len(sizes) * terms, own)
-        assert terms == 1, "terms are kept apart to be added exactly"
-        encoded = [
-            self._wire.encode(message, torch.tensor([*key[:2], key[2] + d], device=messages.device))
-            for d, message in enumerate(messages.split(self._sizes))
-        ]
-        sizes = [self._wire.size(elements) for elements in self._sizes]
-        received = exchange(torch.cat(encoded), sizes, sizes[self._mesh.data_rank], group, "gradients")
-        return [self._wire.decode(row, own) for row in received]
+            return message.view(terms, self._sizes[0])
+        *first, last = self._stages
+        for stage in first:
+            received = self._send(stage, message, terms, key)
+            message = add_in_order(received[0].float(), received[1:])
+            message = message.to(self._dtype) if self._wire is None else message
+        return self._send(last, message, terms, key)
 
-    def _messages(self) -> tuple[Tensor, int]:
-        """What this rank sends to each other, one after the other; of several terms one after the other in each. And
-        their number. Frees the gradients."""
+    def _send(self, stage: _Stage, message: Tensor, terms: int, key: tuple[int, int, int]) -> Tensor | list[Tensor]:
+        """What each rank of the stage has sent to this one, of each of its terms."""
+        if self._wire is None:
+            sizes = [terms * size for size in stage.sizes]
+            received = exchange(message, sizes, terms * stage.own, stage.group, stage.kind)
+            return received.view(len(sizes) * terms, stage.own)
+        assert terms == 1, "terms are kept apart to be added exactly"
+        seed, micro_step, number = key
+        numbers = range(number + stage.first_number, number + stage.first_number + len(stage.sizes))
+        encoded = [
+            self._wire.encode(piece, torch.tensor([seed, micro_step, n], device=message.device))
+            for n, piece in zip(numbers, message.split(stage.sizes), strict=True)
+        ]
+        sizes = [self._wire.size(elements) for elements in stage.sizes]
+        received = exchange(torch.cat(encoded), sizes, self._wire.size(stage.own), stage.group, stage.kind)
+        return [self._wire.decode(row, stage.own) for row in received]
+
+    def _message(self) -> tuple[Tensor, int]:
+        """What this rank sends in the first stage, one message after the other, of several terms one after the other
+        in each; and their number. Frees the gradients."""
         flat = [_flat_gradients(m) for m in self._members]
         for m in self._members:
             m.receiver.grad = None
         (terms,) = {len(of_member) for of_member in flat}
-        messages = [self._message([of_member[term] for of_member in flat]) for term in range(terms)]
+        if len(flat) == terms == 1 and _in_order(self._pieces):
+            return flat[0].view(-1), 1
+        pieces = [[flat[m][term, low:high] for m, low, high in self._pieces] for term in range(terms)]
         if terms == 1:
-            return messages[0], 1
-        to_ranks = zip(*(message.split(self._sizes) for message in messages), strict=True)
+            return torch.cat(pieces[0]), 1
+        to_ranks = zip(*(torch.cat(of_term).split(self._stages[0].sizes) for of_term in pieces), strict=True)
         return torch.cat([term for to_rank in to_ranks for term in to_rank]), terms
-
-    def _message(self, flat: Sequence[Tensor]) -> Tensor:
-        """The gradients of the members, ordered by the ranks that sum them."""
-        slices = [
-            [g[m.bounds[s] : m.bounds[s + 1]] for g, m in zip(flat, self._members, strict=True)]
-            for s in range(self._mesh.shard)
-        ]
-        if len(flat) == 1 and self._mesh.replicate == 1:
-            return flat[0]  # its elements are in the order of the shards
-        if self._mesh.replicate > 1:
-            shards = [torch.cat(of_shard) for of_shard in slices]
-            return torch.cat([shards[d % self._mesh.shard][low:high] for d, (low, high) in enumerate(self._parts)])
-        return torch.cat([piece for of_shard in slices for piece in of_shard])
 
     def give(self, part: Tensor) -> None:
         """Set the masters' gradients from this rank's part of its shard, summed in fp32."""
@@ -148,6 +187,21 @@ class _Bucket:
             ends.append(ends[-1] + m.bounds[self._mesh.shard_rank + 1] - m.bounds[self._mesh.shard_rank])
         for m, (low, high) in zip(self._members, pairwise(ends), strict=True):
             m.set_gradient(part[low:high])
+
+
+def _pieces(members: Sequence[Sharded], shard: int, low: int, high: int) -> Iterator[tuple[int, int, int]]:
+    """(member, first element, last + 1): where the elements [low, high) of a shard of all members are."""
+    ends = accumulate((m.bounds[shard + 1] - m.bounds[shard] for m in members), initial=0)
+    for index, (start, stop) in enumerate(pairwise(ends)):
+        first, last = max(low, start), min(high, stop)
+        if first < last:
+            begin = members[index].bounds[shard] - start
+            yield index, begin + first, begin + last
+
+
+def _in_order(pieces: Sequence[tuple[int, int, int]]) -> bool:
+    """Whether pieces of one parameter follow each other."""
+    return all(low == before for (_, _, before), (_, low, _) in pairwise(pieces))
 
 
 def _flat_gradients(sharded: Sharded) -> Tensor:

@@ -17,9 +17,19 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from qtrain.distributed.ranks import launched_world, rank
+from qtrain.distributed.ranks import all_gather, launched_on_machine, launched_world, rank
 from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The data ranks of a mesh by machine, `ranks` neighbors on each. neighbors: those of this rank's machine;
+    counterparts: one of each machine, with the same number among its neighbors as this rank."""
+
+    ranks: int
+    neighbors: dist.ProcessGroup
+    counterparts: dist.ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,7 @@ class Mesh:
     """The ranks by dimension. device_mesh: the data dimensions "replicate" and "shard", of this rank's tensor rank;
     None for one process. tensor_group: None where one rank computes whole layers. data_group: the ranks that read other
     micro-batches with the same part of every layer; None: all ranks. of_experts: the mesh of experts' parameters; None:
-    they are divided as all others are."""
+    they are divided as all others are. machines: None where data ranks share one machine, or each has its own."""
 
     replicate: int = 1
     shard: int = 1
@@ -36,6 +46,7 @@ class Mesh:
     tensor_group: TensorGroup | None = None
     data_group: dist.ProcessGroup | None = None
     of_experts: "Mesh | None" = None
+    machines: Machines | None = None
 
     @property
     def world(self) -> int:
@@ -85,6 +96,8 @@ class Mesh:
         kind = f"HSDP, {kind}" if self.replicate > 1 and self.shard > 1 else kind
         if self.of_experts is not None:
             kind += f"; experts over groups of {self.of_experts.tensor}, their states over {self.of_experts.shard}"
+        if self.machines is not None:
+            kind += f"; {self.data_world // self.machines.ranks} machines of {self.machines.ranks}"
         if self.tensor == 1:
             return f"{self.replicate} x {self.shard} (replicate x shard, {kind})"
         kind = f"{kind} of {self.data_world}, " if self.data_world > 1 else ""
@@ -150,7 +163,8 @@ def make_mesh(dp_replicate: int, dp_shard: int, device_type: str, tp: int = 1, e
         return _with_parts(replicate, shard, tp, device_type)
     of_experts = _with_parts(*expert_mesh_shape(replicate, shard, ep), ep, device_type) if ep > 1 else None
     device_mesh = init_device_mesh(device_type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
-    return Mesh(replicate, shard, device_mesh, of_experts=of_experts)
+    machines = _machines(replicate * shard, 1, device_type)
+    return Mesh(replicate, shard, device_mesh, of_experts=of_experts, machines=machines)
 
 
 def _with_parts(replicate: int, shard: int, ranks: int, device_type: str) -> Mesh:
@@ -159,4 +173,18 @@ def _with_parts(replicate: int, shard: int, ranks: int, device_type: str) -> Mes
     whole = init_device_mesh(device_type, (replicate, shard, ranks), mesh_dim_names=names)
     data = whole["replicate", "shard"]
     tensor_group = TensorGroup.of(whole.get_group("tensor"))
-    return Mesh(replicate, shard, data, ranks, tensor_group, data._flatten("data").get_group())
+    data_group, machines = data._flatten("data").get_group(), _machines(replicate * shard, ranks, device_type)
+    return Mesh(replicate, shard, data, ranks, tensor_group, data_group, machines=machines)
+
+
+def _machines(data_world: int, tensor: int, device_type: str) -> Machines | None:
+    """Where the data ranks are, each of which is `tensor` neighboring processes."""
+    processes = launched_on_machine()
+    if processes is None or set(all_gather(processes)) != {processes}:
+        return None
+    ranks = processes // tensor
+    if ranks <= 1 or processes % tensor or ranks == data_world or data_world % ranks:
+        return None
+    shape, names = (data_world // ranks, ranks, tensor), ("machine", "neighbor", "part")
+    groups = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    return Machines(ranks, groups.get_group("neighbor"), groups.get_group("machine"))

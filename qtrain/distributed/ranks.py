@@ -38,6 +38,12 @@ def launched_world() -> int:
     return int(given)
 
 
+def launched_on_machine() -> int | None:
+    """How many of these processes the launcher started on this machine; None where that is all, or it does not say."""
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(given) if given.isdecimal() and 0 < int(given) < launched_world() else None
+
+
 def check_launcher() -> None:
     """UserError for settings of a launcher that no process can have: others would wait for its rank in vain."""
     fix = "start the script with torchrun, which sets RANK, LOCAL_RANK and WORLD_SIZE, or without any of them."

@@ -78,8 +78,13 @@ class DataParallel:
         self.divided_state = DividedState(model, mesh.part_group) if mesh.part_group is not None else None
         if mesh.data_world > 1 or deterministic:
             groups = [*self.partitions.values()] or _by_block(self.parameters, blocks)
-            keeps_sums = not (self.adds_locally or self.partitions)
-            self._reduction = GradientReduction(groups, every_micro_batch=keeps_sums, wire=wire, seed=seed)
+            self._reduction = GradientReduction(
+                groups,
+                every_micro_batch=not (self.adds_locally or self.partitions),
+                by_machine=not deterministic,
+                wire=wire,
+                seed=seed,
+            )
         self.after_block: Callable[[int], None] = self.reduce_group
         """What is done with the gradients of a fully sharded block as soon as its backward pass is over."""
         self._weights = ModelWeights(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from qtrain.bench.mesh_equality import CONFIG, MIXTURE, SCHEMES_COMPARED, differences, random_micro_batch, train
+from qtrain.bench.mesh_equality import CLOSE, CONFIG, MIXTURE, SCHEMES_COMPARED, differences, random_micro_batch, train
 from qtrain.distributed.mesh import expert_mesh_shape, make_mesh, planned_mesh
 from qtrain.errors import UserError
 from qtrain.hardware import Hardware
@@ -70,15 +70,15 @@ def test_in_order_groups_of_processes_train_as_one(scheme, optimizer, mesh, ep):
     """Losses, gradient norms, weights, codes and states, of each expert."""
     one = _of_one(scheme, optimizer, True)
     for of_rank in _results(scheme, optimizer, mesh, ep, True):
-        assert differences(one, of_rank, deterministic=True) == ""
+        assert differences(one, of_rank) == ""
 
 
 @pytest.mark.parametrize("scheme", sampled(list(SCHEMES_COMPARED)[:-4], lambda scheme: scheme != "fp8_rowwise"))
 def test_otherwise_losses_are_close(scheme):
     one = _of_one(scheme, "adamw_8bit", False)
     first, *others = _results(scheme, "adamw_8bit", "2x2" if FULL_SWEEP else "1x2", 2, False)
-    assert differences(one, first, deterministic=False) == ""
-    assert all(differences(first, other, deterministic=True) == "" for other in others)
+    assert differences(one, first, CLOSE) == ""
+    assert all(differences(first, other) == "" for other in others)
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,15 @@ class Cluster:
         message = volume / ranks.count
         return self._cost(ranks, calls, near * message, far * message, near, far)
 
+    def reduction(self, ranks: Ranks, volume: float, calls: int, by_machine: bool) -> Cost:
+        """Of gradients, by one all-to-all of all ranks, or by one inside each machine and one of its sums between
+        machines. volume: as of `all_to_all`."""
+        machines = ranks.count // ranks.in_node
+        if not by_machine or 1 in (machines, ranks.in_node):
+            return self.all_to_all(ranks, volume, calls)
+        inside = self.all_to_all(Ranks(ranks.in_node, ranks.in_node), volume, calls)
+        return inside + self.all_to_all(Ranks(machines, 1), volume / ranks.in_node, calls)
+
     def all_gather(self, ranks: Ranks, volume: float, calls: int) -> Cost:
         """volume: bytes that each rank has afterwards."""
         part, nodes = volume / ranks.count, ranks.count // ranks.in_node

@@ -117,6 +117,7 @@ def _traffic(
             in_layers=weights_on_wire(sum(n.weights for n in in_layers), in_layers, trained.element),
             micro_batches=checked.geometry.gradient_accumulation,
             gradient_wire=checked.settings.gradient_wire,
+            deterministic=checked.settings.deterministic,
         )
 
     if checked.settings.ep == 1:

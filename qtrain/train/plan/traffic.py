@@ -1,7 +1,8 @@
 """What the ranks of a mesh send each other in a step, from what trains: gradients there, updated weights back.
 
-The gradients of all ranks meet once a step, after the last micro-batch, in an all-to-all over all ranks
-(`distributed/gradients.py`); replicas then gather the sums of their shards. Ranks of a shard group gather the updated
+The gradients of all ranks meet once a step, after the last micro-batch, in an all-to-all inside each machine and one
+between machines (`distributed/gradients.py`), with --deterministic after every micro-batch in one of all ranks;
+replicas then gather the sums of their shards. Ranks of a shard group gather the updated
 weights: codes where a scheme's codes may travel, else the values themselves (`quant/sharded_codes.py`).
 
 With full sharding (`distributed/full_shard.py`) layers are gathered before their forward and before their backward pass
@@ -57,8 +58,8 @@ class ExpertTraffic:
 class Traffic:
     """Of a step of the whole model. parameters: that train; matrices: that these make up; element: bytes of each
     parameter and of its gradient; weights: bytes of all updated weights as they travel, in_layers: of those that full
-    sharding divides; micro_batches: of a rank; gradient_wire: see --gradient_wire; experts: with --ep, and
-    all else is then without them."""
+    sharding divides; micro_batches: of a rank; gradient_wire: see --gradient_wire; deterministic: gradients are added
+    in the order of the micro-batches; experts: with --ep, and all else is then without them."""
 
     parameters: int
     matrices: int
@@ -67,6 +68,7 @@ class Traffic:
     in_layers: float = 0.0
     micro_batches: int = 1
     gradient_wire: str = "exact"
+    deterministic: bool = False
     experts: ExpertTraffic | None = None
 
     @property
@@ -83,13 +85,14 @@ class Traffic:
         plain = self.parameters * self.element
         calls, shard_group = self._calls(plain), cluster.shard_group(mesh)
         sums = cluster.all_gather(cluster.replicate_group(mesh), plain / mesh.shard, calls)
-        gradients = cluster.all_to_all(cluster.world(mesh), self.gradients, calls)
+        gradients = cluster.reduction(cluster.world(mesh), self.gradients, calls, by_machine=not self.deterministic)
+        gradients *= self.micro_batches if reshards or self.deterministic else 1
         if not reshards:
             weights = cluster.all_gather(shard_group, self.weights, self._calls(self.weights))
             return {"gradients": gradients + sums, "weights": weights}
         outside = self.weights - self.in_layers
         return {
-            "gradients": gradients * self.micro_batches + sums,
+            "gradients": gradients + sums,
             "weights": cluster.all_gather(shard_group, outside, math.ceil(outside / BUCKET_BYTES)),
             "weights of layers": cluster.all_gather(shard_group, self.in_layers, self._calls(self.in_layers))
             * (2 * self.micro_batches),

@@ -79,7 +79,9 @@ def _traffic(checked: CheckedSettings, model: nn.Module, linears: Sequence[Plann
         matrices=sum(p.ndim > 1 for p in model.parameters()),
         element=element,
         weights=weights_on_wire(sum(parameters), linears, element, codes_only=False),
+        micro_batches=checked.geometry.gradient_accumulation,
         gradient_wire=checked.settings.gradient_wire,
+        deterministic=checked.settings.deterministic,
     )
 
 

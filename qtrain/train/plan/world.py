@@ -116,6 +116,7 @@ class WorldPlan:
         sent = ", ".join(f"{what} {_size(cost.bytes)}" for what, cost in step.costs.items() if cost.bytes)
         across = f", {_size(step.sent.between)} of it to other machines" if nodes > 1 else ""
         wire = f"; gradients in {self.traffic.gradient_wire}" if self.traffic.gradient_wire != "exact" else ""
+        wire += "; gradients are added inside machines first" if nodes > 1 and not self.traffic.deterministic else ""
         hidden = step.sent.seconds - step.exposed
         overlap = f"{hidden:.3f} more overlap with it" if step.reshards else "none of it overlaps"
         return [

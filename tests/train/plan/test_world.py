@@ -105,8 +105,8 @@ SHAPE = {"model_type": "qwen2", "vocab_size": 512, "hidden_size": 256, "intermed
 SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
 
 
-def _sent(replicate: int, options: dict) -> dict[str, int]:
-    """Bytes that this rank sends in a step, gradients and weights."""
+def _sent(replicate: int, options: dict, batches: int = 1) -> dict[str, int]:
+    """Bytes that this rank sends in a step of so many micro-batches, gradients and weights."""
     checked = checked_of(LanguageSettings(batch_size=4, seq_len=8, **options))
     torch.manual_seed(0)
     model = Decoder(ModelConfig.from_hf(SHAPE)).to(torch.bfloat16)
@@ -115,11 +115,19 @@ def _sent(replicate: int, options: dict) -> dict[str, int]:
     wire = GRADIENT_WIRES[checked.settings.gradient_wire]
     needs_whole = checked.optimizer.needs_whole
     mesh = make_mesh(replicate, 0, "cpu")
-    parallel = DataParallel(model, quantized, mesh, lambda p: needs_whole(id(p) in hidden), wire=wire)
-    for p in model.parameters():
-        p.grad = torch.full(p.shape, 0.01, dtype=torch.bfloat16)
-    parallel.begin_step(0, 1)
-    parallel.end_micro_batch(0)
+    parallel = DataParallel(
+        model,
+        quantized,
+        mesh,
+        lambda p: needs_whole(id(p) in hidden),
+        wire=wire,
+        deterministic=checked.settings.deterministic,
+    )
+    parallel.begin_step(0, batches)
+    for index in range(batches):
+        for p in model.parameters():
+            p.grad = torch.full(p.shape, 0.01, dtype=torch.bfloat16)
+        parallel.end_micro_batch(index)
     parallel.refresh()
     return dict(sent)
 
@@ -145,6 +153,26 @@ def test_the_planned_bytes_are_those_that_ranks_send(replicate, options):
     assert costs["gradients"].bytes == pytest.approx(np.mean(gradients), rel=0.02)
     assert costs["weights"].bytes == pytest.approx(np.mean(weights), rel=0.02)
     assert (costs["weights"].bytes == 0) == (replicate == 4)
+
+
+@pytest.mark.parametrize(
+    ("replicate", "options", "batches"),
+    [(1, {"gradient_wire": "int4"}, 1), (2, {}, 3), (1, {"deterministic": True}, 3)],
+    ids=str,
+)
+def test_the_planned_bytes_between_machines_are_those_that_ranks_send(replicate, options, batches):
+    """Two machines of two ranks. A single exchange does not count what leaves the machine: by hand it is two thirds."""
+    found = run_ranks(4, _sent, replicate, options, batches, on_machine=2)
+    plan = world_of(
+        SHAPE, 4, dp_replicate=replicate, gpus_per_node=2, batch_size=4 * batches, micro_batch_size=1, **options
+    )
+    cost = plan.step(plan.mesh).costs["gradients"]
+    gradients, of_machines = (np.mean([f.get(k, 0) for f in found]) for k in ("gradients", "gradients of machines"))
+    assert cost.bytes == pytest.approx(gradients + of_machines, rel=0.02)
+    if options.get("deterministic"):
+        assert of_machines == 0 and cost.between == pytest.approx(2 / 3 * gradients, rel=0.02)
+    elif replicate == 1:
+        assert cost.between == pytest.approx(of_machines, rel=0.02)
 
 
 def _sent_with_experts(scheme: str, replicate: int, shard: int, ep: int) -> dict[str, int]:
@@ -200,6 +228,9 @@ def test_collectives_by_hand():
     assert gather.seconds == pytest.approx(inside + 3 * START_SECONDS)
     assert CLUSTER.all_gather(Ranks(1, 1), volume, 1) == CLUSTER.all_to_all(Ranks(1, 1), volume, 1)
     assert CLUSTER.all_to_all(Ranks(8, 8), volume, 1).between == 0
+    sums = CLUSTER.reduction(ranks, volume, 3, by_machine=True)  # 7 parts of 8 to neighbors, 7 of 8 of an eighth
+    assert (sums.inside, sums.between) == (56e9, 7e9)
+    assert CLUSTER.reduction(ranks, volume, 3, by_machine=False) == a2a
 
 
 def test_groups_of_ranks_on_machines():
@@ -263,8 +294,8 @@ def test_a_slower_wire_takes_longer_and_low_bit_gradients_less():
         plan = world_of("qwen2.5-7b", 64, **FP8, **options)
         return plan.step(plan.mesh).exposed
 
-    assert exposed(wire="ethernet100") > 1.9 * exposed(wire="ib200") > 3 * exposed()
-    assert exposed(gradient_wire="int4") < 0.5 * exposed()
+    assert exposed(wire="ethernet100") > 1.6 * exposed(wire="ib200") > 1.6 * exposed()
+    assert exposed(gradient_wire="int4") < 0.6 * exposed()
 
 
 def test_every_gpu_has_its_links_and_every_link_a_rate():
