@@ -89,12 +89,6 @@ DEPENDENCES = (
         "has no effect on one process",
     ),
     Dependence(
-        "--reshard_after_forward, --lora",
-        lambda g: g.settings.reshard_after_forward == "always" and getattr(g.settings, "lora", None) is not None,
-        "only trained weights are divided, and adapters are small; leave one out",
-        refused=True,
-    ),
-    Dependence(
         "--sequence_parallel",
         lambda g: g.has("sequence_parallel") and g.settings.tp == 1,
         "has no effect without --tp",

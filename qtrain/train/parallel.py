@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from qtrain.distributed.gradient_wire import GradientWire
 from qtrain.distributed.gradients import GradientReduction
 from qtrain.distributed.mesh import Mesh
-from qtrain.distributed.shards import Sharded, by_mesh, shard_parameters
+from qtrain.distributed.shards import Sharded, by_mesh, shard_frozen, shard_parameters
 from qtrain.distributed.wire import gather_rows
 from qtrain.kernels.optim.sum_of_squares import SumOfSquares
 from qtrain.quant import QuantizedModel
+from qtrain.quant.convert import shared_weights
 from qtrain.train.expert_parallel import shard_experts
 from qtrain.train.gradients import Gradients
 from qtrain.train.model_weights import ModelWeights
@@ -69,7 +70,9 @@ class DataParallel:
         if split:
             named = [(name, p) for name, p in trained if name in split]
             self.parameters += shard_experts(model, named, mesh, needs_whole, in_order=deterministic)
-        self.masters = {id(s.parameter): s.master for s in self.parameters}
+        self.frozen = shard_frozen(_frozen_matrices(model, blocks), mesh) if blocks else []
+        """Weights of fully sharded blocks that do not train."""
+        self.masters = {id(s.parameter): s.master for s in [*self.parameters, *self.frozen]}
         of_parameter = {id(s.parameter): s for s in self.parameters}
         self.partitions = {n: [of_parameter[id(p)] for p in members] for n, members in (partitions or {}).items()}
         """The parameters that are updated within the backward pass, by the name of their module."""
@@ -92,6 +95,7 @@ class DataParallel:
             quantized,
             self.parameters,
             mesh,
+            frozen=self.frozen,
             keep_full_weights=keep_full_weights,
             blocks=blocks,
             reduce=lambda block: self.after_block(block),
@@ -101,7 +105,7 @@ class DataParallel:
     # ---- what the optimizer and checkpoints see ----------------------------------------------------------------------
 
     def master(self, parameter: Tensor) -> Tensor:
-        """What the optimizer updates in place of a parameter of the model; frozen ones are their own masters."""
+        """What the optimizer updates in place of a parameter of the model; of a frozen one what this rank has of it."""
         return self.masters.get(id(parameter), parameter)
 
     @property
@@ -235,6 +239,13 @@ class DataParallel:
 def gradients_of(parameters: Iterable[Sharded]) -> list[Tensor]:
     """What this rank has of the masters' gradients."""
     return [s.master.grad for s in parameters if s.master.grad is not None]
+
+
+def _frozen_matrices(model: nn.Module, blocks: Iterable[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """Those of `blocks`, without what other modules hold too."""
+    elsewhere = shared_weights(model)
+    in_blocks = {id(p) for block in blocks for p in block.parameters() if p.ndim > 1} - elsewhere
+    return [(name, p) for name, p in model.named_parameters() if id(p) in in_blocks and not p.requires_grad]
 
 
 def _by_block(parameters: Sequence[Sharded], blocks: Sequence[nn.Module]) -> list[list[Sharded]]:

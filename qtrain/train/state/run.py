@@ -95,7 +95,7 @@ class Run:
 
     @cached_property
     def _frozen(self) -> dict[str, str]:
-        return fingerprint(self.model, self.parallel.mesh.part_group)
+        return fingerprint(self.model, self.parallel.mesh.part_group, self.parallel.master)
 
     def save(self) -> Path:
         """Write a checkpoint of everything but frozen weights. Returns its folder."""
