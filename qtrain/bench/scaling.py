@@ -5,6 +5,8 @@ python -m qtrain.bench.scaling --json scaling.json --limit 540          # again 
 Every number of GPUs is checked before it is timed: losses of a few deterministic steps must be those of one process
 (`mesh_equality.py`). A cell is one command of llm_pretrain.py on random tokens, by the functions that it calls. Each
 result is written at once, and what the file has is not run again; so the table can be made in calls of any length.
+
+    python -m qtrain.bench.scaling --predict h100                       # what the plan says, for GPUs that are not here
 """
 
 import dataclasses
@@ -23,7 +25,7 @@ from qtrain.bench.train_step import run_apart
 from qtrain.checks import Range, check_fields, read_json
 from qtrain.config import as_dict, parse, run_script
 from qtrain.errors import UserError, unknown_name
-from qtrain.hardware import describe_hardware
+from qtrain.hardware import datasheet_hardware, describe_hardware
 from qtrain.models import read_model_source
 from qtrain.quant import SCHEMES
 from qtrain.train.assembly.architecture import LanguageArchitecture
@@ -31,6 +33,7 @@ from qtrain.train.assembly.prepare import prepare
 from qtrain.train.checked_settings import check_settings
 from qtrain.train.device import choose_device
 from qtrain.train.listing import listing
+from qtrain.train.plan.world import SizedStep
 from qtrain.train.settings import Count, LanguageSettings
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -38,10 +41,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero2": {"reshard_after_forward": "never"},
     "full": {"reshard_after_forward": "always"},
     "hsdp": {"dp_replicate": "half", "reshard_after_forward": "never"},
-    "tp2": {"tp": 2, "reshard_after_forward": "never"},
-    "tp4": {"tp": 4, "reshard_after_forward": "never"},
+    "zero2_int8": {"reshard_after_forward": "never", "gradient_wire": "int8"},
+    **{f"tp{n}": {"tp": n, "reshard_after_forward": "never"} for n in (2, 4, 8)},
+    **{f"ep{n}": {"ep": n, "reshard_after_forward": "never"} for n in (2, 4, 8)},
 }
-"""Settings of each way to use several GPUs; replicas: of all GPUs, or two of half of them."""
+"""Settings of each way to use several GPUs; replicas: of all GPUs, or two of half of them. --tp is for dense models,
+--ep for mixtures of experts."""
 
 MODELS = (
     'qwen2.5-0.5b:{"micro_batch_size":32},qwen2.5-1.5b:{"micro_batch_size":16},qwen2.5-3b:{"micro_batch_size":16},'
@@ -61,7 +66,8 @@ class ScalingSettings:
     schemes: str = SCHEMES_TIMED
     """Schemes, separated by commas; NAME:{JSON} sets the options of one (--quantize_kwargs)."""
     layouts: str = "zero2,ddp,full"
-    """Ways to use several GPUs, separated by commas: ddp, zero2, full, hsdp, tp2, tp4."""
+    """Ways to use several GPUs, separated by commas: ddp, zero2, full, hsdp, zero2_int8 (gradients in INT8), tp2, tp4,
+    tp8, ep2, ep4, ep8."""
     tokens: Count = 524_288
     """Tokens of an optimizer step, over all GPUs."""
     seq_len: Count = 1024
@@ -74,6 +80,8 @@ class ScalingSettings:
     """Compile each layer with torch.compile."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device to train on; auto: the GPU if there is one, else the CPU."""
+    predict: str | None = None
+    """Run nothing, and print what the plan predicts for this GPU: h100, h200, ...; GPUs on one machine."""
     limit: Annotated[float, Range(0)] = 0
     """Seconds after which no further cell starts; 0: none."""
     json: str = "runs/scaling.json"
@@ -92,6 +100,9 @@ class ScalingCell:
 
 def main(argv: list[str]) -> None:
     settings = parse(ScalingSettings, argv, "-m qtrain.bench.scaling", listing)
+    if settings.predict is not None:
+        print(prediction_table([*make_cells(settings)], settings.predict).markdown())
+        return
     device = choose_device(settings.device)
     cells, path = [*make_cells(settings)], Path(settings.json)
     check_json(path)
@@ -131,10 +142,17 @@ def make_cells(settings: ScalingSettings) -> Iterator[ScalingCell]:
         for model, scheme, layout in itertools.product(models, schemes, split_list(settings.layouts)):
             if gpus == 1 and layout != split_list(settings.layouts)[0]:
                 continue  # one GPU has no layouts
-            own = LAYOUTS[layout] if gpus > 1 else {}
-            if own.get("tp", 1) > gpus or (layout == "hsdp" and gpus < 4):
-                continue
-            yield _cell(settings, gpus, model, scheme, "" if gpus == 1 else layout)
+            if gpus == 1 or _applies(layout, model, gpus):
+                yield _cell(settings, gpus, model, scheme, "" if gpus == 1 else layout)
+
+
+def _applies(layout: str, model_word: str, gpus: int) -> bool:
+    """Whether so many GPUs, and this kind of model, can be divided so."""
+    own, model = LAYOUTS[layout], name_and_options(model_word, "--models")[0]
+    mixture = read_model_source(model, "--models").model_config().mixture is not None
+    if ("tp" in own and mixture) or ("ep" in own and not mixture):
+        return False
+    return max(own.get("tp", 1), own.get("ep", 1)) <= gpus and (layout != "hsdp" or gpus >= 4)
 
 
 def _cell(settings: ScalingSettings, gpus: int, model_word: str, scheme_word: str, layout: str) -> ScalingCell:
@@ -163,17 +181,39 @@ def run(cell: ScalingCell, settings: ScalingSettings, device: str) -> dict[str, 
         done = subprocess.run(command, capture_output=True, text=True)
         lines = (done.stdout + done.stderr).strip().splitlines()
         return {"equal": done.returncode == 0, "line": lines[-1][:200] if lines else ""}
-    predicted = predicted_rate(cell.settings) if device == "cuda" else None
-    return {**run_apart(cell.settings, settings.warmup_steps), "predicted_tok_s": predicted}
+    try:
+        planned = predicted(cell.settings).rate if device == "cuda" else None
+    except UserError as error:  # as of heads that --tp does not divide
+        return {"reason": str(error)}
+    return {**run_apart(cell.settings, settings.warmup_steps), "predicted_tok_s": planned}
 
 
-def predicted_rate(settings: LanguageSettings) -> float:
-    """tok/s of all GPUs that `--dry_run --world_size` prints."""
-    planned = dataclasses.replace(settings, gpus=0, dry_run=True, world_size=settings.gpus)
+def predicted(settings: LanguageSettings, gpu: str | None = None) -> SizedStep:
+    """The step that `--dry_run --world_size` plans. gpu: None: that of this machine."""
+    planned = dataclasses.replace(settings, gpus=0, dry_run=True, gpu=gpu, world_size=settings.gpus)
     checked = check_settings(planned, "scaling")
     world = prepare(checked, LanguageArchitecture.of(planned, checked.mesh), data=()).plan.world
     assert world is not None, "--world_size makes a plan of it"
-    return world.step(world.mesh).rate
+    return world.step(world.mesh)
+
+
+def prediction_table(cells: list[ScalingCell], gpu: str) -> Table:
+    """As `make_table`, of what the plan says alone."""
+    have = datasheet_hardware(gpu).memory_bytes
+    numbers = sorted({cell.gpus for cell in cells})
+    columns = [f"{n} GPU{'s' * (n > 1)}" for n in numbers]
+    table = Table(f"Planned for {datasheet_hardware(gpu).name}", "tok/s of all; GiB a GPU (* does not fit)", columns)
+    for cell in cells:
+        if cell.settings is None:
+            continue
+        try:
+            step = predicted(cell.settings, gpu)
+            fits = have is None or step.memory <= have
+            found = Cell(step.rate, text=f"{step.rate:,.0f}; {step.memory / 2**30:.1f}{'' if fits else '*'}")
+        except UserError as error:
+            found = Cell(reason=str(error))
+        table.put(cell.row, columns[numbers.index(cell.gpus)], found)
+    return table
 
 
 def shown(result: dict[str, Any]) -> str:

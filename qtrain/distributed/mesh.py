@@ -147,8 +147,10 @@ def expert_mesh_shape(replicate: int, shard: int, ep: int) -> tuple[int, int]:
     return (replicate, shard // ep) if shard % ep == 0 else (world // ep, 1)
 
 
-def planned_mesh(replicate: int, shard: int, ep: int = 1) -> Mesh:
-    """A mesh without its processes. UserError where --ep does not fit it."""
+def planned_mesh(replicate: int, shard: int, ep: int = 1, tp: int = 1) -> Mesh:
+    """The mesh of the first rank, without any processes. UserError where --ep does not fit it."""
+    if tp > 1:
+        return Mesh(replicate, shard, tensor=tp, tensor_group=TensorGroup("planned", tp, 0))
     if ep == 1:
         return Mesh(replicate, shard)
     return Mesh(replicate, shard, of_experts=Mesh(*expert_mesh_shape(replicate, shard, ep), tensor=ep))

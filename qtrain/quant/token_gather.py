@@ -34,6 +34,13 @@ def gathers_codes(scheme: LowBitScheme) -> bool:
     return _takes(rows) and columns is not None and (columns.sum_dim == 0 or _takes(columns))
 
 
+def gathers_second_codes(scheme: LowBitScheme) -> bool:
+    """Whether `grad_weight` reads other codes than `output`, which are gathered in backward."""
+    rows, columns = scheme.input_formats()
+    one_scale = rows == columns and rows.granularity == "tensorwise" and FORMATS[rows.fmt].packing == 1
+    return columns.sum_dim != 0 and not (one_scale and scheme.rounds_both_alike("x"))
+
+
 def _takes(fmt: OperandFormat | None) -> bool:
     return fmt is not None and fmt.fmt in LINEAR_FORMATS and fmt.granularity in ("tensorwise", "rowwise")
 
@@ -144,8 +151,7 @@ def gathers_routed_codes(scheme: LowBitScheme, needs: NeedsOperand = BOTH) -> bo
         return True
     if columns is None or columns.sum_dim == 0:
         return columns is not None
-    one_scale = rows == columns and rows.granularity == "tensorwise" and FORMATS[rows.fmt].packing == 1
-    return one_scale and scheme.rounds_both_alike("x")
+    return not gathers_second_codes(scheme)
 
 
 def quantize_routed(

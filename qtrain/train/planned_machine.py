@@ -56,7 +56,8 @@ def mesh_of_world(settings: TrainSettings) -> Mesh | None:
     """The mesh of --world_size, without its processes; None without that flag. UserError for flags that do not fit."""
     if settings.world_size is None:
         return None
-    return planned_mesh(*mesh_shape(settings.dp_replicate, settings.dp_shard, settings.world_size), settings.ep)
+    shape = mesh_shape(settings.dp_replicate, settings.dp_shard, settings.world_size, settings.tp)
+    return planned_mesh(*shape, settings.ep, settings.tp)
 
 
 def planned_hardware(settings: TrainSettings, device: torch.device) -> Hardware:

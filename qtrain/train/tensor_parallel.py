@@ -31,10 +31,6 @@ def check_tensor_parallel(settings: TrainSettings, optimizer: OptimizerSpec) -> 
             f"--tp: {settings.tp}, but --quantize auto times one process's part of the head (--quantize_lm_head), and "
             "others may have fewer rows; name the scheme, or leave out --quantize_lm_head."
         )
-    if settings.world_size is not None:
-        raise UserError(
-            f"--tp: {settings.tp}, but plans of --world_size know no divided layers; leave one of them out."
-        )
     if settings.reshard_after_forward == "always":
         raise UserError(
             f"--tp: {settings.tp}, but --reshard_after_forward always sends a layer's gradients before those of its "

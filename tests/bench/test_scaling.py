@@ -30,6 +30,25 @@ def test_every_number_of_gpus_is_checked_before_it_is_timed():
     assert all(cell.settings.batch_size * 1024 == 524_288 for cell in found if cell.settings)
 
 
+def test_dense_models_are_divided_by_layers_and_mixtures_by_experts():
+    layouts = ("--gpus", "4", "--layouts", "zero2_int8,tp2,tp4,tp8,ep2,ep4,ep8", "--schemes", "int8")
+    names = [cell.row for cell in cells("--models", "qwen2.5-7b,qwen3-30b-a3b", *layouts) if cell.settings]
+    assert [name.split()[2] for name in names if "7b" in name] == ["zero2_int8", "tp2", "tp4"]
+    assert [name.split()[2] for name in names if "30b" in name] == ["zero2_int8", "ep2", "ep4"]
+
+
+def test_predictions_need_no_gpu(capsys):
+    """A cell that the plan refuses says why."""
+    flags = ["--gpus", "1,4", "--models", "qwen2.5-0.5b", "--schemes", "int8", "--layouts", "zero2,tp2,tp4"]
+    main([*flags, "--predict", "h200"])
+    table = capsys.readouterr().out
+    rates = {row.split()[3]: row for row in table.splitlines() if "int8 " in row and "," in row}
+    assert rates.keys() == {"|", "zero2", "tp2"} and "Planned for H200" in table
+    assert "--tp: 4 does not divide the model's attention heads, 14" in table
+    with pytest.raises(UserError, match="h2000"):
+        main([*flags, "--predict", "h2000"])
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

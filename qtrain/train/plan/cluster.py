@@ -10,7 +10,7 @@ two: bytes over bandwidth, and the start of every message.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qtrain.distributed.mesh import Mesh
 from qtrain.train.plan.wires import START_SECONDS, Wire
@@ -53,6 +53,10 @@ class Cluster:
 
     def nodes(self, world: int) -> int:
         return -(-world // self.gpus_per_node)
+
+    def every(self, step: int) -> "Cluster":
+        """As those ranks see it that are so many apart."""
+        return replace(self, gpus_per_node=max(self.gpus_per_node // step, 1))
 
     def world(self, mesh: Mesh) -> Ranks:
         return Ranks(mesh.world, min(mesh.world, self.gpus_per_node))

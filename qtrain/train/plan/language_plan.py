@@ -21,7 +21,14 @@ from qtrain.train.plan.fullest_rank import fullest_share
 from qtrain.train.plan.linears import PlannedLinear, shares
 from qtrain.train.plan.plan import Plan
 from qtrain.train.plan.speed_of_light import emulated_arithmetics, shortest_seconds
-from qtrain.train.plan.traffic import ExpertTraffic, Traffic, routed_bytes_per_token, weights_on_wire
+from qtrain.train.plan.traffic import (
+    ExpertTraffic,
+    TensorTraffic,
+    Traffic,
+    divided_layer_bytes,
+    routed_bytes_per_token,
+    weights_on_wire,
+)
 from qtrain.train.plan.units import TOKENS
 from qtrain.train.plan.world import Work, plan_world, refuse_world
 
@@ -102,7 +109,7 @@ def _traffic(
 ) -> Traffic:
     """What the ranks of any mesh send each other."""
     adapted = trained is not None and bool(trained.adapters)
-    trained = trained or all_of(model_config, checked.dtype.itemsize)
+    trained = trained or all_of(rank_config(model_config, checked.settings.tp), checked.dtype.itemsize)
     own_head = trained.head and not model_config.tie_word_embeddings
     alone = [] if adapted else [linear for linear in linears if own_head or not linear.is_head]
 
@@ -120,6 +127,20 @@ def _traffic(
             deterministic=checked.settings.deterministic,
         )
 
+    if checked.settings.tp > 1:
+        tensor = TensorTraffic(
+            layers=model_config.num_hidden_layers,
+            tokens=checked.geometry.micro_batch_size * checked.settings.seq_len,
+            bytes_per_layer=divided_layer_bytes(
+                model_config.hidden_size,
+                checked.dtype.itemsize,
+                next(linear.scheme for linear in linears if linear_key(linear.name) == "qkv"),
+                sequence=checked.settings.sequence_parallel,
+                recomputed=checked.settings.activation_checkpointing == "full",
+            ),
+            outside=model_config.hidden_size * checked.dtype.itemsize * 4,
+        )
+        return replace(of(trained.shapes, alone), tensor=tensor)
     if checked.settings.ep == 1:
         return of(trained.shapes, alone)
     of_experts = _shapes_of_experts(model_config)

@@ -53,6 +53,10 @@ many per matrix whose gradient, and whose weight, travels, and as traffic of mem
 7B's is left unexplained."""
 
 
+DIVIDED = 1.134
+"""How much longer halves of all layers take than half of the layers' time: smaller GEMMs, sums of partial products:
+docs/results/distributed.json, --tp 2 of the 7B on two H200s, less its wires. Further halves are assumed to cost as much
+again."""
 CONTENTION = 0.57
 """Seconds that a second of collectives costs the computation beside it, in multiprocessors and memory bandwidth:
 docs/results/distributed.json, ZeRO-3 of the 7B, less the above."""
@@ -79,6 +83,8 @@ def exchange_overhead(traffic: Traffic, mesh: Mesh, reshards: bool = False) -> f
     micro-batch."""
     if mesh.world == 1:
         return 0.0
+    if traffic.tensor is not None:
+        return exchange_overhead(replace(traffic, tensor=None), Mesh(mesh.replicate, mesh.shard), reshards)
     if traffic.experts is not None:
         part, of_experts = traffic.experts.part(mesh.of_experts.tensor), mesh.of_experts
         of_part = exchange_overhead(part, Mesh(of_experts.replicate, of_experts.shard))
@@ -86,6 +92,11 @@ def exchange_overhead(traffic: Traffic, mesh: Mesh, reshards: bool = False) -> f
     per_matrix = GRADIENT_MATRIX_SECONDS + WEIGHT_MATRIX_SECONDS * (mesh.shard > 1)
     times = traffic.micro_batches if reshards else 1
     return traffic.matrices * per_matrix + times * traffic.parameters * PARAMETER_SECONDS
+
+
+def divided_overhead(compute: float, ranks: int) -> float:
+    """What computing a part of every layer takes longer than its share of `compute` seconds."""
+    return compute * (DIVIDED ** math.log2(ranks) - 1)
 
 
 def exposed_seconds(costs: Mapping[str, Cost], compute: float, reshards: bool) -> float:

@@ -8,6 +8,10 @@ weights: codes where a scheme's codes may travel, else the values themselves (`q
 With full sharding (`distributed/full_shard.py`) layers are gathered before their forward and before their backward pass
 of every micro-batch, and gradients meet after each.
 
+With --tp ranks have parts of all layers, whose gradients and weights travel between those that hold the same parts, and
+inputs and outputs of every layer's two halves travel between the ranks that compute it together
+(`models/tensor_parallel.py`).
+
 With --ep each rank has a part of the experts, whose gradients and weights travel between the ranks that hold the same
 part, and the tokens of every micro-batch travel to the experts (`quant/parallel_experts.py`).
 """
@@ -21,12 +25,15 @@ from qtrain.distributed.mesh import Mesh
 from qtrain.distributed.wire import ALONE_BYTES, BUCKET_BYTES
 from qtrain.kernels.numerics.formats import FORMATS
 from qtrain.quant import LowBitScheme
-from qtrain.quant.token_gather import gathers_routed_codes
+from qtrain.quant.token_gather import gathers_codes, gathers_routed_codes, gathers_second_codes
 from qtrain.train.plan.cluster import Cluster, Cost, Ranks
 from qtrain.train.plan.linears import PlannedLinear
 
 EXCHANGES_A_LAYER = 7
 """Collectives between experts: routes, their weights, x and y; in backward dout, dx and the weights' gradients."""
+EXCHANGES_A_DIVIDED_LAYER, EXCHANGES_OUTSIDE = 8, 4
+"""Collectives of --tp: where attention and the MLP begin and end, and where the embedding ends and the head begins, in
+both directions."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +48,7 @@ class ExpertTraffic:
 
     def costs(self, of_experts: Mesh, cluster: Cluster) -> dict[str, Cost]:
         ranks, node = of_experts.tensor, cluster.gpus_per_node
-        # Ranks that hold the same experts are that many apart.
-        apart = replace(cluster, gpus_per_node=max(node // ranks, 1))
-        found = self.part(ranks).costs(Mesh(of_experts.replicate, of_experts.shard), apart)
+        found = self.part(ranks).costs(Mesh(of_experts.replicate, of_experts.shard), cluster.every(ranks))
         volume, calls = ranks * self.layers * self.tokens * self.bytes_per_token, self.layers * EXCHANGES_A_LAYER
         tokens = cluster.all_gather(Ranks(ranks, min(ranks, node)), volume, calls)
         return found | {"tokens of experts": tokens * self.parameters.micro_batches}
@@ -55,11 +60,29 @@ class ExpertTraffic:
 
 
 @dataclass(frozen=True)
+class TensorTraffic:
+    """Of layers that --tp divides. tokens: of a micro-batch; bytes_per_layer: that a token has in the exchanges of a
+    layer, each of which moves (ranks - 1) / ranks of them; outside: in those of embedding and head."""
+
+    layers: int
+    tokens: int
+    bytes_per_layer: float
+    outside: float
+
+    def cost(self, ranks: int, cluster: Cluster) -> Cost:
+        """Of a micro-batch."""
+        volume = self.tokens * (self.layers * self.bytes_per_layer + self.outside)
+        calls = self.layers * EXCHANGES_A_DIVIDED_LAYER + EXCHANGES_OUTSIDE
+        return cluster.all_gather(Ranks(ranks, min(ranks, cluster.gpus_per_node)), volume, calls)
+
+
+@dataclass(frozen=True)
 class Traffic:
-    """Of a step of the whole model. parameters: that train; matrices: that these make up; element: bytes of each
-    parameter and of its gradient; weights: bytes of all updated weights as they travel, in_layers: of those that full
-    sharding divides; micro_batches: of a rank; gradient_wire: see --gradient_wire; deterministic: gradients are added
-    in the order of the micro-batches; experts: with --ep, and all else is then without them."""
+    """Of a step of the whole model, with --tp of a rank's part. parameters: that train; matrices: that these make up;
+    element: bytes of each parameter and of its gradient; weights: bytes of all updated weights as they travel,
+    in_layers: of those that full sharding divides; micro_batches: of a rank; gradient_wire: see --gradient_wire;
+    deterministic: gradients are added in the order of the micro-batches; experts: with --ep, and all else is then
+    without them; tensor: with --tp."""
 
     parameters: int
     matrices: int
@@ -70,6 +93,7 @@ class Traffic:
     gradient_wire: str = "exact"
     deterministic: bool = False
     experts: ExpertTraffic | None = None
+    tensor: TensorTraffic | None = None
 
     @property
     def gradients(self) -> float:
@@ -82,6 +106,11 @@ class Traffic:
         if self.experts is not None:
             found, others = self.experts.costs(mesh.of_experts, cluster), replace(self, experts=None)
             return found | {what: cost + found[what] for what, cost in others.costs(mesh, cluster).items()}
+        if self.tensor is not None:
+            activations = self.tensor.cost(mesh.tensor, cluster) * self.micro_batches
+            data, own = Mesh(mesh.replicate, mesh.shard), replace(self, tensor=None)
+            of_data = own.costs(data, cluster.every(mesh.tensor), reshards)
+            return of_data | {"activations": activations}
         plain = self.parameters * self.element
         calls, shard_group = self._calls(plain), cluster.shard_group(mesh)
         sums = cluster.all_gather(cluster.replicate_group(mesh), plain / mesh.shard, calls)
@@ -111,6 +140,25 @@ def routed_bytes_per_token(
     x = width * (1 / FORMATS[scheme.input_formats()[0].fmt].packing if codes else element)
     forward = x + width * element + 8 * per_token  # an expert's number and weight are four bytes each
     return forward * (1 + recomputed) + 2 * width * element + 4 * per_token
+
+
+def divided_layer_bytes(
+    width: int, element: int, scheme: LowBitScheme | None, *, sequence: bool, recomputed: bool
+) -> float:
+    """`TensorTraffic.bytes_per_layer`. scheme: of qkv and gate_up; sequence: tokens are divided; recomputed: the
+    forward pass runs twice."""
+    if not sequence:  # what begins a half is there already; what ends it is added in two exchanges, also in backward
+        forward, backward, last = 2 * width * 2 * element, 2 * width * 2 * element, width * 2 * element
+    else:
+        given, second = width * element, 0.0
+        if scheme is not None and gathers_codes(scheme):
+            rows, columns = scheme.input_formats()
+            given = width / FORMATS[rows.fmt].packing + 4 * (rows.granularity == "rowwise")
+            second = width / FORMATS[columns.fmt].packing if gathers_second_codes(scheme) else 0.0
+        forward, backward = 2 * (given + width * element), 2 * (2 * width * element + second)
+        last = width * element
+    # A layer is recomputed up to its last exchange, whose result backward does not need.
+    return forward + backward + (forward - last) * recomputed
 
 
 def weight_bytes_on_wire(scheme: LowBitScheme | None, element: int, codes_only: bool = True) -> float:

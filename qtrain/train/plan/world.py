@@ -13,7 +13,13 @@ from qtrain.errors import UserError
 from qtrain.hardware import Hardware
 from qtrain.train.log.status import duration, short_number
 from qtrain.train.plan.cluster import Cluster, Cost
-from qtrain.train.plan.step_time import compute_seconds, exchange_overhead, exposed_seconds, measured_sol
+from qtrain.train.plan.step_time import (
+    compute_seconds,
+    divided_overhead,
+    exchange_overhead,
+    exposed_seconds,
+    measured_sol,
+)
 from qtrain.train.plan.traffic import Traffic
 from qtrain.train.plan.units import Unit
 from qtrain.train.plan.wires import Wire, find_wire, wire_in_node
@@ -49,7 +55,7 @@ class SizedStep:
     @property
     def rate(self) -> float:
         """Tokens or images per second of all GPUs."""
-        return self.samples * self.mesh.world / self.seconds
+        return self.samples * self.mesh.data_world / self.seconds
 
     @property
     def efficiency(self) -> float:
@@ -58,8 +64,8 @@ class SizedStep:
 
 @dataclass(frozen=True)
 class Work:
-    """What one GPU computes in a step. parameters: of the model; seconds: shortest time per sample by kind; samples:
-    tokens or images; low_bit: a scheme has swapped linears; mixture: of experts."""
+    """What one GPU computes in a step, with --tp several together. parameters: of the model; seconds: shortest time per
+    sample by kind; samples: tokens or images; low_bit: a scheme has swapped linears; mixture: of experts."""
 
     parameters: int
     seconds: Mapping[str, float]
@@ -73,10 +79,10 @@ class Work:
 class WorldPlan:
     """The plan for a mesh on a cluster, and for others.
 
-    compute: seconds of one GPU's computation in a step, of `samples` tokens or images; sol: the fraction of the speed
-    of light that it assumes, sol_source: where that is from. memory_on: bytes per GPU by kind on a mesh, with layers
-    fully sharded or not. resharding: whether they are, as --reshard_after_forward. keeps_shard: the meshes of the table
-    have shard groups of the same size, else of all ranks."""
+    compute: seconds of a GPU's computation in a step, of `samples` tokens or images, which tensor ranks share; sol: the
+    fraction of the speed of light that it assumes, sol_source: where that is from. memory_on: bytes per GPU by kind on
+    a mesh, with layers fully sharded or not. resharding: whether they are, as --reshard_after_forward. keeps_shard: the
+    meshes of the table have shard groups of the same size, else of all ranks."""
 
     mesh: Mesh
     keeps_shard: bool
@@ -104,7 +110,7 @@ class WorldPlan:
             costs=costs,
             compute=self.compute,
             exposed=exposed_seconds(costs, self.compute, reshards),
-            overhead=exchange_overhead(self.traffic, mesh, reshards),
+            overhead=exchange_overhead(self.traffic, mesh, reshards) + divided_overhead(self.compute, mesh.tensor),
             samples=self.samples,
         )
 
@@ -154,12 +160,14 @@ class WorldPlan:
         """Those of the table: shard groups of the same size as asked for, or, where no flag says their size, of all
         ranks."""
         found, node = [], self.cluster.gpus_per_node
+        tensor = self.mesh.tensor
         for world in sorted({*SIZES, self.mesh.world}):
-            shard = min(self.mesh.shard, world) if self.keeps_shard else world
-            if world % shard or (world > node and world % node):
+            data = world // tensor
+            shard = min(self.mesh.shard, data) if self.keeps_shard else data
+            if world % tensor or not data or data % shard or (world > node and world % node):
                 continue
             if self.mesh.of_experts is None:
-                found.append(Mesh(world // shard, shard))
+                found.append(planned_mesh(data // shard, shard, tp=tensor))
             elif world % self.mesh.of_experts.tensor == 0:
                 with contextlib.suppress(UserError):  # groups that cross the borders of shard groups
                     found.append(planned_mesh(world // shard, shard, self.mesh.of_experts.tensor))
@@ -190,7 +198,7 @@ def plan_world(
         resharding=resharding,
         samples=work.samples,
         unit=work.unit,
-        compute=compute_seconds(work.seconds, work.samples, sol, settings.activation_checkpointing),
+        compute=compute_seconds(work.seconds, work.samples, sol, settings.activation_checkpointing) / mesh.tensor,
         sol=sol,
         sol_source=source,
     )
@@ -208,7 +216,8 @@ def refuse_world(settings: TrainSettings) -> None:
 def _cells(step: SizedStep, have: int) -> list[str]:
     return [
         f"{step.mesh.world:,}",
-        f"{step.mesh.replicate} x {step.mesh.shard}{', ZeRO-3' if step.reshards else ''}",
+        f"{step.mesh.replicate} x {step.mesh.shard}{f' x {tensor}' if (tensor := step.mesh.tensor) > 1 else ''}"
+        f"{', ZeRO-3' if step.reshards else ''}",
         f"{step.memory / GIB:.1f}{'*' if step.memory > have else ' '}",
         f"{step.sent.bytes / GIB:.2f}",
         f"{step.sent.between / GIB:.2f}",

@@ -13,13 +13,23 @@ import llm_pretrain
 import timm_finetune
 from qtrain.bench.mesh_equality import MIXTURE, train
 from qtrain.bench.results import RESULTS
+from qtrain.data import Batch
 from qtrain.distributed.gradient_wire import GRADIENT_WIRES
 from qtrain.distributed.mesh import Mesh, make_mesh
 from qtrain.distributed.wire import sent
-from qtrain.models import Decoder, ModelConfig, read_model_source
+from qtrain.models import (
+    Decoder,
+    ModelConfig,
+    ModelSource,
+    apply_activation_checkpointing,
+    build_model,
+    read_model_source,
+)
 from qtrain.models.cost import count_parameters
+from qtrain.models.tensor_parallel import rank_config
 from qtrain.optim import parameter_groups
-from qtrain.quant import quantize_linears
+from qtrain.quant import SCHEMES, quantize_linears
+from qtrain.train.language import language_forward
 from qtrain.train.parallel import DataParallel
 from qtrain.train.plan.cluster import Cluster, Ranks
 from qtrain.train.plan.language_plan import plan_language_run
@@ -27,6 +37,7 @@ from qtrain.train.plan.wires import IN_NODE, START_SECONDS, WIRES
 from qtrain.train.plan.world import WorldPlan
 from qtrain.train.planned_machine import planned_hardware
 from qtrain.train.settings import LanguageSettings
+from qtrain.train.step import compute_gradients
 from tests.data.corpora import write_raw
 from tests.system import Outcome, call, flags, write_model
 from tests.train.plan.test_plan import checked_of, linears_of
@@ -42,7 +53,8 @@ def world_of(model: str | dict, world: int, **options) -> WorldPlan:
     chosen = {"seq_len": 1024, "batch_size": 32 * world, "gpu": "h200", "dry_run": True, "world_size": world}
     checked = checked_of(LanguageSettings(**{**chosen, **options}))
     hardware = planned_hardware(checked.settings, checked.device)
-    return plan_language_run(checked, config, linears_of(checked, config), hardware, ()).world
+    linears = linears_of(checked, rank_config(config, checked.settings.tp))
+    return plan_language_run(checked, config, linears, hardware, ()).world
 
 
 # ---- against measurements --------------------------------------------------------------------------------------------
@@ -68,6 +80,7 @@ def measured(model: str) -> dict[str, float]:
         ("qwen2.5-7b", "1 GPU", 1, SEVEN),
         ("qwen2.5-7b", "2 GPUs, ZeRO-2", 2, SEVEN),
         ("qwen2.5-7b", "2 GPUs, ZeRO-3", 2, SEVEN | {"reshard_after_forward": "always", "batch_size": 128}),
+        ("qwen2.5-7b", "2 GPUs, --tp 2", 2, SEVEN | {"tp": 2, "micro_batch_size": 16, "batch_size": 32}),
     ],
 )
 def test_the_planned_step_is_the_measured_one(model, column, world, options):
@@ -197,6 +210,55 @@ def test_the_planned_bytes_of_divided_experts_are_those_that_ranks_send(scheme, 
     for what, names in kinds.items():
         sent_by_ranks = [sum(of_rank.get(name, 0) for name in names) for of_rank in found]
         assert costs[what].bytes == pytest.approx(np.mean(sent_by_ranks), rel=0.02), what
+
+
+def _sent_with_divided_layers(scheme: str, sequence: bool, checkpointing: str) -> dict[str, int]:
+    """Bytes that this rank sends in a step of two micro-batches."""
+    mesh = make_mesh(0, 0, "cpu", 2)
+    source = ModelSource("small", SHAPE, "--model")
+    model = build_model(source, dtype=torch.bfloat16, tensor=mesh.tensor_group, sequence=sequence)
+    apply_activation_checkpointing(model, checkpointing)
+    quantized = quantize_linears(model, SCHEMES.make(scheme, {}, "-"), seed=0, head=model.lm_head)
+    parallel, forward = DataParallel(model, quantized, mesh), language_forward(model, None)
+    tokens = torch.arange(2 * 25).view(2, 25)
+    batches = [Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for _ in range(2)]
+    sent.clear()
+    compute_gradients(model, forward, quantized, batches, 0, parallel=parallel)
+    parallel.refresh()
+    return dict(sent)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "sequence", "checkpointing"),
+    [
+        ("fp8_tensorwise", True, "none"),
+        ("int8", True, "full"),
+        ("int4", True, "none"),
+        ("fp8_blockwise", True, "none"),
+        ("bitnet", False, "full"),
+    ],
+)
+def test_the_planned_bytes_of_divided_layers_are_those_that_ranks_send(scheme, sequence, checkpointing):
+    found = run_ranks(4, _sent_with_divided_layers, scheme, sequence, checkpointing)
+    options = {"quantize": scheme, "sequence_parallel": sequence, "activation_checkpointing": checkpointing}
+    plan = world_of(SHAPE, 4, tp=2, batch_size=8, gradient_accumulation=2, seq_len=24, **options)
+    costs = plan.step(plan.mesh).costs
+    activations = [r.get("activations", 0) + r.get("activation codes", 0) for r in found]
+    assert costs["activations"].bytes == pytest.approx(np.mean(activations), rel=0.03)
+    assert costs["gradients"].bytes == pytest.approx(np.mean([r["gradients"] for r in found]), rel=0.02)
+    weights = [r.get("weights", 0) + r.get("codes", 0) for r in found]
+    assert costs["weights"].bytes == pytest.approx(np.mean(weights), rel=0.02)
+
+
+def test_worlds_of_divided_layers():
+    """The table has what --tp divides: shard groups of the data ranks, memory of a rank's part."""
+    plan = world_of("qwen2.5-7b", 16, tp=4, batch_size=64, optim="adamw_8bit", **FP8)
+    worlds = {mesh.world: mesh for mesh in plan.meshes()}
+    assert min(worlds) == 4 and (worlds[16].shard, worlds[16].tensor) == (4, 4)
+    assert "1 x 4 x 4" in plan.table()[4]
+    whole = world_of("qwen2.5-7b", 4, batch_size=64, optim="adamw_8bit", **FP8)
+    assert plan.step(plan.mesh).memory < 0.5 * whole.step(whole.mesh).memory
+    assert plan.step(plan.mesh).compute == pytest.approx(whole.step(whole.mesh).compute / 4)
 
 
 def test_worlds_of_divided_experts():
