@@ -87,8 +87,7 @@ def plan_language_run(
         traffic = _traffic(checked, model_config, linears, trained)
         low_bit, mixture = any(linear.scheme for linear in linears), model_config.mixture is not None
         step_work = Work(parameters, seconds, samples, TOKENS, low_bit, mixture)
-        adapted = trained is not None and bool(trained.adapters)
-        resharding = "never" if adapted or settings.ep > 1 else settings.reshard_after_forward
+        resharding = settings.reshard_after_forward
         world = plan_world(settings, checked.mesh, hardware, step_work, traffic, memory_on, resharding)
     return Plan(
         **shared,
@@ -115,13 +114,17 @@ def _traffic(
 
     def of(shapes: Sequence[ParameterGroup], alone: Sequence[PlannedLinear]) -> Traffic:
         parameters = sum(math.prod(group.shape) * group.count for group in shapes)
-        in_layers = [linear for linear in alone if not linear.is_head]
+        matrices = [group for group in shapes if len(group.shape) > 1]
+        divided = [linear for linear in (linears if adapted else alone) if not linear.is_head]
+        of_layers = weights_on_wire(sum(n.weights for n in divided), divided, checked.dtype.itemsize)
+        of_adapters = trained.element * sum(math.prod(group.shape) * group.count for group in matrices)
         return Traffic(
             parameters=parameters,
-            matrices=sum(group.count for group in shapes if len(group.shape) > 1),
+            matrices=sum(group.count for group in matrices),
             element=trained.element,
             weights=weights_on_wire(parameters, alone, trained.element),
-            in_layers=weights_on_wire(sum(n.weights for n in in_layers), in_layers, trained.element),
+            in_layers=of_adapters if adapted else of_layers,
+            frozen=of_layers if adapted else 0.0,
             micro_batches=checked.geometry.gradient_accumulation,
             gradient_wire=checked.settings.gradient_wire,
             deterministic=checked.settings.deterministic,

@@ -80,7 +80,8 @@ class TensorTraffic:
 class Traffic:
     """Of a step of the whole model, with --tp of a rank's part. parameters: that train; matrices: that these make up;
     element: bytes of each parameter and of its gradient; weights: bytes of all updated weights as they travel,
-    in_layers: of those that full sharding divides; micro_batches: of a rank; gradient_wire: see --gradient_wire;
+    in_layers: of those that full sharding divides, frozen: of weights that it divides too and nothing updates;
+    micro_batches: of a rank; gradient_wire: see --gradient_wire;
     deterministic: gradients are added in the order of the micro-batches; experts: with --ep, and all else is then
     without them; tensor: with --tp."""
 
@@ -89,6 +90,7 @@ class Traffic:
     element: int
     weights: float
     in_layers: float = 0.0
+    frozen: float = 0.0
     micro_batches: int = 1
     gradient_wire: str = "exact"
     deterministic: bool = False
@@ -119,11 +121,11 @@ class Traffic:
         if not reshards:
             weights = cluster.all_gather(shard_group, self.weights, self._calls(self.weights))
             return {"gradients": gradients + sums, "weights": weights}
-        outside = self.weights - self.in_layers
+        outside, in_layers = self.weights - self.in_layers, self.in_layers + self.frozen
         return {
             "gradients": gradients + sums,
             "weights": cluster.all_gather(shard_group, outside, math.ceil(outside / BUCKET_BYTES)),
-            "weights of layers": cluster.all_gather(shard_group, self.in_layers, self._calls(self.in_layers))
+            "weights of layers": cluster.all_gather(shard_group, in_layers, self._calls(in_layers))
             * (2 * self.micro_batches),
         }
 
