@@ -90,7 +90,7 @@ def assert_same_checkpoint(one: Path, other: Path, step: int) -> None:
 
 HSDP_ASYNC = {"dp_replicate": 2, "async_checkpoint": True}
 MIXTURE = {**PRETRAIN, "model": "mixture.json", "router_bias_rate": 0.01, "router_balance_loss": 0.01}
-FULLY = {"reshard_after_forward": "always"}
+FULLY, RECOMPUTED = {"reshard_after_forward": "always"}, {"activation_checkpointing": "selective"}
 AVERAGED = {**VISION, "quantize": "int8_weight", "ema_decay": 0.9}
 CASES = {
     "int8, ZeRO-2": (2, "llm_pretrain", {**PRETRAIN, "quantize": "int8"}),
@@ -100,6 +100,11 @@ CASES = {
     "schedule-free": (2, "llm_pretrain", {**PRETRAIN, "quantize": "bitnet", "optim": "adamw_schedule_free"}),
     "transformers": (2, "llm_pretrain", {**PRETRAIN, "quantize": "int8", "model_impl": "hf"}),
     "LoRA on NF4": (2, "llm_finetune", {**FINETUNE, "lora": {"r": 2, "base": "nf4"}}),
+    "LoRA in fp8_tensorwise, recomputed, fully sharded HSDP": (
+        4,
+        "llm_finetune",
+        {**FINETUNE, **FULLY, **RECOMPUTED, "dp_replicate": 2, "quantize": "fp8_tensorwise", "lora": {"r": 2}},
+    ),
     "fine-tuned, recomputed": (2, "llm_finetune", {**FINETUNE, "quantize": "int8", "activation_checkpointing": "full"}),
     "fp8_tensorwise, fully sharded": (2, "llm_pretrain", {**PRETRAIN, **FULLY, "quantize": "fp8_tensorwise"}),
     "stored in INT4, fully sharded": (3, "llm_pretrain", {**PRETRAIN, **FULLY, "quantize": "int4_weight"}),
@@ -147,6 +152,7 @@ SWEPT = (
     "fine-tuned, recomputed",
     "transformers, fully sharded",
     "LoRA on NF4",
+    "LoRA in fp8_tensorwise, recomputed, fully sharded HSDP",
     "timm, averaged",
     "timm, stored in INT8, averaged, HSDP",
     "stored in INT4, fully sharded",
@@ -175,16 +181,24 @@ def test_updates_within_the_backward_pass_are_those_after_it(server, sharding, t
     assert_equal(after, within)
 
 
-def test_an_average_whose_shards_are_divided_is_that_of_one_process(server, tmp_path):
-    """Also where one process goes on with what two have saved."""
-    settings = {**VISION, "quantize": "fp8_rowwise", "ema_decay": 0.9}
-    one = run(server, 1, "timm_finetune", tmp_path / "one", **settings)
-    many = run(server, 2, "timm_finetune", tmp_path / "many", **{**settings, **FULLY})
+RESUMED = {
+    "timm, averaged": ("timm_finetune", {**VISION, "quantize": "fp8_rowwise", "ema_decay": 0.9}, "ema."),
+    "LoRA on NF4": ("llm_finetune", {**FINETUNE, "lora": {"r": 2, "base": "nf4"}}, "lora_a"),
+    "DoRA in BF16": ("llm_finetune", {**FINETUNE, "lora": {"r": 2, "dora": True}}, "magnitude"),
+}
+
+
+@pytest.mark.parametrize("case", sampled([*RESUMED], lambda case: case == "DoRA in BF16"))
+def test_one_process_goes_on_with_what_two_have_saved_fully_sharded(server, case, tmp_path):
+    """Weights that layers do not train, and averages of those that they do, are divided too."""
+    script, settings, saved = RESUMED[case]
+    one = run(server, 1, script, tmp_path / "one", **settings)
+    many = run(server, 2, script, tmp_path / "many", **{**settings, **FULLY})
     assert_equal(one, many)
     assert [row[6:] for row in losses(one)] == [row[6:] for row in losses(many)]  # of evaluations
-    assert sum(name.startswith("ema.") for name in contents(many / "checkpoints/00000002")) > 10
+    assert sum(saved in name for name in contents(many / "checkpoints/00000002")) > 3
     shutil.rmtree(many / "checkpoints/00000004")
-    done = server.run("timm_finetune", flags(**settings, runs_dir=tmp_path / "many", resume=many))
+    done = server.run(script, flags(**settings, runs_dir=tmp_path / "many", resume=many))
     assert done.code == 0, done.err
     assert_equal(one, many)
 
