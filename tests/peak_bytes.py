@@ -10,14 +10,16 @@ from torch.utils._pytree import tree_iter
 
 
 class PeakBytes(TorchDispatchMode):
-    """While active, counts tensors that operations allocate, until they are freed. peak: the most bytes at once.
+    """While active, counts tensors that operations allocate, until they are freed or their storage is resized. peak:
+    the most bytes at once.
 
     known: tensors that exist already, of which operations may return views.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
-        self.peak = self._live = 0
+        self.peak = 0
+        self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -25,16 +27,17 @@ class PeakBytes(TorchDispatchMode):
         for tensor in tree_iter(out):
             if type(tensor) is torch.Tensor and tensor.device.type != "meta":
                 self._count(tensor.untyped_storage())
+        # Counted anew after every operation: a storage can be resized without one.
+        self.peak = max(self.peak, sum(s.nbytes() for ref in self._live.values() if (s := ref()) is not None))
         return out
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
         if key not in self._known:
             self._known.add(key)
-            self._live += size
-            self.peak = max(self.peak, self._live)
-            weakref.finalize(storage, self._freed, key, size)
+            self._live[key] = weakref.ref(storage)
+            weakref.finalize(storage, self._freed, key)
 
-    def _freed(self, key: int, size: int) -> None:
+    def _freed(self, key: int) -> None:
         self._known.discard(key)
-        self._live -= size
+        self._live.pop(key, None)

@@ -52,6 +52,7 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
     write_pretraining(folder)
     write_model(folder / "mixture.json", **DEEPSEEK)
+    write_model(folder / "untied.json", tie_word_embeddings=False)
     write_questions(folder / "questions.jsonl")
     write_folder(folder / "images")
     with serving(folder) as server:
@@ -92,6 +93,7 @@ HSDP_ASYNC = {"dp_replicate": 2, "async_checkpoint": True}
 MIXTURE = {**PRETRAIN, "model": "mixture.json", "router_bias_rate": 0.01, "router_balance_loss": 0.01}
 FULLY, RECOMPUTED = {"reshard_after_forward": "always"}, {"activation_checkpointing": "selective"}
 AVERAGED = {**VISION, "quantize": "int8_weight", "ema_decay": 0.9}
+UNTIED = {"model": "untied.json"}
 CASES = {
     "int8, ZeRO-2": (2, "llm_pretrain", {**PRETRAIN, "quantize": "int8"}),
     "fp8_tensorwise, HSDP": (4, "llm_pretrain", {**PRETRAIN, "quantize": "fp8_tensorwise", **HSDP_ASYNC}),
@@ -106,22 +108,26 @@ CASES = {
         {**FINETUNE, **FULLY, **RECOMPUTED, "dp_replicate": 2, "quantize": "fp8_tensorwise", "lora": {"r": 2}},
     ),
     "fine-tuned, recomputed": (2, "llm_finetune", {**FINETUNE, "quantize": "int8", "activation_checkpointing": "full"}),
-    "fp8_tensorwise, fully sharded": (2, "llm_pretrain", {**PRETRAIN, **FULLY, "quantize": "fp8_tensorwise"}),
+    "fp8_tensorwise, head too, fully sharded": (
+        2,
+        "llm_pretrain",
+        {**PRETRAIN, **UNTIED, **FULLY, "quantize": "fp8_tensorwise", "quantize_lm_head": True, "loss_chunks": 3},
+    ),
     "stored in INT4, fully sharded": (3, "llm_pretrain", {**PRETRAIN, **FULLY, "quantize": "int4_weight"}),
     "schedule-free, fully sharded HSDP": (
         4,
         "llm_pretrain",
-        {**PRETRAIN, **FULLY, "dp_replicate": 2, "quantize": "bitnet", "optim": "adamw_schedule_free"},
+        {**PRETRAIN, **UNTIED, **FULLY, "dp_replicate": 2, "quantize": "bitnet", "optim": "adamw_schedule_free"},
     ),
     "transformers, fully sharded": (
         2,
         "llm_pretrain",
         {**PRETRAIN, **FULLY, "quantize": "int8", "model_impl": "hf", "activation_checkpointing": "full"},
     ),
-    "fine-tuned, recomputed, fully sharded": (
+    "fine-tuned, frozen embedding, fully sharded": (
         2,
         "llm_finetune",
-        {**FINETUNE, **FULLY, "quantize": "int8", "activation_checkpointing": "selective"},
+        {**FINETUNE, **UNTIED, **FULLY, "quantize": "int8", "freeze_embedding_layer": True},
     ),
     "timm, recomputed, fully sharded": (
         2,
@@ -157,7 +163,7 @@ SWEPT = (
     "timm, stored in INT8, averaged, HSDP",
     "stored in INT4, fully sharded",
     "schedule-free, fully sharded HSDP",
-    "fine-tuned, recomputed, fully sharded",
+    "fine-tuned, frozen embedding, fully sharded",
     "timm, recomputed, fully sharded",
 )
 

@@ -7,6 +7,7 @@ schemes that have one per row: 5 MiB of a 7B.)
 
     python -m qtrain.bench.fake_world                                    7B and 70B on 1,024 GPUs
     python -m qtrain.bench.fake_world --models qwen2.5-32b --world_size 256 --dp_shard 8 --optim adamw_4bit
+    python -m qtrain.bench.fake_world --full_shard                       with two layers gathered
 """
 
 import argparse
@@ -15,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -24,12 +25,13 @@ from torch import Tensor
 
 from qtrain.config import run_script
 from qtrain.distributed.mesh import Mesh, make_mesh
-from qtrain.distributed.shards import local_tensors, plain_tensors
+from qtrain.distributed.shards import local_tensors
 from qtrain.models import Decoder, ModelConfig, read_model_source
 from qtrain.optim import parameter_groups
 from qtrain.optim.state_layout import local
 from qtrain.quant import quantize_linears
 from qtrain.quant.linear import LowBitWeight
+from qtrain.tensors.deferred import plain_tensors
 from qtrain.train.checked_settings import CheckedSettings, check_settings
 from qtrain.train.parallel import DataParallel
 from qtrain.train.plan.language_plan import language_memory
@@ -75,7 +77,9 @@ def held_bytes(checked: CheckedSettings, config: ModelConfig, mesh: Mesh) -> Byt
         model, checked.scheme, seed=0, head=model.lm_head, quantize_head=settings.quantize_lm_head
     )
     groups = parameter_groups(model, settings.weight_decay)
-    parallel = DataParallel(model, quantized, mesh, lambda p: checked.optimizer.needs_whole(hidden=True))
+    units = model.units() if checked.reshards else ()
+    needs_whole = checked.optimizer.needs_whole(hidden=True)
+    parallel = DataParallel(model, quantized, mesh, lambda p: needs_whole, units=units)
     for group in groups:
         group["params"] = [parallel.master(p) for p in group["params"]]
     optimizer = checked.optimizer.build(groups, settings.lr)
@@ -84,11 +88,15 @@ def held_bytes(checked: CheckedSettings, config: ModelConfig, mesh: Mesh) -> Byt
         sharded.set_gradient(torch.empty(elements, dtype=checked.dtype, device="meta"))
     with contextlib.suppress(NotImplementedError):  # the states come first; then there are no values to update
         optimizer.step()
+    # As in the backward pass: a layer runs, and the next one is prefetched.
+    parallel.gather_units(i for i, unit in enumerate(units) if unit.called in list(model.layers)[:2])
     codes = chain.from_iterable(m.buffers() for m in model.modules() if isinstance(m, LowBitWeight))
     weights = chain.from_iterable(plain_tensors(p) for p in model.parameters())
     masters = [t for sharded in parallel.parameters for t in local_tensors(sharded.master)]
     states = (t for state in optimizer.state.values() for key, t in state.items() if key != "step")
-    return Bytes(_size([*weights, *codes, *masters]), _size(local(t) for t in states), _size(masters))
+    return Bytes(
+        _size([*weights, *codes, *masters, *parallel.kept_codes]), _size(local(t) for t in states), _size(masters)
+    )
 
 
 def _size(tensors: Iterable[Tensor]) -> int:
@@ -108,6 +116,7 @@ def planned_bytes(checked: CheckedSettings, config: ModelConfig) -> Bytes:
 def compare(settings: LanguageSettings, ranks: Iterable[int]) -> Iterator[tuple[int, Bytes, Bytes]]:
     """(rank, its planned bytes, its held ones) of `ranks` of the world that `settings` plan."""
     checked = check_settings(settings, "fake_world")
+    checked = replace(checked, reshards=settings.reshard_after_forward == "always")
     config = read_model_source(settings.model).model_config()
     planned = planned_bytes(checked, config)
     for rank in ranks:
@@ -132,6 +141,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--models", nargs="+", default=["qwen2.5-7b", "llama3.1-70b"])
     parser.add_argument("--world_size", type=int, default=1024)
     parser.add_argument("--dp_shard", type=int, default=0)
+    parser.add_argument("--full_shard", action="store_true", help="ZeRO-3 instead of ZeRO-2")
     parser.add_argument("--quantize", default="fp8_tensorwise")
     parser.add_argument("--optim", default="adamw_8bit", help="one that updates element by element")
     parser.add_argument("--ranks", type=int, nargs="+", help="default: the first, the second, the middle and the last")
@@ -144,6 +154,7 @@ def main(argv: list[str]) -> None:
             optim=given.optim,
             batch_size=world,
             dp_shard=given.dp_shard,
+            reshard_after_forward="always" if given.full_shard else "never",
             gpu="h200",
             dry_run=True,
             world_size=world,

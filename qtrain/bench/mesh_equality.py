@@ -28,12 +28,13 @@ from qtrain.data import Batch
 from qtrain.distributed.launch import run_processes
 from qtrain.distributed.mesh import Mesh, make_mesh
 from qtrain.distributed.ranks import all_gather, join_world, leave_world, local_rank, rank
-from qtrain.distributed.shards import Sharded, plain_tensors
+from qtrain.distributed.shards import Sharded
 from qtrain.distributed.weights import GatheredMaster, gather_weights
 from qtrain.distributed.wire import sent
 from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, quantize_linears
+from qtrain.tensors.deferred import plain_tensors
 from qtrain.train.in_backward import OptimizerInBackward, model_partitions
 from qtrain.train.language import language_forward
 from qtrain.train.parallel import DataParallel
@@ -50,6 +51,8 @@ CONFIG = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
+UNTIED = {**CONFIG, "tie_word_embeddings": False}
+"""For --full_shard, which divides such embeddings and heads too."""
 EXPERTS = 4
 MIXTURE = {
     **CONFIG,
@@ -110,7 +113,8 @@ def train(
     name, options = SCHEMES_COMPARED[scheme]
     experts = None if mesh.of_experts is None else mesh.of_experts.tensor_group
     source = ModelSource("small", dict(config), "--model")
-    model = build_model(source, device=device, dtype=dtype, seed=1, experts=experts)
+    resharded = full_shard and mesh.shard > 1
+    model = build_model(source, device=device, dtype=dtype, seed=1, experts=experts, defer_layers=resharded)
     quantized = quantize_linears(model, SCHEMES.make(name, options, "--schemes"), seed=0, head=model.lm_head)
     spec = OPTIMIZERS.make(optimizer_name, {}, "--optimizers")
     groups = parameter_groups(model, 0.1)
@@ -121,7 +125,7 @@ def train(
         mesh,
         lambda p: spec.needs_whole(id(p) in hidden),
         deterministic=deterministic,
-        blocks=tuple(model.layers) if full_shard and mesh.shard > 1 else (),
+        units=model.units() if resharded else (),
         partitions=model_partitions(model) if optimizer_in_backward else None,
     )
     for group in groups:
@@ -179,7 +183,7 @@ def state_digests(parallel: DataParallel, quantized, optimizer) -> dict[str, str
     for sharded in parallel.parameters:
         if sharded.mesh.shard == 1:
             add_weight(sharded, plain_tensors(sharded.parameter))
-    parallel.gather_blocks()
+    parallel.gather_units()
     for index, linear in enumerate(quantized.linears):
         for name, tensor in linear.low_bit_weight.named_buffers(remove_duplicate=False):
             along_columns = name.startswith("grad_input") and tensor.ndim == 2
@@ -245,7 +249,7 @@ def work(arguments: argparse.Namespace) -> None:
                 arguments.steps,
                 not arguments.not_deterministic,
                 full_shard=arguments.full_shard,
-                config=MIXTURE if arguments.ep > 1 else CONFIG,
+                config=MIXTURE if arguments.ep > 1 else UNTIED if arguments.full_shard else CONFIG,
                 dtype=DTYPES[arguments.dtype],
             )
             if rank() == 0:

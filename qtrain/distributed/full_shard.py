@@ -8,20 +8,31 @@ The tensors stay the same objects, which autograd has saved: only their memory c
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
+@dataclass(frozen=True)
+class Unit:
+    """What is gathered at once: the matrices of `holder`, while `called` runs. backward_reads: whether its backward
+    pass reads them too."""
+
+    called: nn.Module
+    holder: nn.Module
+    backward_reads: bool = True
+
+
 class ShardedBlock:
-    """A block of a model. tensors: those whose memory it frees, contiguous ones if it is free already; gather: fills
+    """A unit with its tensors: those whose memory it frees, contiguous ones if it is free already; gather: fills
     them."""
 
-    def __init__(self, module: nn.Module, tensors: Sequence[Tensor], gather: Callable[[], None]):
-        self.module = module
-        self.parameters = [p for p in module.parameters() if p.requires_grad]
+    def __init__(self, unit: Unit, tensors: Sequence[Tensor], gather: Callable[[], None]):
+        self.called, self.backward_reads = unit.called, unit.backward_reads
+        self.parameters = [p for p in unit.holder.parameters() if p.requires_grad]
         self._tensors, self._gather = tuple(tensors), gather
         storages = {t.untyped_storage()._cdata: (t, t.untyped_storage()) for t in tensors}
         self._storages = [(found, found.nbytes() or t.numel() * t.element_size()) for t, found in storages.values()]
@@ -54,11 +65,13 @@ class FullShard:
         self._reducing: torch.cuda.Event | None = None
         self._in_flight: list[Tensor | None] = []
         self._reduced: set[int] = set()
-        self._calls = [block.module._compiled_call_impl for block in self._blocks]
+        self._calls = [block.called._compiled_call_impl for block in self._blocks]
+        # Its backward pass comes next: it stays.
+        self._last_read = max(i for i, block in enumerate(self._blocks) if block.backward_reads)
         for index, block in enumerate(self._blocks):
             # What a module's call runs if it is compiled: torch's hooks would be compiled with it.
-            call = block.module._compiled_call_impl or block.module._call_impl
-            block.module._compiled_call_impl = functools.partial(self._run, index, call)
+            call = block.called._compiled_call_impl or block.called._call_impl
+            block.called._compiled_call_impl = functools.partial(self._run, index, call)
             block.free()
 
     @property
@@ -74,18 +87,19 @@ class FullShard:
         if args and _trains(args[0]):
             args = (_AtBackward.apply(args[0], functools.partial(self._after_backward, index)), *args[1:])
         output = call(*args, **kwargs)
-        backward_follows = torch.is_grad_enabled() and index == len(self._blocks) - 1
+        backward_follows = torch.is_grad_enabled() and index == self._last_read
         if not backward_follows:
             self._blocks[index].free()
         first, *others = output if isinstance(output, tuple) else (output,)
-        if not _trains(first):
+        if not _trains(first) or not self._blocks[index].backward_reads:
             return output
         first = _AtBackward.apply(first, functools.partial(self._before_backward, index))
         return (first, *others) if isinstance(output, tuple) else first
 
     def _before_backward(self, index: int) -> None:
         self._need(index)
-        self._prefetch(index - 1)
+        if index and self._blocks[index - 1].backward_reads:
+            self._prefetch(index - 1)
 
     def _after_backward(self, index: int) -> None:
         block = self._blocks[index]
@@ -148,15 +162,15 @@ class FullShard:
             if block.gathered:
                 block.free()
 
-    def gather(self) -> None:
-        """Gather all blocks, each of which is freed after it has run."""
-        for index in range(len(self._blocks)):
+    def gather(self, indices: Iterable[int] | None = None) -> None:
+        """Gather these blocks, None: all; each is freed after it has run."""
+        for index in range(len(self._blocks)) if indices is None else indices:
             self._need(index)
 
     def remove(self) -> None:
         """Call the blocks as before."""
         for block, call in zip(self._blocks, self._calls, strict=True):
-            block.module._compiled_call_impl = call
+            block.called._compiled_call_impl = call
 
 
 def _trains(value: Any) -> bool:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardOf
 
 from qtrain.distributed.mesh import Mesh
+from qtrain.tensors.deferred import initial_value, is_deferred, plain_tensors, settle
 from qtrain.tensors.stored_weight import StoredWeight
 
 T = TypeVar("T")
@@ -94,6 +95,7 @@ def shard_parameters(
     freed: whether its memory is freed between uses, so that its owner's master cannot be the same memory."""
     parameters = list(named)
     if mesh.shard == 1:
+        assert not any(is_deferred(p) for _, p in parameters), "nobody makes the values of deferred parameters"
         return [Sharded(name, p, p, (0, p.numel()), mesh) for name, p in parameters]
     whole = {
         id(p)
@@ -101,19 +103,26 @@ def shard_parameters(
         if isinstance(p.data, StoredWeight) or needs_whole(p) or not _divides_by_rows(p, mesh.shard)
     }
     owners = _balanced_owners([p for _, p in parameters if id(p) in whole], mesh.shard)
-    return [
+    sharded = [
         _owned(name, p, owners[id(p)], mesh, freed(p)) if id(p) in whole else _by_rows(name, p, mesh)
         for name, p in parameters
     ]
+    for _, p in parameters:
+        settle(p)
+    return sharded
 
 
 def shard_frozen(named: Iterable[tuple[str, nn.Parameter]], mesh: Mesh) -> list[Sharded]:
     """Divide frozen matrices by rows over the shard dimension of the mesh."""
-    return [_frozen_rows(name, p, mesh) for name, p in named]
+    parameters = list(named)
+    sharded = [_frozen_rows(name, p, mesh) for name, p in parameters]
+    for _, p in parameters:
+        settle(p)
+    return sharded
 
 
 def _frozen_rows(name: str, p: nn.Parameter, mesh: Mesh) -> Sharded:
-    cuts, width, value = _row_cuts(p, mesh.shard), p.shape[1:].numel(), p.data
+    cuts, width, value = _row_cuts(p, mesh.shard), p.shape[1:].numel(), initial_value(p)
     own = slice(cuts[mesh.shard_rank], cuts[mesh.shard_rank + 1])
     rows = [as_shard(t[own].clone(), mesh.device_mesh, t.shape) for t in plain_tensors(value)]
     stored = isinstance(value, StoredWeight)
@@ -143,21 +152,16 @@ def _balanced_owners(parameters: Sequence[nn.Parameter], ranks: int) -> dict[int
 def _owned(name: str, p: nn.Parameter, owner: int, mesh: Mesh, copy: bool) -> Sharded:
     bounds = tuple(p.numel() * (s > owner) for s in range(mesh.shard + 1))
     if mesh.shard_rank == owner:
-        return Sharded(name, p, nn.Parameter(p.data.clone() if copy else p.data), bounds, mesh)
+        value = initial_value(p)
+        return Sharded(name, p, nn.Parameter(value.clone() if copy and not is_deferred(p) else value), bounds, mesh)
     return Sharded(name, p, nn.Parameter(p.new_empty(0, *p.shape[1:])), bounds, mesh)
 
 
 def _by_rows(name: str, p: nn.Parameter, mesh: Mesh) -> Sharded:
-    cuts, width = _row_cuts(p, mesh.shard), p[0].numel()
-    own = p.data[cuts[mesh.shard_rank] : cuts[mesh.shard_rank + 1]].clone()
+    cuts, width = _row_cuts(p, mesh.shard), p.shape[1:].numel()
+    own = initial_value(p)[cuts[mesh.shard_rank] : cuts[mesh.shard_rank + 1]].clone()
     master = nn.Parameter(as_shard(own, mesh.device_mesh, p.shape))
     return Sharded(name, p, master, tuple(cut * width for cut in cuts), mesh)
-
-
-def plain_tensors(p: Tensor) -> list[Tensor]:
-    """What a parameter consists of: itself, or a stored weight's codes and scale."""
-    p = p.data
-    return list(p.inner.values()) if isinstance(p, StoredWeight) else [p]
 
 
 def local_tensors(master: Tensor) -> list[Tensor]:

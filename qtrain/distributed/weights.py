@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from qtrain.distributed.mesh import Mesh
-from qtrain.distributed.shards import Sharded, as_bytes, by_mesh, byte_slices, local_tensors, plain_tensors
+from qtrain.distributed.shards import Sharded, as_bytes, by_mesh, byte_slices, local_tensors
 from qtrain.distributed.wire import ALONE_BYTES, gather, gather_into, in_buckets
+from qtrain.tensors.deferred import plain_tensors
 
 
 class Gathered(Protocol):

@@ -1,6 +1,7 @@
-"""From a model source to a model with weights: built on the meta device, materialized, then initialized or loaded."""
+"""From a model source to a model with weights: built on the meta device, then given memory and values, one parameter
+after the other."""
 
-import hashlib
+import functools
 
 import torch
 from torch import nn
@@ -9,10 +10,11 @@ from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.errors import UserError, unknown_name
 from qtrain.models.decoder import Decoder
 from qtrain.models.expert_parallel import ExpertParallel
-from qtrain.models.hf import load_hf_weights
 from qtrain.models.hf_impl import build_hf_model
+from qtrain.models.initial_values import DrawnValues, InitialValues, LoadedValues
 from qtrain.models.source import ModelSource
 from qtrain.models.tensor_parallel import TensorParallel
+from qtrain.tensors.deferred import defer, is_deferred
 
 MODEL_IMPLS = {
     "native": "qtrain's own decoder",
@@ -31,10 +33,13 @@ def build_model(
     tensor: TensorGroup | None = None,
     sequence: bool = True,
     experts: TensorGroup | None = None,
+    defer_layers: bool = False,
 ) -> nn.Module:
     """A model on `device` in `dtype`, its weights initialized from `seed` or, with `pretrained`, loaded from the
     source. tensor: this rank builds its part of a native model (`tensor_parallel.py`), whose values are those of the
     whole; sequence: with the stream divided along tokens. experts: the same of a mixture, of which it has some experts.
+    defer_layers: the matrices of a native model's layers have no memory (`tensors/deferred.py`): their values are made
+    when they are divided.
 
     Raises UserError for an architecture that is not covered, and for weights that are missing or do not fit.
     """
@@ -48,14 +53,33 @@ def build_model(
     if impl == "hf":
         return build_hf_model(source, device, dtype, pretrained, seed)
     model = empty_model(source, tensor=tensor, sequence=sequence, experts=experts).to(dtype)
-    model.to_empty(device=device)
+    values = LoadedValues(model, source) if pretrained else DrawnValues(model, seed)
+    for name, module in model.named_modules():
+        module.to_empty(device=device, recurse=False)
+        if defer_layers and name.startswith("layers."):
+            _defer_matrices(name, module, values)
     model.tie()
     model.reset_buffers()
+    for name, parameter in model.named_parameters():
+        if not is_deferred(parameter):
+            values.fill(name, parameter)
     if pretrained:
-        load_hf_weights(model, source)
-    else:
-        init_weights(model, model.config.initializer_range, seed)
+        for name, buffer in model.named_buffers():
+            values.fill(name, buffer)
     return model
+
+
+def _defer_matrices(name: str, module: nn.Module, values: InitialValues) -> None:
+    """Leave the matrices that `module` holds itself to be made from `values`."""
+
+    def make(own: str, shape: torch.Size, like: dict) -> torch.Tensor:
+        value = torch.empty(shape, **like)
+        values.fill(f"{name}.{own}", value)
+        return value
+
+    for own, p in module.named_parameters(recurse=False):
+        if p.ndim > 1:
+            defer(p, functools.partial(make, own, p.shape, {"dtype": p.dtype, "device": p.device}))
 
 
 def empty_model(
@@ -73,31 +97,3 @@ def empty_model(
     divided = None if experts is None else ExpertParallel(config, experts)
     with torch.device("meta"):
         return Decoder(config, parallel, divided)
-
-
-@torch.no_grad()
-def init_weights(model: nn.Module, std: float, seed: int) -> None:
-    """Initialize matrices from normal(0, std) as transformers does, biases to 0 and norms to 1.
-
-    Every parameter has its own generator, on its device, seeded by (seed, name), so its values do not depend on the
-    other parameters. They are drawn in fp32, so a bf16 model is the rounded fp32 model. A rank that holds a part of a
-    parameter draws all of it, and keeps its part.
-    """
-    split_of = model.split if isinstance(model, Decoder) else lambda name: None
-    for name, parameter in model.named_parameters():
-        if parameter.ndim < 2:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-            continue
-        generator = named_generator(seed, name, parameter.device)
-        if split := split_of(name):
-            whole = torch.empty(split.whole_shape(parameter.shape), dtype=torch.float32, device=parameter.device)
-            parameter.copy_(split.take(whole.normal_(0.0, std, generator=generator)))
-            continue
-        # No name holds the fp32 copy: it is freed before the next one is allocated.
-        parameter.copy_(torch.empty_like(parameter, dtype=torch.float32).normal_(0.0, std, generator=generator))
-
-
-def named_generator(seed: int, name: str, device: torch.device) -> torch.Generator:
-    """A generator on `device`, seeded by a hash of (seed, name)."""
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8]) >> 1)

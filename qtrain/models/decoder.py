@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from qtrain.distributed.full_shard import Unit
 from qtrain.distributed.split import Split
 from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.kernels.cross_entropy import IGNORED
@@ -70,6 +71,16 @@ def outputs(of_layer: Tensor | Routed) -> tuple[Tensor, ...]:
     return of_layer if isinstance(of_layer, tuple) else (of_layer,)
 
 
+class Output(nn.Module):
+    """The end of a decoder, a module of its own so that full sharding can gather the head while it runs."""
+
+    def forward(
+        self, x: Tensor, head: nn.Module, labels: Tensor | None = None, chunks: int = 0, z_loss: float = 0.0
+    ) -> Tensor | LossSums:
+        """Logits of the stream x that leaves the last norm; with labels [T] the loss of x [T, C]."""
+        return head(x) if labels is None else linear_cross_entropy(x, head, labels, chunks, z_loss)
+
+
 class Decoder(nn.Module):
     """A causal language model.
 
@@ -100,8 +111,20 @@ class Decoder(nn.Module):
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, local.vocab_size, bias=False)
+        self.output = Output()
         self.expert_load = ExpertLoad(len(routed), config.mixture.experts) if routed else None
         self.tie()
+
+    def units(self) -> list[Unit]:
+        """What full sharding gathers at once, in the order in which it runs. A tied embedding stays in full: both ends
+        read it."""
+        units = [Unit(layer, layer) for layer in self.layers]
+        if self.config.tie_word_embeddings:
+            return units
+        # The loss of a plain head computes its gradients in the forward pass; an embedding's need only the ids.
+        head_again = type(self.lm_head) is not nn.Linear
+        embedding = Unit(self.embed_tokens, self.embed_tokens, backward_reads=False)
+        return [embedding, *units, Unit(self.output, self.lm_head, backward_reads=head_again)]
 
     def split(self, name: str) -> Split | None:
         """Which part of the parameter `name` this rank holds; None: all of it."""
@@ -178,7 +201,7 @@ class Decoder(nn.Module):
             x = self.tensor.enter(x, tokens).flatten(0, 1)
             labels = labels.flatten()
             return parallel_cross_entropy(x, self.lm_head, labels, self.tensor, self.loss_chunks, self.z_loss)
-        return linear_cross_entropy(x.flatten(0, 1), self.lm_head, labels.flatten(), self.loss_chunks, self.z_loss)
+        return LossSums(*self.output(x.flatten(0, 1), self.lm_head, labels.flatten(), self.loss_chunks, self.z_loss))
 
     def _with_routers(self, sums: LossSums, routed: list[list[Tensor]], labels: Tensor) -> LossSums:
         """Count the routes, and add the routers' losses to the loss, as means over its trained tokens."""
@@ -200,4 +223,4 @@ class Decoder(nn.Module):
 
     def logits(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
         """Logits over the whole vocabulary of the stream that leaves the last norm."""
-        return self.lm_head(x) if self.tensor is None else self.tensor.logits(self.lm_head, x, tokens)
+        return self.output(x, self.lm_head) if self.tensor is None else self.tensor.logits(self.lm_head, x, tokens)

@@ -17,11 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.checks import check_value, read_json
-from qtrain.distributed.split import Split
 from qtrain.errors import UserError
 from qtrain.hub import reaching_hub
-from qtrain.models.config import ModelConfig
-from qtrain.models.hf_layout import TensorSlice, is_ignored, layout
+from qtrain.models.hf_layout import TensorSlice, layout
 from qtrain.models.source import FIX, ModelSource
 from qtrain.models.writing import writing_export
 from qtrain.quant.export import exported_tensors
@@ -38,75 +36,6 @@ class Tokenizer(Protocol):
     eos_id: int | None
 
     def save_hf(self, folder: Path) -> None: ...
-
-
-@torch.no_grad()
-def load_hf_weights(model: nn.Module, source: ModelSource) -> None:
-    """Fill a native decoder from its source's safetensors, tensor by tensor, converted to the parameters' dtype.
-
-    Raises UserError naming tensors that are missing, that the architecture does not have, or that have another shape.
-    """
-    folder = weights_folder(source)
-    where = f"--pretrained ({source.name})"
-    files = files_of_tensors(folder, where)
-    config: ModelConfig = model.config
-    slices = {entry.hf_name: entry for entry in layout(config)}
-    extra = {name for name in files.keys() - slices.keys() if not is_ignored(name, config)}
-    tied_head = config.tie_word_embeddings and "lm_head.weight" in extra  # some files store the tied matrix twice
-    if tied_head:
-        extra.remove("lm_head.weight")
-        slices["lm_head.weight"] = TensorSlice("lm_head.weight", "lm_head.weight")
-    refuse_tensors(where, "lacks the tensors", slices.keys() - files.keys())
-    refuse_tensors(where, "has tensors that this architecture does not", extra)
-
-    parameters = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-    splits = {name: model.split(name) for name in parameters}
-    device = str(parameters["embed_tokens.weight"].device)
-    by_file: dict[Path, list[TensorSlice]] = {}
-    for name, entry in slices.items():
-        by_file.setdefault(files[name], []).append(entry)
-    wrong = []
-    for file, members in sorted(by_file.items()):
-        with opened_tensors(file, where, device) as opened:
-            refuse_tensors(
-                where, f"lacks in {file.name} the tensors", {e.hf_name for e in members} - set(opened.keys())
-            )
-            for entry in members:
-                target, split = parameters[entry.name], splits[entry.name]
-                stored = opened.get_slice(entry.hf_name)
-                shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
-                expected = entry.shape(split.whole_shape(target.shape) if split else target.shape)
-                if shape != expected:
-                    wrong.append(f"{entry.hf_name} {list(shape)} (expected {list(expected)})")
-                elif "F" not in dtype:  # F32, BF16, F8_E4M3, ...; whole numbers are codes of another format
-                    raise UserError(f"{where}: {entry.hf_name} is stored as {dtype}; only floating-point weights load.")
-                elif entry.hf_name != "lm_head.weight" or not tied_head:
-                    _fill(target, opened.get_tensor(entry.hf_name), entry, split)
-    refuse_tensors(where, "has tensors of another shape than its config says", wrong)
-    if tied_head:
-        with opened_tensors(files["lm_head.weight"], where, device) as opened:
-            head = opened.get_tensor("lm_head.weight").to(model.lm_head.weight.dtype)
-        if split := splits["lm_head.weight"]:
-            head = split.take(head)
-        if not torch.equal(head, model.lm_head.weight):
-            raise UserError(
-                f"{where}: lm_head.weight differs from the embedding, but the config says tie_word_embeddings. "
-                "Set tie_word_embeddings to false in its config.json."
-            )
-
-
-def _fill(target: Tensor, stored: Tensor, entry: TensorSlice, split: Split | None) -> None:
-    """Write a checkpoint's tensor into a parameter, or what of it a tensor rank holds."""
-    if split is None:
-        entry.of(target).copy_(stored)
-        return
-    for start, at, length in split.pieces():
-        if split.dim == 0:  # the rows of this piece that the entry has
-            low, high = max(start, entry.start), min(start + length, entry.start + stored.shape[0])
-            if low < high:
-                target[at + low - start : at + high - start].copy_(stored[low - entry.start : high - entry.start])
-        else:
-            target.narrow(split.dim, at, length).copy_(stored.narrow(split.dim, start, length))
 
 
 def weights_folder(source: ModelSource) -> Path:

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from qtrain.checks import Range
 from qtrain.errors import UserError, unknown_name
-from qtrain.models.build import named_generator
 from qtrain.models.decoder import Decoder
 from qtrain.models.hf_layout import Projection, layout
+from qtrain.models.initial_values import named_generator
 from qtrain.models.lora_experts import EXPERT_TARGETS, LoraExperts
 from qtrain.models.mixture import Experts
 from qtrain.quant.export import exported_weight

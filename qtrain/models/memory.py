@@ -6,7 +6,8 @@ What backward needs is in `saved_activations.py`.
 
 The peak is one of these moments (`MemoryEstimate.moments`):
 - build: all weights in the model's dtype, also those that are then stored in low bits, and the largest one in fp32, in
-  which random weights are drawn, or as loaded;
+  which random weights are drawn, or as loaded; with full sharding what lies outside of layers, the rank's masters, and
+  one matrix of a layer, from which a master is cut (`tensors/deferred.py`);
 - loss: the kept tensors of every layer, and the loss: final hidden states, their gradient, the head's gradient in fp32
   (4·V·C) and one chunk of logits;
 - backward: at its start (all kept tensors, and either the head's gradient in fp32 and again in the weight's dtype, or
@@ -20,10 +21,12 @@ layers are divided over GPUs too, they are those outside of layers, and no sums 
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from qtrain.models.config import ModelConfig
 from qtrain.models.cost import count_parameters, layer_linears, parameter_shapes
+from qtrain.models.full_shard_memory import full_shard_memory
 from qtrain.models.loss import chunk_rows
 from qtrain.models.saved_activations import LayerKind, LowBitBytes, layer_kinds, rows_per_token, saved_per_token
 from qtrain.models.trained_cost import TrainedPart
@@ -76,15 +79,17 @@ class MemoryEstimate:
     """Final hidden states and their gradient, the head's gradient in fp32, a chunk of logits."""
     backward: int
     """The largest temporaries: of the head's gradient, or of one layer's backward beside it."""
+    at_end: int
+    """The same at the end of the backward pass."""
     workspace: int
     held: int
     """Gradients of earlier micro-batches, which exist during the forward pass."""
     one_layer: int
     """One layer's share of `activations`."""
-    plain_weights: int
-    """All weights in the model's dtype, before any is stored in low bits."""
-    initialization: int
-    """The largest weight in fp32, as it is drawn, or as it is loaded."""
+    build: Mapping[str, int]
+    """While the model is built: the weights that are there, and what the one that gets its value takes besides."""
+    at_step: int
+    """Gradients from which the optimizer's step updates."""
     step: int
     """Temporaries of the optimizer's step."""
     in_backward: bool
@@ -97,12 +102,12 @@ class MemoryEstimate:
         moments = {
             "loss": (self.held, self.activations, self.loss),
             "backward's start": (self.held, self.activations, self.backward),
-            "backward's end": (self.gradients, self.one_layer, self.backward),
-            "optimizer": (self.gradients, self.activations if self.in_backward else 0, self.step),
+            "backward's end": (self.gradients, self.one_layer, self.at_end),
+            "optimizer": (self.at_step, self.activations if self.in_backward else 0, self.step),
         }
         kinds = ("gradients", "activations", "temporaries")
         return {
-            "build": {"weights": self.plain_weights, "initialization": self.initialization},
+            "build": self.build,
             **{name: {**resident, **dict(zip(kinds, sizes, strict=True))} for name, sizes in moments.items()},
         }
 
@@ -153,41 +158,55 @@ def estimate_memory(
     saved = {kind: kept(kind, step.checkpointing) for kind in kinds}
     recomputed = max(kept(kind, "none") - saved[kind] for kind in kinds)
     parameters, gradients = count_parameters(config).total, trained.bytes
+    build = {"weights": parameters * step.element, "initialization": _initialization_bytes(config, step, pretrained)}
     if step.in_backward:
         gradients = min(gradients, step.element * _largest_partition(config))
-    of_masters = gradients * share.gradients
-    held = gradients if step.accumulates else 0
+    at_step, held, of_masters = gradients, gradients if step.accumulates else 0, gradients * share.gradients
     weights = _weight_bytes(config, step.element, low_bit, trained)
     weights += _master_bytes(config, step.element, low_bit, trained, share.masters, whole_matrices)
+    loss, at_end = _loss_bytes(config, step, low_bit, trained), None
+    in_layer, in_head = _backward_bytes(config, step, low_bit, trained, recomputed)
+    of_head = step.element * _head_elements(config, trained)
     if reshards:
-        weights += _resharded_bytes(config, step.element, low_bit, share.states, whole_matrices)
-        sums = 0 if step.in_backward else round(4 * (trained.bytes // step.element) * share.states)
-        layer = step.element * _largest_layer(config)
-        held = sums if step.accumulates else 0
-        # In full those outside of layers; of two layers, one of which is sent, and both of its messages.
-        gradients = sums + trained.bytes - (config.num_hidden_layers - 4) * layer
+        full = full_shard_memory(
+            config,
+            step.element,
+            low_bit,
+            trained,
+            share.states,
+            weights,
+            largest_layer=_largest_layer(config),
+            whole_matrices=whole_matrices,
+            pretrained=pretrained,
+        )
+        sums = 0 if step.in_backward else full.sums
+        weights, build, at_step, held = full.weights, full.build, sums, sums if step.accumulates else 0
+        gradients, loss, of_head = sums + full.last, loss + full.at_loss, of_head + full.head_message
+        at_end = in_layer
+    backward = max(in_layer + of_head, in_head)
     return MemoryEstimate(
         weights=weights,
         gradients=gradients,
         optimizer=round(parameters * optimizer_bytes * share.states),
         activations=round(step.tokens * sum(kind.count * saved[kind] for kind in kinds)),
-        loss=round(_loss_bytes(config, step, low_bit, trained)),
-        backward=round(_backward_bytes(config, step, low_bit, trained, recomputed)),
+        loss=round(loss),
+        backward=round(backward),
+        at_end=round(backward if at_end is None else at_end),
         workspace=CUDA_WORKSPACE,
         held=held,
         one_layer=round(step.tokens * max(saved.values())),
-        plain_weights=parameters * step.element,
-        initialization=_initialization_bytes(config, step.element, pretrained),
+        build=build,
+        at_step=at_step,
         step=round(step_bytes * share.states + of_masters),
         in_backward=step.in_backward,
     )
 
 
-def _initialization_bytes(config: ModelConfig, element: int, pretrained: bool) -> int:
+def _initialization_bytes(config: ModelConfig, step: StepShape, pretrained: bool) -> int:
     """Of the largest tensor that is drawn, or loaded: each expert's by itself."""
     embedding = config.vocab_size * config.hidden_size
     if pretrained:
-        return embedding * element
+        return embedding * step.element
     return 4 * max(embedding, *(n.weights for n in layer_linears(config).values()))
 
 
@@ -208,29 +227,14 @@ def _master_bytes(
     master on one rank."""
     if share == 1:
         return 0
-    if trained.adapters:
-        return round(trained.bytes * share)
     linears = [(n.layers * n.weights, low_bit.layer[name]) for name, n in layer_linears(config).items()]
     if low_bit.head is not None and not config.tie_word_embeddings:
         linears.append((config.vocab_size * config.hidden_size, low_bit.head))
     gone = sum(size * linear.weight for size, linear in linears if linear.codes_only)
+    if trained.adapters:
+        return round(trained.bytes * share - gone)
     own = [size for size, linear in linears if linear.weight != element or (whole_matrices and not linear.codes_only)]
     return round((trained.bytes - sum(own) * element) * share - gone)
-
-
-def _resharded_bytes(
-    config: ModelConfig, element: int, low_bit: LowBitBytes, share: float, whole_matrices: bool
-) -> int:
-    """Bytes by which the weights change where only two layers are gathered, the one that runs and the next one. Each
-    rank keeps its shard of the codes that travel, and its own copy of masters that were the model's weights."""
-    change = 0.0
-    for name, of_layers in layer_linears(config).items():
-        linear = low_bit.layer[name]
-        gathered = linear.codes + (0 if linear.codes_only else linear.weight)
-        own = linear.weight != element or (whole_matrices and not linear.codes_only)
-        kept = (linear.wire + (linear.weight if own else 0)) * share
-        change += of_layers.weights * (of_layers.layers * kept - max(of_layers.layers - 2, 0) * gathered)
-    return round(change)
 
 
 def _head_elements(config: ModelConfig, trained: TrainedPart) -> int:
@@ -251,8 +255,9 @@ def _loss_bytes(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trai
 
 def _backward_bytes(
     config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart, recomputed: float
-) -> float:
-    """recomputed: bytes per token of the layer's own tensors that backward computes again."""
+) -> tuple[float, float]:
+    """Of a layer, without the head's gradient, and of the head. recomputed: bytes per token of the layer's own tensors
+    that backward computes again."""
     c, inner, q = config.hidden_size, config.intermediate_size, config.q_size
     element, tokens, head = step.element, step.tokens, _head_elements(config, trained)
     # The gradient of the residual comes in and goes out. Between them, beyond what the layer kept: the gradients of
@@ -271,13 +276,13 @@ def _backward_bytes(
     in_attention = q * (4 + 2 * element) + of_inputs * element
     if not rows:
         in_attention -= (3 * inner + c) * element
-    in_layer = tokens * (2 * c * element + max(in_mlp, in_attention) + recomputed) + head * element
+    in_layer = tokens * (2 * c * element + max(in_mlp, in_attention) + recomputed)
     dequantized = [name for name, linear in low_bit.layer.items() if linear.dequantized]
     in_layer += max(
         (n.weights * element for name, n in layer_linears(config).items() if name in dequantized), default=0
     )
     in_head = tokens * c * (2 * element + 4) + head * ((4 if low_bit.head is None else element) + element)
-    return max(in_layer, in_head)
+    return in_layer, in_head
 
 
 def _largest_partition(config: ModelConfig) -> int:

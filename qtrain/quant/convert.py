@@ -15,6 +15,7 @@ from qtrain.quant.delayed_scaling import AmaxHistory
 from qtrain.quant.grouped_linear import GroupedLinear, groups_of
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.scheme import SCHEMES, LowBitScheme, Scheme
+from qtrain.tensors.deferred import defer, initial_value, is_deferred, with_zeros
 from qtrain.tensors.stored_weight import StoredWeight
 
 SIBLINGS = (
@@ -176,7 +177,8 @@ def quantize_linears(
             for name in names:
                 model.set_submodule(name, swapped)
             quantized.linears.append(swapped)
-            if not keep_codes and swapped.weight.requires_grad and swapped.scheme.stored_format is None:
+            computed = swapped.scheme.stored_format is None and swapped.weight.requires_grad
+            if is_deferred(swapped.weight) or (computed and not keep_codes):
                 swapped.low_bit_weight.free()
     delayed = [linear for linear in quantized.linears if linear.scheme.amax_history]
     if delayed:
@@ -191,11 +193,17 @@ def _key_group(name: str) -> tuple[str, int | str]:
 
 
 def _swap(linear: nn.Linear, scheme: Scheme, key: Tensor, tensor: TensorGroup | None) -> LowBitLinear:
+    """A deferred weight stays deferred: its codes are those of zeros, until it has a value."""
     assert isinstance(scheme, LowBitScheme)
-    if scheme.stored_format is not None:
-        stored = StoredWeight.from_value(linear.weight, scheme.stored_format)
-        linear.weight = nn.Parameter(stored, linear.weight.requires_grad)
-    return LowBitLinear(linear, scheme, key, tensor).train(linear.training)
+    plain = linear.weight
+    with with_zeros(plain):
+        if scheme.stored_format is not None:
+            stored = StoredWeight.from_value(plain, scheme.stored_format)
+            linear.weight = nn.Parameter(stored, plain.requires_grad)
+        swapped = LowBitLinear(linear, scheme, key, tensor).train(linear.training)
+    if is_deferred(plain) and linear.weight is not plain:
+        defer(linear.weight, lambda: StoredWeight.from_value(initial_value(plain), scheme.stored_format))
+    return swapped
 
 
 def _refusal(linear: nn.Linear, scheme: Scheme, shared: bool, device: torch.device) -> str | None:

@@ -26,7 +26,9 @@ from qtrain.train.state.run import Run
 log = logging.getLogger("qtrain")
 
 WARM_UP = 3
-"""Ordinary runs before a graph is captured: compiling, autotuning and lazy initialization must not be part of it."""
+"""Ordinary runs before a graph is captured: compiling, autotuning and lazy initialization must not be part of it. None
+is captured in the first step, whose micro-batches may be more: the optimizer's states come after them, and the peak of
+allocated memory, which replays do not change, would leave them out."""
 
 
 def step_graphs(run: Run, forward: Forward, *, recordable: bool = True) -> "StepGraphs | None":
@@ -80,7 +82,7 @@ class StepGraphs:
         self._micro_steps: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by `accumulate`
         self._refresh: torch.cuda.CUDAGraph | None = None
         self._runs: dict[object, int] = {}
-        self._refused = False
+        self._refused = self._updated = False
 
     def micro_step(self, batch: TensorBatch, trained: Tensor, accumulate: bool) -> Tensor:
         """`forward_backward`, replayed where possible. accumulate: add to the gradients of this step's earlier ones."""
@@ -120,6 +122,7 @@ class StepGraphs:
 
     def refresh(self) -> None:
         """`requantize`, replayed where possible."""
+        self._updated = True
         if self._refused or not self._quantized.changes or not self._warm("refresh"):
             self._requantize()
             return
@@ -142,7 +145,7 @@ class StepGraphs:
 
     def _warm(self, kind: object) -> bool:
         self._runs[kind] = self._runs.get(kind, 0) + 1
-        return self._runs[kind] > WARM_UP
+        return self._runs[kind] > WARM_UP and self._updated
 
     def _record(self, run: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object] | None:
         """Capture what `run` launches, without running it. None where that fails; it is not tried again then."""

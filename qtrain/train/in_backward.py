@@ -8,8 +8,8 @@ step, bit for bit.
 
 On several processes a partition's gradients are first reduced over the ranks; then each rank updates its masters. All
 ranks do so in one order of the partitions, whatever the order in which gradients arrive on each: a partition waits for
-those before it, and those that a rank's backward pass leaves incomplete are reduced after it. With full sharding a
-block is updated where its gradients are reduced, behind its backward pass, and all else after the last block. What
+those before it, and those that a rank's backward pass leaves incomplete are reduced after it. With full sharding what
+is gathered at once is updated where its gradients are reduced, behind its backward pass, and all else at the end. What
 ranks gather of the updated masters is gathered after the step, so backward reads the weights of before.
 
 What is traded: weights change before the whole gradient is known. So the gradient can be neither clipped nor
@@ -56,8 +56,8 @@ def check_in_backward(settings: TrainSettings, geometry: BatchGeometry, optimize
 
 
 def model_partitions(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """The trained parameters that are updated together, by the name of their module: those of each repeated block, in
-    their order, also where none of it trains, and of the remaining modules each one's own."""
+    """The trained parameters that are updated together, by the name of their module: those of each repeated block, and
+    of the remaining modules each one's own."""
     blocks = {id(block) for block in repeated_blocks(model) or getattr(model, "layers", ())}
     names = {module: name for name, module in model.named_modules() if id(module) in blocks}
     partitions: dict[str, list[nn.Parameter]] = {}
@@ -68,7 +68,7 @@ def model_partitions(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     for name, p in model.named_parameters():
         if p.requires_grad and id(p) not in assigned:
             partitions.setdefault(name.rpartition(".")[0], []).append(p)
-    return partitions
+    return {name: parameters for name, parameters in partitions.items() if parameters}
 
 
 class OptimizerInBackward:
@@ -80,15 +80,15 @@ class OptimizerInBackward:
         self._names, self._members = list(parallel.partitions), list(parallel.partitions.values())
         optimizer.partition([[sharded.master for sharded in members] for members in self._members])
         place = {sharded.name: place for place, sharded in enumerate(parallel.parameters)}
-        trained = [index for index, members in enumerate(self._members) if members]
         # As the backward pass completes them if modules run as they are defined; from the second step on, as it did.
-        self._order = sorted(trained, key=lambda index: -min(place[s.name] for s in self._members[index]))
+        first = [min(place[sharded.name] for sharded in members) for members in self._members]
+        self._order = sorted(range(len(first)), key=lambda index: -first[index])
         self._order_is_known = False
         self._missing: list[int] = []  # by partition: gradients that backward has not produced yet
         self._completed: list[int] = []  # partitions, in the order in which backward did
         self._squares: dict[int, Tensor] = {}  # by partition, in the order of the updates: of this rank's gradients
         if parallel.reshards:
-            parallel.after_block = self._update
+            parallel.after_unit = self._after_unit
             return
         for index, members in enumerate(self._members):
             for sharded in members:
@@ -121,6 +121,11 @@ class OptimizerInBackward:
             return None
         index, norm = min(found, key=lambda pair: [*self._squares].index(pair[0]))
         return f"the gradient of {self._names[index]} (norm {norm})"
+
+    def _after_unit(self, unit: int) -> None:
+        index = self._parallel.partition_of_unit[unit]
+        if index is not None:
+            self._update(index)
 
     def _on_gradient(self, index: int, _: Tensor) -> None:
         assert self._missing[index], f"a second gradient of {self._names[index]} in one step"

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from qtrain.distributed.full_shard import FullShard, ShardedBlock
+from qtrain.distributed.full_shard import FullShard, ShardedBlock, Unit
 from qtrain.distributed.mesh import Mesh
-from qtrain.distributed.shards import Sharded, plain_tensors
+from qtrain.distributed.shards import Sharded
 from qtrain.distributed.weights import GatheredMaster, gather_weights
 from qtrain.quant import LowBitLinear, QuantizedModel
 from qtrain.quant.convert import shared_weights
 from qtrain.quant.sharded_codes import ShardedCodes, update_codes
+from qtrain.tensors.deferred import plain_tensors
 from qtrain.tensors.stored_weight import StoredWeight
 
 
@@ -25,8 +26,8 @@ class ModelWeights:
     """The weights of `model`, whose trained parameters have their masters in `parameters`, and the frozen matrices of
     `blocks` in `frozen`.
 
-    keep_full_weights: also of linears that read codes only. blocks: those whose weights exist in full only while they
-    run, in this order; reduce(i): what is done with the gradients of block i."""
+    keep_full_weights: also of linears that read codes only. units: those whose weights exist in full only while they
+    run, in this order; reduce(i): what is done with the gradients of unit i."""
 
     def __init__(
         self,
@@ -37,7 +38,7 @@ class ModelWeights:
         *,
         frozen: Sequence[Sharded] = (),
         keep_full_weights: bool = False,
-        blocks: Sequence[nn.Module] = (),
+        units: Sequence[Unit] = (),
         reduce: Callable[[int], None] = lambda index: None,
     ):
         self._quantized, self._mesh = quantized, mesh
@@ -50,10 +51,10 @@ class ModelWeights:
         """The blocks; None without full sharding."""
         if mesh.shard > 1 and not keep_full_weights:
             self._drop_full_weights()
-        if blocks:
+        if units:
             shared = shared_weights(model)
             self._weight_keys, self._first_keys = quantized.keys.clone(), quantized.keys.clone()
-            sharded = [self._sharded_block(block, shared) for block in blocks]
+            sharded = [self._sharded_block(unit, shared) for unit in units]
             update_codes([weight for weight in self._codes if weight.keeps])
             self.full_shard = FullShard(sharded, next(model.parameters()).device, reduce)
 
@@ -66,9 +67,9 @@ class ModelWeights:
                 if linear.scheme.wire_format():
                     self._codes.append(ShardedCodes(sharded, linear))
 
-    def _sharded_block(self, block: nn.Module, shared: set[int]) -> ShardedBlock:
-        """A block with its matrices. shared: ids of parameters that other modules hold too, which stay in full."""
-        ids = {id(p) for p in block.parameters() if p.ndim > 1} - shared
+    def _sharded_block(self, unit: Unit, shared: set[int]) -> ShardedBlock:
+        """A unit with its matrices. shared: ids of parameters that other modules hold too, which stay in full."""
+        ids = {id(p) for p in unit.holder.parameters() if p.ndim > 1} - shared
         own = [s for s in self._parameters + self._frozen if id(s.parameter) in ids]
         codes = {id(weight.sharded.parameter): weight for weight in self._codes if id(weight.sharded.parameter) in ids}
         tensors = []
@@ -81,12 +82,17 @@ class ModelWeights:
                 linear.gathered = True
                 # Gathered in any micro-batch, a weight is rounded with the random bits of its last update.
                 keys = self._weight_keys if sharded.parameter.requires_grad else self._first_keys
-                linear.weight_key = keys[int(linear.key[2])]
+                linear.weight_key = keys[linear.key.storage_offset() // 3]
         for weight in codes.values():
             weight.keeps = True
         masters = [GatheredMaster(s, self._receive) for s in own if id(s.parameter) not in codes]
         self._in_blocks |= {id(s.parameter) for s in own}
-        return ShardedBlock(block, tensors, functools.partial(self._gather_block, [*codes.values()], masters))
+        return ShardedBlock(unit, tensors, functools.partial(self._gather_block, [*codes.values()], masters))
+
+    @property
+    def kept_codes(self) -> list[Tensor]:
+        """This rank's codes that are gathered when blocks run."""
+        return [tensor for weight in self._codes if weight.keeps for tensor in weight.own()]
 
     def _gather_block(self, codes: Sequence[ShardedCodes], masters: Sequence[GatheredMaster]) -> None:
         gather_weights(codes, "codes")

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from qtrain.distributed.full_shard import Unit
 from qtrain.distributed.gradient_wire import GradientWire
 from qtrain.distributed.gradients import GradientReduction
 from qtrain.distributed.mesh import Mesh
@@ -33,9 +34,9 @@ class DataParallel:
     """The trained parameters of `model` on the mesh. deterministic: add in the order of the micro-batches.
 
     needs_whole: whether the optimizer needs all elements of a parameter on one rank. keep_full_weights: also of linears
-    that read codes only. wire: how gradients are encoded between ranks, rounded with `seed`; None: as they are. blocks:
+    that read codes only. wire: how gradients are encoded between ranks, rounded with `seed`; None: as they are. units:
     in the order in which they run, those whose weights and gradients exist in full only while they do. partitions: with
-    the optimizer in the backward pass, the parameters that are updated together, those of each block first."""
+    the optimizer in the backward pass, the parameters that are updated together; those of a unit are one."""
 
     def __init__(
         self,
@@ -48,39 +49,41 @@ class DataParallel:
         keep_full_weights: bool = False,
         wire: GradientWire | None = None,
         seed: int = 0,
-        blocks: Sequence[nn.Module] = (),
+        units: Sequence[Unit] = (),
         partitions: Mapping[str, Sequence[nn.Parameter]] | None = None,
     ):
         self.mesh = mesh
-        self.adds_locally = not (deterministic or blocks)
+        self.adds_locally = not (deterministic or units)
         """Whether a micro-batch's gradients are added to those of the former one in the parameters' `.grad`."""
         self._first_micro_step, self._micro_batches, self._index = 0, 1, 0
         self._quantized = quantized
         self._sum_of_squares = SumOfSquares()
         self._device = next(model.parameters()).device
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        in_blocks = {id(p) for block in blocks for p in block.parameters()}
+        in_units = {id(p) for unit in units for p in unit.holder.parameters()}
         split = {name for name, _ in trained if mesh.of_experts is not None and model.split(name)}
         self.parameters = shard_parameters(
             [(name, p) for name, p in trained if name not in split],
             mesh,
             needs_whole,
-            freed=lambda p: id(p) in in_blocks,
+            freed=lambda p: id(p) in in_units,
         )
         if split:
             named = [(name, p) for name, p in trained if name in split]
             self.parameters += shard_experts(model, named, mesh, needs_whole, in_order=deterministic)
-        self.frozen = shard_frozen(_frozen_matrices(model, blocks), mesh) if blocks else []
-        """Weights of fully sharded blocks that do not train."""
+        self.frozen = shard_frozen(_frozen_matrices(model, units), mesh) if units else []
+        """Weights of fully sharded units that do not train."""
         self.masters = {id(s.parameter): s.master for s in [*self.parameters, *self.frozen]}
         of_parameter = {id(s.parameter): s for s in self.parameters}
         self.partitions = {n: [of_parameter[id(p)] for p in members] for n, members in (partitions or {}).items()}
         """The parameters that are updated within the backward pass, by the name of their module."""
+        self.partition_of_unit = _indices_of(self.partitions.values(), units)
+        """The index of each unit's partition; None where it has none."""
         self._reduction = None
         self._parts = TensorParts(model, self.parameters, mesh) if mesh.tensor > 1 else None
         self.divided_state = DividedState(model, mesh.part_group) if mesh.part_group is not None else None
         if mesh.data_world > 1 or deterministic:
-            groups = [*self.partitions.values()] or _by_block(self.parameters, blocks)
+            groups = [*self.partitions.values()] or _by_unit(self.parameters, units)
             self._reduction = GradientReduction(
                 groups,
                 every_micro_batch=not (self.adds_locally or self.partitions),
@@ -88,8 +91,8 @@ class DataParallel:
                 wire=wire,
                 seed=seed,
             )
-        self.after_block: Callable[[int], None] = self.reduce_group
-        """What is done with the gradients of a fully sharded block as soon as its backward pass is over."""
+        self.after_unit: Callable[[int], None] = self.reduce_group
+        """What is done with the gradients of a fully sharded unit as soon as its backward pass is over."""
         self._weights = ModelWeights(
             model,
             quantized,
@@ -97,8 +100,8 @@ class DataParallel:
             mesh,
             frozen=self.frozen,
             keep_full_weights=keep_full_weights,
-            blocks=blocks,
-            reduce=lambda block: self.after_block(block),
+            units=units,
+            reduce=lambda unit: self.after_unit(unit),
         )
         self._full_shard = self._weights.full_shard
 
@@ -145,7 +148,7 @@ class DataParallel:
             self._full_shard.free()
 
     def reduce_group(self, index: int) -> None:
-        """Reduce the gradients of this micro-batch of one block, or of one partition, whose masters get the sums."""
+        """Reduce the gradients of this micro-batch of one unit, or of one partition, whose masters get the sums."""
         if self._reduction is not None:
             self._reduction.add_group(index, self._micro_step(self._index))
 
@@ -226,10 +229,15 @@ class DataParallel:
         """Copy the masters' values into the model."""
         self._weights.gather()
 
-    def gather_blocks(self) -> None:
-        """Gather the weights of all fully sharded blocks at once, to be read."""
+    def gather_units(self, indices: Iterable[int] | None = None) -> None:
+        """Gather the weights of these fully sharded units at once, None: of all, to be read."""
         if self._full_shard is not None:
-            self._full_shard.gather()
+            self._full_shard.gather(indices)
+
+    @property
+    def kept_codes(self) -> list[Tensor]:
+        """This rank's codes of fully sharded blocks, which are gathered when those run."""
+        return self._weights.kept_codes
 
     def restore_full_weights(self) -> None:
         """For an export, after which the model does not train any more."""
@@ -241,17 +249,24 @@ def gradients_of(parameters: Iterable[Sharded]) -> list[Tensor]:
     return [s.master.grad for s in parameters if s.master.grad is not None]
 
 
-def _frozen_matrices(model: nn.Module, blocks: Iterable[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """Those of `blocks`, without what other modules hold too."""
+def _frozen_matrices(model: nn.Module, units: Iterable[Unit]) -> list[tuple[str, nn.Parameter]]:
+    """Those of `units`, without what other modules hold too."""
     elsewhere = shared_weights(model)
-    in_blocks = {id(p) for block in blocks for p in block.parameters() if p.ndim > 1} - elsewhere
-    return [(name, p) for name, p in model.named_parameters() if id(p) in in_blocks and not p.requires_grad]
+    in_units = {id(p) for unit in units for p in unit.holder.parameters() if p.ndim > 1} - elsewhere
+    return [(name, p) for name, p in model.named_parameters() if id(p) in in_units and not p.requires_grad]
 
 
-def _by_block(parameters: Sequence[Sharded], blocks: Sequence[nn.Module]) -> list[list[Sharded]]:
-    """The parameters of each block, then all others."""
-    block_of = {id(p): index for index, block in enumerate(blocks) for p in block.parameters()}
-    groups: list[list[Sharded]] = [[] for _ in range(len(blocks) + 1)]
+def _indices_of(partitions: Iterable[Sequence[Sharded]], units: Sequence[Unit]) -> list[int | None]:
+    """Which of the partitions has the parameters of each unit."""
+    index_of = {id(s.parameter): index for index, members in enumerate(partitions) for s in members}
+    found = [{index_of.get(id(p)) for p in unit.holder.parameters()} - {None} for unit in units]
+    return [max(indices, default=None) for indices in found]
+
+
+def _by_unit(parameters: Sequence[Sharded], units: Sequence[Unit]) -> list[list[Sharded]]:
+    """The parameters of each unit, then all others."""
+    unit_of = {id(p): index for index, unit in enumerate(units) for p in unit.holder.parameters()}
+    groups: list[list[Sharded]] = [[] for _ in range(len(units) + 1)]
     for sharded in parameters:
-        groups[block_of.get(id(sharded.parameter), len(blocks))].append(sharded)
+        groups[unit_of.get(id(sharded.parameter), len(units))].append(sharded)
     return groups

@@ -25,7 +25,14 @@ def differences(settings: LanguageSettings, *ranks: int) -> list[str]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"dp_shard": 30, "optim": "adamw"}, {"dp_replicate": 4, "quantize": "bf16"}, {"quantize": "fp8_blockwise"}],
+    [
+        {},
+        {"dp_shard": 30, "optim": "adamw"},
+        {"dp_replicate": 4, "quantize": "bf16"},
+        {"quantize": "fp8_blockwise"},
+        {"reshard_after_forward": "always"},
+        {"reshard_after_forward": "always", "dp_replicate": 2, "quantize": "bf16"},
+    ],
     ids=str,
 )
 def test_ranks_of_a_world_hold_what_is_planned(tmp_path, options):

@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from qtrain.bench.mesh_equality import CONFIG, MIXTURE, differences, random_micro_batch, state_digests
+from qtrain.bench.mesh_equality import MIXTURE, UNTIED, differences, random_micro_batch, state_digests
 from qtrain.distributed import weights
 from qtrain.distributed.mesh import make_mesh
 from qtrain.distributed.ranks import rank
-from qtrain.distributed.shards import local_tensors, plain_tensors
+from qtrain.distributed.shards import local_tensors
 from qtrain.models import Lora, ModelSource, add_lora, build_model, merge_lora
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, base_scheme, quantize_linears
+from qtrain.tensors.deferred import plain_tensors
 from qtrain.train.language import language_forward
 from qtrain.train.parallel import DataParallel
 from qtrain.train.state.frozen_weights import fingerprint
@@ -39,12 +40,13 @@ def _train(case: str, mesh_shape: str, full_shard: bool, micro_batches: int) -> 
     weights.ALONE_BYTES = 1 << 14
     mesh, (lora, quantize, options) = make_mesh(*map(int, mesh_shape.split("x")), "cpu"), CASES[case]
     scheme = SCHEMES.make(quantize, options, "--quantize") if lora.base == "none" else base_scheme(lora.base, quantize)
-    config = MIXTURE if "experts" in case else CONFIG
-    model = build_model(ModelSource("small", dict(config), "--model"), device="cpu", dtype=torch.bfloat16, seed=1)
+    config = {**(MIXTURE if "experts" in case else UNTIED), "tie_word_embeddings": False}
+    source = ModelSource("small", config, "--model")
+    model = build_model(source, dtype=torch.bfloat16, seed=1, defer_layers=full_shard)
     quantized = quantize_linears(model, scheme, seed=0, head=model.lm_head)
     add_lora(model, lora, 5)
-    blocks = tuple(model.layers) if full_shard else ()
-    parallel = DataParallel(model, quantized, mesh, deterministic=True, blocks=blocks)
+    units = model.units() if full_shard else ()
+    parallel = DataParallel(model, quantized, mesh, deterministic=True, units=units)
     groups = parameter_groups(model, 0.1)
     for group in groups:
         group["params"] = [parallel.master(p) for p in group["params"]]
@@ -59,8 +61,7 @@ def _train(case: str, mesh_shape: str, full_shard: bool, micro_batches: int) -> 
         gradients = compute_gradients(model, forward, quantized, batches, step, parallel=parallel)
         apply_gradients(optimizer, quantized, gradients, lr=1e-2, clip_grad_norm=0.5, parallel=parallel)
         found.append((gradients.loss, gradients.norm_value))
-    of_layers = [p for name, p in model.named_parameters() if name.startswith("layers.") and p.ndim > 1]
-    frozen = [p for p in of_layers if not p.requires_grad]
+    frozen = [p for p in model.parameters() if p.ndim > 1 and not p.requires_grad]
     held = sum(t.untyped_storage().nbytes() for p in frozen for t in plain_tensors(p))
     held += sum(t.nbytes for p in frozen for t in local_tensors(parallel.master(p)) if full_shard)
     result = {"steps": found, "digests": state_digests(parallel, quantized, optimizer), "frozen": held}

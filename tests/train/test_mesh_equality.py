@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from qtrain.bench.mesh_equality import DTYPES, SCHEMES_COMPARED, differences, promised, train
+from qtrain.bench.mesh_equality import CONFIG, DTYPES, SCHEMES_COMPARED, UNTIED, differences, promised, train
 from qtrain.distributed import gradients, weights
 from qtrain.distributed.mesh import make_mesh
 from tests.cases import sampled
@@ -27,13 +27,21 @@ CASES = [(scheme, "adamw_8bit", "1x2") for scheme in SCHEMES_COMPARED] + [
 
 
 def _of_rank(
-    scheme: str, optimizer: str, mesh: str, micro_batches: int, deterministic: bool, full_shard: bool, dtype: str
+    scheme: str,
+    optimizer: str,
+    mesh: str,
+    micro_batches: int,
+    deterministic: bool,
+    full_shard: bool,
+    dtype: str,
+    tied: bool,
 ) -> dict[str, Any]:
     # Matrices of this model are sent alone, as large ones are; its vectors together.
     gradients.ALONE_BYTES = weights.ALONE_BYTES = 1 << 14
     made = make_mesh(*map(int, mesh.split("x")), "cpu")
-    cpu = torch.device("cpu")
-    return train(scheme, optimizer, made, cpu, STEPS, deterministic, micro_batches, full_shard, dtype=DTYPES[dtype])
+    device, config = torch.device("cpu"), CONFIG if tied else UNTIED
+    numbers = (STEPS, deterministic, micro_batches, full_shard, config, DTYPES[dtype])
+    return train(scheme, optimizer, made, device, *numbers)
 
 
 def _results(
@@ -44,16 +52,22 @@ def _results(
     deterministic: bool = True,
     full_shard: bool = False,
     dtype: str = "bf16",
+    tied: bool = True,
 ) -> list[dict[str, Any]]:
     world = math.prod(map(int, mesh.split("x")))
-    return run_ranks(world, _of_rank, scheme, optimizer, mesh, micro_batches, deterministic, full_shard, dtype)
+    return run_ranks(world, _of_rank, scheme, optimizer, mesh, micro_batches, deterministic, full_shard, dtype, tied)
 
 
 @functools.cache
 def _of_one(
-    scheme: str, optimizer: str, micro_batches: int, deterministic: bool = True, dtype: str = "bf16"
+    scheme: str,
+    optimizer: str,
+    micro_batches: int,
+    deterministic: bool = True,
+    dtype: str = "bf16",
+    tied: bool = True,
 ) -> dict[str, Any]:
-    return _results(scheme, optimizer, "1x1", micro_batches, deterministic, dtype=dtype)[0]
+    return _results(scheme, optimizer, "1x1", micro_batches, deterministic, dtype=dtype, tied=tied)[0]
 
 
 SWEPT = (

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from qtrain.checks import shown
+from qtrain.distributed.full_shard import Unit
 from qtrain.distributed.mesh import Mesh
 from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.errors import UserError
@@ -68,9 +69,14 @@ class Architecture(ABC):
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The repeated layers of `model`, in the order in which they run; empty if there are none."""
 
+    def units(self, model: nn.Module) -> list[Unit]:
+        """What full sharding gathers at once."""
+        return [Unit(block, block) for block in self.blocks(model)]
+
     @abstractmethod
     def build(self, checked: CheckedSettings) -> nn.Module:
-        """The model on the device, with weights. UserError for weights that are missing or do not fit."""
+        """The model on the device, with weights; those of layers deferred, where they will be divided and
+        `defers_layers`. UserError for weights that are missing or do not fit."""
 
     @abstractmethod
     def recompute(self, model: nn.Module, mode: str) -> None:
@@ -99,6 +105,11 @@ class Architecture(ABC):
     @property
     def reads_linears_only(self) -> bool:
         """Whether the model calls its linears and never reads their weights itself."""
+        return False
+
+    @property
+    def defers_layers(self) -> bool:
+        """Whether `build` can leave the values of the layers to be made one by one, where they are divided."""
         return False
 
     def notes(self, linears: Sequence[PlannedLinear]) -> list[str]:
@@ -157,6 +168,10 @@ class LanguageArchitecture(Architecture):
         return self.impl == "native"
 
     @property
+    def defers_layers(self) -> bool:
+        return self.impl == "native"
+
+    @property
     def vocab_size(self) -> int | None:
         size = self.source.config.get("vocab_size") if self.config is None else self.config.vocab_size
         return size if isinstance(size, int) else None
@@ -182,6 +197,9 @@ class LanguageArchitecture(Architecture):
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return list(model.layers)
 
+    def units(self, model: nn.Module) -> list[Unit]:
+        return model.units() if self.impl == "native" else super().units(model)
+
     def build(self, checked: CheckedSettings) -> nn.Module:
         settings = checked.settings
         model = build_model(
@@ -194,6 +212,7 @@ class LanguageArchitecture(Architecture):
             tensor=self.tensor,
             sequence=self.sequence,
             experts=self.experts,
+            defer_layers=self.defers_layers and checked.reshards,
         )
         model.loss_chunks, model.z_loss = settings.loss_chunks, settings.z_loss
         if self.config is not None and self.config.mixture is not None:

@@ -51,7 +51,7 @@ def assemble(prepared: Prepared, model: nn.Module, quantized: QuantizedModel, *,
         keep_full_weights=not architecture.reads_linears_only,
         wire=GRADIENT_WIRES[settings.gradient_wire],
         seed=settings.seed,
-        blocks=architecture.blocks(model) if prepared.reshards else (),
+        units=architecture.units(model) if prepared.reshards else (),
         partitions=model_partitions(model) if settings.optimizer_in_backward else None,
     )
     for group in groups:

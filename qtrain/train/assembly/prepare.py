@@ -29,6 +29,11 @@ DETERMINISTIC_EP = (
     "stochastically, on each process with bits of its own"
 )
 
+BUILT_IN_FULL = (
+    "note    full sharding: every process builds this model in full before it divides it; --model_impl native builds "
+    "layer by layer"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared(CheckedSettings):
@@ -68,6 +73,7 @@ def prepare(
         *([f"mesh    {checked.mesh.describe(checked.reshards)}"] if checked.mesh.world > 1 else []),
         *([DETERMINISTIC_TP] if checked.mesh.tensor > 1 and checked.settings.deterministic else []),
         *([DETERMINISTIC_EP] if checked.settings.deterministic and _rounds_experts(checked.mesh, linears) else []),
+        *([BUILT_IN_FULL] if checked.reshards and not architecture.defers_layers else []),
         *checked.notes,
         *auto_lines,
         "linears",

@@ -6,7 +6,7 @@ replicas then gather the sums of their shards. Ranks of a shard group gather the
 weights: codes where a scheme's codes may travel, else the values themselves (`quant/sharded_codes.py`).
 
 With full sharding (`distributed/full_shard.py`) layers are gathered before their forward and before their backward pass
-of every micro-batch, and gradients meet after each.
+of every micro-batch, an embedding and a head of their own before their forward pass, and gradients meet after each.
 
 With --tp ranks have parts of all layers, whose gradients and weights travel between those that hold the same parts, and
 inputs and outputs of every layer's two halves travel between the ranks that compute it together
@@ -79,18 +79,19 @@ class TensorTraffic:
 @dataclass(frozen=True)
 class Traffic:
     """Of a step of the whole model, with --tp of a rank's part. parameters: that train; matrices: that these make up;
-    element: bytes of each parameter and of its gradient; weights: bytes of all updated weights as they travel,
-    in_layers: of those that full sharding divides, frozen: of weights that it divides too and nothing updates;
-    micro_batches: of a rank; gradient_wire: see --gradient_wire;
-    deterministic: gradients are added in the order of the micro-batches; experts: with --ep, and all else is then
-    without them; tensor: with --tp."""
+    element: bytes of each parameter and of its gradient; weights: bytes of all updated weights as they travel, outside:
+    of those that full sharding does not divide; in_layers, at_ends: of all weights that it gathers, frozen ones too, of
+    layers, and of an embedding and a head; micro_batches: of a rank; gradient_wire: see --gradient_wire; deterministic:
+    gradients are added in the order of the micro-batches; experts: with --ep, and all else is then without them;
+    tensor: with --tp."""
 
     parameters: int
     matrices: int
     element: int
     weights: float
     in_layers: float = 0.0
-    frozen: float = 0.0
+    outside: float = 0.0
+    at_ends: float = 0.0
     micro_batches: int = 1
     gradient_wire: str = "exact"
     deterministic: bool = False
@@ -121,12 +122,12 @@ class Traffic:
         if not reshards:
             weights = cluster.all_gather(shard_group, self.weights, self._calls(self.weights))
             return {"gradients": gradients + sums, "weights": weights}
-        outside, in_layers = self.weights - self.in_layers, self.in_layers + self.frozen
+        of_layers = cluster.all_gather(shard_group, self.in_layers, self._calls(self.in_layers)) * 2
+        of_layers += cluster.all_gather(shard_group, self.at_ends, math.ceil(self.at_ends / BUCKET_BYTES))
         return {
             "gradients": gradients + sums,
-            "weights": cluster.all_gather(shard_group, outside, math.ceil(outside / BUCKET_BYTES)),
-            "weights of layers": cluster.all_gather(shard_group, in_layers, self._calls(in_layers))
-            * (2 * self.micro_batches),
+            "weights": cluster.all_gather(shard_group, self.outside, math.ceil(self.outside / BUCKET_BYTES)),
+            "weights of layers": of_layers * self.micro_batches,
         }
 
     def _calls(self, size: float) -> int:

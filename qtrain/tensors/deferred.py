@@ -1,0 +1,56 @@
+"""Parameters whose values are made when they are needed: of models that no process can hold in full.
+
+A deferred parameter has its shape, dtype and device, but no memory, and a function that makes its value. So a model can
+be built, swapped and divided as any other, and whoever divides it asks for one value after the other. Its own memory
+comes when the parameter is used, with what is gathered then (`distributed/full_shard.py`).
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from torch import Tensor, nn
+
+from qtrain.tensors.stored_weight import StoredWeight
+
+_MAKER = "_make_value"
+
+
+def plain_tensors(p: Tensor) -> list[Tensor]:
+    """What a parameter consists of: itself, or a stored weight's codes and scale."""
+    p = p.data
+    return list(p.inner.values()) if isinstance(p, StoredWeight) else [p]
+
+
+def defer(p: nn.Parameter, make: Callable[[], Tensor]) -> None:
+    """Free the memory of `p`. make: returns its value, in new memory."""
+    for tensor in plain_tensors(p):
+        tensor.untyped_storage().resize_(0)
+    setattr(p, _MAKER, make)
+
+
+def is_deferred(p: Tensor) -> bool:
+    return hasattr(p, _MAKER)
+
+
+def initial_value(p: Tensor) -> Tensor:
+    """The value that training begins with: of a deferred parameter in new memory, else its own."""
+    return getattr(p, _MAKER)() if is_deferred(p) else p.data
+
+
+def settle(p: nn.Parameter) -> None:
+    """Forget how the value is made: whoever needs it has it, and training changes it there."""
+    if is_deferred(p):
+        delattr(p, _MAKER)
+
+
+@contextlib.contextmanager
+def with_zeros(p: nn.Parameter) -> Iterator[None]:
+    """Inside, a deferred plain parameter has memory and is zero; others are left alone."""
+    if not is_deferred(p):
+        yield
+        return
+    storage = p.untyped_storage()
+    storage.resize_(p.numel() * p.element_size())
+    p.data.zero_()
+    yield
+    storage.resize_(0)
