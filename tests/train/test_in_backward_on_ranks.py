@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qtrain.bench.mesh_equality import CONFIG, differences, random_micro_batch, train
+from qtrain.bench.mesh_equality import CONFIG, UNTIED, differences, random_micro_batch, train
 from qtrain.distributed import gradients, weights
 from qtrain.distributed.mesh import make_mesh
 from qtrain.distributed.ranks import all_gather, rank
@@ -36,7 +36,8 @@ CASES = [
 def _both_ways(scheme: str, optimizer: str, mesh: str, full_shard: bool) -> list[dict[str, Any]]:
     gradients.ALONE_BYTES = weights.ALONE_BYTES = 1 << 14
     made = make_mesh(*map(int, mesh.split("x")), "cpu")
-    run = partial(train, scheme, optimizer, made, torch.device("cpu"), 3, False, made.data_world, full_shard)
+    config = UNTIED if full_shard else CONFIG
+    run = partial(train, scheme, optimizer, made, torch.device("cpu"), 3, False, made.data_world, full_shard, config)
     return [run(clip_grad_norm=0.0, optimizer_in_backward=chosen) for chosen in (False, True)]
 
 
