@@ -187,14 +187,16 @@ def test_updates_within_the_backward_pass_are_those_after_it(server, sharding, t
     assert_equal(after, within)
 
 
+STOCHASTIC = {"quantize": "int8", "quantize_kwargs": {"stochastic_rounding": True}}
 RESUMED = {
     "timm, averaged": ("timm_finetune", {**VISION, "quantize": "fp8_rowwise", "ema_decay": 0.9}, "ema."),
     "LoRA on NF4": ("llm_finetune", {**FINETUNE, "lora": {"r": 2, "base": "nf4"}}, "lora_a"),
     "DoRA in BF16": ("llm_finetune", {**FINETUNE, "lora": {"r": 2, "dora": True}}, "magnitude"),
+    "LoRA, rounded stochastically": ("llm_finetune", {**FINETUNE, **STOCHASTIC, "lora": {"r": 2}}, "lora_a"),
 }
 
 
-@pytest.mark.parametrize("case", sampled([*RESUMED], lambda case: case == "DoRA in BF16"))
+@pytest.mark.parametrize("case", sampled([*RESUMED], lambda case: case in ("DoRA in BF16", "LoRA on NF4")))
 def test_one_process_goes_on_with_what_two_have_saved_fully_sharded(server, case, tmp_path):
     """Weights that layers do not train, and averages of those that they do, are divided too."""
     script, settings, saved = RESUMED[case]

@@ -214,7 +214,7 @@ class Run:
         set_rng_state(rng)
         self.quantized.set_step(meta["quantized_step"])  # keys the stochastic rounding of the weights' codes
         self.parallel.gather()
-        self.quantized.refresh(frozen=True)
+        self.quantized.refresh()
         self.state = state
         return converted
 
