@@ -18,26 +18,29 @@ class PeakBytes(TorchDispatchMode):
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
-        self.peak = 0
-        self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.peak = self._sum = 0
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
             if type(tensor) is torch.Tensor and tensor.device.type != "meta":
                 self._count(tensor.untyped_storage())
-        # Counted anew after every operation: a storage can be resized without one.
-        self.peak = max(self.peak, sum(s.nbytes() for ref in self._live.values() if (s := ref()) is not None))
         return out
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._known:
-            self._known.add(key)
-            self._live[key] = weakref.ref(storage)
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        if key not in self._live:
             weakref.finalize(storage, self._freed, key)
+        self._sum += size - self._live.get(key, (None, 0))[1]
+        self._live[key] = weakref.ref(storage), size
+        if self._sum > self.peak:  # not if others have been resized to less since they were counted
+            self._live = {key: (ref, ref().nbytes()) for key, (ref, _) in self._live.items() if ref() is not None}
+            self._sum = sum(size for _, size in self._live.values())
+            self.peak = max(self.peak, self._sum)
 
     def _freed(self, key: int) -> None:
-        self._known.discard(key)
-        self._live.pop(key, None)
+        self._sum -= self._live.pop(key, (None, 0))[1]

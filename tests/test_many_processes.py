@@ -234,7 +234,7 @@ def test_saved_by_four_and_resumed_by_any_number_and_back(server, tmp_path):
     """4 > 3, 1 > 2x2: each goes on as the undisturbed run."""
     settings = {**PRETRAIN, "quantize": "int8", "n_steps": 4}
     whole = run(server, 1, "llm_pretrain", tmp_path / "whole", **settings)
-    for first, then, mesh in ((4, 3, {}), (1, 4, {"dp_replicate": 2})):
+    for first, then, mesh in ((4, 3, {}), (1, 4, {"dp_replicate": 2, **FULLY})):
         runs = tmp_path / f"{first} {then} {len(mesh)}"
         begun = run(server, first, "llm_pretrain", runs, **settings)
         for path in begun.glob("checkpoints/00000004/*"):

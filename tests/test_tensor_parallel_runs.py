@@ -34,6 +34,7 @@ def server(tmp_path_factory):
     """Starts scripts in a folder with two models and text."""
     folder = tmp_path_factory.mktemp("tensor")
     write_model(folder / "tiny.json", max_position_embeddings=512, **SIZES)
+    write_model(folder / "mixture.json", max_position_embeddings=512, **{**SIZES, **MIXTURE})
     write_model(folder / "odd.json", max_position_embeddings=512, **{**SIZES, "intermediate_size": 168})
     text = "\n".join(functions()[:36]).encode()
     write_raw(folder / "tokens" / "0.bin", torch.frombuffer(bytearray(text[:6000]), dtype=torch.uint8).numpy())
@@ -68,6 +69,15 @@ def assert_close(one: Path, other: Path, relative: float) -> None:
         assert (tensor - b[name]).norm() <= max(relative, 1e-5) * 100 * tensor.norm(), name
 
 
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.01,
+}
 CASES = [("bf16", 2, 1e-5), ("fp8_tensorwise", 4, 5e-2), ("bitnet", 4, 5e-2), ("int8_weight", 4, 5e-2)]
 
 
@@ -82,3 +92,13 @@ def test_several_ranks_train_save_and_export_as_one(server, scheme, world, relat
     assert f"1 x {world // 2} x 2 (replicate x shard x tensor, " in log and "of activations" in log
     assert "tensor  inputs of qkv and gate_up are gathered" in log
     assert "sample: def  [>]" in log
+
+
+@pytest.mark.parametrize("optim", sampled(["adamw", "adamw_8bit"], lambda optim: optim == "adamw"))
+def test_two_ranks_train_and_export_a_mixture_as_one(server, optim, tmp_path):
+    """Each has half of the experts."""
+    settings = {"model": "mixture.json", "optim": optim, "quantize": "bf16"}
+    one = run(server, 1, tmp_path / "one", **settings)
+    two = run(server, 2, tmp_path / "two", tp=2, **settings)
+    assert_close(one, two, 1e-5 if optim == "adamw" else 1e-3)
+    assert "expert_load" in (two / "metrics.jsonl").read_text()

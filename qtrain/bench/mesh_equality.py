@@ -39,6 +39,7 @@ from qtrain.train.in_backward import OptimizerInBackward, model_partitions
 from qtrain.train.language import language_forward
 from qtrain.train.parallel import DataParallel
 from qtrain.train.step import apply_gradients, compute_gradients
+from qtrain.train.weight_amax import share_amax
 
 CONFIG = {
     "model_type": "llama",
@@ -132,6 +133,8 @@ def train(
         group["params"] = [parallel.master(p) for p in group["params"]]
     optimizer = spec.build(groups, 1e-3, seed=3)
     quantized.watch(optimizer)
+    if not optimizer_in_backward:
+        share_amax(optimizer, quantized, parallel)
     in_backward = OptimizerInBackward(optimizer, parallel) if optimizer_in_backward else None
     forward, found = language_forward(model, None), []
     per_rank = micro_batches // mesh.data_world

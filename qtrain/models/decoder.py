@@ -25,6 +25,7 @@ from qtrain.models.mixture import MixtureMLP, Routed
 from qtrain.models.mlp import MLP
 from qtrain.models.parallel_loss import parallel_cross_entropy
 from qtrain.models.rope import document_positions, rope_tables
+from qtrain.models.router import RouterLosses
 from qtrain.models.selective_recompute import selective_contexts
 from qtrain.models.tensor_parallel import TensorParallel, Tokens, inner_norm
 
@@ -33,7 +34,8 @@ Recompute = Literal["none", "selective", "full"]
 
 class DecoderLayer(nn.Module):
     """One layer, [B, S, C] -> [B, S, C], or this rank's tokens of it (`tensor_parallel.py`); with a mixture of experts
-    -> Routed. `recompute`: what its backward recomputes instead of keeping."""
+    -> Routed. router_losses: of a mixture; None: the MLP is a dense one. `recompute`: what its backward recomputes
+    instead of keeping."""
 
     def __init__(
         self,
@@ -41,13 +43,14 @@ class DecoderLayer(nn.Module):
         tensor: TensorParallel | None = None,
         experts: TensorGroup | None = None,
         *,
-        routed: bool = False,
+        router_losses: RouterLosses | None = None,
     ):
         super().__init__()
         self.attn_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.attn = Attention(config, tensor) if config.latent is None else LatentAttention(config)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = MixtureMLP(config, experts) if routed else MLP(config, tensor)
+        routed = router_losses is not None
+        self.mlp = MixtureMLP(config, router_losses, experts, tensor) if routed else MLP(config, tensor)
         self.recompute: Recompute = "none"
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, tokens: Tokens | None = None) -> Tensor | Routed:
@@ -60,10 +63,8 @@ class DecoderLayer(nn.Module):
 
     def _forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, tokens: Tokens | None) -> Tensor | Routed:
         x = x + self.attn(self.attn_norm(x), cos, sin, mask, tokens)
-        if isinstance(self.mlp, MLP):
-            return x + self.mlp(self.mlp_norm(x), tokens)
-        y, load, auxiliary = self.mlp(self.mlp_norm(x))
-        return x + y, load, auxiliary
+        y, *of_router = outputs(self.mlp(self.mlp_norm(x), tokens))
+        return (x + y, *of_router) if of_router else x + y
 
 
 def outputs(of_layer: Tensor | Routed) -> tuple[Tensor, ...]:
@@ -84,10 +85,9 @@ class Output(nn.Module):
 class Decoder(nn.Module):
     """A causal language model.
 
-    `loss_chunks` (0: chosen by size) and `z_loss` are read at every call; see `linear_cross_entropy`. So are
-    `router_balance_loss` and `router_z_loss`, the weights of the routers' losses (`router.py`) as means over the
-    layers. With `tensor` this is one rank's part of the model that `config` describes; `local` has the rank's own
-    sizes. With `experts` it has only some of the experts.
+    `loss_chunks` (0: chosen by size) and `z_loss` are read at every call; see `linear_cross_entropy`. So is
+    `router_losses`. With `tensor` this is one rank's part of the model that `config` describes; `local` has the rank's
+    own sizes. With either it has only some of a mixture's experts.
     """
 
     fullgraph = True  # a graph break in a layer is a bug
@@ -96,17 +96,19 @@ class Decoder(nn.Module):
         self, config: ModelConfig, tensor: TensorParallel | None = None, experts: ExpertParallel | None = None
     ):
         super().__init__()
-        assert tensor is None or experts is None, "layers of experts are not divided by tensor parallelism"
+        assert tensor is None or experts is None, "tensor parallelism divides the experts too"
         self.config, self.tensor = config, tensor
         self.parts = tensor or experts
         self.local = local = config if tensor is None else tensor.local
         self.loss_chunks = 0
         self.z_loss = 0.0
-        self.router_balance_loss, self.router_z_loss = 0.0, 0.0
+        self.router_losses = RouterLosses()
         self.embed_tokens = nn.Embedding(local.vocab_size, config.hidden_size)
-        routed = set(config.mixture_layers)
+        routed, parts = set(config.mixture_layers), tensor or experts
         self.layers = nn.ModuleList(
-            DecoderLayer(local, tensor, experts and experts.group, routed=i in routed)
+            DecoderLayer(
+                local, tensor, parts and parts.group, router_losses=self.router_losses if i in routed else None
+            )
             for i in range(config.num_hidden_layers)
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -207,10 +209,11 @@ class Decoder(nn.Module):
         """Count the routes, and add the routers' losses to the loss, as means over its trained tokens."""
         loads, losses = zip(*routed, strict=True)
         self.expert_load.count(list(loads))
-        if not self.router_balance_loss and not self.router_z_loss:
+        weights = self.router_losses
+        if not weights.balance and not weights.z:
             return sums
         balance, z = torch.stack(losses).mean(dim=0).unbind()
-        auxiliary = self.router_balance_loss * balance + self.router_z_loss * z
+        auxiliary = weights.balance * balance + weights.z * z
         return sums._replace(loss=sums.loss + (labels != IGNORED).sum() * auxiliary)
 
     def embed(self, input_ids: Tensor, tokens: Tokens | None = None) -> Tensor:

@@ -1,7 +1,8 @@
 """Expert parallelism of the native decoder: each rank of a group holds some of every mixture's experts.
 
 All else, routers and shared experts too, is on every rank, and every rank has its own tokens; what ranks send each
-other is in `quant/parallel_experts.py`.
+other is in `quant/parallel_experts.py`. The group is one of --ep, whose ranks read micro-batches of their own, or that
+of tensor parallelism, which divides the tokens of a micro-batch.
 """
 
 import dataclasses
@@ -21,14 +22,25 @@ def check_experts_divisible(config: ModelConfig | None, ranks: int, model: str) 
         raise UserError(f"--ep: {ranks} does not divide the {experts} experts of {model}; allowed: {allowed}.")
 
 
-def rank_experts(config: ModelConfig, ranks: int) -> ModelConfig:
-    """The sizes of what one rank computes: its experts, and the most routes to them that its group's tokens can have,
-    counted for each token of its own."""
+def rank_experts(config: ModelConfig, ranks: int, micro_batches: int) -> ModelConfig:
+    """The sizes of what one of `ranks` computes: its experts, and the most routes to them that the tokens of its
+    group's micro-batches can have, counted for each token of one."""
     if ranks == 1 or config.mixture is None:
         return config
     own = config.mixture.experts // ranks
-    per_token = ranks * min(config.mixture.per_token, own)
+    per_token = micro_batches * min(config.mixture.per_token, own)
     return dataclasses.replace(config, mixture=dataclasses.replace(config.mixture, experts=own, per_token=per_token))
+
+
+def expert_split(config: ModelConfig, group: TensorGroup, name: str) -> Split | None:
+    """Which part of the parameter `name` a rank of `group` holds, if it is one of experts."""
+    mixture, rows = config.mixture, {}
+    if mixture is not None:
+        rows = {"gate_up": 2 * mixture.width, "down_proj": config.hidden_size}
+    *_, owner, module, _ = ["", "", *name.split(".")]
+    if owner != "experts" or module not in rows:
+        return None
+    return Split.evenly(0, (mixture.experts * rows[module],), group.ranks, group.rank)
 
 
 class ExpertParallel:
@@ -40,9 +52,4 @@ class ExpertParallel:
 
     def split(self, name: str) -> Split | None:
         """Which part of the parameter `name` this rank holds; None: all of it."""
-        mixture = self.config.mixture
-        rows = {"gate_up": 2 * mixture.width, "down_proj": self.config.hidden_size}
-        *_, owner, module, _ = ["", "", *name.split(".")]
-        if owner != "experts" or module not in rows:
-            return None
-        return Split.evenly(0, (mixture.experts * rows[module],), self.group.ranks, self.group.rank)
+        return expert_split(self.config, self.group, name)

@@ -15,14 +15,15 @@ from qtrain.kernels.grouped.row_groups import routes_per_group
 from qtrain.models.config import ModelConfig
 from qtrain.models.lora_experts import LoraExperts
 from qtrain.models.mlp import MLP
-from qtrain.models.router import Router, balance_loss, z_loss
+from qtrain.models.router import Router, RouterLosses, Routing, TokenRanks
+from qtrain.models.tensor_parallel import TensorParallel, Tokens
 from qtrain.quant.adapted_experts import AdaptedExperts, adapted_experts_mlp
 from qtrain.quant.experts import experts_mlp
 from qtrain.quant.grouped_linear import GroupedLinear
 from qtrain.quant.parallel_experts import ExpertRanks
 
 Routed = tuple[Tensor, Tensor, Tensor]
-"""Output [B, S, C]; routes of each expert, int64 [E]; load-balancing loss and z-loss of the router, fp32 [2]."""
+"""Output [B, S, C]; routes of each expert, int64 [E]; the router's losses, fp32 [2] (`RouterLosses.of`)."""
 
 
 class Experts(nn.Module):
@@ -56,26 +57,43 @@ class Experts(nn.Module):
 
 
 class MixtureMLP(nn.Module):
-    """[B, S, C] -> Routed. group: the ranks that divide the experts; None: this one has all."""
+    """[B, S, C] -> Routed, or this rank's tokens of it. losses: shared with the other layers. group: the ranks that
+    divide the experts; None: this one has all. tensor: they are those that divide the tokens."""
 
-    def __init__(self, config: ModelConfig, group: TensorGroup | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        losses: RouterLosses,
+        group: TensorGroup | None = None,
+        tensor: TensorParallel | None = None,
+    ):
         super().__init__()
         mixture, hidden = config.mixture, config.hidden_size
+        self.losses, self.tensor = losses, tensor
         self.router = Router(mixture, hidden)
         self.experts = Experts(mixture.experts, hidden, mixture.width, group)
         self.shared = MLP(config, width=mixture.shared_width) if mixture.shared_width else None
         # Not an nn.Linear: schemes leave its single row alone.
         self.shared_gate = nn.Parameter(torch.empty(1, hidden)) if mixture.shared_gate else None
 
-    def forward(self, x: Tensor) -> Routed:
-        tokens = x.flatten(0, 1)  # [T, C]
-        routing = self.router(tokens)
-        y = self.experts(tokens, routing.experts, routing.weights)
+    def forward(self, x: Tensor, tokens: Tokens | None = None) -> Routed:
+        """tokens: of the stream that ranks have divided, x [T / ranks, C]."""
+        rows = x.flatten(0, -2)  # [T, C]
+        routing = self.router(rows)
+        y = self.experts(rows, routing.experts, routing.weights)
         if self.shared is not None:
-            shared = self.shared(tokens)
+            shared = self.shared(rows)
             if self.shared_gate is not None:
-                shared = F.linear(tokens, self.shared_gate).sigmoid() * shared
+                shared = F.linear(rows, self.shared_gate).sigmoid() * shared
             y = y + shared
-        load = routes_per_group(routing.experts, self.router.mixture.experts)
-        auxiliary = torch.stack([balance_loss(routing, load), z_loss(routing.logits)])
-        return y.view_as(x), load, auxiliary
+        return y.view_as(x), *self._statistics(routing, tokens)
+
+    def _statistics(self, routing: Routing, tokens: Tokens | None) -> tuple[Tensor, Tensor]:
+        """Load and losses, of all ranks' tokens where they are divided."""
+        experts = self.router.mixture.experts
+        if self.tensor is None or tokens is None:  # generation: all ranks route the same tokens
+            load = routes_per_group(routing.experts, experts)
+            return load, self.losses.of(routing, load)
+        routing = routing.first(self.tensor.own_tokens(len(routing.experts), tokens))
+        load = self.tensor.group.summed(routes_per_group(routing.experts, experts))
+        return load, self.losses.of(routing, load, TokenRanks(self.tensor.group, tokens[0] * tokens[1]))

@@ -13,11 +13,13 @@ No token is dropped. What trains a router besides the loss:
   raised (`expert_load.py`). Only selection reads it.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.kernels.gemm.fp32_mm import fp32_mm
 from qtrain.models.mixture_config import Mixture
 
@@ -33,6 +35,38 @@ class Routing(NamedTuple):
     """fp32 [T, E]."""
     probabilities: Tensor
     """fp32 [T, E], of all experts; a token's sum is 1."""
+
+    def first(self, tokens: int) -> "Routing":
+        return Routing(*(of_tokens[:tokens] for of_tokens in self))
+
+
+class TokenRanks(NamedTuple):
+    """The ranks that divide the tokens of a micro-batch, and how many these are."""
+
+    group: TensorGroup
+    tokens: int
+
+
+@dataclass
+class RouterLosses:
+    """What the routers' losses, as means over the layers, are multiplied with; read at every call. One with a weight of
+    0 is not computed."""
+
+    balance: float = 0.0
+    z: float = 0.0
+
+    def of(self, routing: Routing, load: Tensor, ranks: TokenRanks | None = None) -> Tensor:
+        """The load-balancing loss and the z-loss of a router, fp32 [2], or 0. load: as for `balance_loss`. ranks: whose
+        tokens both are of; None: `routing` has them all."""
+        if not self.balance and not self.z:
+            return routing.logits.new_zeros(2)
+        zero = routing.logits.new_zeros(())
+        return torch.stack(
+            [
+                balance_loss(routing, load, ranks) if self.balance else zero,
+                z_loss(routing.logits, ranks) if self.z else zero,
+            ]
+        )
 
 
 class Router(nn.Module):
@@ -93,15 +127,21 @@ def best(scores: Tensor, count: int) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
 
 
-def balance_loss(routing: Routing, load: Tensor) -> Tensor:
+def balance_loss(routing: Routing, load: Tensor, ranks: TokenRanks | None = None) -> Tensor:
     """The load-balancing loss, an fp32 scalar. load: int64 [E], routes of each expert."""
-    tokens, experts = routing.probabilities.shape
-    return experts * (load.float() / tokens * routing.probabilities.mean(dim=0)).sum()
+    own, experts = routing.probabilities.shape
+    tokens = own if ranks is None else ranks.tokens
+    return experts * (load.float() / tokens * _mean(routing.probabilities, ranks)).sum()
 
 
-def z_loss(logits: Tensor) -> Tensor:
+def z_loss(logits: Tensor, ranks: TokenRanks | None = None) -> Tensor:
     """The mean of logsumexp², an fp32 scalar."""
-    return logits.logsumexp(dim=-1).square().mean()
+    return _mean(logits.logsumexp(dim=-1).square(), ranks)
+
+
+def _mean(values: Tensor, ranks: TokenRanks | None) -> Tensor:
+    """Of values [T, ...] over the tokens. All ranks compute the same loss of it, so its gradient is that of each."""
+    return values.mean(dim=0) if ranks is None else ranks.group.reduce(values.sum(dim=0)) / ranks.tokens
 
 
 class _RouterLogits(torch.autograd.Function):

@@ -3,7 +3,9 @@
     qkv, gate_up            rows are divided (column-parallel): the rank's heads of q, k, v; its slice of gate, of up
     o_proj, down_proj       columns are divided (row-parallel): partial sums, which the ranks add; rank 0 adds the bias
     embed_tokens, lm_head   rows of the vocabulary are divided
-    norms                   every rank has all of them
+    experts                 every rank has some of them (`expert_parallel.py`)
+    norms, routers, shared  every rank has all of them, and computes them for its own tokens
+    experts
 
 With sequence parallelism the residual stream and the norms are divided along the tokens of the micro-batch: ranks
 gather the tokens where attention, the MLP and the head begin, and add and divide again where they end. An exchange
@@ -25,6 +27,7 @@ from qtrain.distributed.split import Split
 from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.errors import UserError
 from qtrain.models.config import ModelConfig
+from qtrain.models.expert_parallel import expert_split, rank_experts
 from qtrain.quant import LowBitLinear, gathers_codes
 
 Tokens = tuple[int, int]
@@ -34,17 +37,17 @@ VOCABULARY_ALIGNMENT = 64
 """Ranks' rows of a large vocabulary begin at multiples of it, which GEMMs and shards read best."""
 
 
-def check_divisible(config: ModelConfig, ranks: int) -> None:
+def check_divisible(config: ModelConfig, ranks: int, sequence: bool = True) -> None:
     """UserError where `--tp ranks` does not divide what it must, or where layers cannot be divided at all."""
-    undivided = {"a mixture of experts": config.mixture, "latent attention": config.latent}
-    for what, present in undivided.items():
-        if present is not None:
-            raise UserError(f"--tp: a model with {what} cannot be divided by tensor parallelism; leave it out.")
-    sizes = {
-        "attention heads": config.num_attention_heads,
-        "key-value heads": config.num_key_value_heads,
-        "intermediate size": config.intermediate_size,
-    }
+    if config.mixture is not None and not sequence:
+        raise UserError("--no_sequence_parallel: ranks of --tp route their own tokens to experts; leave it out.")
+    if config.latent is not None:
+        raise UserError("--tp: a model with latent attention cannot be divided by tensor parallelism; leave it out.")
+    sizes = {"attention heads": config.num_attention_heads, "key-value heads": config.num_key_value_heads}
+    if len(config.mixture_layers) < config.num_hidden_layers:
+        sizes["intermediate size"] = config.intermediate_size
+    if config.mixture is not None:
+        sizes["experts"] = config.mixture.experts
     for what, size in sizes.items():
         if size % ranks:
             allowed = [d for d in range(1, 1025) if not any(of % d for of in sizes.values())]
@@ -56,7 +59,8 @@ def check_divisible(config: ModelConfig, ranks: int) -> None:
 
 
 def rank_config(config: ModelConfig, ranks: int, vocabulary: int = 0) -> ModelConfig:
-    """The sizes of one rank's layers. vocabulary: its tokens; 0: the most that a rank has."""
+    """The sizes of one rank's layers, but for experts, among which its routers choose. vocabulary: its tokens; 0: the
+    most that a rank has."""
     return dataclasses.replace(
         config,
         vocab_size=vocabulary or -(-config.vocab_size // ranks),
@@ -66,11 +70,18 @@ def rank_config(config: ModelConfig, ranks: int, vocabulary: int = 0) -> ModelCo
     )
 
 
+def planned_config(config: ModelConfig, tp: int, ep: int) -> ModelConfig:
+    """The sizes of what one rank holds with --tp or --ep, its experts among them."""
+    if tp > 1:
+        return rank_experts(rank_config(config, tp), tp, micro_batches=1)
+    return rank_experts(config, ep, micro_batches=ep)
+
+
 class TensorParallel:
     """The part of a decoder that one rank computes. config: of the whole model; local: of this rank's layers."""
 
     def __init__(self, config: ModelConfig, group: TensorGroup, *, sequence: bool = True):
-        check_divisible(config, group.ranks)
+        check_divisible(config, group.ranks, sequence)
         self.group, self.sequence, self.config = group, sequence, config
 
     @cached_property
@@ -98,6 +109,8 @@ class TensorParallel:
         config, ranks, rank = self.config, self.group.ranks, self.group.rank
         *_, module, kind = name.split(".")
         owner = name.split(".")[-3:-2]
+        if owner in (["experts"], ["shared"]):
+            return expert_split(config, self.group, name)
         if module in ("embed_tokens", "lm_head"):
             return Split(0, config.vocab_size, (self.vocabulary[rank],))
         if module == "qkv":
@@ -113,7 +126,8 @@ class TensorParallel:
         return None
 
     def has_partial_gradient(self, name: str) -> bool:
-        """Whether each rank computes a term of the gradient of `name`: norms, of its heads or its tokens."""
+        """Whether each rank computes a term of the gradient of `name`: norms, routers and shared experts, of its heads
+        or its tokens."""
         return self.split(name) is None and (self.sequence or name.split(".")[-2] in ("q_norm", "k_norm"))
 
     # ---- the stream --------------------------------------------------------------------------------------------------
@@ -124,6 +138,10 @@ class TensorParallel:
         if tokens is None:
             return self.group.copy(x)
         return self.group.gather(x)[: tokens[0] * tokens[1]].unflatten(0, tokens)
+
+    def own_tokens(self, rows: int, tokens: Tokens) -> int:
+        """How many of this rank's `rows` of the divided stream are tokens; the others are padding."""
+        return max(0, min(rows, tokens[0] * tokens[1] - self.group.rank * rows))
 
     def leave(self, x: Tensor, tokens: Tokens | None) -> Tensor:
         """Where it ends: the sum over the ranks of x [..., C], of which each keeps its tokens, [T / ranks, C]."""

@@ -21,6 +21,8 @@ from qtrain.checks import Range
 from qtrain.errors import UserError
 from qtrain.kernels.optim.fused_update import SIGNED_STATES, FusedUpdate, Slot
 from qtrain.kernels.optim.state_formats import StateFormat, dequantize_state, quantize_state, zero_state
+from qtrain.kernels.optim.update_rules import LowBitWeight
+from qtrain.kernels.optim.weight_amax import WeightAmax
 from qtrain.optim.offload import OffloadedUpdate, host_sizes, staging_bytes
 from qtrain.optim.optimizer import Optimizer, StateShapes, check_finite
 from qtrain.optim.partitioned_optimizer import PartitionedOptimizer
@@ -116,6 +118,7 @@ class LowBitOptimizer(PartitionedOptimizer):
         self.options, self.seed = options, seed
         self._updates: dict[int, _PartitionUpdate] | None = None
         self.index_of: dict[Tensor, int] = {}  # keys the random bits of each parameter
+        self._amax: dict[Tensor, WeightAmax] = {}
         super().__init__(groups, defaults)
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
@@ -151,6 +154,16 @@ class LowBitOptimizer(PartitionedOptimizer):
         for group in partition.groups:
             partition.update.set_hyper(group, self.hyper(self.param_groups[group]))
         partition.update.step(grads, self.grad_scale)
+
+    def record_amax(self, parameter: Tensor) -> WeightAmax | None:
+        stored = isinstance(parameter.data, LowBitWeight)
+        if self.states_on_host or stored or parameter.dtype != torch.bfloat16:  # offloaded, it is updated by slices
+            return None
+        if parameter not in self._amax:
+            holders = [parameter, parameter._local_tensor] if isinstance(parameter, DTensor) else [parameter]
+            self._amax[parameter] = WeightAmax(holders, parameter.device)
+            self._updates = None
+        return self._amax[parameter]
 
     def partition(self, partitions: Sequence[Sequence[Tensor]]) -> None:
         super().partition(partitions)
@@ -191,7 +204,8 @@ class LowBitOptimizer(PartitionedOptimizer):
             state[MASTER] = as_sharded(value, p, tuple(p.shape))
         master = local(state[MASTER]) if self._has_master(p) else None
         weight = local(p.data) if isinstance(p, DTensor) else p.detach()
-        return Slot(weight, tuple(states), state.get("step"), self.index_of[p], group, master, first_element(p))
+        step, amax = state.get("step"), self._amax.get(p)
+        return Slot(weight, tuple(states), step, self.index_of[p], group, master, first_element(p), amax)
 
     def _point_to(self, p: Tensor, slot: Slot) -> None:
         """Make the slot's tensors the parameter's states."""

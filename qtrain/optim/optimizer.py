@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qtrain.errors import UserError
+from qtrain.kernels.optim.weight_amax import WeightAmax
 from qtrain.optim.state_layout import local
 
 StateShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -30,6 +31,10 @@ class Optimizer(torch.optim.Optimizer):
     def clip_gradients(self, norm: Tensor, max_norm: float) -> None:
         """Scale the gradients of the next step by max_norm / norm. norm: of all gradients, fp32 scalar, > max_norm."""
         torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
+
+    def record_amax(self, parameter: Tensor) -> WeightAmax | None:
+        """From now on have each update of `parameter` leave its new absmax, of this rank's shard; None: it cannot."""
+        return None
 
     def eval(self) -> None:
         """Put the weights into the model that are evaluated and exported."""

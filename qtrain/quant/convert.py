@@ -4,12 +4,14 @@ Any nn.Module works: its nn.Linear submodules are swapped. The caller names the 
 the input of every linear, the model may have a method `add_sub_norms`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from qtrain.distributed.tensor_group import TENSOR_RANK_NUMBERS, TensorGroup
+from qtrain.kernels.optim.weight_amax import WeightAmax
 from qtrain.kernels.quantize.column_groups import BLOCK_ROWS
 from qtrain.quant.delayed_scaling import AmaxHistory
 from qtrain.quant.grouped_linear import GroupedLinear, groups_of
@@ -93,10 +95,25 @@ class QuantizedModel:
             linear.mark_fresh()
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Increment the weights' versions after each optimizer step, which torch's fused optimizers do not."""
-        weights = [linear.weight for linear in self.linears if linear.weight.requires_grad]
-        if weights:
-            optimizer.register_step_post_hook(lambda *_: torch.autograd.graph.increment_version(weights))
+        """Increment the weights' versions after each optimizer step where it did not, as torch's fused optimizers."""
+        trained = [linear for linear in self.linears if linear.weight.requires_grad]
+
+        def after_step(*_: object) -> None:
+            torch.autograd.graph.increment_version([linear.weight for linear in trained if not linear.stale])
+
+        if trained:
+            optimizer.register_step_post_hook(after_step)
+
+    def take_amax(self, record: Callable[[LowBitLinear], WeightAmax | None]) -> None:
+        """Compute scales from the absmax that the optimizer leaves of a weight. record: where it leaves that of a
+        linear's weight; None: nowhere."""
+        for linear in self.linears:
+            if linear.weight.requires_grad and linear.scheme.scales_weight_by_amax:
+                linear.weight_amax = record(linear)
+
+    def known_amax(self) -> frozenset[int]:
+        """The linears, by number, of which `refresh` knows the absmax now; the others' weights it reads for it."""
+        return frozenset(i for i, linear in enumerate(self.linears) if linear.known_amax is not None)
 
     def assert_fresh(self) -> None:
         """Assert that no weight has changed since its codes were computed."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.kernels.grouped.row_groups import RowGroups
+from qtrain.kernels.optim.weight_amax import WeightAmax
 from qtrain.kernels.quantize.column_groups import BlockGroups, equal_groups
 from qtrain.kernels.quantize.gather_rows import GatheredRows, gather_rows
 from qtrain.kernels.swiglu.quantize import activation
@@ -191,7 +192,8 @@ class LowBitLinear(nn.Module):
     key: int64 [3] on the device, the Philox key of stochastic rounding: seed, step, number of the linear. weight_key:
     the one of the weight. codes_only: the weight itself is not in memory. gathered: it comes and goes with its codes
     (full sharding), and whoever brings it calls `refresh` with it. group: the ranks that hold the other parts of the
-    weight, if its scale covers them. groups: of a GroupedLinear, whose matrices have scales of their own.
+    weight, if its scale covers them. groups: of a GroupedLinear, whose matrices have scales of their own. weight_amax:
+    left by the optimizer, of the weight, or of this rank's rows of it with codes_only.
     """
 
     def __init__(self, linear: nn.Linear, scheme: LowBitScheme, key: Tensor, group: TensorGroup | None = None):
@@ -208,16 +210,17 @@ class LowBitLinear(nn.Module):
             self.groups = BlockGroups(equal_groups(linear.groups, rows, key.device), linear.groups)
         self.low_bit_weight = LowBitWeight(self._quantize(self.weight), self.weight._version)
         self.codes_only = self.gathered = False
+        self.weight_amax: WeightAmax | None = None
         if scheme.amax_history:
             for name in ("x_scale", "x_amax", "dy_scale", "dy_amax"):
                 self.register_buffer(name, torch.zeros(1, device=key.device), persistent=False)
 
     @torch.no_grad()
-    def _quantize(self, weight: Tensor, out: Operands | None = None) -> Operands:
+    def _quantize(self, weight: Tensor, out: Operands | None = None, amax: Tensor | None = None) -> Operands:
         key = self.weight_key if self.scheme.stochastic_rounding else None
         if self.group is not None:
             return quantize_divided([DividedWeight(self.scheme, weight, key, self.groups)], self.group)[0]
-        return self.scheme.quantize_weight(weight, key, self.groups, out)
+        return self.scheme.quantize_weight(weight, key, self.groups, out, amax)
 
     @torch.no_grad()
     def refresh(self, weight: Tensor | None = None) -> None:
@@ -225,8 +228,14 @@ class LowBitLinear(nn.Module):
         codes only, or gets its weight when it runs."""
         if weight is None and (self.codes_only or self.gathered):
             return
+        amax = self.known_amax if weight is None else None
         weight, former = self.weight if weight is None else weight, self.low_bit_weight.operands()
-        self.low_bit_weight.update(self._quantize(weight, former), self.weight._version)
+        self.low_bit_weight.update(self._quantize(weight, former, amax), self.weight._version)
+
+    @property
+    def known_amax(self) -> Tensor | None:
+        """The bits of `weight_amax` where they are those of the present weight."""
+        return self.weight_amax.bits if self.weight_amax is not None and self.weight_amax.known else None
 
     @staticmethod
     @torch.no_grad()
@@ -236,7 +245,7 @@ class LowBitLinear(nn.Module):
         if linears:
             keys = [linear.key if linear.scheme.stochastic_rounding else None for linear in linears]
             weights = [
-                DividedWeight(linear.scheme, linear.weight, key, linear.groups)
+                DividedWeight(linear.scheme, linear.weight, key, linear.groups, linear.known_amax)
                 for linear, key in zip(linears, keys, strict=True)
             ]
             for linear, operands in zip(linears, quantize_divided(weights, linears[0].group), strict=True):

@@ -67,17 +67,19 @@ def quantize_dual_layout(
     power_of_two: bool,
     groups: BlockGroups | None = None,
     out: Operands | None = None,
+    amax: Tensor | None = None,
 ) -> Pair:
     """t [M, K] -> codes [M, K] and transposed codes [K, M], from one read of t where a kernel allows; gathered rows
     are then read from the matrix that they are gathered from. groups: as for
-    `quantize_columns`. out: former operands of t, whose codes are overwritten where a kernel can."""
+    `quantize_columns`. out: former operands of t, whose memory is overwritten where a kernel can; amax: the absmax of
+    t as fp32 bits in int32 [1], for a kernel that writes to `out`."""
     if rows.scale_dtype in LOW_BIT_SCALES or columns.scale_dtype in LOW_BIT_SCALES:
         t = in_memory(t)
         return quantize_rows(t, rows, rounding, power_of_two), quantize_columns(t, columns, rounding, power_of_two)
     if out is not None and rows == columns:
-        memory = out.rows.codes, out.columns.codes
+        memory = out.rows.codes, out.rows.scale, out.columns.codes, out.columns.scale
         codes, scale, codes_t, scale_t = quantize_dual_into(
-            memory, t, rows.fmt, rows.granularity, rounding, power_of_two, *(groups or NO_GROUPS)
+            memory, t, rows.fmt, rows.granularity, rounding, power_of_two, *(groups or NO_GROUPS), amax
         )
         return QuantizedTensor(codes, scale, rows), QuantizedTensor(codes_t, scale_t, columns)
     x, index = with_index(t)

@@ -24,7 +24,7 @@ from qtrain.errors import UserError
 from qtrain.hardware import lacks_fp8
 from qtrain.kernels.gemm.transpose import transpose_8bit
 from qtrain.kernels.grouped.row_groups import RowGroups
-from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES
+from qtrain.kernels.numerics.formats import EIGHT_BITS, FORMATS, GRANULARITIES
 from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.quantize.column_groups import NO_GROUPS, BlockGroups
@@ -196,11 +196,16 @@ class LowBitScheme(Scheme):
     # ---- what the linear calls ---------------------------------------------------------------------------------------
 
     def quantize_weight(
-        self, w: Tensor, key: Tensor | None, groups: BlockGroups | None = None, out: Operands | None = None
+        self,
+        w: Tensor,
+        key: Tensor | None,
+        groups: BlockGroups | None = None,
+        out: Operands | None = None,
+        amax: Tensor | None = None,
     ) -> Operands:
         """w [N, K] -> operands of (output, grad_input); None where a GEMM reads w itself. out: former ones, whose
-        memory may be overwritten."""
-        rows, columns = self._operands(w, "w", key, groups=groups, out=out)
+        memory may be overwritten. amax: w's absmax, fp32 bits in int32 [1], if it is known."""
+        rows, columns = self._operands(w, "w", key, groups=groups, out=out, amax=amax)
         return Operands(None if rows is w else rows, None if columns is w else columns)
 
     def weight_formats(self) -> tuple[OperandFormat | None, OperandFormat | None]:
@@ -210,6 +215,15 @@ class LowBitScheme(Scheme):
     def input_formats(self) -> tuple[OperandFormat | None, OperandFormat | None]:
         """What `output` and `grad_weight` read of an input; None: the input itself."""
         return self.formats_of("x")
+
+    @property
+    def scales_weight_by_amax(self) -> bool:
+        """Whether all that the scale of a weight's codes depends on is its absmax."""
+        wire = self.wire_format()
+        rows, columns = (wire, wire) if wire else self.formats_of("w")
+        if self.stored_format is not None or rows is None or rows != columns:
+            return False
+        return rows.granularity == "tensorwise" and rows.fmt in EIGHT_BITS
 
     def wire_format(self) -> OperandFormat | None:
         """The format of codes that processes may exchange in place of a weight, since both operands follow from one
@@ -334,12 +348,13 @@ class LowBitScheme(Scheme):
         delayed: DelayedScale | None = None,
         groups: BlockGroups | None = None,
         out: Operands | None = None,
+        amax: Tensor | None = None,
     ) -> Operands:
         """The operands of the tensor `name`; t itself for a GEMM in high precision, or one that does not run."""
         rows, columns = self.formats_of(name, needs)
         rounding = self.rounding(name, key)
         if rows and columns and columns.sum_dim == 1:
-            return Operands(*quantize_dual_layout(t, rows, columns, rounding, self.power_of_two, groups, out))
+            return Operands(*quantize_dual_layout(t, rows, columns, rounding, self.power_of_two, groups, out, amax))
         t = in_memory(t)
         if columns and columns.sum_dim == 0:  # reads the row codes
             codes = quantize_rows(t, rows or columns, rounding, self.power_of_two)

@@ -40,17 +40,18 @@ def _tensorwise(fmt: OperandFormat | None) -> bool:
 
 
 class DividedWeight(NamedTuple):
-    """A rank's part of a weight, and the arguments of `quantize_weight`."""
+    """A rank's part of a weight, and the arguments of `quantize_weight`. amax: of this part, if it is known."""
 
     scheme: LowBitScheme
     weight: Tensor
     key: Tensor | None
     groups: BlockGroups | None = None
+    amax: Tensor | None = None
 
 
 def quantize_divided(weights: Sequence[DividedWeight], group: TensorGroup) -> list[Operands]:
     """`quantize_weight` with scales over the ranks. Every rank calls it with its parts."""
-    statistics = [_statistics(w.scheme, w.weight) for w in weights]
+    statistics = [_statistics(w) for w in weights]
     amax, sums = ([s for s in statistics if s.dtype is dtype] for dtype in (torch.float32, torch.float64))
     if amax:
         amax = list(group.maximum(torch.cat(amax)).split(1))
@@ -60,13 +61,14 @@ def quantize_divided(weights: Sequence[DividedWeight], group: TensorGroup) -> li
     return [_operands(weight, of) for weight, of in zip(weights, reduced, strict=True)]
 
 
-def _statistics(scheme: LowBitScheme, w: Tensor) -> Tensor:
+def _statistics(divided: DividedWeight) -> Tensor:
     """The absmax, fp32 [1]; for a mean the sum of |w| and the number of elements, fp64 [2]."""
+    w = divided.weight
     assert not isinstance(w, StoredWeight)
-    if _is_mean(scheme):
+    if _is_mean(divided.scheme):
         total = w.abs().sum(dtype=torch.float64)
         return torch.stack([total, torch.full_like(total, w.numel())])
-    return absmax(w).view(1).float()
+    return absmax(w).view(1).float() if divided.amax is None else divided.amax.view(torch.float32)
 
 
 def _is_mean(scheme: LowBitScheme) -> bool:
@@ -75,7 +77,7 @@ def _is_mean(scheme: LowBitScheme) -> bool:
 
 
 def _operands(divided: DividedWeight, statistics: Tensor) -> Operands:
-    scheme, w, key, groups = divided
+    scheme, w, key, groups, _ = divided
     rows, columns = _formats(scheme)
     if _is_mean(scheme):
         scale = (statistics[:1] / statistics[1:]).float().clamp(min=SCALE_EPS)

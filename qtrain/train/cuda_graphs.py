@@ -81,6 +81,7 @@ class StepGraphs:
         self._gradients: list[Tensor | None] = []  # static outputs of the graphs
         self._micro_steps: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by `accumulate`
         self._refresh: torch.cuda.CUDAGraph | None = None
+        self._recorded_amax: frozenset[int] = frozenset()  # what `known_amax` was when it was captured
         self._runs: dict[object, int] = {}
         self._refused = self._updated = False
 
@@ -126,12 +127,16 @@ class StepGraphs:
         if self._refused or not self._quantized.changes or not self._warm("refresh"):
             self._requantize()
             return
+        known = self._quantized.known_amax()
         if self._refresh is None:
             recorded = self._record(self._requantize)
             if recorded is None:
                 self._requantize()
                 return
-            self._refresh = recorded[0]
+            self._refresh, self._recorded_amax = recorded[0], known
+        if not self._recorded_amax <= known:  # the graph reads an absmax that is not this weight's
+            self._requantize()
+            return
         self._refresh.replay()
         self._quantized.mark_fresh()
 

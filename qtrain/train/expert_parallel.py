@@ -36,7 +36,7 @@ def check_expert_parallel(settings: TrainSettings, script: str, optimizer: Optim
             "in length; leave it out"
         )
     if settings.tp > 1:
-        raise refuse(f"--tp is {settings.tp}; layers are divided by one of the two, leave one of them out")
+        raise refuse(f"--tp {settings.tp} divides the experts among its processes too; leave --ep out")
     if settings.reshard_after_forward == "always":
         raise refuse("--reshard_after_forward always does not know divided experts; leave one of them out")
     if settings.optimizer_in_backward:

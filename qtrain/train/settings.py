@@ -60,8 +60,8 @@ class TrainSettings:
     """Processes that divide optimizer states and master weights among them (ZeRO-2); 0: all that --dp_replicate
     leaves."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
-    """Divide the weights of layers too, and gather a layer's when it runs (ZeRO-3): less memory, more communication.
-    auto: if the plan does not fit into the GPUs' memory otherwise."""
+    """Divide the weights of layers, embedding and head too, and gather them when they run (ZeRO-3): less memory, more
+    communication. auto: if the plan does not fit into the GPUs' memory otherwise."""
     rank_timeout: Annotated[int, Range(1, 10**6)] = 600
     """Seconds that processes wait for one that does not go on, such as one that compiles, before all end with its name;
     one that does not even answer is named after 25."""

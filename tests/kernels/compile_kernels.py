@@ -37,6 +37,7 @@ from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.optim.fused_update import SIGNED_STATES, FusedUpdate, Slot
 from qtrain.kernels.optim.state_formats import BLOCKS, state_format, zero_state
 from qtrain.kernels.optim.sum_of_squares import SumOfSquares
+from qtrain.kernels.optim.weight_amax import WeightAmax
 from qtrain.kernels.ordered_sum import launch_add_in_order
 from qtrain.kernels.quantize.absmax import launch_absmax
 from qtrain.kernels.quantize.column_groups import BlockGroups
@@ -347,14 +348,15 @@ def grouped() -> Iterator[Case]:
 
 
 def updates() -> Iterator[Case]:
-    def step(rule: str, formats: tuple[str, ...], weight: str, shape: tuple[int, int]) -> None:
+    def step(rule: str, formats: tuple[str, ...], weight: str, shape: tuple[int, int], amax: bool = False) -> None:
         value, states = zeros(*shape, dtype=FP32 if weight == "fp32" else BF16), []
         for signed, name in zip(SIGNED_STATES[rule], formats, strict=True):
             fitted = state_format(name, signed=signed, block=128 if name in BLOCKS else None).fitted(value.shape)
             states.append((fitted, zero_state(fitted, value.shape, value.device)))
         stored = StoredWeight.from_value(value, weight) if weight in ("int8", "int4") else value
         master = value.float() if weight == "master" else None
-        FusedUpdate(rule, [Slot(stored, tuple(states), master=master)], kernel=True).step([value], torch.ones(()))
+        slot = Slot(stored, tuple(states), master=master, amax=WeightAmax([value], value.device) if amax else None)
+        FusedUpdate(rule, [slot], kernel=True).step([value], torch.ones(()))
 
     states = [("fp32", "fp32"), ("bf16", "bf16"), ("fp8", "fp8"), ("int8", "int8"), ("int4", "int4")]
     rules = [("adamw", pair) for pair in [*states, ("bf16", "int8")]]
@@ -367,6 +369,9 @@ def updates() -> Iterator[Case]:
                           ("sgd_nesterov", "fp8", "bf16", 5), ("lion", "int8", "bf16", 64)]  # fmt: skip
                 some = (rule, (*formats, "")[0], weight, shape[0]) in chosen
                 yield some, lambda r=rule, f=formats, w=weight, s=shape: step(r, f, w, s)
+                if weight in ("bf16", "master"):
+                    some = (formats, weight, shape[0]) == (("int8", "int8"), "bf16", 64)
+                    yield some, lambda r=rule, f=formats, w=weight, s=shape: step(r, f, w, s, amax=True)
     for dtype in (BF16, FP32):
         labels = zeros(16, dtype=torch.int64)
         yield dtype is BF16, lambda d=dtype, y=labels: launch_cross_entropy(zeros(16, 1000, dtype=d), y, 0.0, True)

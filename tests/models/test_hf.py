@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from qtrain.errors import TrainingStopped, UserError
 from qtrain.models import build_model, export_hf, hf, read_model_source
+from qtrain.tensors.deferred import initial_value
 from tests.models.families import FAMILIES, MIXTURES, batch, drawn, source_of
 
 
@@ -59,6 +60,10 @@ def test_sharded_both_ways(tmp_path, monkeypatch):
     again = build_model(read_model_source(str(tmp_path / "ours")), pretrained=True, dtype=torch.bfloat16)
     for a, b in zip(ours.parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b)
+    deferred = build_model(source, pretrained=True, dtype=torch.bfloat16, defer_layers=True)
+    assert sum(p.untyped_storage().nbytes() for p in deferred.layers.parameters() if p.ndim > 1) == 0
+    for a, b in zip(ours.parameters(), deferred.parameters(), strict=True):
+        assert torch.equal(a, initial_value(b))
     assert torch.equal(theirs.model.embed_tokens.weight, ours.embed_tokens.weight)
     kv = ours.config.kv_size
     assert torch.equal(theirs.model.layers[2].self_attn.v_proj.bias, ours.layers[2].attn.qkv.bias[-kv:])

@@ -95,10 +95,11 @@ def test_a_bf16_model_keeps_the_selection_bias_in_fp32(tmp_path):
     assert torch.equal(loaded.layers[1].mlp.router.bias, bias)
 
 
-def test_no_tensor_parallelism():
-    for name in ("qwen3_moe", "deepseek_v2"):
-        with pytest.raises(UserError, match="--tp: a model with a mixture of experts cannot be divided"):
-            check_divisible(source_of(name).model_config(), 2)
+def test_what_tensor_parallelism_does_not_divide():
+    with pytest.raises(UserError, match="--tp: a model with latent attention cannot be divided"):
+        check_divisible(source_of("deepseek_v2").model_config(), 2)
+    with pytest.raises(UserError, match="--no_sequence_parallel: ranks of --tp route their own tokens"):
+        check_divisible(source_of("qwen3_moe").model_config(), 2, sequence=False)
 
 
 def test_each_experts_matrices_are_drawn_alike_and_are_a_projection_each():
@@ -152,7 +153,7 @@ def test_compiled_layers_are_one_graph_and_count_each_route_once(mode, adapted):
     compile_layers(compiled)
     ids, labels = batch()
     for model in (plain, compiled):
-        model.router_balance_loss, model.router_z_loss = 0.5, 0.1
+        model.router_losses.balance, model.router_losses.z = 0.5, 0.1
         model(ids, labels).loss.backward()
     assert torch.equal(plain.expert_load.step, compiled.expert_load.step)
     trained = [[p for p in model.parameters() if p.requires_grad] for model in (compiled, plain)]

@@ -4,12 +4,15 @@ import pytest
 import torch
 
 from qtrain.data import Batch
+from qtrain.distributed.mesh import Mesh
 from qtrain.models import ModelSource, build_model, compile_layers
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.train.cuda_graphs import WARM_UP, StepGraphs
 from qtrain.train.language import language_forward
+from qtrain.train.parallel import DataParallel
 from qtrain.train.step import apply_gradients, compute_gradients
+from qtrain.train.weight_amax import share_amax
 from tests.system import TINY
 
 STEPS = WARM_UP + 4
@@ -33,9 +36,16 @@ def batches(step: int, count: int, rows: int = 4, length: int = 64, documents: b
 
 
 def train(
-    scheme: str, options: dict, accumulation: int, graphed: bool, odd_step: int | None = None, compiled=True, **kind
+    scheme: str,
+    options: dict,
+    accumulation: int,
+    graphed: bool,
+    odd_step: int | None = None,
+    compiled=True,
+    changed_step: int | None = None,
+    **kind,
 ):
-    """(losses, norms, weights) of a few steps."""
+    """(losses, norms, weights) of a few steps. changed_step: in which a weight is doubled and gets no gradient."""
     device = torch.device("cuda")
     model = build_model(ModelSource("tiny", WIDE, "--model"), seed=1, device=device, dtype=torch.bfloat16)
     quantized = quantize_linears(model, SCHEMES.make(scheme, options, "--quantize"), seed=0, head=model.lm_head)
@@ -43,6 +53,7 @@ def train(
         compile_layers(model)
     optimizer = OPTIMIZERS.make("adamw", {}, "--optim").build(parameter_groups(model, 0.1), 1e-3)
     quantized.watch(optimizer)
+    share_amax(optimizer, quantized, DataParallel(model, quantized, Mesh()))
     forward = language_forward(model, None)
     graphs = StepGraphs(model, forward, quantized) if graphed else None
     seen = []
@@ -50,6 +61,10 @@ def train(
         rows = 2 if step == odd_step else 4
         found = compute_gradients(model, forward, quantized, batches(step, accumulation, rows, **kind), step, graphs)
         seen.append((found.loss, found.norm_value))
+        if step == changed_step:
+            with torch.no_grad():
+                quantized.linears[0].weight.mul_(2)
+            quantized.linears[0].weight.grad = None
         apply_gradients(optimizer, quantized, found, lr=1e-3, clip_grad_norm=1.0, graphs=graphs)
     return seen, [p.detach().clone() for p in model.parameters()], graphs
 
@@ -89,6 +104,15 @@ def test_the_mask_of_packed_documents_is_part_of_the_graph(scheme):
     assert all(torch.equal(a, b) for a, b in zip(weights, weights_replayed, strict=True))
     without, _, _ = train(scheme, {}, 1, graphed=False, length=256)
     assert without != ordinary, "the documents made no difference: this test shows nothing"
+
+
+@pytest.mark.gpu
+def test_a_replay_never_takes_the_absmax_of_a_former_weight():
+    """A weight that is changed, and gets no gradient, in a step after the capture: its absmax is computed anew."""
+    ordinary, weights, _ = train("fp8_tensorwise", {}, 1, graphed=False, changed_step=STEPS - 3)
+    replayed, weights_replayed, graphs = train("fp8_tensorwise", {}, 1, graphed=True, changed_step=STEPS - 3)
+    assert graphs._recorded_amax and replayed == ordinary
+    assert all(torch.equal(a, b) for a, b in zip(weights, weights_replayed, strict=True))
 
 
 @pytest.mark.gpu

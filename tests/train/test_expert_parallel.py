@@ -104,7 +104,7 @@ def test_groups_that_do_not_fit_are_refused(mesh, ep, words):
 REFUSED = [
     (VisionSettings(ep=2), "models of timm have no experts"),
     (LanguageSettings(ep=2, model_impl="hf"), "only qtrain's own decoder is divided"),
-    (LanguageSettings(ep=2, tp=2), "--tp is 2; layers are divided by one of the two"),
+    (LanguageSettings(ep=2, tp=2), "--tp 2 divides the experts among its processes too; leave --ep out"),
     (LanguageSettings(ep=2, reshard_after_forward="always"), "--reshard_after_forward always"),
     (LanguageSettings(ep=2, optimizer_in_backward=True), "--optimizer_in_backward does not know divided experts"),
     (LanguageSettings(ep=2, deterministic=True, quantize="nvfp4"), "nvfp4 needs a scale of the tokens of all experts"),

@@ -41,7 +41,7 @@ def test_full_sharding_trains_as_one_process(scheme, optimizer, mesh):
         assert differences(one, of_rank) == ""
 
 
-SHAPE = {"model_type": "qwen2", "vocab_size": 256, "hidden_size": 256, "intermediate_size": 512}
+SHAPE = {"model_type": "qwen2", "vocab_size": 128, "hidden_size": 128, "intermediate_size": 256}
 SHAPE |= {"num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 

@@ -39,9 +39,10 @@ def _of_rank(
     # Matrices of this model are sent alone, as large ones are; its vectors together.
     gradients.ALONE_BYTES = weights.ALONE_BYTES = 1 << 14
     made = make_mesh(*map(int, mesh.split("x")), "cpu")
-    device, config = torch.device("cpu"), CONFIG if tied else UNTIED
-    numbers = (STEPS, deterministic, micro_batches, full_shard, config, DTYPES[dtype])
-    return train(scheme, optimizer, made, device, *numbers)
+    cpu, config = torch.device("cpu"), CONFIG if tied else UNTIED
+    return train(
+        scheme, optimizer, made, cpu, STEPS, deterministic, micro_batches, full_shard, config, dtype=DTYPES[dtype]
+    )
 
 
 def _results(
@@ -60,12 +61,7 @@ def _results(
 
 @functools.cache
 def _of_one(
-    scheme: str,
-    optimizer: str,
-    micro_batches: int,
-    deterministic: bool = True,
-    dtype: str = "bf16",
-    tied: bool = True,
+    scheme: str, optimizer: str, micro_batches: int, deterministic: bool = True, dtype: str = "bf16", tied: bool = True
 ) -> dict[str, Any]:
     return _results(scheme, optimizer, "1x1", micro_batches, deterministic, dtype=dtype, tied=tied)[0]
 

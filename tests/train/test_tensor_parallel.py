@@ -51,6 +51,20 @@ CONFIG = {
 ONE_LAYER = {**CONFIG, "num_hidden_layers": 1}
 QWEN3 = {**CONFIG, "model_type": "qwen3", "head_dim": 16, "attention_bias": True, "tie_word_embeddings": False}
 
+MIXTURE = {
+    **CONFIG,
+    "model_type": "qwen2_moe",
+    "num_hidden_layers": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 96,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [0],
+    "norm_topk_prob": True,
+}
+"""A dense layer, and one of experts with a shared one."""
+
 SCHEME_NAMES = [name for name in SCHEMES.names() if name != "auto"]
 LOSS_BOUNDS = dict.fromkeys(SCHEME_NAMES, 2e-3) | {"bf16": 1e-5, "int4": 1e-2, "int4_weight": 1e-2, "nvfp4": 1e-2}
 STEPS = 2
@@ -95,7 +109,13 @@ def added(terms: list[dict[str, list]]) -> dict[str, Tensor]:
 # ---- one step of a model in fp32 -------------------------------------------------------------------------------------
 
 BIASED = {**CONFIG, "mlp_bias": True, "attention_bias": True}
-CASES = [(QWEN3, True, (2, 12)), (QWEN3, False, (2, 12)), (BIASED, True, (1, 13))]
+CASES = [
+    (QWEN3, True, (2, 12)),
+    (QWEN3, False, (2, 12)),
+    (BIASED, True, (1, 13)),
+    (MIXTURE, True, (2, 12)),
+    (MIXTURE, True, (1, 13)),
+]
 """Model, whether tokens are divided, and sequences x tokens: 24, and 13, which two ranks do not divide."""
 
 
@@ -104,6 +124,7 @@ def _step(tp: int) -> list[dict[str, Any]]:
     for config, sequence, shape in CASES:
         model = model_of(config, mesh, sequence)
         model.z_loss, model.loss_chunks = 1e-3, 3
+        model.router_losses.balance, model.router_losses.z = 0.1, 0.01
         quantized = quantize_linears(model, SCHEMES.make("bf16", {}, "-"), seed=0)
         ids = tokens(shape[0], shape[1] + 1)
         batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].masked_fill(ids[:, 1:] % 3 == 0, -100))
@@ -115,6 +136,7 @@ def _step(tp: int) -> list[dict[str, Any]]:
         found.append(
             {
                 "loss": gradients.loss,
+                "load": model.expert_load.step.tolist() if model.expert_load is not None else None,
                 "norm": gradients.norm_value,
                 "weights": whole(model, {n: p.data for n, p in named.items()}),
                 "gradients": whole(model, {n: p.grad for n, p in named.items()}),
@@ -127,13 +149,15 @@ def _step(tp: int) -> list[dict[str, Any]]:
 
 
 def test_loss_gradients_logits_and_text_are_those_of_one_process():
-    """With tied and untied embeddings, biases, QK-norm, z-loss and tokens that do not divide."""
+    """With tied and untied embeddings, biases, QK-norm, z-loss, tokens that do not divide, and a mixture of experts,
+    whose routers' losses are of all tokens."""
     one, two = _step(1), run_ranks(2, _step, 2)
     for expected, *parts in zip(one, *two, strict=True):
         for part in parts:
             assert part["loss"] == pytest.approx(expected["loss"], rel=1e-5)
             assert part["norm"] == pytest.approx(expected["norm"], rel=1e-5) and part["norm"] == parts[0]["norm"]
             assert torch.allclose(torch.tensor(part["logits"]), torch.tensor(expected["logits"]), atol=1e-5)
+            assert part["load"] == expected["load"]
             assert part["logits"] == parts[0]["logits"], "ranks would sample different tokens"
             assert part["written"] == expected["written"] and part["answers"] == expected["answers"]
         weights = added([part["weights"] for part in parts])
@@ -167,13 +191,18 @@ def test_published_weights_and_their_fingerprints(config, tmp_path):
 
 
 def _train(
-    schemes: list[str], shape: tuple[int, int], tp: int, options: dict[str, Any] | None = None, how: str = ""
+    schemes: list[str],
+    shape: tuple[int, int],
+    tp: int,
+    options: dict[str, Any] | None = None,
+    how: str = "",
+    config: dict[str, Any] = ONE_LAYER,
 ) -> dict[str, dict[str, Any]]:
     """Losses of steps of two micro-batches, norms, codes and bytes sent, of each scheme. how: "compiled full"."""
     mesh, found = make_mesh(*shape, "cpu", tp), {}
     for name in schemes:
         sent.clear()
-        model = model_of(ONE_LAYER, mesh)
+        model = model_of(config, mesh)
         scheme = SCHEMES.make(name, options or {}, "--quantize")
         quantized = quantize_linears(model, scheme, seed=0, head=model.lm_head, tensor=mesh.tensor_group)
         codes = {
@@ -216,8 +245,9 @@ def of_two(scheme: str) -> list[dict[str, Any]]:
     return [of_rank[scheme] for of_rank in run_ranks(2, _train, [scheme], (1, 1), 2)]
 
 
-def losses_differ(scheme: str, steps: list[tuple[float, float]]) -> float:
-    return max(abs(a[0] - b[0]) / a[0] for a, b in zip(of_one(scheme)["steps"], steps, strict=True))
+def losses_differ(scheme: str, steps: list[tuple[float, float]], one: list[tuple[float, float]] | None = None) -> float:
+    """Relative to one process."""
+    return max(abs(a[0] - b[0]) / a[0] for a, b in zip(one or of_one(scheme)["steps"], steps, strict=True))
 
 
 SAMPLE = ("int8", "fp8_tensorwise", "bitnet", "int4_weight", "fp8_blockwise")
@@ -271,6 +301,19 @@ def test_bytes_of_activations_by_kind():
     assert low_bit["activation codes"] == micro_batches * exchange * 2 * layers
     assert low_bit["activations"] == plain["activations"] - 4 * low_bit["activation codes"]
     assert of_two("fp8_blockwise")[0]["sent"]["activations"] == plain["activations"], "blocks of tokens"
+
+
+OF_EXPERTS = ["fp8_tensorwise", "int8", "fp8_blockwise", "bf16", "mxfp8", "int4", "fp8_rowwise", "int8_weight"]
+
+
+@pytest.mark.parametrize("scheme", sampled(OF_EXPERTS, lambda scheme: scheme not in ("fp8_tensorwise", "bf16")))
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_scheme_trains_experts_as_on_one_process(scheme, world):
+    """Of 2 ranks each has two of four experts; on 2 x 2, half of the micro-batches and of the masters."""
+    one = _train([scheme], (1, 1), 1, None, "", MIXTURE)[scheme]["steps"]
+    ranks = run_ranks(world, _train, [scheme], (1, world // 2), 2, None, "", MIXTURE)
+    assert all(of_rank[scheme]["steps"] == ranks[0][scheme]["steps"] for of_rank in ranks)
+    assert losses_differ(scheme, ranks[0][scheme]["steps"], one) <= LOSS_BOUNDS[scheme]
 
 
 HOW = ["eager selective", "compiled none", "compiled selective", "compiled full"]
@@ -348,6 +391,7 @@ def test_adapters_are_refused():
         (4, {}, "4 does not divide the model's key-value heads, 2; allowed: 1, 2."),
         (2, {"intermediate_size": 255}, "2 does not divide the model's intermediate size, 255; allowed: 1."),
         (2, {"vocab_size": 1}, "2 ranks are more than the vocabulary's 1 tokens."),
+        (2, {**MIXTURE, "num_experts": 3}, "2 does not divide the model's experts, 3; allowed: 1."),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(ranks, changes, says):

@@ -18,6 +18,9 @@ tensor of every CTA. There is one launch per combination of formats that occurs,
 small launch that increments the steps and computes every tensor's factors. Hyperparameters are in device memory: when
 they change, nothing recompiles or synchronizes, and the launches can be captured in a CUDA graph (`set_hyper` outside
 of it).
+
+The absmax of a new weight, which a tensorwise scale needs, costs no pass over the weights: the kernel has them in
+registers (`Slot.amax`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -97,6 +100,9 @@ class FusedUpdate:
             self._kernels.step(grads, grad_scale)
         else:
             _step_ref(self, grads, grad_scale)
+        for slot, grad in zip(self.slots, grads, strict=True):
+            if slot.amax is not None and grad is not None:
+                slot.amax.record()
 
     @property
     def launches(self) -> int:
@@ -143,6 +149,10 @@ def _step_ref(update: FusedUpdate, grads: Sequence[Tensor | None], grad_scale: T
             grad_scale=None if scale == 1 else update.steps.new_tensor(1 / scale),  # where the weights are
             found_inf=None if scale == 1 else update.steps.new_zeros(()),
         )
+    for slot, grad in zip(update.slots, grads, strict=True):
+        if slot.amax is not None and grad is not None and grad.numel():
+            absmax = torch.linalg.vector_norm(slot.weight.detach(), ord=torch.inf).float()
+            slot.amax.bits.copy_(absmax.view(torch.int32))
 
 
 def _torch_takes(update: FusedUpdate, slot: Slot, grad: Tensor) -> bool:

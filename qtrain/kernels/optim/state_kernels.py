@@ -5,6 +5,7 @@ of its elements and its scale. FORMAT is the name of the state's format, "" for 
 """
 
 from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.numerics.bf16x2 import abs_bf16x2, max_of_halves, reduce_max_bf16x2
 from qtrain.kernels.numerics.packed_words import (
     bf16_to_float,
     bytes_to_float,
@@ -103,6 +104,23 @@ def store_bf16(address, group, limit, x, bits, STOCHASTIC: tl.constexpr, ALIGNED
             tl.store(pointer + element, x.to(tl.bfloat16), (group < limit // 8)[:, :, None])
         else:
             tl.store(pointer + element, x.to(tl.bfloat16), element < limit)
+
+
+@triton.jit
+def tile_amax(x, bits, group, limit, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, PTX: tl.constexpr):
+    """The absmax of each eight elements of a tile fp32 [R, C, 8], as bits of fp32 [R, C]: as `store_bf16` rounds them
+    if STOCHASTIC, else as they are. Elements beyond the limit count as 0."""
+    if not ALIGNED:
+        element = group[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+        x = tl.where(element < limit, x, 0.0)
+        if STOCHASTIC:
+            bits = tl.where(element < limit, bits, 0)
+    if STOCHASTIC:
+        bf16x2 = abs_bf16x2(pack_halves(_to_bf16_bits(x, bits), PTX))  # the words that are stored
+        amax = max_of_halves(reduce_max_bf16x2(bf16x2, 2, PTX))
+    else:
+        amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)
+    return tl.where(group < limit // 8, amax, 0) if ALIGNED else amax
 
 
 @triton.jit

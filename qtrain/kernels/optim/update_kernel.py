@@ -5,6 +5,7 @@ weight stored as codes; GRAD is "fp32" or "bf16"; M and V are formats of states 
 """
 
 from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.numerics.bf16x2 import bf16_bits
 from qtrain.kernels.numerics.packed_words import (
     bf16_to_float,
     bytes_to_float,
@@ -25,6 +26,7 @@ from qtrain.kernels.optim.state_kernels import (
     state_address,
     store_bf16,
     store_state,
+    tile_amax,
 )
 
 
@@ -33,7 +35,8 @@ def factors_kernel(
     table_ptr, grads_ptr, hyper_ptr, scale_ptr, steps_ptr, keys_ptr, factors_ptr, n,
     RULE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Increments the step of every tensor that has a gradient, and computes the factors of its update.
+    """Increments the step of every tensor that has a gradient, zeroes its absmax, and computes the factors of its
+    update.
 
     table_ptr: int64 [n, COLUMNS] (`update_launch.TABLE`). hyper_ptr: fp64 [groups, 5] (`update_rules.HYPER`).
     scale_ptr: scale of the gradients, or None. factors_ptr: fp32 [n, 8].
@@ -45,6 +48,8 @@ def factors_kernel(
     step = tl.load(steps_ptr + i, inside, 0.0) + 1.0
     tl.store(steps_ptr + i, step, active)
     tl.store(keys_ptr + i * 3 + 1, step.to(tl.int64), active)
+    amax_address = tl.load(table_ptr + i * COLUMNS + 11, inside, 0)
+    tl.store(amax_address.to(tl.pointer_type(tl.int32)), 0, active & (amax_address != 0))
     row = hyper_ptr + tl.load(table_ptr + i * COLUMNS + 10, inside, 0) * 5
     lr = tl.load(row, inside, 0.0)  # fp64, and all below: 1 - beta**step would lose half its digits in fp32
     decay = tl.load(row + 1, inside, 0.0)
@@ -159,14 +164,14 @@ def _apply_rule(
 def update_kernel(
     owner_ptr, table_ptr, grads_ptr, factors_ptr, keys_ptr, role,
     RULE: tl.constexpr, WEIGHT: tl.constexpr, GRAD: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
-    SR_WEIGHT: tl.constexpr, SR_M: tl.constexpr, SR_V: tl.constexpr, ALIGNED: tl.constexpr,
+    SR_WEIGHT: tl.constexpr, SR_M: tl.constexpr, SR_V: tl.constexpr, AMAX: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, LOOPS: tl.constexpr, COLUMNS: tl.constexpr,
     MIX_M: tl.constexpr, MIX_V: tl.constexpr, CODE: tl.constexpr,
 ):  # fmt: skip
     """A CTA updates up to LOOPS tiles of [TILE // BLOCK, BLOCK // 8, 8] elements, all of one row of one tensor.
 
-    owner_ptr: int32, the tensor of each CTA. SR_WEIGHT, SR_M, SR_V: what is rounded stochastically. MIX_M, MIX_V: see
-    `update_rules.py`. CODE: the encoding of FP8 states.
+    owner_ptr: int32, the tensor of each CTA. SR_WEIGHT, SR_M, SR_V: what is rounded stochastically. AMAX: some tensors
+    want the absmax of the new weight. MIX_M, MIX_V: see `update_rules.py`. CODE: the encoding of FP8 states.
 
     A thread has eight elements, so a block of 256 lies in one warp, and only the maximum over a block leaves a thread.
     No software pipelining: high occupancy hides the latency of loads. Explicit FMAs make the result bitwise independent
@@ -220,6 +225,7 @@ def update_kernel(
     seed, step, tensor = philox_key(keys_ptr + owner * 3, role)
 
     ROWS: tl.constexpr = TILE // BLOCK
+    amax = tl.zeros((ROWS, BLOCK // 8), tl.int32)
     for i in range(0, (limit + TILE - 1) // TILE):
         block = i * ROWS + tl.arange(0, ROWS)[:, None]
         group = block * (BLOCK // 8) + tl.arange(0, BLOCK // 8)[None, :]
@@ -274,3 +280,12 @@ def update_kernel(
             store_words(p_address, group, limit, p.to(tl.int32, bitcast=True), 8, ALIGNED)
             if HAS_MASTER:
                 store_bf16(weight_address, group, limit, p, bits, SR_WEIGHT, ALIGNED, CODE.ptx)
+        if AMAX:
+            amax = tl.maximum(amax, tile_amax(p, bits, group, limit, SR_WEIGHT, ALIGNED, CODE.ptx))
+
+    if AMAX:
+        amax_address = tl.load(row_ptr + 11)
+        amax = tl.max(tl.max(amax, 1), 0)
+        if not SR_WEIGHT:  # rounding to nearest keeps the order of numbers
+            amax = bf16_bits(amax.to(tl.float32, bitcast=True)) & -65536
+        tl.atomic_max(amax_address.to(tl.pointer_type(tl.int32)), amax, amax_address != 0, sem="relaxed")

@@ -14,9 +14,10 @@ from qtrain.kernels.optim.update_rules import MIX_M, MIX_V, UPDATE_ROLE, LowBitW
 
 TABLE = (
     "weight", "m", "m_scale", "v", "v_scale", "extra", "row_length", "chunks", "first_cta", "first_element", "group",
+    "amax",
 )  # fmt: skip
 """Columns of the table of tensors, int64, in the order in which the kernels load them: addresses, then sizes. extra:
-scales of a weight stored as codes, or its master copy."""
+scales of a weight stored as codes, or its master copy. amax: the address that receives the weight's absmax, or 0."""
 FACTORS = 8
 """Columns of the table of factors."""
 
@@ -120,10 +121,11 @@ class Launches:
             warps = min(max(kind.tile // (32 * ELEMENTS_A_THREAD), 1), 32)
             registers = REGISTERS if kind.aligned and kind.tile == TILE else None  # the others need more
             owner = owner.to(self.table.device)
-            self.launches.append(_Launch(owner, warps, registers, self._constants(kind)))
+            amax = any(self.slots[i].amax is not None for i in indices)
+            self.launches.append(_Launch(owner, warps, registers, self._constants(kind, amax)))
         self.table.copy_(rows)
 
-    def _constants(self, kind: _Kind) -> dict[str, object]:
+    def _constants(self, kind: _Kind, amax: bool) -> dict[str, object]:
         m, v, *_ = [format.name for format in kind.formats] + ["", ""]
         sr_m, sr_v, *_ = [is_stochastic(format, self.sr) for format in kind.formats] + [False, False]
         return {
@@ -135,6 +137,7 @@ class Launches:
             "SR_WEIGHT": self.sr and kind.weight == "bf16",
             "SR_M": sr_m,
             "SR_V": sr_v,
+            "AMAX": amax,
             "ALIGNED": kind.aligned,
             "BLOCK": kind.block,
             "TILE": kind.tile,
@@ -173,7 +176,8 @@ def _describe(slot: Slot, grad_dtype: torch.dtype | None) -> tuple[_Kind, list[i
     chunks = -(-length // (tile * loops))
     formats = tuple(format for format, _ in slot.states)
     described = _Kind(kind, grad_dtype or weight.dtype, formats, block, aligned, tile, loops)
-    return described, [*addresses, length, chunks, 0, slot.first_element, slot.group], rows * chunks
+    amax = 0 if slot.amax is None else slot.amax.bits.data_ptr()
+    return described, [*addresses, length, chunks, 0, slot.first_element, slot.group, amax], rows * chunks
 
 
 def aligned(t: Tensor) -> Tensor:

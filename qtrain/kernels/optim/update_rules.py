@@ -6,6 +6,7 @@ from torch import Tensor
 
 from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
 from qtrain.kernels.optim.state_formats import StateFormat
+from qtrain.kernels.optim.weight_amax import WeightAmax
 
 SIGNED_STATES = {"adamw": (True, False), "lion": (True,), "sgd": (True,), "sgd_nesterov": (True,), "apply": ()}
 """Rules, each with its states: whether they are signed."""
@@ -54,6 +55,8 @@ class Slot:
     """fp32 copy that is updated in the weight's place."""
     first_element: int = 0
     """Of a shard, its offset in the whole tensor."""
+    amax: WeightAmax | None = None
+    """Receives the absmax of the new weight; of a bf16 tensor."""
 
 
 def is_stochastic(format: StateFormat, sr: bool) -> bool:

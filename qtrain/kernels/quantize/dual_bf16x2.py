@@ -393,18 +393,19 @@ def launch_dual_bf16x2(
     *,
     swiglu: bool = False,
     dy: Tensor | None = None,
+    tensor_amax: Tensor | None = None,
     row_column_amax: tuple[Tensor, Tensor] | None = None,
     groups: BlockGroups | None = None,
-    out: tuple[Tensor, Tensor] | None = None,
+    out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
     index: RowIndex = EVERY_ROW,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The kernel for `quantize_ref` and `quantize_transposed_ref` at once: codes, scale, codes_t, scale_t.
 
     x contiguous, not empty, `supports_dual_bf16x2`. scale: fp32 [1], given. amax: int32 [1] of zeros, receives the fp32
     bits of x's absmax; only with `scale`. swiglu: quantizes swiglu(x) or, with dy, the gradient of x; x [M, 2I], I a
-    multiple of BLOCK. row_column_amax: fp32 bits of the absmax of rows and of columns, int32, if known (rowwise).
-    groups: of rows with column scales of their own (rowwise). out: memory for the codes of both layouts. index: the
-    rows of what is quantized are gathered from x [T, K]; without swiglu.
+    multiple of BLOCK. tensor_amax, row_column_amax: fp32 bits of the absmax of x (tensorwise), or of its rows and of
+    its columns (rowwise), int32, if known. groups: of rows with column scales of their own (rowwise). out: memory for
+    the result. index: the rows of what is quantized are gathered from x [T, K]; without swiglu.
     """
     m, k = index.shape(x)
     k = k // 2 if swiglu and dy is None else k
@@ -413,11 +414,15 @@ def launch_dual_bf16x2(
     if granularity == "rowwise":
         source, source_t = row_column_amax or launch_absmax(x, rows=True, columns=True, groups=groups, index=index)[1:]
     elif granularity == "tensorwise" and not given:
-        source, _, _ = launch_absmax(x, tensor=True, index=index)
-    codes, codes_t = out or (x.new_empty(shape, dtype=FORMATS[fmt].dtype) for shape in ((m, k), (k, m)))
-    scale = empty_scale(granularity, m, k, x)
+        source = launch_absmax(x, tensor=True, index=index)[0] if tensor_amax is None else tensor_amax
+    if out is None:
+        codes, codes_t = (x.new_empty(shape, dtype=FORMATS[fmt].dtype) for shape in ((m, k), (k, m)))
+        scale, scale_t = empty_scale(granularity, m, k, x), empty_scale(granularity, k, m, x)
+    else:
+        codes, scale, codes_t, scale_t = out
     grouped = groups is not None
-    scale_t = launch_group_scales(source_t, fmt, power_of_two) if grouped else empty_scale(granularity, k, m, x)
+    if grouped:
+        scale_t = launch_group_scales(source_t, fmt, power_of_two)
     _dual_kernel[(triton.cdiv(m, BLOCK) * triton.cdiv(k, BLOCK),)](
         x.view(torch.int32), *index, None if dy is None else dy.view(torch.int32),
         codes.view(torch.int16), codes_t.view(torch.int32), scale, None if grouped else scale_t,

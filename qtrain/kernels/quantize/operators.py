@@ -175,7 +175,7 @@ def _(
 
 
 def quantize_dual_into(
-    out: tuple[Tensor, Tensor],
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
     x: Tensor,
     fmt: str,
     granularity: str,
@@ -183,16 +183,18 @@ def quantize_dual_into(
     power_of_two: bool,
     group_of_block: Tensor | None = None,
     groups: int = 1,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize_dual` in one format and granularity, with codes and codes_t in `out` where a kernel can write there: a
-    copy of the codes would cost as much as their quantization. Not for compiled code."""
-    contiguous = all(t.is_contiguous() for t in (x, *out))
+    """`quantize_dual` in one format and granularity, with the results in `out` where a kernel can write there: a copy
+    of the codes would cost as much as their quantization. amax: that of x as fp32 bits in int32 [1], if it is known,
+    which saves a tensorwise scale its pass over x. Not for compiled code."""
+    contiguous = all(t.is_contiguous() for t in (x, out[0], out[2]))
     if not (contiguous and _kernel_takes(x, rounding) and supports_dual_bf16x2(x, fmt, granularity)):
         return quantize_dual(
             x, fmt, granularity, granularity, *rounding, power_of_two, group_of_block=group_of_block, groups=groups
         )
     of = block_groups(x.shape[0], group_of_block, groups, granularity)
-    return launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, groups=of, out=out)
+    return launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, groups=of, out=out, tensor_amax=amax)
 
 
 @torch.library.custom_op("qtrain::quantize_dual_given_scale", mutates_args=())

@@ -66,7 +66,12 @@ class BitNet(LowBitScheme):
         return self.quantize_weight(w.detach(), None).rows.dequantize(w.dtype)
 
     def quantize_weight(
-        self, w: Tensor, key: Tensor | None, groups: BlockGroups | None = None, out: Operands | None = None
+        self,
+        w: Tensor,
+        key: Tensor | None,
+        groups: BlockGroups | None = None,
+        out: Operands | None = None,
+        amax: Tensor | None = None,
     ) -> Operands:
         codes, scale = quantize(w, *PACKED[:2])
         return self.operands_of(QuantizedTensor(codes, scale, PACKED), w.shape[1])

@@ -68,10 +68,11 @@ class Fp8Tensorwise(Fp8Epilogue):
         delayed: DelayedScale | None = None,
         groups: BlockGroups | None = None,
         out: Operands | None = None,
+        amax: Tensor | None = None,
     ) -> Operands:
         rows, columns = self.formats_of(name, needs)
         if delayed is None or not (rows or columns):
-            return super()._operands(t, name, key, needs, groups=groups, out=out)
+            return super()._operands(t, name, key, needs, groups=groups, out=out, amax=amax)
         fmt = (rows or columns).fmt
         rounding = self.rounding(name, key)
         x, index = with_index(t if rows and columns else in_memory(t))

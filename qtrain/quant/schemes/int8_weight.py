@@ -60,7 +60,12 @@ class StoredWeightScheme(LowBitScheme):
         return 0 if self.activations == "none" else 2
 
     def quantize_weight(
-        self, w: Tensor, key: Tensor | None, groups: BlockGroups | None = None, out: Operands | None = None
+        self,
+        w: Tensor,
+        key: Tensor | None,
+        groups: BlockGroups | None = None,
+        out: Operands | None = None,
+        amax: Tensor | None = None,
     ) -> Operands:
         assert isinstance(w, StoredWeight)
         if self.activations == "none":
@@ -75,7 +80,12 @@ class RowwiseStoredWeightScheme(StoredWeightScheme):
         return 0 if self.activations == "none" else 1
 
     def quantize_weight(
-        self, w: Tensor, key: Tensor | None, groups: BlockGroups | None = None, out: Operands | None = None
+        self,
+        w: Tensor,
+        key: Tensor | None,
+        groups: BlockGroups | None = None,
+        out: Operands | None = None,
+        amax: Tensor | None = None,
     ) -> Operands:
         assert isinstance(w, StoredWeight)
         if self.activations == "none":

@@ -70,9 +70,10 @@ class NvFp4(LowBitScheme):
         delayed: DelayedScale | None = None,
         groups: BlockGroups | None = None,
         out: Operands | None = None,
+        amax: Tensor | None = None,
     ) -> Operands:
         if not (self.hadamard and needs.columns and name in ("x", "dy")):
-            return super()._operands(t, name, key, needs, groups=groups, out=out)
+            return super()._operands(t, name, key, needs, groups=groups, out=out, amax=amax)
         t, rounding = in_memory(t), self.rounding(name, key)
         codes, scale, tensor_scale = quantize_nvfp4(
             t, rounding.column_key, rounding.role, transposed=True, hadamard=True

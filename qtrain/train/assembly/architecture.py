@@ -35,7 +35,7 @@ from qtrain.models import (
 )
 from qtrain.models.cost import layer_linears, linear_key
 from qtrain.models.expert_parallel import check_experts_divisible
-from qtrain.models.tensor_parallel import check_divisible, rank_config
+from qtrain.models.tensor_parallel import check_divisible, planned_config
 from qtrain.models.trained_cost import TrainedPart
 from qtrain.quant import gathers_codes
 from qtrain.quant.convert import find_linears
@@ -151,7 +151,7 @@ class LanguageArchitecture(Architecture):
         _refuse_absurd(source.config, "--model")
         _check_routers(settings, config)
         if mesh.tensor > 1:
-            check_divisible(config, mesh.tensor)
+            check_divisible(config, mesh.tensor, settings.sequence_parallel)
         if settings.ep > 1:
             check_experts_divisible(config, settings.ep, settings.model)
         experts = None if mesh.of_experts is None else mesh.of_experts.tensor_group
@@ -161,7 +161,7 @@ class LanguageArchitecture(Architecture):
     @property
     def rank_config(self) -> ModelConfig | None:
         """`config`, with --tp of one rank's part."""
-        return self.config and rank_config(self.config, self.tensor.ranks if self.tensor else 1)
+        return self.config and planned_config(self.config, self.tensor.ranks if self.tensor else 1, 1)
 
     @property
     def reads_linears_only(self) -> bool:
@@ -217,8 +217,8 @@ class LanguageArchitecture(Architecture):
         model.loss_chunks, model.z_loss = settings.loss_chunks, settings.z_loss
         if self.config is not None and self.config.mixture is not None:
             weight = settings.router_balance_loss
-            model.router_balance_loss = self.config.mixture.aux_loss if weight is None else weight
-            model.router_z_loss = settings.router_z_loss
+            model.router_losses.balance = self.config.mixture.aux_loss if weight is None else weight
+            model.router_losses.z = settings.router_z_loss
         return model
 
     def recompute(self, model: nn.Module, mode: str) -> None:

@@ -12,6 +12,7 @@ from qtrain.train.state.ema import Ema
 from qtrain.train.state.run import Run
 from qtrain.train.state.state_dict import seed_rng
 from qtrain.train.state.train_state import TrainState
+from qtrain.train.weight_amax import share_amax
 
 
 def build_quantized(prepared: Prepared) -> tuple[nn.Module, QuantizedModel]:
@@ -58,6 +59,8 @@ def assemble(prepared: Prepared, model: nn.Module, quantized: QuantizedModel, *,
         group["params"] = [parallel.master(p) for p in group["params"]]
     optimizer = prepared.optimizer.build(groups, settings.lr, seed=settings.seed)
     quantized.watch(optimizer)
+    if not settings.optimizer_in_backward:
+        share_amax(optimizer, quantized, parallel)
     ema = Ema(model, ema_decay, parallel) if ema_decay else None
     if prepared.mesh.data_rank:
         seed_rng(settings.seed + prepared.mesh.data_rank)  # else all ranks drop out the same activations

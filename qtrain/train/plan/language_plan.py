@@ -9,11 +9,10 @@ from qtrain.hardware import Hardware
 from qtrain.kernels.autotune import forced
 from qtrain.models import ModelConfig
 from qtrain.models.cost import ParameterGroup, count_parameters, flops_per_token, layer_linears, linear_key
-from qtrain.models.expert_parallel import rank_experts
 from qtrain.models.full_shard_memory import trained_ends
 from qtrain.models.memory import MemoryEstimate, RankShare, StepShape, all_of, estimate_memory
 from qtrain.models.saved_activations import LinearBytes, LowBitBytes
-from qtrain.models.tensor_parallel import rank_config
+from qtrain.models.tensor_parallel import planned_config
 from qtrain.models.trained_cost import TrainedPart
 from qtrain.optim import ParameterShape
 from qtrain.quant import LowBitScheme
@@ -23,10 +22,12 @@ from qtrain.train.plan.linears import PlannedLinear, shares
 from qtrain.train.plan.plan import Plan
 from qtrain.train.plan.speed_of_light import emulated_arithmetics, shortest_seconds
 from qtrain.train.plan.traffic import (
+    EXCHANGES_A_HALF,
+    EXCHANGES_A_LAYER,
     ExpertTraffic,
     TensorTraffic,
     Traffic,
-    divided_layer_bytes,
+    divided_half_bytes,
     routed_bytes_per_token,
     weights_on_wire,
 )
@@ -79,7 +80,7 @@ def plan_language_run(
 
     def memory_on(mesh: Mesh, reshards: bool) -> dict[str, int]:
         planned = replace(checked, mesh=mesh, reshards=reshards)
-        config = rank_experts(rank_config(model_config, settings.tp), settings.ep)
+        config = planned_config(model_config, settings.tp, settings.ep)
         return language_memory(planned, config, linears, trained).at_peak
 
     world = None
@@ -109,7 +110,7 @@ def _traffic(
 ) -> Traffic:
     """What the ranks of any mesh send each other."""
     adapted = trained is not None and bool(trained.adapters)
-    trained = trained or all_of(rank_config(model_config, checked.settings.tp), checked.dtype.itemsize)
+    trained = trained or all_of(planned_config(model_config, checked.settings.tp, 1), checked.dtype.itemsize)
     own_head = trained.head and not model_config.tie_word_embeddings
     alone = [] if adapted else [linear for linear in linears if own_head or not linear.is_head]
     matrix = model_config.vocab_size * model_config.hidden_size
@@ -140,19 +141,7 @@ def _traffic(
         )
 
     if checked.settings.tp > 1:
-        tensor = TensorTraffic(
-            layers=model_config.num_hidden_layers,
-            tokens=checked.geometry.micro_batch_size * checked.settings.seq_len,
-            bytes_per_layer=divided_layer_bytes(
-                model_config.hidden_size,
-                checked.dtype.itemsize,
-                next(linear.scheme for linear in linears if linear_key(linear.name) == "qkv"),
-                sequence=checked.settings.sequence_parallel,
-                recomputed=checked.settings.activation_checkpointing == "full",
-            ),
-            outside=model_config.hidden_size * checked.dtype.itemsize * 4,
-        )
-        return replace(of(trained.shapes, alone), tensor=tensor)
+        return replace(of(trained.shapes, alone), tensor=_tensor_traffic(checked, model_config, linears))
     if checked.settings.ep == 1:
         return of(trained.shapes, alone)
     of_experts = _shapes_of_experts(model_config)
@@ -164,15 +153,46 @@ def _traffic(
         part(experts=True),
         layers=len(model_config.mixture_layers),
         tokens=checked.geometry.micro_batch_size * checked.settings.seq_len,
-        bytes_per_token=routed_bytes_per_token(
-            model_config.hidden_size,
-            model_config.mixture.per_token,
-            checked.dtype.itemsize,
-            next(linear.scheme for linear in linears if linear_key(linear.name) == "experts.gate_up"),
-            recomputed=checked.settings.activation_checkpointing == "full",
-        ),
+        bytes_per_token=_routed_bytes(checked, model_config, linears),
     )
     return replace(part(experts=False), experts=experts)
+
+
+def _tensor_traffic(
+    checked: CheckedSettings, model_config: ModelConfig, linears: Sequence[PlannedLinear]
+) -> TensorTraffic:
+    """What the ranks of --tp exchange in a micro-batch."""
+    settings, element, width = checked.settings, checked.dtype.itemsize, model_config.hidden_size
+    layers, mixtures = model_config.num_hidden_layers, len(model_config.mixture_layers)
+
+    def half(kind: str, *, last: bool) -> float:
+        scheme = next(linear.scheme for linear in linears if linear_key(linear.name) == kind)
+        recomputed = settings.activation_checkpointing == "full"
+        sequence = settings.sequence_parallel
+        return divided_half_bytes(width, element, scheme, sequence=sequence, recomputed=recomputed, last=last)
+
+    of_token, calls = layers * half("qkv", last=False), layers * EXCHANGES_A_HALF
+    if layers > mixtures:
+        of_token += (layers - mixtures) * half("gate_up", last=True)
+        calls += (layers - mixtures) * EXCHANGES_A_HALF
+    if mixtures:
+        of_token += mixtures * _routed_bytes(checked, model_config, linears)
+        calls += mixtures * EXCHANGES_A_LAYER
+    return TensorTraffic(
+        tokens=checked.geometry.micro_batch_size * settings.seq_len,
+        bytes_per_token=of_token + EXCHANGES_A_HALF * width * element,  # of embedding and head
+        calls=calls + EXCHANGES_A_HALF,
+    )
+
+
+def _routed_bytes(checked: CheckedSettings, model_config: ModelConfig, linears: Sequence[PlannedLinear]) -> float:
+    return routed_bytes_per_token(
+        model_config.hidden_size,
+        model_config.mixture.per_token,
+        checked.dtype.itemsize,
+        next(linear.scheme for linear in linears if linear_key(linear.name) == "experts.gate_up"),
+        recomputed=checked.settings.activation_checkpointing == "full",
+    )
 
 
 def _shapes_of_experts(model_config: ModelConfig) -> set[tuple[int, ...]]:

@@ -31,9 +31,9 @@ from qtrain.train.plan.linears import PlannedLinear
 
 EXCHANGES_A_LAYER = 7
 """Collectives between experts: routes, their weights, x and y; in backward dout, dx and the weights' gradients."""
-EXCHANGES_A_DIVIDED_LAYER, EXCHANGES_OUTSIDE = 8, 4
-"""Collectives of --tp: where attention and the MLP begin and end, and where the embedding ends and the head begins, in
-both directions."""
+EXCHANGES_A_HALF = 4
+"""Collectives of --tp: where attention, or the MLP, begins and ends, in both directions. As many for embedding and head
+together: where the one ends and the other begins."""
 
 
 @dataclass(frozen=True)
@@ -61,19 +61,17 @@ class ExpertTraffic:
 
 @dataclass(frozen=True)
 class TensorTraffic:
-    """Of layers that --tp divides. tokens: of a micro-batch; bytes_per_layer: that a token has in the exchanges of a
-    layer, each of which moves (ranks - 1) / ranks of them; outside: in those of embedding and head."""
+    """Of layers that --tp divides. tokens: of a micro-batch; bytes_per_token: that one has in all exchanges, each of
+    which moves (ranks - 1) / ranks of them; calls: how many these are."""
 
-    layers: int
     tokens: int
-    bytes_per_layer: float
-    outside: float
+    bytes_per_token: float
+    calls: int
 
     def cost(self, ranks: int, cluster: Cluster) -> Cost:
         """Of a micro-batch."""
-        volume = self.tokens * (self.layers * self.bytes_per_layer + self.outside)
-        calls = self.layers * EXCHANGES_A_DIVIDED_LAYER + EXCHANGES_OUTSIDE
-        return cluster.all_gather(Ranks(ranks, min(ranks, cluster.gpus_per_node)), volume, calls)
+        group = Ranks(ranks, min(ranks, cluster.gpus_per_node))
+        return cluster.all_gather(group, self.tokens * self.bytes_per_token, self.calls)
 
 
 @dataclass(frozen=True)
@@ -145,23 +143,22 @@ def routed_bytes_per_token(
     return forward * (1 + recomputed) + 2 * width * element + 4 * per_token
 
 
-def divided_layer_bytes(
-    width: int, element: int, scheme: LowBitScheme | None, *, sequence: bool, recomputed: bool
+def divided_half_bytes(
+    width: int, element: int, scheme: LowBitScheme | None, *, sequence: bool, recomputed: bool, last: bool
 ) -> float:
-    """`TensorTraffic.bytes_per_layer`. scheme: of qkv and gate_up; sequence: tokens are divided; recomputed: the
-    forward pass runs twice."""
+    """That a token has in the exchanges of attention, or of a plain MLP. scheme: of qkv, of gate_up; sequence: tokens
+    are divided; recomputed: the forward pass runs twice, but for the last exchange of a layer, whose result backward
+    does not need."""
     if not sequence:  # what begins a half is there already; what ends it is added in two exchanges, also in backward
-        forward, backward, last = 2 * width * 2 * element, 2 * width * 2 * element, width * 2 * element
+        given, ends, backward = 0.0, 2 * width * element, 2 * width * element
     else:
-        given, second = width * element, 0.0
+        given, ends, second = width * element, width * element, 0.0
         if scheme is not None and gathers_codes(scheme):
             rows, columns = scheme.input_formats()
             given = width / FORMATS[rows.fmt].packing + 4 * (rows.granularity == "rowwise")
             second = width / FORMATS[columns.fmt].packing if gathers_second_codes(scheme) else 0.0
-        forward, backward = 2 * (given + width * element), 2 * (2 * width * element + second)
-        last = width * element
-    # A layer is recomputed up to its last exchange, whose result backward does not need.
-    return forward + backward + (forward - last) * recomputed
+        backward = 2 * width * element + second
+    return given + ends + backward + recomputed * (given + ends * (not last))
 
 
 def weight_bytes_on_wire(scheme: LowBitScheme | None, element: int, codes_only: bool = True) -> float:

@@ -52,11 +52,8 @@ class DividedState:
         self._shapes = {name: named[name].shape for name in self._splits}
         self._stored = {name: p.data.format for name, p in named.items() if isinstance(p.data, StoredWeight)}
         # With tensor parallelism a rank has a part of every projection; of experts it has some, whose rows all have.
-        self._parts_of_rows, self._projections = group.ranks, {}
-        if model.tensor is None:
-            fused = hidden_matrices(model)
-            self._parts_of_rows = 1
-            self._projections = {name: len(fused[id(named[name])]) // group.ranks for name in self._splits}
+        fused, experts = hidden_matrices(model), [name for name in self._splits if ".experts." in name]
+        self._projections = {n: len(fused[id(named[n])]) // group.ranks for n in experts if id(named[n]) in fused}
 
     def model(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The entries of `model_tensors`."""
@@ -125,14 +122,15 @@ class DividedState:
             }
             for name, of_name in meta["states"].items()
         }
-        ranks = self._parts_of_rows
-        groups = [
-            {**group, "options": {**group["options"], "parts": [n * ranks if to_whole else n // ranks for n in parts]}}
-            if (parts := group["options"].get("parts"))
-            else group
-            for group in meta["groups"]
-        ]
-        return {**meta, "states": states, "groups": groups}
+        return {**meta, "states": states, "groups": [self._group_of(group, to_whole) for group in meta["groups"]]}
+
+    def _group_of(self, described: Mapping[str, Any], to_whole: bool) -> Mapping[str, Any]:
+        """A parameter group with the rows of fused projections that the whole has, or this rank."""
+        ranks, parts = self._group.ranks, described["options"].get("parts")
+        if not parts or not any(name in self._splits.keys() - self._projections.keys() for name in described["params"]):
+            return described
+        parts = [n * ranks if to_whole else n // ranks for n in parts]
+        return {**described, "options": {**described["options"], "parts": parts}}
 
     def _keys(self, name: str, key: str, to_whole: bool) -> list[str]:
         """The keys in the whole of a state of every rank; or the key on this rank of one of the whole, if it has it."""

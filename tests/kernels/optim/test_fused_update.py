@@ -5,6 +5,7 @@ import torch
 
 from qtrain.kernels.optim.fused_update import SIGNED_STATES, FusedUpdate, Slot
 from qtrain.kernels.optim.state_formats import dequantize_state, state_format, zero_state
+from qtrain.kernels.optim.weight_amax import WeightAmax
 from qtrain.tensors.stored_weight import StoredWeight
 from tests.cases import sampled
 
@@ -305,3 +306,67 @@ def test_a_step_waits_for_nothing():
         update.step([grads[0].clone()])
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+# ---- the absmax of new weights ---------------------------------------------------------------------------------------
+
+
+def check_amax(device: str, shapes, sr: bool, master: bool) -> None:
+    """Of the weights as they are stored, exactly; of a tensor without a gradient the former one."""
+    found = slots(shapes, ("int8", "int8"), dtype=torch.bfloat16, master=master, device=device)
+    for slot in found[:-1]:
+        slot.amax = WeightAmax([slot.weight], slot.weight.device)
+    update = FusedUpdate("adamw", found, sr=sr, kernel=True)
+    update.set_hyper(0, HYPER)
+    for step in range(2):
+        grads = gradients(shapes, torch.bfloat16, device, seed=step)
+        grads[0] = grads[0] if step == 0 else None
+        before = found[0].amax.bits.clone()
+        update.step(grads)
+        assert step == 0 or torch.equal(found[0].amax.bits, before)
+        for slot in found[:-1]:
+            weight = slot.weight.float() if slot.master is None else slot.master.to(torch.bfloat16).float()
+            assert torch.equal(slot.amax.bits.view(torch.float32), weight.abs().max().view(1)) and slot.amax.known
+    found[1].weight.mul_(2)
+    assert not found[1].amax.known and found[0].amax.known
+
+
+AMAX_SHAPES = [(40, 256), (5, 33), (300,), (7, 256)]  # of several CTAs, unaligned, a partial tile
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("master", [False, True])
+def test_the_kernel_leaves_the_absmax_of_the_weights_that_it_stores(master):
+    check_amax("cpu", AMAX_SHAPES, True, master)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("sr", "master"), [(True, False), (False, False), (True, True)])
+def test_on_the_gpu_the_kernel_leaves_the_absmax_of_the_weights_that_it_stores(sr, master):
+    check_amax("cuda", [(129, 4096), *GPU_SHAPES], sr, master)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("length", [16, 5])
+def test_elements_that_a_tile_does_not_hold_are_not_in_its_absmax(length):
+    """Loads are clamped to the last element, whose copies draw random bits of their own: each rounds 1 + 2**-11 up with
+    a probability of 1 / 16, and one of them in nearly every step."""
+    weight = torch.ones(1, length, dtype=torch.bfloat16)
+    slot = Slot(weight, amax=WeightAmax([weight], weight.device))
+    update = FusedUpdate("apply", [slot], kernel=True)
+    update.set_hyper(0, {**HYPER, "lr": 2**-11, "weight_decay": 0.0})
+    for _ in range(8):
+        weight.fill_(1)
+        update.step([-torch.ones_like(weight)])
+        assert torch.equal(slot.amax.bits.view(torch.float32), weight.float().max().view(1))
+
+
+@pytest.mark.interpreter
+def test_a_nan_is_the_absmax():
+    found = slots([(4, 256)], ("int8", "int8"), dtype=torch.bfloat16)
+    found[0].amax = WeightAmax([found[0].weight], torch.device("cpu"))
+    update, grads = FusedUpdate("adamw", found, kernel=True), gradients([(4, 256)], torch.bfloat16)
+    update.set_hyper(0, HYPER)
+    grads[0][1, 3] = torch.nan
+    update.step(grads)
+    assert found[0].amax.bits.view(torch.float32).isnan()

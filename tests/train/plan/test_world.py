@@ -28,7 +28,7 @@ from qtrain.models import (
     read_model_source,
 )
 from qtrain.models.cost import count_parameters
-from qtrain.models.tensor_parallel import rank_config
+from qtrain.models.tensor_parallel import planned_config
 from qtrain.models.trained_cost import only_adapters
 from qtrain.optim import parameter_groups
 from qtrain.quant import SCHEMES, base_scheme, quantize_linears
@@ -56,7 +56,7 @@ def world_of(model: str | dict, world: int, **options) -> WorldPlan:
     chosen = {"seq_len": 1024, "batch_size": 32 * world, "gpu": "h200", "dry_run": True, "world_size": world}
     checked = checked_of(LanguageSettings(**{**chosen, **options}))
     hardware = planned_hardware(checked.settings, checked.device)
-    linears = linears_of(checked, rank_config(config, checked.settings.tp))
+    linears = linears_of(checked, planned_config(config, checked.settings.tp, 1))
     return plan_language_run(checked, config, linears, hardware, ()).world
 
 
@@ -215,10 +215,10 @@ def test_the_planned_bytes_of_divided_experts_are_those_that_ranks_send(scheme, 
         assert costs[what].bytes == pytest.approx(np.mean(sent_by_ranks), rel=0.02), what
 
 
-def _sent_with_divided_layers(scheme: str, sequence: bool, checkpointing: str) -> dict[str, int]:
+def _sent_with_divided_layers(scheme: str, sequence: bool, checkpointing: str, shape: dict) -> dict[str, int]:
     """Bytes that this rank sends in a step of two micro-batches."""
     mesh = make_mesh(0, 0, "cpu", 2)
-    source = ModelSource("small", SHAPE, "--model")
+    source = ModelSource("small", shape, "--model")
     model = build_model(source, dtype=torch.bfloat16, tensor=mesh.tensor_group, sequence=sequence)
     apply_activation_checkpointing(model, checkpointing)
     quantized = quantize_linears(model, SCHEMES.make(scheme, {}, "-"), seed=0, head=model.lm_head)
@@ -232,21 +232,24 @@ def _sent_with_divided_layers(scheme: str, sequence: bool, checkpointing: str) -
 
 
 @pytest.mark.parametrize(
-    ("scheme", "sequence", "checkpointing"),
+    ("scheme", "sequence", "checkpointing", "shape"),
     [
-        ("fp8_tensorwise", True, "none"),
-        ("int8", True, "full"),
-        ("int4", True, "none"),
-        ("fp8_blockwise", True, "none"),
-        ("bitnet", False, "full"),
+        ("fp8_tensorwise", True, "none", SHAPE),
+        ("int8", True, "full", SHAPE),
+        ("int4", True, "none", SHAPE),
+        ("fp8_blockwise", True, "none", SHAPE),
+        ("bitnet", False, "full", SHAPE),
+        ("fp8_tensorwise", True, "full", MIXTURE | {"num_key_value_heads": 2}),
+        ("fp8_rowwise", True, "none", MIXTURE | {"num_key_value_heads": 2}),
     ],
 )
-def test_the_planned_bytes_of_divided_layers_are_those_that_ranks_send(scheme, sequence, checkpointing):
-    found = run_ranks(4, _sent_with_divided_layers, scheme, sequence, checkpointing)
+def test_the_planned_bytes_of_divided_layers_are_those_that_ranks_send(scheme, sequence, checkpointing, shape):
+    found = run_ranks(4, _sent_with_divided_layers, scheme, sequence, checkpointing, shape)
     options = {"quantize": scheme, "sequence_parallel": sequence, "activation_checkpointing": checkpointing}
-    plan = world_of(SHAPE, 4, tp=2, batch_size=8, gradient_accumulation=2, seq_len=24, **options)
+    plan = world_of(shape, 4, tp=2, batch_size=8, gradient_accumulation=2, seq_len=24, **options)
     costs = plan.step(plan.mesh).costs
-    activations = [r.get("activations", 0) + r.get("activation codes", 0) for r in found]
+    kinds = ("activations", "activation codes", "routes")
+    activations = [sum(r.get(kind, 0) for kind in kinds) for r in found]
     assert costs["activations"].bytes == pytest.approx(np.mean(activations), rel=0.03)
     assert costs["gradients"].bytes == pytest.approx(np.mean([r["gradients"] for r in found]), rel=0.02)
     weights = [r.get("weights", 0) + r.get("codes", 0) for r in found]

@@ -56,13 +56,32 @@ def _settings(folder: Path, **changes) -> LanguageSettings:
     return LanguageSettings(**{**given, "model": model, "runs_dir": str(folder / "runs"), **changes})
 
 
-CHAINS = [("adamw_8bit", "int8"), ("adamw_4bit", "bitnet"), ("adamw", "int4_weight"), ("lion", "bf16")]
+BITNET = {"hidden_size": 256, "head_dim": 64}  # what its norms can be exported with
+MIXTURE = {
+    "model_type": "qwen2_moe",
+    "num_hidden_layers": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 128,
+    "mlp_only_layers": [0],
+}
+CHAINS = [
+    ("adamw_8bit", "int8", {}),
+    ("adamw_4bit", "bitnet", BITNET),
+    ("adamw", "int4_weight", {}),
+    ("lion", "bf16", {}),
+    ("adamw_8bit", "fp8_tensorwise", MIXTURE),
+    ("adamw_4bit", "int4_weight", MIXTURE),
+]
 
 
-@pytest.mark.parametrize(("optim", "scheme"), sampled(CHAINS, lambda optim, _: optim != "adamw_8bit"))
-def test_any_mesh_resumes_what_any_other_saved(optim, scheme, tmp_path):
+@pytest.mark.parametrize(
+    ("optim", "scheme", "sizes"),
+    sampled(CHAINS, lambda optim, scheme, _: (optim, scheme) not in (CHAINS[0][:2], CHAINS[4][:2])),
+)
+def test_any_mesh_resumes_what_any_other_saved(optim, scheme, sizes, tmp_path):
     """tp 2 > 1 > tp 2 x shard 2, and what the last saved is what the first did."""
-    sizes = {"hidden_size": 256, "head_dim": 64} if scheme == "bitnet" else {}  # what its norms can be exported with
     settings = {"optim": optim, "quantize": scheme, "model": sizes}
     path = run_ranks(2, _run, _settings(tmp_path, **settings, tp=2, run_name="first"), 2)[0]
     expected = _saved(path)
