@@ -4,7 +4,7 @@ python benchmark_mm.py                                      matrix products at 1
 python benchmark_mm.py --a_column_major --b_column_major    the same for Aᵀ·B, the gradient of a weight
 python benchmark_mm.py --model qwen2.5-7b                   the products of that model's linears
 python benchmark_mm.py --tables mm,quantizers,linears --png runs/benchmark_mm.png
-python benchmark_mm.py --tables grouped                     products of the experts of a mixture
+python benchmark_mm.py --tables grouped,experts             products of a mixture's experts, and experts as a whole
 """
 
 import sys

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from qtrain.distributed.ranks import join_world, leave_world
+from qtrain.distributed.wire import sent
 
 SECONDS = 240
 """How long ranks may take; a rank that waits for one that failed is ended at once."""
@@ -74,6 +75,7 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, on_mach
 def _rank(sender: Any, variables: dict[str, str], function: Callable[..., Any], arguments: tuple) -> None:
     os.environ.update(variables)
     torch.set_num_threads(1)
+    sent.clear()  # of what the test process itself has sent, to a fake world
     outcome: tuple[str, Any] = ("", None)
     try:
         join_world(torch.device("cpu"))

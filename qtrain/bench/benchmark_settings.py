@@ -14,7 +14,8 @@ class BenchmarkSettings:
     """Time matrix products, quantizers and linears. Every result is checked against fp64 before it is timed."""
 
     tables: str = "mm"
-    """Tables, separated by commas: mm (matrix products), quantizers, grouped (products of experts), linears."""
+    """Tables, separated by commas: mm (matrix products), quantizers, grouped (products of experts), linears, experts
+    (of a mixture, forward and backward)."""
     shapes: str = ""
     """Sizes MxNxK of the matrix products, separated by commas; empty: 1024, 2048 and 4096 cubed, on a CPU 256, 512."""
     model: str | None = None
@@ -38,8 +39,9 @@ class BenchmarkSettings:
     """Sizes NxK of the linears, separated by commas; empty: of --model, or of Llama and DeepSeek-V3, on a CPU
     512x256."""
     schemes: str = ""
-    """Schemes of the table of linears, separated by commas; NAME:{JSON} sets options; empty: all schemes, and int8 also
-    with stochastic rounding in none and in all of its GEMMs."""
+    """Schemes of the tables of linears and of experts, separated by commas; NAME:{JSON} sets options; empty: for
+    linears all schemes, and int8 also with stochastic rounding in none and in all of its GEMMs; for experts bf16, FP8
+    and INT8."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device; auto is the GPU if there is one."""
     budget_ms: Annotated[float, Range(1, 10_000)] = 150.0

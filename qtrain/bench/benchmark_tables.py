@@ -9,6 +9,8 @@ import torch
 
 from qtrain.bench.arguments import compared_schemes, parse_sizes, split_list, wanted_names
 from qtrain.bench.benchmark_settings import BenchmarkSettings
+from qtrain.bench.experts import SHAPES as EXPERT_SHAPES
+from qtrain.bench.experts import experts_table
 from qtrain.bench.grouped import GROUPED_ROWS, GroupedProblem, grouped_table
 from qtrain.bench.linears import SHAPES, linear_table
 from qtrain.bench.matmul_rows import ROWS
@@ -39,6 +41,7 @@ SIZES = {
 """Default sizes; on a CPU small ones that show that everything works."""
 INT8_ROUNDINGS = ('int8:{"stochastic_rounding":false}', 'int8:{"stochastic_rounding":true}')
 """Beside the default of int8, stochastic rounding in one of its three products: in none, and in all."""
+EXPERT_SCHEMES = ("bf16", "fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", "int8")
 Job = Callable[..., Table]
 """Measures a table; takes `hardware` and `report`."""
 R = TypeVar("R")
@@ -105,6 +108,12 @@ def linears(settings: BenchmarkSettings, device: torch.device) -> Job:
     return partial(linear_table, shapes, settings.tokens, schemes, device, settings.budget_ms)
 
 
+def experts(settings: BenchmarkSettings, device: torch.device) -> Job:
+    """The table of experts under schemes, ready to be measured."""
+    schemes = compared_schemes(split_list(settings.schemes) or EXPERT_SCHEMES)
+    return partial(experts_table, EXPERT_SHAPES[device.type], schemes, device, settings.budget_ms)
+
+
 def _linear_shapes(model: str) -> dict[str, tuple[int, int]]:
     """(out-features, in-features) of each linear of a layer; of experts those of one."""
     found = layer_linears(read_model_source(model).model_config())
@@ -116,6 +125,7 @@ TABLES: dict[str, Callable[[BenchmarkSettings, torch.device], Job]] = {
     "quantizers": quantizers,
     "grouped": grouped_products,
     "linears": linears,
+    "experts": experts,
 }
 
 

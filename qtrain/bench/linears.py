@@ -10,8 +10,9 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from qtrain.bench.case import Case, Check, Report, UnavailableError, WrongResultError, examine
-from qtrain.bench.tables import Cell, Table
+from qtrain.bench.by_scheme import UNIT, check_against, fill_by_scheme
+from qtrain.bench.case import Case, Report, UnavailableError
+from qtrain.bench.tables import Table
 from qtrain.hardware import Hardware
 from qtrain.quant import LowBitScheme, Scheme, quantize_linears
 
@@ -25,10 +26,6 @@ SHAPES = {
     "DeepSeek-V3 down": (7168, 18432),
 }
 """Out- and in-features [N, K] of published models (arXiv:2407.21783, arXiv:2412.19437)."""
-
-EIGHT_BITS, FOUR_BITS, LATENT = 0.1, 0.5, 1.0
-"""Relative error (Frobenius norm) above which a result is wrong: of 8-bit and 4-bit formats, and of weights that are
-quantized from latent ones."""
 
 
 @dataclass(frozen=True)
@@ -81,27 +78,7 @@ def linear_case(problem: LinearProblem, scheme: Scheme) -> Case:
         y.backward(dy)
         return y.detach(), x.grad, weight.grad
 
-    return Case((x, dy), run, _check(problem, _limit(scheme)))
-
-
-def _limit(scheme: Scheme) -> float:
-    if isinstance(scheme, LowBitScheme) and scheme.latent:
-        return LATENT
-    stored = scheme.stored_format if isinstance(scheme, LowBitScheme) else None
-    return FOUR_BITS if {"int4", "nvfp4"} & {stored, *scheme.gemm_dtypes().values()} else EIGHT_BITS
-
-
-def _check(problem: LinearProblem, limit: float) -> Check:
-    def check(out: object) -> float:
-        worst = 0.0
-        for name, result, truth in zip(("y", "dx", "dw"), out, problem.truth, strict=True):
-            error = float((result.float() - truth).norm() / truth.norm())
-            if not error <= limit:  # also for NaN
-                raise WrongResultError(f"{name} has a relative error of {error:.3g}, above {limit}")
-            worst = max(worst, error)
-        return worst / limit
-
-    return check
+    return Case((x, dy), run, check_against(("y", "dx", "dw"), lambda: problem.truth, scheme))
 
 
 def linear_table(
@@ -115,23 +92,10 @@ def linear_table(
 ) -> Table:
     """Milliseconds of forward and backward of every scheme on every shape [N, K], compared with bf16 if it is among the
     schemes."""
-    columns = {name: " ".join(dict.fromkeys([name, f"{n}x{k}"])) for name, (n, k) in shapes.items()}
-    unit = "ms of forward and backward; speed over bf16; share of the roofline"
+    columns = {" ".join(dict.fromkeys([name, f"{n}x{k}"])): (n, k) for name, (n, k) in shapes.items()}
+    problems = {column: LinearProblem(tokens, n, k, device) for column, (n, k) in columns.items()}
     note = "Quantizing x, w and dy is included; the roofline is the three products at the peak of their arithmetic."
-    table = Table(f"Linears, {tokens} tokens, N x K", unit, list(columns.values()), [note])
-    for name, (n, k) in shapes.items():
-        problem, plain_ms = LinearProblem(tokens, n, k, device), None
-        for label, scheme in sorted(schemes.items(), key=lambda item: item[0] != "bf16"):
-
-            def show(_: Case, ms: float, scheme=scheme, problem=problem, plain=plain_ms) -> Cell:
-                roofline = problem.roofline_ms(scheme, hardware)
-                over = f", {plain / ms:.2f}x" if plain else ""
-                details = {"over_bf16": plain / ms if plain else None, "roofline_ms": roofline}
-                return Cell(ms, text=f"{ms:.3g}{over}, {100 * roofline / ms:.0f}%", details=details)
-
-            prepare = lambda scheme=scheme, problem=problem: linear_case(problem, scheme)  # noqa: E731
-            cell = examine(prepare, device, show, budget_ms)
-            plain_ms = cell.value if label == "bf16" else plain_ms
-            table.put(label, columns[name], cell)
-            report(f"{label}, {columns[name]}", cell)
+    table = Table(f"Linears, {tokens} tokens, N x K", UNIT, list(columns), [note])
+    roofline = lambda problem, scheme: problem.roofline_ms(scheme, hardware)  # noqa: E731
+    fill_by_scheme(table, problems, schemes, linear_case, roofline, device, budget_ms, report)
     return table

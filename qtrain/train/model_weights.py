@@ -24,7 +24,7 @@ from qtrain.tensors.stored_weight import StoredWeight
 
 class ModelWeights:
     """The weights of `model`, whose trained parameters have their masters in `parameters`, and the frozen matrices of
-    `blocks` in `frozen`.
+    `units` in `frozen`.
 
     keep_full_weights: also of linears that read codes only. units: those whose weights exist in full only while they
     run, in this order; reduce(i): what is done with the gradients of unit i."""
@@ -80,7 +80,8 @@ class ModelWeights:
             if linear is not None:
                 tensors += linear.low_bit_weight.buffers()
                 linear.gathered = True
-                # Gathered in any micro-batch, a weight is rounded with the random bits of its last update.
+                # Gathered in any micro-batch, a weight is rounded with the random bits of its last update. A linear's
+                # key is a row of `quantized.keys`, which several may share.
                 keys = self._weight_keys if sharded.parameter.requires_grad else self._first_keys
                 linear.weight_key = keys[linear.key.storage_offset() // 3]
         for weight in codes.values():

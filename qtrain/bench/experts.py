@@ -1,0 +1,179 @@
+"""The table of experts: forward and backward of a mixture's experts per scheme, from tokens to tokens, against bf16 and
+against the roofline.
+
+A call gathers and quantizes the rows of every expert, multiplies, and returns sums to the tokens, in both directions.
+The weights' codes, which are computed once an optimizer step, are there already. Routes are drawn at random.
+
+The roofline is the sum of the shortest times of the steps that no fusion avoids: products at the dense peak of their
+arithmetic, or their bytes at the copy bandwidth if that takes longer; and one pass, over what it must read and write,
+each for the rows of x and of dout, SwiGLU and its backward, and the sums of y and of dx. R rows = T tokens x k routes.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from qtrain.bench.by_scheme import UNIT, check_against, fill_by_scheme
+from qtrain.bench.case import Case, Report, UnavailableError
+from qtrain.bench.tables import Table, digits
+from qtrain.bench.timing import copy_bandwidth
+from qtrain.hardware import Hardware
+from qtrain.models.mixture import Experts
+from qtrain.quant import LowBitScheme, Scheme, quantize_linears
+
+CODE_BYTES = {"bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "int4": 1, "mxfp8": 1, "nvfp4": 1}
+"""Of an operand's element as a product of this arithmetic reads it."""
+ELEMENT = 2
+"""Bytes of bf16."""
+
+
+@dataclass(frozen=True)
+class ExpertsShape:
+    """experts: on one GPU; per_token: routes of each of `tokens` to them; hidden, width: of x and of an expert."""
+
+    experts: int
+    per_token: int
+    hidden: int
+    width: int
+    tokens: int
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * self.per_token
+
+
+SHAPES = {
+    "cuda": {
+        "DeepSeek-V2-Lite (16B)": ExpertsShape(64, 6, 2048, 1408, 16384),
+        "DeepSeek-V3 (671B), 8 of its experts": ExpertsShape(8, 2, 7168, 2048, 16384),
+        "Qwen3-30B-A3B": ExpertsShape(128, 8, 2048, 768, 16384),
+    },
+    "cpu": {"4 experts": ExpertsShape(4, 2, 128, 64, 96)},
+}
+
+
+@dataclass(frozen=True)
+class ExpertsProblem:
+    """Tokens x [T, C] with routes, and the gradient of the output: random, bf16 on a GPU."""
+
+    shape: ExpertsShape
+    device: torch.device
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    def _normal(self, *shape: int, seed: int) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return torch.randn(shape, device=self.device, generator=generator)
+
+    @cached_property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x, experts int64 [T, k], weights fp32 [T, k], dout."""
+        s = self.shape
+        experts = self._normal(s.tokens, s.experts, seed=1).topk(s.per_token).indices
+        weights = self._normal(s.tokens, s.per_token, seed=2).softmax(dim=-1)
+        x, dout = (self._normal(s.tokens, s.hidden, seed=seed).to(self.dtype) for seed in (3, 4))
+        return x, experts, weights, dout
+
+    def module(self) -> nn.Sequential:
+        """The experts, with weights of the size of initialized ones."""
+        s = self.shape
+        experts = Experts(s.experts, s.hidden, s.width).to(self.device, self.dtype)
+        with torch.no_grad():
+            for seed, p in enumerate(experts.parameters(), start=5):
+                p.copy_(0.02 * self._normal(*p.shape, seed=seed))
+        return nn.Sequential(experts)
+
+    @cached_property
+    def truth(self) -> tuple[Tensor, ...]:
+        """y, dx and the gradients of both weights in fp64, expert by expert, stored in fp32."""
+        x, experts, weights, dout = self.inputs
+        gate_up, down = (p.detach() for p in self.module().parameters())
+        y, dx = (torch.zeros_like(x, dtype=torch.float64) for _ in range(2))
+        gradients = [torch.empty_like(p, dtype=torch.float32) for p in (gate_up, down)]
+        chunks = zip(*(p.chunk(self.shape.experts) for p in (gate_up, down, *gradients)), strict=True)
+        for e, (up, out, dup, ddown) in enumerate(chunks):
+            token, route = (experts == e).nonzero(as_tuple=True)
+            rows = x[token].double().requires_grad_()
+            up, out = (w.double().requires_grad_() for w in (up, out))
+            gate, linear = (rows @ up.t()).chunk(2, dim=-1)
+            found = (nn.functional.silu(gate) * linear) @ out.t() * weights[token, route, None].double()
+            found.backward(dout[token].double())
+            y.index_add_(0, token, found.detach())
+            dx.index_add_(0, token, rows.grad)
+            dup.copy_(up.grad)
+            ddown.copy_(out.grad)
+        return y.float(), dx.float(), *gradients
+
+
+def roofline_ms(shape: ExpertsShape, scheme: Scheme, hardware: Hardware, bandwidth: float) -> float:
+    """See the top of this file. bandwidth: TB/s of a copy."""
+    r, t, c, i, weights = shape.rows, shape.tokens, shape.hidden, shape.width, shape.experts * shape.hidden
+    kinds = scheme.gemm_dtypes()
+    peaks = {role: hardware.peak(name) for role, name in kinds.items()}
+    code = {role: CODE_BYTES[name] for role, name in kinds.items()}
+
+    def written(first: str) -> int:
+        """Bytes of an element of rows that the product `first` and grad_weight read: in two layouts if in codes."""
+        return code[first] + (code["grad_weight"] if code["grad_weight"] < ELEMENT else 0)
+
+    def product(role: str, out: int, width: int, result: int) -> float:
+        """r rows x `width` x `out`, whose result has `result` bytes."""
+        read = code[role] * (r * (width + out) if role == "grad_weight" else r * width + weights * out * width // c)
+        return max(2 * r * out * width / peaks[role] / 1e9, (read + result) / bandwidth / 1e9)
+
+    passes = 2 * (t * c * ELEMENT) + r * c * (written("output") + written("grad_input"))  # x and dout
+    passes += r * 2 * i * ELEMENT + r * i * written("output")  # SwiGLU
+    passes += r * 3 * i * ELEMENT + r * 2 * i * written("grad_input")  # its backward
+    passes += 2 * (r + t) * c * ELEMENT  # sums of y and dx
+    products = [
+        product("output", 2 * i, c, r * 2 * i * ELEMENT),
+        product("output", c, i, r * c * ELEMENT),
+        product("grad_input", i, c, r * i * ELEMENT),
+        product("grad_input", c, 2 * i, r * c * ELEMENT),
+        product("grad_weight", 2 * i, c, weights * 2 * i * ELEMENT),
+        product("grad_weight", c, i, weights * i * ELEMENT),
+    ]
+    return sum(products) + passes / bandwidth / 1e9
+
+
+def experts_case(problem: ExpertsProblem, scheme: Scheme) -> Case:
+    """The experts under a scheme. UnavailableError where it does not quantize them."""
+    model = problem.module()
+    quantized = quantize_linears(model, scheme, seed=0)
+    left = next((choice.reason for choice in quantized.choices if choice.reason), None)
+    if isinstance(scheme, LowBitScheme) and left is not None:
+        raise UnavailableError(f"left in bf16: {left}")
+    experts = model[0]
+
+    def run(x: Tensor, chosen: Tensor, weights: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+        x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
+        linears = experts.gate_up, experts.down_proj
+        for linear in linears:
+            linear.weight.grad = None
+        y = experts(x, chosen, weights)
+        y.backward(dout)
+        return y.detach(), x.grad, *(linear.weight.grad for linear in linears)
+
+    return Case(problem.inputs, run, check_against(("y", "dx", "dgate_up", "ddown"), lambda: problem.truth, scheme))
+
+
+def experts_table(
+    shapes: dict[str, ExpertsShape],
+    schemes: dict[str, Scheme],
+    device: torch.device,
+    budget_ms: float,
+    hardware: Hardware,
+    report: Report,
+) -> Table:
+    """Milliseconds of forward and backward of every scheme, compared with bf16 if it is among the schemes."""
+    bandwidth = copy_bandwidth(device)
+    note = f"Roofline: products at peak, passes over memory at the copy bandwidth, {digits(bandwidth)} TB/s."
+    table = Table("Experts of a mixture", UNIT, list(shapes), [note])
+    problems = {name: ExpertsProblem(shape, device) for name, shape in shapes.items()}
+    roofline = lambda problem, scheme: roofline_ms(problem.shape, scheme, hardware, bandwidth)  # noqa: E731
+    fill_by_scheme(table, problems, schemes, experts_case, roofline, device, budget_ms, report)
+    return table
