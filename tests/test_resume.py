@@ -18,7 +18,8 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from qtrain.train.state.checkpoint import newest_complete, read_meta
+from qtrain.train.state.checkpoint import read_meta
+from qtrain.train.state.checkpoint_marker import newest_complete
 from tests.cases import sampled
 from tests.data.corpora import functions, write_raw
 from tests.system import (

@@ -26,7 +26,6 @@ import time
 import warnings
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +41,19 @@ from qtrain.distributed.ranks import all_gather, on_all_ranks, rank, world
 from qtrain.errors import TrainingStopped, UserError, first_line
 from qtrain.portable import sync_to_disk
 from qtrain.train.state.checkpoint_index import INDEX, CheckedReader, read_index
+from qtrain.train.state.checkpoint_marker import (
+    MARKER,
+    META,
+    IncompleteCheckpoint,
+    Marker,
+    checksum,
+    complete_checkpoints,
+    newest_complete,
+    read_marker,
+    seal,
+)
 from qtrain.train.state.run_lock import process_exists
 
-MARKER = "COMPLETE"
-META = "meta.json"
 OTHER_STEPS = "--resume also takes a run folder, and then finds the newest whole checkpoint in it."
 
 
@@ -70,77 +78,9 @@ def flatten(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
     return flat
 
 
-@dataclass(frozen=True)
-class Marker:
-    """The content of COMPLETE. `files` maps a name to (bytes, CRC-32)."""
-
-    step: int
-    saved_at: float
-    files: dict[str, tuple[int, int]]
-
-
-class _Incomplete(Exception):
-    """A folder is not a complete checkpoint; the message gives the reason."""
-
-
-def _read_marker(path: Path) -> Marker:
-    """The marker of a checkpoint all of whose files exist with their full size. Raises _Incomplete."""
-    try:
-        raw = json.loads((path / MARKER).read_bytes())
-        files = {str(name): (int(size), int(crc)) for name, (size, crc) in raw["files"].items()}
-        marker = Marker(int(raw["step"]), float(raw["saved_at"]), files)
-    except (FileNotFoundError, NotADirectoryError):
-        raise _Incomplete(f"it has no {MARKER} file, so it was not written to the end") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
-        raise _Incomplete(f"its {MARKER} file is damaged") from None
-    named = re.fullmatch(r"(?:\.old-)?(\d{8,})(?:-\d+)?", path.name)
-    if named and int(named[1]) != marker.step:
-        raise _Incomplete(f"its {MARKER} file is damaged: it says step {marker.step}")
-    if not {META, INDEX} <= files.keys() or any(Path(name).name != name for name in files):
-        raise _Incomplete(f"its {MARKER} file is damaged")
-    for name, (size, _) in files.items():
-        try:
-            actual = (path / name).stat().st_size
-        except OSError:
-            raise _Incomplete(f"its file {name} is missing") from None
-        if actual != size:
-            raise _Incomplete(f"its file {name} has {actual:,} of {size:,} bytes")
-    return marker
-
-
 def _free_gib(folder: Path) -> float:
     existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     return shutil.disk_usage(existing).free / 1024**3
-
-
-def _checksum(path: Path) -> int:
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 24):
-            crc = zlib.crc32(block, crc)
-    return crc
-
-
-def _seal(path: Path) -> tuple[int, int]:
-    """Force a written file to disk. Returns its size and CRC-32."""
-    sync_to_disk(path)  # DCP fsyncs its index before Python's buffer is flushed
-    return path.stat().st_size, _checksum(path)
-
-
-def complete_checkpoints(folder: Path) -> list[tuple[Path, Marker]]:
-    """The complete checkpoints in `folder`, the highest step first. Checksums are not read."""
-    found = []
-    for path in sorted(folder.iterdir(), reverse=True) if folder.is_dir() else ():
-        # .old-* is the former checkpoint of a step that is being replaced, complete until the new one has the name.
-        if path.name.isdigit() or path.name.startswith(".old-"):
-            with contextlib.suppress(_Incomplete):
-                found.append((path, _read_marker(path)))
-    return sorted(found, key=lambda entry: entry[1].step, reverse=True)
-
-
-def newest_complete(folder: Path) -> tuple[Path, Marker] | None:
-    """The complete checkpoint of the highest step in `folder`; None if there is none."""
-    return next(iter(complete_checkpoints(folder)), None)
 
 
 def newest_whole(folder: Path) -> Path | None:
@@ -150,18 +90,6 @@ def newest_whole(folder: Path) -> Path | None:
             _check_checksums(path, marker.files)
             return path
     return None
-
-
-def incomplete_after(path: Path, step: int) -> dict[Path, str]:
-    """The incomplete checkpoints of later steps beside `path`, and why they are."""
-    found = {}
-    for other in sorted(path.parent.iterdir()):
-        if other.name.isdigit() and other.is_dir() and int(other.name) > step:
-            try:
-                _read_marker(other)
-            except _Incomplete as reason:
-                found[other] = str(reason)
-    return found
 
 
 def _first_difference(index: Metadata, wanted: Mapping[str, Tensor]) -> str | None:
@@ -197,10 +125,10 @@ def _verified(path: Path) -> tuple[Marker, dict[str, Any]]:
     if not path.is_dir():
         raise damaged(path, "there is no such folder")
     try:
-        marker = _read_marker(path)
+        marker = read_marker(path)
         data = (path / META).read_bytes()
         meta = json.loads(data) if zlib.crc32(data) == marker.files[META][1] else None
-    except _Incomplete as reason:
+    except IncompleteCheckpoint as reason:
         raise damaged(path, str(reason)) from None
     except (OSError, ValueError, RecursionError):
         meta = None
@@ -241,7 +169,7 @@ class Checkpoints:
             writer = dcp.FileSystemWriter(temporary, sync_files=False)
             dcp.save(flat, storage_writer=writer, process_group=group)
             written = temporary.glob(f"__{rank()}_*.distcp")
-            own = on_all_ranks(lambda: {path.name: _seal(path) for path in written}, group=group)
+            own = on_all_ranks(lambda: {path.name: seal(path) for path in written}, group=group)
             files = {name: sealed for of_rank in all_gather(own, group) for name, sealed in of_rank.items()}
             on_all_ranks(lambda: self._finish(step, temporary, final, files, meta_text), group=group)
         except (OSError, CheckpointException) as error:
@@ -265,7 +193,7 @@ class Checkpoints:
         if rank() != 0:
             return
         (temporary / META).write_text(meta, encoding="utf-8")
-        files |= {name: _seal(temporary / name) for name in (META, INDEX)}
+        files |= {name: seal(temporary / name) for name in (META, INDEX)}
         marker = temporary / MARKER
         marker.write_text(json.dumps({"step": step, "saved_at": time.time(), "files": files}), encoding="utf-8")
         sync_to_disk(marker)
@@ -287,8 +215,8 @@ class Checkpoints:
             ):
                 shutil.rmtree(path, ignore_errors=True)
             elif path.name.isdigit() and path != written:
-                with contextlib.suppress(_Incomplete):
-                    complete[_read_marker(path).step] = path
+                with contextlib.suppress(IncompleteCheckpoint):
+                    complete[read_marker(path).step] = path
         for step in sorted(complete, reverse=True)[self.keep - 1 :]:
             self._remove(step, complete[step])
 
@@ -350,7 +278,7 @@ def _checked(path: Path, everywhere: Mapping[str, Tensor]) -> tuple[Metadata, di
 def _check_checksums(path: Path, files: Mapping[str, tuple[int, int]]) -> None:
     for name, (_, crc) in files.items():
         try:
-            found = _checksum(path / name)
+            found = checksum(path / name)
         except OSError as error:
             raise damaged(path, f"its file {name} cannot be read ({error.strerror})") from None
         if found != crc:
@@ -400,8 +328,8 @@ def resolve_resume(value: str, run_root: Path, run_name: str | None = None) -> P
         if best := newest_complete(folder):
             return best[0]
     try:
-        _read_marker(path)
-    except _Incomplete as reason:
+        read_marker(path)
+    except IncompleteCheckpoint as reason:
         if whole := newest_whole(path.parent):
             raise _refusal(path, str(reason), f"The newest complete one beside it is {whole}.") from None
         if (path / INDEX).exists() or path.name.isdigit():

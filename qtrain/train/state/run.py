@@ -26,15 +26,8 @@ from qtrain.train.log.status import FILE_ONLY, console_of, setup_log
 from qtrain.train.parallel import DataParallel
 from qtrain.train.settings import TrainSettings
 from qtrain.train.state.background_save import BackgroundSave
-from qtrain.train.state.checkpoint import (
-    Checkpoints,
-    DamagedCheckpoint,
-    complete_checkpoints,
-    damaged,
-    incomplete_after,
-    newest_whole,
-    read_meta,
-)
+from qtrain.train.state.checkpoint import Checkpoints, DamagedCheckpoint, damaged, newest_whole, read_meta
+from qtrain.train.state.checkpoint_marker import complete_checkpoints, incomplete_after
 from qtrain.train.state.divided_state import refuse_other_tp
 from qtrain.train.state.ema import Ema
 from qtrain.train.state.frozen_weights import check_frozen, fingerprint

@@ -15,7 +15,8 @@ from pathlib import Path
 from qtrain.checks import shown, user_path
 from qtrain.errors import UserError
 from qtrain.train.settings import TrainSettings
-from qtrain.train.state.checkpoint import newest_complete, resolve_resume, without_recovered
+from qtrain.train.state.checkpoint import resolve_resume, without_recovered
+from qtrain.train.state.checkpoint_marker import newest_complete
 from qtrain.train.state.run_lock import check_unlocked
 
 

@@ -1,0 +1,95 @@
+"""Which folders are complete checkpoints: the marker in them, and the sizes and checksums in it."""
+
+import contextlib
+import json
+import re
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from qtrain.portable import sync_to_disk
+from qtrain.train.state.checkpoint_index import INDEX
+
+MARKER = "COMPLETE"
+META = "meta.json"
+
+
+@dataclass(frozen=True)
+class Marker:
+    """The content of COMPLETE. `files` maps a name to (bytes, CRC-32)."""
+
+    step: int
+    saved_at: float
+    files: dict[str, tuple[int, int]]
+
+
+class IncompleteCheckpoint(Exception):
+    """A folder is not a complete checkpoint; the message gives the reason."""
+
+
+def read_marker(path: Path) -> Marker:
+    """The marker of a checkpoint all of whose files exist with their full size. Raises IncompleteCheckpoint."""
+    try:
+        raw = json.loads((path / MARKER).read_bytes())
+        files = {str(name): (int(size), int(crc)) for name, (size, crc) in raw["files"].items()}
+        marker = Marker(int(raw["step"]), float(raw["saved_at"]), files)
+    except (FileNotFoundError, NotADirectoryError):
+        raise IncompleteCheckpoint(f"it has no {MARKER} file, so it was not written to the end") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+        raise IncompleteCheckpoint(f"its {MARKER} file is damaged") from None
+    named = re.fullmatch(r"(?:\.old-)?(\d{8,})(?:-\d+)?", path.name)
+    if named and int(named[1]) != marker.step:
+        raise IncompleteCheckpoint(f"its {MARKER} file is damaged: it says step {marker.step}")
+    if not {META, INDEX} <= files.keys() or any(Path(name).name != name for name in files):
+        raise IncompleteCheckpoint(f"its {MARKER} file is damaged")
+    for name, (size, _) in files.items():
+        try:
+            actual = (path / name).stat().st_size
+        except OSError:
+            raise IncompleteCheckpoint(f"its file {name} is missing") from None
+        if actual != size:
+            raise IncompleteCheckpoint(f"its file {name} has {actual:,} of {size:,} bytes")
+    return marker
+
+
+def checksum(path: Path) -> int:
+    """The CRC-32 of a file."""
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def seal(path: Path) -> tuple[int, int]:
+    """Force a written file to disk. Returns its size and CRC-32."""
+    sync_to_disk(path)  # DCP fsyncs its index before Python's buffer is flushed
+    return path.stat().st_size, checksum(path)
+
+
+def complete_checkpoints(folder: Path) -> list[tuple[Path, Marker]]:
+    """The complete checkpoints in `folder`, the highest step first. Checksums are not read."""
+    found = []
+    for path in sorted(folder.iterdir(), reverse=True) if folder.is_dir() else ():
+        # .old-* is the former checkpoint of a step that is being replaced, complete until the new one has the name.
+        if path.name.isdigit() or path.name.startswith(".old-"):
+            with contextlib.suppress(IncompleteCheckpoint):
+                found.append((path, read_marker(path)))
+    return sorted(found, key=lambda entry: entry[1].step, reverse=True)
+
+
+def newest_complete(folder: Path) -> tuple[Path, Marker] | None:
+    """The complete checkpoint of the highest step in `folder`; None if there is none."""
+    return next(iter(complete_checkpoints(folder)), None)
+
+
+def incomplete_after(path: Path, step: int) -> dict[Path, str]:
+    """The incomplete checkpoints of later steps beside `path`, and why they are."""
+    found = {}
+    for other in sorted(path.parent.iterdir()):
+        if other.name.isdigit() and other.is_dir() and int(other.name) > step:
+            try:
+                read_marker(other)
+            except IncompleteCheckpoint as reason:
+                found[other] = str(reason)
+    return found
