@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 from datetime import timedelta
@@ -90,7 +91,8 @@ def assert_same_checkpoint(one: Path, other: Path, step: int) -> None:
 
 HSDP_ASYNC = {"dp_replicate": 2, "async_checkpoint": True}
 MIXTURE = {**PRETRAIN, "model": "mixture.json", "router_bias_rate": 0.01, "router_balance_loss": 0.01}
-FULLY = {"reshard_after_forward": "always"}
+FULLY, RECOMPUTED = {"reshard_after_forward": "always"}, {"activation_checkpointing": "selective"}
+AVERAGED = {**VISION, "quantize": "int8_weight", "ema_decay": 0.9}
 UNTIED = {"model": "untied.json"}
 CASES = {
     "int8, ZeRO-2": (2, "llm_pretrain", {**PRETRAIN, "quantize": "int8"}),
@@ -100,6 +102,11 @@ CASES = {
     "schedule-free": (2, "llm_pretrain", {**PRETRAIN, "quantize": "bitnet", "optim": "adamw_schedule_free"}),
     "transformers": (2, "llm_pretrain", {**PRETRAIN, "quantize": "int8", "model_impl": "hf"}),
     "LoRA on NF4": (2, "llm_finetune", {**FINETUNE, "lora": {"r": 2, "base": "nf4"}}),
+    "LoRA in fp8_tensorwise, recomputed, fully sharded HSDP": (
+        4,
+        "llm_finetune",
+        {**FINETUNE, **FULLY, **RECOMPUTED, "dp_replicate": 2, "quantize": "fp8_tensorwise", "lora": {"r": 2}},
+    ),
     "fine-tuned, recomputed": (2, "llm_finetune", {**FINETUNE, "quantize": "int8", "activation_checkpointing": "full"}),
     "fp8_tensorwise, head too, fully sharded": (
         2,
@@ -136,6 +143,7 @@ CASES = {
     "a mixture of experts, divided": (2, "llm_pretrain", {**MIXTURE, "ep": 2}),
     "a mixture of experts, divided, HSDP": (4, "llm_pretrain", {**MIXTURE, **HSDP_ASYNC, "ep": 2, "optim": "muon"}),
     "timm, averaged": (2, "timm_finetune", {**VISION, "quantize": "int8", "ema_decay": 0.9}),
+    "timm, stored in INT8, averaged, HSDP": (4, "timm_finetune", {**AVERAGED, "dp_replicate": 2}),
 }
 
 
@@ -150,7 +158,9 @@ SWEPT = (
     "fine-tuned, recomputed",
     "transformers, fully sharded",
     "LoRA on NF4",
+    "LoRA in fp8_tensorwise, recomputed, fully sharded HSDP",
     "timm, averaged",
+    "timm, stored in INT8, averaged, HSDP",
     "stored in INT4, fully sharded",
     "schedule-free, fully sharded HSDP",
     "fine-tuned, frozen embedding, fully sharded",
@@ -166,6 +176,57 @@ def test_several_processes_train_as_one(server, case, tmp_path):
     many = run(server, world, script, tmp_path / "many", **settings)
     assert_equal(one, many)
     assert_same_checkpoint(one, many, 2)
+
+
+@pytest.mark.parametrize("sharding", sampled([{}, FULLY], lambda sharding: not sharding))
+def test_updates_within_the_backward_pass_are_those_after_it(server, sharding, tmp_path):
+    settings = {**PRETRAIN, **sharding, "deterministic": False, "batch_size": 2, "clip_grad_norm": 0}
+    settings |= {"quantize": "fp8_tensorwise", "optimizer_in_backward": False}
+    after = run(server, 2, "llm_pretrain", tmp_path / "after", **settings)
+    within = run(server, 2, "llm_pretrain", tmp_path / "within", **{**settings, "optimizer_in_backward": True})
+    assert_equal(after, within)
+
+
+STOCHASTIC = {"quantize": "int8", "quantize_kwargs": {"stochastic_rounding": True}}
+RESUMED = {
+    "timm, averaged": ("timm_finetune", {**VISION, "quantize": "fp8_rowwise", "ema_decay": 0.9}, "ema."),
+    "LoRA on NF4": ("llm_finetune", {**FINETUNE, "lora": {"r": 2, "base": "nf4"}}, "lora_a"),
+    "DoRA in BF16": ("llm_finetune", {**FINETUNE, "lora": {"r": 2, "dora": True}}, "magnitude"),
+    "LoRA, rounded stochastically": ("llm_finetune", {**FINETUNE, **STOCHASTIC, "lora": {"r": 2}}, "lora_a"),
+}
+
+
+@pytest.mark.parametrize("case", sampled([*RESUMED], lambda case: case in ("DoRA in BF16", "LoRA on NF4")))
+def test_one_process_goes_on_with_what_two_have_saved_fully_sharded(server, case, tmp_path):
+    """Weights that layers do not train, and averages of those that they do, are divided too."""
+    script, settings, saved = RESUMED[case]
+    one = run(server, 1, script, tmp_path / "one", **settings)
+    many = run(server, 2, script, tmp_path / "many", **{**settings, **FULLY})
+    assert_equal(one, many)
+    assert [row[6:] for row in losses(one)] == [row[6:] for row in losses(many)]  # of evaluations
+    assert sum(saved in name for name in contents(many / "checkpoints/00000002")) > 3
+    shutil.rmtree(many / "checkpoints/00000004")
+    done = server.run(script, flags(**settings, runs_dir=tmp_path / "many", resume=many))
+    assert done.code == 0, done.err
+    assert_equal(one, many)
+
+
+FASTEST = """import qtrain.quant.schemes.auto as auto
+auto.time_linear = lambda scheme, *others: float(scheme.gemm_dtypes()["output"] != {!r})"""
+
+
+@pytest.mark.parametrize("parts", sampled([{}, {"tp": 2}], lambda parts: bool(parts)))
+def test_the_scheme_that_is_the_fastest_on_rank_0_is_that_of_all(server, parts, tmp_path):
+    write_model(server.folder / "heads.json", max_position_embeddings=512, num_key_value_heads=2)
+    settings = {**PRETRAIN, **parts, "model": "heads.json", "quantize": "auto", "n_steps": 2}
+    settings["quantize_kwargs"] = {"candidates": ["int8", "fp8_rowwise"]}
+    argv = flags(**settings, runs_dir=tmp_path / "auto")
+    done = server.run_ranks(2, "llm_pretrain", argv, {0: FASTEST.format("int8"), 1: FASTEST.format("fp8")})
+    assert [outcome.code for outcome in done] == [0, 0], done[0].err
+    auto = only_run(tmp_path / "auto")
+    assert set(json.loads((auto / "config.json").read_text())["quantize_kwargs"]["chosen"].values()) == {"int8"}
+    named = {**settings, "quantize": "int8", "quantize_kwargs": {}}
+    assert_equal(run(server, 2, "llm_pretrain", tmp_path / "named", **named), auto, 2)
 
 
 @pytest.mark.sweep
@@ -198,7 +259,12 @@ def test_saved_by_four_and_resumed_by_any_number_and_back(server, tmp_path):
         (2, "--dp_replicate, --dp_shard: 2 x 2 is not the 2 processes", {"dp_replicate": 2, "dp_shard": 2}),
         (2, "--gpus: 3, but the launcher started WORLD_SIZE=2 processes", {"gpus": 3}),
         (2, "--gradient_wire, --deterministic: the one rounds", {"gradient_wire": "int8"}),
-        (2, "--optimizer_in_backward", {"optimizer_in_backward": True, "clip_grad_norm": 0, "batch_size": 2}),
+        (2, "--optimizer_in_backward: with --deterministic weights", {"optimizer_in_backward": True, "batch_size": 2}),
+        (
+            2,
+            "give --gradient_accumulation 1 --micro_batch_size 6",
+            {"optimizer_in_backward": True, "deterministic": False},
+        ),
         (2, "--quantize: unknown scheme 'int9'", {"quantize": "int9"}),
         (2, "--resume: nowhere cannot be loaded: there is no such folder", {"resume": "nowhere"}),
         (2, "--train_ds", {"train_ds": {"type": "token", "dataset_dir": "nowhere", "tokenizer": "byte"}}),

@@ -35,6 +35,7 @@ from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.tensors.deferred import plain_tensors
+from qtrain.train.in_backward import OptimizerInBackward, model_partitions
 from qtrain.train.language import language_forward
 from qtrain.train.parallel import DataParallel
 from qtrain.train.step import apply_gradients, compute_gradients
@@ -104,6 +105,8 @@ def train(
     full_shard: bool = False,
     config: Mapping[str, Any] = CONFIG,
     dtype: torch.dtype = torch.bfloat16,
+    clip_grad_norm: float = 0.5,
+    optimizer_in_backward: bool = False,
 ) -> dict[str, Any]:
     """Losses and norms of the steps, bytes that this rank sent in them, and digests of all that training has changed.
     micro_batches: of all ranks, in a step."""
@@ -124,18 +127,31 @@ def train(
         lambda p: spec.needs_whole(id(p) in hidden),
         deterministic=deterministic,
         units=model.units() if resharded else (),
+        partitions=model_partitions(model) if optimizer_in_backward else None,
     )
     for group in groups:
         group["params"] = [parallel.master(p) for p in group["params"]]
     optimizer = spec.build(groups, 1e-3, seed=3)
     quantized.watch(optimizer)
-    share_amax(optimizer, quantized, parallel)
+    if not optimizer_in_backward:
+        share_amax(optimizer, quantized, parallel)
+    in_backward = OptimizerInBackward(optimizer, parallel) if optimizer_in_backward else None
     forward, found = language_forward(model, None), []
     per_rank = micro_batches // mesh.data_world
     for step in range(steps):
         batches = [random_micro_batch(step, index * mesh.data_world + mesh.data_rank) for index in range(per_rank)]
-        gradients = compute_gradients(model, forward, quantized, batches, step, parallel=parallel)
-        apply_gradients(optimizer, quantized, gradients, lr=1e-3, clip_grad_norm=0.5, parallel=parallel)
+        gradients = compute_gradients(
+            model, forward, quantized, batches, step, in_backward=in_backward, parallel=parallel
+        )
+        apply_gradients(
+            optimizer,
+            quantized,
+            gradients,
+            lr=1e-3,
+            clip_grad_norm=clip_grad_norm,
+            in_backward=in_backward,
+            parallel=parallel,
+        )
         found.append((gradients.loss, gradients.norm_value))
     return {"steps": found, "sent": dict(sent), "digests": state_digests(parallel, quantized, optimizer)}
 

@@ -7,7 +7,8 @@ The model computes with `parameter`, of full shape. The optimizer updates `maste
             stored in low bits, and for those whose rows cannot be divided at multiples of ALIGNMENT; on the other
             ranks a placeholder of no elements, which gets no gradient
 
-Where the mesh does not shard, the master is the parameter itself.
+Where the mesh does not shard, the master is the parameter itself. Frozen weights, which nothing updates, are divided by
+rows whatever they are: of one that is stored in low bits the rows of its codes and of its scales.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,13 +34,13 @@ the last elements of a tensor in another way, with other rounding: they must be 
 
 @dataclass(frozen=True)
 class Sharded:
-    """A trained parameter and its master on a mesh. bounds: shard rank s holds the elements [bounds[s], bounds[s + 1]).
+    """A parameter and its master on a mesh. bounds: shard rank s holds the elements [bounds[s], bounds[s + 1]).
     terms: where one rank computes several ranks' micro-batches and keeps their gradients apart, what receives them in
     place of the parameter, [micro-batches, *shape]."""
 
     name: str
     parameter: nn.Parameter
-    master: nn.Parameter
+    master: Tensor
     bounds: tuple[int, ...]
     mesh: Mesh
     terms: Tensor | None = None
@@ -111,6 +112,24 @@ def shard_parameters(
     return sharded
 
 
+def shard_frozen(named: Iterable[tuple[str, nn.Parameter]], mesh: Mesh) -> list[Sharded]:
+    """Divide frozen matrices by rows over the shard dimension of the mesh."""
+    parameters = list(named)
+    sharded = [_frozen_rows(name, p, mesh) for name, p in parameters]
+    for _, p in parameters:
+        settle(p)
+    return sharded
+
+
+def _frozen_rows(name: str, p: nn.Parameter, mesh: Mesh) -> Sharded:
+    cuts, width, value = _row_cuts(p, mesh.shard), p.shape[1:].numel(), initial_value(p)
+    own = slice(cuts[mesh.shard_rank], cuts[mesh.shard_rank + 1])
+    rows = [as_shard(t[own].clone(), mesh.device_mesh, t.shape) for t in plain_tensors(value)]
+    stored = isinstance(value, StoredWeight)
+    master = StoredWeight(*rows, value.format, value.shape, value.dtype) if stored else rows[0]
+    return Sharded(name, p, master, tuple(cut * width for cut in cuts), mesh)
+
+
 def _divides_by_rows(p: nn.Parameter, ranks: int) -> bool:
     return p.ndim > 0 and all(cut * p.shape[1:].numel() % ALIGNMENT == 0 for cut in _row_cuts(p, ranks)[:-1])
 
@@ -149,7 +168,9 @@ def local_tensors(master: Tensor) -> list[Tensor]:
     """What this rank holds of a master."""
     if isinstance(master, DTensor):
         return [master._local_tensor.detach()]
-    return [] if is_placeholder(master) else plain_tensors(master)
+    if isinstance(master.data, StoredWeight):
+        return [getattr(tensor, "_local_tensor", tensor) for tensor in plain_tensors(master)]
+    return [] if is_placeholder(master) else [master.data]
 
 
 def byte_slices(tensor: Tensor, sharded: Sharded) -> list[tuple[int, int]]:

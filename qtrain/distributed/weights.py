@@ -74,10 +74,12 @@ def _is_even(sharded: Sharded) -> bool:
 
 def _gather_alone(item: Gathered, mesh: Mesh, kind: str) -> None:
     """Without copies to and from messages."""
-    (full,) = item.empty()
-    own = [as_bytes(piece) for piece in item.own()]
-    gather_into(as_bytes(full), own[0] if len(own) == 1 else torch.cat(own), mesh.shard_group, kind)
-    item.receive([full])
+    full, own = item.empty(), [as_bytes(piece) for piece in item.own()]
+    if len(full) == 1:  # of which a rank may have its rows in pieces
+        own = [torch.cat(own)] if len(own) > 1 else own
+    for tensor, rows in zip(full, own, strict=True):
+        gather_into(as_bytes(tensor), rows, mesh.shard_group, kind)
+    item.receive(full)
 
 
 def _gather_bucket(bucket: Sequence[Gathered], mesh: Mesh, kind: str) -> None:

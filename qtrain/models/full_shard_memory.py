@@ -1,6 +1,6 @@
 """Memory of full sharding: what a rank keeps of a decoder, and what exists in full while a layer or the loss runs.
 
-Divided are layers, and an embedding and a head of their own if they train (`Decoder.units`).
+Divided are layers, and an embedding and a head of their own (`Decoder.units`), also where they do not train.
 """
 
 from collections.abc import Iterator
@@ -40,35 +40,39 @@ def full_shard_memory(
 ) -> FullShardBytes:
     """share: of the fullest rank. weights: in full, and its masters apart from them, without full sharding.
     largest_layer: elements of its linears. See `estimate_memory` for the others."""
-    matrix, layer = config.vocab_size * config.hidden_size, element * largest_layer
-    embedding, head = divided_ends(config, trained)
-    of_head = low_bit.head or LinearBytes(element)
-    masters = weights - _gathered(config, low_bit) - embedding * matrix * element - head * matrix * _in_full(of_head)
+    matrix, layers = config.vocab_size * config.hidden_size, config.num_hidden_layers
+    layer = trained.bytes / layers if trained.adapters else element * largest_layer
+    embedding, head = trained_ends(config, trained)
+    of_head, untied = low_bit.head or LinearBytes(element), not config.tie_word_embeddings
+    in_full = trained.bytes if trained.adapters else 0  # what trains in layers besides their linears
+    masters = weights - in_full - _gathered(config, low_bit) - untied * matrix * (element + _in_full(of_head))
+    masters += (untied and not embedding) * matrix * element * share
     codes = 0.0
-    for count, linear, hidden in _divided(config, low_bit, element, head):
-        if linear.weight != element or (hidden and whole_matrices and not linear.codes_only):
+    for count, linear, hidden in _divided(config, low_bit, element):
+        frozen = bool(trained.adapters) or not (hidden or head)
+        if frozen or linear.weight != element or (hidden and whole_matrices and not linear.codes_only):
             masters += count * linear.weight * share  # those that are the model's weights where these stay in full
         codes += count * linear.wire * share
     kept = masters + codes
-    ends = (embedding + head) * matrix * element  # while the model is built
-    one, two = (_gathered(config, low_bit, layers) for layers in (1, 2))
+    ends = untied * 2 * matrix * element + in_full  # while the model is built
+    one, two = (_gathered(config, low_bit, some) + some * in_full / layers for some in (1, 2))
     # The last layer stays for its backward pass, but not if that of the head comes first.
     beside = one if low_bit.head is None else 0
-    others = trained.bytes - config.num_hidden_layers * layer - ends
+    others = trained.bytes - layers * layer - (embedding + head) * matrix * element
     # Of two layers, one of which is sent, with both of its messages; then of the embedding.
     last = max(4 * layer, embedding * (element * matrix + 2 * layer), embedding * 2 * element * matrix)
     return FullShardBytes(
         weights=round(kept + two),
         build=_build(config, element, pretrained, masters + ends, kept + ends),
-        sums=round(4 * (trained.bytes // element) * share),
+        sums=round(4 * (trained.bytes // trained.element) * share),
         last=round(others + last),
-        at_loss=round(head * matrix * _in_full(of_head) + beside - two) if head else 0,
+        at_loss=round(matrix * _in_full(of_head) + beside - two) if untied else 0,
         head_message=head * matrix * element,
     )
 
 
-def divided_ends(config: ModelConfig, trained: TrainedPart) -> tuple[bool, bool]:
-    """Whether the embedding is divided, and whether the head is: where they are matrices of their own, which train."""
+def trained_ends(config: ModelConfig, trained: TrainedPart) -> tuple[bool, bool]:
+    """Whether the embedding trains, and whether the head does, where they are matrices of their own."""
     if config.tie_word_embeddings or trained.adapters:
         return False, False
     shape = config.vocab_size, config.hidden_size
@@ -81,13 +85,11 @@ def _in_full(linear: LinearBytes) -> float:
     return linear.codes + (0 if linear.codes_only else linear.weight)
 
 
-def _divided(
-    config: ModelConfig, low_bit: LowBitBytes, element: int, head: bool
-) -> Iterator[tuple[int, LinearBytes, bool]]:
+def _divided(config: ModelConfig, low_bit: LowBitBytes, element: int) -> Iterator[tuple[int, LinearBytes, bool]]:
     """(elements, of what kind, whether of hidden layers) of the linears that are divided."""
     for name, n in layer_linears(config).items():
         yield n.layers * n.weights, low_bit.layer[name], True
-    if head:
+    if not config.tie_word_embeddings:
         yield config.vocab_size * config.hidden_size, low_bit.head or LinearBytes(element), False
 
 

@@ -142,7 +142,7 @@ class LoraLinear(nn.Module):
         """The fp32 weight `rows` [n, K] of the adapted projection `index`, with its adapter."""
         rows = rows + self.scale * (self.lora_b[index] @ self.lora_a[index])
         if self.magnitude is not None:
-            rows *= (self.magnitude[index] / rows.norm(dim=1)).unsqueeze(1)
+            rows *= (self.magnitude[index].to(rows.device) / rows.norm(dim=1)).unsqueeze(1)
         return rows
 
     @torch.no_grad()

@@ -16,7 +16,8 @@ The peak is one of these moments (`MemoryEstimate.moments`):
 - optimizer: weights, gradients, states, and the temporaries of the step. A fused step has none.
 
 Where the optimizer runs within the backward pass, `gradients` are those of the largest partition that is updated at
-once: a layer or an embedding. A tied embedding's gradient exists from the head's backward on, beside a layer's.
+once: a layer or an embedding. A tied embedding's gradient exists from the head's backward on, beside a layer's. Where
+layers are divided over GPUs too, they are those outside of layers, and no sums are kept of the others.
 """
 
 import dataclasses
@@ -160,7 +161,7 @@ def estimate_memory(
     build = {"weights": parameters * step.element, "initialization": _initialization_bytes(config, step, pretrained)}
     if step.in_backward:
         gradients = min(gradients, step.element * _largest_partition(config))
-    at_step, held = gradients, gradients if step.accumulates else 0
+    at_step, held, of_masters = gradients, gradients if step.accumulates else 0, gradients * share.gradients
     weights = _weight_bytes(config, step.element, low_bit, trained)
     weights += _master_bytes(config, step.element, low_bit, trained, share.masters, whole_matrices)
     loss, at_end = _loss_bytes(config, step, low_bit, trained), None
@@ -178,8 +179,9 @@ def estimate_memory(
             whole_matrices=whole_matrices,
             pretrained=pretrained,
         )
-        weights, build, at_step, held = full.weights, full.build, full.sums, full.sums if step.accumulates else 0
-        gradients, loss, of_head = full.sums + full.last, loss + full.at_loss, of_head + full.head_message
+        sums = 0 if step.in_backward else full.sums
+        weights, build, at_step, held = full.weights, full.build, sums, sums if step.accumulates else 0
+        gradients, loss, of_head = sums + full.last, loss + full.at_loss, of_head + full.head_message
         at_end = in_layer
     backward = max(in_layer + of_head, in_head)
     return MemoryEstimate(
@@ -195,7 +197,7 @@ def estimate_memory(
         one_layer=round(step.tokens * max(saved.values())),
         build=build,
         at_step=at_step,
-        step=round(step_bytes * share.states + trained.bytes * share.gradients),
+        step=round(step_bytes * share.states + of_masters),
         in_backward=step.in_backward,
     )
 
@@ -225,12 +227,12 @@ def _master_bytes(
     master on one rank."""
     if share == 1:
         return 0
-    if trained.adapters:
-        return round(trained.bytes * share)
     linears = [(n.layers * n.weights, low_bit.layer[name]) for name, n in layer_linears(config).items()]
     if low_bit.head is not None and not config.tie_word_embeddings:
         linears.append((config.vocab_size * config.hidden_size, low_bit.head))
     gone = sum(size * linear.weight for size, linear in linears if linear.codes_only)
+    if trained.adapters:
+        return round(trained.bytes * share - gone)
     own = [size for size, linear in linears if linear.weight != element or (whole_matrices and not linear.codes_only)]
     return round((trained.bytes - sum(own) * element) * share - gone)
 

@@ -70,18 +70,16 @@ class QuantizedModel:
         """Whether `refresh` has anything to do after a step."""
         return self.amax is not None or any(linear.weight.requires_grad for linear in self.linears)
 
-    def refresh(self, frozen: bool = False) -> None:
-        """Requantize every trained weight and update delayed scales; to be called after each optimizer step.
-
-        frozen: requantize frozen weights too, after a checkpoint is loaded.
-        """
+    def refresh(self) -> None:
+        """Requantize every trained weight and update delayed scales; to be called after each optimizer step, and after
+        a checkpoint is loaded. Codes of frozen weights stay those that the model was built with."""
         if self.amax is not None:
             self.amax.roll()
-        self.refresh_weights(frozen)
+        self.refresh_weights()
 
-    def refresh_weights(self, frozen: bool = False) -> None:
+    def refresh_weights(self) -> None:
         """Requantize weights without a step of delayed scaling: where averaged weights are swapped in and out."""
-        stale = [linear for linear in self.linears if frozen or linear.weight.requires_grad]
+        stale = [linear for linear in self.linears if linear.weight.requires_grad]
         LowBitLinear.refresh_divided([linear for linear in stale if linear.group is not None])
         for linear in stale:
             if linear.group is None:

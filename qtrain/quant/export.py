@@ -5,6 +5,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from qtrain.quant.linear import LowBitLinear
+from qtrain.tensors.deferred import initial_value
 
 
 def exported_tensors(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
@@ -24,9 +25,9 @@ def exported_tensors(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
 
 
 def exported_weight(linear: nn.Module) -> Tensor:
-    """A linear's weight in high precision."""
+    """A linear's weight in high precision; of a deferred one its initial value."""
     if not isinstance(linear, LowBitLinear):
-        return linear.weight.detach()
+        return initial_value(linear.weight).detach()
     if linear.scheme.latent and linear.group is not None:  # the scale is that of all ranks, which the codes have
         return linear.low_bit_weight.operands().rows.dequantize(linear.weight.dtype)
-    return linear.scheme.exported_weight(linear.weight)
+    return linear.scheme.exported_weight(initial_value(linear.weight))

@@ -89,18 +89,6 @@ DEPENDENCES = (
         "has no effect on one process",
     ),
     Dependence(
-        "--reshard_after_forward, --ema_decay",
-        lambda g: g.settings.reshard_after_forward == "always" and bool(getattr(g.settings, "ema_decay", 0)),
-        "the average is of whole weights, which no process has then; leave one out",
-        refused=True,
-    ),
-    Dependence(
-        "--reshard_after_forward, --lora",
-        lambda g: g.settings.reshard_after_forward == "always" and getattr(g.settings, "lora", None) is not None,
-        "only trained weights are divided, and adapters are small; leave one out",
-        refused=True,
-    ),
-    Dependence(
         "--sequence_parallel",
         lambda g: g.has("sequence_parallel") and g.settings.tp == 1,
         "has no effect without --tp",

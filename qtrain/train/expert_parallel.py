@@ -37,12 +37,10 @@ def check_expert_parallel(settings: TrainSettings, script: str, optimizer: Optim
         )
     if settings.tp > 1:
         raise refuse(f"--tp {settings.tp} divides the experts among its processes too; leave --ep out")
-    if settings.quantize == "auto":
-        raise refuse("with --quantize auto each process could find another scheme to be the fastest; name the scheme")
     if settings.reshard_after_forward == "always":
         raise refuse("--reshard_after_forward always does not know divided experts; leave one of them out")
     if settings.optimizer_in_backward:
-        raise refuse("--optimizer_in_backward takes one process; leave one of them out")
+        raise refuse("--optimizer_in_backward does not know divided experts; leave one of them out")
     if settings.deterministic and settings.quantize == "nvfp4":
         raise refuse(
             "with --deterministic nvfp4 needs a scale of the tokens of all experts, which no process has; leave one of "

@@ -1,16 +1,9 @@
 """What the backward passes of a step produce besides the gradients themselves."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-
-
-def norm_of(gradients: Sequence[Tensor]) -> Tensor:
-    """L2 norm over all `gradients`: an fp32 scalar on their device, for bf16 gradients too."""
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 from qtrain.config import as_dict
 from qtrain.data import TensorBatch
 from qtrain.distributed.ranks import all_gather, explain_lost_rank, from_rank_0, note_step, rank
+from qtrain.distributed.shards import local_tensors
 from qtrain.distributed.wire import sent
 from qtrain.errors import TrainingStopped, first_line
 from qtrain.hardware import keep_freed_memory
@@ -70,7 +71,7 @@ class Training:
         self.in_backward: OptimizerInBackward | None = None
         if settings.optimizer_in_backward:
             assert graphs is None, "hooks do not run in the replay of a captured backward pass"
-            self.in_backward = OptimizerInBackward(run.model, run.optimizer)
+            self.in_backward = OptimizerInBackward(run.optimizer, run.parallel)
         self.first_step = state.step
         resumed = run.folder.resumed_from is not None
         # Only rank 0 has a log to truncate: the others' is the null device.
@@ -327,7 +328,8 @@ class Training:
     def _first_nonfinite(self) -> str | None:
         """The first non-finite tensor of any rank."""
         run = self.run
-        frozen = ((name, p) for name, p in run.model.named_parameters() if not p.requires_grad)
+        names = ((name, run.parallel.master(p)) for name, p in run.model.named_parameters() if not p.requires_grad)
+        frozen = ((name, tensor) for name, master in names for tensor in local_tensors(master))
         masters = ((sharded.name, sharded.master) for sharded in run.parallel.parameters)
         found = all_gather(first_nonfinite_tensor([*frozen, *masters]))
         return next((tensor for tensor in found if tensor), None)

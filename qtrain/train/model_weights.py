@@ -23,7 +23,8 @@ from qtrain.tensors.stored_weight import StoredWeight
 
 
 class ModelWeights:
-    """The weights of `model`, whose trained parameters have their masters in `parameters`.
+    """The weights of `model`, whose trained parameters have their masters in `parameters`, and the frozen matrices of
+    `units` in `frozen`.
 
     keep_full_weights: also of linears that read codes only. units: those whose weights exist in full only while they
     run, in this order; reduce(i): what is done with the gradients of unit i."""
@@ -35,12 +36,14 @@ class ModelWeights:
         parameters: Sequence[Sharded],
         mesh: Mesh,
         *,
+        frozen: Sequence[Sharded] = (),
         keep_full_weights: bool = False,
         units: Sequence[Unit] = (),
         reduce: Callable[[int], None] = lambda index: None,
     ):
         self._quantized, self._mesh = quantized, mesh
         self._parameters = [s for s in parameters if s.mesh.shard > 1]  # the masters of others are the model's own
+        self._frozen = list(frozen)
         self._linear_of = {} if mesh.shard == 1 else _linears_by_weight(quantized, model)
         self._codes: list[ShardedCodes] = []
         self._in_blocks: set[int] = set()
@@ -50,14 +53,14 @@ class ModelWeights:
             self._drop_full_weights()
         if units:
             shared = shared_weights(model)
-            self._weight_keys = quantized.keys.clone()
+            self._weight_keys, self._first_keys = quantized.keys.clone(), quantized.keys.clone()
             sharded = [self._sharded_block(unit, shared) for unit in units]
             update_codes([weight for weight in self._codes if weight.keeps])
             self.full_shard = FullShard(sharded, next(model.parameters()).device, reduce)
 
     def _drop_full_weights(self) -> None:
         """Free the weights of linears that read only codes; the parameter stays, to receive the gradient."""
-        for sharded in self._parameters:
+        for sharded in self._parameters + self._frozen:
             linear = self._linear_of.get(id(sharded.parameter))
             if linear is not None and linear.scheme.reads_codes_only:
                 linear.keep_codes_only()
@@ -67,7 +70,7 @@ class ModelWeights:
     def _sharded_block(self, unit: Unit, shared: set[int]) -> ShardedBlock:
         """A unit with its matrices. shared: ids of parameters that other modules hold too, which stay in full."""
         ids = {id(p) for p in unit.holder.parameters() if p.ndim > 1} - shared
-        own = [s for s in self._parameters if id(s.parameter) in ids]
+        own = [s for s in self._parameters + self._frozen if id(s.parameter) in ids]
         codes = {id(weight.sharded.parameter): weight for weight in self._codes if id(weight.sharded.parameter) in ids}
         tensors = []
         for sharded in own:
@@ -79,7 +82,8 @@ class ModelWeights:
                 linear.gathered = True
                 # Gathered in any micro-batch, a weight is rounded with the random bits of its last update. A linear's
                 # key is a row of `quantized.keys`, which several may share.
-                linear.weight_key = self._weight_keys[linear.key.storage_offset() // 3]
+                keys = self._weight_keys if sharded.parameter.requires_grad else self._first_keys
+                linear.weight_key = keys[linear.key.storage_offset() // 3]
         for weight in codes.values():
             weight.keeps = True
         masters = [GatheredMaster(s, self._receive) for s in own if id(s.parameter) not in codes]
@@ -104,7 +108,7 @@ class ModelWeights:
         if self.full_shard is not None:
             self.full_shard.free()
             self._weight_keys.copy_(self._quantized.keys)
-        update_codes(self._codes)
+        update_codes([weight for weight in self._codes if weight.sharded.parameter.requires_grad])
         as_codes = {id(weight.sharded.parameter) for weight in self._codes}
         changed = [s for s in self._parameters if id(s.parameter) not in as_codes]
         torch.autograd.graph.increment_version([s.parameter for s in changed])
@@ -133,28 +137,25 @@ class ModelWeights:
         if self.full_shard is not None:
             self.full_shard.remove()
         dropped = {id(linear.weight) for linear in self._linear_of.values() if linear.codes_only}
-        missing = [s for s in self._parameters if id(s.parameter) in dropped | self._in_blocks]
+        missing = [s for s in self._parameters + self._frozen if id(s.parameter) in dropped | self._in_blocks]
         self._gather_masters(missing, self._restore)
 
     def _restore(self, sharded: Sharded, tensors: list[Tensor]) -> None:
         parameter, from_block = sharded.parameter, id(sharded.parameter) in self._in_blocks
         if from_block and self._mesh.rank:
             return
+        linear = self._linear_of.get(id(parameter))
         if isinstance(parameter.data, StoredWeight):
-            for own, gathered in zip(plain_tensors(parameter), tensors, strict=True):
-                own.untyped_storage().resize_(gathered.nbytes)
-                own.copy_(gathered)
+            stored, on_host = parameter.data, [tensor.cpu() for tensor in tensors]
+            value = StoredWeight(*on_host, stored.format, stored.shape, stored.dtype)
+            linear.weight = nn.Parameter(value, requires_grad=parameter.requires_grad)
         else:
             parameter.data = tensors[0].cpu() if from_block else tensors[0]
-        if not from_block and (linear := self._linear_of.get(id(parameter))) is not None:
+        if not from_block and linear is not None:
             linear.codes_only = False
 
 
 def _linears_by_weight(quantized: QuantizedModel, model: nn.Module) -> dict[int, LowBitLinear]:
-    """id of a trained weight -> its linear, where no other module has the weight."""
+    """id of a weight -> its linear, where no other module has the weight."""
     shared = shared_weights(model)
-    return {
-        id(linear.weight): linear
-        for linear in quantized.linears
-        if linear.weight.requires_grad and id(linear.weight) not in shared
-    }
+    return {id(linear.weight): linear for linear in quantized.linears if id(linear.weight) not in shared}

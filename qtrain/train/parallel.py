@@ -8,7 +8,7 @@ After the optimizer's step every rank gathers the updated weights (`model_weight
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -18,10 +18,11 @@ from qtrain.distributed.full_shard import Unit
 from qtrain.distributed.gradient_wire import GradientWire
 from qtrain.distributed.gradients import GradientReduction
 from qtrain.distributed.mesh import Mesh
-from qtrain.distributed.shards import Sharded, by_mesh, shard_parameters
+from qtrain.distributed.shards import Sharded, by_mesh, shard_frozen, shard_parameters
 from qtrain.distributed.wire import gather_rows
 from qtrain.kernels.optim.sum_of_squares import SumOfSquares
 from qtrain.quant import QuantizedModel
+from qtrain.quant.convert import shared_weights
 from qtrain.train.expert_parallel import shard_experts
 from qtrain.train.gradients import Gradients
 from qtrain.train.model_weights import ModelWeights
@@ -34,7 +35,8 @@ class DataParallel:
 
     needs_whole: whether the optimizer needs all elements of a parameter on one rank. keep_full_weights: also of linears
     that read codes only. wire: how gradients are encoded between ranks, rounded with `seed`; None: as they are. units:
-    in the order in which they run, those whose weights and gradients exist in full only while they do."""
+    in the order in which they run, those whose weights and gradients exist in full only while they do. partitions: with
+    the optimizer in the backward pass, the parameters that are updated together; those of a unit are one."""
 
     def __init__(
         self,
@@ -48,6 +50,7 @@ class DataParallel:
         wire: GradientWire | None = None,
         seed: int = 0,
         units: Sequence[Unit] = (),
+        partitions: Mapping[str, Sequence[nn.Parameter]] | None = None,
     ):
         self.mesh = mesh
         self.adds_locally = not (deterministic or units)
@@ -68,30 +71,44 @@ class DataParallel:
         if split:
             named = [(name, p) for name, p in trained if name in split]
             self.parameters += shard_experts(model, named, mesh, needs_whole, in_order=deterministic)
-        self.masters = {id(s.parameter): s.master for s in self.parameters}
+        self.frozen = shard_frozen(_frozen_matrices(model, units), mesh) if units else []
+        """Weights of fully sharded units that do not train."""
+        self.masters = {id(s.parameter): s.master for s in [*self.parameters, *self.frozen]}
+        of_parameter = {id(s.parameter): s for s in self.parameters}
+        self.partitions = {n: [of_parameter[id(p)] for p in members] for n, members in (partitions or {}).items()}
+        """The parameters that are updated within the backward pass, by the name of their module."""
+        self.partition_of_unit = _indices_of(self.partitions.values(), units)
+        """The index of each unit's partition; None where it has none."""
         self._reduction = None
         self._parts = TensorParts(model, self.parameters, mesh) if mesh.tensor > 1 else None
         self.divided_state = DividedState(model, mesh.part_group) if mesh.part_group is not None else None
         if mesh.data_world > 1 or deterministic:
-            groups = _by_unit(self.parameters, units)
+            groups = [*self.partitions.values()] or _by_unit(self.parameters, units)
             self._reduction = GradientReduction(
-                groups, every_micro_batch=not self.adds_locally, by_machine=not deterministic, wire=wire, seed=seed
+                groups,
+                every_micro_batch=not (self.adds_locally or self.partitions),
+                by_machine=not deterministic,
+                wire=wire,
+                seed=seed,
             )
+        self.after_unit: Callable[[int], None] = self.reduce_group
+        """What is done with the gradients of a fully sharded unit as soon as its backward pass is over."""
         self._weights = ModelWeights(
             model,
             quantized,
             self.parameters,
             mesh,
+            frozen=self.frozen,
             keep_full_weights=keep_full_weights,
             units=units,
-            reduce=lambda unit: self._reduction.add_group(unit, self._micro_step(self._index)),
+            reduce=lambda unit: self.after_unit(unit),
         )
         self._full_shard = self._weights.full_shard
 
     # ---- what the optimizer and checkpoints see ----------------------------------------------------------------------
 
     def master(self, parameter: Tensor) -> Tensor:
-        """What the optimizer updates in place of a parameter of the model; frozen ones are their own masters."""
+        """What the optimizer updates in place of a parameter of the model; of a frozen one what this rank has of it."""
         return self.masters.get(id(parameter), parameter)
 
     @property
@@ -130,8 +147,15 @@ class DataParallel:
         if self._full_shard is not None:
             self._full_shard.free()
 
+    def reduce_group(self, index: int) -> None:
+        """Reduce the gradients of this micro-batch of one unit, or of one partition, whose masters get the sums."""
+        if self._reduction is not None:
+            self._reduction.add_group(index, self._micro_step(self._index))
+
     def end_micro_batch(self, index: int) -> None:
         """Reduce the gradients of micro-batch `index`, if they are not added up on this rank first."""
+        if self.partitions:
+            return
         last = index == self._micro_batches - 1
         if self._parts is not None and (last or not self.adds_locally):
             self._parts.complete_gradients()
@@ -145,32 +169,31 @@ class DataParallel:
             self._reduction.finish()
 
     def sums(
-        self, nll: Sequence[Tensor], trained: Tensor, tokens: int, stop_signal: int, norm: Tensor | None = None
+        self, nll: Sequence[Tensor], trained: Tensor, tokens: int, stop_signal: int, squares: Tensor | None = None
     ) -> Gradients:
-        """Loss, gradient norm and counts over all ranks. nll: of each micro-batch. norm: of the gradients, if known.
+        """Loss, gradient norm and counts over all ranks. nll: of each micro-batch. squares: `squares` of all gradients,
+        if they are freed already.
 
         The only synchronization of a step with the device."""
         counted = self.parameters if self._parts is None else self._parts.counted
-        squares = by_mesh(counted, lambda sharded: sharded) if norm is None else []
-        norms = [self._squares(members) for _, members in squares] if norm is None else [norm]
+        if squares is None:
+            summed = [(mesh, self.squares(members)) for mesh, members in by_mesh(counted, lambda sharded: sharded)]
+        else:
+            summed = [(self.mesh, squares)]
         counts = torch.tensor([tokens, stop_signal], dtype=torch.float64, device=self._device)
-        own = torch.cat([torch.stack([*nll, trained, *norms]).double(), counts])
+        own = torch.cat([torch.stack([*nll, trained, *(of_mesh for _, of_mesh in summed)]).double(), counts])
         of_ranks = self._gather(own)
         every = of_ranks[:: self.mesh.tensor]  # the ranks of a tensor group have the same loss and tokens
         loss = np.float32(0)
         for of_micro_batch in every.T[: len(nll)]:
             for value in of_micro_batch:
                 loss = np.float32(loss + np.float32(value))
-        if norm is None:
-            # The first replica's, with all tensor ranks' parts.
-            copies = [of_ranks[: mesh.shard * mesh.tensor, len(nll) + 1 + i] for i, (mesh, _) in enumerate(squares)]
-            value = math.sqrt(sum(square for of_copy in copies for square in of_copy))
-            norm = torch.tensor(value, dtype=torch.float32, device=self._device)
-        else:
-            value = float(every[0, len(nll) + 1])
+        # The first replica's, with all tensor ranks' parts.
+        copies = [of_ranks[: mesh.shard * mesh.tensor, len(nll) + 1 + i] for i, (mesh, _) in enumerate(summed)]
+        value = math.sqrt(sum(square for of_copy in copies for square in of_copy))
         return Gradients(
             loss=float(np.float32(loss / np.float32(every[0, len(nll)]))),
-            norm=norm,
+            norm=torch.tensor(value, dtype=torch.float32, device=self._device),
             norm_value=float(np.float32(value)),
             tokens=int(every[:, -2].sum()),
             stop_signal=int(of_ranks[:, -1].max()),
@@ -182,8 +205,8 @@ class DataParallel:
             return own[None].cpu().numpy()
         return gather_rows(own).cpu().numpy()
 
-    def _squares(self, parameters: Iterable[Sharded]) -> Tensor:
-        """Sum of squared gradients in fp64, in which the order of additions does not show."""
+    def squares(self, parameters: Iterable[Sharded]) -> Tensor:
+        """Sum of what this rank has of squared gradients, in fp64, in which the order of additions does not show."""
         gradients = [getattr(g, "_local_tensor", g) for g in gradients_of(parameters)]
         if not gradients:  # other ranks own all of them
             return torch.zeros((), dtype=torch.float64, device=self._device)
@@ -224,6 +247,20 @@ class DataParallel:
 def gradients_of(parameters: Iterable[Sharded]) -> list[Tensor]:
     """What this rank has of the masters' gradients."""
     return [s.master.grad for s in parameters if s.master.grad is not None]
+
+
+def _frozen_matrices(model: nn.Module, units: Iterable[Unit]) -> list[tuple[str, nn.Parameter]]:
+    """Those of `units`, without what other modules hold too."""
+    elsewhere = shared_weights(model)
+    in_units = {id(p) for unit in units for p in unit.holder.parameters() if p.ndim > 1} - elsewhere
+    return [(name, p) for name, p in model.named_parameters() if id(p) in in_units and not p.requires_grad]
+
+
+def _indices_of(partitions: Iterable[Sequence[Sharded]], units: Sequence[Unit]) -> list[int | None]:
+    """Which of the partitions has the parameters of each unit."""
+    index_of = {id(s.parameter): index for index, members in enumerate(partitions) for s in members}
+    found = [{index_of.get(id(p)) for p in unit.holder.parameters()} - {None} for unit in units]
+    return [max(indices, default=None) for indices in found]
 
 
 def _by_unit(parameters: Sequence[Sharded], units: Sequence[Unit]) -> list[list[Sharded]]:

@@ -54,9 +54,9 @@ def compute_gradients(
             accumulate = index > 0 and parallel.adds_locally
             nll.append(graphs.micro_step(batch, trained, accumulate=accumulate).clone())
         parallel.end_micro_batch(index)
-    norm = in_backward.finish() if in_backward is not None else None
+    squares = in_backward.finish() if in_backward is not None else None
     # The only synchronization of a step: a non-finite gradient must not reach weights that are ever saved.
-    return parallel.sums(nll, trained, sum(batch.size for batch in batches), stop_signal, norm)
+    return parallel.sums(nll, trained, sum(batch.size for batch in batches), stop_signal, squares)
 
 
 def apply_gradients(

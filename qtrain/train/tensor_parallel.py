@@ -26,15 +26,20 @@ def check_tensor_parallel(settings: TrainSettings, optimizer: OptimizerSpec) -> 
         )
     if getattr(settings, "lora", None) is not None:
         raise UserError(f"--tp: {settings.tp}, but adapters (--lora) are not divided over processes; {other}.")
-    if settings.quantize == "auto":
+    if settings.quantize == "auto" and settings.quantize_lm_head:
         raise UserError(
-            f"--tp: {settings.tp}, but with --quantize auto each process could find another scheme to be the fastest; "
-            "name the scheme."
+            f"--tp: {settings.tp}, but --quantize auto times one process's part of the head (--quantize_lm_head), and "
+            "others may have fewer rows; name the scheme, or leave out --quantize_lm_head."
         )
     if settings.reshard_after_forward == "always":
         raise UserError(
             f"--tp: {settings.tp}, but --reshard_after_forward always sends a layer's gradients before those of its "
             "norms are summed over its processes; leave one of them out."
+        )
+    if settings.optimizer_in_backward:
+        raise UserError(
+            f"--tp: {settings.tp}, but --optimizer_in_backward updates a layer before the gradients of its norms are "
+            "summed over its processes; leave one of them out."
         )
     if optimizer.needs_whole(hidden=True):
         known = {name: OPTIMIZERS.make(name, {}, "--optim") for name in OPTIMIZERS.names()}

@@ -27,12 +27,6 @@ CASES = {
     ),
     "--gradient_wire": (PRETRAIN, {"gradient_wire": "int8"}, {"gradient_wire": "exact"}),
     "--reshard_after_forward": (PRETRAIN, {"reshard_after_forward": "always"}, {"reshard_after_forward": "auto"}),
-    "--reshard_after_forward, --ema_decay": (
-        VisionSettings,
-        {"n_steps": 1, "reshard_after_forward": "always", "ema_decay": 0.9},
-        {"ema_decay": 0.0},
-    ),
-    "--reshard_after_forward, --lora": (FINETUNE, {"reshard_after_forward": "always", "lora": {}}, {"lora": None}),
     "--sequence_parallel": (PRETRAIN, {"sequence_parallel": False}, {"sequence_parallel": True}),
     "--hellaswag_file": (PRETRAIN, {"hellaswag_file": "x"}, {"hellaswag": True}),
     "--hellaswag_limit": (PRETRAIN, {"hellaswag_limit": 5}, {"hellaswag": True}),

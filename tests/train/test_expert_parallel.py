@@ -11,7 +11,6 @@ import torch
 from qtrain.bench.mesh_equality import CLOSE, CONFIG, MIXTURE, SCHEMES_COMPARED, differences, random_micro_batch, train
 from qtrain.distributed.mesh import expert_mesh_shape, make_mesh, planned_mesh
 from qtrain.errors import UserError
-from qtrain.hardware import Hardware
 from qtrain.models import (
     ModelConfig,
     ModelSource,
@@ -26,7 +25,6 @@ from qtrain.train.checked_settings import check_settings
 from qtrain.train.expert_parallel import check_expert_parallel
 from qtrain.train.language import language_forward
 from qtrain.train.parallel import DataParallel
-from qtrain.train.plan.plan import Plan
 from qtrain.train.plan.resharding import reshards
 from qtrain.train.settings import LanguageSettings, VisionSettings
 from qtrain.train.step import compute_gradients
@@ -107,9 +105,8 @@ REFUSED = [
     (VisionSettings(ep=2), "models of timm have no experts"),
     (LanguageSettings(ep=2, model_impl="hf"), "only qtrain's own decoder is divided"),
     (LanguageSettings(ep=2, tp=2), "--tp 2 divides the experts among its processes too; leave --ep out"),
-    (LanguageSettings(ep=2, quantize="auto"), "with --quantize auto each process"),
     (LanguageSettings(ep=2, reshard_after_forward="always"), "--reshard_after_forward always"),
-    (LanguageSettings(ep=2, optimizer_in_backward=True), "--optimizer_in_backward takes one process"),
+    (LanguageSettings(ep=2, optimizer_in_backward=True), "--optimizer_in_backward does not know divided experts"),
     (LanguageSettings(ep=2, deterministic=True, quantize="nvfp4"), "nvfp4 needs a scale of the tokens of all experts"),
     (LanguageSettings(ep=2, optim="q_galore_adamw"), "--optim q_galore_adamw works on .*allowed: adamw, .*muon"),
 ]
@@ -127,9 +124,8 @@ def test_auto_never_shards_layers_fully_beside_divided_experts():
     """Where the memory does not suffice: full sharding does not know them."""
     checked = dataclasses.replace(check_settings(LanguageSettings(), "test"), mesh=planned_mesh(1, 4))
     model = torch.nn.Linear(2, 2)
-    too_large = Plan("m", "bf16", checked.geometry, 1, 1, Hardware("GPU", {}, 1, False), (), memory={"weights": 2})
-    assert reshards(checked, too_large, model, [model], None)
-    assert not reshards(dataclasses.replace(checked, mesh=planned_mesh(1, 4, 2)), too_large, model, [model], None)
+    assert reshards(checked, 2, 1, model, [model]) and not reshards(checked, 1, 2, model, [model])
+    assert not reshards(dataclasses.replace(checked, mesh=planned_mesh(1, 4, 2)), 2, 1, model, [model])
 
 
 def test_fine_tuning_and_what_is_no_mixture_is_refused():

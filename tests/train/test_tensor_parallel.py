@@ -368,7 +368,8 @@ def test_gathered_codes_are_those_of_the_gathered_input(scheme):
         (VisionSettings(tp=2), "--tp: 2, but models of timm are not divided"),
         (LanguageSettings(tp=2, model_impl="hf"), "--tp: 2, but only qtrain's own decoder is divided"),
         (LanguageSettings(tp=2, optim="muon"), "--tp: 2, but --optim muon works on whole matrices.*allowed: adamw"),
-        (LanguageSettings(tp=2, quantize="auto"), "--tp: 2, but with --quantize auto each process"),
+        (LanguageSettings(tp=2, quantize="auto", quantize_lm_head=True), "--tp: 2, but --quantize auto times one"),
+        (LanguageSettings(tp=2, optimizer_in_backward=True), "--tp: 2, but --optimizer_in_backward updates a layer"),
     ],
 )
 def test_what_is_not_divided_is_refused(settings, says):

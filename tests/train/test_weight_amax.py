@@ -62,7 +62,7 @@ def test_a_refresh_is_given_the_absmax_of_the_present_weight(scheme, options, mo
 
 def test_averaged_weights_have_an_absmax_of_their_own():
     model, quantized, optimizer = small_model("fp8_tensorwise", {}, "adamw")
-    ema = Ema(model, 0.5)
+    ema = Ema(model, 0.5, DataParallel(model, quantized, Mesh()))
     step(model, quantized, optimizer)
     with eval_weights(optimizer, quantized, ema):
         assert not quantized.known_amax()

@@ -6,6 +6,7 @@ from qtrain.distributed.gradient_wire import GRADIENT_WIRES
 from qtrain.optim import parameter_groups
 from qtrain.quant import QuantizedModel, quantize_linears
 from qtrain.train.assembly.prepare import Prepared
+from qtrain.train.in_backward import model_partitions
 from qtrain.train.parallel import DataParallel
 from qtrain.train.state.ema import Ema
 from qtrain.train.state.run import Run
@@ -48,10 +49,11 @@ def assemble(prepared: Prepared, model: nn.Module, quantized: QuantizedModel, *,
         prepared.mesh,
         lambda p: prepared.optimizer.needs_whole(id(p) in hidden),
         deterministic=settings.deterministic,
-        keep_full_weights=not architecture.reads_linears_only or bool(ema_decay),
+        keep_full_weights=not architecture.reads_linears_only,
         wire=GRADIENT_WIRES[settings.gradient_wire],
         seed=settings.seed,
         units=architecture.units(model) if prepared.reshards else (),
+        partitions=model_partitions(model) if settings.optimizer_in_backward else None,
     )
     for group in groups:
         group["params"] = [parallel.master(p) for p in group["params"]]
@@ -59,7 +61,7 @@ def assemble(prepared: Prepared, model: nn.Module, quantized: QuantizedModel, *,
     quantized.watch(optimizer)
     if not settings.optimizer_in_backward:
         share_amax(optimizer, quantized, parallel)
-    ema = Ema(model, ema_decay) if ema_decay else None
+    ema = Ema(model, ema_decay, parallel) if ema_decay else None
     if prepared.mesh.data_rank:
         seed_rng(settings.seed + prepared.mesh.data_rank)  # else all ranks drop out the same activations
     run = Run(

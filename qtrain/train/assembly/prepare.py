@@ -64,7 +64,8 @@ def prepare(
     refuse_no_swap(linears, checked.scheme, checked.settings.quantize)
     hardware = planned_hardware(checked.settings, checked.device)
     plan = architecture.plan(checked, linears, hardware, data, trained)
-    if reshards(checked, plan, model, architecture.blocks(model), trained):
+    memory, have = sum(plan.memory.values()), hardware.memory_bytes
+    if reshards(checked, memory, have, model, architecture.blocks(model)):
         checked = dataclasses.replace(checked, reshards=True)
         plan = architecture.plan(checked, linears, hardware, data, trained)
     lines = [

@@ -93,7 +93,8 @@ def memory_advice(settings: Mapping[str, Any], optimizers: Iterable[str] = ()) -
     if kept in ("none", "selective"):
         advice.append(f"--activation_checkpointing full (now {kept}; about a quarter slower)")
     own, one_pass = settings.get("optim") in names, settings.get("gradient_accumulation") == 1
-    if own and one_pass and not settings.get("optimizer_in_backward"):
+    parts = settings.get("tp", 1) > 1 or settings.get("ep", 1) > 1
+    if own and one_pass and not (parts or settings.get("deterministic") or settings.get("optimizer_in_backward")):
         advice.append("--optimizer_in_backward --clip_grad_norm 0 (gradients of one layer at a time; no clipping)")
     chunks = settings.get("loss_chunks")
     if chunks is not None and chunks < 64:

@@ -1,4 +1,8 @@
-"""`--quantize auto` resolved before a run: timed here or, where the run resumes, as its checkpoint has it."""
+"""`--quantize auto` resolved before a run: timed here or, where the run resumes, as its checkpoint has it.
+
+Of several processes rank 0 chooses for all: times differ from one to the next, and weights and codes that ranks divide
+must be of one scheme.
+"""
 
 import dataclasses
 from typing import Any
@@ -7,6 +11,7 @@ import torch
 from torch import nn
 
 from qtrain.checks import check_fields
+from qtrain.distributed.ranks import from_rank_0
 from qtrain.quant import Auto, PerShape, choose_per_shape, linear_shapes
 from qtrain.train.checked_settings import CheckedSettings
 from qtrain.train.state.checkpoint import read_meta
@@ -26,13 +31,15 @@ def resolve_auto_scheme(
     saved = (read_meta(resumed_from).get("quantize_kwargs") or {}) if resumed_from else {}
     if "chosen" in saved:
         scheme = dataclasses.replace(scheme, **check_fields(Auto, {"chosen": saved["chosen"]}, "--resume"))
-    per_shape, lines = choose_per_shape(
-        scheme,
-        linear_shapes(model, None if settings.quantize_lm_head else head, settings.quantize_min_size),
-        tokens=tokens,
-        accumulation=checked.geometry.gradient_accumulation,
-        dtype=checked.dtype,
-        device=checked.device,
+    per_shape, lines = from_rank_0(
+        lambda: choose_per_shape(
+            scheme,
+            linear_shapes(model, None if settings.quantize_lm_head else head, settings.quantize_min_size),
+            tokens=tokens,
+            accumulation=checked.geometry.gradient_accumulation,
+            dtype=checked.dtype,
+            device=checked.device,
+        )
     )
     if checked.device.type == "cuda":  # the timed linears do not count into the run's peak
         torch.cuda.empty_cache()

@@ -9,7 +9,7 @@ from qtrain.hardware import Hardware
 from qtrain.kernels.autotune import forced
 from qtrain.models import ModelConfig
 from qtrain.models.cost import ParameterGroup, count_parameters, flops_per_token, layer_linears, linear_key
-from qtrain.models.full_shard_memory import divided_ends
+from qtrain.models.full_shard_memory import trained_ends
 from qtrain.models.memory import MemoryEstimate, RankShare, StepShape, all_of, estimate_memory
 from qtrain.models.saved_activations import LinearBytes, LowBitBytes
 from qtrain.models.tensor_parallel import planned_config
@@ -89,8 +89,7 @@ def plan_language_run(
         traffic = _traffic(checked, model_config, linears, trained)
         low_bit, mixture = any(linear.scheme for linear in linears), model_config.mixture is not None
         step_work = Work(parameters, seconds, samples, TOKENS, low_bit, mixture)
-        adapted = trained is not None and bool(trained.adapters)
-        resharding = "never" if adapted or settings.ep > 1 else settings.reshard_after_forward
+        resharding = settings.reshard_after_forward
         world = plan_world(settings, checked.mesh, hardware, step_work, traffic, memory_on, resharding)
     return Plan(
         **shared,
@@ -114,18 +113,28 @@ def _traffic(
     trained = trained or all_of(planned_config(model_config, checked.settings.tp, 1), checked.dtype.itemsize)
     own_head = trained.head and not model_config.tie_word_embeddings
     alone = [] if adapted else [linear for linear in linears if own_head or not linear.is_head]
-    ends = sum(divided_ends(model_config, trained)) * model_config.vocab_size * model_config.hidden_size
+    matrix = model_config.vocab_size * model_config.hidden_size
+    ends, trained_end = 2 * matrix * (not model_config.tie_word_embeddings), sum(trained_ends(model_config, trained))
+    element = checked.dtype.itemsize
 
     def of(shapes: Sequence[ParameterGroup], alone: Sequence[PlannedLinear]) -> Traffic:
         parameters = sum(math.prod(group.shape) * group.count for group in shapes)
-        in_layers, at_end = ([n for n in alone if n.is_head == is_head] for is_head in (False, True))
+        matrices = [group for group in shapes if len(group.shape) > 1]
+        in_layers, at_end = ([n for n in linears if n.is_head == is_head] for is_head in (False, True))
+        of_layers = weights_on_wire(sum(n.weights for n in in_layers), in_layers, element)
+        of_adapters = adapted * trained.element * sum(math.prod(group.shape) * group.count for group in matrices)
+        weights = weights_on_wire(parameters, alone, trained.element)
+        # With full sharding: what is updated in layers and at their ends travels when it is read.
+        divided = weights_on_wire(trained_end * matrix, at_end if own_head else (), element)
+        divided += of_adapters if adapted else of_layers
         return Traffic(
             parameters=parameters,
-            matrices=sum(group.count for group in shapes if len(group.shape) > 1),
+            matrices=sum(group.count for group in matrices),
             element=trained.element,
-            weights=weights_on_wire(parameters, alone, trained.element),
-            in_layers=weights_on_wire(sum(n.weights for n in in_layers), in_layers, trained.element),
-            at_ends=weights_on_wire(ends, at_end, trained.element) if ends else 0.0,
+            weights=weights,
+            outside=weights - divided,
+            in_layers=of_layers + of_adapters,
+            at_ends=weights_on_wire(ends, at_end, element) if ends else 0.0,
             micro_batches=checked.geometry.gradient_accumulation,
             gradient_wire=checked.settings.gradient_wire,
             deterministic=checked.settings.deterministic,
@@ -201,6 +210,7 @@ def language_memory(
     settings, element = checked.settings, checked.dtype.itemsize
     schemes = {linear_key(linear.name): linear.scheme for linear in linears if not linear.is_head}
     adapted = trained is not None and bool(trained.adapters)
+    frozen_in_full = adapted and not checked.reshards
     head = next((linear.scheme for linear in linears if linear.is_head), None)
     # As `quant.swiglu_mlp` decides it, which takes no bias and no norm between the two linears.
     main = "" if model_config.mixture is None else "experts."
@@ -230,10 +240,10 @@ def language_memory(
         pretrained=settings.pretrained,
         low_bit=LowBitBytes(
             layer={
-                name: _linear_bytes(schemes[name], element, adapted, _is_whole(checked.mesh, name))
+                name: _linear_bytes(schemes[name], element, adapted, frozen_in_full or _is_whole(checked.mesh, name))
                 for name in layer_linears(model_config)
             },
-            head=None if head is None else _linear_bytes(head, element, adapted),
+            head=None if head is None else _linear_bytes(head, element, adapted, frozen_in_full),
             down_input_recomputed=bool(in_one_function and down.rowwise_swiglu("x") and up.rowwise_swiglu("dy")),
         ),
         trained=trained,
@@ -282,9 +292,9 @@ def _is_whole(mesh: Mesh, key: str = "experts.") -> bool:
     return key.startswith("experts.") and mesh.of_experts is not None and mesh.of_experts.shard == 1
 
 
-def _linear_bytes(scheme: LowBitScheme | None, element: int, adapted: bool, whole: bool = False) -> LinearBytes:
-    """adapted: the linear is frozen and keeps nothing; its adapters keep the input itself. whole: its master is the
-    weight itself."""
+def _linear_bytes(scheme: LowBitScheme | None, element: int, adapted: bool, in_full: bool) -> LinearBytes:
+    """adapted: the linear is frozen and keeps nothing; its adapters keep the input itself. in_full: it keeps the weight
+    beside codes of it."""
     if scheme is None:
         return LinearBytes(element)
     kept = scheme.kept_input_bytes(element)
@@ -294,7 +304,7 @@ def _linear_bytes(scheme: LowBitScheme | None, element: int, adapted: bool, whol
         weight=scheme.weight_bytes(element),
         codes=scheme.code_bytes(),
         kept_input=None if adapted or kept == element else kept,
-        codes_only=scheme.reads_codes_only and not adapted and not whole,
+        codes_only=scheme.reads_codes_only and not in_full,
         wire=wire.bytes_per_element if wire and scheme.reads_codes_only else 0.0,
         dequantized=any(other is None and w is not None for other, w in of_w),
     )

@@ -77,16 +77,18 @@ class TensorTraffic:
 @dataclass(frozen=True)
 class Traffic:
     """Of a step of the whole model, with --tp of a rank's part. parameters: that train; matrices: that these make up;
-    element: bytes of each parameter and of its gradient; weights: bytes of all updated weights as they travel;
-    in_layers, at_ends: of those that full sharding gathers, of layers, and of an embedding and a head; micro_batches:
-    of a rank; gradient_wire: see --gradient_wire; deterministic: gradients are added in the order of the micro-batches;
-    experts: with --ep, and all else is then without them; tensor: with --tp."""
+    element: bytes of each parameter and of its gradient; weights: bytes of all updated weights as they travel, outside:
+    of those that full sharding does not divide; in_layers, at_ends: of all weights that it gathers, frozen ones too, of
+    layers, and of an embedding and a head; micro_batches: of a rank; gradient_wire: see --gradient_wire; deterministic:
+    gradients are added in the order of the micro-batches; experts: with --ep, and all else is then without them;
+    tensor: with --tp."""
 
     parameters: int
     matrices: int
     element: int
     weights: float
     in_layers: float = 0.0
+    outside: float = 0.0
     at_ends: float = 0.0
     micro_batches: int = 1
     gradient_wire: str = "exact"
@@ -118,12 +120,11 @@ class Traffic:
         if not reshards:
             weights = cluster.all_gather(shard_group, self.weights, self._calls(self.weights))
             return {"gradients": gradients + sums, "weights": weights}
-        outside = self.weights - self.in_layers - self.at_ends
         of_layers = cluster.all_gather(shard_group, self.in_layers, self._calls(self.in_layers)) * 2
         of_layers += cluster.all_gather(shard_group, self.at_ends, math.ceil(self.at_ends / BUCKET_BYTES))
         return {
             "gradients": gradients + sums,
-            "weights": cluster.all_gather(shard_group, outside, math.ceil(outside / BUCKET_BYTES)),
+            "weights": cluster.all_gather(shard_group, self.outside, math.ceil(self.outside / BUCKET_BYTES)),
             "weights of layers": of_layers * self.micro_batches,
         }
 

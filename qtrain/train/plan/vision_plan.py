@@ -123,6 +123,6 @@ def _memory(
         "optimizer": share * checked.optimizer.state_bytes(shapes, element),
         "activations": checked.geometry.micro_batch_size * kept,
         "codes": codes,
-        "average": 4 * parameters if settings.ema_decay else 0,
+        "average": 4 * share * parameters if settings.ema_decay else 0,
     }
     return {kind: int(size) for kind, size in found.items() if size}

@@ -13,6 +13,7 @@ from qtrain.errors import UserError
 from qtrain.hardware import Hardware
 from qtrain.train.log.status import duration, short_number
 from qtrain.train.plan.cluster import Cluster, Cost
+from qtrain.train.plan.resharding import resharded
 from qtrain.train.plan.step_time import (
     compute_seconds,
     divided_overhead,
@@ -100,8 +101,7 @@ class WorldPlan:
     def step(self, mesh: Mesh) -> SizedStep:
         """A step on `mesh` with the same micro-batches per GPU."""
         memory = sum(self.memory_on(mesh, False).values())
-        too_large = self.resharding == "auto" and memory > (self.hardware.memory_bytes or 0)
-        reshards = mesh.shard > 1 and (self.resharding == "always" or too_large)
+        reshards = resharded(self.resharding, mesh, memory, self.hardware.memory_bytes)
         costs = self.traffic.costs(mesh, self.cluster, reshards)
         return SizedStep(
             mesh=mesh,

@@ -3,6 +3,9 @@
 average = decay · average + (1 - decay) · weights after every step, in fp32. The decay is at most
 (1 + step) / (10 + step), as in TensorFlow's ExponentialMovingAverage, so that the average of a short run is not
 dominated by the initial weights.
+
+Where ranks divide the master weights they divide the average alike: each element has the same values on any mesh. The
+model gets it as it gets the weights of a step, gathered from the masters.
 """
 
 import contextlib
@@ -11,18 +14,24 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from qtrain.distributed.shards import is_placeholder
+from qtrain.optim.state_layout import local
 from qtrain.tensors.stored_weight import StoredWeight
+from qtrain.train.parallel import DataParallel
 
 
 class Ema:
-    """Averages of all floating-point parameters and persistent buffers of `model`, initialized to their values."""
+    """Averages of all floating-point parameters and persistent buffers of `model`, initialized to their values; of what
+    this rank has of the masters in `parallel`."""
 
-    def __init__(self, model: nn.Module, decay: float):
-        self.decay = decay
+    def __init__(self, model: nn.Module, decay: float, parallel: DataParallel):
+        self.decay, self._parallel = decay, parallel
         self._live: dict[str, Tensor] = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
-            if tensor.is_floating_point() and not any(tensor is other for other in self._live.values()):
-                self._live[name] = tensor
+            master = parallel.master(tensor)
+            known = any(master is other for other in self._live.values())
+            if tensor.is_floating_point() and not known and not is_placeholder(master):
+                self._live[name] = master
         self._average = {name: _value(tensor).clone() for name, tensor in self._live.items()}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -34,7 +43,7 @@ class Ema:
         """Add the weights after `step` (counted from 1) to the average."""
         decay = min(self.decay, (1 + step) / (10 + step))
         for name, average in self._average.items():
-            average.mul_(decay).add_(_value(self._live[name]), alpha=1 - decay)
+            local(average).mul_(decay).add_(_value(local(self._live[name])), alpha=1 - decay)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -50,7 +59,8 @@ class Ema:
 
     def _write(self, values: dict[str, Tensor]) -> None:
         for name, tensor in self._live.items():
-            tensor.copy_(values[name])
+            local(tensor).copy_(local(values[name]))
+        self._parallel.gather()
 
 
 def _value(tensor: Tensor) -> Tensor:

@@ -7,19 +7,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from qtrain.distributed.shards import as_bytes, as_shard
 from qtrain.distributed.split import Split
 from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.errors import UserError
-from qtrain.train.state.state_dict import model_tensors
+from qtrain.train.state.state_dict import Master, itself, model_tensors
 
 
-def fingerprint(model: nn.Module, group: TensorGroup | None = None) -> dict[str, str]:
+def fingerprint(model: nn.Module, group: TensorGroup | None = None, master: Master = itself) -> dict[str, str]:
     """Dtype, shape and checksum of every frozen parameter by name; of weights stored in low bits, of codes and scales.
 
     The checksum is the sum of the bits, read as integers: exact, independent of the order, bound by memory bandwidth.
     group: the ranks that have the other parts of the model, whose sums are added; shapes are those of the whole.
+    master: what this rank has of a parameter.
     """
-    frozen = model_tensors(model, trains=False)
+    frozen = model_tensors(model, trains=False, master=master)
     sums = [_sum_of_bits(tensor) for tensor in frozen.values()]
     splits = {name: group and model.split(name) for name in frozen}
     if sums and group is not None:
@@ -37,12 +39,18 @@ def _shape(tensor: Tensor, split: Split | None) -> list[int]:
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    whole = tensor.detach()
-    if isinstance(whole, DTensor):
-        whole = whole.full_tensor()
-    flat = whole.contiguous().flatten()
-    wide = flat.numel() * flat.itemsize % 4 == 0
+    flat = _bytes(tensor.detach()).flatten()
+    wide = flat.numel() % 4 == 0
     return flat.view(torch.int32 if wide else torch.uint8).sum(dtype=torch.int64)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """All of a tensor's bytes; of one that is divided by rows gathered, whatever its dtype."""
+    if not isinstance(tensor, DTensor):
+        return as_bytes(tensor)
+    rows, width = tensor.to_local().contiguous(), tensor.shape[1:].numel() * tensor.element_size()
+    own = rows.view(torch.uint8).view(len(rows), width)
+    return as_shard(own, tensor.device_mesh, torch.Size((len(tensor), width))).full_tensor()
 
 
 def check_frozen(saved: dict[str, str] | None, here: dict[str, str], path: Path, source: str) -> None:

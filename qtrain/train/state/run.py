@@ -88,7 +88,7 @@ class Run:
 
     @cached_property
     def _frozen(self) -> dict[str, str]:
-        return fingerprint(self.model, self.parallel.mesh.part_group)
+        return fingerprint(self.model, self.parallel.mesh.part_group, self.parallel.master)
 
     def save(self) -> Path:
         """Write a checkpoint of everything but frozen weights. Returns its folder."""
@@ -207,7 +207,7 @@ class Run:
         set_rng_state(rng)
         self.quantized.set_step(meta["quantized_step"])  # keys the stochastic rounding of the weights' codes
         self.parallel.gather()
-        self.quantized.refresh(frozen=True)
+        self.quantized.refresh()
         self.state = state
         return converted
 

@@ -27,11 +27,12 @@ Master = Callable[[Tensor], Tensor]
 """What the optimizer updates in place of a parameter: a shard of it, where it is sharded."""
 
 
-def _itself(parameter: Tensor) -> Tensor:
+def itself(parameter: Tensor) -> Tensor:
+    """The `Master` of parameters that are not divided."""
     return parameter
 
 
-def model_tensors(model: nn.Module, trains: bool | None = None, master: Master = _itself) -> dict[str, Tensor]:
+def model_tensors(model: nn.Module, trains: bool | None = None, master: Master = itself) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name: the tensors themselves, tied ones once; of sharded ones the masters.
 
     A weight stored in low bits gives its codes and scale, as `<name>.codes` and `<name>.scale`. trains: True: only what
@@ -94,7 +95,7 @@ _HOW = ("params", "fused", "foreach", "capturable", "differentiable")
 
 
 def optimizer_tensors(
-    optimizer: Optimizer, model: nn.Module, master: Master = _itself
+    optimizer: Optimizer, model: nn.Module, master: Master = itself
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """An optimizer's state by parameter name: ({parameter: {state: tensor}}, the rest as JSON).
 
@@ -132,7 +133,7 @@ def optimizer_tensors(
 
 
 def prepare_optimizer(
-    optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any], master: Master = _itself
+    optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any], master: Master = itself
 ) -> dict[str, dict[str, Tensor]]:
     """Allocate the states that `saved` (from `optimizer_tensors`) describes in a new optimizer. Returns the tensors.
 
@@ -184,7 +185,7 @@ def user_options(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def finish_optimizer(optimizer: Optimizer, model: nn.Module, master: Master = _itself) -> list[str]:
+def finish_optimizer(optimizer: Optimizer, model: nn.Module, master: Master = itself) -> list[str]:
     """Check the loaded states and convert them to the optimizer's formats. Returns the conversions, for a message.
 
     UserError for states that no training leaves behind, such as NaN.

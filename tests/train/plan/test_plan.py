@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from qtrain.distributed.mesh import Mesh
 from qtrain.errors import UserError
 from qtrain.hardware import DATASHEET, Hardware
 from qtrain.models import Decoder, Lora, ModelConfig, add_lora, list_models, read_model_source
@@ -171,6 +172,20 @@ def test_with_the_optimizer_in_backward_gradients_are_those_of_the_largest_parti
     layer = (counted.linear + counted.other) // tied.num_hidden_layers
     assert tied.tie_word_embeddings
     assert gradients("qwen2.5-0.5b") == pytest.approx(2 * (counted.embedding + layer), rel=1e-4)
+
+
+def test_of_layers_that_are_divided_no_sums_of_gradients_are_kept_then():
+    """Fully sharded over two GPUs: what remains are the gradients outside of layers, and those of the layers in
+    flight."""
+
+    def gradients(in_backward: bool) -> int:
+        chosen = {"batch_size": 1, "clip_grad_norm": 0, "activation_checkpointing": "full"}
+        checked = checked_of(LanguageSettings(model="qwen2.5-7b", optimizer_in_backward=in_backward, **chosen))
+        checked = dataclasses.replace(checked, mesh=Mesh(1, 2), reshards=True)
+        return language_memory(checked, shape, linears_of(checked, shape), None).gradients
+
+    shape = read_model_source("qwen2.5-7b").model_config()
+    assert gradients(False) - gradients(True) == 4 * count_parameters(shape).total // 2
 
 
 def test_seven_billion_parameters_train_in_24_gb():

@@ -9,10 +9,11 @@ import torch
 
 from qtrain.distributed.mesh import Mesh, make_mesh
 from qtrain.distributed.shards import Sharded, local_tensors
-from qtrain.models import Decoder, ModelConfig
+from qtrain.models import Decoder, Lora, ModelConfig, add_lora
+from qtrain.models.trained_cost import only_adapters
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.optim.state_layout import local
-from qtrain.quant import SCHEMES, quantize_linears
+from qtrain.quant import SCHEMES, base_scheme, quantize_linears
 from qtrain.quant.linear import LowBitWeight
 from qtrain.tensors.deferred import plain_tensors
 from qtrain.tensors.stored_weight import StoredWeight
@@ -66,14 +67,20 @@ def test_planned_bytes_are_those_of_the_tensors(case):
     assert planned.optimizer == pytest.approx(held(states), rel=0.01, abs=0.01 * planned.weights)
 
 
-def _on_mesh(options: dict, full_shard: bool = False) -> tuple[int, int, int, int]:
+def _on_mesh(options: dict, full_shard: bool = False, lora: Lora | None = None) -> tuple[int, int, int, int]:
     """Planned and held bytes of weights, and of states, on this rank of two."""
-    checked = checked_of(LanguageSettings(batch_size=2, seq_len=8, **options))
+    scheme = base_scheme(lora.base, "bf16") if lora is not None and lora.base != "none" else None
+    checked = checked_of(LanguageSettings(batch_size=2, seq_len=8, **options), scheme)
     checked = replace(checked, geometry=replace(checked.geometry, world=2), mesh=Mesh(1, 2), reshards=full_shard)
     config = ModelConfig.from_hf(SHAPE | {"num_hidden_layers": 4} if full_shard else SHAPE)
-    planned = language_memory(checked, config, linears_of(checked, config), None)
+    trained = only_adapters(config, lora) if lora else None
+    planned = language_memory(checked, config, linears_of(checked, config), trained)
+    # Those of adapters in the model's dtype, which a step makes.
+    copies = trained.added_bytes(2) - trained.added_bytes(4) if trained else 0
     model = Decoder(config).to(torch.bfloat16)
     quantized = quantize_linears(model, checked.scheme, seed=0, head=model.lm_head)
+    if lora:
+        add_lora(model, lora, seed=0)
     groups = parameter_groups(model, 0.1)
     hidden = {id(p) for group in groups if group["hidden"] for p in group["params"]}
     needs_whole = checked.optimizer.needs_whole
@@ -84,7 +91,8 @@ def _on_mesh(options: dict, full_shard: bool = False) -> tuple[int, int, int, in
         group["params"] = [parallel.master(p) for p in group["params"]]
     optimizer = checked.optimizer.build(groups, 0.01)
     for sharded in parallel.parameters:
-        sharded.set_gradient(torch.full((sum(t.numel() for t in masters(sharded)),), 0.01, dtype=torch.bfloat16))
+        elements, dtype = sum(t.numel() for t in masters(sharded)), sharded.parameter.dtype
+        sharded.set_gradient(torch.full((elements,), 0.01, dtype=dtype))
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     parallel.refresh()
@@ -92,10 +100,10 @@ def _on_mesh(options: dict, full_shard: bool = False) -> tuple[int, int, int, in
     parallel.gather_units(i for i, unit in enumerate(units) if unit.called in list(model.layers)[:2])
     weights = [t for p in model.parameters() for t in plain_tensors(p)]
     weights += parallel.kept_codes
-    weights += [t for sharded in parallel.parameters for t in masters(sharded, stored=True)]
+    weights += [t for sharded in parallel.parameters + parallel.frozen for t in masters(sharded, stored=True)]
     codes = chain.from_iterable(m.buffers() for m in model.modules() if isinstance(m, LowBitWeight))
     states = [local(t) for state in optimizer.state.values() for key, t in state.items() if key not in ON_HOST]
-    return planned.weights, held([*weights, *codes]), planned.optimizer, held(states)
+    return planned.weights - copies, held([*weights, *codes]), planned.optimizer, held(states)
 
 
 def masters(sharded: Sharded, stored: bool = False) -> list[torch.Tensor]:
@@ -112,6 +120,20 @@ ON_TWO = (
     {"quantize": "fp8_tensorwise", "quantize_kwargs": {"grad_input": "bf16"}},
     {"optim": "muon"},
 )
+
+
+@pytest.mark.parametrize(
+    ("options", "lora"),
+    [
+        ({}, Lora(r=32, base="nf4")),
+        ({"quantize": "fp8_tensorwise"}, Lora(r=4)),
+        ({"quantize": "int8"}, Lora(r=4, dora=True)),
+    ],
+    ids=str,
+)
+def test_planned_bytes_of_frozen_layers_on_a_rank_of_two(options, lora):
+    found = run_ranks(2, _on_mesh, options, True, lora)
+    assert found[0][0] == pytest.approx(max(row[1] for row in found), rel=0.02)
 
 
 @pytest.mark.parametrize(

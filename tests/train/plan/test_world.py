@@ -19,16 +19,19 @@ from qtrain.distributed.mesh import Mesh, make_mesh
 from qtrain.distributed.wire import sent
 from qtrain.models import (
     Decoder,
+    Lora,
     ModelConfig,
     ModelSource,
+    add_lora,
     apply_activation_checkpointing,
     build_model,
     read_model_source,
 )
 from qtrain.models.cost import count_parameters
 from qtrain.models.tensor_parallel import planned_config
+from qtrain.models.trained_cost import only_adapters
 from qtrain.optim import parameter_groups
-from qtrain.quant import SCHEMES, quantize_linears
+from qtrain.quant import SCHEMES, base_scheme, quantize_linears
 from qtrain.train.language import language_forward
 from qtrain.train.parallel import DataParallel
 from qtrain.train.plan.cluster import Cluster, Ranks
@@ -251,6 +254,45 @@ def test_the_planned_bytes_of_divided_layers_are_those_that_ranks_send(scheme, s
     assert costs["gradients"].bytes == pytest.approx(np.mean([r["gradients"] for r in found]), rel=0.02)
     weights = [r.get("weights", 0) + r.get("codes", 0) for r in found]
     assert costs["weights"].bytes == pytest.approx(np.mean(weights), rel=0.02)
+
+
+def _sent_with_frozen_layers(lora: Lora, quantize: str) -> dict[str, int]:
+    """Bytes that this rank sends in a step of two micro-batches, layers fully sharded."""
+    model = build_model(ModelSource("small", SHAPE, "--model"), dtype=torch.bfloat16, defer_layers=True)
+    scheme = SCHEMES.make(quantize, {}, "-") if lora.base == "none" else base_scheme(lora.base, quantize)
+    quantized = quantize_linears(model, scheme, seed=0, head=model.lm_head)
+    add_lora(model, lora, seed=0)
+    parallel = DataParallel(model, quantized, make_mesh(0, 0, "cpu"), units=model.units())
+    tokens = torch.arange(2 * 25).view(2, 25)
+    batches = [Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for _ in range(2)]
+    sent.clear()
+    compute_gradients(model, language_forward(model, None), quantized, batches, 0, parallel=parallel)
+    parallel.refresh()
+    return dict(sent)
+
+
+@pytest.mark.parametrize(
+    ("lora", "quantize"),
+    [(Lora(r=4, base="nf4"), "bf16"), (Lora(r=4), "fp8_tensorwise"), (Lora(r=4, targets=("o_proj",)), "int8")],
+    ids=str,
+)
+def test_the_planned_bytes_of_frozen_layers_are_those_that_ranks_send(lora, quantize):
+    found = run_ranks(2, _sent_with_frozen_layers, lora, quantize)
+    config = ModelConfig.from_hf(SHAPE)
+    scheme = None if lora.base == "none" else base_scheme(lora.base, quantize)
+    options = {"batch_size": 8, "micro_batch_size": 2, "seq_len": 24, "quantize": quantize, **ZERO3}
+    settings = LanguageSettings(gpu="h200", dry_run=True, world_size=2, **options)
+    checked = checked_of(settings, scheme)
+    linears, hardware = linears_of(checked, config), planned_hardware(settings, checked.device)
+    plan = plan_language_run(checked, config, linears, hardware, (), only_adapters(config, lora)).world
+    costs = plan.step(plan.mesh).costs
+    assert plan.step(plan.mesh).reshards
+    assert costs["gradients"].bytes == pytest.approx(np.mean([r["gradients"] for r in found]), rel=0.02)
+    layers = [r.get("weights", 0) + r.get("codes", 0) for r in found]
+    ends = 2 * 2 * 2 * config.vocab_size * config.hidden_size / 2  # embedding and head in bf16, twice, of two ranks
+    # The last layer stays gathered between its forward and its backward pass.
+    planned = (costs["weights of layers"].bytes - ends) * 3 / 4 + ends
+    assert planned == pytest.approx(np.mean(layers), rel=0.03)
 
 
 def test_worlds_of_divided_layers():

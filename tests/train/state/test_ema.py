@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from qtrain.distributed.mesh import Mesh
 from qtrain.optim import OPTIMIZERS, parameter_groups
-from qtrain.quant import SCHEMES, quantize_linears
+from qtrain.quant import SCHEMES, QuantizedModel, quantize_linears
+from qtrain.train.parallel import DataParallel
 from qtrain.train.state.ema import Ema
 from qtrain.train.state.state_dict import model_tensors
 from qtrain.train.step import eval_weights
@@ -16,9 +18,13 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
 
 
+def average(net: nn.Module, quantized: QuantizedModel, decay: float) -> Ema:
+    return Ema(net, decay, DataParallel(net, quantized, Mesh()))
+
+
 def test_the_average_follows_its_formula_and_covers_buffers():
     net = model()
-    ema = Ema(net, 0.9)
+    ema = average(net, quantize_linears(net, SCHEMES.make("bf16", {}, "--quantize"), seed=0), 0.9)
     expected = {name: t.clone() for name, t in net.state_dict().items() if t.is_floating_point()}
     assert "1.running_mean" in expected
     for step in range(1, 30):
@@ -41,7 +47,7 @@ def test_it_replaces_the_weights_and_restores_every_bit(scheme):
     quantized = quantize_linears(net, SCHEMES.make(scheme, {}, "--quantize"), seed=0)
     optimizer = OPTIMIZERS.make("adamw", {}, "--optim").build(parameter_groups(net, 0.0), 0.1, seed=0)
     quantized.watch(optimizer)
-    ema, images = Ema(net, 0.5), torch.randn(6, 8)
+    ema, images = average(net, quantized, 0.5), torch.randn(6, 8)
     for step in range(1, 4):
         net(images).square().sum().backward()
         optimizer.step()
