@@ -59,14 +59,9 @@ class GradientReduction:
         self._buckets = [bucket for group in self._groups for bucket in group]
         self._seed, self._messages = seed, max((bucket.messages for bucket in self._buckets), default=1)
 
-    def add(self, micro_step: int = 0) -> None:
-        """Add the gradients of all ranks to the sums, and free them. micro_step: the number of this rank's micro-batch
-        in the run, which keys random bits."""
-        for index in range(len(self._groups)):
-            self.add_group(index, micro_step)
-
     def add_group(self, index: int, micro_step: int = 0) -> None:
-        """`add` for one group, as soon as its gradients are complete."""
+        """Add the gradients of all ranks to the sums of a group, and free them. micro_step: the number of this rank's
+        micro-batch in the run, which keys random bits."""
         for bucket in self._groups[index]:
             number = bucket.first_number + self._buckets.index(bucket) * self._messages
             received = bucket.exchange((self._seed, micro_step, number))

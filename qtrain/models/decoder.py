@@ -75,11 +75,26 @@ def outputs(of_layer: Tensor | Routed) -> tuple[Tensor, ...]:
 class Output(nn.Module):
     """The end of a decoder, a module of its own so that full sharding can gather the head while it runs."""
 
+    def __init__(self, tensor: TensorParallel | None):
+        super().__init__()
+        self.tensor = tensor
+
     def forward(
-        self, x: Tensor, head: nn.Module, labels: Tensor | None = None, chunks: int = 0, z_loss: float = 0.0
+        self,
+        x: Tensor,
+        head: nn.Module,
+        labels: Tensor | None = None,
+        chunks: int = 0,
+        z_loss: float = 0.0,
+        tokens: Tokens | None = None,
     ) -> Tensor | LossSums:
-        """Logits of the stream x that leaves the last norm; with labels [T] the loss of x [T, C]."""
-        return head(x) if labels is None else linear_cross_entropy(x, head, labels, chunks, z_loss)
+        """Logits over the whole vocabulary of the stream x that leaves the last norm, or of this rank's `tokens` of it;
+        with labels [T] the loss of x [T, C]."""
+        if labels is None:
+            return head(x) if self.tensor is None else self.tensor.logits(head, x, tokens)
+        if self.tensor is None:
+            return linear_cross_entropy(x, head, labels, chunks, z_loss)
+        return parallel_cross_entropy(x, head, labels, self.tensor, chunks, z_loss)
 
 
 class Decoder(nn.Module):
@@ -113,7 +128,7 @@ class Decoder(nn.Module):
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, local.vocab_size, bias=False)
-        self.output = Output()
+        self.output = Output(tensor)
         self.expert_load = ExpertLoad(len(routed), config.mixture.experts) if routed else None
         self.tie()
 
@@ -200,9 +215,7 @@ class Decoder(nn.Module):
 
     def _loss(self, x: Tensor, labels: Tensor, tokens: Tokens | None) -> LossSums:
         if self.tensor is not None:
-            x = self.tensor.enter(x, tokens).flatten(0, 1)
-            labels = labels.flatten()
-            return parallel_cross_entropy(x, self.lm_head, labels, self.tensor, self.loss_chunks, self.z_loss)
+            x = self.tensor.enter(x, tokens)
         return LossSums(*self.output(x.flatten(0, 1), self.lm_head, labels.flatten(), self.loss_chunks, self.z_loss))
 
     def _with_routers(self, sums: LossSums, routed: list[list[Tensor]], labels: Tensor) -> LossSums:
@@ -226,4 +239,4 @@ class Decoder(nn.Module):
 
     def logits(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
         """Logits over the whole vocabulary of the stream that leaves the last norm."""
-        return self.output(x, self.lm_head) if self.tensor is None else self.tensor.logits(self.lm_head, x, tokens)
+        return self.output(x, self.lm_head, tokens=tokens)

@@ -132,8 +132,8 @@ class ModelWeights:
             linear.refresh(sharded.parameter)
 
     def restore(self) -> None:
-        """For an export: the full weights that are not in memory; of fully sharded blocks in the host's, on rank 0
-        only. The model does not train any more after this."""
+        """For an export: the full weights that are not in memory; of fully sharded blocks in the host's, on the first
+        data rank only. The model does not train any more after this."""
         if self.full_shard is not None:
             self.full_shard.remove()
         dropped = {id(linear.weight) for linear in self._linear_of.values() if linear.codes_only}
@@ -142,7 +142,7 @@ class ModelWeights:
 
     def _restore(self, sharded: Sharded, tensors: list[Tensor]) -> None:
         parameter, from_block = sharded.parameter, id(sharded.parameter) in self._in_blocks
-        if from_block and self._mesh.rank:
+        if from_block and self._mesh.data_rank:
             return
         linear = self._linear_of.get(id(parameter))
         if isinstance(parameter.data, StoredWeight):

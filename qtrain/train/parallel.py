@@ -80,10 +80,10 @@ class DataParallel:
         self.partition_of_unit = _indices_of(self.partitions.values(), units)
         """The index of each unit's partition; None where it has none."""
         self._reduction = None
-        self._parts = TensorParts(model, self.parameters, mesh) if mesh.tensor > 1 else None
+        groups = [*self.partitions.values()] or _by_unit(self.parameters, units)
+        self._parts = TensorParts(model, groups, mesh) if mesh.tensor > 1 else None
         self.divided_state = DividedState(model, mesh.part_group) if mesh.part_group is not None else None
         if mesh.data_world > 1 or deterministic:
-            groups = [*self.partitions.values()] or _by_unit(self.parameters, units)
             self._reduction = GradientReduction(
                 groups,
                 every_micro_batch=not (self.adds_locally or self.partitions),
@@ -149,6 +149,8 @@ class DataParallel:
 
     def reduce_group(self, index: int) -> None:
         """Reduce the gradients of this micro-batch of one unit, or of one partition, whose masters get the sums."""
+        if self._parts is not None:
+            self._parts.complete_gradients(index)
         if self._reduction is not None:
             self._reduction.add_group(index, self._micro_step(self._index))
 
@@ -157,15 +159,11 @@ class DataParallel:
         if self.partitions:
             return
         last = index == self._micro_batches - 1
-        if self._parts is not None and (last or not self.adds_locally):
-            self._parts.complete_gradients()
-        if self._reduction is None or (self.adds_locally and not last):
+        if self.adds_locally and not last:
             return
-        if self._full_shard is not None:  # the blocks' gradients are added already
-            self._reduction.add_group(self._full_shard.blocks, self._micro_step(index))
-        else:
-            self._reduction.add(self._micro_step(index))
-        if last:
+        # All parameters are one group without full sharding; with it the units' gradients are added already.
+        self.reduce_group(0 if self._full_shard is None else self._full_shard.blocks)
+        if last and self._reduction is not None:
             self._reduction.finish()
 
     def sums(

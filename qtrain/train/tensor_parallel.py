@@ -31,11 +31,6 @@ def check_tensor_parallel(settings: TrainSettings, optimizer: OptimizerSpec) -> 
             f"--tp: {settings.tp}, but --quantize auto times one process's part of the head (--quantize_lm_head), and "
             "others may have fewer rows; name the scheme, or leave out --quantize_lm_head."
         )
-    if settings.reshard_after_forward == "always":
-        raise UserError(
-            f"--tp: {settings.tp}, but --reshard_after_forward always sends a layer's gradients before those of its "
-            "norms are summed over its processes; leave one of them out."
-        )
     if settings.optimizer_in_backward:
         raise UserError(
             f"--tp: {settings.tp}, but --optimizer_in_backward updates a layer before the gradients of its norms are "
@@ -51,10 +46,12 @@ def check_tensor_parallel(settings: TrainSettings, optimizer: OptimizerSpec) -> 
 
 
 class TensorParts:
-    """The parameters of a rank's part of the model. counted: those of which this rank adds the squared gradients to
-    the norm: of a parameter that all ranks of its tensor group have, the first one does."""
+    """The parameters of a rank's part of the model, in the groups whose gradients are reduced together. counted: those
+    of which this rank adds the squared gradients to the norm: of a parameter that all ranks of its tensor group have,
+    the first one does."""
 
-    def __init__(self, model: nn.Module, parameters: Sequence[Sharded], mesh: Mesh):
+    def __init__(self, model: nn.Module, groups: Sequence[Sequence[Sharded]], mesh: Mesh):
+        parameters = [s for group in groups for s in group]
         tensor, self._group = model.tensor, mesh.tensor_group
         splits = {s.name: tensor.split(s.name) for s in parameters}
         for s in parameters:
@@ -62,17 +59,18 @@ class TensorParts:
                 s.master.whole_shape = split.whole_shape(s.parameter.shape)
                 s.master.first_random_number = mesh.tensor_rank * TENSOR_RANK_NUMBERS
         self.counted = [s for s in parameters if splits[s.name] or mesh.tensor_rank == 0]
-        self._terms = [s.parameter for s in parameters if tensor.has_partial_gradient(s.name)]
+        self._terms = [[s.parameter for s in group if tensor.has_partial_gradient(s.name)] for group in groups]
         # Added by rank 0 for all: they stay zero on the others, where their gradients are those of the sum, too.
-        self._zeros = [s.parameter for s in parameters if splits[s.name] and not splits[s.name].held]
+        zeros = {s.name for s in parameters if splits[s.name] and not splits[s.name].held}
+        self._zeros = [[s.parameter for s in group if s.name in zeros] for group in groups]
 
     @torch.no_grad()
-    def complete_gradients(self) -> None:
-        """Sum those gradients of which every rank has a term."""
-        terms = [p.grad for p in self._terms if p.grad is not None]
+    def complete_gradients(self, index: int) -> None:
+        """Sum those gradients of a group of which every rank has a term."""
+        terms = [p.grad for p in self._terms[index] if p.grad is not None]
         if terms:
             total = self._group.summed(torch.cat([g.flatten() for g in terms]), "gradients of norms")
             torch._foreach_copy_([g.view(-1) for g in terms], list(total.split([g.numel() for g in terms])))
-        for p in self._zeros:
+        for p in self._zeros[index]:
             if p.grad is not None:
                 p.grad.zero_()

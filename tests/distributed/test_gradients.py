@@ -30,7 +30,7 @@ def _reduce(replicate: int, shard: int, micro_batches: int, every: bool, wire: s
     for micro_batch in range(micro_batches):
         for name, p in parameters.items():
             p.grad = _gradient(name, mesh.rank, micro_batch)
-        reduction.add(micro_batch)
+        reduction.add_group(0, micro_batch)
         assert all(p.grad is None for p in parameters.values() if mesh.shard > 1)
     reduction.finish()
     found = {}
@@ -127,7 +127,7 @@ def _silent(every: bool) -> list:
     reduction = GradientReduction([[sharded]], every_micro_batch=every)
     if mesh.rank == 1:
         p.grad = torch.ones(2, 64)
-    reduction.add()
+    reduction.add_group(0)
     reduction.finish()
     return sharded.master.grad.to_local().tolist()
 

@@ -197,6 +197,7 @@ def _train(
     options: dict[str, Any] | None = None,
     how: str = "",
     config: dict[str, Any] = ONE_LAYER,
+    full_shard: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Losses of steps of two micro-batches, norms, codes and bytes sent, of each scheme. how: "compiled full"."""
     mesh, found = make_mesh(*shape, "cpu", tp), {}
@@ -216,7 +217,8 @@ def _train(
             if compiled == "compiled":
                 compile_layers(model)
         spec, groups = OPTIMIZERS.make("adamw", {}, "--optim"), parameter_groups(model, 0.1)
-        parallel = DataParallel(model, quantized, mesh, lambda p: False)
+        units = model.units() if full_shard else ()
+        parallel = DataParallel(model, quantized, mesh, lambda p: False, deterministic=True, units=units)
         for group in groups:
             group["params"] = [parallel.master(p) for p in group["params"]]
         optimizer = spec.build(groups, 1e-3, seed=3)
@@ -267,6 +269,19 @@ def test_tensor_ranks_that_shard_train_as_those_that_do_not(scheme):
     four = run_ranks(4, _train, [scheme], (1, 2), 2)
     assert all(of_rank[scheme]["steps"] == four[0][scheme]["steps"] for of_rank in four)
     assert losses_differ(scheme, four[0][scheme]["steps"]) <= LOSS_BOUNDS[scheme]
+
+
+@pytest.mark.parametrize(
+    "config", [ONE_LAYER, {**MIXTURE, "tie_word_embeddings": False}], ids=["dense, tied", "mixture, untied"]
+)
+@pytest.mark.parametrize("scheme", sampled(SCHEME_NAMES, lambda scheme: scheme not in ("int8", "fp8_tensorwise")))
+def test_tensor_ranks_that_shard_fully_train_as_those_that_do_not(scheme, config):
+    """2 x 2, bit for bit: parts of layers are gathered over their data ranks when they run; the gradients of norms and
+    routers are completed over the tensor ranks before those of their layer are reduced."""
+    options = {"sub_norm": False} if scheme == "bitnet" else None
+    plain, full = (run_ranks(4, _train, [scheme], (1, 2), 2, options, "", config, full) for full in (False, True))
+    assert [of_rank[scheme]["steps"] for of_rank in full] == [of_rank[scheme]["steps"] for of_rank in plain]
+    assert full[0][scheme]["sent"]["gradients"] == plain[0][scheme]["sent"]["gradients"]
 
 
 @pytest.mark.parametrize("scheme", sampled(["fp8_tensorwise", "bitnet", "switchback"], lambda s: s == "switchback"))

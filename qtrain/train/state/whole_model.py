@@ -16,7 +16,7 @@ def gather_whole_model(model: Decoder, mesh: Mesh) -> nn.Module | None:
     on the others. Every rank calls it."""
     if (mesh.of_experts or mesh).data_rank:
         return None
-    config, group = model.config, mesh.part_group
+    config, group, device = model.config, mesh.part_group, model.norm.weight.device
     parts = [type(model.parts)(config, dataclasses.replace(group, rank=r)) for r in range(group.ranks)]
     whole = None
     if mesh.rank == 0:
@@ -33,7 +33,7 @@ def gather_whole_model(model: Decoder, mesh: Mesh) -> nn.Module | None:
         else:
             shapes = [[*own.shape[: s.dim], s.length, *own.shape[s.dim + 1 :]] for s in splits]
             sizes = [torch.Size(shape).numel() for shape in shapes]
-            flat = group.all(own.contiguous().flatten(), sizes, "exported weights")
+            flat = group.all(own.to(device).contiguous().flatten(), sizes, "exported weights")
             every = [row.view(shape) for row, shape in zip(flat, shapes, strict=True)]
         if whole is None:
             continue
