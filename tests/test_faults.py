@@ -45,7 +45,7 @@ import errno
 from qtrain.train.state import checkpoint
 def seal(path):
     raise OSError(errno.ENOSPC, "No space left on device")
-checkpoint._seal = seal
+checkpoint.seal = seal
 """
 
 
