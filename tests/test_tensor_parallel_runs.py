@@ -78,15 +78,24 @@ MIXTURE = {
     "norm_topk_prob": True,
     "router_aux_loss_coef": 0.01,
 }
-CASES = [("bf16", 2, 1e-5), ("fp8_tensorwise", 4, 5e-2), ("bitnet", 4, 5e-2), ("int8_weight", 4, 5e-2)]
+FULL = {"reshard_after_forward": "always"}
+CASES = [
+    ("bf16", 2, 1e-5, {}),
+    ("fp8_tensorwise", 4, 5e-2, {}),
+    ("bitnet", 4, 5e-2, {}),
+    ("int8_weight", 4, 5e-2, {}),
+    ("bf16", 4, 1e-5, FULL),
+    ("fp8_tensorwise", 4, 5e-2, FULL),
+    ("int8_weight", 4, 5e-2, FULL),
+]
 
 
-@pytest.mark.parametrize(("scheme", "world", "relative"), sampled(CASES, lambda _, world, __: world == 4))
-def test_several_ranks_train_save_and_export_as_one(server, scheme, world, relative, tmp_path):
+@pytest.mark.parametrize(("scheme", "world", "relative", "sharding"), sampled(CASES, lambda _, world, *__: world == 4))
+def test_several_ranks_train_save_and_export_as_one(server, scheme, world, relative, sharding, tmp_path):
     """In fp32 only the order of sums differs; in low bits this learning rate lets gradient norms differ by 5%."""
     settings = {"quantize": scheme, "sample_prompts": ["def "], "sample_tokens": 4}
     one = run(server, 1, tmp_path / "one", **settings)
-    two = run(server, world, tmp_path / "two", tp=2, **settings)
+    two = run(server, world, tmp_path / "two", tp=2, **settings, **sharding)
     assert_close(one, two, relative)
     log = (two / "train.log").read_text()
     assert f"1 x {world // 2} x 2 (replicate x shard x tensor, " in log and "of activations" in log
