@@ -65,6 +65,26 @@ def _place(replicate: int, shard: int) -> tuple:
     return (mesh.rank, mesh.shard_rank, *(dist.get_process_group_ranks(g) for g in groups))
 
 
+def _machines(tp: int, ep: int) -> list:
+    mesh = make_mesh(0, 0, "cpu", tp, ep)
+    found = [mesh.machines, mesh.of_experts and mesh.of_experts.machines]
+    return [m and [*map(dist.get_process_group_ranks, (m.neighbors, m.counterparts))] for m in found]
+
+
+@pytest.mark.parametrize(
+    ("on_machine", "tp", "ep", "of_rank_5", "of_experts"),
+    [
+        (2, 1, 1, [[4, 5], [1, 3, 5]], None),
+        (None, 1, 1, None, None),  # a launcher that does not say
+        (3, 1, 3, [[3, 4, 5], [2, 5]], None),  # each machine has all experts
+        (2, 2, 1, None, None),  # a data rank is a machine
+    ],
+)
+def test_ranks_by_machine(on_machine, tp, ep, of_rank_5, of_experts):
+    found = run_ranks(6, _machines, tp, ep, on_machine=on_machine)
+    assert found[5] == [of_rank_5, of_experts]
+
+
 def test_ranks_of_a_mesh_of_2_by_2():
     assert run_ranks(4, _place, 2, 0) == [
         (0, 0, [0, 1], [0, 2]),
