@@ -70,8 +70,8 @@ def train(settings: FinetuneSettings) -> None:
         save_adapter,
     )
     from qtrain.quant import base_scheme
-    from qtrain.train.assembly.architecture import LanguageArchitecture
     from qtrain.train.assembly.assemble import assemble, build_quantized
+    from qtrain.train.assembly.language_architecture import LanguageArchitecture
     from qtrain.train.assembly.prepare import prepare
     from qtrain.train.assembly.text import open_text
     from qtrain.train.checked_settings import check_settings

@@ -41,8 +41,8 @@ def train(settings: PretrainSettings) -> None:
     # Imported here: torch and what needs it take seconds, which a mistyped flag should not have to wait for.
     from qtrain.distributed.launch import launch
     from qtrain.models import export_hf
-    from qtrain.train.assembly.architecture import LanguageArchitecture
     from qtrain.train.assembly.assemble import assemble, build_quantized
+    from qtrain.train.assembly.language_architecture import LanguageArchitecture
     from qtrain.train.assembly.prepare import prepare
     from qtrain.train.assembly.text import open_text, tokenizer_needed
     from qtrain.train.checked_settings import check_settings

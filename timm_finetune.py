@@ -41,9 +41,9 @@ def train(settings: VisionSettings) -> None:
     from qtrain.distributed.launch import launch
     from qtrain.models import check_vision_model, export_timm
     from qtrain.quant import exported_tensors
-    from qtrain.train.assembly.architecture import VisionArchitecture
     from qtrain.train.assembly.assemble import assemble, build_quantized
     from qtrain.train.assembly.prepare import prepare
+    from qtrain.train.assembly.vision_architecture import VisionArchitecture
     from qtrain.train.checked_settings import check_settings
     from qtrain.train.cuda_graphs import step_graphs
     from qtrain.train.eval.vision import VisionEvaluation, vision_forward

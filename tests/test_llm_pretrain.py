@@ -22,7 +22,7 @@ from qtrain.models import build_model, export_hf, list_models, read_model_source
 from qtrain.optim import OPTIMIZERS
 from qtrain.quant import SCHEMES
 from qtrain.train import loop
-from qtrain.train.assembly import architecture
+from qtrain.train.assembly import language_architecture
 from qtrain.train.log.metrics import read_metrics
 from tests.data.corpora import write_jsonl
 from tests.system import ROOT, call, flags, losses, only_run, serving, tree, write_model
@@ -345,7 +345,7 @@ def test_a_model_that_does_not_fit_prints_the_same_and_writes_nothing(here, monk
     def exhausted(*_args, **_kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
-    monkeypatch.setattr(architecture, "build_model", exhausted)
+    monkeypatch.setattr(language_architecture, "build_model", exhausted)
     done = call(llm_pretrain.main, tiny())
     assert done.code == 1 and done.err.startswith("error: step 0: out of memory. The plan was ")
     assert not Path("runs").exists()

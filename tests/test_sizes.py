@@ -67,7 +67,7 @@ def test_an_absurd_size_is_refused_before_anything_is_built(case):
 
 
 def test_a_vision_model_of_ten_million_blocks_is_refused():
-    from qtrain.train.assembly.architecture import VisionArchitecture
+    from qtrain.train.assembly.vision_architecture import VisionArchitecture
 
     with pytest.raises(UserError, match="--model_kwargs: depth 10000000 is more than 10,000 layers"):
         VisionArchitecture("vit_tiny_patch16_224", {"depth": 10**7}, 10)

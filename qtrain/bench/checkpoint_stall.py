@@ -24,8 +24,8 @@ from qtrain.bench.training import random_batch
 from qtrain.config import JsonDict, as_dict, parse, run_script
 from qtrain.distributed.ranks import all_gather, from_rank_0, leave_world, rank
 from qtrain.hardware import describe_hardware
-from qtrain.train.assembly.architecture import LanguageArchitecture
 from qtrain.train.assembly.assemble import assemble, build_quantized
+from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import prepare
 from qtrain.train.checked_settings import check_settings
 from qtrain.train.language import language_forward

@@ -28,7 +28,7 @@ from qtrain.errors import UserError, unknown_name
 from qtrain.hardware import datasheet_hardware, describe_hardware
 from qtrain.models import read_model_source
 from qtrain.quant import SCHEMES
-from qtrain.train.assembly.architecture import LanguageArchitecture
+from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import prepare
 from qtrain.train.checked_settings import check_settings
 from qtrain.train.device import choose_device

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from qtrain.data import Batch
-from qtrain.train.assembly.architecture import LanguageArchitecture
 from qtrain.train.assembly.assemble import assemble, build_quantized
+from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import prepare
 from qtrain.train.checked_settings import check_settings
 from qtrain.train.cuda_graphs import step_graphs

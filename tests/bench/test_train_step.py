@@ -11,7 +11,7 @@ from qtrain.bench.train_step import TrainStepSettings, main, make_cells, run_apa
 from qtrain.bench.training import time_training
 from qtrain.config import parse
 from qtrain.errors import UserError
-from qtrain.train.assembly import architecture
+from qtrain.train.assembly import language_architecture
 from qtrain.train.in_backward import OptimizerInBackward
 
 SEVEN = (
@@ -97,7 +97,7 @@ def test_out_of_memory_is_a_reason(tiny, monkeypatch):
     def no_room(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(architecture, "build_model", no_room)
+    monkeypatch.setattr(language_architecture, "build_model", no_room)
     (cell,) = cells(tiny, "--schemes", "int8").values()
     assert time_training(cell, 1)["reason"].startswith("out of memory")
 

@@ -1,6 +1,5 @@
-"""The kinds of model that a run can train: how each is built, planned, checkpointed and compiled."""
+"""What the scripts need to know of a kind of model: how it is built, planned, checkpointed and compiled."""
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -10,42 +9,12 @@ from torch import nn
 
 from qtrain.checks import shown
 from qtrain.distributed.full_shard import Unit
-from qtrain.distributed.mesh import Mesh
-from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.errors import UserError
 from qtrain.hardware import Hardware
-from qtrain.models import (
-    ModelConfig,
-    ModelSource,
-    VisionCost,
-    apply_activation_checkpointing,
-    build_model,
-    build_vision_model,
-    compile_layers,
-    compile_vision,
-    empty_model,
-    empty_vision_model,
-    generation_config,
-    image_config,
-    output_head,
-    read_model_source,
-    recompute_blocks,
-    repeated_blocks,
-    vision_cost,
-)
-from qtrain.models.cost import layer_linears, linear_key
-from qtrain.models.expert_parallel import check_experts_divisible
-from qtrain.models.tensor_parallel import check_divisible, planned_config
 from qtrain.models.trained_cost import TrainedPart
-from qtrain.quant import gathers_codes
-from qtrain.quant.convert import find_linears
-from qtrain.quant.token_gather import gathers_routed_codes
 from qtrain.train.checked_settings import CheckedSettings
-from qtrain.train.plan.language_plan import plan_language_run
 from qtrain.train.plan.linears import PlannedLinear
 from qtrain.train.plan.plan import Plan
-from qtrain.train.plan.vision_plan import plan_vision_run
-from qtrain.train.settings import LanguageSettings
 
 
 class Architecture(ABC):
@@ -117,272 +86,13 @@ class Architecture(ABC):
         return []
 
 
-def _refuse_absurd(config: Mapping[str, Any], flag: str) -> None:
+MAX_LAYERS = 10_000
+
+
+def refuse_absurd(config: Mapping[str, Any], flag: str) -> None:
     """UserError for more layers than could be built in seconds."""
     for key, value in config.items():
         if key in ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "layers"):
             depth = max(value, default=0) if isinstance(value, list | tuple) else value
             if isinstance(depth, int) and depth > MAX_LAYERS:
                 raise UserError(f"{flag}: {key} {shown(value)} is more than {MAX_LAYERS:,} layers.")
-
-
-MAX_LAYERS = 10_000
-
-
-@dataclasses.dataclass(frozen=True)
-class LanguageArchitecture(Architecture):
-    """A causal language model. config: None for one that only transformers knows (--model_impl hf). tensor: the ranks
-    that compute it together; sequence: its stream is divided over them; experts: the ranks that divide its experts."""
-
-    source: ModelSource
-    impl: str
-    seq_len: int
-    config: ModelConfig | None
-    tensor: TensorGroup | None = None
-    sequence: bool = True
-    experts: TensorGroup | None = None
-
-    @classmethod
-    def of(cls, settings: LanguageSettings, mesh: Mesh) -> "LanguageArchitecture":
-        """The model that --model and --model_impl name; with --tp and --ep, this rank's part. Raises UserError."""
-        source = read_model_source(settings.model)
-        generation_config(source, {})  # an export writes it: refuse a broken one now
-        config = source.model_config() if settings.model_impl == "native" else None
-        _refuse_absurd(source.config, "--model")
-        _check_routers(settings, config)
-        if mesh.tensor > 1:
-            check_divisible(config, mesh.tensor, settings.sequence_parallel)
-        if settings.ep > 1:
-            check_experts_divisible(config, settings.ep, settings.model)
-        experts = None if mesh.of_experts is None else mesh.of_experts.tensor_group
-        sequence = settings.sequence_parallel
-        return cls(source, settings.model_impl, settings.seq_len, config, mesh.tensor_group, sequence, experts)
-
-    @property
-    def rank_config(self) -> ModelConfig | None:
-        """`config`, with --tp of one rank's part."""
-        return self.config and planned_config(self.config, self.tensor.ranks if self.tensor else 1, 1)
-
-    @property
-    def reads_linears_only(self) -> bool:
-        return self.impl == "native"
-
-    @property
-    def defers_layers(self) -> bool:
-        return self.impl == "native"
-
-    @property
-    def vocab_size(self) -> int | None:
-        size = self.source.config.get("vocab_size") if self.config is None else self.config.vocab_size
-        return size if isinstance(size, int) else None
-
-    @cached_property
-    def empty(self) -> nn.Module:
-        model = empty_model(self.source, self.impl, self.tensor, self.sequence, self.experts)
-        limit = getattr(model, "max_positions", None)
-        if limit is not None and self.seq_len > limit:
-            raise UserError(
-                f"--seq_len: {self.seq_len} tokens are more than the {limit} positions in the table of "
-                f"{type(model.model).__name__}; give at most {limit}."
-            )
-        return model
-
-    @property
-    def rows(self) -> int:
-        return self.seq_len
-
-    def head(self, model: nn.Module) -> nn.Module | None:
-        return model.lm_head
-
-    def blocks(self, model: nn.Module) -> list[nn.Module]:
-        return list(model.layers)
-
-    def units(self, model: nn.Module) -> list[Unit]:
-        return model.units() if self.impl == "native" else super().units(model)
-
-    def build(self, checked: CheckedSettings) -> nn.Module:
-        settings = checked.settings
-        model = build_model(
-            self.source,
-            impl=self.impl,
-            device=checked.device,
-            dtype=checked.dtype,
-            pretrained=settings.pretrained,
-            seed=settings.seed,
-            tensor=self.tensor,
-            sequence=self.sequence,
-            experts=self.experts,
-            defer_layers=self.defers_layers and checked.reshards,
-        )
-        model.loss_chunks, model.z_loss = settings.loss_chunks, settings.z_loss
-        if self.config is not None and self.config.mixture is not None:
-            weight = settings.router_balance_loss
-            model.router_losses.balance = self.config.mixture.aux_loss if weight is None else weight
-            model.router_losses.z = settings.router_z_loss
-        return model
-
-    def recompute(self, model: nn.Module, mode: str) -> None:
-        apply_activation_checkpointing(model, mode)
-
-    def compile(self, model: nn.Module) -> None:
-        compile_layers(model)
-
-    def notes(self, linears: Sequence[PlannedLinear]) -> list[str]:
-        notes = [] if self.tensor is None or not self.sequence else [_how_inputs_travel(linears)]
-        if self.experts is not None:
-            notes.append(_how_tokens_travel(self.config, linears, self.experts.ranks))
-        positions = self.positions
-        if positions is None or self.seq_len <= positions:
-            return notes
-        return [
-            *notes,
-            f"warning: --seq_len {self.seq_len} is more than the model's {positions} positions; the exported config "
-            f"says max_position_embeddings {self.seq_len}",
-        ]
-
-    @property
-    def linear_rows(self) -> Mapping[str, float] | None:
-        if self.config is None or self.config.mixture is None:
-            return None
-        head, of_layers = self.head(self.empty), layer_linears(self.config)
-        ranks = self.experts.ranks if self.experts else 1  # whose tokens an expert sees
-        shares = {key: n.share * (ranks if n.groups > 1 else 1) for key, n in of_layers.items()}
-        return {
-            names[0]: self.seq_len * (1.0 if linear is head else shares[linear_key(names[0])])
-            for linear, names in find_linears(self.empty).items()
-        }
-
-    @property
-    def positions(self) -> int | None:
-        """The longest sequence that the model's config names; None where it names none."""
-        if self.config is not None:
-            return self.config.max_position_embeddings
-        named = (self.source.config.get(key) for key in ("max_position_embeddings", "n_positions"))
-        return next((positions for positions in named if isinstance(positions, int)), None)
-
-    def plan(
-        self,
-        checked: CheckedSettings,
-        linears: Sequence[PlannedLinear],
-        hardware: Hardware,
-        data: Sequence[str],
-        trained: TrainedPart | None,
-    ) -> Plan:
-        return plan_language_run(checked, self.config, linears, hardware, data, trained)
-
-
-def _check_routers(settings: LanguageSettings, config: ModelConfig | None) -> None:
-    """UserError for settings of routers that the model does not have."""
-    mixture = None if config is None else config.mixture
-    given = {
-        "--router_balance_loss": settings.router_balance_loss,
-        "--router_z_loss": settings.router_z_loss,
-        "--router_bias_rate": settings.router_bias_rate,
-    }
-    for flag, value in given.items():
-        if value and mixture is None:
-            raise UserError(
-                f"{flag}: {settings.model} is not a mixture of experts with --model_impl native; leave it out."
-            )
-    if settings.router_bias_rate and not mixture.selection_bias:
-        raise UserError(
-            f"--router_bias_rate: the routers of {settings.model} select without a bias, which only DeepSeek-V3's "
-            "have; use --router_balance_loss."
-        )
-
-
-def _how_inputs_travel(linears: Sequence[PlannedLinear]) -> str:
-    """The plan's line on what tensor ranks gather before attention and MLP."""
-    inputs = [linear.scheme for linear in linears if linear.name.endswith(("qkv", "gate_up"))]
-    codes = sum(scheme is not None and gathers_codes(scheme) for scheme in inputs)
-    low_bit = sum(scheme is not None for scheme in inputs)
-    if codes == len(inputs):
-        return "tensor  inputs of qkv and gate_up are gathered as codes"
-    line = (
-        f"tensor  inputs of qkv and gate_up are gathered in the model's dtype: {len(inputs) - codes} of {len(inputs)}"
-    )
-    if codes < low_bit:
-        line += "; the scheme scales blocks, or its grad_weight reads the input itself"
-    return line
-
-
-def _how_tokens_travel(config: ModelConfig, linears: Sequence[PlannedLinear], ranks: int) -> str:
-    """The plan's line on what ranks send each other for their experts."""
-    inputs = [linear.scheme for linear in linears if linear.name.endswith("experts.gate_up")]
-    codes = all(scheme is not None and gathers_routed_codes(scheme) for scheme in inputs)
-    how = "as codes (with --deterministic in the model's dtype)" if codes else "in the model's dtype"
-    return (
-        f"experts {config.mixture.experts // ranks} of {config.mixture.experts} on each process; tokens are gathered "
-        f"{how}, sums and gradients travel in the model's dtype"
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class VisionArchitecture(Architecture):
-    """A classifier of timm. name: timm's own spelling (`models.check_vision_model`); classes: how many."""
-
-    name: str
-    kwargs: Mapping[str, Any]
-    classes: int
-
-    def __post_init__(self) -> None:
-        _refuse_absurd(self.kwargs, "--model_kwargs")
-
-    @cached_property
-    def empty(self) -> nn.Module:
-        return empty_vision_model(self.name, self.kwargs, self.classes)
-
-    @cached_property
-    def image(self) -> dict[str, Any]:
-        """The format of the model's images (`models.image_config`)."""
-        return image_config(self.empty, self.kwargs)
-
-    @cached_property
-    def cost(self) -> VisionCost | None:
-        return vision_cost(self.empty, self.head(self.empty), self.image["input_size"])
-
-    @property
-    def rows(self) -> int:
-        return self.cost.rows if self.cost else 1
-
-    @property
-    def linear_rows(self) -> Mapping[str, int] | None:
-        return self.cost.linear_rows if self.cost else None
-
-    def head(self, model: nn.Module) -> nn.Module | None:
-        return output_head(model)
-
-    def blocks(self, model: nn.Module) -> list[nn.Module]:
-        return repeated_blocks(model)
-
-    def build(self, checked: CheckedSettings) -> nn.Module:
-        return build_vision_model(
-            self.name,
-            self.kwargs,
-            self.classes,
-            pretrained=checked.settings.pretrained,
-            device=checked.device,
-            dtype=checked.dtype,
-        )
-
-    def recompute(self, model: nn.Module, mode: str) -> None:
-        recompute_blocks(model, mode)
-
-    def compile(self, model: nn.Module) -> None:
-        compile_vision(model)
-
-    def plan(
-        self,
-        checked: CheckedSettings,
-        linears: Sequence[PlannedLinear],
-        hardware: Hardware,
-        data: Sequence[str],
-        trained: TrainedPart | None,
-    ) -> Plan:
-        assert trained is None, "every parameter of a vision model trains"
-        return plan_vision_run(checked, self.empty, self.cost, linears, hardware, data)
-
-    def notes(self, linears: Sequence[PlannedLinear]) -> list[str]:
-        if self.cost is None or not self.cost.bypassed or not any(linear.scheme for linear in linears):
-            return []
-        return [f"{len(self.cost.bypassed):4d} of these run in high precision: the model reads their weights itself"]

@@ -21,7 +21,7 @@ from qtrain.distributed.mesh import Mesh
 from qtrain.distributed.ranks import first_difference
 from qtrain.errors import UserError
 from qtrain.models import ModelSource
-from qtrain.train.assembly.architecture import LanguageArchitecture
+from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.checked_settings import CheckedSettings
 from qtrain.train.log.status import short_number
 from qtrain.train.settings import LanguageSettings

@@ -7,8 +7,8 @@ import torch
 
 from qtrain.data import Batch
 from qtrain.errors import UserError
-from qtrain.train.assembly.architecture import LanguageArchitecture
 from qtrain.train.assembly.assemble import assemble, build_quantized
+from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import prepare
 from qtrain.train.checked_settings import check_settings
 from qtrain.train.language import language_forward

@@ -1,0 +1,98 @@
+"""A classifier of timm as the scripts see it before it has weights."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from qtrain.hardware import Hardware
+from qtrain.models import (
+    VisionCost,
+    build_vision_model,
+    compile_vision,
+    empty_vision_model,
+    image_config,
+    output_head,
+    recompute_blocks,
+    repeated_blocks,
+    vision_cost,
+)
+from qtrain.models.trained_cost import TrainedPart
+from qtrain.train.assembly.architecture import Architecture, refuse_absurd
+from qtrain.train.checked_settings import CheckedSettings
+from qtrain.train.plan.linears import PlannedLinear
+from qtrain.train.plan.plan import Plan
+from qtrain.train.plan.vision_plan import plan_vision_run
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionArchitecture(Architecture):
+    """A classifier of timm. name: timm's own spelling (`models.check_vision_model`); classes: how many."""
+
+    name: str
+    kwargs: Mapping[str, Any]
+    classes: int
+
+    def __post_init__(self) -> None:
+        refuse_absurd(self.kwargs, "--model_kwargs")
+
+    @cached_property
+    def empty(self) -> nn.Module:
+        return empty_vision_model(self.name, self.kwargs, self.classes)
+
+    @cached_property
+    def image(self) -> dict[str, Any]:
+        """The format of the model's images (`models.image_config`)."""
+        return image_config(self.empty, self.kwargs)
+
+    @cached_property
+    def cost(self) -> VisionCost | None:
+        return vision_cost(self.empty, self.head(self.empty), self.image["input_size"])
+
+    @property
+    def rows(self) -> int:
+        return self.cost.rows if self.cost else 1
+
+    @property
+    def linear_rows(self) -> Mapping[str, int] | None:
+        return self.cost.linear_rows if self.cost else None
+
+    def head(self, model: nn.Module) -> nn.Module | None:
+        return output_head(model)
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        return repeated_blocks(model)
+
+    def build(self, checked: CheckedSettings) -> nn.Module:
+        return build_vision_model(
+            self.name,
+            self.kwargs,
+            self.classes,
+            pretrained=checked.settings.pretrained,
+            device=checked.device,
+            dtype=checked.dtype,
+        )
+
+    def recompute(self, model: nn.Module, mode: str) -> None:
+        recompute_blocks(model, mode)
+
+    def compile(self, model: nn.Module) -> None:
+        compile_vision(model)
+
+    def plan(
+        self,
+        checked: CheckedSettings,
+        linears: Sequence[PlannedLinear],
+        hardware: Hardware,
+        data: Sequence[str],
+        trained: TrainedPart | None,
+    ) -> Plan:
+        assert trained is None, "every parameter of a vision model trains"
+        return plan_vision_run(checked, self.empty, self.cost, linears, hardware, data)
+
+    def notes(self, linears: Sequence[PlannedLinear]) -> list[str]:
+        if self.cost is None or not self.cost.bypassed or not any(linear.scheme for linear in linears):
+            return []
+        return [f"{len(self.cost.bypassed):4d} of these run in high precision: the model reads their weights itself"]
