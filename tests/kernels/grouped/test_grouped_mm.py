@@ -120,6 +120,8 @@ def close(out, expected, dtypes, size, fast_accum=True):
 def check_rows(g, n, k, dtypes, tiling, role, out_dtype, tensorwise=False, fast_accum=True):
     a, b, *scales = rows_operands(g, n, k, dtypes, role, n, tensorwise)
     last = int(g.starts[-1])
+    if not tensorwise:
+        scales[0][last:] = float("nan")
     a.view(torch.uint8)[last:] = 0x7F  # of FP8 a NaN: the kernel must not read it
     expected = grouped_rows_mm_ref(a.cpu(), b.cpu(), *(s.cpu() for s in scales), g.starts.cpu(), torch.float32)
     size = grouped_rows_mm_ref(
@@ -134,6 +136,8 @@ def check_rows(g, n, k, dtypes, tiling, role, out_dtype, tensorwise=False, fast_
 
 def check_sums(g, n, k, dtypes, tiling, out_dtype, tensorwise=False, fast_accum=True, longest=None):
     a, b, *scales = sums_operands(g, n, k, dtypes, n, tensorwise)
+    for t in (a, b):
+        t.view(torch.uint8)[:, int(g.starts[-1]) :] = 0x7F  # as above
     cpu = [s.cpu() for s in (*scales, g.starts)]
     expected = grouped_sums_mm_ref(a.cpu(), b.cpu(), *cpu, torch.float32)
     size = grouped_sums_mm_ref(*(t.cpu().float().abs().to(t.dtype) for t in (a, b)), *cpu, torch.float32)
