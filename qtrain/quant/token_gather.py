@@ -21,6 +21,7 @@ from qtrain.kernels.gemm.transpose import transpose_8bit
 from qtrain.kernels.grouped.row_groups import RowGroups
 from qtrain.kernels.numerics.formats import FORMATS, LINEAR_FORMATS
 from qtrain.kernels.quantize.absmax import absmax
+from qtrain.kernels.quantize.delayed_scale import record_amax
 from qtrain.kernels.quantize.gather_rows import gather_rows
 from qtrain.kernels.quantize.operators import quantize, quantize_transposed
 from qtrain.kernels.quantize.reference import scale_from_amax_ref
@@ -90,8 +91,7 @@ def _tensor_scale(x: Tensor, fmt: str, delayed: DelayedScale | None, power_of_tw
     scale = torch.where(delayed.scale > 0, delayed.scale, scale)
     if delayed.amax is None:
         return scale
-    delayed.amax.copy_(torch.maximum(delayed.amax, amax))
-    return scale + 0 * amax  # NaN where the absmax is not finite
+    return record_amax(delayed.amax, amax, scale)
 
 
 def gathered_columns(own: QuantizedTensor, tokens: int, group: TensorGroup) -> QuantizedTensor:

@@ -42,7 +42,7 @@ from qtrain.kernels.optim.weight_amax import WeightAmax
 from qtrain.kernels.ordered_sum import launch_add_in_order
 from qtrain.kernels.quantize.absmax import launch_absmax
 from qtrain.kernels.quantize.column_groups import BlockGroups
-from qtrain.kernels.quantize.delayed_scale import launch_delayed_scale
+from qtrain.kernels.quantize.delayed_scale import launch_delayed_scale, launch_record_amax
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2
 from qtrain.kernels.quantize.gather_rows import RowIndex, launch_gather_rows
 from qtrain.kernels.quantize.mx import launch_quantize_mx
@@ -132,6 +132,7 @@ def quantizers() -> Iterator[Case]:
             dtype is BF16,
             lambda d=dtype: launch_delayed_scale(zeros(64, 512, dtype=d), zeros(1, dtype=FP32), "e4m3", True),
         )
+    yield True, lambda: launch_record_amax(*(zeros(1, dtype=FP32) for _ in range(3)))
 
 
 def dual_quantizers() -> Iterator[Case]:

@@ -128,6 +128,7 @@ def test_each_gemm_in_bf16_and_each_rounding_of_its_own():
         assert all(map(torch.equal, run(dynamic, X, DY), run(model, X, DY)))
 
 
+@pytest.mark.usefixtures("compiler")
 def test_compiled_layers_remember_the_same():
     """History is written in forward and in backward; compiled, both are side effects of the graphs."""
     torch._dynamo.reset()
@@ -137,7 +138,7 @@ def test_compiled_layers_remember_the_same():
         quantized = quantize_linears(model, scheme(scaling="delayed"), seed=3)
         if compiled:
             for layer in model.layers:
-                layer.compile(fullgraph=True, backend="aot_eager")
+                layer.compile(fullgraph=True)
         forward = language_forward(model, None)
         with torch._dynamo.config.patch(error_on_recompile=True):
             for step in range(3):

@@ -3,6 +3,9 @@
 With delayed scaling nothing reads a tensor for its absmax before it is quantized, except in the first step. Deciding
 that on the host would synchronize with the GPU, or compile and capture the step twice. Here a kernel reads the scale
 from device memory, and every CTA returns at once where it is known (above 0).
+
+A tensor's quantizer then has three small launches around it: that kernel, one that writes the scale and zeros the
+absmax that the quantizer adds to, and `record_amax` after it.
 """
 
 import torch
@@ -25,9 +28,10 @@ def delayed_scale_ref(x: Tensor, scale: Tensor, fmt: str, power_of_two: bool = F
 
 @triton.jit
 def _amax_unless_known_kernel(
-    x_ptr, token_ptr, weight_ptr, scale_ptr, amax_ptr, columns, numel, STEP: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, token_ptr, weight_ptr, scale_ptr, partial_ptr, columns, numel, STEP: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """token_ptr, weight_ptr: rows of `columns` columns, numel elements in all, are gathered from x; or None."""
+    """partial int32 [CTAs]: bits of the absmax that each has seen. token_ptr, weight_ptr: rows of `columns` columns,
+    numel elements in all, are gathered from x; or None."""
     if tl.load(scale_ptr) > 0.0:
         return
     amax = tl.zeros([BLOCK], tl.int32)
@@ -43,13 +47,17 @@ def _amax_unless_known_kernel(
             if weight_ptr is not None:
                 x = times_weight(x, load_weight(weight_ptr, row, token), False)
         amax = tl.maximum(amax, abs_bits(x))
-    tl.atomic_max(amax_ptr, tl.max(amax, 0), sem="relaxed")
+    tl.store(partial_ptr + tl.program_id(0), tl.max(amax, 0))
 
 
 @triton.jit
-def _select_scale_kernel(scale_ptr, amax_ptr, out_ptr, CODE: tl.constexpr):
-    known = tl.load(scale_ptr)
-    tl.store(out_ptr, tl.where(known > 0.0, known, scale_from_amax(tl.load(amax_ptr), CODE)))
+def _select_scale_kernel(scale_ptr, partial_ptr, out_ptr, amax_ptr, partials, CODE: tl.constexpr, BLOCK: tl.constexpr):
+    """Stores the known scale, or that of the partial absmaxes, which are written only where none is known."""
+    scale, index = tl.load(scale_ptr), tl.arange(0, BLOCK)
+    if (scale > 0.0) == 0:
+        scale = scale_from_amax(tl.max(tl.load(partial_ptr + index, index < partials, 0), 0), CODE)
+    tl.store(out_ptr, scale)
+    tl.store(amax_ptr, 0)
 
 
 def programs_for(numel: int) -> int:
@@ -57,21 +65,33 @@ def programs_for(numel: int) -> int:
     return max(1, min(PROGRAMS, triton.cdiv(numel, BLOCK)))
 
 
-def launch_select_scale(scale: Tensor, amax: Tensor, fmt: str, power_of_two: bool) -> Tensor:
-    """scale fp32 [1], bits of an absmax int32 [1] -> `scale` where it is above 0, else the one of that absmax."""
-    out = torch.empty_like(scale)
-    _select_scale_kernel[(1,)](scale, amax, out, encoding(fmt, scale.device, power_of_two), num_warps=1)
-    return out
+def empty_partials(x: Tensor, programs: int) -> Tensor:
+    """The partial absmaxes of an absmax pass, int32 [programs], uninitialized."""
+    return torch.empty(programs, dtype=torch.int32, device=x.device)
 
 
-def launch_delayed_scale(x: Tensor, scale: Tensor, fmt: str, power_of_two: bool, index: RowIndex = EVERY_ROW) -> Tensor:
-    """The kernels for `delayed_scale_ref` of the rows of x, contiguous."""
+def launch_select_scale(scale: Tensor, partial: Tensor, fmt: str, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """scale fp32 [1], bits of at most PROGRAMS absmaxes int32 [n] -> `scale` where it is above 0, else the one of their
+    maximum; and a zero, int32 [1]."""
+    out, amax = torch.empty_like(scale), torch.empty_like(partial[:1])
+    _select_scale_kernel[(1,)](
+        scale, partial, out, amax, partial.shape[0], encoding(fmt, scale.device, power_of_two),
+        triton.next_power_of_2(PROGRAMS), num_warps=4,
+    )  # fmt: skip
+    return out, amax
+
+
+def launch_delayed_scale(
+    x: Tensor, scale: Tensor, fmt: str, power_of_two: bool, index: RowIndex = EVERY_ROW
+) -> tuple[Tensor, Tensor]:
+    """The kernels for `delayed_scale_ref` of the rows of x, contiguous; and a zero, int32 [1], for the quantizer."""
     rows, columns = index.shape(x)
-    amax, programs = torch.zeros(1, dtype=torch.int32, device=x.device), programs_for(rows * columns)
+    programs = programs_for(rows * columns)
+    partial = empty_partials(x, programs)
     _amax_unless_known_kernel[(programs,)](
-        x, *index, scale, amax, columns, rows * columns, programs * BLOCK, BLOCK, num_warps=8, enable_fp_fusion=False
+        x, *index, scale, partial, columns, rows * columns, programs * BLOCK, BLOCK, num_warps=8, enable_fp_fusion=False
     )
-    return launch_select_scale(scale, amax, fmt, power_of_two)
+    return launch_select_scale(scale, partial, fmt, power_of_two)
 
 
 @torch.library.custom_op("qtrain::delayed_scale", mutates_args=())
@@ -87,10 +107,46 @@ def delayed_scale(
     rows that a `RowIndex` gathers from x."""
     index = RowIndex(token_of_row, weight_of_row)
     if x.is_cuda:
-        return launch_delayed_scale(x.contiguous(), scale, fmt, power_of_two, index.values)
+        return launch_delayed_scale(x.contiguous(), scale, fmt, power_of_two, index.values)[0]
     return delayed_scale_ref(index.gathered(x), scale, fmt, power_of_two)
 
 
 @delayed_scale.register_fake
 def _(x, scale, fmt, power_of_two=False, token_of_row=None, weight_of_row=None):
+    return torch.empty_like(scale)
+
+
+# ---- after the quantizer ---------------------------------------------------------------------------------------------
+
+
+def record_amax_ref(seen: Tensor, amax: Tensor, scale: Tensor) -> Tensor:
+    """seen = max(seen, amax), in place -> scale, or NaN where amax is not finite; all fp32 [1]."""
+    seen.copy_(torch.maximum(seen, amax))
+    return scale + 0 * amax
+
+
+@triton.jit
+def _record_amax_kernel(seen_ptr, amax_ptr, scale_ptr, out_ptr):
+    amax = tl.load(amax_ptr)
+    bits = tl.maximum(abs_bits(tl.load(seen_ptr)), abs_bits(amax))  # keeps a NaN, which a maximum of floats may not
+    tl.store(seen_ptr, bits.to(tl.float32, bitcast=True))
+    tl.store(out_ptr, tl.where(abs_bits(amax) < 0x7F800000, tl.load(scale_ptr), float("nan")))
+
+
+def launch_record_amax(seen: Tensor, amax: Tensor, scale: Tensor) -> Tensor:
+    """The kernel for `record_amax_ref`."""
+    out = torch.empty_like(scale)
+    _record_amax_kernel[(1,)](seen, amax, scale, out, num_warps=1, enable_fp_fusion=False)
+    return out
+
+
+@torch.library.custom_op("qtrain::record_amax", mutates_args={"seen"})
+def record_amax(seen: Tensor, amax: Tensor, scale: Tensor) -> Tensor:
+    """Add a tensor's absmax to that of the step, `seen`, in place; all fp32 [1]. Returns the scale, made NaN by an
+    absmax that is not finite: a given scale would let an Inf saturate."""
+    return (launch_record_amax if seen.is_cuda else record_amax_ref)(seen, amax, scale)
+
+
+@record_amax.register_fake
+def _(seen, amax, scale):
     return torch.empty_like(scale)

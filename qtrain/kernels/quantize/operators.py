@@ -17,6 +17,7 @@ from qtrain.kernels.numerics.formats import empty_codes
 from qtrain.kernels.numerics.rounding import Rounding
 from qtrain.kernels.quantize.absmax import absmax_ref
 from qtrain.kernels.quantize.column_groups import BlockGroups, block_groups
+from qtrain.kernels.quantize.delayed_scale import delayed_scale, launch_delayed_scale
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2, supports_dual_bf16x2
 from qtrain.kernels.quantize.gather_rows import EVERY_ROW, RowIndex
 from qtrain.kernels.quantize.reference import group_scale_ref, quantize_ref, quantize_transposed_ref, scale_ref
@@ -197,33 +198,36 @@ def quantize_dual_into(
     return launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, groups=of, out=out, tensor_amax=amax)
 
 
-@torch.library.custom_op("qtrain::quantize_dual_given_scale", mutates_args=())
-def quantize_dual_given_scale(
+@torch.library.custom_op("qtrain::quantize_dual_delayed", mutates_args=())
+def quantize_dual_delayed(
     x: Tensor,
     fmt: str,
-    scale: Tensor,
+    known: Tensor,
     key: Tensor | None = None,
     role: int = 0,
     rows: bool = True,
     columns: bool = True,
+    power_of_two: bool = False,
     token_of_row: Tensor | None = None,
     weight_of_row: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x [M, K] with its scale fp32 [1] given -> codes [M, K], codes_t [K, M], absmax fp32 [1] of x, from one read.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [M, K] -> codes [M, K], codes_t [K, M], their scale fp32 [1], absmax fp32 [1] of x; from one read where the
+    scale is `known`, fp32 [1] (`delayed_scale`).
 
     key, role, rows, columns: a `Rounding`. token_of_row, weight_of_row: as for `quantize_dual`.
     """
     rounding, index = Rounding(key, role, rows, columns), RowIndex(token_of_row, weight_of_row)
     if not _kernel_takes(x, rounding, index):
-        x = index.gathered(x)
+        scale, x = delayed_scale(x, known, fmt, power_of_two, *index), index.gathered(x)
         row_bits, column_bits = rounding.bits(x.shape)
         codes, _ = quantize_ref(x, fmt, "tensorwise", row_bits, scale=scale)
         codes_t, _ = quantize_transposed_ref(x, fmt, "tensorwise", column_bits, scale=scale)
-        return codes, codes_t, absmax_ref(x)
-    x, amax = x.contiguous(), torch.zeros(1, dtype=torch.int32, device=x.device)
+        return codes, codes_t, scale, absmax_ref(x)
+    x = x.contiguous()
+    scale, amax = launch_delayed_scale(x, known, fmt, power_of_two, index.values)
     if supports_dual_bf16x2(x, fmt, "tensorwise", True, index):
         codes, _, codes_t, _ = launch_dual_bf16x2(x, fmt, "tensorwise", rounding, scale=scale, amax=amax, index=index)
-        return codes, codes_t, amax.view(torch.float32)
+        return codes, codes_t, scale, amax.view(torch.float32)
     x = index.gathered(x)
     if rounding.same:
         codes, _, codes_t, _ = launch_tiled(
@@ -232,11 +236,14 @@ def quantize_dual_given_scale(
     else:
         codes, _ = launch_tiled(x, fmt, "tensorwise", None, rounding, scale=scale, amax=amax)
         codes_t, _ = launch_tiled(x, fmt, None, "tensorwise", rounding, scale_t=scale)
-    return codes, codes_t, amax.view(torch.float32)
+    return codes, codes_t, scale, amax.view(torch.float32)
 
 
-@quantize_dual_given_scale.register_fake
-def _(x, fmt, scale, key=None, role=0, rows=True, columns=True, token_of_row=None, weight_of_row=None):
+@quantize_dual_delayed.register_fake
+def _(
+    x, fmt, known,
+    key=None, role=0, rows=True, columns=True, power_of_two=False, token_of_row=None, weight_of_row=None,
+):  # fmt: skip
     x = x.new_empty(RowIndex(token_of_row).shape(x))
-    codes_t = empty_codes(x, fmt, "tensorwise", transposed=True)[0]
-    return empty_codes(x, fmt, "tensorwise")[0], codes_t, x.new_empty(1, dtype=torch.float32)
+    (codes, scale), codes_t = empty_codes(x, fmt, "tensorwise"), empty_codes(x, fmt, "tensorwise", transposed=True)[0]
+    return codes, codes_t, scale, torch.empty_like(scale)

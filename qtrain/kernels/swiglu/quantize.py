@@ -21,8 +21,9 @@ from qtrain.kernels.numerics.rounding import Rounding
 from qtrain.kernels.quantize.absmax import column_absmax_ref
 from qtrain.kernels.quantize.column_groups import block_groups
 from qtrain.kernels.quantize.dual_bf16x2 import BLOCK, launch_dual_bf16x2, supports_dual_bf16x2
-from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_dual_given_scale, quantize_transposed
+from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_dual_delayed, quantize_transposed
 from qtrain.kernels.swiglu.backward import launch_quantize_swiglu_backward
+from qtrain.kernels.swiglu.delayed_scale import launch_swiglu_delayed_scale
 from qtrain.kernels.swiglu.rowwise import launch_quantize_swiglu_rowwise
 from qtrain.kernels.swiglu.swiglu import empty_row_dots, swiglu, swiglu_backward, swiglu_backward_dots
 
@@ -98,36 +99,38 @@ def _(
     return *empty_codes(y, fmt, granularity), *columns, empty_row_dots(x, row_dots)
 
 
-@torch.library.custom_op("qtrain::quantize_swiglu_given_scale", mutates_args=())
-def quantize_swiglu_given_scale(
+@torch.library.custom_op("qtrain::quantize_swiglu_delayed", mutates_args=())
+def quantize_swiglu_delayed(
     x: Tensor,
     dy: Tensor | None,
     fmt: str,
-    scale: Tensor,
+    known: Tensor,
     key: Tensor | None = None,
     role: int = 0,
     rows: bool = True,
     columns: bool = True,
+    power_of_two: bool = False,
     row_dots: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize_dual_given_scale` of y, or of dx: codes, codes_t, absmax fp32 [1], dots. scale: fp32 [1]."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`quantize_dual_delayed` of y, or of dx: codes, codes_t, scale fp32 [1], absmax fp32 [1], dots."""
     x, dy, rounding = x.contiguous(), None if dy is None else dy.contiguous(), Rounding(key, role, rows, columns)
     if not _kernel_takes(x, dy, fmt, "tensorwise", True):
         t, dots = activation_dots(x, dy, row_dots)
-        return *quantize_dual_given_scale(t, fmt, scale, *rounding), dots
-    amax, dots = torch.zeros(1, dtype=torch.int32, device=x.device), empty_row_dots(x, row_dots)
+        return *quantize_dual_delayed(t, fmt, known, *rounding, power_of_two), dots
+    scale, amax = launch_swiglu_delayed_scale(x, dy, known, fmt, power_of_two)
+    dots = empty_row_dots(x, row_dots)
     into = dots if row_dots else None
     codes, _, codes_t, _ = launch_dual_bf16x2(
         x, fmt, "tensorwise", rounding, False, scale, amax, swiglu=True, dy=dy, row_dots=into
     )
-    return codes, codes_t, amax.view(torch.float32), dots
+    return codes, codes_t, scale, amax.view(torch.float32), dots
 
 
-@quantize_swiglu_given_scale.register_fake
-def _(x, dy, fmt, scale, key=None, role=0, rows=True, columns=True, row_dots=False):
+@quantize_swiglu_delayed.register_fake
+def _(x, dy, fmt, known, key=None, role=0, rows=True, columns=True, power_of_two=False, row_dots=False):
     y = _empty_like(x, dy)
-    codes, codes_t = empty_codes(y, fmt, "tensorwise")[0], empty_codes(y, fmt, "tensorwise", transposed=True)[0]
-    return codes, codes_t, x.new_empty(1, dtype=torch.float32), empty_row_dots(x, row_dots)
+    (codes, scale), codes_t = empty_codes(y, fmt, "tensorwise"), empty_codes(y, fmt, "tensorwise", transposed=True)[0]
+    return codes, codes_t, scale, torch.empty_like(scale), empty_row_dots(x, row_dots)
 
 
 @torch.library.custom_op("qtrain::quantize_swiglu_rowwise", mutates_args=())

@@ -11,18 +11,16 @@ INT8's codes are all zero once gradients have shrunk (measured: INT8 did not lea
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import torch
 from torch import Tensor
 
 from qtrain.checks import Range
 from qtrain.errors import UserError
 from qtrain.kernels.quantize.absmax import absmax
 from qtrain.kernels.quantize.column_groups import BlockGroups
-from qtrain.kernels.quantize.delayed_scale import delayed_scale
+from qtrain.kernels.quantize.delayed_scale import delayed_scale, record_amax
 from qtrain.kernels.quantize.gather_rows import GatheredRows, in_memory, with_index
-from qtrain.kernels.quantize.operators import quantize, quantize_dual_given_scale, quantize_transposed
-from qtrain.kernels.swiglu.delayed_scale import swiglu_delayed_scale
-from qtrain.kernels.swiglu.quantize import quantize_swiglu_given_scale
+from qtrain.kernels.quantize.operators import quantize, quantize_dual_delayed, quantize_transposed
+from qtrain.kernels.swiglu.quantize import quantize_swiglu_delayed
 from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.scheme import BOTH, SCHEMES, DelayedScale, NeedsOperand, SwiGLUOperands, TensorName
 from qtrain.quant.schemes.fp8 import Fp8Epilogue
@@ -76,16 +74,19 @@ class Fp8Tensorwise(Fp8Epilogue):
         fmt = (rows or columns).fmt
         rounding = self.rounding(name, key)
         x, index = with_index(t if rows and columns else in_memory(t))
-        scale = delayed_scale(x, delayed.scale, fmt, self.power_of_two, *index)
         codes = codes_t = amax = None
         if rows and columns:
-            codes, codes_t, amax = quantize_dual_given_scale(x, fmt, scale, *rounding, *index)
-        elif rows:
-            codes, _ = quantize(x, fmt, "tensorwise", rounding.row_key, rounding.role, scale=scale)
+            codes, codes_t, scale, amax = quantize_dual_delayed(
+                x, fmt, delayed.scale, *rounding, self.power_of_two, *index
+            )
         else:
+            scale = delayed_scale(x, delayed.scale, fmt, self.power_of_two)
+        if rows and not columns:
+            codes, _ = quantize(x, fmt, "tensorwise", rounding.row_key, rounding.role, scale=scale)
+        elif columns and not rows:
             codes_t, _ = quantize_transposed(x, fmt, "tensorwise", rounding.column_key, rounding.role, scale=scale)
         if delayed.amax is not None:
-            scale = _record(delayed.amax, absmax(x) if amax is None else amax, scale)
+            scale = record_amax(delayed.amax, absmax(x) if amax is None else amax, scale)
         return Operands(
             x if codes is None else QuantizedTensor(codes, scale, rows),
             x if codes_t is None else QuantizedTensor(codes_t, scale, columns),
@@ -105,16 +106,10 @@ class Fp8Tensorwise(Fp8Epilogue):
         both = self._same_format(name, needs)
         if both is None or delayed is None:
             return super().quantize_swiglu(name, x, dy, key, needs, delayed, groups, row_dots)
-        scale = swiglu_delayed_scale(x, dy, delayed.scale, both.fmt, self.power_of_two)
-        rounding = self.rounding(name, key)
-        codes, codes_t, amax, dots = quantize_swiglu_given_scale(x, dy, both.fmt, scale, *rounding, row_dots)
+        codes, codes_t, scale, amax, dots = quantize_swiglu_delayed(
+            x, dy, both.fmt, delayed.scale, *self.rounding(name, key), self.power_of_two, row_dots
+        )
         if delayed.amax is not None:
-            scale = _record(delayed.amax, amax, scale)
+            scale = record_amax(delayed.amax, amax, scale)
         operands = Operands(QuantizedTensor(codes, scale, both), QuantizedTensor(codes_t, scale, both))
         return SwiGLUOperands(operands, dots)
-
-
-def _record(history: Tensor, amax: Tensor, scale: Tensor) -> Tensor:
-    """Update `history` with a tensor's absmax; returns the scale, made NaN by a non-finite absmax: it is not hidden."""
-    history.copy_(torch.maximum(history, amax))
-    return scale + 0 * amax

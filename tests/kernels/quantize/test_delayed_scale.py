@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from qtrain.kernels.quantize.delayed_scale import delayed_scale, launch_delayed_scale
+from qtrain.kernels.quantize.delayed_scale import (
+    delayed_scale,
+    launch_delayed_scale,
+    launch_record_amax,
+    record_amax,
+    record_amax_ref,
+)
 from qtrain.kernels.quantize.reference import scale_ref
 from tests.cases import matrix
 
@@ -26,18 +32,42 @@ def check(function, device: str) -> None:
         )
 
 
+def launched(*arguments) -> torch.Tensor:
+    """The scale of `launch_delayed_scale`, whose second result is the absmax that a quantizer starts from."""
+    scale, amax = launch_delayed_scale(*arguments)
+    assert amax.dtype == torch.int32 and amax.tolist() == [0]
+    return scale
+
+
+def check_record(function, device: str) -> None:
+    numbers = [0.0, 1e-30, 0.5, 3.0, float("inf"), float("nan")]
+    for seen in numbers:
+        for amax in numbers:
+            before = [torch.tensor([value], device=device) for value in (seen, amax, 0.37)]
+            expected = [t.clone() for t in before]
+            scale = function(*before)
+            torch.testing.assert_close(scale, record_amax_ref(*expected), rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(before, expected, rtol=0, atol=0, equal_nan=True)
+            assert scale.isnan().item() == (amax == float("inf") or amax != amax)
+
+
 def test_operator_on_the_cpu():
     check(delayed_scale, "cpu")
+    check_record(record_amax, "cpu")
+    torch.library.opcheck(record_amax, (torch.ones(1), torch.ones(1), torch.ones(1)))
 
 
 @pytest.mark.interpreter
 def test_kernel_in_the_interpreter():
-    check(launch_delayed_scale, "cpu")
+    check(launched, "cpu")
+    check_record(launch_record_amax, "cpu")
 
 
 @pytest.mark.gpu
 def test_kernel():
     check(delayed_scale, "cuda")
+    check(launched, "cuda")
+    check_record(record_amax, "cuda")
     x = matrix(4096, 4096, 0).cuda().bfloat16()
     zero = torch.zeros(1, device="cuda")
     assert torch.equal(delayed_scale(x, zero, "e4m3"), scale_ref(x, "e4m3", "tensorwise"))

@@ -7,7 +7,7 @@ from qtrain.kernels.numerics.formats import FORMATS
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.quantize.absmax import absmax_ref
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2, supports_dual_bf16x2
-from qtrain.kernels.quantize.operators import quantize_dual, quantize_dual_given_scale
+from qtrain.kernels.quantize.operators import quantize_dual, quantize_dual_delayed
 from qtrain.kernels.quantize.reference import quantize_ref, quantize_transposed_ref, scale_ref
 from tests.cases import KINDS, sampled, without_e5m2
 from tests.kernels.quantize.test_kernels import KEY, ROLE, check_rows, check_tiles, same, stress_matrix
@@ -138,7 +138,7 @@ def test_a_given_scale_on_gpu(fmt):
         check_given(x, fmt, value)
         scale, amax = torch.tensor([value], device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
         codes, scale_out, codes_t, _ = launch_dual_bf16x2(x, fmt, "tensorwise", NEAREST, False, scale, amax)
-        same(quantize_dual_given_scale(x, fmt, scale), [codes, codes_t, amax.view(torch.float32)], (m, k))
+        same(quantize_dual_delayed(x, fmt, scale), [codes, codes_t, scale, amax.view(torch.float32)], (m, k))
         dual = quantize_dual(x, fmt, "tensorwise", "tensorwise", scale=scale)
         same(dual, [codes, scale_out, codes_t, scale_out], (m, k))
     for shape in [(16, 16), (4096, 14336), (16384, 4096)]:
@@ -184,5 +184,6 @@ def test_stochastic_rounding_under_a_given_scale_on_gpu(fmt, stochastic):
         check_given(x, fmt, value, stochastic)
         scale, amax = torch.tensor([value], device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
         codes, _, codes_t, _ = launch_dual_bf16x2(x, fmt, "tensorwise", rounding, False, scale, amax)
-        same(quantize_dual_given_scale(x, fmt, scale, *rounding), [codes, codes_t, amax.view(torch.float32)], (m, k))
+        expected = [codes, codes_t, scale, amax.view(torch.float32)]
+        same(quantize_dual_delayed(x, fmt, scale, *rounding), expected, (m, k))
     check_given(stress_matrix(4096, 14336, 0, "outlier", torch.bfloat16, "cuda"), fmt, 0.01, stochastic)

@@ -17,7 +17,7 @@ from qtrain.kernels.quantize.gather_rows import (
     launch_gather_rows,
     with_index,
 )
-from qtrain.kernels.quantize.operators import quantize_dual, quantize_dual_given_scale
+from qtrain.kernels.quantize.operators import quantize_dual, quantize_dual_delayed
 from qtrain.kernels.quantize.reference import quantize_ref, quantize_transposed_ref, scale_ref
 from tests.cases import without_e5m2
 from tests.kernels.quantize.test_kernels import KEY, ROLE, same, stress_matrix
@@ -121,9 +121,10 @@ def check_operators(device, dtype):
                     ),
                     plain, (fmt, granularity, rows, weighted),
                 )  # fmt: skip
-            scale = torch.tensor([1e-2], device=device)
-            found = quantize_dual_given_scale(x, "e4m3", scale, key, ROLE, True, True, *index)
-            same(found, quantize_dual_given_scale(whole, "e4m3", scale, key, ROLE), (rows, weighted))
+            for value in (1e-2, 0.0):
+                known = torch.tensor([value], device=device)
+                found = quantize_dual_delayed(x, "e4m3", known, key, ROLE, True, True, False, *index)
+                same(found, quantize_dual_delayed(whole, "e4m3", known, key, ROLE), (rows, weighted))
             assert torch.equal(in_memory(GatheredRows(x, index)), whole)
             assert GatheredRows(x, index).shape == whole.shape
     assert in_memory(x) is x and with_index(x) == (x, EVERY_ROW)
@@ -142,7 +143,7 @@ def test_fakes():
         quantize_dual, (x, "int8", "rowwise", "rowwise"), {"token_of_row": index[0], "weight_of_row": index[1]}
     )
     torch.library.opcheck(
-        quantize_dual_given_scale, (x, "e4m3", torch.ones(1), None, 0, True, True, index[0], index[1])
+        quantize_dual_delayed, (x, "e4m3", torch.ones(1), None, 0, True, True, False, index[0], index[1])
     )
     torch.library.opcheck(delayed_scale, (x, torch.ones(1), "e4m3", False, *index))
 
@@ -167,7 +168,7 @@ def test_absmax_in_the_interpreter():
         check_absmax(48, 0, weighted, torch.bfloat16)
         check_absmax(40, 1, weighted, torch.float32)
         for dtype in (torch.float32, torch.bfloat16):
-            check_delayed_scale(launch_delayed_scale, dtype, weighted)
+            check_delayed_scale(lambda *a: launch_delayed_scale(*a)[0], dtype, weighted)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ from qtrain.kernels.numerics.formats import LINEAR_FORMATS
 from qtrain.kernels.numerics.philox import random_bits_ref
 from qtrain.kernels.numerics.rounding import Rounding
 from qtrain.kernels.quantize.absmax import absmax_ref
-from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_dual_given_scale, quantize_transposed
+from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_dual_delayed, quantize_transposed
 from qtrain.kernels.quantize.reference import quantize_ref, quantize_transposed_ref, scale_ref
 from qtrain.kernels.quantize.rowwise import launch_rowwise
 from qtrain.kernels.quantize.rowwise_bf16x2 import launch_rowwise_bf16x2, row_blocks, supports_rowwise_bf16x2
@@ -259,9 +259,9 @@ def test_dual_with_the_scale_given_on_gpu():
     one = torch.ones(1).cuda()
     for shape in [*SHAPES, (0, 16), (3, 0)]:
         x = matrix(*shape, 5, "strided", torch.bfloat16).cuda()
-        codes, codes_t, amax = quantize_dual_given_scale(x, "e4m3", one)
+        codes, codes_t, _, amax = quantize_dual_delayed(x, "e4m3", one)
         same([codes, amax], [quantize_ref(x, "e4m3", "tensorwise", scale=one)[0], absmax_ref(x)], shape)
         assert torch.equal(codes.float().t(), codes_t.float())
-        codes, codes_t, amax = quantize_dual_given_scale(x, "e4m3", one, KEY.cuda(), ROLE, rows=False)
+        codes, codes_t, _, amax = quantize_dual_delayed(x, "e4m3", one, KEY.cuda(), ROLE, rows=False)
         drawn = quantize_transposed_ref(x, "e4m3", "tensorwise", noise(x, KEY.cuda()), scale=one)[0]
         same([codes, codes_t, amax], [quantize_ref(x, "e4m3", "tensorwise", scale=one)[0], drawn, absmax_ref(x)], shape)

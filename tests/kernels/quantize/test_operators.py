@@ -16,7 +16,8 @@ from qtrain.kernels.numerics.formats import (
 from qtrain.kernels.numerics.packing import unpack
 from qtrain.kernels.numerics.philox import random_bits_ref
 from qtrain.kernels.numerics.rounding import Rounding
-from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_dual_given_scale, quantize_transposed
+from qtrain.kernels.quantize.delayed_scale import delayed_scale
+from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_dual_delayed, quantize_transposed
 from qtrain.kernels.quantize.reference import quantize_ref, quantize_transposed_ref
 from tests.cases import KINDS, SHAPES, matrix
 from tests.kernels.quantize.test_kernels import KEY, same
@@ -155,7 +156,7 @@ def test_each_layout_is_rounded_as_requested(rows, columns):
         found = quantize_dual(x, fmt, granularity, granularity, *rounding)
         same(found, expected, (fmt, granularity))
     for fmt in ("int8", "e5m2"):
-        codes, codes_t, _ = quantize_dual_given_scale(x, fmt, scale, *rounding)
+        codes, codes_t, _, _ = quantize_dual_delayed(x, fmt, scale, *rounding)
         expected = quantize(x, fmt, "tensorwise", row_key, 1, scale=scale)[0]
         expected_t = quantize_transposed(x, fmt, "tensorwise", column_key, 1, scale=scale)[0]
         same([codes, codes_t], [expected, expected_t], fmt)
@@ -165,9 +166,10 @@ def test_two_formats_and_given():
     x, scale = matrix(30, 40, 0), torch.tensor([0.01])
     codes, _, codes_t, _ = quantize_dual(x, "e4m3", "1x128", "rowwise", fmt_t="e5m2")
     assert codes.dtype == torch.float8_e4m3fn and codes_t.dtype == torch.float8_e5m2
-    codes, codes_t, amax = quantize_dual_given_scale(x, "int8", scale)
-    assert torch.equal(codes, quantize(x, "int8", "tensorwise", scale=scale)[0]) and torch.equal(codes, codes_t.t())
-    assert amax.item() == x.abs().max()
+    for known in (scale, torch.zeros(1)):
+        codes, codes_t, used, amax = quantize_dual_delayed(x, "int8", known)
+        assert torch.equal(used, delayed_scale(x, known, "int8")) and amax.item() == x.abs().max()
+        assert torch.equal(codes, quantize(x, "int8", "tensorwise", scale=used)[0]) and torch.equal(codes, codes_t.t())
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (3, 0)])
@@ -201,6 +203,6 @@ def test_operators(key):
     torch.library.opcheck(
         quantize_dual, (x, "e5m2", "tensorwise", "tensorwise", key, 0), {"scale": scale, "fmt_t": "e4m3"}
     )
-    torch.library.opcheck(quantize_dual_given_scale, (x, "e4m3", scale, key, 1))
-    torch.library.opcheck(quantize_dual_given_scale, (x, "e4m3", scale, key, 1, True, False))
+    torch.library.opcheck(quantize_dual_delayed, (x, "e4m3", scale, key, 1))
+    torch.library.opcheck(quantize_dual_delayed, (x, "e4m3", scale, key, 1, True, False))
     torch.library.opcheck(quantize_dual, (x, "int8", "rowwise", "rowwise", key, 1), {"rows": False})

@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from qtrain.kernels.quantize.delayed_scale import delayed_scale
 from qtrain.kernels.quantize.reference import scale_ref
-from qtrain.kernels.swiglu.delayed_scale import launch_swiglu_delayed_scale, swiglu_delayed_scale
-from qtrain.kernels.swiglu.quantize import activation
+from qtrain.kernels.swiglu.delayed_scale import launch_swiglu_delayed_scale
 from tests.kernels.swiglu.test_quantize import gate_and_gradient, reference_output
 
 
@@ -16,10 +14,11 @@ def check(device: str) -> None:
     for m, width, kind in ((16, 128, "outlier"), (3, 50, "normal"), (16, 128, "nonfinite")):
         x, dy = gate_and_gradient(m, width, 0, kind, device)
         for d in (None, dy):
-            own = launch_swiglu_delayed_scale(x, d, torch.zeros_like(known), "e4m3", False)
+            own = launch_swiglu_delayed_scale(x, d, torch.zeros_like(known), "e4m3", False)[0]
             expected = scale_ref(reference_output(x, d), "e4m3", "tensorwise")
             assert torch.equal(own.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0)), (m, kind, d is None)
-            assert torch.equal(launch_swiglu_delayed_scale(x, d, known, "e4m3", False), known)
+            scale, amax = launch_swiglu_delayed_scale(x, d, known, "e4m3", False)
+            assert torch.equal(scale, known) and amax.tolist() == [0]
 
 
 @pytest.mark.interpreter
@@ -30,11 +29,3 @@ def test_kernel_in_the_interpreter():
 @pytest.mark.gpu
 def test_kernel_on_gpu():
     check("cuda")
-
-
-def test_operator():
-    x, dy = gate_and_gradient(3, 50, 0, "normal", "cpu")
-    for d in (None, dy):
-        zero = torch.zeros(1)
-        assert torch.equal(swiglu_delayed_scale(x, d, zero, "e4m3"), delayed_scale(activation(x, d), zero, "e4m3"))
-        torch.library.opcheck(torch.ops.qtrain.swiglu_delayed_scale.default, (x, d, zero, "e4m3"))

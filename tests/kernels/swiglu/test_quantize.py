@@ -7,14 +7,14 @@ from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.quantize.absmax import absmax_ref, column_absmax_ref
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2
-from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_dual_given_scale, quantize_transposed
+from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_dual_delayed, quantize_transposed
 from qtrain.kernels.quantize.reference import quantize_ref, quantize_transposed_ref
 from qtrain.kernels.swiglu.backward import launch_quantize_swiglu_backward
 from qtrain.kernels.swiglu.quantize import (
     activation,
     quantize_swiglu,
     quantize_swiglu_backward,
-    quantize_swiglu_given_scale,
+    quantize_swiglu_delayed,
     quantize_swiglu_rowwise,
     supports_swiglu_dual,
     supports_swiglu_rowwise,
@@ -187,22 +187,17 @@ def check_operators(device):
                 ):
                     expected = quantize_dual(activation(x, d), fmt, granularity, granularity)
                     same(quantize_swiglu(x, d, fmt, granularity)[:4], expected, (m, width, fmt))
-                scale = torch.tensor([0.1], device=device)
-                same(
-                    quantize_swiglu_given_scale(x, d, "e4m3", scale)[:3],
-                    quantize_dual_given_scale(activation(x, d), "e4m3", scale),
-                    m,
-                )
+                known = [torch.tensor([value], device=device) for value in (0.1, 0.0)]
+                for scale in known:
+                    expected = quantize_dual_delayed(activation(x, d), "e4m3", scale)
+                    same(quantize_swiglu_delayed(x, d, "e4m3", scale)[:4], expected, m)
                 for stochastic in STOCHASTIC:
                     rounding = rounding_of(stochastic, device)
                     expected = quantize_dual(activation(x, d), "int8", "rowwise", "rowwise", *rounding)
                     same(quantize_swiglu(x, d, "int8", "rowwise", *rounding)[:4], expected, (m, width, stochastic))
-                    expected = quantize_dual_given_scale(activation(x, d), "e4m3", scale, *rounding)
-                    same(
-                        quantize_swiglu_given_scale(x, d, "e4m3", scale, *rounding)[:3],
-                        expected,
-                        (m, width, stochastic),
-                    )
+                    expected = quantize_dual_delayed(activation(x, d), "e4m3", known[0], *rounding)
+                    found = quantize_swiglu_delayed(x, d, "e4m3", known[0], *rounding)[:4]
+                    same(found, expected, (m, width, stochastic))
             rows = (("int8", "int8", ""), ("e4m3", "int8", "columns"), ("int8", "e5m2", "both"))
             for fmt, fmt_y, stochastic in rows if dtype == torch.bfloat16 or m == 3 else ():
                 check_rows_operators(x, dy, fmt, fmt_y, stochastic)
@@ -216,7 +211,7 @@ def check_operators(device):
             wanted, ops = {"row_dots": d is not None}, torch.ops.qtrain
             torch.library.opcheck(ops.quantize_swiglu.default, (x, d, "int8", "1x128", *drawn), wanted)
             given = x, d, "e4m3", torch.ones(1, device=device), *drawn
-            torch.library.opcheck(ops.quantize_swiglu_given_scale.default, given, wanted)
+            torch.library.opcheck(ops.quantize_swiglu_delayed.default, given, wanted)
     columns = column_absmax_ref(swiglu(x))
     torch.library.opcheck(torch.ops.qtrain.quantize_swiglu_rowwise.default, (x, "int8", rounding.key, 0))
     arguments = x, dy, columns, "int8", *rounding, False, "e4m3", None, 0, False
@@ -226,7 +221,7 @@ def check_operators(device):
     found = [
         swiglu_backward_dots(dy, x),
         quantize_swiglu(x, dy, "int8", "1x128", row_dots=True),
-        quantize_swiglu_given_scale(x, dy, "e4m3", torch.ones(1, device=device), row_dots=True),
+        quantize_swiglu_delayed(x, dy, "e4m3", torch.ones(1, device=device), row_dots=True),
         quantize_swiglu_backward(*arguments, row_dots=True),
     ]
     assert all(torch.allclose(results[-1], dots, rtol=1e-5, atol=1e-4) for results in found)
