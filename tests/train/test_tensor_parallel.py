@@ -331,13 +331,20 @@ def test_every_scheme_trains_experts_as_on_one_process(scheme, world):
     assert losses_differ(scheme, ranks[0][scheme]["steps"], one) <= LOSS_BOUNDS[scheme]
 
 
-HOW = ["eager selective", "compiled none", "compiled selective", "compiled full"]
+HOW = [
+    ("eager selective", ONE_LAYER),
+    ("compiled none", ONE_LAYER),
+    ("compiled selective", ONE_LAYER),
+    ("compiled full", ONE_LAYER),
+    ("compiled full", MIXTURE),
+]
 
 
-@pytest.mark.parametrize("how", sampled(HOW, lambda how: how != "eager selective"))
-def test_compiled_and_recomputed_layers(how):
-    (first, _) = run_ranks(2, _train, ["fp8_tensorwise"], (1, 1), 2, None, how)
-    assert losses_differ("fp8_tensorwise", first["fp8_tensorwise"]["steps"]) <= LOSS_BOUNDS["fp8_tensorwise"]
+@pytest.mark.parametrize(("how", "config"), sampled(HOW, lambda how, _: how != "eager selective"))
+def test_compiled_and_recomputed_layers(how, config):
+    one = _train(["fp8_tensorwise"], (1, 1), 1, None, "", config)["fp8_tensorwise"]["steps"]
+    (first, _) = run_ranks(2, _train, ["fp8_tensorwise"], (1, 1), 2, None, how, config)
+    assert losses_differ("fp8_tensorwise", first["fp8_tensorwise"]["steps"], one) <= LOSS_BOUNDS["fp8_tensorwise"]
 
 
 def test_delayed_scales_are_those_of_all_ranks():
