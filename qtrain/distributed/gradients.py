@@ -111,6 +111,9 @@ class _Bucket:
         self._sizes = [high - low for low, high in parts]
         self._stages, order = self._plan_stages(by_machine)
         self._pieces = [piece for d in order for piece in _pieces(members, d % mesh.shard, *parts[d])]
+        alone = members[0].receiver if len(members) == 1 else None
+        self._in_order = alone is not None and _follow_each_other(self._pieces)
+        self._permutation = None if alone is None or self._in_order else _permutation(self._pieces, alone.device)
 
     def _plan_stages(self, by_machine: bool) -> tuple[list[_Stage], Sequence[int]]:
         """The all-to-alls, and the order in which the first one sends the parts of all ranks."""
@@ -146,12 +149,9 @@ class _Bucket:
             received = exchange(message, sizes, terms * stage.own, stage.group, stage.kind)
             return received.view(len(sizes) * terms, stage.own)
         assert terms == 1, "terms are kept apart to be added exactly"
-        seed, micro_step, number = key
-        numbers = range(number + stage.first_number, number + stage.first_number + len(stage.sizes))
-        encoded = [
-            self._wire.encode(piece, torch.tensor([seed, micro_step, n], device=message.device))
-            for n, piece in zip(numbers, message.split(stage.sizes), strict=True)
-        ]
+        keys = _message_keys((*key[:2], key[2] + stage.first_number), len(stage.sizes), message.device)
+        pieces = message.split(stage.sizes)
+        encoded = [self._wire.encode(piece, key) for piece, key in zip(pieces, keys.unbind(), strict=True)]
         sizes = [self._wire.size(elements) for elements in stage.sizes]
         received = exchange(torch.cat(encoded), sizes, self._wire.size(stage.own), stage.group, stage.kind)
         return [self._wire.decode(row, stage.own) for row in received]
@@ -163,8 +163,10 @@ class _Bucket:
         for m in self._members:
             m.receiver.grad = None
         (terms,) = {len(of_member) for of_member in flat}
-        if len(flat) == terms == 1 and _in_order(self._pieces):
+        if terms == 1 and self._in_order:
             return flat[0].view(-1), 1
+        if terms == 1 and self._permutation is not None:
+            return flat[0].view(len(self._permutation), -1).index_select(0, self._permutation).view(-1), 1
         pieces = [[flat[m][term, low:high] for m, low, high in self._pieces] for term in range(terms)]
         if terms == 1:
             return torch.cat(pieces[0]), 1
@@ -194,9 +196,26 @@ def _pieces(members: Sequence[Sharded], shard: int, low: int, high: int) -> Iter
             yield index, begin + first, begin + last
 
 
-def _in_order(pieces: Sequence[tuple[int, int, int]]) -> bool:
-    """Whether pieces of one parameter follow each other."""
+def _follow_each_other(pieces: Sequence[tuple[int, int, int]]) -> bool:
+    """Whether pieces of one parameter do."""
     return all(low == before for (_, _, before), (_, low, _) in pairwise(pieces))
+
+
+def _permutation(pieces: Sequence[tuple[int, int, int]], device: torch.device) -> Tensor | None:
+    """Of equally long pieces of one parameter their order, int64 on the device: they are put into it by one launch,
+    where a list of slices takes the host some microseconds a rank. None: they are not equally long."""
+    length = pieces[0][2] - pieces[0][1]
+    if any(high - low != length or low % length for _, low, high in pieces):
+        return None
+    return torch.tensor([low // length for _, low, _ in pieces], device=device)
+
+
+def _message_keys(first: tuple[int, int, int], messages: int, device: torch.device) -> Tensor:
+    """Philox's keys of consecutive messages, int64 [messages, 3]. Made on the device: a copy from the host would wait
+    for all that is queued there."""
+    seed, micro_step, number = first
+    numbers = torch.arange(number, number + messages, device=device)
+    return torch.stack([torch.full_like(numbers, seed), torch.full_like(numbers, micro_step), numbers], dim=1)
 
 
 def _flat_gradients(sharded: Sharded) -> Tensor:

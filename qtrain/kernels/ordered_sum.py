@@ -25,7 +25,7 @@ def _add_in_order_kernel(total_ptr, terms_ptr, length, ROWS: tl.constexpr, BLOCK
     inside = at < length
     total = tl.load(total_ptr + at, inside)
     for row in tl.static_range(ROWS):
-        total += tl.load(terms_ptr + row * length + at, inside).to(tl.float32)
+        total += tl.load(terms_ptr + row * length.to(tl.int64) + at, inside).to(tl.float32)
     tl.store(total_ptr + at, total, inside)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from qtrain.distributed import gradients
 from qtrain.distributed.gradient_wire import GRADIENT_WIRES
 from qtrain.distributed.gradients import GradientReduction
 from qtrain.distributed.mesh import make_mesh
@@ -13,7 +14,7 @@ from qtrain.distributed.shards import local_tensors, shard_parameters
 from qtrain.distributed.wire import sent
 from tests.worlds import run_ranks
 
-SHAPES = {"a": (7, 5), "bias": (3,), "scalar": (), "b": (16, 130), "owned": (9, 4)}
+SHAPES = {"a": (7, 5), "bias": (3,), "scalar": (), "b": (16, 130), "owned": (9, 4), "even": (8, 64)}
 
 
 def _gradient(name: str, rank: int, micro_batch: int) -> torch.Tensor:
@@ -88,9 +89,12 @@ def test_low_bit_sums_are_close_and_cheap(wire):
 
 
 @pytest.mark.parametrize(("replicate", "shard"), [(1, 4), (2, 2), (4, 1), (1, 6)])
-@pytest.mark.parametrize("every", [True, False])
-def test_machines_add_first_and_then_exchange_their_sums(replicate, shard, every):
-    """Each machine's sum in fp32, rounded to bf16, then the sum over machines: bit for bit."""
+@pytest.mark.parametrize(("every", "alone"), [(True, False), (False, False), (False, True)])
+def test_machines_add_first_and_then_exchange_their_sums(replicate, shard, every, alone, monkeypatch):
+    """Each machine's sum in fp32, rounded to bf16, then the sum over machines: bit for bit, of parameters that are sent
+    together or alone."""
+    if alone:
+        monkeypatch.setattr(gradients, "ALONE_BYTES", 1)
     world, replicas = replicate * shard, [list(range(r * shard, (r + 1) * shard)) for r in range(replicate)]
     results = run_ranks(world, _reduce, replicate, shard, 1, every, "exact", on_machine=2)
     for name in SHAPES:
