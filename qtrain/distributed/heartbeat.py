@@ -63,6 +63,8 @@ class Heartbeat:
         last = silent_since = waiting_since = time.monotonic()
         place, count = None, 0
         try:
+            # At once: a process that is stopped before its first beat would pass for one that has not started.
+            self._write({"beat": 0, "step": self.step, "at": self._place()[0], "waits": False})
             while not self._stopped.wait(BEAT_SECONDS):
                 now, count = time.monotonic(), count + 1
                 if now - last > SILENT_SECONDS / 2:  # this process, or the whole machine, was stopped meanwhile
