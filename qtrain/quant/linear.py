@@ -20,6 +20,7 @@ from qtrain.kernels.quantize.gather_rows import GatheredRows, gather_rows
 from qtrain.kernels.swiglu.quantize import activation_dots
 from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.grouped_linear import GroupedLinear
+from qtrain.quant.quantizers import Former
 from qtrain.quant.scheme import DelayedScale, LowBitScheme, NeedsOperand, SwiGLUOperands, TensorName
 from qtrain.quant.tensor_scales import DividedWeight, quantize_divided, spans_ranks
 from qtrain.quant.token_gather import (
@@ -219,11 +220,11 @@ class LowBitLinear(nn.Module):
                 self.register_buffer(name, torch.zeros(1, device=key.device), persistent=False)
 
     @torch.no_grad()
-    def _quantize(self, weight: Tensor, out: Operands | None = None, amax: Tensor | None = None) -> Operands:
+    def _quantize(self, weight: Tensor, former: Former | None = None) -> Operands:
         key = self.weight_key if self.scheme.stochastic_rounding else None
         if self.group is not None:
             return quantize_divided([DividedWeight(self.scheme, weight, key, self.groups)], self.group)[0]
-        return self.scheme.quantize_weight(weight, key, self.groups, out, amax)
+        return self.scheme.quantize_weight(weight, key, self.groups, former)
 
     @torch.no_grad()
     def refresh(self, weight: Tensor | None = None) -> None:
@@ -232,8 +233,9 @@ class LowBitLinear(nn.Module):
         if weight is None and (self.codes_only or self.gathered):
             return
         amax = self.known_amax if weight is None else None
-        weight, former = self.weight if weight is None else weight, self.low_bit_weight.operands()
-        self.low_bit_weight.update(self._quantize(weight, former, amax), self.weight._version)
+        former = Former(self.low_bit_weight.operands(), amax)
+        codes = self._quantize(self.weight if weight is None else weight, former)
+        self.low_bit_weight.update(codes, self.weight._version)
 
     @property
     def known_amax(self) -> Tensor | None:

@@ -5,6 +5,7 @@ fewer bits have a quantizer of their own in `LOW_BIT_SCALES`.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +60,14 @@ def quantize_columns(
     return QuantizedTensor(codes, scale, fmt)
 
 
+class Former(NamedTuple):
+    """What there is of a tensor's former value that quantizing its present one may use. operands: whose memory is
+    overwritten where a kernel can; amax: of the present value, as fp32 bits in int32 [1], if it is known."""
+
+    operands: Operands
+    amax: Tensor | None = None
+
+
 def quantize_dual_layout(
     t: Tensor | GatheredRows,
     rows: OperandFormat,
@@ -66,20 +75,18 @@ def quantize_dual_layout(
     rounding: Rounding,
     power_of_two: bool,
     groups: BlockGroups | None = None,
-    out: Operands | None = None,
-    amax: Tensor | None = None,
+    former: Former | None = None,
 ) -> Pair:
     """t [M, K] -> codes [M, K] and transposed codes [K, M], from one read of t where a kernel allows; gathered rows
-    are then read from the matrix that they are gathered from. groups: as for
-    `quantize_columns`. out: former operands of t, whose memory is overwritten where a kernel can; amax: the absmax of
-    t as fp32 bits in int32 [1], for a kernel that writes to `out`."""
+    are then read from the matrix that they are gathered from. groups: as for `quantize_columns`."""
     if rows.scale_dtype in LOW_BIT_SCALES or columns.scale_dtype in LOW_BIT_SCALES:
         t = in_memory(t)
         return quantize_rows(t, rows, rounding, power_of_two), quantize_columns(t, columns, rounding, power_of_two)
-    if out is not None and rows == columns:
-        memory = out.rows.codes, out.rows.scale, out.columns.codes, out.columns.scale
+    if former is not None and rows == columns:
+        before, before_t = former.operands
+        memory = before.codes, before.scale, before_t.codes, before_t.scale
         codes, scale, codes_t, scale_t = quantize_dual_into(
-            memory, t, rows.fmt, rows.granularity, rounding, power_of_two, *(groups or NO_GROUPS), amax
+            memory, t, rows.fmt, rows.granularity, rounding, power_of_two, *(groups or NO_GROUPS), former.amax
         )
         return QuantizedTensor(codes, scale, rows), QuantizedTensor(codes_t, scale_t, columns)
     x, index = with_index(t)

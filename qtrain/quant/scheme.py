@@ -37,7 +37,7 @@ from qtrain.kernels.swiglu.quantize import (
 )
 from qtrain.quant.gemm_table import Gemm, multiply
 from qtrain.quant.grouped_table import multiply_grouped
-from qtrain.quant.quantizers import quantize_columns, quantize_dual_layout, quantize_rows
+from qtrain.quant.quantizers import Former, quantize_columns, quantize_dual_layout, quantize_rows
 from qtrain.registry import Registry
 from qtrain.tensors.quantized_tensor import Operand, OperandFormat, Operands, QuantizedTensor
 from qtrain.tensors.stored_weight import STORED_FORMATS, StoredWeight
@@ -203,16 +203,11 @@ class LowBitScheme(Scheme):
     # ---- what the linear calls ---------------------------------------------------------------------------------------
 
     def quantize_weight(
-        self,
-        w: Tensor,
-        key: Tensor | None,
-        groups: BlockGroups | None = None,
-        out: Operands | None = None,
-        amax: Tensor | None = None,
+        self, w: Tensor, key: Tensor | None, groups: BlockGroups | None = None, former: Former | None = None
     ) -> Operands:
-        """w [N, K] -> operands of (output, grad_input); None where a GEMM reads w itself. out: former ones, whose
-        memory may be overwritten. amax: w's absmax, fp32 bits in int32 [1], if it is known."""
-        rows, columns = self._operands(w, "w", key, groups=groups, out=out, amax=amax)
+        """w [N, K] -> operands of (output, grad_input); None where a GEMM reads w itself. former: those of its former
+        value."""
+        rows, columns = self._operands(w, "w", key, groups=groups, former=former)
         return Operands(None if rows is w else rows, None if columns is w else columns)
 
     def weight_formats(self) -> tuple[OperandFormat | None, OperandFormat | None]:
@@ -357,14 +352,13 @@ class LowBitScheme(Scheme):
         needs: NeedsOperand = BOTH,
         delayed: DelayedScale | None = None,
         groups: BlockGroups | None = None,
-        out: Operands | None = None,
-        amax: Tensor | None = None,
+        former: Former | None = None,
     ) -> Operands:
         """The operands of the tensor `name`; t itself for a GEMM in high precision, or one that does not run."""
         rows, columns = self.formats_of(name, needs)
         rounding = self.rounding(name, key)
         if rows and columns and columns.sum_dim == 1:
-            return Operands(*quantize_dual_layout(t, rows, columns, rounding, self.power_of_two, groups, out, amax))
+            return Operands(*quantize_dual_layout(t, rows, columns, rounding, self.power_of_two, groups, former))
         t = in_memory(t)
         if columns and columns.sum_dim == 0:  # reads the row codes
             codes = quantize_rows(t, rows or columns, rounding, self.power_of_two)

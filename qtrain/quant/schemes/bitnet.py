@@ -25,6 +25,7 @@ from qtrain.kernels.numerics.packing import unpack
 from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.kernels.quantize.operators import quantize
 from qtrain.quant.gemm_table import Gemm
+from qtrain.quant.quantizers import Former
 from qtrain.quant.scheme import SCHEMES, LowBitScheme
 from qtrain.tensors.quantized_tensor import OperandFormat, Operands, QuantizedTensor
 
@@ -66,12 +67,7 @@ class BitNet(LowBitScheme):
         return self.quantize_weight(w.detach(), None).rows.dequantize(w.dtype)
 
     def quantize_weight(
-        self,
-        w: Tensor,
-        key: Tensor | None,
-        groups: BlockGroups | None = None,
-        out: Operands | None = None,
-        amax: Tensor | None = None,
+        self, w: Tensor, key: Tensor | None, groups: BlockGroups | None = None, former: Former | None = None
     ) -> Operands:
         codes, scale = quantize(w, *PACKED[:2])
         return self.operands_of(QuantizedTensor(codes, scale, PACKED), w.shape[1])

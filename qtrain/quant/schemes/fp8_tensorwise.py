@@ -22,6 +22,7 @@ from qtrain.kernels.quantize.gather_rows import GatheredRows, in_memory, with_in
 from qtrain.kernels.quantize.operators import quantize, quantize_dual_delayed, quantize_transposed
 from qtrain.kernels.swiglu.quantize import quantize_swiglu_delayed
 from qtrain.quant.gemm_table import Gemm
+from qtrain.quant.quantizers import Former
 from qtrain.quant.scheme import BOTH, SCHEMES, DelayedScale, NeedsOperand, SwiGLUOperands, TensorName
 from qtrain.quant.schemes.fp8 import Fp8Epilogue
 from qtrain.tensors.quantized_tensor import Operands, QuantizedTensor
@@ -65,12 +66,11 @@ class Fp8Tensorwise(Fp8Epilogue):
         needs: NeedsOperand = BOTH,
         delayed: DelayedScale | None = None,
         groups: BlockGroups | None = None,
-        out: Operands | None = None,
-        amax: Tensor | None = None,
+        former: Former | None = None,
     ) -> Operands:
         rows, columns = self.formats_of(name, needs)
         if delayed is None or not (rows or columns):
-            return super()._operands(t, name, key, needs, groups=groups, out=out, amax=amax)
+            return super()._operands(t, name, key, needs, groups=groups, former=former)
         fmt = (rows or columns).fmt
         rounding = self.rounding(name, key)
         x, index = with_index(t if rows and columns else in_memory(t))

@@ -19,7 +19,7 @@ from qtrain.kernels.numerics.formats import FORMATS
 from qtrain.kernels.numerics.rounding import NEAREST
 from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.quant.gemm_table import Gemm
-from qtrain.quant.quantizers import quantize_columns, quantize_dual_layout
+from qtrain.quant.quantizers import Former, quantize_columns, quantize_dual_layout
 from qtrain.quant.scheme import HIGH_PRECISION, SCHEMES, LowBitScheme
 from qtrain.tensors.quantized_tensor import OperandFormat, Operands
 from qtrain.tensors.stored_weight import STORED_FORMATS, StoredWeight
@@ -60,12 +60,7 @@ class StoredWeightScheme(LowBitScheme):
         return 0 if self.activations == "none" else 2
 
     def quantize_weight(
-        self,
-        w: Tensor,
-        key: Tensor | None,
-        groups: BlockGroups | None = None,
-        out: Operands | None = None,
-        amax: Tensor | None = None,
+        self, w: Tensor, key: Tensor | None, groups: BlockGroups | None = None, former: Former | None = None
     ) -> Operands:
         assert isinstance(w, StoredWeight)
         if self.activations == "none":
@@ -80,12 +75,7 @@ class RowwiseStoredWeightScheme(StoredWeightScheme):
         return 0 if self.activations == "none" else 1
 
     def quantize_weight(
-        self,
-        w: Tensor,
-        key: Tensor | None,
-        groups: BlockGroups | None = None,
-        out: Operands | None = None,
-        amax: Tensor | None = None,
+        self, w: Tensor, key: Tensor | None, groups: BlockGroups | None = None, former: Former | None = None
     ) -> Operands:
         assert isinstance(w, StoredWeight)
         if self.activations == "none":

@@ -24,6 +24,7 @@ from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.kernels.quantize.gather_rows import GatheredRows, in_memory
 from qtrain.kernels.quantize.nvfp4 import quantize_nvfp4
 from qtrain.quant.gemm_table import Gemm
+from qtrain.quant.quantizers import Former
 from qtrain.quant.scheme import BOTH, SCHEMES, DelayedScale, LowBitScheme, NeedsOperand, TensorName
 from qtrain.tensors.quantized_tensor import OperandFormat, Operands, QuantizedTensor
 
@@ -69,11 +70,10 @@ class NvFp4(LowBitScheme):
         needs: NeedsOperand = BOTH,
         delayed: DelayedScale | None = None,
         groups: BlockGroups | None = None,
-        out: Operands | None = None,
-        amax: Tensor | None = None,
+        former: Former | None = None,
     ) -> Operands:
         if not (self.hadamard and needs.columns and name in ("x", "dy")):
-            return super()._operands(t, name, key, needs, groups=groups, out=out, amax=amax)
+            return super()._operands(t, name, key, needs, groups=groups, former=former)
         t, rounding = in_memory(t), self.rounding(name, key)
         codes, scale, tensor_scale = quantize_nvfp4(
             t, rounding.column_key, rounding.role, transposed=True, hadamard=True
