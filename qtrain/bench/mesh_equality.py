@@ -8,11 +8,13 @@ odd, and quantization blocks cross the shards' borders.
     python -m qtrain.bench.mesh_equality                                      on the CPU, the whole matrix
     python -m qtrain.bench.mesh_equality --full_shard                         layers gathered when they run
     python -m qtrain.bench.mesh_equality --device cuda --meshes 1x1 1x4 4x1 2x2
+    python -m qtrain.bench.mesh_equality --device cuda --share_gpu            all processes on one GPU
 """
 
 import argparse
 import hashlib
 import json
+import os
 import sys
 import tempfile
 import time
@@ -234,10 +236,28 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any], close: Mapping
     return f"{len(odd)} of {len(a)} tensors, first {odd[0]}" if odd else ""
 
 
+def share_gpu() -> None:
+    """Let NCCL take this process's GPU although others of the machine have it: each process is a machine to NCCL, and
+    its messages take the loopback interface."""
+    os.environ.update(
+        NCCL_HOSTID=f"rank{local_rank()}",
+        NCCL_SOCKET_IFNAME="lo",
+        NCCL_IB_DISABLE="1",
+        NCCL_P2P_DISABLE="1",
+        NCCL_SHM_DISABLE="1",
+        NCCL_MNNVL_ENABLE="0",
+        NCCL_NVLS_ENABLE="0",
+    )
+
+
 def work(arguments: argparse.Namespace) -> None:
     """One process of a mesh: train every case; rank 0 writes the results."""
     torch.set_num_threads(1)
-    device = torch.device("cuda", local_rank()) if arguments.device == "cuda" else torch.device("cpu")
+    device = torch.device("cpu")
+    if arguments.device == "cuda":
+        device = torch.device("cuda", 0 if arguments.share_gpu else local_rank())
+    if arguments.share_gpu:
+        share_gpu()
     join_world(device)
     replicate, shard = map(int, arguments.work.split("x"))
     ep = arguments.ep if replicate * shard > 1 else 1
@@ -270,10 +290,13 @@ def main() -> int:
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of weights and gradients")
     parser.add_argument("--not_deterministic", action="store_true", help="as runs are without --deterministic")
     parser.add_argument("--full_shard", action="store_true", help="ZeRO-3 on meshes that shard, instead of ZeRO-2")
+    parser.add_argument("--share_gpu", action="store_true", help="all processes on one GPU: slow, and correct or not")
     parser.add_argument("--ep", type=int, default=1, help="processes that divide the experts of a small mixture")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.share_gpu and arguments.device != "cuda":
+        parser.error("--share_gpu: give it with --device cuda")
     if arguments.work:
         work(arguments)
         return 0

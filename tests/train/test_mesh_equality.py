@@ -3,6 +3,8 @@ those of one process, bit for bit. The full one is that command."""
 
 import functools
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from qtrain.bench.mesh_equality import CONFIG, DTYPES, SCHEMES_COMPARED, UNTIED,
 from qtrain.distributed import gradients, weights
 from qtrain.distributed.mesh import make_mesh
 from tests.cases import sampled
+from tests.system import ROOT
 from tests.worlds import run_ranks
 
 STEPS = 2
@@ -102,6 +105,24 @@ def test_without_deterministic_losses_are_close(scheme, dtype):
     one = _of_one(scheme, "adamw", 4, False, dtype)
     for of_rank in _results(scheme, "adamw", "1x2", 4, False, dtype=dtype):
         assert differences(one, of_rank, promised(scheme, "adamw", dtype)) == ""
+
+
+def run_command(*flags: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "qtrain.bench.mesh_equality", *flags]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sharding", [[], ["--full_shard"]], ids=["zero2", "zero3"])
+def test_two_processes_on_one_gpu(sharding):
+    case = ["--meshes", "1x2", "--schemes", "fp8_tensorwise", "--optimizers", "adamw_8bit", "--steps", "2"]
+    done = run_command("--device", "cuda", "--share_gpu", *case, *sharding)
+    assert done.returncode == 0 and "DIFFERS" not in done.stdout, done.stdout + done.stderr
+
+
+def test_a_gpu_cannot_be_shared_on_a_cpu():
+    done = run_command("--share_gpu")
+    assert done.returncode == 2 and "--share_gpu: give it with --device cuda" in done.stderr
 
 
 def test_a_difference_is_found():
