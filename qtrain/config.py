@@ -30,7 +30,7 @@ import tyro
 
 from qtrain import __version__
 from qtrain.checks import check_fields, check_value, is_unicode, parse_json, read_json, refuse_empty, shown, type_name
-from qtrain.errors import LostRank, TrainingStopped, UserError, nearest
+from qtrain.errors import LostRank, TrainingStopped, UserError, explained, nearest
 from qtrain.flags import Answers, Shell, completion_script, parse_flags
 
 C = TypeVar("C")
@@ -108,7 +108,8 @@ CAUSE_SECONDS = 10
 
 
 def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupted") -> None:
-    """Run a script's main on the command line. UserError and TrainingStopped are printed on stderr, without traceback.
+    """Run a script's main on the command line. UserError and TrainingStopped are printed on stderr, without traceback;
+    so are errors that a function registered with `errors.explains` knows.
 
     Text that the console's encoding lacks is escaped. interrupted: the message for a Ctrl-C that main does not handle.
     """
@@ -123,7 +124,7 @@ def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupte
     if rank != "0":  # one of several processes: rank 0 speaks for all
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
-        main(sys.argv[1:])
+        _run(main)
     except (UserError, TrainingStopped) as error:
         if rank != "0" or isinstance(error, LostRank):
             time.sleep(CAUSE_SECONDS)  # rank 0 or the launcher gives the cause; the latter then ends this process
@@ -142,6 +143,15 @@ def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupte
     finally:
         if _is_gone(sys.stdout):
             _exit_unread()
+
+
+def _run(main: Callable[[list[str]], None]) -> None:
+    try:
+        main(sys.argv[1:])
+    except Exception as error:
+        if (message := explained(error)) is None:
+            raise
+        raise message from None
 
 
 def _shortened(message: str) -> str:

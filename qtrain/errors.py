@@ -1,7 +1,7 @@
 """The error types that are messages: a user's mistake, and a run that cannot go on; and the wording they share."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 class UserError(Exception):
@@ -18,6 +18,23 @@ class TrainingStopped(Exception):
 
 class LostRank(TrainingStopped):
     """Another process of the run has ended: that one's message, or the launcher's, says why."""
+
+
+Explanation = Callable[[Exception], TrainingStopped | None]
+_explanations: list[Explanation] = []
+
+
+def explains(explanation: Explanation) -> Explanation:
+    """Decorator: what a library's error means that may come from anywhere in a run. `explanation` returns the message,
+    or None for an error that it does not know. `run_script` asks it; so it needs no import of what knows the library.
+    """
+    _explanations.append(explanation)
+    return explanation
+
+
+def explained(error: Exception) -> TrainingStopped | None:
+    """The message that an error stands for, from what has been imported; None without one."""
+    return next((message for explanation in _explanations if (message := explanation(error))), None)
 
 
 def first_line(error: BaseException | str) -> str:

@@ -87,6 +87,41 @@ def test_a_fault_of_one_rank_is_one_message_that_names_it(server, fault, tmp_pat
     assert code in [outcome.code for outcome in done] and {outcome.code for outcome in done} <= {code, -signal.SIGKILL}
 
 
+MISTAKE = """
+import qtrain.train.checked_settings as checked_settings
+from qtrain.errors import UserError
+from qtrain.train.parallel import DataParallel
+def fails(*_):
+    raise UserError("--x: a mistake")
+{} = fails
+"""
+AT_ONCE = "import qtrain.config; qtrain.config.CAUSE_SECONDS = 0\n"
+FULLY = {"n_steps": 2, "reshard_after_forward": "always"}
+LOST = {
+    "rank 0 in set-up": (0, "checked_settings.make_mesh", {}, "set-up"),
+    "rank 1 in set-up": (1, "checked_settings.make_mesh", {}, "set-up"),
+    "rank 1 before step 1": (1, "Training._evaluate", {}, "after step 0"),
+    "rank 0 in the export": (0, "DataParallel.restore_full_weights", FULLY, "after step 2"),
+}
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_a_rank_that_another_one_has_left_ends_with_one_message(server, case, tmp_path):
+    """Wherever it communicates; without a launcher, which would end it before it says so."""
+    lost, where, settings, when = LOST[case]
+    argv = flags(**{**PRETRAIN, **settings}, runs_dir=tmp_path)
+    patches = {lost: AT_ONCE + MISTAKE.format(where), 1 - lost: AT_ONCE}
+    world = [
+        server.start("llm_pretrain", argv, patch=patches[rank], **variables)
+        for rank, variables in enumerate(environment(2))
+    ]
+    done = [process.wait() for process in world]
+    assert done[lost].code == 2 and done[lost].err.endswith("error: --x: a mistake\n")
+    code, said = done[1 - lost].code, done[1 - lost].err.removeprefix("rank 1: ")
+    assert said.startswith(f"error: {when}: another process has ended or does not answer ("), said
+    assert code == 1 and said.count("\n") == 1
+
+
 def test_a_full_disk_of_one_rank_while_training_goes_on(server, tmp_path):
     done = server.run_ranks(2, "llm_pretrain", flags(**LONG, async_checkpoint=True, runs_dir=tmp_path), {1: NO_SPACE})
     errors = "".join(outcome.err for outcome in done)

@@ -42,8 +42,8 @@ class Heartbeat:
     def __init__(
         self, store: dist.Store, rank: int, world: int, patience: float, end: Callable[[int], None] = os._exit
     ):
-        self.step = 0
-        """The last finished step."""
+        self.step: int | None = None
+        """The last finished step; None in the set-up of the run."""
         self._store, self._rank, self._world, self._patience, self._end = store, rank, world, patience, end
         self._main = threading.main_thread().ident
         self._stopped = threading.Event()
@@ -98,7 +98,8 @@ class Heartbeat:
         """Say that `rank` hangs, unless another rank has reported one, and end this process."""
         if self._store.compare_set("reported", "", str(self._rank)) != str(self._rank).encode():
             return
-        who = f"rank {rank} (process {beat['pid']} on {beat['host']}, last step {beat['step']})"
+        where = "in set-up" if beat["step"] is None else f"last step {beat['step']}"
+        who = f"rank {rank} (process {beat['pid']} on {beat['host']}, {where})"
         message = f"{who} {why}. All ranks end; start the run again with --resume auto."
         log.error("%s", message, extra={"file_only": True})
         print(f"error: {message}", file=sys.stderr, flush=True)

@@ -157,12 +157,18 @@ def planned_mesh(replicate: int, shard: int, ep: int = 1, tp: int = 1) -> Mesh:
 
 
 def make_mesh(dp_replicate: int, dp_shard: int, device_type: str, tp: int = 1, ep: int = 1) -> Mesh:
-    """The mesh of this run; the process group must exist where there are several ranks."""
+    """The mesh of this run, once all ranks have theirs; the process group must exist where there are several."""
     replicate, shard = mesh_shape(dp_replicate, dp_shard, launched_world(), tp)
     if replicate * shard * tp == 1:
         return Mesh()
-    if tp > 1:
-        return _with_parts(replicate, shard, tp, device_type)
+    made = _with_parts(replicate, shard, tp, device_type) if tp > 1 else _of_data(replicate, shard, ep, device_type)
+    # A rank makes its groups without those that are not in them. One that then ended, as after a dry run, would take
+    # the store and its connections from those that are still at theirs.
+    all_gather(None)
+    return made
+
+
+def _of_data(replicate: int, shard: int, ep: int, device_type: str) -> Mesh:
     of_experts = _with_parts(*expert_mesh_shape(replicate, shard, ep), ep, device_type) if ep > 1 else None
     device_mesh = init_device_mesh(device_type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
     machines = _machines(replicate * shard, 1, device_type)

@@ -1,11 +1,10 @@
 """Rank and world size, with or without a process group, and actions that all ranks take or fail together."""
 
-import contextlib
 import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from qtrain.distributed.heartbeat import Heartbeat
-from qtrain.errors import LostRank, UserError, first_line
+from qtrain.errors import LostRank, UserError, explains, first_line
 
 T = TypeVar("T")
 
@@ -120,7 +119,7 @@ def _meet(store: dist.Store, own: int, world: int) -> dist.Store:
 
 
 def note_step(step: int) -> None:
-    """What this rank's heartbeat says of its progress: `step` is finished."""
+    """What this rank says of its progress: `step` is finished. The first call, before a step, ends the set-up."""
     if _heartbeat is not None:
         _heartbeat.step = step
 
@@ -130,25 +129,23 @@ def leave_world() -> None:
     global _heartbeat
     if _heartbeat is not None:
         _heartbeat.stop()
-        _heartbeat = None
     if dist.is_initialized():
         dist.destroy_process_group()
+    _heartbeat = None
 
 
-@contextlib.contextmanager
-def explain_lost_rank(step: Callable[[], int]) -> Iterator[None]:
-    """Turn the error of a collective inside, which another rank did not take part in, into LostRank. step: the one that
-    is running."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = first_line(error)
-        if not dist.is_initialized() or not (isinstance(error, dist.DistError) or _COLLECTIVE_FAILED.search(reason)):
-            raise
-        raise LostRank(
-            f"step {step()}: another process has ended or does not answer ({reason}); start the run again with "
-            "--resume auto."
-        ) from None
+@explains
+def lost_rank(error: Exception) -> LostRank | None:
+    """What the error of a collective, or of the store, means that another rank no longer takes part in; None for other
+    errors. Such an error can come from anywhere between `join_world` and `leave_world`."""
+    if not (dist.is_initialized() and isinstance(error, RuntimeError)):
+        return None
+    reason = first_line(error)
+    if not (isinstance(error, dist.DistError) or _COLLECTIVE_FAILED.search(reason)):
+        return None
+    step = _heartbeat.step if _heartbeat is not None else None
+    when, resume = ("set-up", "") if step is None else (f"after step {step}", " with --resume auto")
+    return LostRank(f"{when}: another process has ended or does not answer ({reason}); start the run again{resume}.")
 
 
 def rank() -> int:

@@ -13,7 +13,7 @@ import torch
 
 from qtrain.config import as_dict
 from qtrain.data import TensorBatch
-from qtrain.distributed.ranks import all_gather, explain_lost_rank, from_rank_0, note_step, rank
+from qtrain.distributed.ranks import all_gather, from_rank_0, note_step, rank
 from qtrain.distributed.shards import local_tensors
 from qtrain.distributed.wire import sent
 from qtrain.errors import TrainingStopped, first_line
@@ -99,10 +99,10 @@ class Training:
         """Train to the last step. Returns 0, or the exit code of the signal that stopped it earlier. Raises
         TrainingStopped if training fails."""
         run, settings = self.run, self.run.settings
+        note_step(run.state.step)
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(explain_out_of_memory(self.plan, settings, run.device, lambda: run.state.step + 1))
-                stack.enter_context(explain_lost_rank(lambda: run.state.step + 1))
                 stop = stack.enter_context(StopSignals(collective=run.parallel.mesh.world > 1))
                 status = stack.enter_context(StatusLine(settings.n_steps, log, unit=self.plan.unit.per_second))
                 profiler = stack.enter_context(StepProfiler(run.folder.path, log, enabled=settings.profile))

@@ -71,6 +71,7 @@ def test_a_rank_that_is_elsewhere_while_the_others_wait_is_named_with_its_place(
     message = said()
     assert message.startswith("error: rank 1 (") and "has kept the others waiting for 0 s (--rank_timeout)" in message
     assert "it is at qtrain/data/prefetch.py:88 (next)" in message and message.count("\n") == 1
+    assert ", in set-up) has kept" in message
 
 
 def test_ranks_that_go_on_are_done_or_all_wait_are_not_named(world):

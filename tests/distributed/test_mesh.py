@@ -1,11 +1,13 @@
 """Meshes from flags and the world: what is derived, and what is refused with which words."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
+from qtrain.distributed import mesh as meshes
 from qtrain.distributed import ranks
 from qtrain.distributed.mesh import Mesh, make_mesh, mesh_shape
 from qtrain.distributed.ranks import _meet
@@ -92,6 +94,27 @@ def test_ranks_of_a_mesh_of_2_by_2():
         (2, 0, [2, 3], [0, 2]),
         (3, 1, [2, 3], [1, 3]),
     ]
+
+
+def _times() -> tuple[float, float]:
+    """When this rank had its groups, of which those of rank 1 take half a second longer, and when its mesh."""
+    create, made = meshes.init_device_mesh, []
+
+    def slow(*args, **kwargs):
+        groups = create(*args, **kwargs)
+        time.sleep(0.5 * ranks.rank())
+        made.append(time.monotonic())
+        return groups
+
+    meshes.init_device_mesh = slow
+    make_mesh(0, 0, "cpu")
+    return made[-1], time.monotonic()
+
+
+def test_no_rank_has_its_mesh_before_all_have_their_groups():
+    """Else one that ends at once, as after a dry run, ends the others."""
+    (_, first), (groups, _) = run_ranks(2, _times)
+    assert first > groups
 
 
 def _tensor_place() -> tuple:
