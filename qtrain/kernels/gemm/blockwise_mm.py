@@ -6,8 +6,10 @@ and for the weight's gradient 1x128 with 1x128 (arXiv:2412.19437); Jetfire has 3
 
 A block's partial product comes from the tensor cores with a fresh accumulator and is added, times both scales, to an
 fp32 total: FP8's short accumulator never sums more than a block. The cost is registers, one set for the total and one
-for the partial product; so tiles are small and two CTAs share an SM: one multiplies while the other adds. cuBLAS is
-faster where it has the combination (e4m3, 1x128 with 1x128 or 128x128), and the dispatch takes it there.
+for the partial product. Either tiles are small and two CTAs share an SM: one multiplies while the other adds. Or a wide
+tile is multiplied in parts, one after the other, so that a partial product has the registers of a part; it loads half
+the bytes, and of its two warpgroups one multiplies while the other adds. cuBLAS is faster where it has the combination
+(e4m3, 1x128 with 1x128 or 128x128), and the dispatch takes it there.
 """
 
 from dataclasses import dataclass
@@ -66,11 +68,14 @@ class BlockwiseTiling:
     stages: int
     per_sm: int = 1
     group_m: int = 8
+    parts: int = 1
+    """A tile is multiplied in this many slices of its columns, 1 or 2."""
 
     @property
     def name(self) -> str:
         two = f" x{self.per_sm}" if self.per_sm > 1 else ""
-        return f"triton {self.block_m}x{self.block_n} w{self.warps} s{self.stages} g{self.group_m}{two}"
+        parts = f" p{self.parts}" if self.parts > 1 else ""
+        return f"triton {self.block_m}x{self.block_n} w{self.warps} s{self.stages} g{self.group_m}{parts}{two}"
 
 
 @triton.jit
@@ -91,6 +96,21 @@ def load_scale_b(ptr, first, n, stride, BLOCK_N: tl.constexpr, ROWS_B: tl.conste
     return tl.load(ptr + index // ROWS_B * stride, index < n, 0.0)
 
 
+@triton.jit
+def add_block(total, a, b, scale_a, scale_b, INT8: tl.constexpr):
+    """total + A · Bᵀ of one block of K, times both scales."""
+    partial = to_float(tl.dot(a, b.T, out_dtype=tl.int32 if INT8 else tl.float32), INT8)
+    return total + partial * (scale_a[:, None] * scale_b[None, :])
+
+
+@triton.jit
+def _store_part(c_desc, total, row, column, bias_ptr, n):
+    columns = column + tl.arange(0, total.shape[1])
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + columns, columns < n, 0.0).to(tl.float32)[None, :]
+    c_desc.store([row, column], total.to(c_desc.dtype))
+
+
 _SIZES = ["m", "n", "k", "a_row_stride", "a_k_stride", "b_row_stride", "b_k_stride"]
 
 
@@ -99,29 +119,32 @@ def _blockwise_mm_kernel(
     a_desc, b_desc, c_desc, scale_a_ptr, scale_b_ptr, bias_ptr, m, n, k,
     a_row_stride, a_k_stride, b_row_stride, b_k_stride,
     PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
     ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
-    ACCUMULATOR: tl.constexpr = tl.int32 if INT8 else tl.float32
+    """PARTS: 1 or 2. Two loops that are one (flatten) would cost the registers that two parts need."""
+    PART: tl.constexpr = BLOCK_N // PARTS
     tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     steps = tl.cdiv(k, BLOCK_K)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=PARTS == 1):
         tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         rows = row + tl.arange(0, BLOCK_M)
         scale_a_row = scale_a_ptr + rows // ROWS_A * a_row_stride
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        total = tl.zeros((BLOCK_M, PART), tl.float32)
+        right = tl.zeros((BLOCK_M, PART), tl.float32)
         for step in range(0, steps):
             scale_a = tl.load(scale_a_row + step * a_k_stride, rows < m, 0.0)
-            scale_b = load_scale_b(scale_b_ptr + step * b_k_stride, column, n, b_row_stride, BLOCK_N, ROWS_B)
+            scale_b_row = scale_b_ptr + step * b_k_stride
+            scale_b = load_scale_b(scale_b_row, column, n, b_row_stride, PART, ROWS_B)
             a = a_desc.load([row, step * BLOCK_K])
-            b = b_desc.load([column, step * BLOCK_K])
-            partial = to_float(tl.dot(a, b.T, out_dtype=ACCUMULATOR), INT8)
-            total += partial * (scale_a[:, None] * scale_b[None, :])
-        columns = column + tl.arange(0, BLOCK_N)
-        if bias_ptr is not None:
-            total += tl.load(bias_ptr + columns, columns < n, 0.0).to(tl.float32)[None, :]
-        c_desc.store([row, column], total.to(c_desc.dtype))
+            total = add_block(total, a, b_desc.load([column, step * BLOCK_K]), scale_a, scale_b, INT8)
+            if PARTS == 2:
+                scale_b = load_scale_b(scale_b_row, column + PART, n, b_row_stride, PART, ROWS_B)
+                right = add_block(right, a, b_desc.load([column + PART, step * BLOCK_K]), scale_a, scale_b, INT8)
+        _store_part(c_desc, total, row, column, bias_ptr, n)
+        if PARTS == 2:
+            _store_part(c_desc, right, row, column + PART, bias_ptr, n)
 
 
 def launch_blockwise_mm(
@@ -145,10 +168,10 @@ def launch_blockwise_mm(
     programs = min(t.per_sm * sm_count(a.device), tiles)
     _blockwise_mm_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [t.block_m, block_k]),
-        TensorDescriptor.from_tensor(b, [t.block_n, block_k]),
-        TensorDescriptor.from_tensor(out, [t.block_m, t.block_n]),
+        TensorDescriptor.from_tensor(b, [t.block_n // t.parts, block_k]),
+        TensorDescriptor.from_tensor(out, [t.block_m, t.block_n // t.parts]),
         scale_a, scale_b, bias, m, n, k, *scale_a.stride(), *scale_b.stride(),
-        programs, t.group_m, t.block_m, t.block_n, block_k,
+        programs, t.group_m, t.block_m, t.block_n, block_k, t.parts,
         rows_a, rows_b, a.dtype == torch.int8,
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
@@ -161,6 +184,7 @@ _TILINGS = [
     BlockwiseTiling(128, 64, 4, 3, 2),
     BlockwiseTiling(64, 128, 4, 3, 2),
     BlockwiseTiling(128, 128, 8, 3),
+    BlockwiseTiling(128, 256, 8, 3, parts=2),
 ]
 TILINGS = {tiling.name: tiling for tiling in _TILINGS}
 

@@ -17,9 +17,9 @@ from qtrain.kernels.gemm.blockwise_mm import (
     BLOCKS,
     TILINGS,
     BlockwiseTiling,
+    add_block,
     blockwise_mm_ref,
     load_scale_b,
-    to_float,
 )
 from qtrain.kernels.gemm.tiling import tile_of
 from qtrain.kernels.grouped.grouped_mm import check_operands, columns_of_output, kernels_take
@@ -86,28 +86,36 @@ def _grouped_rows_blockwise_kernel(
     a_desc, b_desc, c_desc, scale_a_ptr, scale_b_ptr, group_ptr, starts_ptr, m, n, k, groups,
     a_row_stride, a_k_stride, b_group_stride, b_row_stride, b_k_stride,
     PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
     ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
-    ACCUMULATOR: tl.constexpr = tl.int32 if INT8 else tl.float32
+    """As `_blockwise_mm_kernel`."""
+    PART: tl.constexpr = BLOCK_N // PARTS
     tiles_m, tiles_n = tl.load(starts_ptr + groups) // BLOCK_M, tl.cdiv(n, BLOCK_N)
     tiles, steps = tiles_m * tiles_n, tl.cdiv(k, BLOCK_K)
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=PARTS == 1):
         tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         group = tl.load(group_ptr + row // 128)
         scale_a_row = scale_a_ptr + (row + tl.arange(0, BLOCK_M)) // ROWS_A * a_row_stride
         scale_b_group = scale_b_ptr + group * b_group_stride
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        total = tl.zeros((BLOCK_M, PART), tl.float32)
+        right = tl.zeros((BLOCK_M, PART), tl.float32)
         for step in range(0, steps):
             scale_a = tl.load(scale_a_row + step * a_k_stride)
-            scale_b = load_scale_b(scale_b_group + step * b_k_stride, column, n, b_row_stride, BLOCK_N, ROWS_B)
+            scale_b_row = scale_b_group + step * b_k_stride
+            scale_b = load_scale_b(scale_b_row, column, n, b_row_stride, PART, ROWS_B)
             a = a_desc.load([row, step * BLOCK_K])
             b = load_matrix(b_desc, group, column, step * BLOCK_K, False)
-            partial = to_float(tl.dot(a, b.T, out_dtype=ACCUMULATOR), INT8)
-            total += partial * (scale_a[:, None] * scale_b[None, :])
+            total = add_block(total, a, b, scale_a, scale_b, INT8)
+            if PARTS == 2:
+                scale_b = load_scale_b(scale_b_row, column + PART, n, b_row_stride, PART, ROWS_B)
+                b = load_matrix(b_desc, group, column + PART, step * BLOCK_K, False)
+                right = add_block(right, a, b, scale_a, scale_b, INT8)
         c_desc.store([row, column], total.to(c_desc.dtype))
-    zero_tail(c_desc, tiles, m, tiles_n, PROGRAMS, BLOCK_M, BLOCK_N, 1)
+        if PARTS == 2:
+            c_desc.store([row, column + PART], right.to(c_desc.dtype))
+    zero_tail(c_desc, tiles, m, tiles_n, PROGRAMS, BLOCK_M, BLOCK_N, PARTS)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -119,7 +127,6 @@ def _grouped_sums_blockwise_kernel(
     ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """One loop over the steps of all tiles, as `_grouped_sums_kernel`."""
-    ACCUMULATOR: tl.constexpr = tl.int32 if INT8 else tl.float32
     tiles_m, tiles_n = tl.cdiv(n, BLOCK_M), tl.cdiv(k, BLOCK_N)
     tiles = tiles_m * tiles_n  # of a group
     steps, held = steps_of_program(order_ptr, starts_ptr, groups, tiles, PROGRAMS, BLOCK_K, BLOCK_E)
@@ -139,8 +146,7 @@ def _grouped_sums_blockwise_kernel(
         scale_b = load_scale_b(scale_b_ptr + step * b_k_stride, column, k, b_row_stride, BLOCK_N, ROWS_B)
         a = a_desc.load([row, start])
         b = b_desc.load([column, start])
-        partial = to_float(tl.dot(a, b.T, out_dtype=ACCUMULATOR), INT8)
-        total += partial * (scale_a[:, None] * scale_b[None, :])
+        total = add_block(total, a, b, scale_a, scale_b, INT8)
         if start + BLOCK_K >= last:
             store_matrix(c_desc, total, group, row, column, 1)
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -170,10 +176,10 @@ def launch_grouped_rows_blockwise(
     programs = min(t.per_sm * sm_count(a.device), triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n))
     _grouped_rows_blockwise_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [t.block_m, block_k]),
-        TensorDescriptor.from_tensor(b, [1, t.block_n, block_k]),
-        TensorDescriptor.from_tensor(out, [t.block_m, t.block_n]),
+        TensorDescriptor.from_tensor(b, [1, t.block_n // t.parts, block_k]),
+        TensorDescriptor.from_tensor(out, [t.block_m, t.block_n // t.parts]),
         scale_a, scale_b, group_of_block, starts, m, n, k, groups, *scale_a.stride(), *scale_b.stride(),
-        programs, t.group_m, t.block_m, t.block_n, block_k, rows_a, rows_b, a.dtype == torch.int8,
+        programs, t.group_m, t.block_m, t.block_n, block_k, t.parts, rows_a, rows_b, a.dtype == torch.int8,
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return out
@@ -214,11 +220,16 @@ def launch_grouped_sums_blockwise(
 
 # ---- dispatch --------------------------------------------------------------------------------------------------------
 
+SUMS_TILINGS = {name: tiling for name, tiling in TILINGS.items() if tiling.parts == 1}
+"""Those of `grad_weight`, whose loop over all tiles has no registers for parts."""
 
-def _names(a: Tensor, k: int, n: int, empty: bool, out_dtype: torch.dtype) -> list[str]:
+
+def _names(
+    tilings: dict[str, BlockwiseTiling], a: Tensor, k: int, n: int, empty: bool, out_dtype: torch.dtype
+) -> list[str]:
     """The implementations on a GPU, the best in general first. k: of an operand's rows, n: of an output's."""
     supported = a.is_cuda and not empty and kernels_take(a, k, n, out_dtype)
-    return list(TILINGS) if supported and forced() != "ref" else []
+    return list(tilings) if supported and forced() != "ref" else []
 
 
 def _check_blocks(block_a: str, block_b: str) -> None:
@@ -250,7 +261,7 @@ def grouped_rows_blockwise_mm(
     a, b, groups = a.contiguous(), b.contiguous(), starts.shape[0] - 1
     by_rows = b.shape[1] == a.shape[1]
     w, scale_w = matrices(b, a.shape[1], groups), unstack(scale_b, groups, by_rows)
-    names = _names(a, a.shape[1], w.shape[1], not (a.numel() and w.numel()), out_dtype)
+    names = _names(TILINGS, a, a.shape[1], w.shape[1], not (a.numel() and w.numel()), out_dtype)
     if not names:
         return grouped_rows_blockwise_mm_ref(a, b, scale_a, scale_b, block_a, block_b, starts, out_dtype)
 
@@ -287,14 +298,14 @@ def grouped_sums_blockwise_mm(
     check_operands(a, b)
     a, b, groups = a.contiguous(), b.contiguous(), starts.shape[0] - 1
     n, k = a.shape[0], b.shape[0]
-    names = _names(a, a.shape[1], k, not (a.numel() and b.numel() and groups), out_dtype)
+    names = _names(SUMS_TILINGS, a, a.shape[1], k, not (a.numel() and b.numel() and groups), out_dtype)
     if not names:
         return grouped_sums_blockwise_mm_ref(a, b, scale_a, scale_b, block_a, block_b, starts, out_dtype)
 
     def run(name: str) -> Tensor:
         out = torch.empty(groups, n, k, dtype=out_dtype, device=a.device)
         blocks = block_a, block_b
-        return launch_grouped_sums_blockwise(a, b, scale_a, scale_b, *blocks, out, TILINGS[name], starts)
+        return launch_grouped_sums_blockwise(a, b, scale_a, scale_b, *blocks, out, SUMS_TILINGS[name], starts)
 
     key = (*a.shape, k, groups, a.dtype, b.dtype, block_a, block_b, out_dtype)
     return run(choose("grouped_sums_blockwise_mm", key, names, run)).view(groups * n, k)

@@ -115,6 +115,8 @@ def check(g, n, k, dtype, blocks, role, tiling, out_dtype):
     launch_grouped_rows_blockwise(a, w, s[0], scale_w, *blocks, out, tiling, g.group_of_block, g.starts)
     close(out, expected, size, dtype)
 
+    if tiling.parts > 1:
+        return
     a, b, *s = sums_operands(g, n, k, dtype, blocks, n)
     for t in (a, b):
         t.view(torch.uint8)[:, int(g.starts[-1]) :] = 0x7F
@@ -130,7 +132,8 @@ def check(g, n, k, dtype, blocks, role, tiling, out_dtype):
 @pytest.mark.parametrize("dtype, blocks", FORMATS)
 def test_kernels_in_the_interpreter(dtype, blocks):
     for number, routing in enumerate(("some_empty", "random")):
-        check(routed(routing), 80, 144, dtype, blocks, ROLES[number], BlockwiseTiling(128, 64, 4, 2), torch.float32)
+        tiling = BlockwiseTiling(128, 64, 4, 2, parts=1 + number)
+        check(routed(routing), 80, 144, dtype, blocks, ROLES[number], tiling, torch.float32)
 
 
 @pytest.mark.gpu
