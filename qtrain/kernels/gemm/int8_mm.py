@@ -1,7 +1,14 @@
 """INT8 GEMM: A [M, K] · B [N, K]ᵀ -> int32 [M, N], exact.
 
 The int32 output is four times as large as a scaled one in bf16: at small K this GEMM is bound by storing it.
+
+On a CPU without INT8 dot products (AVX2) `torch._int_mm` is a scalar loop, and products in fp32 are ten to thirty times
+as fast. They are exact too, over spans of K whose sums fp32 holds.
 """
+
+import functools
+import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -29,7 +36,33 @@ def int8_mm_ref(a: Tensor, b: Tensor) -> Tensor:
         if pad_m or pad_k or pad_n:
             a, b = F.pad(a, (0, pad_k, 0, pad_m)), F.pad(b, (0, pad_k, 0, pad_n))
             return torch._int_mm(a, b.t())[:m, :n]
+    elif _fp32_is_faster():
+        return fp32_products(a, b)
     return torch._int_mm(a, b.t())
+
+
+EXACT_FP32_K = 2**24 // (128 * 128)
+"""The longest K whose sums of products fp32 holds, in any order of additions: integers up to 2**24."""
+
+
+def fp32_products(a: Tensor, b: Tensor) -> Tensor:
+    """`int8_mm_ref` by GEMMs in fp32."""
+    spans = zip(a.split(EXACT_FP32_K, dim=1), b.split(EXACT_FP32_K, dim=1), strict=True)
+    return functools.reduce(Tensor.add_, ((x.float() @ y.float().t()).int() for x, y in spans))
+
+
+@functools.cache
+def _fp32_is_faster() -> bool:
+    """Whether this CPU multiplies fp32 faster than INT8, by one small product; either result is the same."""
+    a = torch.ones(256, 256, dtype=torch.int8)
+
+    def seconds(multiply: Callable[[], Tensor]) -> float:
+        start = time.perf_counter()
+        multiply()
+        return time.perf_counter() - start
+
+    by_fp32, by_int8 = (lambda: fp32_products(a, a)), (lambda: torch._int_mm(a, a.t()))
+    return min(seconds(by_fp32) for _ in range(3)) < min(seconds(by_int8) for _ in range(3))
 
 
 def launch_int8_mm(a: Tensor, b: Tensor, tiling: Tiling) -> Tensor:

@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K, TILINGS, int8_mm, int8_mm_ref, launch_int8_mm
+from qtrain.kernels.gemm.int8_mm import (
+    EXACT_FP32_K,
+    LONGEST_EXACT_K,
+    TILINGS,
+    fp32_products,
+    int8_mm,
+    int8_mm_ref,
+    launch_int8_mm,
+)
 from qtrain.kernels.gemm.tiling import Tiling
 
 SHAPES = [(1, 1, 1), (16, 32, 1), (1, 8, 16), (5, 7, 3), (17, 130, 257), (64, 48, 1000), (0, 8, 8), (3, 4, 0)]
@@ -19,6 +27,14 @@ def codes(rows: int, columns: int, seed: int) -> Tensor:
 def test_exact_at_every_shape(m, n, k):
     a, b = codes(m, k, 0), codes(n, k, 1)
     for product in (int8_mm_ref(a, b), int8_mm(a, b)):
+        assert product.dtype == torch.int32 and torch.equal(product.long(), a.long() @ b.long().t())
+
+
+def test_products_in_fp32_are_exact():
+    for k in (1, 40, EXACT_FP32_K, EXACT_FP32_K + 1, 5000):
+        a, b = codes(7, k, 0), codes(9, k, 1)
+        a[0], b[0], a[1], b[1] = -128, -128, 127, -127  # the largest sums
+        product = fp32_products(a, b)
         assert product.dtype == torch.int32 and torch.equal(product.long(), a.long() @ b.long().t())
 
 
