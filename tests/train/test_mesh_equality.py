@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from qtrain.bench import mesh_equality
 from qtrain.bench.mesh_equality import CONFIG, DTYPES, SCHEMES_COMPARED, UNTIED, differences, promised, train
 from qtrain.distributed import gradients, weights
 from qtrain.distributed.mesh import make_mesh
@@ -107,22 +108,20 @@ def test_without_deterministic_losses_are_close(scheme, dtype):
         assert differences(one, of_rank, promised(scheme, "adamw", dtype)) == ""
 
 
-def run_command(*flags: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "qtrain.bench.mesh_equality", *flags]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("sharding", [[], ["--full_shard"]], ids=["zero2", "zero3"])
 def test_two_processes_on_one_gpu(sharding):
-    case = ["--meshes", "1x2", "--schemes", "fp8_tensorwise", "--optimizers", "adamw_8bit", "--steps", "2"]
-    done = run_command("--device", "cuda", "--share_gpu", *case, *sharding)
+    command = [sys.executable, "-m", "qtrain.bench.mesh_equality", "--device", "cuda", "--share_gpu", *sharding]
+    command += ["--meshes", "1x2", "--schemes", "fp8_tensorwise", "--optimizers", "adamw_8bit", "--steps", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0 and "DIFFERS" not in done.stdout, done.stdout + done.stderr
 
 
-def test_a_gpu_cannot_be_shared_on_a_cpu():
-    done = run_command("--share_gpu")
-    assert done.returncode == 2 and "--share_gpu: give it with --device cuda" in done.stderr
+def test_a_gpu_cannot_be_shared_on_a_cpu(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["mesh_equality", "--share_gpu"])
+    with pytest.raises(SystemExit):
+        mesh_equality.main()
+    assert "--share_gpu: give it with --device cuda" in capsys.readouterr().err
 
 
 def test_a_difference_is_found():
