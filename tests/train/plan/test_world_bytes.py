@@ -1,0 +1,209 @@
+"""The bytes that a plan of several GPUs says a step sends: those that ranks really send."""
+
+import numpy as np
+import pytest
+import torch
+
+from qtrain.bench.mesh_equality import MIXTURE, train
+from qtrain.data import Batch
+from qtrain.distributed.gradient_wire import GRADIENT_WIRES
+from qtrain.distributed.mesh import make_mesh
+from qtrain.distributed.wire import sent
+from qtrain.models import (
+    Decoder,
+    Lora,
+    ModelConfig,
+    ModelSource,
+    add_lora,
+    apply_activation_checkpointing,
+    build_model,
+)
+from qtrain.models.trained_cost import only_adapters
+from qtrain.optim import parameter_groups
+from qtrain.quant import SCHEMES, base_scheme, quantize_linears
+from qtrain.train.language import language_forward
+from qtrain.train.parallel import DataParallel
+from qtrain.train.plan.language_plan import plan_language_run
+from qtrain.train.planned_machine import planned_hardware
+from qtrain.train.settings import LanguageSettings
+from qtrain.train.step import compute_gradients
+from tests.train.plan.test_plan import checked_of, linears_of
+from tests.train.plan.test_world import ZERO3, world_of
+from tests.worlds import run_ranks
+
+SHAPE = {"model_type": "qwen2", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512}
+SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+
+
+def _sent(replicate: int, options: dict, batches: int = 1) -> dict[str, int]:
+    """Bytes that this rank sends in a step of so many micro-batches, gradients and weights."""
+    checked = checked_of(LanguageSettings(batch_size=4, seq_len=8, **options))
+    torch.manual_seed(0)
+    model = Decoder(ModelConfig.from_hf(SHAPE)).to(torch.bfloat16)
+    quantized = quantize_linears(model, checked.scheme, seed=0, head=model.lm_head)
+    hidden = {id(p) for group in parameter_groups(model, 0.1) if group["hidden"] for p in group["params"]}
+    wire = GRADIENT_WIRES[checked.settings.gradient_wire]
+    needs_whole = checked.optimizer.needs_whole
+    mesh = make_mesh(replicate, 0, "cpu")
+    parallel = DataParallel(
+        model,
+        quantized,
+        mesh,
+        lambda p: needs_whole(id(p) in hidden),
+        wire=wire,
+        deterministic=checked.settings.deterministic,
+    )
+    parallel.begin_step(0, batches)
+    for index in range(batches):
+        for p in model.parameters():
+            p.grad = torch.full(p.shape, 0.01, dtype=torch.bfloat16)
+        parallel.end_micro_batch(index)
+    parallel.refresh()
+    return dict(sent)
+
+
+@pytest.mark.parametrize(
+    ("replicate", "options"),
+    [
+        (1, {}),
+        (1, {"quantize": "int8", "gradient_wire": "int8"}),
+        (2, {"quantize": "fp8_tensorwise", "gradient_wire": "int4"}),
+        (1, {"quantize": "bitnet", "quantize_kwargs": {"sub_norm": False}}),
+        (2, {"quantize": "int4_weight"}),
+        (4, {"quantize": "fp8_blockwise"}),
+    ],
+    ids=str,
+)
+def test_the_planned_bytes_are_those_that_ranks_send(replicate, options):
+    found = run_ranks(4, _sent, replicate, options)
+    plan = world_of(SHAPE, 4, dp_replicate=replicate, **options)
+    costs = plan.step(plan.mesh).costs
+    gradients = [of_rank["gradients"] for of_rank in found]
+    weights = [of_rank.get("weights", 0) + of_rank.get("codes", 0) for of_rank in found]
+    assert costs["gradients"].bytes == pytest.approx(np.mean(gradients), rel=0.02)
+    assert costs["weights"].bytes == pytest.approx(np.mean(weights), rel=0.02)
+    assert (costs["weights"].bytes == 0) == (replicate == 4)
+
+
+@pytest.mark.parametrize(
+    ("replicate", "options", "batches"),
+    [(1, {"gradient_wire": "int4"}, 1), (2, {}, 3), (1, {"deterministic": True}, 3)],
+    ids=str,
+)
+def test_the_planned_bytes_between_machines_are_those_that_ranks_send(replicate, options, batches):
+    """Two machines of two ranks. A single exchange does not count what leaves the machine: by hand it is two thirds."""
+    found = run_ranks(4, _sent, replicate, options, batches, on_machine=2)
+    plan = world_of(
+        SHAPE, 4, dp_replicate=replicate, gpus_per_node=2, batch_size=4 * batches, micro_batch_size=1, **options
+    )
+    cost = plan.step(plan.mesh).costs["gradients"]
+    gradients, of_machines = (np.mean([f.get(k, 0) for f in found]) for k in ("gradients", "gradients of machines"))
+    assert cost.bytes == pytest.approx(gradients + of_machines, rel=0.02)
+    if options.get("deterministic"):
+        assert of_machines == 0 and cost.between == pytest.approx(2 / 3 * gradients, rel=0.02)
+    elif replicate == 1:
+        assert cost.between == pytest.approx(of_machines, rel=0.02)
+
+
+def _sent_with_experts(scheme: str, replicate: int, shard: int, ep: int) -> dict[str, int]:
+    """Bytes that this rank sends in a step of one micro-batch."""
+    mesh, device = make_mesh(replicate, shard, "cpu", ep=ep), torch.device("cpu")
+    return train(scheme, "adamw", mesh, device, 1, False, mesh.data_world, config=MIXTURE)["sent"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "mesh", "ep"), [("fp8_tensorwise", (1, 4), 2), ("int8", (2, 2), 4), ("bf16", (4, 1), 2)], ids=str
+)
+def test_the_planned_bytes_of_divided_experts_are_those_that_ranks_send(scheme, mesh, ep):
+    found = run_ranks(4, _sent_with_experts, scheme, *mesh, ep)
+    options = {"quantize": scheme, "dp_replicate": mesh[0], "ep": ep, "batch_size": 8, "seq_len": 24}
+    plan = world_of(MIXTURE, 4, **options)
+    costs = plan.step(plan.mesh).costs
+    kinds = {
+        "gradients": ("gradients",),
+        "weights": ("weights", "codes"),
+        "tokens of experts": ("activations", "activation codes", "routes"),
+    }
+    for what, names in kinds.items():
+        sent_by_ranks = [sum(of_rank.get(name, 0) for name in names) for of_rank in found]
+        assert costs[what].bytes == pytest.approx(np.mean(sent_by_ranks), rel=0.02), what
+
+
+def _sent_with_divided_layers(scheme: str, sequence: bool, checkpointing: str, shape: dict) -> dict[str, int]:
+    """Bytes that this rank sends in a step of two micro-batches."""
+    mesh = make_mesh(0, 0, "cpu", 2)
+    source = ModelSource("small", shape, "--model")
+    model = build_model(source, dtype=torch.bfloat16, tensor=mesh.tensor_group, sequence=sequence)
+    apply_activation_checkpointing(model, checkpointing)
+    quantized = quantize_linears(model, SCHEMES.make(scheme, {}, "-"), seed=0, head=model.lm_head)
+    parallel, forward = DataParallel(model, quantized, mesh), language_forward(model, None)
+    tokens = torch.arange(2 * 25).view(2, 25)
+    batches = [Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for _ in range(2)]
+    sent.clear()
+    compute_gradients(model, forward, quantized, batches, 0, parallel=parallel)
+    parallel.refresh()
+    return dict(sent)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "sequence", "checkpointing", "shape"),
+    [
+        ("fp8_tensorwise", True, "none", SHAPE),
+        ("int8", True, "full", SHAPE),
+        ("int4", True, "none", SHAPE),
+        ("fp8_blockwise", True, "none", SHAPE),
+        ("bitnet", False, "full", SHAPE),
+        ("fp8_tensorwise", True, "full", MIXTURE | {"num_key_value_heads": 2}),
+        ("fp8_rowwise", True, "none", MIXTURE | {"num_key_value_heads": 2}),
+    ],
+)
+def test_the_planned_bytes_of_divided_layers_are_those_that_ranks_send(scheme, sequence, checkpointing, shape):
+    found = run_ranks(4, _sent_with_divided_layers, scheme, sequence, checkpointing, shape)
+    options = {"quantize": scheme, "sequence_parallel": sequence, "activation_checkpointing": checkpointing}
+    plan = world_of(shape, 4, tp=2, batch_size=8, gradient_accumulation=2, seq_len=24, **options)
+    costs = plan.step(plan.mesh).costs
+    kinds = ("activations", "activation codes", "routes")
+    activations = [sum(r.get(kind, 0) for kind in kinds) for r in found]
+    assert costs["activations"].bytes == pytest.approx(np.mean(activations), rel=0.03)
+    assert costs["gradients"].bytes == pytest.approx(np.mean([r["gradients"] for r in found]), rel=0.02)
+    weights = [r.get("weights", 0) + r.get("codes", 0) for r in found]
+    assert costs["weights"].bytes == pytest.approx(np.mean(weights), rel=0.02)
+
+
+def _sent_with_frozen_layers(lora: Lora, quantize: str) -> dict[str, int]:
+    """Bytes that this rank sends in a step of two micro-batches, layers fully sharded."""
+    model = build_model(ModelSource("small", SHAPE, "--model"), dtype=torch.bfloat16, defer_layers=True)
+    scheme = SCHEMES.make(quantize, {}, "-") if lora.base == "none" else base_scheme(lora.base, quantize)
+    quantized = quantize_linears(model, scheme, seed=0, head=model.lm_head)
+    add_lora(model, lora, seed=0)
+    parallel = DataParallel(model, quantized, make_mesh(0, 0, "cpu"), units=model.units())
+    tokens = torch.arange(2 * 25).view(2, 25)
+    batches = [Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for _ in range(2)]
+    sent.clear()
+    compute_gradients(model, language_forward(model, None), quantized, batches, 0, parallel=parallel)
+    parallel.refresh()
+    return dict(sent)
+
+
+@pytest.mark.parametrize(
+    ("lora", "quantize"),
+    [(Lora(r=4, base="nf4"), "bf16"), (Lora(r=4), "fp8_tensorwise"), (Lora(r=4, targets=("o_proj",)), "int8")],
+    ids=str,
+)
+def test_the_planned_bytes_of_frozen_layers_are_those_that_ranks_send(lora, quantize):
+    found = run_ranks(2, _sent_with_frozen_layers, lora, quantize)
+    config = ModelConfig.from_hf(SHAPE)
+    scheme = None if lora.base == "none" else base_scheme(lora.base, quantize)
+    options = {"batch_size": 8, "micro_batch_size": 2, "seq_len": 24, "quantize": quantize, **ZERO3}
+    settings = LanguageSettings(gpu="h200", dry_run=True, world_size=2, **options)
+    checked = checked_of(settings, scheme)
+    linears, hardware = linears_of(checked, config), planned_hardware(settings, checked.device)
+    plan = plan_language_run(checked, config, linears, hardware, (), only_adapters(config, lora)).world
+    costs = plan.step(plan.mesh).costs
+    assert plan.step(plan.mesh).reshards
+    assert costs["gradients"].bytes == pytest.approx(np.mean([r["gradients"] for r in found]), rel=0.02)
+    layers = [r.get("weights", 0) + r.get("codes", 0) for r in found]
+    ends = 2 * 2 * 2 * config.vocab_size * config.hidden_size / 2  # embedding and head in bf16, twice, of two ranks
+    # The last layer stays gathered between its forward and its backward pass.
+    planned = (costs["weights of layers"].bytes - ends) * 3 / 4 + ends
+    assert planned == pytest.approx(np.mean(layers), rel=0.03)
