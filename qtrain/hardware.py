@@ -163,11 +163,11 @@ def _measured_peaks(device: torch.device) -> dict[str, float]:
     """TFLOP/s by arithmetic, of square products of random data."""
     if device.type != "cuda":
         return _cpu_peaks(torch.get_num_threads())
-    rates = {name: max(_rate(*product) for _ in range(4)) for name, product in _products(8192, device).items()}
+    rates = {name: max(product_rate(*product) for _ in range(4)) for name, product in _products(8192, device).items()}
     if has_fp8(device):
         a, one = torch.randn(8192, 8192, device=device).to(torch.float8_e4m3fn), torch.ones((), device=device)
         multiply = functools.partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-        rates["fp8"] = max(_rate(multiply, a) for _ in range(4))
+        rates["fp8"] = max(product_rate(multiply, a) for _ in range(4))
     if has_mx(device):
         rates["mxfp8"] = rates["fp8"]
     return rates
@@ -195,7 +195,7 @@ def _one_thread_peaks() -> dict[str, float]:
             for name, product in products.items():
                 end = time.perf_counter() + MEASURE_SECONDS / ROUNDS / len(products)
                 while True:
-                    rates[name] = max(rates.get(name, 0.0), _rate(*product))
+                    rates[name] = max(rates.get(name, 0.0), product_rate(*product))
                     if time.perf_counter() >= end:
                         break
         rates["int8"] = max(rates["int8"], rates["fp32"])  # `int8_mm` multiplies in fp32 where that is faster
@@ -214,8 +214,8 @@ def _products(size: int, device: torch.device) -> dict[str, tuple[Callable[..., 
     return found
 
 
-def _rate(multiply: Callable[..., torch.Tensor], a: torch.Tensor) -> float:
-    """TFLOP/s of one call."""
+def product_rate(multiply: Callable[..., torch.Tensor], a: torch.Tensor) -> float:
+    """TFLOP/s of one call: a, square, times its transpose."""
     _wait(a.device)
     start = time.perf_counter()
     multiply(a, a.t())

@@ -237,8 +237,8 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any], close: Mapping
 
 
 def share_gpu() -> None:
-    """Let NCCL take this process's GPU although others of the machine have it: each process is a machine to NCCL, and
-    its messages take the loopback interface."""
+    """Have this process use the first GPU, as all others of the machine do: each is a machine of its own to NCCL, which
+    else refuses a GPU that another process has, and its messages take the loopback interface."""
     os.environ.update(
         NCCL_HOSTID=f"rank{local_rank()}",
         NCCL_SOCKET_IFNAME="lo",
@@ -247,17 +247,16 @@ def share_gpu() -> None:
         NCCL_SHM_DISABLE="1",
         NCCL_MNNVL_ENABLE="0",
         NCCL_NVLS_ENABLE="0",
+        LOCAL_RANK="0",
     )
 
 
 def work(arguments: argparse.Namespace) -> None:
     """One process of a mesh: train every case; rank 0 writes the results."""
     torch.set_num_threads(1)
-    device = torch.device("cpu")
-    if arguments.device == "cuda":
-        device = torch.device("cuda", 0 if arguments.share_gpu else local_rank())
     if arguments.share_gpu:
         share_gpu()
+    device = torch.device("cuda", local_rank()) if arguments.device == "cuda" else torch.device("cpu")
     join_world(device)
     replicate, shard = map(int, arguments.work.split("x"))
     ep = arguments.ep if replicate * shard > 1 else 1
@@ -290,7 +289,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of weights and gradients")
     parser.add_argument("--not_deterministic", action="store_true", help="as runs are without --deterministic")
     parser.add_argument("--full_shard", action="store_true", help="ZeRO-3 on meshes that shard, instead of ZeRO-2")
-    parser.add_argument("--share_gpu", action="store_true", help="all processes on one GPU: slow, and correct or not")
+    parser.add_argument("--share_gpu", action="store_true", help="all processes on one GPU, with --device cuda")
     parser.add_argument("--ep", type=int, default=1, help="processes that divide the experts of a small mixture")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)

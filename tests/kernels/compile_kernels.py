@@ -321,9 +321,9 @@ def grouped() -> Iterator[Case]:
                         x, w, s[0], s[1].expand(3, -1, -1), *blocks, zeros(512, 512), t, GROUPED.of_block, STARTS
                     ),
                 )
-                some = number == 0 and blocks[1] == "1x128"
                 if t.parts > 1:
                     continue
+                some = number == 0 and blocks[1] == "1x128"
                 yield (
                     some,
                     lambda t=t, x=x, s=scales, blocks=blocks: launch_grouped_sums_blockwise(

@@ -7,13 +7,12 @@ as fast. They are exact too, over spans of K whose sums fp32 holds.
 """
 
 import functools
-import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qtrain.hardware import product_rate
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import triton
 from qtrain.kernels.gemm.persistent import launch_persistent_mm
@@ -54,15 +53,12 @@ def fp32_products(a: Tensor, b: Tensor) -> Tensor:
 @functools.cache
 def _fp32_is_faster() -> bool:
     """Whether this CPU multiplies fp32 faster than INT8, by one small product; either result is the same."""
-    a = torch.ones(256, 256, dtype=torch.int8)
-
-    def seconds(multiply: Callable[[], Tensor]) -> float:
-        start = time.perf_counter()
-        multiply()
-        return time.perf_counter() - start
-
-    by_fp32, by_int8 = (lambda: fp32_products(a, a)), (lambda: torch._int_mm(a, a.t()))
-    return min(seconds(by_fp32) for _ in range(3)) < min(seconds(by_int8) for _ in range(3))
+    a = torch.ones(256, 256, dtype=torch.int8, device="cpu")
+    by_fp32, by_int8 = (
+        max(product_rate(multiply, a) for _ in range(3))
+        for multiply in (lambda x, y: fp32_products(x, y.t()), torch._int_mm)
+    )
+    return by_fp32 > by_int8
 
 
 def launch_int8_mm(a: Tensor, b: Tensor, tiling: Tiling) -> Tensor:

@@ -105,8 +105,9 @@ def check_operators(device, dtype):
     for weighted, key in ((False, None), (True, KEY.to(device))):
         for rows, columns in ((256, 48), (37, 40), (0, 16)):
             x, index = gathered_case(max(rows, 8), columns, 5, "outlier", weighted, device, dtype)
-            if not rows:  # no row of x is gathered
-                x, index = x[:0], RowIndex(*(None if t is None else t[:0] for t in index))
+            index = RowIndex(*(None if t is None else t[:rows] for t in index))
+            if not rows:
+                x.zero_()  # as `gathered_case` does with rows that are not gathered
             whole = gather_rows_ref(x, *index)
             for fmt, granularity, fmt_t in (
                 ("int8", "rowwise", "int8"), ("int4", "rowwise", "int4"), ("e4m3", "1x128", "e5m2"),
