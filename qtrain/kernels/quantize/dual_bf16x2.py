@@ -39,115 +39,16 @@ from qtrain.kernels.numerics.encode import encoding, inv_scale_of, scale_from_am
 from qtrain.kernels.numerics.formats import EIGHT_BITS, FORMATS, empty_scale
 from qtrain.kernels.numerics.philox import philox_key
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
-from qtrain.kernels.numerics.silu import gate_grad_bf16x2, sum_of_pairs, swiglu_bf16x2, up_grad_bf16x2
 from qtrain.kernels.quantize.absmax import launch_absmax
 from qtrain.kernels.quantize.column_groups import BlockGroups, group_of_row, launch_group_scales
-from qtrain.kernels.quantize.gather_rows import EVERY_ROW, RowIndex, load_token, load_weight, times_weight
+from qtrain.kernels.quantize.dual_load import inside_of_tile, load_tile, offset_of_tile, rows_inside, words_inside
+from qtrain.kernels.quantize.gather_rows import EVERY_ROW, RowIndex
 
 BLOCK = 128
 WARPS, REGISTERS = 4, 168
 """Warps of a CTA, registers of a thread: three CTAs, with 96 KiB of loads in flight, share an SM of an H200."""
 WARPS_OF_GRADIENT, REGISTERS_OF_GRADIENT = 8, 128
 """The same for a SwiGLU's gradient, which is computed from three tensors: more warps, each with less live state."""
-
-
-@triton.jit
-def _load_four_rows(ptrs, stride, inside):
-    """Words at `ptrs` and at the same places of the three rows below; 0 outside."""
-    if inside is None:
-        return tl.load(ptrs), tl.load(ptrs + stride), tl.load(ptrs + 2 * stride), tl.load(ptrs + 3 * stride)
-    else:
-        first, second = tl.load(ptrs, inside, 0), tl.load(ptrs + stride, inside, 0)
-        return first, second, tl.load(ptrs + 2 * stride, inside, 0), tl.load(ptrs + 3 * stride, inside, 0)
-
-
-@triton.jit
-def _load_gathered_rows(
-    x_ptr, token_ptr, weight_ptr, row, column, words, inside_rows, inside_columns, PTX: tl.constexpr
-):
-    """Columns `column` of the gathered row `row` and of the three below; 0 outside. All loads are issued before the
-    first product."""
-    token0, token1 = tl.load(token_ptr + row, inside_rows, -1), tl.load(token_ptr + row + 1, inside_rows, -1)
-    token2, token3 = tl.load(token_ptr + row + 2, inside_rows, -1), tl.load(token_ptr + row + 3, inside_rows, -1)
-    column, inside = column[None, :], inside_columns[None, :]
-    x0 = load_token(x_ptr, token0[:, None], column, words, inside)
-    x1 = load_token(x_ptr, token1[:, None], column, words, inside)
-    x2 = load_token(x_ptr, token2[:, None], column, words, inside)
-    x3 = load_token(x_ptr, token3[:, None], column, words, inside)
-    if weight_ptr is not None:
-        weight0, weight1 = load_weight(weight_ptr, row, token0), load_weight(weight_ptr, row + 1, token1)
-        weight2, weight3 = load_weight(weight_ptr, row + 2, token2), load_weight(weight_ptr, row + 3, token3)
-        x0, x1 = times_weight(x0, weight0[:, None], PTX), times_weight(x1, weight1[:, None], PTX)
-        x2, x3 = times_weight(x2, weight2[:, None], PTX), times_weight(x3, weight3[:, None], PTX)
-    return x0, x1, x2, x3
-
-
-@triton.jit
-def _load_swiglu(gate_ptrs, words, inside, PTX: tl.constexpr):
-    """Four rows of y = swiglu(x), whose rows of `words` words are gate, then up, in x."""
-    x0, x1, x2, x3 = _load_four_rows(gate_ptrs, 2 * words, inside)
-    up0, up1, up2, up3 = _load_four_rows(gate_ptrs + words, 2 * words, inside)
-    y0, y1 = swiglu_bf16x2(x0, up0, PTX), swiglu_bf16x2(x1, up1, PTX)
-    return y0, y1, swiglu_bf16x2(x2, up2, PTX), swiglu_bf16x2(x3, up3, PTX)
-
-
-@triton.jit
-def _store_row_dots(dots0, dots1, dots2, dots3, dots_ptr, first, m, block, blocks):
-    """Sums `sum_of_pairs` over a block of columns, of the rows first + 4 * i + r in the r-th vector -> `row_dots`, fp32
-    [m, blocks]. All in one store, for which the compiler changes the layout once."""
-    dots = tl.reshape(tl.join(tl.join(dots0, dots2), tl.join(dots1, dots3)), (4 * dots0.shape[0],))
-    row = first + tl.arange(0, 4 * dots0.shape[0])
-    tl.store(dots_ptr + row.to(tl.int64) * blocks + block, dots, row < m)
-
-
-@triton.jit
-def _load_swiglu_grad(
-    gate_ptrs, dy_ptrs, dots_ptr, words, half, first, m, block, blocks, inside, PTX: tl.constexpr
-):  # fmt: skip
-    """Four rows of the gradient of gate, or from block number `blocks` on of up, in x [*, words], with gate and up of
-    `half` words each. That of gate comes with the block's `row_dots`, unless dots_ptr is None."""
-    x0, x1, x2, x3 = _load_four_rows(gate_ptrs, words, inside)
-    dy0, dy1, dy2, dy3 = _load_four_rows(dy_ptrs, half, inside)
-    if block >= blocks:
-        x0, x1 = up_grad_bf16x2(dy0, x0, PTX), up_grad_bf16x2(dy1, x1, PTX)
-        x2, x3 = up_grad_bf16x2(dy2, x2, PTX), up_grad_bf16x2(dy3, x3, PTX)
-    else:
-        up0, up1, up2, up3 = _load_four_rows(gate_ptrs + half, words, inside)
-        x0, dots0 = gate_grad_bf16x2(dy0, x0, up0, PTX)
-        x1, dots1 = gate_grad_bf16x2(dy1, x1, up1, PTX)
-        x2, dots2 = gate_grad_bf16x2(dy2, x2, up2, PTX)
-        x3, dots3 = gate_grad_bf16x2(dy3, x3, up3, PTX)
-        if dots_ptr is not None:
-            dots0, dots1 = sum_of_pairs(dots0), sum_of_pairs(dots1)
-            dots2, dots3 = sum_of_pairs(dots2), sum_of_pairs(dots3)
-            _store_row_dots(dots0, dots1, dots2, dots3, dots_ptr, first, m, block, blocks)
-    return x0, x1, x2, x3
-
-
-@triton.jit
-def _load_tile(
-    x_ptr, token_ptr, weight_ptr, dy_ptr, dots_ptr, start, offset, words, m, tile_m, tile_k, i, j, rows, columns,
-    inside, SWIGLU: tl.constexpr, PTX: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The tile at x_ptr + start + offset of what is quantized, with `words` words per row: row 4 * i + r in the r-th
-    result [BLOCK / 4, BLOCK / 2]."""
-    if SWIGLU == "forward":
-        gate_ptrs = x_ptr + start + offset + (tile_m.to(tl.int64) * BLOCK + 4 * i)[:, None] * words
-        return _load_swiglu(gate_ptrs, words, inside, PTX)
-    elif SWIGLU == "backward":
-        half = tl.multiple_of(words // 2, BLOCK // 2)
-        left = tl.multiple_of(tile_k * (BLOCK // 2) % half, BLOCK // 2)
-        gate_ptrs = x_ptr + (start - tile_k * (BLOCK // 2) + left) + offset
-        dy_ptrs = dy_ptr + tile_m.to(tl.int64) * BLOCK * half + left + i[:, None] * (4 * half) + j[None, :]
-        blocks = half // (BLOCK // 2)
-        return _load_swiglu_grad(
-            gate_ptrs, dy_ptrs, dots_ptr, words, half, tile_m * BLOCK, m, tile_k, blocks, inside, PTX
-        )
-    elif token_ptr is not None:
-        row, column = tile_m * BLOCK + 4 * i, tile_k * (BLOCK // 2) + j
-        return _load_gathered_rows(x_ptr, token_ptr, weight_ptr, row, column, words, rows, columns, PTX)
-    else:
-        return _load_four_rows(x_ptr + start + offset, words, inside)
 
 
 @triton.jit
@@ -288,52 +189,18 @@ def _store_rows_pack_columns(
     return a0, b0
 
 
-@triton.jit(do_not_specialize=["role", "stride", "stride_t"])
-def _dual_kernel(
-    x_ptr, token_ptr, weight_ptr, dy_ptr, dots_ptr, codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr, source_ptr,
-    source_t_ptr, amax_ptr, group_ptr, key_ptr, role, m, k, stride, stride_t,
-    SWIGLU: tl.constexpr, STOCHASTIC: tl.constexpr, STOCHASTIC_T: tl.constexpr, SCALES: tl.constexpr,
-    CODE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def quantize_tile(
+    x0, x1, x2, x3, tile_m, tile_k, codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr, source_ptr, source_t_ptr, amax_ptr,
+    given, known_amax, key_ptr, role, m, k, stride, stride_t,
+    STOCHASTIC: tl.constexpr, STOCHASTIC_T: tl.constexpr, SCALES: tl.constexpr, CODE: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x, codes and codes_t as words of two elements, two codes and four codes; m, k: elements, multiples of 16.
-
-    SCALES: the granularity, or "given" for one scale at source_ptr; amax_ptr then receives the bits of the absmax, if
-    it is not None. Otherwise source_ptr (tensorwise, rowwise) and source_t_ptr (rowwise) hold bits of absmaxes.
-    group_ptr: groups of rows whose columns have maxima of their own at source_t_ptr (rowwise; scale_t_ptr is None), or
-    None. stride, stride_t: of the scales of blocks, down (128x128). EVEN: m and k are multiples of BLOCK.
-
-    SWIGLU: "" quantizes x [m, k], or m rows gathered from x unless token_ptr is None; "forward" y = swiglu(x),
-    x [m, 2 * k]; "backward" the gradient of x [m, k] from dy [m, k / 2], with `row_dots` unless dots_ptr is None.
-    """
-    tile = tl.program_id(0)
-    if SCALES == "rowwise" or SCALES == "tensorwise":  # reversed: the absmax pass read the last tiles last
-        tile = tl.num_programs(0) - 1 - tile
-    tiles_k = tl.cdiv(k, BLOCK)
-    tile_m, tile_k = tile // tiles_k, tile % tiles_k
-    if SWIGLU == "backward":  # tiles of gate and of up that read the same words are neighbors
-        tile_k = tile_k % 2 * (tiles_k // 2) + tile_k // 2
+    """Stores codes and scales of a tile, as `load_tile` returns it. Arguments as for `_dual_kernel`, but source_t_ptr
+    is that of the tile's group; given: the scale, if it is; known_amax: no more than what is at amax_ptr."""
     words, quads = tl.multiple_of(k // 2, 8), tl.multiple_of(m // 4, 4)  # of a row of x, of a row of codes_t
     i, j, lane = tl.arange(0, BLOCK // 4), tl.arange(0, BLOCK // 2), tl.arange(0, BLOCK)
-    start = tile_m.to(tl.int64) * BLOCK * words + tile_k * (BLOCK // 2)
-    offset = i[:, None] * (4 * words) + j[None, :]
     down, across = tile_m * BLOCK + lane, tile_k * BLOCK + lane
-    if group_ptr is not None:
-        source_t_ptr += group_of_row(group_ptr, tile_m * BLOCK) * k
-    if SCALES == "given":
-        scale, known_amax = tl.load(source_ptr), 0
-        if amax_ptr is not None:
-            known_amax = tl.load(amax_ptr)  # a stale value is as good, and few CTAs exceed it
-    if EVEN:
-        rows, columns = tl.full((BLOCK // 4,), True, tl.int1), tl.full((BLOCK // 2,), True, tl.int1)
-        inside: tl.constexpr = None
-    else:
-        rows, columns = tile_m * (BLOCK // 4) + i < quads, tile_k * (BLOCK // 2) + j < words
-        inside = rows[:, None] & columns[None, :]
-    x0, x1, x2, x3 = _load_tile(
-        x_ptr, token_ptr, weight_ptr, dy_ptr, dots_ptr, start, offset, words, m, tile_m, tile_k, i, j, rows, columns,
-        inside, SWIGLU, CODE.ptx, BLOCK,
-    )  # fmt: skip
-
     overflow = False
     if SCALES == "rowwise":
         inv, inv_first, inv_second, nonfinite = _whole_row_scales(
@@ -342,7 +209,9 @@ def _dual_kernel(
     elif SCALES == "1x128":
         inv, column_amax, nonfinite = _block_row_scales(x0, x1, x2, x3, scale_ptr, down, m, tile_k, CODE)
     else:
-        if SCALES != "given":
+        if SCALES == "given":
+            scale = given
+        else:
             if SCALES == "tensorwise":
                 amax = tl.load(source_ptr)
             else:  # 128x128
@@ -353,8 +222,8 @@ def _dual_kernel(
             tl.store(scale_ptr + tile_m * stride + tile_k, scale)
             tl.store(scale_t_ptr + tile_k * stride_t + tile_m, scale)
         else:
-            tl.store(scale_ptr, scale, tile == 0)
-            tl.store(scale_t_ptr, scale, tile == 0)
+            tl.store(scale_ptr, scale, (tile_m == 0) & (tile_k == 0))
+            tl.store(scale_t_ptr, scale, (tile_m == 0) & (tile_k == 0))
         if SCALES == "given":
             nonfinite: tl.constexpr = False  # a NaN has a code of FP8, and the rest saturates
             inv_scale = inv_scale_of(scale, False)
@@ -370,7 +239,11 @@ def _dual_kernel(
         inv_first, inv_second = _block_column_scales(column_amax, nonfinite, scale_t_ptr, across, k, tile_m, CODE)
 
     # Stores of 8 codes per thread, not of 16: half the registers to gather them in.
-    ptrs = codes_ptr + start + tl.max_contiguous(offset, (1, 4))
+    start, offset = offset_of_tile(tile_m, tile_k, words, BLOCK)
+    ptrs, inside = (
+        codes_ptr + start + tl.max_contiguous(offset, (1, 4)),
+        inside_of_tile(tile_m, tile_k, m, k, EVEN, BLOCK),
+    )
     SAME: tl.constexpr = STOCHASTIC == STOCHASTIC_T and SCALES != "1x128" and SCALES != "rowwise"
     block, draws, key = 0, words // 4, None  # draws: of a row of x
     if STOCHASTIC or STOCHASTIC_T:
@@ -382,11 +255,56 @@ def _dual_kernel(
         ptrs, words, inside, (x0, x1, x2, x3), inv, inv_first, inv_second, overflow, block, draws, key,
         STOCHASTIC, STOCHASTIC_T, SAME, CODE,
     )  # fmt: skip
+    rows, columns = rows_inside(tile_m, m, EVEN, BLOCK), words_inside(tile_k, k, EVEN, BLOCK)
     start_t = tile_k.to(tl.int64) * BLOCK * quads + tile_m * (BLOCK // 4)
     ptrs_t = codes_t_ptr + start_t + j[:, None] * (2 * quads) + i[None, :]
     inside_t = None if EVEN else columns[:, None] & rows[None, :]
     tl.store(ptrs_t, tl.trans(a), inside_t)
     tl.store(ptrs_t + quads, tl.trans(b), inside_t)
+
+
+@triton.jit
+def stripe_of_tile(tile_k, tiles_k, SWIGLU: tl.constexpr):
+    """The block of columns of a tile's number: in a SwiGLU's gradient, tiles of gate and of up that read the same words
+    are neighbors."""
+    return tile_k % 2 * (tiles_k // 2) + tile_k // 2 if SWIGLU == "backward" else tile_k
+
+
+@triton.jit(do_not_specialize=["role", "stride", "stride_t"])
+def _dual_kernel(
+    x_ptr, token_ptr, weight_ptr, dy_ptr, dots_ptr, codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr, source_ptr,
+    source_t_ptr, amax_ptr, group_ptr, key_ptr, role, m, k, stride, stride_t,
+    SWIGLU: tl.constexpr, STOCHASTIC: tl.constexpr, STOCHASTIC_T: tl.constexpr, SCALES: tl.constexpr,
+    CODE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """x, codes and codes_t as words of two elements, two codes and four codes; m, k: elements, multiples of 16.
+
+    SCALES: the granularity, or "given" for one scale at source_ptr; amax_ptr then receives the bits of the absmax, if
+    it is not None. Otherwise source_ptr (tensorwise, rowwise) and source_t_ptr (rowwise) hold bits of absmaxes.
+    group_ptr: groups of rows whose columns have maxima of their own at source_t_ptr (rowwise; scale_t_ptr is None), or
+    None. stride, stride_t: of the scales of blocks, down (128x128). EVEN: m and k are multiples of BLOCK. SWIGLU, and
+    what x and dy are: see `load_tile`.
+    """
+    tile = tl.program_id(0)
+    if SCALES == "rowwise" or SCALES == "tensorwise":  # reversed: the absmax pass read the last tiles last
+        tile = tl.num_programs(0) - 1 - tile
+    tiles_k = tl.cdiv(k, BLOCK)
+    tile_m, tile_k = tile // tiles_k, stripe_of_tile(tile % tiles_k, tiles_k, SWIGLU)
+    if group_ptr is not None:
+        source_t_ptr += group_of_row(group_ptr, tile_m * BLOCK) * k
+    given, known_amax = None, 0
+    if SCALES == "given":
+        given = tl.load(source_ptr)
+    if amax_ptr is not None:
+        known_amax = tl.load(amax_ptr)  # a stale value is as good, and few CTAs exceed it
+    x0, x1, x2, x3 = load_tile(
+        x_ptr, token_ptr, weight_ptr, dy_ptr, dots_ptr, tile_m, tile_k, m, k, SWIGLU, CODE.ptx, EVEN, BLOCK
+    )
+    quantize_tile(
+        x0, x1, x2, x3, tile_m, tile_k, codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr, source_ptr, source_t_ptr,
+        amax_ptr, given, known_amax, key_ptr, role, m, k, stride, stride_t,
+        STOCHASTIC, STOCHASTIC_T, SCALES, CODE, EVEN, BLOCK,
+    )  # fmt: skip
 
 
 def supports_dual_bf16x2(

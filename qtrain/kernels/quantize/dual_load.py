@@ -1,0 +1,147 @@
+"""What `dual_bf16x2.py` quantizes, in tiles: a matrix, rows gathered from it, y = swiglu(x), or the gradient of x from
+dy. Words are of two bf16, and a thread holds those of four consecutive rows."""
+
+from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.numerics.silu import gate_grad_bf16x2, sum_of_pairs, swiglu_bf16x2, up_grad_bf16x2
+from qtrain.kernels.quantize.gather_rows import load_token, load_weight, times_weight
+
+
+@triton.jit
+def _load_four_rows(ptrs, stride, inside):
+    """Words at `ptrs` and at the same places of the three rows below; 0 outside."""
+    if inside is None:
+        return tl.load(ptrs), tl.load(ptrs + stride), tl.load(ptrs + 2 * stride), tl.load(ptrs + 3 * stride)
+    else:
+        first, second = tl.load(ptrs, inside, 0), tl.load(ptrs + stride, inside, 0)
+        return first, second, tl.load(ptrs + 2 * stride, inside, 0), tl.load(ptrs + 3 * stride, inside, 0)
+
+
+@triton.jit
+def _load_gathered_rows(
+    x_ptr, token_ptr, weight_ptr, row, column, words, inside_rows, inside_columns, PTX: tl.constexpr
+):
+    """Columns `column` of the gathered row `row` and of the three below; 0 outside. All loads are issued before the
+    first product."""
+    token0, token1 = tl.load(token_ptr + row, inside_rows, -1), tl.load(token_ptr + row + 1, inside_rows, -1)
+    token2, token3 = tl.load(token_ptr + row + 2, inside_rows, -1), tl.load(token_ptr + row + 3, inside_rows, -1)
+    column, inside = column[None, :], inside_columns[None, :]
+    x0 = load_token(x_ptr, token0[:, None], column, words, inside)
+    x1 = load_token(x_ptr, token1[:, None], column, words, inside)
+    x2 = load_token(x_ptr, token2[:, None], column, words, inside)
+    x3 = load_token(x_ptr, token3[:, None], column, words, inside)
+    if weight_ptr is not None:
+        weight0, weight1 = load_weight(weight_ptr, row, token0), load_weight(weight_ptr, row + 1, token1)
+        weight2, weight3 = load_weight(weight_ptr, row + 2, token2), load_weight(weight_ptr, row + 3, token3)
+        x0, x1 = times_weight(x0, weight0[:, None], PTX), times_weight(x1, weight1[:, None], PTX)
+        x2, x3 = times_weight(x2, weight2[:, None], PTX), times_weight(x3, weight3[:, None], PTX)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _load_swiglu(gate_ptrs, words, inside, PTX: tl.constexpr):
+    """Four rows of y = swiglu(x), whose rows of `words` words are gate, then up, in x."""
+    x0, x1, x2, x3 = _load_four_rows(gate_ptrs, 2 * words, inside)
+    up0, up1, up2, up3 = _load_four_rows(gate_ptrs + words, 2 * words, inside)
+    y0, y1 = swiglu_bf16x2(x0, up0, PTX), swiglu_bf16x2(x1, up1, PTX)
+    return y0, y1, swiglu_bf16x2(x2, up2, PTX), swiglu_bf16x2(x3, up3, PTX)
+
+
+@triton.jit
+def _store_row_dots(dots0, dots1, dots2, dots3, dots_ptr, first, m, block, blocks):
+    """Sums `sum_of_pairs` over a block of columns, of the rows first + 4 * i + r in the r-th vector -> `row_dots`, fp32
+    [m, blocks]. All in one store, for which the compiler changes the layout once."""
+    dots = tl.reshape(tl.join(tl.join(dots0, dots2), tl.join(dots1, dots3)), (4 * dots0.shape[0],))
+    row = first + tl.arange(0, 4 * dots0.shape[0])
+    tl.store(dots_ptr + row.to(tl.int64) * blocks + block, dots, row < m)
+
+
+@triton.jit
+def _load_swiglu_grad(
+    gate_ptrs, dy_ptrs, dots_ptr, words, half, first, m, block, blocks, inside, PTX: tl.constexpr
+):  # fmt: skip
+    """Four rows of the gradient of gate, or from block number `blocks` on of up, in x [*, words], with gate and up of
+    `half` words each. That of gate comes with the block's `row_dots`, unless dots_ptr is None."""
+    x0, x1, x2, x3 = _load_four_rows(gate_ptrs, words, inside)
+    dy0, dy1, dy2, dy3 = _load_four_rows(dy_ptrs, half, inside)
+    if block >= blocks:
+        x0, x1 = up_grad_bf16x2(dy0, x0, PTX), up_grad_bf16x2(dy1, x1, PTX)
+        x2, x3 = up_grad_bf16x2(dy2, x2, PTX), up_grad_bf16x2(dy3, x3, PTX)
+    else:
+        up0, up1, up2, up3 = _load_four_rows(gate_ptrs + half, words, inside)
+        x0, dots0 = gate_grad_bf16x2(dy0, x0, up0, PTX)
+        x1, dots1 = gate_grad_bf16x2(dy1, x1, up1, PTX)
+        x2, dots2 = gate_grad_bf16x2(dy2, x2, up2, PTX)
+        x3, dots3 = gate_grad_bf16x2(dy3, x3, up3, PTX)
+        if dots_ptr is not None:
+            dots0, dots1 = sum_of_pairs(dots0), sum_of_pairs(dots1)
+            dots2, dots3 = sum_of_pairs(dots2), sum_of_pairs(dots3)
+            _store_row_dots(dots0, dots1, dots2, dots3, dots_ptr, first, m, block, blocks)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def rows_inside(tile_m, m, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+    """Which fours of a tile's rows are above m, a multiple of 4. EVEN: all of them."""
+    if EVEN:
+        return tl.full((BLOCK // 4,), True, tl.int1)
+    else:
+        return tile_m * (BLOCK // 4) + tl.arange(0, BLOCK // 4) < m // 4
+
+
+@triton.jit
+def words_inside(tile_k, k, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+    """Which of a tile's words are left of k, a multiple of 2. EVEN: all of them."""
+    if EVEN:
+        return tl.full((BLOCK // 2,), True, tl.int1)
+    else:
+        return tile_k * (BLOCK // 2) + tl.arange(0, BLOCK // 2) < k // 2
+
+
+@triton.jit
+def inside_of_tile(tile_m, tile_k, m, k, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+    """The mask of a tile's words, by fours of rows; None if it is full."""
+    if EVEN:
+        return None
+    else:
+        return rows_inside(tile_m, m, EVEN, BLOCK)[:, None] & words_inside(tile_k, k, EVEN, BLOCK)[None, :]
+
+
+@triton.jit
+def offset_of_tile(tile_m, tile_k, words, BLOCK: tl.constexpr):
+    """Where a tile begins, and where in it a thread's first row of four is; `words` per row."""
+    i, j = tl.arange(0, BLOCK // 4), tl.arange(0, BLOCK // 2)
+    return tile_m.to(tl.int64) * BLOCK * words + tile_k * (BLOCK // 2), i[:, None] * (4 * words) + j[None, :]
+
+
+@triton.jit
+def load_tile(
+    x_ptr, token_ptr, weight_ptr, dy_ptr, dots_ptr, tile_m, tile_k, m, k,
+    SWIGLU: tl.constexpr, PTX: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A tile of the matrix [m, k] that is quantized, of which x and dy hold words of two elements: row 4 * i + r in the
+    r-th result [BLOCK / 4, BLOCK / 2].
+
+    SWIGLU: "" is x, or m rows gathered from it unless token_ptr is None; "forward" is y = swiglu(x), x [m, 2 * k];
+    "backward" the gradient of x [m, k] from dy [m, k / 2], with `row_dots` unless dots_ptr is None.
+    """
+    i, j, words = tl.arange(0, BLOCK // 4), tl.arange(0, BLOCK // 2), tl.multiple_of(k // 2, 8)
+    inside = inside_of_tile(tile_m, tile_k, m, k, EVEN, BLOCK)
+    start, offset = offset_of_tile(tile_m, tile_k, words, BLOCK)
+    if SWIGLU == "forward":
+        gate_ptrs = x_ptr + start + offset + (tile_m.to(tl.int64) * BLOCK + 4 * i)[:, None] * words
+        return _load_swiglu(gate_ptrs, words, inside, PTX)
+    elif SWIGLU == "backward":
+        half = tl.multiple_of(words // 2, BLOCK // 2)
+        left = tl.multiple_of(tile_k * (BLOCK // 2) % half, BLOCK // 2)
+        gate_ptrs = x_ptr + (start - tile_k * (BLOCK // 2) + left) + offset
+        dy_ptrs = dy_ptr + tile_m.to(tl.int64) * BLOCK * half + left + i[:, None] * (4 * half) + j[None, :]
+        blocks = half // (BLOCK // 2)
+        return _load_swiglu_grad(
+            gate_ptrs, dy_ptrs, dots_ptr, words, half, tile_m * BLOCK, m, tile_k, blocks, inside, PTX
+        )
+    elif token_ptr is not None:
+        rows, columns = rows_inside(tile_m, m, EVEN, BLOCK), words_inside(tile_k, k, EVEN, BLOCK)
+        row, column = tile_m * BLOCK + 4 * i, tile_k * (BLOCK // 2) + j
+        return _load_gathered_rows(x_ptr, token_ptr, weight_ptr, row, column, words, rows, columns, PTX)
+    else:
+        return _load_four_rows(x_ptr + start + offset, words, inside)
