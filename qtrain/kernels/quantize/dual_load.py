@@ -9,11 +9,8 @@ from qtrain.kernels.quantize.gather_rows import load_token, load_weight, times_w
 @triton.jit
 def _load_four_rows(ptrs, stride, inside):
     """Words at `ptrs` and at the same places of the three rows below; 0 outside."""
-    if inside is None:
-        return tl.load(ptrs), tl.load(ptrs + stride), tl.load(ptrs + 2 * stride), tl.load(ptrs + 3 * stride)
-    else:
-        first, second = tl.load(ptrs, inside, 0), tl.load(ptrs + stride, inside, 0)
-        return first, second, tl.load(ptrs + 2 * stride, inside, 0), tl.load(ptrs + 3 * stride, inside, 0)
+    first, second = tl.load(ptrs, inside, 0), tl.load(ptrs + stride, inside, 0)
+    return first, second, tl.load(ptrs + 2 * stride, inside, 0), tl.load(ptrs + 3 * stride, inside, 0)
 
 
 @triton.jit
@@ -99,11 +96,8 @@ def words_inside(tile_k, k, EVEN: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def inside_of_tile(tile_m, tile_k, m, k, EVEN: tl.constexpr, BLOCK: tl.constexpr):
-    """The mask of a tile's words, by fours of rows; None if it is full."""
-    if EVEN:
-        return None
-    else:
-        return rows_inside(tile_m, m, EVEN, BLOCK)[:, None] & words_inside(tile_k, k, EVEN, BLOCK)[None, :]
+    """The mask of a tile's words, by fours of rows."""
+    return rows_inside(tile_m, m, EVEN, BLOCK)[:, None] & words_inside(tile_k, k, EVEN, BLOCK)[None, :]
 
 
 @triton.jit
