@@ -44,7 +44,6 @@ from qtrain.kernels.quantize.absmax import launch_absmax
 from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.kernels.quantize.delayed_scale import launch_delayed_scale, launch_record_amax
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2
-from qtrain.kernels.quantize.dual_groups import launch_dual_groups
 from qtrain.kernels.quantize.gather_rows import RowIndex, launch_gather_rows
 from qtrain.kernels.quantize.mx import launch_quantize_mx
 from qtrain.kernels.quantize.nf4 import launch_dequantize_nf4, nf4_table
@@ -53,7 +52,6 @@ from qtrain.kernels.quantize.rowwise_bf16x2 import launch_rowwise_bf16x2
 from qtrain.kernels.quantize.tiled import launch_tiled
 from qtrain.kernels.scaled import launch_scaled
 from qtrain.kernels.swiglu.backward import launch_quantize_swiglu_backward
-from qtrain.kernels.swiglu.backward_groups import launch_swiglu_backward_groups
 from qtrain.kernels.swiglu.delayed_scale import launch_swiglu_delayed_scale
 from qtrain.kernels.swiglu.rowwise import launch_quantize_swiglu_rowwise
 from qtrain.kernels.swiglu.swiglu import launch_swiglu, launch_swiglu_backward
@@ -270,7 +268,7 @@ def grouped() -> Iterator[Case]:
         for number, r in enumerate(SINGLE):
             some = (fmt, number) in (("e4m3", 0), ("int8", 1))
             x = zeros(512, 144)
-            yield some, lambda f=fmt, r=r, x=x: launch_dual_groups(x, f, GROUPED, r)
+            yield some, lambda f=fmt, r=r, x=x: launch_dual_bf16x2(x, f, "rowwise", r, groups=GROUPED)
             yield False, lambda f=fmt, r=r, x=x: launch_tiled(x, f, "rowwise", "rowwise", r, groups=GROUPED)
             yield (
                 some and fmt == "int8",
@@ -283,13 +281,6 @@ def grouped() -> Iterator[Case]:
                     zeros(512, 2 * 336), zeros(512, 336), a, f, r, False, GROUPED, zeros(512, 3, dtype=FP32)
                 ),
             )
-            yield (
-                some,
-                lambda f=fmt, r=r: launch_swiglu_backward_groups(
-                    zeros(512, 2 * 256), zeros(512, 256), zeros(3 * 256, dtype=torch.int32), f, r, False, "int8", r,
-                    False, GROUPED, zeros(512, 2, dtype=FP32),
-                ),
-            )  # fmt: skip
     yield True, lambda: launch_absmax(zeros(512, 144, dtype=FP32), columns=True, groups=GROUPED)
 
     has_fp8 = hardware.has_fp8(torch.device("cpu"))

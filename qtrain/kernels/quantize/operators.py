@@ -19,7 +19,6 @@ from qtrain.kernels.quantize.absmax import absmax_ref
 from qtrain.kernels.quantize.column_groups import BlockGroups, block_groups
 from qtrain.kernels.quantize.delayed_scale import delayed_scale, launch_delayed_scale
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2, supports_dual_bf16x2
-from qtrain.kernels.quantize.dual_groups import launch_dual_groups
 from qtrain.kernels.quantize.gather_rows import EVERY_ROW, RowIndex
 from qtrain.kernels.quantize.reference import group_scale_ref, quantize_ref, quantize_transposed_ref, scale_ref
 from qtrain.kernels.quantize.rowwise import launch_rowwise
@@ -154,9 +153,7 @@ def quantize_dual(
         return (codes, used, codes_t, used_t) if scale is None else (codes, used.clone(), codes_t, used_t.clone())
     x, same = x.contiguous(), (fmt, granularity) == (fmt_t, granularity_t)
     if same and supports_dual_bf16x2(x, fmt, granularity, scale is not None, index):
-        if of is not None:
-            return launch_dual_groups(x, fmt, of, rounding, power_of_two, index=index)
-        return launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, scale, index=index)
+        return launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, scale, groups=of, index=index)
     x = index.gathered(x)
     given = _given(x, fmt, granularity, scale, power_of_two)
     given_t = _given(x, fmt_t, granularity_t, scale, power_of_two, transposed=True, groups=of)
@@ -198,9 +195,7 @@ def quantize_dual_into(
             x, fmt, granularity, granularity, *rounding, power_of_two, group_of_block=group_of_block, groups=groups
         )
     of = block_groups(x.shape[0], group_of_block, groups, granularity)
-    if of is not None:
-        return launch_dual_groups(x, fmt, of, rounding, power_of_two, out)
-    return launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, out=out, tensor_amax=amax)
+    return launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, groups=of, out=out, tensor_amax=amax)
 
 
 @torch.library.custom_op("qtrain::quantize_dual_delayed", mutates_args=())

@@ -43,16 +43,15 @@ def _load(ptrs, inside):
 
 @triton.jit
 def _gradient_row(x_ptrs, dy_ptrs, dx_ptrs, row_ptrs, dots_ptrs, words, inside, rows, PTX: tl.constexpr):
-    """Words [R, C] of x and dy: stores dx, its row maxima and the sums of dy * y (dx and the sums unless dx_ptrs and
-    dots_ptrs are None) -> y, and |gradient| of gate and of up."""
+    """Words [R, C] of x and dy: stores dx, its row maxima and, unless dots_ptrs is None, the sums of dy * y -> y, and
+    |gradient| of gate and of up."""
     gate, up, dy = _load(x_ptrs, inside), _load(x_ptrs + words, inside), _load(dy_ptrs, inside)
     dgate, dots = gate_grad_bf16x2(dy, gate, up, PTX)
     dup = up_grad_bf16x2(dy, gate, PTX)
     if dots_ptrs is not None:  # here and for each row: kept for longer, the sums would spill
         tl.store(dots_ptrs, sum_of_pairs(dots), rows)
-    if dx_ptrs is not None:
-        tl.store(dx_ptrs, dgate, inside)
-        tl.store(dx_ptrs + words, dup, inside)
+    tl.store(dx_ptrs, dgate, inside)
+    tl.store(dx_ptrs + words, dup, inside)
     dgate, dup = abs_bf16x2(dgate), abs_bf16x2(dup)
     tl.atomic_max(row_ptrs, row_max_bf16x2(max_bf16x2(dgate, dup, PTX), PTX), rows, sem="relaxed")
     return swiglu_bf16x2(gate, up, PTX), dgate, dup
@@ -63,39 +62,45 @@ def _max_of_four_rows(a, b, c, d, PTX: tl.constexpr):
     return max_bf16x2(max_bf16x2(a, b, PTX), max_bf16x2(c, d, PTX), PTX)
 
 
-@triton.jit
-def gradient_tile(
-    x_ptr, dy_ptr, dx_ptr, dots_ptr, codes_t_ptr, scale_t_ptr, source_t_ptr, row_ptr, column_ptr, key_ptr, role,
-    tile_m, tile_k, m, k,
+@triton.jit(do_not_specialize=["role"])
+def _quantize_swiglu_backward_kernel(
+    x_ptr, dy_ptr, dx_ptr, dots_ptr, codes_t_ptr, scale_t_ptr, source_t_ptr, row_ptr, column_ptr, group_ptr, key_ptr,
+    role, m, k,
     STOCHASTIC: tl.constexpr, CODE: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of `_quantize_swiglu_backward_kernel`; source_t_ptr and column_ptr are those of its group. dx_ptr None: dx
-    is not stored."""
+    """x, dy and dx as words of two elements, codes_t of y as words of four codes; m, k = I: multiples of 16.
+
+    EVEN: they are multiples of BLOCK_M and BLOCK_K. source_t_ptr: bits of the absmax of y's columns. row_ptr [m],
+    column_ptr [2 * k]: int32, zeros, receive those of dx. group_ptr: groups of rows with column maxima of their own, or
+    None; scale_t_ptr is None with it. dots_ptr: `row_dots`, or None.
+    """
     PTX: tl.constexpr = CODE.ptx
     tiles_k = tl.cdiv(k, BLOCK_K)
+    tile_m, tile_k = tl.program_id(0) // tiles_k, tl.program_id(0) % tiles_k
     words, quads = tl.multiple_of(k // 2, 8), tl.multiple_of(m // 4, 4)
+    if group_ptr is not None:
+        group = group_of_row(group_ptr, tile_m * BLOCK_M)
+        source_t_ptr += group * k
+        column_ptr += group * (2 * k)
     i, j = tile_m * (BLOCK_M // 4) + tl.arange(0, BLOCK_M // 4), tile_k * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
     rows, columns = i < quads, j < words
     inside = None if EVEN else rows[:, None] & columns[None, :]
     at = (4 * i).to(tl.int64)[:, None] * words
-    x_ptrs, dy_ptrs, row_ptrs = x_ptr + 2 * at + j[None, :], dy_ptr + at + j[None, :], row_ptr + 4 * i
-    dx0, dx1, dx2, dx3 = None, None, None, None
-    if dx_ptr is not None:
-        dx0 = dx_ptr + 2 * at + j[None, :]
-        dx1, dx2, dx3 = dx0 + 2 * words, dx0 + 4 * words, dx0 + 6 * words
+    x_ptrs, dx_ptrs, dy_ptrs = x_ptr + 2 * at + j[None, :], dx_ptr + 2 * at + j[None, :], dy_ptr + at + j[None, :]
+    row_ptrs = row_ptr + 4 * i
     dots0, dots1, dots2, dots3 = None, None, None, None
     if dots_ptr is not None:
         dots0 = dots_ptr + (4 * i).to(tl.int64) * tiles_k + tile_k
         dots1, dots2, dots3 = dots0 + tiles_k, dots0 + 2 * tiles_k, dots0 + 3 * tiles_k
-    y0, gate0, up0 = _gradient_row(x_ptrs, dy_ptrs, dx0, row_ptrs, dots0, words, inside, rows, PTX)
+    y0, gate0, up0 = _gradient_row(x_ptrs, dy_ptrs, dx_ptrs, row_ptrs, dots0, words, inside, rows, PTX)
     y1, gate1, up1 = _gradient_row(
-        x_ptrs + 2 * words, dy_ptrs + words, dx1, row_ptrs + 1, dots1, words, inside, rows, PTX
+        x_ptrs + 2 * words, dy_ptrs + words, dx_ptrs + 2 * words, row_ptrs + 1, dots1, words, inside, rows, PTX
     )
     y2, gate2, up2 = _gradient_row(
-        x_ptrs + 4 * words, dy_ptrs + 2 * words, dx2, row_ptrs + 2, dots2, words, inside, rows, PTX
+        x_ptrs + 4 * words, dy_ptrs + 2 * words, dx_ptrs + 4 * words, row_ptrs + 2, dots2, words, inside, rows, PTX
     )
     y3, gate3, up3 = _gradient_row(
-        x_ptrs + 6 * words, dy_ptrs + 3 * words, dx3, row_ptrs + 3, dots3, words, inside, rows, PTX
+        x_ptrs + 6 * words, dy_ptrs + 3 * words, dx_ptrs + 6 * words, row_ptrs + 3, dots3, words, inside, rows, PTX
     )
     dgate, dup = _max_of_four_rows(gate0, gate1, gate2, gate3, PTX), _max_of_four_rows(up0, up1, up2, up3, PTX)
     atomic_max_bf16x2(column_ptr, j, words, reduce_max_bf16x2(dgate, 0, PTX))
@@ -129,30 +134,6 @@ def gradient_tile(
     inside_t = None if EVEN else columns[:, None] & rows[None, :]
     tl.store(ptrs_t, tl.trans(a0), inside_t)
     tl.store(ptrs_t + quads, tl.trans(b0), inside_t)
-
-
-@triton.jit(do_not_specialize=["role"])
-def _quantize_swiglu_backward_kernel(
-    x_ptr, dy_ptr, dx_ptr, dots_ptr, codes_t_ptr, scale_t_ptr, source_t_ptr, row_ptr, column_ptr, group_ptr, key_ptr,
-    role, m, k,
-    STOCHASTIC: tl.constexpr, CODE: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """x, dy and dx as words of two elements, codes_t of y as words of four codes; m, k = I: multiples of 16.
-
-    EVEN: they are multiples of BLOCK_M and BLOCK_K. source_t_ptr: bits of the absmax of y's columns. row_ptr [m],
-    column_ptr [2 * k]: int32, zeros, receive those of dx. group_ptr: groups of rows with column maxima of their own, or
-    None; scale_t_ptr is None with it. dots_ptr: `row_dots`, or None.
-    """
-    tiles_k = tl.cdiv(k, BLOCK_K)
-    tile_m, tile_k = tl.program_id(0) // tiles_k, tl.program_id(0) % tiles_k
-    if group_ptr is not None:
-        group = group_of_row(group_ptr, tile_m * BLOCK_M)
-        source_t_ptr += group * k
-        column_ptr += group * (2 * k)
-    gradient_tile(
-        x_ptr, dy_ptr, dx_ptr, dots_ptr, codes_t_ptr, scale_t_ptr, source_t_ptr, row_ptr, column_ptr, key_ptr, role,
-        tile_m, tile_k, m, k, STOCHASTIC, CODE, EVEN, BLOCK_M, BLOCK_K,
-    )  # fmt: skip
 
 
 def launch_quantize_swiglu_backward(

@@ -23,7 +23,6 @@ from qtrain.kernels.quantize.column_groups import block_groups
 from qtrain.kernels.quantize.dual_bf16x2 import BLOCK, launch_dual_bf16x2, supports_dual_bf16x2
 from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_dual_delayed, quantize_transposed
 from qtrain.kernels.swiglu.backward import launch_quantize_swiglu_backward
-from qtrain.kernels.swiglu.backward_groups import launch_swiglu_backward_groups
 from qtrain.kernels.swiglu.delayed_scale import launch_swiglu_delayed_scale
 from qtrain.kernels.swiglu.rowwise import launch_quantize_swiglu_rowwise
 from qtrain.kernels.swiglu.swiglu import empty_row_dots, swiglu, swiglu_backward, swiglu_backward_dots
@@ -194,13 +193,8 @@ def quantize_swiglu_backward(
         of_y = quantize_transposed(swiglu(x), fmt_y, "rowwise", key_y, role_y, power_of_two_y, **grouped)
         return *dual, *of_y, dots
     dots = empty_row_dots(x, row_dots)
-    rounding_y, into = Rounding(key_y, role_y), dots if row_dots else None
-    if of is not None and dy.shape[1] % BLOCK == 0:
-        return *launch_swiglu_backward_groups(
-            x, dy, column_amax, fmt, rounding, power_of_two, fmt_y, rounding_y, power_of_two_y, of, into
-        ), dots
     codes_t, scale_t, dx, dx_amax = launch_quantize_swiglu_backward(
-        x, dy, column_amax, fmt_y, rounding_y, power_of_two_y, of, into
+        x, dy, column_amax, fmt_y, Rounding(key_y, role_y), power_of_two_y, of, dots if row_dots else None
     )
     dual = launch_dual_bf16x2(dx, fmt, "rowwise", rounding, power_of_two, row_column_amax=dx_amax, groups=of)
     return *dual, codes_t, scale_t, dots

@@ -10,18 +10,16 @@ from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.quantize.absmax import column_absmax_ref, launch_absmax
 from qtrain.kernels.quantize.column_groups import BLOCK_ROWS, BlockGroups, equal_groups
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2
-from qtrain.kernels.quantize.dual_groups import launch_dual_groups
 from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_transposed
 from qtrain.kernels.quantize.reference import quantize_ref, quantize_transposed_ref
 from qtrain.kernels.quantize.tiled import Tile, launch_tiled
 from qtrain.kernels.swiglu.backward import launch_quantize_swiglu_backward
-from qtrain.kernels.swiglu.backward_groups import launch_swiglu_backward_groups
 from qtrain.kernels.swiglu.quantize import quantize_swiglu, quantize_swiglu_backward, quantize_swiglu_rowwise
 from qtrain.kernels.swiglu.rowwise import launch_quantize_swiglu_rowwise
-from qtrain.kernels.swiglu.swiglu import empty_row_dots, swiglu, swiglu_backward
+from qtrain.kernels.swiglu.swiglu import swiglu, swiglu_backward
 from tests.cases import sampled, without_e5m2
 from tests.kernels.quantize.test_kernels import KEY, ROLE, same, stress_matrix
-from tests.kernels.swiglu.test_quantize import bits_of, check_dots, reference_output
+from tests.kernels.swiglu.test_quantize import bits_of, reference_output
 
 OF_BLOCK = [0, 0, 2, 3, -1]
 """Group 1 has no rows; the last block belongs to none."""
@@ -114,7 +112,7 @@ def check_tiled(x, fmt, key, power_of_two, groups, **options):
 
 def check_bf16x2(x, fmt, key, power_of_two, groups):
     for rounding in (NEAREST,) if key is None else (Rounding(key, ROLE), Rounding(key, ROLE, rows=False)):
-        found = launch_dual_groups(x, fmt, groups, rounding, power_of_two)
+        found = launch_dual_bf16x2(x, fmt, "rowwise", rounding, power_of_two, groups=groups)
         same(found, expected_dual(x, fmt, rounding, power_of_two, groups), (fmt, rounding))
 
 
@@ -165,29 +163,6 @@ def check_swiglu_gradient(width, fmt, key, kind, device, of_block):
     assert torch.equal(bits_of(amax[1]), bits_of(column_absmax_ref(dx, groups)))
     dual = launch_dual_bf16x2(dx, fmt, "rowwise", rounding, row_column_amax=amax, groups=groups)
     same(dual, expected_dual(dx, fmt, rounding, False, groups), fmt)
-
-
-def check_swiglu_passes(width, fmt, fmt_y, key, kind, device, of_block):
-    """Both passes of the gradient in one launch; y's codes may differ in format and rounding."""
-    x, groups = rows_of_groups(2 * width, 3, kind, torch.bfloat16, device, of_block)
-    dy, _ = rows_of_groups(width, 4, "outlier", torch.bfloat16, device, of_block)
-    y, dx = reference_output(x, None), reference_output(x, dy)
-    rounding = NEAREST if key is None else Rounding(key, ROLE)
-    for rounding_y in (NEAREST, rounding)[: 1 if key is None else 2]:
-        dots = empty_row_dots(x)
-        found = launch_swiglu_backward_groups(
-            x, dy, column_absmax_ref(y, groups), fmt, rounding, True, fmt_y, rounding_y, False, groups, dots
-        )
-        same(found[:4], expected_dual(dx, fmt, rounding, True, groups), fmt)
-        bits = rounding_y.bits(y.shape)[1]
-        same(found[4:], quantize_transposed_ref(y, fmt_y, "rowwise", bits, groups=groups), fmt_y)
-        check_dots(dots, dy, x)
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("fmt, fmt_y, key", [("int8", "int8", None), ("e4m3", "int8", KEY)])
-def test_swiglu_passes_in_the_interpreter(fmt, fmt_y, key):
-    check_swiglu_passes(128, fmt, fmt_y, key, "nonfinite" if key is None else "outlier", "cpu", FEW)
 
 
 @pytest.mark.interpreter
@@ -258,5 +233,4 @@ def test_kernels_on_gpu(fmt, key):
             width = (144, 608, 4864)[number // 8 % 3]
             check_swiglu_rows(width, fmt, key, kind, "cuda", of_block)
             check_swiglu_gradient(width, fmt, key, kind, "cuda", of_block)
-            check_swiglu_passes((128, 768, 4864)[number // 8 % 3], fmt, "int8", key, kind, "cuda", of_block)
     check_swiglu_operators("cuda")

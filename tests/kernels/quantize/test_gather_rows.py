@@ -8,7 +8,6 @@ from qtrain.kernels.quantize.absmax import launch_absmax
 from qtrain.kernels.quantize.column_groups import BLOCK_ROWS, BlockGroups
 from qtrain.kernels.quantize.delayed_scale import delayed_scale, launch_delayed_scale
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2, supports_dual_bf16x2
-from qtrain.kernels.quantize.dual_groups import launch_dual_groups
 from qtrain.kernels.quantize.gather_rows import (
     EVERY_ROW,
     GatheredRows,
@@ -74,10 +73,7 @@ def check_dual(rows, columns, seed, kind, fmt, granularity, weighted, rounding=N
         granularity, scale = "tensorwise", torch.tensor([1e-2], device=device)
         amax = torch.zeros(1, dtype=torch.int32, device=device)
     assert supports_dual_bf16x2(x, fmt, granularity, scale is not None, index)
-    if groups is None:
-        found = launch_dual_bf16x2(x, fmt, granularity, rounding, False, scale, amax, index=index)
-    else:
-        found = launch_dual_groups(x, fmt, groups, rounding, index=index)
+    found = launch_dual_bf16x2(x, fmt, granularity, rounding, False, scale, amax, groups=groups, index=index)
     row_bits, column_bits = rounding.bits(whole.shape)
     expected = quantize_ref(whole, fmt, granularity, row_bits, scale=scale)
     expected += quantize_transposed_ref(whole, fmt, granularity, column_bits, scale=scale, groups=groups)
