@@ -114,7 +114,8 @@ def _blockwise(who: str, fmt: str, block_a: str, block_b: str) -> Callable[[Prob
             p.only_k_major(K_MAJOR_ONLY)
             need_gpu(p, "cuBLAS's blockwise products")
         operands = quantized(p, fmt, block_a, block_b)
-        need_family(blockwise_mm_names(operands.a.codes, operands.b.codes, block_a, block_b, BF16), family, p)
+        names = blockwise_mm_names(operands.a.codes, operands.b.codes, operands.b.scale, block_a, block_b, BF16)
+        need_family(names, family, p)
         return operands.case(lambda a, b, s, t: blockwise_mm(a, b, s, t, block_a, block_b, BF16), accumulation, family)
 
     return prepare

@@ -3,10 +3,13 @@
 try:
     import triton
     import triton.language as tl
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import hopper
 except ImportError:
 
     class _Absent:
-        """Stands for triton and triton.language at import time: decorators pass, a launch says what is missing."""
+        """Stands for Triton and Gluon at import time: decorators pass, a launch says what is missing."""
 
         @staticmethod
         def constexpr(value: object) -> object:
@@ -19,6 +22,6 @@ except ImportError:
         def __getattr__(self, name: str):
             raise RuntimeError("this kernel needs triton, which is not installed: pip install triton")
 
-    triton = tl = _Absent()
+    triton = tl = gluon = gl = hopper = _Absent()
 
-__all__ = ["tl", "triton"]
+__all__ = ["gl", "gluon", "hopper", "tl", "triton"]

@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction
 from qtrain import hardware
 from qtrain.kernels.cross_entropy import launch_cross_entropy
 from qtrain.kernels.gemm import blockwise_mm, fp16_mm, int4_mm, int8_mm, scaled_mm
+from qtrain.kernels.gemm.blockwise_wgmma import HOPPER, WGMMA_TILINGS, launch_blockwise_wgmma
 from qtrain.kernels.gemm.transpose import launch_transpose_8bit
 from qtrain.kernels.grouped import grouped_mm, grouped_plain_mm
 from qtrain.kernels.grouped.grouped_blockwise_mm import launch_grouped_rows_blockwise, launch_grouped_sums_blockwise
@@ -255,7 +256,28 @@ def gemms() -> Iterator[Case]:
                         blockwise_mm.launch_blockwise_mm(x, y, *s, *blocks, zeros(512, 512), t, zeros(512))
                     ),
                 )
+    if hardware.compute_capability(torch.device("cuda")) == HOPPER:
+        yield from wgmmas()
     yield True, lambda: launch_transpose_8bit(zeros(256, 512, dtype=INT8))
+
+
+def wgmmas() -> Iterator[Case]:
+    for tiling in WGMMA_TILINGS.values():
+        for dtype in (E4M3, E5M2):
+            for grouped in ("", "rows", "sums"):
+                for vector_b in {"": (True, False), "rows": (False,), "sums": (True,)}[grouped]:
+                    a, b, scale = zeros(512, 512, dtype=dtype), zeros(512, 512, dtype=E4M3), zeros(4, 512, dtype=FP32)
+                    pointers = (STARTS, STARTS) if grouped else (None, None)
+                    sizes = (512, 512, 512, 3)
+                    yield (
+                        dtype is E4M3 and vector_b,
+                        lambda t=tiling, a=a, b=b, s=scale, z=sizes, v=vector_b, g=grouped, p=pointers: (
+                            launch_blockwise_wgmma(
+                                a, b, s.t(), s.t(), zeros(3 * 512, 512), t, z, v, grouped=g, group_pointers=p,
+                                bias=None if g else zeros(512),
+                            )
+                        ),
+                    )  # fmt: skip
 
 
 GROUPED = BlockGroups(zeros(4, dtype=torch.int32), 3)
@@ -321,8 +343,6 @@ def grouped() -> Iterator[Case]:
                         x, w, s[0], s[1].expand(3, -1, -1), *blocks, zeros(512, 512), t, GROUPED.of_block, STARTS
                     ),
                 )
-                if t.parts > 1:
-                    continue
                 some = number == 0 and blocks[1] == "1x128"
                 yield (
                     some,

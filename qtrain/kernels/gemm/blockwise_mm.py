@@ -6,10 +6,9 @@ and for the weight's gradient 1x128 with 1x128 (arXiv:2412.19437); Jetfire has 3
 
 A block's partial product comes from the tensor cores with a fresh accumulator and is added, times both scales, to an
 fp32 total: FP8's short accumulator never sums more than a block. The cost is registers, one set for the total and one
-for the partial product. Either tiles are small and two CTAs share an SM: one multiplies while the other adds. Or a wide
-tile is multiplied in parts, one after the other, so that a partial product has the registers of a part; it loads half
-the bytes, and of its two warpgroups one multiplies while the other adds. cuBLAS is faster where it has the combination
-(e4m3, 1x128 with 1x128 or 128x128), and the dispatch takes it there.
+for the partial product: tiles are small, and two CTAs share an SM, so that one multiplies while the other adds. On
+Hopper `blockwise_wgmma.py` has the warps of one CTA do that, with tiles twice as wide. cuBLAS is faster where it has
+the combination (e4m3, 1x128 with 1x128 or 128x128), and the dispatch takes it there.
 """
 
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch.nn import functional as F
 from qtrain.hardware import has_fp8, sm_count
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.gemm.blockwise_wgmma import WGMMA_TILINGS, WgmmaTiling, launch_blockwise_wgmma, supports_wgmma
 from qtrain.kernels.gemm.tiling import tile_of
 from qtrain.kernels.gemm.transpose import k_major
 from qtrain.kernels.numerics.formats import GRANULARITIES
@@ -68,14 +68,11 @@ class BlockwiseTiling:
     stages: int
     per_sm: int = 1
     group_m: int = 8
-    parts: int = 1
-    """A tile is multiplied in this many slices of its columns, 1 or 2."""
 
     @property
     def name(self) -> str:
         two = f" x{self.per_sm}" if self.per_sm > 1 else ""
-        parts = f" p{self.parts}" if self.parts > 1 else ""
-        return f"triton {self.block_m}x{self.block_n} w{self.warps} s{self.stages} g{self.group_m}{parts}{two}"
+        return f"triton {self.block_m}x{self.block_n} w{self.warps} s{self.stages} g{self.group_m}{two}"
 
 
 @triton.jit
@@ -103,14 +100,6 @@ def add_block(total, a, b, scale_a, scale_b, INT8: tl.constexpr):
     return total + partial * (scale_a[:, None] * scale_b[None, :])
 
 
-@triton.jit
-def _store_part(c_desc, total, row, column, bias_ptr, n):
-    columns = column + tl.arange(0, total.shape[1])
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + columns, columns < n, 0.0).to(tl.float32)[None, :]
-    c_desc.store([row, column], total.to(c_desc.dtype))
-
-
 _SIZES = ["m", "n", "k", "a_row_stride", "a_k_stride", "b_row_stride", "b_k_stride"]
 
 
@@ -119,32 +108,26 @@ def _blockwise_mm_kernel(
     a_desc, b_desc, c_desc, scale_a_ptr, scale_b_ptr, bias_ptr, m, n, k,
     a_row_stride, a_k_stride, b_row_stride, b_k_stride,
     PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
-    """PARTS: 1 or 2. Two loops that are one (flatten) would cost the registers that two parts need."""
-    PART: tl.constexpr = BLOCK_N // PARTS
     tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     steps = tl.cdiv(k, BLOCK_K)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=PARTS == 1):
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
         tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         rows = row + tl.arange(0, BLOCK_M)
         scale_a_row = scale_a_ptr + rows // ROWS_A * a_row_stride
-        total = tl.zeros((BLOCK_M, PART), tl.float32)
-        right = tl.zeros((BLOCK_M, PART), tl.float32)
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(0, steps):
             scale_a = tl.load(scale_a_row + step * a_k_stride, rows < m, 0.0)
-            scale_b_row = scale_b_ptr + step * b_k_stride
-            scale_b = load_scale_b(scale_b_row, column, n, b_row_stride, PART, ROWS_B)
-            a = a_desc.load([row, step * BLOCK_K])
-            total = add_block(total, a, b_desc.load([column, step * BLOCK_K]), scale_a, scale_b, INT8)
-            if PARTS == 2:
-                scale_b = load_scale_b(scale_b_row, column + PART, n, b_row_stride, PART, ROWS_B)
-                right = add_block(right, a, b_desc.load([column + PART, step * BLOCK_K]), scale_a, scale_b, INT8)
-        _store_part(c_desc, total, row, column, bias_ptr, n)
-        if PARTS == 2:
-            _store_part(c_desc, right, row, column + PART, bias_ptr, n)
+            scale_b = load_scale_b(scale_b_ptr + step * b_k_stride, column, n, b_row_stride, BLOCK_N, ROWS_B)
+            a, b = a_desc.load([row, step * BLOCK_K]), b_desc.load([column, step * BLOCK_K])
+            total = add_block(total, a, b, scale_a, scale_b, INT8)
+        if bias_ptr is not None:
+            columns = column + tl.arange(0, BLOCK_N)
+            total += tl.load(bias_ptr + columns, columns < n, 0.0).to(tl.float32)[None, :]
+        c_desc.store([row, column], total.to(c_desc.dtype))
 
 
 def launch_blockwise_mm(
@@ -155,23 +138,26 @@ def launch_blockwise_mm(
     block_a: str,
     block_b: str,
     out: Tensor,
-    tiling: BlockwiseTiling,
+    tiling: BlockwiseTiling | WgmmaTiling,
     bias: Tensor | None = None,
 ) -> Tensor:
     """The kernel for `blockwise_mm_ref` into `out`. K in multiples of 16, rows of `out` in multiples of 16 bytes."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     (m, k), n = a.shape, b.shape[0]
+    if isinstance(tiling, WgmmaTiling):
+        vector_b = block_b == "1x128"
+        return launch_blockwise_wgmma(a, b, scale_a, scale_b, out, tiling, (m, n, k, 1), vector_b, bias=bias)
     t = tiling
     (rows_a, block_k), (rows_b, _) = BLOCKS[block_a], BLOCKS[block_b]
     tiles = triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n)
     programs = min(t.per_sm * sm_count(a.device), tiles)
     _blockwise_mm_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [t.block_m, block_k]),
-        TensorDescriptor.from_tensor(b, [t.block_n // t.parts, block_k]),
-        TensorDescriptor.from_tensor(out, [t.block_m, t.block_n // t.parts]),
+        TensorDescriptor.from_tensor(b, [t.block_n, block_k]),
+        TensorDescriptor.from_tensor(out, [t.block_m, t.block_n]),
         scale_a, scale_b, bias, m, n, k, *scale_a.stride(), *scale_b.stride(),
-        programs, t.group_m, t.block_m, t.block_n, block_k, t.parts,
+        programs, t.group_m, t.block_m, t.block_n, block_k,
         rows_a, rows_b, a.dtype == torch.int8,
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
@@ -184,18 +170,28 @@ _TILINGS = [
     BlockwiseTiling(128, 64, 4, 3, 2),
     BlockwiseTiling(64, 128, 4, 3, 2),
     BlockwiseTiling(128, 128, 8, 3),
-    BlockwiseTiling(128, 256, 8, 3, parts=2),
 ]
 TILINGS = {tiling.name: tiling for tiling in _TILINGS}
+ALL_TILINGS: dict[str, BlockwiseTiling | WgmmaTiling] = {**WGMMA_TILINGS, **TILINGS}
 
 
-def blockwise_mm_names(a: Tensor, b: Tensor, block_a: str, block_b: str, out_dtype: torch.dtype) -> list[str]:
+def tilings_for(
+    a: Tensor, b: Tensor, scale_b: Tensor, block_a: str, block_b: str, out_dtype: torch.dtype
+) -> dict[str, BlockwiseTiling | WgmmaTiling]:
+    """The kernels that take these operands, the best in general first, by name."""
+    on_hopper = supports_wgmma(a, b, scale_b, block_a, block_b, out_dtype)
+    return ALL_TILINGS if on_hopper else dict(TILINGS)
+
+
+def blockwise_mm_names(
+    a: Tensor, b: Tensor, scale_b: Tensor, block_a: str, block_b: str, out_dtype: torch.dtype
+) -> list[str]:
     """The implementations that can take these operands, K-major on a GPU, the best in general first."""
     k, n = a.shape[1], b.shape[0]
     aligned = k % 16 == 0 and n * out_dtype.itemsize % 16 == 0  # TMA descriptors take strides in multiples of 16 bytes
     if not aligned or (a.dtype != torch.int8 and a.is_cuda and not has_fp8(a.device)):
         return []
-    names = list(TILINGS)
+    names = list(tilings_for(a, b, scale_b, block_a, block_b, out_dtype))
     if a.dtype == b.dtype == torch.float8_e4m3fn and out_dtype == torch.bfloat16 and block_a == "1x128":
         names += ["cublas"] if k % 128 == 0 and n % 128 == 0 and block_b != "32x32" else []
     return names
@@ -245,7 +241,7 @@ def _run(
     if name == "cublas":
         return _blockwise_mm_cublas(a, b, scale_a, scale_b, block_b, out_dtype, bias)
     out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
-    return launch_blockwise_mm(a, b, scale_a, scale_b, block_a, block_b, out, TILINGS[name], bias)
+    return launch_blockwise_mm(a, b, scale_a, scale_b, block_a, block_b, out, ALL_TILINGS[name], bias)
 
 
 @torch.library.custom_op("qtrain::blockwise_mm", mutates_args=())
@@ -267,7 +263,7 @@ def blockwise_mm(
         raise ValueError(f"blocks {block_a} and {block_b} cut K differently")
     a, b = k_major(a), k_major(b)
     m, n = a.shape[0], b.shape[0]
-    names = blockwise_mm_names(a, b, block_a, block_b, out_dtype) if a.is_cuda and a.numel() and n else []
+    names = blockwise_mm_names(a, b, scale_b, block_a, block_b, out_dtype) if a.is_cuda and a.numel() and n else []
     if not names or forced() == "ref":
         return blockwise_mm_ref(a, b, scale_a, scale_b, block_a, block_b, out_dtype, bias)
     key = (m, n, a.shape[1], a.dtype, b.dtype, block_a, block_b, out_dtype)

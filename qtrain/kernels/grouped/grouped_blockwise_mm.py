@@ -4,7 +4,8 @@
 INT8 for all: groups of rows begin at multiples of 128, so a block belongs to one group. A weight whose N is no multiple
 of the block's rows has blocks of each group's own, ceil(N / rows) of them.
 
-The kernels are those of `gemm/blockwise_mm.py` in the frame of `persistent.py`. PyTorch has no such product.
+The kernels are those of `gemm/blockwise_mm.py` in the frame of `persistent.py`, and `gemm/blockwise_wgmma.py`. PyTorch
+has no such product.
 """
 
 import torch
@@ -20,7 +21,9 @@ from qtrain.kernels.gemm.blockwise_mm import (
     add_block,
     blockwise_mm_ref,
     load_scale_b,
+    tilings_for,
 )
+from qtrain.kernels.gemm.blockwise_wgmma import WgmmaTiling, launch_blockwise_wgmma
 from qtrain.kernels.gemm.tiling import tile_of
 from qtrain.kernels.grouped.grouped_mm import check_operands, columns_of_output, kernels_take
 from qtrain.kernels.grouped.persistent import (
@@ -32,6 +35,7 @@ from qtrain.kernels.grouped.persistent import (
     zero_tail,
 )
 from qtrain.kernels.grouped.reference import check_groups, matrices, multiply_rows, own_columns, unstack
+from qtrain.kernels.grouped.zeros import launch_zero_tail
 
 # ---- definition ------------------------------------------------------------------------------------------------------
 
@@ -86,36 +90,27 @@ def _grouped_rows_blockwise_kernel(
     a_desc, b_desc, c_desc, scale_a_ptr, scale_b_ptr, group_ptr, starts_ptr, m, n, k, groups,
     a_row_stride, a_k_stride, b_group_stride, b_row_stride, b_k_stride,
     PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """As `_blockwise_mm_kernel`."""
-    PART: tl.constexpr = BLOCK_N // PARTS
     tiles_m, tiles_n = tl.load(starts_ptr + groups) // BLOCK_M, tl.cdiv(n, BLOCK_N)
     tiles, steps = tiles_m * tiles_n, tl.cdiv(k, BLOCK_K)
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=PARTS == 1):
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         group = tl.load(group_ptr + row // 128)
         scale_a_row = scale_a_ptr + (row + tl.arange(0, BLOCK_M)) // ROWS_A * a_row_stride
         scale_b_group = scale_b_ptr + group * b_group_stride
-        total = tl.zeros((BLOCK_M, PART), tl.float32)
-        right = tl.zeros((BLOCK_M, PART), tl.float32)
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(0, steps):
             scale_a = tl.load(scale_a_row + step * a_k_stride)
-            scale_b_row = scale_b_group + step * b_k_stride
-            scale_b = load_scale_b(scale_b_row, column, n, b_row_stride, PART, ROWS_B)
+            scale_b = load_scale_b(scale_b_group + step * b_k_stride, column, n, b_row_stride, BLOCK_N, ROWS_B)
             a = a_desc.load([row, step * BLOCK_K])
             b = load_matrix(b_desc, group, column, step * BLOCK_K, False)
             total = add_block(total, a, b, scale_a, scale_b, INT8)
-            if PARTS == 2:
-                scale_b = load_scale_b(scale_b_row, column + PART, n, b_row_stride, PART, ROWS_B)
-                b = load_matrix(b_desc, group, column + PART, step * BLOCK_K, False)
-                right = add_block(right, a, b, scale_a, scale_b, INT8)
         c_desc.store([row, column], total.to(c_desc.dtype))
-        if PARTS == 2:
-            c_desc.store([row, column + PART], right.to(c_desc.dtype))
-    zero_tail(c_desc, tiles, m, tiles_n, PROGRAMS, BLOCK_M, BLOCK_N, PARTS)
+    zero_tail(c_desc, tiles, m, tiles_n, PROGRAMS, BLOCK_M, BLOCK_N, 1)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -161,7 +156,7 @@ def launch_grouped_rows_blockwise(
     block_a: str,
     block_b: str,
     out: Tensor,
-    tiling: BlockwiseTiling,
+    tiling: BlockwiseTiling | WgmmaTiling,
     group_of_block: Tensor,
     starts: Tensor,
 ) -> Tensor:
@@ -172,14 +167,23 @@ def launch_grouped_rows_blockwise(
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     (m, k), (groups, n, _), t = a.shape, b.shape, tiling
+    if isinstance(t, WgmmaTiling):
+        by_rows = b.stride(1) == k
+        stacked = b.reshape(groups * n, k) if by_rows else b.transpose(0, 1).reshape(n, groups * k)
+        launch_zero_tail(out, group_of_block)
+        return launch_blockwise_wgmma(
+            a, stacked, scale_a, scale_b[0], out, t, (m, n, k, groups), False, grouped="rows",
+            group_pointers=(group_of_block, starts), b_steps=(n, 0) if by_rows else (0, k),
+            b_group_stride=scale_b.stride(0),
+        )  # fmt: skip
     (rows_a, block_k), (rows_b, _) = BLOCKS[block_a], BLOCKS[block_b]
     programs = min(t.per_sm * sm_count(a.device), triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n))
     _grouped_rows_blockwise_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [t.block_m, block_k]),
-        TensorDescriptor.from_tensor(b, [1, t.block_n // t.parts, block_k]),
-        TensorDescriptor.from_tensor(out, [t.block_m, t.block_n // t.parts]),
+        TensorDescriptor.from_tensor(b, [1, t.block_n, block_k]),
+        TensorDescriptor.from_tensor(out, [t.block_m, t.block_n]),
         scale_a, scale_b, group_of_block, starts, m, n, k, groups, *scale_a.stride(), *scale_b.stride(),
-        programs, t.group_m, t.block_m, t.block_n, block_k, t.parts, rows_a, rows_b, a.dtype == torch.int8,
+        programs, t.group_m, t.block_m, t.block_n, block_k, rows_a, rows_b, a.dtype == torch.int8,
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return out
@@ -193,7 +197,7 @@ def launch_grouped_sums_blockwise(
     block_a: str,
     block_b: str,
     out: Tensor,
-    tiling: BlockwiseTiling,
+    tiling: BlockwiseTiling | WgmmaTiling,
     starts: Tensor,
 ) -> Tensor:
     """out [E, N, K] = A [N, R] times B [K, R] transposed, over the rows starts[e] to starts[e + 1] of R for each e.
@@ -203,6 +207,12 @@ def launch_grouped_sums_blockwise(
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     (groups, n, k), t = out.shape, tiling
+    if isinstance(t, WgmmaTiling):
+        launch_blockwise_wgmma(
+            a, b, scale_a, scale_b, out.view(groups * n, k), t, (n, k, a.shape[1], groups), True, grouped="sums",
+            group_pointers=(launch_longest_first(starts), starts),
+        )  # fmt: skip
+        return out
     (rows_a, block_k), (rows_b, _) = BLOCKS[block_a], BLOCKS[block_b]
     items = groups * triton.cdiv(n, t.block_m) * triton.cdiv(k, t.block_n)
     programs = min(t.per_sm * sm_count(a.device), items)
@@ -220,16 +230,31 @@ def launch_grouped_sums_blockwise(
 
 # ---- dispatch --------------------------------------------------------------------------------------------------------
 
-SUMS_TILINGS = {name: tiling for name, tiling in TILINGS.items() if tiling.parts == 1}
-"""Those of `grad_weight`, whose loop over all tiles has no registers for parts."""
+Tilings = dict[str, BlockwiseTiling | WgmmaTiling]
 
 
-def _names(
-    tilings: dict[str, BlockwiseTiling], a: Tensor, k: int, n: int, empty: bool, out_dtype: torch.dtype
-) -> list[str]:
-    """The implementations on a GPU, the best in general first. k: of an operand's rows, n: of an output's."""
-    supported = a.is_cuda and not empty and kernels_take(a, k, n, out_dtype)
-    return list(tilings) if supported and forced() != "ref" else []
+def rows_tilings(a: Tensor, w: Tensor, scale_w: Tensor, block_a: str, block_b: str, out_dtype: torch.dtype) -> Tilings:
+    """The kernels for rows of A [R, K] times matrices w [E, N, K], the best in general first, by name."""
+    _, n, k = w.shape
+    if not _supported(a, k, n, out_dtype):
+        return {}
+    # Of matrices along columns a step past K would read the next group's.
+    on_hopper = block_b == "128x128" and (w.stride(1) == k or k % 128 == 0)
+    return tilings_for(a, w, scale_w, block_a, block_b, out_dtype) if on_hopper else TILINGS
+
+
+def sums_tilings(a: Tensor, b: Tensor, scale_b: Tensor, block_a: str, block_b: str, out_dtype: torch.dtype) -> Tilings:
+    """The kernels for sums over the columns of A [N, R] and B [K, R], the best in general first, by name."""
+    if not _supported(a, a.shape[1], b.shape[0], out_dtype):
+        return {}
+    # A warpgroup's 64 rows are of one group.
+    on_hopper = block_b == "1x128" and a.shape[0] % 64 == 0
+    return tilings_for(a, b, scale_b, block_a, block_b, out_dtype) if on_hopper else TILINGS
+
+
+def _supported(a: Tensor, k: int, n: int, out_dtype: torch.dtype) -> bool:
+    """Whether there are kernels, on a GPU. k: of an operand's rows, n: of an output's."""
+    return a.is_cuda and kernels_take(a, k, n, out_dtype) and forced() != "ref"
 
 
 def _check_blocks(block_a: str, block_b: str) -> None:
@@ -261,17 +286,17 @@ def grouped_rows_blockwise_mm(
     a, b, groups = a.contiguous(), b.contiguous(), starts.shape[0] - 1
     by_rows = b.shape[1] == a.shape[1]
     w, scale_w = matrices(b, a.shape[1], groups), unstack(scale_b, groups, by_rows)
-    names = _names(TILINGS, a, a.shape[1], w.shape[1], not (a.numel() and w.numel()), out_dtype)
-    if not names:
+    tilings = rows_tilings(a, w, scale_w, block_a, block_b, out_dtype) if a.numel() and w.numel() else {}
+    if not tilings:
         return grouped_rows_blockwise_mm_ref(a, b, scale_a, scale_b, block_a, block_b, starts, out_dtype)
 
     def run(name: str) -> Tensor:
         out = torch.empty(a.shape[0], w.shape[1], dtype=out_dtype, device=a.device)
         blocks, groups_of_rows = (block_a, block_b), (group_of_block, starts)
-        return launch_grouped_rows_blockwise(a, w, scale_a, scale_w, *blocks, out, TILINGS[name], *groups_of_rows)
+        return launch_grouped_rows_blockwise(a, w, scale_a, scale_w, *blocks, out, tilings[name], *groups_of_rows)
 
     key = (*a.shape, w.shape[1], groups, by_rows, a.dtype, b.dtype, block_a, block_b, out_dtype)
-    return run(choose("grouped_rows_blockwise_mm", key, names, run))
+    return run(choose("grouped_rows_blockwise_mm", key, list(tilings), run))
 
 
 @grouped_rows_blockwise_mm.register_fake
@@ -298,17 +323,18 @@ def grouped_sums_blockwise_mm(
     check_operands(a, b)
     a, b, groups = a.contiguous(), b.contiguous(), starts.shape[0] - 1
     n, k = a.shape[0], b.shape[0]
-    names = _names(SUMS_TILINGS, a, a.shape[1], k, not (a.numel() and b.numel() and groups), out_dtype)
-    if not names:
+    present = a.numel() and b.numel() and groups
+    tilings = sums_tilings(a, b, scale_b, block_a, block_b, out_dtype) if present else {}
+    if not tilings:
         return grouped_sums_blockwise_mm_ref(a, b, scale_a, scale_b, block_a, block_b, starts, out_dtype)
 
     def run(name: str) -> Tensor:
         out = torch.empty(groups, n, k, dtype=out_dtype, device=a.device)
         blocks = block_a, block_b
-        return launch_grouped_sums_blockwise(a, b, scale_a, scale_b, *blocks, out, SUMS_TILINGS[name], starts)
+        return launch_grouped_sums_blockwise(a, b, scale_a, scale_b, *blocks, out, tilings[name], starts)
 
     key = (*a.shape, k, groups, a.dtype, b.dtype, block_a, block_b, out_dtype)
-    return run(choose("grouped_sums_blockwise_mm", key, names, run)).view(groups * n, k)
+    return run(choose("grouped_sums_blockwise_mm", key, list(tilings), run)).view(groups * n, k)
 
 
 @grouped_sums_blockwise_mm.register_fake
