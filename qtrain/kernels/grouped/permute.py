@@ -96,8 +96,11 @@ def _route_weight_grad_kernel(
     inside = route < routes
     row = tl.load(row_ptr + route, inside, 0).to(tl.int64)
     weight = tl.load(weight_ptr + route, inside, 0.0)
-    block = tl.arange(0, BLOCKS)[None, :]
-    total = sum_of_pairs(tl.load(dots_ptr + row[:, None] * blocks + block, inside[:, None] & (block < blocks), 0.0))
+    total = tl.zeros((ROUTES,), tl.float32)
+    for first in range(0, blocks, BLOCKS):
+        block = first + tl.arange(0, BLOCKS)[None, :]
+        dots = tl.load(dots_ptr + row[:, None] * blocks + block, inside[:, None] & (block < blocks), 0.0)
+        total += sum_of_pairs(dots)
     grad = tl.div_rn(total, tl.where(weight == 0.0, 1.0, weight))
     tl.store(out_ptr + route, tl.where(weight == 0.0, 0.0, grad), inside)
 
@@ -107,7 +110,7 @@ def launch_route_weight_grad(row_dots: Tensor, weights: Tensor, row_of_route: Te
     out, (_, blocks) = torch.empty_like(weights), row_dots.shape
     if out.numel():
         _route_weight_grad_kernel[(triton.cdiv(out.numel(), ROUTES),)](
-            row_dots, weights, row_of_route, out, out.numel(), blocks, triton.next_power_of_2(blocks), ROUTES,
+            row_dots, weights, row_of_route, out, out.numel(), blocks, min(triton.next_power_of_2(blocks), 64), ROUTES,
             num_warps=4,
         )  # fmt: skip
     return out
