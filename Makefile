@@ -4,7 +4,9 @@ PY := $(VENV)/bin/python
 BASE := $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: setup quickstart test test-full lint gpu-test clean
+OLDEST_TRITON := 3.6.0
+
+.PHONY: setup quickstart test test-full lint gpu-test compile-oldest clean
 
 setup: $(VENV)/.installed
 
@@ -33,5 +35,10 @@ test-full: lint
 gpu-test: setup
 	$(PY) -m pytest -m gpu --numprocesses auto
 
+# Every kernel for sm_90 by the oldest Triton that is supported, which refuses some of what newer ones compile.
+compile-oldest: setup
+	$(PY) -m pip install --quiet --no-deps --upgrade --target .triton triton==$(OLDEST_TRITON)
+	PYTHONPATH=.triton:. $(PY) -m tests.kernels.compile_kernels 90
+
 clean:
-	rm -rf $(VENV) runs .pytest_cache .ruff_cache
+	rm -rf $(VENV) .triton runs .pytest_cache .ruff_cache
