@@ -10,7 +10,7 @@ is scaled and added outside of the tensor cores, which are idle then unless anot
 
 Both would find a step loaded at the same time, share the tensor cores, and then add at the same time. So they take
 turns: a warpgroup issues its product after the other's, and adds while the other's runs. With 1x128 blocks of B adding
-takes longer than multiplying, twice the instructions, and turns would only hold it up.
+is twice the instructions, and turns were slower.
 """
 
 from dataclasses import dataclass
@@ -144,8 +144,8 @@ def _multiply_part(
 ):  # fmt: skip
     """total + 64 rows of A times 128 columns of one step, scaled; and the partial product.
 
-    The product takes the registers of the last one, which `never` adds to it: had it registers of its own, the compiler
-    would issue it before the last one is added, and spill.
+    The product overwrites the registers of the previous one. `never` is false, but the compiler does not know, and must
+    keep that order: with registers of its own the product would be issued before the previous one is added, and spill.
     """
     if not VECTOR_B:
         hopper.mbarrier.wait(turns.index(HALF), turn)
