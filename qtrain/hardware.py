@@ -53,6 +53,9 @@ PTX_CAPABILITY, FP8_CAPABILITY, MX_CAPABILITY = (8, 0), (8, 9), (10, 0)
 """Compute capability of the first GPUs that run the inline PTX of the kernels (Ampere: bf16x2 instructions), that
 convert to and multiply FP8 (Ada), and that multiply FP8 with a scale per 32 elements (Blackwell)."""
 
+WGMMA_CAPABILITY = (9, 0)
+"""Compute capability of the only GPUs with `wgmma` (Hopper)."""
+
 MEASURE_SECONDS, ROUNDS = 0.3, 3
 """A CPU's arithmetics are measured in turns, ROUNDS times each, so that a short disturbance cannot hit all."""
 
@@ -101,6 +104,11 @@ def has_fp8(device: torch.device) -> bool:
 def has_mx(device: torch.device) -> bool:
     """Whether the device's tensor cores multiply MX operands: FP8 with a scale per 32 elements."""
     return compute_capability(device) >= MX_CAPABILITY
+
+
+def has_wgmma(device: torch.device) -> bool:
+    """Whether a warpgroup multiplies operands in shared memory, asynchronously: Hopper alone."""
+    return compute_capability(device) == WGMMA_CAPABILITY
 
 
 @functools.cache  # asked at each launch of a persistent kernel

@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 from qtrain import hardware
 from qtrain.kernels.cross_entropy import launch_cross_entropy
 from qtrain.kernels.gemm import blockwise_mm, fp16_mm, int4_mm, int8_mm, scaled_mm
-from qtrain.kernels.gemm.blockwise_wgmma import HOPPER, WGMMA_TILINGS, launch_blockwise_wgmma
+from qtrain.kernels.gemm.blockwise_wgmma import WGMMA_TILINGS, launch_blockwise_wgmma
 from qtrain.kernels.gemm.transpose import launch_transpose_8bit
 from qtrain.kernels.grouped import grouped_mm, grouped_plain_mm
 from qtrain.kernels.grouped.grouped_blockwise_mm import launch_grouped_rows_blockwise, launch_grouped_sums_blockwise
@@ -256,7 +256,7 @@ def gemms() -> Iterator[Case]:
                         blockwise_mm.launch_blockwise_mm(x, y, *s, *blocks, zeros(512, 512), t, zeros(512))
                     ),
                 )
-    if hardware.compute_capability(torch.device("cuda")) == HOPPER:
+    if hardware.has_wgmma(torch.device("cuda")):
         yield from wgmmas()
     yield True, lambda: launch_transpose_8bit(zeros(256, 512, dtype=INT8))
 

@@ -141,7 +141,8 @@ def launch_blockwise_mm(
     tiling: BlockwiseTiling | WgmmaTiling,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The kernel for `blockwise_mm_ref` into `out`. K in multiples of 16, rows of `out` in multiples of 16 bytes."""
+    """The kernel for `blockwise_mm_ref` into `out`. K in multiples of 16, rows of `out` in multiples of 16 bytes; for a
+    WgmmaTiling as `supports_wgmma` says."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     (m, k), n = a.shape, b.shape[0]
@@ -171,16 +172,14 @@ _TILINGS = [
     BlockwiseTiling(64, 128, 4, 3, 2),
     BlockwiseTiling(128, 128, 8, 3),
 ]
-TILINGS = {tiling.name: tiling for tiling in _TILINGS}
-ALL_TILINGS: dict[str, BlockwiseTiling | WgmmaTiling] = {**WGMMA_TILINGS, **TILINGS}
+Tilings = dict[str, BlockwiseTiling | WgmmaTiling]
+TILINGS: Tilings = {tiling.name: tiling for tiling in _TILINGS}
+ALL_TILINGS: Tilings = {**WGMMA_TILINGS, **TILINGS}
 
 
-def tilings_for(
-    a: Tensor, b: Tensor, scale_b: Tensor, block_a: str, block_b: str, out_dtype: torch.dtype
-) -> dict[str, BlockwiseTiling | WgmmaTiling]:
+def tilings_for(a: Tensor, b: Tensor, scale_b: Tensor, block_a: str, block_b: str, out_dtype: torch.dtype) -> Tilings:
     """The kernels that take these operands, the best in general first, by name."""
-    on_hopper = supports_wgmma(a, b, scale_b, block_a, block_b, out_dtype)
-    return ALL_TILINGS if on_hopper else dict(TILINGS)
+    return ALL_TILINGS if supports_wgmma(a, b, scale_b, block_a, block_b, out_dtype) else TILINGS
 
 
 def blockwise_mm_names(

@@ -18,12 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtrain.hardware import compute_capability, sm_count
+from qtrain.hardware import has_wgmma, sm_count
 from qtrain.kernels.compiler import gl, gluon, hopper
 from qtrain.kernels.gemm.tiling import tile_of as _tile_of_triton
 
-HOPPER = (9, 0)
-"""Compute capability of the GPUs with these instructions; Blackwell has others."""
 REGISTERS, REGISTERS_OF_LOADS, REGISTERS_AT_LAUNCH = 240, 24, 168
 """Per thread of a warpgroup that multiplies, of the warp that loads, and of both before they are told apart. Of the
 240, 128 hold the sums of a tile of 256 columns and 64 a partial product."""
@@ -52,7 +50,7 @@ def supports_wgmma(a: Tensor, b: Tensor, scale_b: Tensor, block_a: str, block_b:
 
     Scales of 1x128 blocks of B must be column-major, as the quantizers write them: TMA loads them.
     """
-    if not a.is_cuda or compute_capability(a.device) != HOPPER:
+    if not has_wgmma(a.device):
         return False
     row_stride, k_stride = scale_b.stride()[-2:]
     loadable = block_b == "128x128" or (block_b == "1x128" and row_stride == 1 and k_stride % 4 == 0)

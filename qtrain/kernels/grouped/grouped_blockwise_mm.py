@@ -18,6 +18,7 @@ from qtrain.kernels.gemm.blockwise_mm import (
     BLOCKS,
     TILINGS,
     BlockwiseTiling,
+    Tilings,
     add_block,
     blockwise_mm_ref,
     load_scale_b,
@@ -162,7 +163,8 @@ def launch_grouped_rows_blockwise(
 ) -> Tensor:
     """out [R, N] = rows of A [R, K] times their group's matrix, of B [E, N, K], transposed; scale_b [E, *, *].
 
-    R a multiple of 128; rows and K in multiples of 16 bytes; not empty. Scales of any strides.
+    R a multiple of 128; rows and K in multiples of 16 bytes; not empty. Scales of any strides. For a WgmmaTiling as
+    `rows_tilings` says.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -202,7 +204,8 @@ def launch_grouped_sums_blockwise(
 ) -> Tensor:
     """out [E, N, K] = A [N, R] times B [K, R] transposed, over the rows starts[e] to starts[e + 1] of R for each e.
 
-    R a multiple of 128; rows of `out` in multiples of 16 bytes; not empty. Scales of any strides.
+    R a multiple of 128; rows of `out` in multiples of 16 bytes; not empty. Scales of any strides. For a WgmmaTiling as
+    `sums_tilings` says.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -229,8 +232,6 @@ def launch_grouped_sums_blockwise(
 
 
 # ---- dispatch --------------------------------------------------------------------------------------------------------
-
-Tilings = dict[str, BlockwiseTiling | WgmmaTiling]
 
 
 def rows_tilings(a: Tensor, w: Tensor, scale_w: Tensor, block_a: str, block_b: str, out_dtype: torch.dtype) -> Tilings:

@@ -19,6 +19,8 @@ from qtrain.kernels.quantize.gather_rows import grid_of_rows
 
 ROUTES = 128
 """Routes that a CTA computes the weights' gradients of."""
+BLOCKS = 64
+"""Parts of their rows' dots that it adds up at once. A tile of thousands takes ptxas minutes."""
 
 
 def weights_of_rows(weights: Tensor, groups: RowGroups) -> Tensor:
@@ -110,8 +112,8 @@ def launch_route_weight_grad(row_dots: Tensor, weights: Tensor, row_of_route: Te
     out, (_, blocks) = torch.empty_like(weights), row_dots.shape
     if out.numel():
         _route_weight_grad_kernel[(triton.cdiv(out.numel(), ROUTES),)](
-            row_dots, weights, row_of_route, out, out.numel(), blocks, min(triton.next_power_of_2(blocks), 64), ROUTES,
-            num_warps=4,
+            row_dots, weights, row_of_route, out, out.numel(), blocks, min(triton.next_power_of_2(blocks), BLOCKS),
+            ROUTES, num_warps=4,
         )  # fmt: skip
     return out
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from qtrain.hardware import compute_capability
+from qtrain.hardware import has_wgmma
 from qtrain.kernels.gemm.blockwise_mm import TILINGS, launch_blockwise_mm, tilings_for
-from qtrain.kernels.gemm.blockwise_wgmma import HOPPER, WGMMA_TILINGS
+from qtrain.kernels.gemm.blockwise_wgmma import WGMMA_TILINGS
 from qtrain.kernels.numerics.formats import empty_scale
 from tests.kernels.gemm.test_blockwise_mm import DTYPES, operands, truth
 from tests.kernels.gemm.test_scaled_mm import random_shapes
@@ -13,7 +13,7 @@ from tests.kernels.gemm.test_scaled_mm import random_shapes
 BLOCK_PAIRS = [("1x128", "128x128"), ("1x128", "1x128")]
 SHAPES = [(1, 16, 16), (1, 128, 1024), (130, 272, 144), (64, 264, 1040), (512, 512, 8192), (1000, 1160, 400)]
 on_hopper = pytest.mark.skipif(
-    torch.cuda.is_available() and compute_capability(torch.device("cuda")) != HOPPER,
+    torch.cuda.is_available() and not has_wgmma(torch.device("cuda")),
     reason="the kernel is for compute capability 9.0",
 )
 

@@ -114,7 +114,9 @@ def check(g, n, k, dtype, blocks, role, out_dtype, tilings=None):
     expected = grouped_rows_blockwise_mm_ref(*cpu, *blocks, starts, torch.float32)
     size = grouped_rows_blockwise_mm_ref(*map(magnitude, cpu[:2]), *cpu[2:], *blocks, starts, torch.float32)
     w, scale_w = matrices(b, k, g.count), unstack(s[1], g.count, role == "output")
-    for tiling in tilings or rows_tilings(a, w, scale_w, *blocks, out_dtype).values():
+    taken = tilings or rows_tilings(a, w, scale_w, *blocks, out_dtype).values()
+    assert taken
+    for tiling in taken:
         out = torch.full((g.rows, n), 7.0, dtype=out_dtype, device=a.device)
         launch_grouped_rows_blockwise(a, w, s[0], scale_w, *blocks, out, tiling, g.group_of_block, g.starts)
         close(out, expected, size, dtype)
@@ -125,7 +127,9 @@ def check(g, n, k, dtype, blocks, role, out_dtype, tilings=None):
     block, cpu = (blocks[0], blocks[0]), [t.cpu() for t in (a, b, *s)]
     expected = grouped_sums_blockwise_mm_ref(*cpu, *block, starts, torch.float32)
     size = grouped_sums_blockwise_mm_ref(*map(magnitude, cpu[:2]), *cpu[2:], *block, starts, torch.float32)
-    for tiling in tilings or sums_tilings(a, b, s[1], *block, out_dtype).values():
+    taken = tilings or sums_tilings(a, b, s[1], *block, out_dtype).values()
+    assert taken
+    for tiling in taken:
         out = torch.full((g.count, n, k), 7.0, dtype=out_dtype, device=a.device)
         launch_grouped_sums_blockwise(a, b, *s, *block, out, tiling, g.starts)
         close(out.view(-1, k), expected, size, dtype)
