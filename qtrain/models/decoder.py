@@ -138,10 +138,9 @@ class Decoder(nn.Module):
         units = [Unit(layer, layer) for layer in self.layers]
         if self.config.tie_word_embeddings:
             return units
-        # The loss of a plain head computes its gradients in the forward pass; an embedding's need only the ids.
-        head_again = type(self.lm_head) is not nn.Linear
+        # The loss computes the head's gradients in the forward pass; an embedding's need only the ids.
         embedding = Unit(self.embed_tokens, self.embed_tokens, backward_reads=False)
-        return [embedding, *units, Unit(self.output, self.lm_head, backward_reads=head_again)]
+        return [embedding, *units, Unit(self.output, self.lm_head, backward_reads=False)]
 
     def split(self, name: str) -> Split | None:
         """Which part of the parameter `name` this rank holds; None: all of it."""

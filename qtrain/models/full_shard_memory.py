@@ -56,8 +56,6 @@ def full_shard_memory(
     kept = masters + codes
     ends = untied * 2 * matrix * element + in_full  # while the model is built
     one, two = (_gathered(config, low_bit, some) + some * in_full / layers for some in (1, 2))
-    # The last layer stays for its backward pass, but not if that of the head comes first.
-    beside = one if low_bit.head is None else 0
     others = trained.bytes - layers * layer - (embedding + head) * matrix * element
     # Of two layers, one of which is sent, with both of its messages; then of the embedding.
     last = max(4 * layer, embedding * (element * matrix + 2 * layer), embedding * 2 * element * matrix)
@@ -66,7 +64,8 @@ def full_shard_memory(
         build=_build(config, element, pretrained, masters + ends, kept + ends),
         sums=round(4 * (trained.bytes // trained.element) * share),
         last=round(others + last),
-        at_loss=round(matrix * _in_full(of_head) + beside - two) if untied else 0,
+        # The last layer stays for its backward pass.
+        at_loss=round(matrix * _in_full(of_head) + one - two) if untied else 0,
         head_message=head * matrix * element,
     )
 

@@ -6,8 +6,7 @@ pass, and multiplies it into the gradients of hidden and weight; backward only s
 gradient exists from the forward pass on, in fp32, so that chunks accumulate accurately. The losses are sums, so the
 gradients of logits are of order 1, which suits bf16.
 
-For any other module as head (a quantized linear), its own backward is used: each chunk is checkpointed, and its logits
-are recomputed in backward.
+For any other module as head (a quantized linear) its own backward gives each chunk's gradients, in the forward pass too.
 """
 
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from qtrain.kernels.cross_entropy import cross_entropy
 from qtrain.kernels.scaled import scaled
@@ -48,18 +46,14 @@ def linear_cross_entropy(
     z_loss * logsumexp(logits)² per token (PaLM, arXiv:2204.02311).
     """
     rows = chunk_rows(hidden.shape[0], chunks, hidden.is_cuda)
-    if torch.is_grad_enabled() and type(head).forward is nn.Linear.forward and head.bias is None:
-        return LossSums(*_PlainHead.apply(hidden, head.weight, labels, rows, z_loss, entropy))
-
-    def one_chunk(x: Tensor, y: Tensor) -> LossSums:
-        return cross_entropy_sums(head(x), y, z_loss, entropy)
-
+    if torch.is_grad_enabled():
+        if type(head).forward is nn.Linear.forward and head.bias is None:
+            return LossSums(*_PlainHead.apply(hidden, head.weight, labels, rows, z_loss, entropy))
+        trained = [p for p in head.parameters() if p.requires_grad]
+        return LossSums(*_AnyHead.apply(hidden, labels, rows, z_loss, entropy, head, *trained))
     loss, nll = hidden.new_zeros((2,), dtype=torch.float32)
     for x, y in zip(hidden.split(rows), labels.split(rows), strict=True):
-        if torch.is_grad_enabled():
-            chunk = checkpoint(one_chunk, x, y, use_reentrant=False, preserve_rng_state=False)
-        else:
-            chunk = one_chunk(x, y)
+        chunk = cross_entropy_sums(head(x), y, z_loss, entropy)
         loss, nll = loss + chunk.loss, nll + chunk.nll
     return LossSums(loss, nll)
 
@@ -104,21 +98,84 @@ class _PlainHead(torch.autograd.Function):
         sums = hidden.new_zeros((2,), dtype=torch.float32)
         for start in range(0, hidden.shape[0], rows):
             sums += one_chunk(start)
-        ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.dtype = weight.dtype
-        loss, nll = sums.unbind()
-        ctx.mark_non_differentiable(nll)
-        return loss, nll
+        return _keep_gradients(ctx, sums, [grad_hidden, grad_weight], [hidden.dtype, weight.dtype])
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        if grad_hidden is not None:
-            grad_hidden = scaled(grad_hidden, grad_loss, grad_hidden.dtype)
-        if grad_weight is not None:
-            same = ctx.dtype == grad_weight.dtype  # then in place: no second fp32 [V, C]
-            grad_weight = grad_weight.mul_(grad_loss) if same else scaled(grad_weight, grad_loss, ctx.dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+        return *_scaled_gradients(ctx, grad_loss), None, None, None, None
+
+
+class _AnyHead(torch.autograd.Function):
+    """The same of any module and its trained parameters, whose gradients several chunks add up in fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        labels: Tensor,
+        rows: int,
+        z_loss: float,
+        entropy: Entropy,
+        head: nn.Module,
+        *trained: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        needs_hidden = ctx.needs_input_grad[0]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        several = hidden.shape[0] > rows
+        totals = [] if hidden.shape[0] else [torch.zeros_like(p) for p in trained]
+
+        def one_chunk(start: int) -> Tensor:
+            chunk = slice(start, start + rows)
+            x = hidden[chunk].detach().requires_grad_(needs_hidden)
+            with torch.enable_grad():
+                logits = head(x)
+            gradient = logits.detach()  # in the same memory
+            sums = entropy(gradient, labels[chunk], z_loss, logits.requires_grad).sum(dim=1)
+            if not logits.requires_grad:
+                return sums
+            found = torch.autograd.grad(logits, [x, *trained] if needs_hidden else trained, gradient)
+            if needs_hidden:
+                grad_hidden[chunk], *found = found
+            if start == 0:
+                totals.extend(term.float() if several else term for term in found)
+            else:
+                for total, term in zip(totals, found, strict=True):
+                    total += term
+            return sums
+
+        sums = hidden.new_zeros((2,), dtype=torch.float32)
+        for start in range(0, hidden.shape[0], rows):
+            sums += one_chunk(start)
+        return _keep_gradients(ctx, sums, [grad_hidden, *totals], [t.dtype for t in (hidden, *trained)])
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, *of_trained = _scaled_gradients(ctx, grad_loss)
+        return grad_hidden, None, None, None, None, None, *of_trained
+
+
+def _keep_gradients(
+    ctx: Any, sums: Tensor, gradients: list[Tensor | None], dtypes: list[torch.dtype]
+) -> tuple[Tensor, Tensor]:
+    """The outputs loss and nll from their `sums` [2], with gradients for `_scaled_gradients` to return."""
+    ctx.save_for_backward(*gradients)
+    ctx.dtypes = dtypes
+    loss, nll = sums.unbind()
+    ctx.mark_non_differentiable(nll)
+    return loss, nll
+
+
+def _scaled_gradients(ctx: Any, grad_loss: Tensor) -> list[Tensor | None]:
+    """The kept gradients times grad_loss, in the dtypes of what they are gradients of."""
+
+    def one(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        if gradient is None:
+            return None
+        # In place where it is fp32: no second fp32 [V, C].
+        in_place = gradient.dtype == dtype == torch.float32
+        return gradient.mul_(grad_loss) if in_place else scaled(gradient, grad_loss, dtype)
+
+    return [one(gradient, dtype) for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
 
 
 class _SoftmaxLoss(torch.autograd.Function):

@@ -9,7 +9,7 @@ The peak is one of these moments (`MemoryEstimate.moments`):
   which random weights are drawn, or as loaded; with full sharding what lies outside of layers, the rank's masters, and
   one matrix of a layer, from which a master is cut (`tensors/deferred.py`);
 - loss: the kept tensors of every layer, and the loss: final hidden states, their gradient, the head's gradient in fp32
-  (4·V·C) and one chunk of logits;
+  (4·V·C) and one chunk of logits, of a quantized head with the codes of their gradient;
 - backward: at its start (all kept tensors, and either the head's gradient in fp32 and again in the weight's dtype, or
   the latter and the widest temporaries of one layer: gradients of gate_up and of its activation, or attention's; after
   recomputation also that layer's own tensors) or at its end (all gradients, one layer);
@@ -246,11 +246,20 @@ def _loss_bytes(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trai
     c, element, tokens, head = config.hidden_size, step.element, step.tokens, _head_elements(config, trained)
     logits = chunk_rows(tokens, step.loss_chunks, large=True) * config.vocab_size * element
     hidden = tokens * (2 * c * element + 4 + 16)  # the last layer's output, normed, 1/rms; token ids and labels
+    loss = hidden + tokens * c * element + head * _head_gradient_element(step, low_bit) + logits
     if low_bit.head is None:
-        return hidden + tokens * c * element + 4 * head + logits
-    # A quantized head uses autograd's backward, chunk by chunk: the gradient of the logits is scaled out of place, and
-    # each chunk's gradient of the weight is added to the others'.
-    return hidden + tokens * c * element + 2 * head * element + 2 * logits
+        return loss
+    # Of a chunk besides: the codes of its logits' gradient in both layouts, and a gradient of the weight to be added.
+    return loss + logits + head * element * _has_chunks(step)
+
+
+def _has_chunks(step: StepShape) -> bool:
+    return chunk_rows(step.tokens, step.loss_chunks, large=True) < step.tokens
+
+
+def _head_gradient_element(step: StepShape, low_bit: LowBitBytes) -> int:
+    """Bytes per element of the gradient of the head's weight that the loss keeps: fp32 where chunks are added up."""
+    return 4 if low_bit.head is None or _has_chunks(step) else step.element
 
 
 def _backward_bytes(
@@ -281,7 +290,7 @@ def _backward_bytes(
     in_layer += max(
         (n.weights * element for name, n in layer_linears(config).items() if name in dequantized), default=0
     )
-    in_head = tokens * c * (2 * element + 4) + head * ((4 if low_bit.head is None else element) + element)
+    in_head = tokens * c * (2 * element + 4) + head * (_head_gradient_element(step, low_bit) + element)
     return in_layer, in_head
 
 

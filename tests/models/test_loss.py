@@ -7,6 +7,8 @@ from torch import nn
 
 from qtrain.models import linear_cross_entropy
 from qtrain.models.loss import cross_entropy_sums
+from qtrain.quant import SCHEMES
+from qtrain.quant.linear import LowBitLinear
 
 TOKENS, WIDTH, VOCAB = 37, 8, 61
 
@@ -28,14 +30,14 @@ def case(dtype: torch.dtype, head_type: type = nn.Linear, bias: bool = False):
 
 
 def exact(hidden, head, labels, z_loss, scale):
-    """loss, nll, and gradients of scale * loss, in fp64."""
+    """loss, nll, and gradients of scale * loss, in fp64: of hidden, and of each of the head's parameters."""
     x = hidden.detach().double().requires_grad_()
-    w = head.weight.detach().double().requires_grad_()
-    logits = x @ w.t() if head.bias is None else x @ w.t() + head.bias.detach().double()
+    w, *bias = [p.detach().double().requires_grad_() for p in head.parameters()]
+    logits = F.linear(x, w, *bias)
     nll = F.cross_entropy(logits, labels, reduction="sum")
     loss = nll + z_loss * logits.logsumexp(-1)[labels != -100].square().sum()
     (scale * loss).backward()
-    return loss.item(), nll.item(), x.grad, w.grad
+    return loss.item(), nll.item(), x.grad, *(p.grad for p in (w, *bias))
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -47,13 +49,48 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 @pytest.mark.parametrize("chunks", [0, 1, 3, TOKENS, 100])
 def test_equal_to_fp64_in_any_number_of_chunks(chunks, z_loss, head_type, bias):
     hidden, head, labels = case(torch.float32, head_type, bias)
-    loss, nll, grad_hidden, grad_weight = exact(hidden, head, labels, z_loss, 0.1)
+    loss, nll, *gradients = exact(hidden, head, labels, z_loss, 0.1)
     sums = linear_cross_entropy(hidden, head, labels, chunks, z_loss)
     assert sums.loss.item() == pytest.approx(loss, rel=1e-6)
     assert sums.nll.item() == pytest.approx(nll, rel=1e-6) and not sums.nll.requires_grad
     (0.1 * sums.loss).backward()
-    assert relative(hidden.grad, grad_hidden) < 1e-5
-    assert relative(head.weight.grad, grad_weight) < 1e-5
+    for tensor, gradient in zip((hidden, *head.parameters()), gradients, strict=True):
+        assert relative(tensor.grad, gradient) < 1e-5
+
+
+def quantized(head: nn.Linear) -> LowBitLinear:
+    return LowBitLinear(head, SCHEMES.make("int8", {}, "--quantize"), torch.zeros(3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_quantized_head_runs_once_per_chunk_with_the_gradients_of_its_own_backward(chunks):
+    hidden, head, labels = case(torch.float32)
+    head, calls = quantized(head), []
+    head.register_forward_hook(lambda *_: calls.append(1))
+    linear_cross_entropy(hidden, head, labels, chunks).loss.backward()
+    assert len(calls) == chunks
+    ours = hidden.grad, head.weight.grad
+    hidden.grad = head.weight.grad = None
+    rows = -(-TOKENS // chunks)
+    for x, y in zip(hidden.split(rows), labels.split(rows), strict=True):
+        F.cross_entropy(head(x), y, reduction="sum").backward()
+    # A gradient of a logit that lies between two codes may be rounded to the other one.
+    assert relative(ours[0], hidden.grad.double()) < 1e-3 and relative(ours[1], head.weight.grad.double()) < 1e-3
+
+
+def test_a_frozen_head_and_a_frozen_stream_have_no_gradients():
+    hidden, head, labels = case(torch.float32, OtherHead)
+    head.requires_grad_(False)
+    assert linear_cross_entropy(hidden, head, labels, 2).loss.requires_grad
+    sums = linear_cross_entropy(hidden.detach(), head, labels, 2)
+    assert not sums.loss.requires_grad and sums.loss.item() == pytest.approx(exact(hidden, head, labels, 0, 1)[0])
+
+
+def test_no_tokens_give_gradients_of_zero():
+    for head_type in (nn.Linear, OtherHead):
+        hidden, head, labels = case(torch.float32, head_type, bias=True)
+        linear_cross_entropy(hidden[:0], head, labels[:0]).loss.backward()
+        assert all(not p.grad.any() for p in (hidden, *head.parameters()))
 
 
 @pytest.mark.parametrize("head_type", [nn.Linear, OtherHead])

@@ -43,12 +43,16 @@ def train(
     odd_step: int | None = None,
     compiled=True,
     changed_step: int | None = None,
+    quantize_head: bool = False,
     **kind,
 ):
-    """(losses, norms, weights) of a few steps. changed_step: in which a weight is doubled and gets no gradient."""
+    """(losses, norms, weights) of a few steps. changed_step: in which a weight is doubled and gets no gradient.
+    quantize_head: the output head too; its loss is computed in three chunks."""
     device = torch.device("cuda")
     model = build_model(ModelSource("tiny", WIDE, "--model"), seed=1, device=device, dtype=torch.bfloat16)
-    quantized = quantize_linears(model, SCHEMES.make(scheme, options, "--quantize"), seed=0, head=model.lm_head)
+    made = SCHEMES.make(scheme, options, "--quantize")
+    quantized = quantize_linears(model, made, seed=0, head=model.lm_head, quantize_head=quantize_head)
+    model.loss_chunks = 3 if quantize_head else 0
     if compiled:
         compile_layers(model)
     optimizer = OPTIMIZERS.make("adamw", {}, "--optim").build(parameter_groups(model, 0.1), 1e-3)
@@ -92,6 +96,18 @@ def test_same_bits_as_the_ordinary_step(scheme, options, accumulation):
     assert replayed == ordinary
     assert all(torch.equal(a, b) for a, b in zip(weights, weights_replayed, strict=True))
     assert len(graphs._micro_steps) == min(accumulation, 2), "nothing was recorded: this compares a step with itself"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "scheme,options", [("int8", {"stochastic_rounding": True}), ("fp8_tensorwise", {"scaling": "delayed"})]
+)
+def test_same_bits_with_a_quantized_head(scheme, options):
+    """Its loss runs backward within the recorded forward pass."""
+    ordinary, weights, _ = train(scheme, options, 2, graphed=False, quantize_head=True)
+    replayed, weights_replayed, graphs = train(scheme, options, 2, graphed=True, quantize_head=True)
+    assert replayed == ordinary and len(graphs._micro_steps) == 2
+    assert all(torch.equal(a, b) for a, b in zip(weights, weights_replayed, strict=True))
 
 
 @pytest.mark.gpu
