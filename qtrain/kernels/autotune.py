@@ -88,6 +88,11 @@ def _fastest(names: Sequence[str], run: Run) -> str:
 
 @cache
 def _choices() -> dict[str, str]:
+    """This process's choices, and those that the file had at its start."""
+    return _read()
+
+
+def _read() -> dict[str, str]:
     try:
         found = json.loads(_file().read_text())
         return {str(key): str(value) for key, value in found.items()}
@@ -102,8 +107,9 @@ def _file() -> Path:
 
 
 def _save(choices: dict[str, str]) -> None:
-    """Write the file atomically; if the directory is not writable, the next run times again."""
-    path = _file()
+    """Write the file atomically, with what other processes have added to it meanwhile; if the directory is not
+    writable, the next run times again."""
+    path, choices = _file(), {**_read(), **choices}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:

@@ -50,6 +50,15 @@ def test_times_once_and_remembers_across_processes(monkeypatch, cache):
     assert choose(2, torch.int8) == "triton b" and len(seen) == 2
 
 
+def test_what_another_process_has_added_meanwhile_is_kept(monkeypatch, cache):
+    timed(monkeypatch, "triton b")
+    choose(1)
+    (file,) = cache.iterdir()
+    file.write_text(json.dumps({**json.loads(file.read_text()), "mm 2 of another process": "cublas"}))
+    choose(3)
+    assert [entry.split()[1] for entry in sorted(json.loads(file.read_text()))] == ["1", "2", "3"]
+
+
 def test_a_choice_that_is_no_longer_offered_is_timed_again(monkeypatch):
     timed(monkeypatch, "triton b")
     choose(1)
