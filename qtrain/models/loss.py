@@ -6,7 +6,7 @@ pass, and multiplies it into the gradients of hidden and weight; backward only s
 gradient exists from the forward pass on, in fp32, so that chunks accumulate accurately. The losses are sums, so the
 gradients of logits are of order 1, which suits bf16.
 
-For any other module as head (a quantized linear) its own backward gives each chunk's gradients, in the forward pass too.
+For any other module as head (a quantized linear) its own backward gives a chunk's gradients, in the forward pass too.
 """
 
 from collections.abc import Callable
