@@ -45,6 +45,9 @@ class LinearChoice:
     scheme: str = ""
     groups: int = 1
     """Matrices of this shape in the linear (`grouped_linear.py`)."""
+    is_head: bool = False
+    rounds_logits: bool = False
+    """Whether the gradient of its output is rounded stochastically because it is the head."""
 
 
 @dataclass
@@ -136,11 +139,11 @@ def choose_linears(
     choices, shared = [], shared_weights(model)
     high_precision = not isinstance(scheme, LowBitScheme) and [part for _, part in scheme.parts()] == [scheme]
     for linear, names in find_linears(model).items():
-        taken, groups = "", groups_of(linear)
+        taken, groups, is_head, rounds_logits = "", groups_of(linear), linear is head, False
         n, k = linear.out_features // groups, linear.in_features
         if high_precision:
             reason = NOTHING
-        elif linear is head and not quantize_head:
+        elif is_head and not quantize_head:
             reason = "output head (--quantize_lm_head takes it too)"
         elif type(linear) not in (nn.Linear, GroupedLinear):
             reason = f"a {type(linear).__name__}, not a plain linear"
@@ -149,10 +152,11 @@ def choose_linears(
         elif min(k, n) < min_size:
             reason = f"it has fewer than {min_size} in- or out-features (--quantize_min_size)"
         else:
-            own = scheme.for_linear(k, n)
+            own = scheme.for_linear(k, n, head=is_head)
             reason = _refusal(linear, own, id(linear.weight) in shared, device)
             taken = "" if reason else own.name or SCHEMES.name_of(own)
-        choices.append(LinearChoice(names[0], k, n, reason, taken, groups))
+            rounds_logits = reason is None and own != scheme.for_linear(k, n)
+        choices.append(LinearChoice(names[0], k, n, reason, taken, groups, is_head, rounds_logits))
     return choices
 
 
@@ -188,7 +192,8 @@ def quantize_linears(
         if choice.reason is None:
             number = len(quantized.linears)
             key = key_of_group.setdefault(_key_group(names[0]), quantized.keys[number])
-            swapped = _swap(linear, scheme.for_linear(choice.in_features, choice.out_features), key, groups[number])
+            own = scheme.for_linear(choice.in_features, choice.out_features, head=choice.is_head)
+            swapped = _swap(linear, own, key, groups[number])
             for name in names:
                 model.set_submodule(name, swapped)
             quantized.linears.append(swapped)
@@ -257,6 +262,8 @@ def describe_choices(choices: list[LinearChoice]) -> list[str]:
     for c in choices:
         kind = ".".join(part for part in c.name.split(".") if not part.isdigit())
         done = f"left, {c.reason}" if c.reason else f"quantized, {c.scheme}" if mixed else "quantized"
+        if c.rounds_logits:
+            done += ", the gradient of logits rounded stochastically"
         each = f"{c.groups} of " if c.groups > 1 else ""
         key = (kind, f"{each}{c.in_features} -> {c.out_features}", done)
         groups[key] = groups.get(key, 0) + 1

@@ -15,7 +15,8 @@ looked up by them.
 """
 
 from abc import ABC, abstractmethod
-from typing import Literal, NamedTuple
+from dataclasses import replace
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -100,8 +101,8 @@ class Scheme(ABC):
         """The schemes that a model's linears run in, each with its share of the weights."""
         return [(1.0, self)]
 
-    def for_linear(self, in_features: int, out_features: int) -> "Scheme":
-        """The scheme of a linear of this shape."""
+    def for_linear(self, in_features: int, out_features: int, *, head: bool = False) -> "Scheme":
+        """The scheme of a linear of this shape; head: of a model's output head."""
         return self
 
 
@@ -154,6 +155,20 @@ class LowBitScheme(Scheme):
                     f"--quantize_kwargs.stochastic_rounding: {gemm!r} is not allowed, for {gemm} runs in bf16 and "
                     "rounds nothing; take it out of the list or give that GEMM a low-bit arithmetic."
                 )
+
+    def for_linear(self, in_features: int, out_features: int, *, head: bool = False) -> "LowBitScheme":
+        """An output head rounds stochastically where it has integer codes of dy.
+
+        The gradient of logits is -1 at the label and close to 0 elsewhere. Rounded to nearest, with a step of 1/127 of
+        the largest, most of it is lost.
+        """
+        read = {gemm: self.operand_formats(gemm)[i] for gemm, i in READERS["dy"]}
+        integer = [gemm for gemm, fmt in read.items() if fmt is not None and not FORMATS[fmt.fmt].is_float]
+        nearest = [gemm for gemm in integer if not applies(self.stochastic_rounding, gemm)]
+        if not (head and nearest):
+            return self
+        others = [gemm for gemm in get_args(Gemm) if applies(self.stochastic_rounding, gemm)]
+        return replace(self, stochastic_rounding=(*others, *nearest))
 
     @abstractmethod
     def low_bit_formats(self, gemm: Gemm) -> tuple[OperandFormat, OperandFormat]:

@@ -78,6 +78,27 @@ def test_a_quantized_head_runs_once_per_chunk_with_the_gradients_of_its_own_back
     assert relative(ours[0], hidden.grad.double()) < 1e-3 and relative(ours[1], head.weight.grad.double()) < 1e-3
 
 
+def test_the_gradient_of_an_integer_head_is_unbiased():
+    """Of many small elements beside the label's -1, INT8 codes to nearest are zero, and their sum over tokens is lost."""
+    torch.manual_seed(0)
+    hidden, labels = torch.randn(64, 64), torch.randint(0, 4096, (64,))
+    plain = nn.Linear(64, 4096, bias=False)
+    x = hidden.clone().requires_grad_()
+    F.cross_entropy(plain(x), labels, reduction="sum").backward()
+
+    def mean_gradient(scheme) -> torch.Tensor:
+        total = torch.zeros_like(hidden)
+        for seed in range(16):
+            x = hidden.clone().requires_grad_()
+            linear_cross_entropy(x, LowBitLinear(plain, scheme, torch.tensor([1, seed, 0])), labels).loss.backward()
+            total += x.grad / 16
+        return total.mean(dim=0)
+
+    int8, exact = SCHEMES.make("int8", {}, "--quantize"), x.grad.mean(dim=0).double()
+    assert relative(mean_gradient(int8.for_linear(64, 4096)), exact) > 0.1
+    assert relative(mean_gradient(int8.for_linear(64, 4096, head=True)), exact) < 0.03
+
+
 def test_a_frozen_head_and_a_frozen_stream_have_no_gradients():
     hidden, head, labels = case(torch.float32, OtherHead)
     head.requires_grad_(False)

@@ -38,6 +38,31 @@ def test_head_on_request_keeps_its_tie():
     assert isinstance(model.lm_head, LowBitLinear) and model.lm_head.weight is model.embed.weight
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "rounded"),
+    [
+        ("int8", {}, {"grad_weight", "grad_input"}),
+        ("int8", {"grad_input": "bf16", "stochastic_rounding": False}, {"grad_weight"}),
+        ("int8", {"stochastic_rounding": True}, True),
+        ("int8_blockwise", {"stochastic_rounding": ("output",)}, {"output", "grad_weight", "grad_input"}),
+        ("switchback", {}, {"grad_input"}),
+        ("bitnet", {"sub_norm": False, "backward": "int8"}, {"grad_weight", "grad_input"}),
+        ("bitnet", {"sub_norm": False}, False),
+        ("fp8_rowwise", {}, False),
+    ],
+)
+def test_a_head_rounds_integer_gradients_of_logits_stochastically(name, options, rounded):
+    model = Model()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())  # a latent weight must not be shared
+    scheme = SCHEMES.make(name, options, "--quantize_kwargs")
+    quantized = quantize_linears(model, scheme, seed=0, head=model.lm_head, quantize_head=True)
+    found = model.lm_head.scheme.stochastic_rounding
+    assert (set(found) if isinstance(found, tuple) else found) == rounded
+    assert all(layer.scheme == scheme for layer in model.layers)
+    (line,) = (line for line in describe_choices(quantized.choices) if "lm_head" in line)
+    assert ("logits rounded stochastically" in line) == (model.lm_head.scheme != scheme)
+
+
 def test_small_linears_are_left_on_request():
     """The size is that of the smaller side."""
     model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 16), nn.Linear(16, 15))

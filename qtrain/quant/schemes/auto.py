@@ -76,8 +76,8 @@ class PerShape(Scheme):
         total = sum(weights.values())
         return [(weights[shape] / total, self.for_linear(*shape)) for shape in self.taken]
 
-    def for_linear(self, in_features: int, out_features: int) -> Scheme:
-        return self.schemes[self.taken[in_features, out_features]]
+    def for_linear(self, in_features: int, out_features: int, *, head: bool = False) -> Scheme:
+        return self.schemes[self.taken[in_features, out_features]].for_linear(in_features, out_features, head=head)
 
     def as_json(self) -> dict[str, str]:
         """For `chosen`, so that a resumed run takes the same schemes."""

@@ -18,11 +18,14 @@ class PlannedLinear:
 
     choice: LinearChoice
     scheme: LowBitScheme | None
-    is_head: bool
 
     @property
     def name(self) -> str:
         return self.choice.name
+
+    @property
+    def is_head(self) -> bool:
+        return self.choice.is_head
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -52,15 +55,12 @@ def plan_linears(
         quantize_head=settings.quantize_lm_head,
         min_size=settings.quantize_min_size,
     )
-    heads = {name for name, module in model.named_modules(remove_duplicate=False) if module is head}
-    return [
-        PlannedLinear(
-            choice=c,
-            scheme=scheme.for_linear(c.in_features, c.out_features) if c.reason is None else None,
-            is_head=c.name in heads,
-        )
-        for c in choices
-    ]
+
+    def of(c: LinearChoice) -> PlannedLinear:
+        own = scheme.for_linear(c.in_features, c.out_features, head=c.is_head) if c.reason is None else None
+        return PlannedLinear(choice=c, scheme=own)
+
+    return [of(choice) for choice in choices]
 
 
 def refuse_no_swap(linears: Sequence[PlannedLinear], scheme: Scheme, quantize: str) -> None:
