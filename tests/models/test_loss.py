@@ -79,7 +79,7 @@ def test_a_quantized_head_runs_once_per_chunk_with_the_gradients_of_its_own_back
 
 
 def test_the_gradient_of_an_integer_head_is_unbiased():
-    """Of many small elements beside the label's -1, INT8 codes to nearest are zero, and their sum over tokens is lost."""
+    """Many small elements beside the label's -1: to nearest their INT8 codes are zero, and their sum is lost."""
     torch.manual_seed(0)
     hidden, labels = torch.randn(64, 64), torch.randint(0, 4096, (64,))
     plain = nn.Linear(64, 4096, bias=False)
