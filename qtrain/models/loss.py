@@ -95,9 +95,7 @@ class _PlainHead(torch.autograd.Function):
                 _add_product(grad_weight, logits.t(), hidden[chunk], first=start == 0)
             return sums
 
-        sums = hidden.new_zeros((2,), dtype=torch.float32)
-        for start in range(0, hidden.shape[0], rows):
-            sums += one_chunk(start)
+        sums = _sum_over_chunks(one_chunk, hidden, rows)
         return _keep_gradients(ctx, sums, [grad_hidden, grad_weight], [hidden.dtype, weight.dtype])
 
     @staticmethod
@@ -143,15 +141,22 @@ class _AnyHead(torch.autograd.Function):
                     total += term
             return sums
 
-        sums = hidden.new_zeros((2,), dtype=torch.float32)
-        for start in range(0, hidden.shape[0], rows):
-            sums += one_chunk(start)
+        sums = _sum_over_chunks(one_chunk, hidden, rows)
         return _keep_gradients(ctx, sums, [grad_hidden, *totals], [t.dtype for t in (hidden, *trained)])
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, *of_trained = _scaled_gradients(ctx, grad_loss)
         return grad_hidden, None, None, None, None, None, *of_trained
+
+
+def _sum_over_chunks(one_chunk: Callable[[int], Tensor], hidden: Tensor, rows: int) -> Tensor:
+    """Loss and nll [2] of all tokens of `hidden`; one_chunk gives those of `rows` tokens, from the number of the
+    first."""
+    sums = hidden.new_zeros((2,), dtype=torch.float32)
+    for start in range(0, hidden.shape[0], rows):
+        sums += one_chunk(start)
+    return sums
 
 
 def _keep_gradients(
