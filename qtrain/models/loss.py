@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from qtrain.kernels.cross_entropy import cross_entropy
+from qtrain.kernels.ordered_sum import add_in_order
 from qtrain.kernels.scaled import scaled
 
 
@@ -127,18 +129,20 @@ class _AnyHead(torch.autograd.Function):
             x = hidden[chunk].detach().requires_grad_(needs_hidden)
             with torch.enable_grad():
                 logits = head(x)
+            # Taken before the logits are overwritten: a view that has changed since gets a backward of copies.
+            edge = get_gradient_edge(logits) if logits.requires_grad else None
             gradient = logits.detach()  # in the same memory
-            sums = entropy(gradient, labels[chunk], z_loss, logits.requires_grad).sum(dim=1)
-            if not logits.requires_grad:
+            sums = entropy(gradient, labels[chunk], z_loss, edge is not None).sum(dim=1)
+            if edge is None:
                 return sums
-            found = torch.autograd.grad(logits, [x, *trained] if needs_hidden else trained, gradient)
+            found = torch.autograd.grad(edge, [x, *trained] if needs_hidden else trained, gradient)
             if needs_hidden:
                 grad_hidden[chunk], *found = found
             if start == 0:
                 totals.extend(term.float() if several else term for term in found)
             else:
                 for total, term in zip(totals, found, strict=True):
-                    total += term
+                    add_in_order(total.view(-1), term.reshape(1, -1))
             return sums
 
         sums = _sum_over_chunks(one_chunk, hidden, rows)

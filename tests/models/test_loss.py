@@ -197,6 +197,27 @@ def test_never_more_than_one_chunk_of_logits():
     assert 0 < largest <= -(-TOKENS // 4)
 
 
+def test_the_gradient_of_logits_is_not_copied():
+    """Autograd would give a view that has changed since (a quantized head's output) the backward of as_strided: zeros
+    as large as the logits, and a copy of the gradient into them."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    of_logits = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            out = op(*args, **(kwargs or {}))
+            if "zeros" in str(op) and out.numel() == TOKENS * VOCAB:
+                of_logits.append(str(op))
+            return out
+
+    hidden, head, labels = case(torch.float32)
+    head = quantized(head)
+    with Watch():
+        linear_cross_entropy(hidden, head, labels, 1).loss.backward()
+    assert not of_logits
+
+
 def test_sums_from_whole_logits():
     hidden, head, labels = case(torch.float32)
     loss, nll, grad_hidden, _ = exact(hidden, head, labels, 0.01, 1.0)
