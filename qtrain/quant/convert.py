@@ -42,12 +42,32 @@ class LinearChoice:
     in_features: int
     out_features: int
     reason: str | None
-    scheme: str = ""
+    scheme: LowBitScheme | None = None
     groups: int = 1
     """Matrices of this shape in the linear (`grouped_linear.py`)."""
     is_head: bool = False
     rounds_logits: bool = False
     """Whether the gradient of its output is rounded stochastically because it is the head."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the weight."""
+        return self.groups * self.out_features, self.in_features
+
+    @property
+    def weights(self) -> int:
+        rows, columns = self.shape
+        return rows * columns
+
+    @property
+    def stored(self) -> bool:
+        """Whether the weight itself is kept in low bits."""
+        return self.scheme is not None and self.scheme.stored_format is not None
+
+    @property
+    def scheme_name(self) -> str:
+        """As `--quantize` has it; "" of a linear that is left."""
+        return "" if self.scheme is None else self.scheme.name or SCHEMES.name_of(self.scheme)
 
 
 @dataclass
@@ -139,7 +159,7 @@ def choose_linears(
     choices, shared = [], shared_weights(model)
     high_precision = not isinstance(scheme, LowBitScheme) and [part for _, part in scheme.parts()] == [scheme]
     for linear, names in find_linears(model).items():
-        taken, groups, is_head, rounds_logits = "", groups_of(linear), linear is head, False
+        taken, groups, is_head, rounds_logits = None, groups_of(linear), linear is head, False
         n, k = linear.out_features // groups, linear.in_features
         if high_precision:
             reason = NOTHING
@@ -154,7 +174,7 @@ def choose_linears(
         else:
             own = scheme.for_linear(k, n, head=is_head)
             reason = _refusal(linear, own, id(linear.weight) in shared, device)
-            taken = "" if reason else own.name or SCHEMES.name_of(own)
+            taken = None if reason else own
             rounds_logits = reason is None and own != scheme.for_linear(k, n)
         choices.append(LinearChoice(names[0], k, n, reason, taken, groups, is_head, rounds_logits))
     return choices
@@ -192,8 +212,7 @@ def quantize_linears(
         if choice.reason is None:
             number = len(quantized.linears)
             key = key_of_group.setdefault(_key_group(names[0]), quantized.keys[number])
-            own = scheme.for_linear(choice.in_features, choice.out_features, head=choice.is_head)
-            swapped = _swap(linear, own, key, groups[number])
+            swapped = _swap(linear, choice.scheme, key, groups[number])
             for name in names:
                 model.set_submodule(name, swapped)
             quantized.linears.append(swapped)
@@ -212,9 +231,8 @@ def _key_group(name: str) -> tuple[str, int | str]:
     return parent, next((i for i, names in enumerate(SIBLINGS) if own in names), own)
 
 
-def _swap(linear: nn.Linear, scheme: Scheme, key: Tensor, tensor: TensorGroup | None) -> LowBitLinear:
+def _swap(linear: nn.Linear, scheme: LowBitScheme, key: Tensor, tensor: TensorGroup | None) -> LowBitLinear:
     """A deferred weight stays deferred: its codes are those of zeros, until it has a value."""
-    assert isinstance(scheme, LowBitScheme)
     plain = linear.weight
     with with_zeros(plain):
         if scheme.stored_format is not None:
@@ -257,11 +275,11 @@ def describe_choices(choices: list[LinearChoice]) -> list[str]:
     """The plan's lines: one per (kind, shape, decision), with the number of linears."""
     if choices and all(c.reason == NOTHING for c in choices):
         return [f"{len(choices):4d} linears: all left, {NOTHING}"]
-    mixed = len({c.scheme for c in choices if c.reason is None}) > 1
+    mixed = len({c.scheme_name for c in choices if c.reason is None}) > 1
     groups: dict[tuple[str, str, str], int] = {}
     for c in choices:
         kind = ".".join(part for part in c.name.split(".") if not part.isdigit())
-        done = f"left, {c.reason}" if c.reason else f"quantized, {c.scheme}" if mixed else "quantized"
+        done = f"left, {c.reason}" if c.reason else f"quantized, {c.scheme_name}" if mixed else "quantized"
         if c.rounds_logits:
             done += ", the gradient of logits rounded stochastically"
         each = f"{c.groups} of " if c.groups > 1 else ""

@@ -12,8 +12,8 @@ from qtrain.distributed.full_shard import Unit
 from qtrain.errors import UserError
 from qtrain.hardware import Hardware
 from qtrain.models.trained_cost import TrainedPart
+from qtrain.quant import LinearChoice
 from qtrain.train.checked_settings import CheckedSettings
-from qtrain.train.plan.linears import PlannedLinear
 from qtrain.train.plan.plan import Plan
 
 
@@ -59,7 +59,7 @@ class Architecture(ABC):
     def plan(
         self,
         checked: CheckedSettings,
-        linears: Sequence[PlannedLinear],
+        linears: Sequence[LinearChoice],
         hardware: Hardware,
         data: Sequence[str],
         trained: TrainedPart | None,
@@ -81,7 +81,7 @@ class Architecture(ABC):
         """Whether `build` can leave the values of the layers to be made one by one, where they are divided."""
         return False
 
-    def notes(self, linears: Sequence[PlannedLinear]) -> list[str]:
+    def notes(self, linears: Sequence[LinearChoice]) -> list[str]:
         """Lines to print below the list of linears."""
         return []
 

@@ -30,7 +30,7 @@ def build_quantized(prepared: Prepared) -> tuple[nn.Module, QuantizedModel]:
         keep_codes=not prepared.reshards,
         tensor=prepared.mesh.tensor_group,
     )
-    assert quantized.choices == [linear.choice for linear in prepared.linears], "the swap is not the planned one"
+    assert quantized.choices == list(prepared.linears), "the swap is not the planned one"
     return model, quantized
 
 

@@ -25,13 +25,12 @@ from qtrain.models.cost import layer_linears, linear_key
 from qtrain.models.expert_parallel import check_experts_divisible
 from qtrain.models.tensor_parallel import check_divisible, planned_config
 from qtrain.models.trained_cost import TrainedPart
-from qtrain.quant import gathers_codes
+from qtrain.quant import LinearChoice, gathers_codes
 from qtrain.quant.convert import find_linears
 from qtrain.quant.token_gather import gathers_routed_codes
 from qtrain.train.assembly.architecture import Architecture, refuse_absurd
 from qtrain.train.checked_settings import CheckedSettings
 from qtrain.train.plan.language_plan import plan_language_run
-from qtrain.train.plan.linears import PlannedLinear
 from qtrain.train.plan.plan import Plan
 from qtrain.train.settings import LanguageSettings
 
@@ -134,7 +133,7 @@ class LanguageArchitecture(Architecture):
     def compile(self, model: nn.Module) -> None:
         compile_layers(model)
 
-    def notes(self, linears: Sequence[PlannedLinear]) -> list[str]:
+    def notes(self, linears: Sequence[LinearChoice]) -> list[str]:
         notes = [] if self.tensor is None or not self.sequence else [_how_inputs_travel(linears)]
         if self.experts is not None:
             notes.append(_how_tokens_travel(self.config, linears, self.experts.ranks))
@@ -170,7 +169,7 @@ class LanguageArchitecture(Architecture):
     def plan(
         self,
         checked: CheckedSettings,
-        linears: Sequence[PlannedLinear],
+        linears: Sequence[LinearChoice],
         hardware: Hardware,
         data: Sequence[str],
         trained: TrainedPart | None,
@@ -198,7 +197,7 @@ def _check_routers(settings: LanguageSettings, config: ModelConfig | None) -> No
         )
 
 
-def _how_inputs_travel(linears: Sequence[PlannedLinear]) -> str:
+def _how_inputs_travel(linears: Sequence[LinearChoice]) -> str:
     """The plan's line on what tensor ranks gather before attention and MLP."""
     inputs = [linear.scheme for linear in linears if linear.name.endswith(("qkv", "gate_up"))]
     codes = sum(scheme is not None and gathers_codes(scheme) for scheme in inputs)
@@ -213,7 +212,7 @@ def _how_inputs_travel(linears: Sequence[PlannedLinear]) -> str:
     return line
 
 
-def _how_tokens_travel(config: ModelConfig, linears: Sequence[PlannedLinear], ranks: int) -> str:
+def _how_tokens_travel(config: ModelConfig, linears: Sequence[LinearChoice], ranks: int) -> str:
     """The plan's line on what ranks send each other for their experts."""
     inputs = [linear.scheme for linear in linears if linear.name.endswith("experts.gate_up")]
     codes = all(scheme is not None and gathers_routed_codes(scheme) for scheme in inputs)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from qtrain.distributed.mesh import Mesh
 from qtrain.models.trained_cost import TrainedPart
-from qtrain.quant import describe_choices
+from qtrain.quant import LinearChoice, describe_choices
 from qtrain.train.assembly.architecture import Architecture
 from qtrain.train.checked_settings import CheckedSettings
 from qtrain.train.plan.auto_scheme import resolve_auto_scheme
-from qtrain.train.plan.linears import PlannedLinear, plan_linears, refuse_no_swap, warn_high_precision
+from qtrain.train.plan.linears import plan_linears, refuse_no_swap, warn_high_precision
 from qtrain.train.plan.plan import Plan
 from qtrain.train.plan.resharding import reshards
 from qtrain.train.planned_machine import planned_hardware
@@ -40,7 +40,7 @@ class Prepared(CheckedSettings):
     """A run that can be built. text: the plan and the list of linears, as printed."""
 
     architecture: Architecture
-    linears: tuple[PlannedLinear, ...]
+    linears: tuple[LinearChoice, ...]
     plan: Plan
     text: str
 
@@ -77,7 +77,7 @@ def prepare(
         *checked.notes,
         *auto_lines,
         "linears",
-        *describe_choices([linear.choice for linear in linears]),
+        *describe_choices(linears),
     ]
     lines += architecture.notes(linears)
     lines += warn_high_precision(linears, checked.scheme, checked.dtype, architecture.linear_rows)
@@ -86,8 +86,8 @@ def prepare(
     return Prepared(**shared, architecture=architecture, linears=tuple(linears), plan=plan, text="\n".join(lines))
 
 
-def _rounds_experts(mesh: Mesh, linears: Sequence[PlannedLinear]) -> bool:
+def _rounds_experts(mesh: Mesh, linears: Sequence[LinearChoice]) -> bool:
     """Whether processes that hold different experts round their weights stochastically."""
-    schemes = [linear.scheme for linear in linears if linear.choice.groups > 1 and linear.scheme is not None]
+    schemes = [linear.scheme for linear in linears if linear.groups > 1 and linear.scheme is not None]
     rounded = any(s.stored_format is not None or s.rounds_stochastically("w") for s in schemes)
     return mesh.of_experts is not None and rounded

@@ -20,9 +20,9 @@ from qtrain.models import (
     vision_cost,
 )
 from qtrain.models.trained_cost import TrainedPart
+from qtrain.quant import LinearChoice
 from qtrain.train.assembly.architecture import Architecture, refuse_absurd
 from qtrain.train.checked_settings import CheckedSettings
-from qtrain.train.plan.linears import PlannedLinear
 from qtrain.train.plan.plan import Plan
 from qtrain.train.plan.vision_plan import plan_vision_run
 
@@ -84,7 +84,7 @@ class VisionArchitecture(Architecture):
     def plan(
         self,
         checked: CheckedSettings,
-        linears: Sequence[PlannedLinear],
+        linears: Sequence[LinearChoice],
         hardware: Hardware,
         data: Sequence[str],
         trained: TrainedPart | None,
@@ -92,7 +92,7 @@ class VisionArchitecture(Architecture):
         assert trained is None, "every parameter of a vision model trains"
         return plan_vision_run(checked, self.empty, self.cost, linears, hardware, data)
 
-    def notes(self, linears: Sequence[PlannedLinear]) -> list[str]:
+    def notes(self, linears: Sequence[LinearChoice]) -> list[str]:
         if self.cost is None or not self.cost.bypassed or not any(linear.scheme for linear in linears):
             return []
         return [f"{len(self.cost.bypassed):4d} of these run in high precision: the model reads their weights itself"]

@@ -15,10 +15,10 @@ from qtrain.models.saved_activations import LinearBytes, LowBitBytes
 from qtrain.models.tensor_parallel import planned_config
 from qtrain.models.trained_cost import TrainedPart
 from qtrain.optim import ParameterShape
-from qtrain.quant import LowBitScheme
+from qtrain.quant import LinearChoice, LowBitScheme
 from qtrain.train.checked_settings import CheckedSettings
 from qtrain.train.plan.fullest_rank import fullest_share
-from qtrain.train.plan.linears import PlannedLinear, shares
+from qtrain.train.plan.linears import shares
 from qtrain.train.plan.plan import Plan
 from qtrain.train.plan.speed_of_light import emulated_arithmetics, shortest_seconds
 from qtrain.train.plan.traffic import (
@@ -38,7 +38,7 @@ from qtrain.train.plan.world import Work, plan_world, refuse_world
 def plan_language_run(
     checked: CheckedSettings,
     model_config: ModelConfig | None,
-    linears: Sequence[PlannedLinear],
+    linears: Sequence[LinearChoice],
     hardware: Hardware,
     data: Sequence[str],
     trained: TrainedPart | None = None,
@@ -105,7 +105,7 @@ def plan_language_run(
 def _traffic(
     checked: CheckedSettings,
     model_config: ModelConfig,
-    linears: Sequence[PlannedLinear],
+    linears: Sequence[LinearChoice],
     trained: TrainedPart | None,
 ) -> Traffic:
     """What the ranks of any mesh send each other."""
@@ -117,7 +117,7 @@ def _traffic(
     ends, trained_end = 2 * matrix * (not model_config.tie_word_embeddings), sum(trained_ends(model_config, trained))
     element = checked.dtype.itemsize
 
-    def of(shapes: Sequence[ParameterGroup], alone: Sequence[PlannedLinear]) -> Traffic:
+    def of(shapes: Sequence[ParameterGroup], alone: Sequence[LinearChoice]) -> Traffic:
         parameters = sum(math.prod(group.shape) * group.count for group in shapes)
         matrices = [group for group in shapes if len(group.shape) > 1]
         in_layers, at_end = ([n for n in linears if n.is_head == is_head] for is_head in (False, True))
@@ -159,7 +159,7 @@ def _traffic(
 
 
 def _tensor_traffic(
-    checked: CheckedSettings, model_config: ModelConfig, linears: Sequence[PlannedLinear]
+    checked: CheckedSettings, model_config: ModelConfig, linears: Sequence[LinearChoice]
 ) -> TensorTraffic:
     """What the ranks of --tp exchange in a micro-batch."""
     settings, element, width = checked.settings, checked.dtype.itemsize, model_config.hidden_size
@@ -185,7 +185,7 @@ def _tensor_traffic(
     )
 
 
-def _routed_bytes(checked: CheckedSettings, model_config: ModelConfig, linears: Sequence[PlannedLinear]) -> float:
+def _routed_bytes(checked: CheckedSettings, model_config: ModelConfig, linears: Sequence[LinearChoice]) -> float:
     return routed_bytes_per_token(
         model_config.hidden_size,
         model_config.mixture.per_token,
@@ -202,7 +202,7 @@ def _shapes_of_experts(model_config: ModelConfig) -> set[tuple[int, ...]]:
 def language_memory(
     checked: CheckedSettings,
     model_config: ModelConfig,
-    linears: Sequence[PlannedLinear],
+    linears: Sequence[LinearChoice],
     trained: TrainedPart | None,
 ) -> MemoryEstimate:
     """Bytes by kind at each moment of a step. model_config: with --tp and --ep, of one rank's part; that tokens are
@@ -255,7 +255,7 @@ def language_memory(
     )
 
 
-def _codes_only(linear: PlannedLinear, adapted: bool) -> bool:
+def _codes_only(linear: LinearChoice, adapted: bool) -> bool:
     """Whether codes are all that is read of the weight: where masters are sharded, there is no full one."""
     return linear.scheme is not None and linear.scheme.reads_codes_only and not adapted
 

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -12,42 +11,11 @@ from qtrain.quant import LinearChoice, LowBitScheme, Scheme, choose_linears
 from qtrain.train.settings import TrainSettings
 
 
-@dataclass(frozen=True)
-class PlannedLinear:
-    """A linear, and the scheme that it will run in (None: the model's dtype)."""
-
-    choice: LinearChoice
-    scheme: LowBitScheme | None
-
-    @property
-    def name(self) -> str:
-        return self.choice.name
-
-    @property
-    def is_head(self) -> bool:
-        return self.choice.is_head
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Of the weight."""
-        return self.choice.groups * self.choice.out_features, self.choice.in_features
-
-    @property
-    def stored(self) -> bool:
-        """Whether the weight itself is kept in low bits."""
-        return self.scheme is not None and self.scheme.stored_format is not None
-
-    @property
-    def weights(self) -> int:
-        rows, columns = self.shape
-        return rows * columns
-
-
 def plan_linears(
     model: nn.Module, scheme: Scheme, settings: TrainSettings, *, head: nn.Module | None, device: torch.device
-) -> list[PlannedLinear]:
+) -> list[LinearChoice]:
     """What `quantize_linears` will do to every linear of `model` (on the meta device) where it trains on `device`."""
-    choices = choose_linears(
+    return choose_linears(
         model,
         scheme,
         device=device,
@@ -56,14 +24,8 @@ def plan_linears(
         min_size=settings.quantize_min_size,
     )
 
-    def of(c: LinearChoice) -> PlannedLinear:
-        own = scheme.for_linear(c.in_features, c.out_features, head=c.is_head) if c.reason is None else None
-        return PlannedLinear(choice=c, scheme=own)
 
-    return [of(choice) for choice in choices]
-
-
-def refuse_no_swap(linears: Sequence[PlannedLinear], scheme: Scheme, quantize: str) -> None:
+def refuse_no_swap(linears: Sequence[LinearChoice], scheme: Scheme, quantize: str) -> None:
     """UserError where a low-bit scheme swaps no linear at all: the run would be one in high precision. quantize: what
     --quantize says."""
     if not isinstance(scheme, LowBitScheme) or any(linear.scheme for linear in linears):
@@ -76,7 +38,7 @@ def refuse_no_swap(linears: Sequence[PlannedLinear], scheme: Scheme, quantize: s
 
 
 def warn_high_precision(
-    linears: Sequence[PlannedLinear], scheme: Scheme, dtype: torch.dtype, rows: Mapping[str, float] | None
+    linears: Sequence[LinearChoice], scheme: Scheme, dtype: torch.dtype, rows: Mapping[str, float] | None
 ) -> list[str]:
     """A line where a low-bit scheme leaves more than half of the linears' FLOPs in high precision; else none.
 
@@ -93,13 +55,13 @@ def warn_high_precision(
     return [f"warning: {100 * share:.0f}% of the linears' FLOPs stay in {name}: {_reasons(left)}"]
 
 
-def _reasons(linears: Iterable[PlannedLinear]) -> str:
+def _reasons(linears: Iterable[LinearChoice]) -> str:
     """Why linears are left, each reason once with the number of linears."""
-    counts = Counter(linear.choice.reason for linear in linears if linear.choice.reason)
+    counts = Counter(linear.reason for linear in linears if linear.reason)
     return "; ".join(f"{count} x {reason}" for reason, count in counts.items())
 
 
-def shares(linears: Iterable[PlannedLinear], work: Mapping[str, float]) -> dict[LowBitScheme | None, float]:
+def shares(linears: Iterable[LinearChoice], work: Mapping[str, float]) -> dict[LowBitScheme | None, float]:
     """The fraction of `work` (by name of the linear) that runs in each scheme; None: in the model's dtype."""
     found: dict[LowBitScheme | None, float] = {}
     for linear in linears:

@@ -24,10 +24,9 @@ from qtrain.distributed.gradient_wire import GRADIENT_WIRES
 from qtrain.distributed.mesh import Mesh
 from qtrain.distributed.wire import ALONE_BYTES, BUCKET_BYTES
 from qtrain.kernels.numerics.formats import FORMATS
-from qtrain.quant import LowBitScheme
+from qtrain.quant import LinearChoice, LowBitScheme
 from qtrain.quant.token_gather import gathers_codes, gathers_routed_codes, gathers_second_codes
 from qtrain.train.plan.cluster import Cluster, Cost, Ranks
-from qtrain.train.plan.linears import PlannedLinear
 
 EXCHANGES_A_LAYER = 7
 """Collectives between experts: routes, their weights, x and y; in backward dout, dx and the weights' gradients."""
@@ -173,7 +172,7 @@ def weight_bytes_on_wire(scheme: LowBitScheme | None, element: int, codes_only: 
 
 
 def weights_on_wire(
-    parameters: int, trained: Iterable[PlannedLinear], element: int, *, codes_only: bool = True
+    parameters: int, trained: Iterable[LinearChoice], element: int, *, codes_only: bool = True
 ) -> float:
     """Bytes of all updated weights. parameters: that train; trained: the linears among them that hold their weights
     alone."""

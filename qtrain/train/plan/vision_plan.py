@@ -11,10 +11,11 @@ from qtrain.hardware import Hardware
 from qtrain.kernels.autotune import forced
 from qtrain.models import VisionCost, repeated_blocks
 from qtrain.optim import ParameterShape, parameter_groups
+from qtrain.quant import LinearChoice
 from qtrain.train.checked_settings import CheckedSettings
 from qtrain.train.in_backward import model_partitions
 from qtrain.train.plan.fullest_rank import fullest_share
-from qtrain.train.plan.linears import PlannedLinear, shares
+from qtrain.train.plan.linears import shares
 from qtrain.train.plan.plan import Plan
 from qtrain.train.plan.speed_of_light import emulated_arithmetics, shortest_seconds
 from qtrain.train.plan.traffic import Traffic, weights_on_wire
@@ -26,7 +27,7 @@ def plan_vision_run(
     checked: CheckedSettings,
     model: nn.Module,
     cost: VisionCost | None,
-    linears: Sequence[PlannedLinear],
+    linears: Sequence[LinearChoice],
     hardware: Hardware,
     data: Sequence[str],
 ) -> Plan:
@@ -71,7 +72,7 @@ def plan_vision_run(
     )
 
 
-def _traffic(checked: CheckedSettings, model: nn.Module, linears: Sequence[PlannedLinear]) -> Traffic:
+def _traffic(checked: CheckedSettings, model: nn.Module, linears: Sequence[LinearChoice]) -> Traffic:
     """What the ranks of any mesh send each other. They keep all weights in full, which timm's models may read."""
     element, parameters = checked.dtype.itemsize, [p.numel() for p in model.parameters()]
     return Traffic(
@@ -86,7 +87,7 @@ def _traffic(checked: CheckedSettings, model: nn.Module, linears: Sequence[Plann
 
 
 def _memory(
-    checked: CheckedSettings, model: nn.Module, cost: VisionCost, linears: Sequence[PlannedLinear]
+    checked: CheckedSettings, model: nn.Module, cost: VisionCost, linears: Sequence[LinearChoice]
 ) -> dict[str, int]:
     """Bytes by kind. Activations are an upper bound for a compiled model, which keeps some results only once."""
     settings, element = checked.settings, checked.dtype.itemsize
@@ -102,13 +103,13 @@ def _memory(
     weights, codes = element * parameters, 0.0
     for linear in linears:
         if linear.scheme is not None:
-            inputs = cost.linear_rows.get(linear.name, 0) * linear.choice.in_features
+            inputs = cost.linear_rows.get(linear.name, 0) * linear.in_features
             kept += inputs * (linear.scheme.kept_input_bytes(element) - element)
             weights += linear.weights * (linear.scheme.weight_bytes(element) - element)
             codes += linear.weights * linear.scheme.code_bytes()
     blocks = len(repeated_blocks(model))
     if settings.activation_checkpointing == "full" and blocks:
-        width = max((linear.choice.in_features for linear in linears if not linear.is_head), default=0)
+        width = max((linear.in_features for linear in linears if not linear.is_head), default=0)
         kept = kept / blocks + blocks * cost.rows * width * element
     share = fullest_share(shapes, checked.mesh.shard, checked.optimizer.needs_whole)
     if share < 1:

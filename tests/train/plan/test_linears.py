@@ -62,7 +62,7 @@ def test_the_planned_linears_are_the_swapped_ones(quantize, head):
         model, checked.scheme, seed=0, head=model.lm_head, quantize_head=head, min_size=settings.quantize_min_size
     )
     planned = linears_of(checked, config)
-    assert [linear.choice for linear in planned] == quantized.choices and describe_choices(quantized.choices)
+    assert planned == quantized.choices and describe_choices(quantized.choices)
     swapped = {name: m.scheme for name, m in model.named_modules() if isinstance(m, LowBitLinear)}
     assert {linear.name: linear.scheme for linear in planned if linear.scheme} == swapped
     assert [linear.name for linear in planned if linear.is_head] == ["lm_head"]

@@ -13,12 +13,12 @@ from qtrain.models import Decoder, Lora, ModelConfig, add_lora, list_models, rea
 from qtrain.models.cost import count_parameters
 from qtrain.models.trained_cost import TrainedPart
 from qtrain.optim import OPTIMIZERS, ParameterShape
-from qtrain.quant import Scheme, base_scheme, quantize_linears
+from qtrain.quant import LinearChoice, Scheme, base_scheme, quantize_linears
 from qtrain.tensors.stored_weight import StoredWeight
 from qtrain.train.checked_settings import CheckedSettings, check_settings
 from qtrain.train.freezing import freeze_embedding, trained_part
 from qtrain.train.plan.language_plan import language_memory, plan_language_run
-from qtrain.train.plan.linears import PlannedLinear, plan_linears
+from qtrain.train.plan.linears import plan_linears
 from qtrain.train.plan.plan import Plan
 from qtrain.train.settings import LanguageSettings
 
@@ -32,7 +32,7 @@ def checked_of(settings: LanguageSettings, scheme: Scheme | None = None, dtype=t
     return dataclasses.replace(check_settings(settings, "test", scheme), dtype=dtype)
 
 
-def linears_of(checked: CheckedSettings, config: ModelConfig) -> list[PlannedLinear]:
+def linears_of(checked: CheckedSettings, config: ModelConfig) -> list[LinearChoice]:
     with torch.device("meta"):
         model = Decoder(config)
     return plan_linears(model, checked.scheme, checked.settings, head=model.lm_head, device=torch.device("cpu"))
