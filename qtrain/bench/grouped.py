@@ -246,7 +246,7 @@ def _coded(role: str, fmt: str, granularities: tuple[str, str], family: str | No
 def _rows() -> list[GroupedRow]:
     found = []
     for role in ROLES:
-        blocks = ("1x128", "1x128" if role == "grad_weight" else "128x128")
+        blocks = [("1x128", "128x128"), *([("1x128", "1x128")] if role == "grad_weight" else [])]
         found += [
             GroupedRow(f"{role}, BF16 PyTorch", "bf16", partial(_pytorch_bf16, role)),
             GroupedRow(f"{role}, BF16 Triton", "bf16", partial(_plain, role, "triton")),
@@ -258,8 +258,9 @@ def _rows() -> list[GroupedRow]:
                 name = f"{role}, {arithmetic.upper()} {who}"
                 case = partial(_coded, role, fmt, ("rowwise", "rowwise"), family)
                 found.append(GroupedRow(f"{name}, rowwise", arithmetic, case))
-            name = f"{role}, {arithmetic.upper()} qtrain, {' · '.join(blocks)}"
-            found.append(GroupedRow(name, arithmetic, partial(_coded, role, fmt, blocks, None)))
+            for pair in blocks:
+                name = f"{role}, {arithmetic.upper()} qtrain, {' · '.join(pair)}"
+                found.append(GroupedRow(name, arithmetic, partial(_coded, role, fmt, pair, None)))
         name = f"{role}, INT8 qtrain, 32x32 · 32x32"
         found.append(GroupedRow(name, "int8", partial(_coded, role, "int8", ("32x32", "32x32"), None)))
     return found

@@ -42,7 +42,7 @@ class WgmmaTiling:
         return f"triton wgmma 128x{self.block_n} s{self.stages} g{self.group_m}"
 
 
-WGMMA_TILINGS = {tiling.name: tiling for tiling in (WgmmaTiling(256, 3), WgmmaTiling(128, 5))}
+WGMMA_TILINGS = {tiling.name: tiling for tiling in (WgmmaTiling(256, 3), WgmmaTiling(256, 3, 16), WgmmaTiling(128, 5))}
 
 
 def supports_wgmma(a: Tensor, b: Tensor, scale_b: Tensor, block_a: str, block_b: str, out_dtype: torch.dtype) -> bool:
@@ -205,8 +205,8 @@ def _multiply(
         next_a = gl.load(scale_a_row + first * a_k_stride, (rows < m) & (first < end), 0.0)
         next_left, next_right = 1.0, 1.0
         if not VECTOR_B:
-            next_left = gl.load(scale_b_left + first * b_k_stride)
-            next_right = gl.load(scale_b_right + first * b_k_stride)
+            next_left = gl.load(scale_b_left + first * b_k_stride, first < end, 0.0)
+            next_right = gl.load(scale_b_right + first * b_k_stride, first < end, 0.0)
         for step in range(first, end):
             scale_a, scale_left, scale_right = next_a, next_left, next_right
             following = gl.minimum(step + 1, end - 1)  # loads that are needed a step later

@@ -1,8 +1,8 @@
 """Grouped GEMMs of 8-bit codes with blockwise scales: the products of `gemm/blockwise_mm.py`, each group alone.
 
-1x128 activations times 128x128 weights for `output` and `grad_input`, 1x128 times 1x128 for `grad_weight`, or 32x32
-INT8 for all: groups of rows begin at multiples of 128, so a block belongs to one group. A weight whose N is no multiple
-of the block's rows has blocks of each group's own, ceil(N / rows) of them.
+1x128 activations times 128x128 weights for `output` and `grad_input`, 1x128 times 1x128 or 128x128 for `grad_weight`,
+or 32x32 INT8 for all: groups of rows begin at multiples of 128, so a block belongs to one group. A weight whose N is no
+multiple of the block's rows has blocks of each group's own, ceil(N / rows) of them.
 
 The kernels are those of `gemm/blockwise_mm.py` in the frame of `persistent.py`, and `gemm/blockwise_wgmma.py`. PyTorch
 has no such product.
@@ -212,8 +212,8 @@ def launch_grouped_sums_blockwise(
     (groups, n, k), t = out.shape, tiling
     if isinstance(t, WgmmaTiling):
         launch_blockwise_wgmma(
-            a, b, scale_a, scale_b, out.view(groups * n, k), t, (n, k, a.shape[1], groups), True, grouped="sums",
-            group_pointers=(launch_longest_first(starts), starts),
+            a, b, scale_a, scale_b, out.view(groups * n, k), t, (n, k, a.shape[1], groups), block_b == "1x128",
+            grouped="sums", group_pointers=(launch_longest_first(starts), starts),
         )  # fmt: skip
         return out
     (rows_a, block_k), (rows_b, _) = BLOCKS[block_a], BLOCKS[block_b]
@@ -249,8 +249,7 @@ def sums_tilings(a: Tensor, b: Tensor, scale_b: Tensor, block_a: str, block_b: s
     if not _supported(a, a.shape[1], b.shape[0], out_dtype):
         return {}
     # A warpgroup's 64 rows are of one group.
-    on_hopper = block_b == "1x128" and a.shape[0] % 64 == 0
-    return tilings_for(a, b, scale_b, block_a, block_b, out_dtype) if on_hopper else TILINGS
+    return tilings_for(a, b, scale_b, block_a, block_b, out_dtype) if a.shape[0] % 64 == 0 else TILINGS
 
 
 def _supported(a: Tensor, k: int, n: int, out_dtype: torch.dtype) -> bool:

@@ -47,7 +47,12 @@ def rows_operands(g, n, k, dtype, blocks, role, seed=0):
 
 
 def sums_operands(g, n, k, dtype, blocks, seed=0):
-    return operands((n, g.rows), (k, g.rows), dtype, (blocks[0], blocks[0]), seed, g.starts.device.type)
+    return operands((n, g.rows), (k, g.rows), dtype, blocks, seed, g.starts.device.type)
+
+
+def sums_blocks(blocks):
+    """The blocks of sums in a scheme whose products of rows have `blocks`."""
+    return list(dict.fromkeys([(blocks[0], blocks[0]), blocks]))
 
 
 @pytest.mark.parametrize("dtype, blocks", FORMATS)
@@ -67,14 +72,15 @@ def test_each_group_is_the_dense_product(dtype, blocks, routing):
             assert scales_b[e].shape == (-(-n // rows_b), -(-k // along))
             w = matrix_of(b, e, k, g.count)
             assert torch.equal(y[s:t], blockwise_mm(a[s:t], w, own, scales_b[e], *blocks, torch.bfloat16))
-    n, k, block = 40, 96, blocks[0]
-    a, b, scale_a, scale_b = sums_operands(g, n, k, dtype, blocks)
-    dw = grouped_sums_blockwise_mm(a, b, scale_a, scale_b, block, block, g.starts, torch.float32).view(g.count, n, k)
-    for e, s, t in spans(g):
-        own = [scale[:, s // along : t // along] for scale in (scale_a, scale_b)]
-        operands_of_group = a[:, s:t].contiguous(), b[:, s:t].contiguous()
-        assert torch.equal(dw[e], blockwise_mm(*operands_of_group, *own, block, block, torch.float32))
-        assert t > s or (dw[e] == 0).all()
+    n, k = 40, 160
+    for pair in sums_blocks(blocks):
+        a, b, scale_a, scale_b = sums_operands(g, n, k, dtype, pair)
+        dw = grouped_sums_blockwise_mm(a, b, scale_a, scale_b, *pair, g.starts, torch.float32).view(g.count, n, k)
+        for e, s, t in spans(g):
+            own = [scale[:, s // along : t // along] for scale in (scale_a, scale_b)]
+            operands_of_group = a[:, s:t].contiguous(), b[:, s:t].contiguous()
+            assert torch.equal(dw[e], blockwise_mm(*operands_of_group, *own, *pair, torch.float32))
+            assert t > s or (dw[e] == 0).all()
 
 
 def test_different_cuts_of_k_are_refused():
@@ -87,7 +93,8 @@ def test_different_cuts_of_k_are_refused():
 @pytest.mark.filterwarnings("ignore")
 def test_operators():
     g, blocks = routed("random"), ("1x128", "128x128")
-    rows, sums = rows_operands(g, 40, 64, torch.int8, blocks, "output"), sums_operands(g, 40, 64, torch.int8, blocks)
+    rows = rows_operands(g, 40, 64, torch.int8, blocks, "output")
+    sums = sums_operands(g, 40, 64, torch.int8, ("1x128", "1x128"))
     torch.library.opcheck(grouped_rows_blockwise_mm, (*rows, *blocks, g.group_of_block, g.starts, torch.bfloat16))
     torch.library.opcheck(grouped_sums_blockwise_mm, (*sums, "1x128", "1x128", g.starts, torch.bfloat16))
 
@@ -121,18 +128,19 @@ def check(g, n, k, dtype, blocks, role, out_dtype, tilings=None):
         launch_grouped_rows_blockwise(a, w, s[0], scale_w, *blocks, out, tiling, g.group_of_block, g.starts)
         close(out, expected, size, dtype)
 
-    a, b, *s = sums_operands(g, n, k, dtype, blocks, n)
-    for t in (a, b):
-        t.view(torch.uint8)[:, int(g.starts[-1]) :] = 0x7F
-    block, cpu = (blocks[0], blocks[0]), [t.cpu() for t in (a, b, *s)]
-    expected = grouped_sums_blockwise_mm_ref(*cpu, *block, starts, torch.float32)
-    size = grouped_sums_blockwise_mm_ref(*map(magnitude, cpu[:2]), *cpu[2:], *block, starts, torch.float32)
-    taken = tilings or sums_tilings(a, b, s[1], *block, out_dtype).values()
-    assert taken
-    for tiling in taken:
-        out = torch.full((g.count, n, k), 7.0, dtype=out_dtype, device=a.device)
-        launch_grouped_sums_blockwise(a, b, *s, *block, out, tiling, g.starts)
-        close(out.view(-1, k), expected, size, dtype)
+    for pair in sums_blocks(blocks):
+        a, b, *s = sums_operands(g, n, k, dtype, pair, n)
+        for t in (a, b):
+            t.view(torch.uint8)[:, int(g.starts[-1]) :] = 0x7F
+        cpu = [t.cpu() for t in (a, b, *s)]
+        expected = grouped_sums_blockwise_mm_ref(*cpu, *pair, starts, torch.float32)
+        size = grouped_sums_blockwise_mm_ref(*map(magnitude, cpu[:2]), *cpu[2:], *pair, starts, torch.float32)
+        taken = tilings or sums_tilings(a, b, s[1], *pair, out_dtype).values()
+        assert taken
+        for tiling in taken:
+            out = torch.full((g.count, n, k), 7.0, dtype=out_dtype, device=a.device)
+            launch_grouped_sums_blockwise(a, b, *s, *pair, out, tiling, g.starts)
+            close(out.view(-1, k), expected, size, dtype)
 
 
 @pytest.mark.interpreter
@@ -161,13 +169,14 @@ def test_operators_on_gpu(family, monkeypatch):
     for n, k in ((40, 144), (7, 5)):
         for number, routing in enumerate(ROUTINGS):
             g, blocks = routed(routing, device="cuda"), ("1x128", "128x128")
-            rows, sums = rows_operands(g, n, k, E4M3, blocks, ROLES[number % 2]), sums_operands(g, n, k, E4M3, blocks)
+            of_sums = sums_blocks(blocks)[number % 2]
+            rows, sums = rows_operands(g, n, k, E4M3, blocks, ROLES[number % 2]), sums_operands(g, n, k, E4M3, of_sums)
             y = grouped_rows_blockwise_mm(*rows, *blocks, g.group_of_block, g.starts, torch.float32)
-            dw = grouped_sums_blockwise_mm(*sums, "1x128", "1x128", g.starts, torch.float32)
+            dw = grouped_sums_blockwise_mm(*sums, *of_sums, g.starts, torch.float32)
             rows, sums, starts = [t.cpu() for t in rows], [t.cpu() for t in sums], g.starts.cpu()
             for found, product, operands_of, blocks_of in (
                 (y, grouped_rows_blockwise_mm_ref, rows, blocks),
-                (dw, grouped_sums_blockwise_mm_ref, sums, ("1x128", "1x128")),
+                (dw, grouped_sums_blockwise_mm_ref, sums, of_sums),
             ):
                 expected = product(*operands_of, *blocks_of, starts, torch.float32)
                 magnitudes = *map(magnitude, operands_of[:2]), *operands_of[2:]
