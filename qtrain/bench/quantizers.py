@@ -27,21 +27,22 @@ Outputs = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Quantizer:
-    """A quantizer. dual: also transposed codes, from the same read; given: with a given scale; grouped: columns have
-    scales of each of GROUPS groups of rows."""
+    """A quantizer. granularity_t: of transposed codes from the same read, None without them; given: with a given scale;
+    grouped: columns have scales of each of GROUPS groups of rows."""
 
     fmt: str
     granularity: str
-    dual: bool = False
+    granularity_t: str | None = None
     given: bool = False
     grouped: bool = False
     stochastic: bool = False
 
     @property
     def name(self) -> str:
+        transposed = {None: [], self.granularity: ["both layouts"]}
         words = [
             f"{self.fmt} {'scale given' if self.given else self.granularity}",
-            *(["both layouts"] if self.dual else []),
+            *transposed.get(self.granularity_t, [f"transposed {self.granularity_t}"]),
             *([f"{GROUPS} groups"] if self.grouped else []),
             *(["SR"] if self.stochastic else []),
         ]
@@ -52,10 +53,11 @@ _FORMS = [
     *(("int8", granularity) for granularity in ("rowwise", "1x128", "32x32")),
     *(("e4m3", granularity) for granularity in ("tensorwise", "rowwise", "1x128", "128x128")),
     ("int4", "rowwise"),
-    *(("int8", granularity, True) for granularity in ("rowwise", "128x128", "32x32")),
-    *(("e4m3", granularity, True) for granularity in ("rowwise", "1x128", "128x128")),
-    ("e4m3", "tensorwise", True, True),
-    *((fmt, "rowwise", True, False, True) for fmt in ("int8", "e4m3")),
+    *(("int8", granularity, granularity) for granularity in ("rowwise", "128x128", "32x32")),
+    *(("e4m3", granularity, granularity) for granularity in ("rowwise", "1x128", "128x128")),
+    ("e4m3", "1x128", "128x128"),
+    ("e4m3", "tensorwise", "tensorwise", True),
+    *((fmt, "rowwise", "rowwise", False, True) for fmt in ("int8", "e4m3")),
 ]
 QUANTIZERS = [Quantizer(*form, stochastic=stochastic) for form in _FORMS for stochastic in (False, True)]
 
@@ -68,9 +70,9 @@ def quantizer_case(q: Quantizer, shape: tuple[int, int], device: torch.device) -
     groups = group_of_block(shape[0], device) if q.grouped else None
 
     def run(x: Tensor) -> Outputs:
-        if q.dual:
+        if q.granularity_t:
             grouped = {"group_of_block": groups, "groups": GROUPS if q.grouped else 1}
-            return quantize_dual(x, q.fmt, q.granularity, q.granularity, key, scale=scale, **grouped)
+            return quantize_dual(x, q.fmt, q.granularity, q.granularity_t, key, scale=scale, **grouped)
         return quantize(x, q.fmt, q.granularity, key, scale=scale)
 
     return Case((x,), run, check_quantized(x, q))
@@ -89,16 +91,16 @@ def check_quantized(x: Tensor, q: Quantizer) -> Check:
 
     def check(out: object) -> float:
         codes, scale, *transposed = out
-        share = _error(x, codes, scale, q)
+        share = _error(x, codes, scale, q, q.granularity)
         if q.grouped:
             codes_t, scale_t = transposed
             of_row = group_of_block(x.shape[0], x.device).repeat_interleave(BLOCK_ROWS)
             for group, own in enumerate(scale_t.view(GROUPS, -1)):
                 mine = of_row == group
                 if mine.any():
-                    share = max(share, _error(x[mine].t(), codes_t[:, mine], own, q))
+                    share = max(share, _error(x[mine].t(), codes_t[:, mine], own, q, q.granularity_t))
         elif transposed:
-            share = max(share, _error(x.t(), *transposed, q))
+            share = max(share, _error(x.t(), *transposed, q, q.granularity_t))
         if share > 1:
             raise WrongResultError(f"an error {share:.3g} times that of rounding")
         return share
@@ -106,11 +108,11 @@ def check_quantized(x: Tensor, q: Quantizer) -> Check:
     return check
 
 
-def _error(x: Tensor, codes: Tensor, scale: Tensor, q: Quantizer) -> float:
+def _error(x: Tensor, codes: Tensor, scale: Tensor, q: Quantizer, granularity: str) -> float:
     """The largest error, relative to that of rounding."""
     fmt, shape, x = FORMATS[q.fmt], (x.shape[0], x.shape[1]), x.float()
-    value = dequantize(codes, scale, q.fmt, q.granularity, shape)
-    unit = step = expand_scale(scale, q.granularity, shape)
+    value = dequantize(codes, scale, q.fmt, granularity, shape)
+    unit = step = expand_scale(scale, granularity, shape)
     if fmt.is_float:  # for 2**e <= |x| < 2**(e + 1) a step is 2**(e - mantissa bits); all subnormals have the same
         power = (x / unit).abs().log2().floor().exp2().clamp(min=2.0 ** (1 - fmt.exponent_bias))
         step = power * 2.0**-fmt.mantissa_bits * unit

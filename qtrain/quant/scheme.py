@@ -298,15 +298,16 @@ class LowBitScheme(Scheme):
         name "x": operands of swiglu(x) [M, I], the input of the down projection. name "dy": operands of the gradient
         [M, 2I] of x, given the gradient dy [M, I] of swiglu(x). row_dots: whether `row_dots_ref(dy, x)` is wanted too.
         """
-        both = self._same_format(name, needs)
-        if both is None or not supports_swiglu_dual(both.fmt, both.granularity):
+        rows, columns = self.formats_of(name, needs)
+        one_format = _differ_in_granularity_only(rows, columns)
+        if not (one_format and supports_swiglu_dual(rows.fmt, rows.granularity, columns.granularity)):
             t, dots = activation_dots(x, dy, row_dots)
             return SwiGLUOperands(self._operands(t, name, key, needs, delayed, groups), dots)
-        rounding = self.rounding(name, key)
         codes, scale, codes_t, scale_t, dots = quantize_swiglu(
-            x, dy, both.fmt, both.granularity, *rounding, self.power_of_two, *(groups or NO_GROUPS), row_dots
-        )
-        operands = Operands(QuantizedTensor(codes, scale, both), QuantizedTensor(codes_t, scale_t, both))
+            x, dy, rows.fmt, rows.granularity, columns.granularity, *self.rounding(name, key), self.power_of_two,
+            *(groups or NO_GROUPS), row_dots,
+        )  # fmt: skip
+        operands = Operands(QuantizedTensor(codes, scale, rows), QuantizedTensor(codes_t, scale_t, columns))
         return SwiGLUOperands(operands, dots)
 
     def rowwise_swiglu(
@@ -316,10 +317,10 @@ class LowBitScheme(Scheme):
 
         A pair of such tensors takes fewer passes in another order (`swiglu_mlp.py`).
         """
-        both = self._same_format(name, needs)
-        if both is None or not supports_swiglu_rowwise(both.fmt, both.granularity):
+        rows, columns = self.formats_of(name, needs)
+        if rows is None or rows != columns or not supports_swiglu_rowwise(rows.fmt, rows.granularity):
             return None
-        return RowwiseQuantization(both.fmt, self.power_of_two, self.rounding(name, key))
+        return RowwiseQuantization(rows.fmt, self.power_of_two, self.rounding(name, key))
 
     def multiply(self, gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """The product of a GEMM in `dtype`; (a, b) are (x, w), (dy, w) or (dy, x). bias [N] is added to `output`."""
@@ -355,10 +356,6 @@ class LowBitScheme(Scheme):
         rows, columns = self.operand_formats(row_gemm)[i], self.operand_formats(column_gemm)[j]
         return (rows if needs.rows else None), (columns if needs.columns else None)
 
-    def _same_format(self, name: TensorName, needs: NeedsOperand) -> OperandFormat | None:
-        rows, columns = self.formats_of(name, needs)
-        return rows if rows == columns else None
-
     def _operands(
         self,
         t: Tensor | GatheredRows,
@@ -387,6 +384,11 @@ class LowBitScheme(Scheme):
     def _kept_bytes(rows: OperandFormat | None, columns: OperandFormat | None) -> float:
         shared = columns is not None and columns.sum_dim == 0
         return sum(fmt.bytes_per_element for fmt in (rows, None if shared else columns) if fmt)
+
+
+def _differ_in_granularity_only(rows: OperandFormat | None, columns: OperandFormat | None) -> bool:
+    """Whether both operands are low-bit, and in codes and scales of one format."""
+    return rows is not None and columns is not None and columns._replace(granularity=rows.granularity) == rows
 
 
 def applies(option: bool | tuple[Gemm, ...], gemm: Gemm) -> bool:

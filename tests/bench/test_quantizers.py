@@ -28,6 +28,7 @@ def test_every_quantizer_runs():
         assert cell.reason is None and cell.value > 0, (name, cell.reason)
     assert table.rows["int8 rowwise"]["128x256"].details["bytes"] == 128 * 256 * 3 + 128 * 4
     assert table.rows["e4m3 1x128, both layouts"]["128x256"].details["bytes"] == 128 * 256 * 4 + (256 + 256) * 4
+    assert table.rows["e4m3 1x128, transposed 128x128"]["128x256"].details["bytes"] == 128 * 256 * 4 + (256 + 2) * 4
     assert "0.0100 TB/s (datasheet 2.00)" in table.notes[0]
 
 

@@ -44,7 +44,7 @@ from qtrain.kernels.ordered_sum import launch_add_in_order
 from qtrain.kernels.quantize.absmax import launch_absmax
 from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.kernels.quantize.delayed_scale import launch_delayed_scale, launch_record_amax
-from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2
+from qtrain.kernels.quantize.dual_bf16x2 import BLOCK_PAIRS, PAIRS, launch_dual_bf16x2
 from qtrain.kernels.quantize.gather_rows import RowIndex, launch_gather_rows
 from qtrain.kernels.quantize.mx import launch_quantize_mx
 from qtrain.kernels.quantize.nf4 import launch_dequantize_nf4, nf4_table
@@ -139,16 +139,21 @@ def quantizers() -> Iterator[Case]:
 def dual_quantizers() -> Iterator[Case]:
     for fmt in FORMATS:
         for number, r in enumerate(ROUNDINGS):
-            for g in ("128x128", "1x128", "rowwise", "tensorwise"):
-                some = (fmt, g, number) in (("int8", "rowwise", 0), ("e4m3", "1x128", 0), ("e5m2", "128x128", 3))
+            for g, t in PAIRS:
+                sampled = (("int8", "rowwise", 0), ("e4m3", "1x128", 0), ("e5m2", "128x128", 3))
                 shape = (144, 272) if g == "rowwise" else (256, 512)
-                yield some, lambda f=fmt, g=g, r=r, s=shape: launch_dual_bf16x2(zeros(*s), f, g, r)
+                yield (
+                    (fmt, g, number) in sampled,
+                    lambda f=fmt, g=g, t=t, r=r, s=shape: launch_dual_bf16x2(zeros(*s), f, g, r, granularity_t=t),
+                )
             for dy in (None, zeros(256, 256)):
-                for g in ("128x128", "1x128"):
+                for g, t in BLOCK_PAIRS:
                     some = (fmt, g, number) == ("int8", "128x128", 2)
                     yield (
                         some,
-                        lambda f=fmt, g=g, r=r, dy=dy: launch_dual_bf16x2(zeros(256, 512), f, g, r, swiglu=True, dy=dy),
+                        lambda f=fmt, g=g, t=t, r=r, dy=dy: launch_dual_bf16x2(
+                            zeros(256, 512), f, g, r, granularity_t=t, swiglu=True, dy=dy
+                        ),
                     )
                 if fmt != "int8":
                     yield fmt == "e4m3" and number == 0, lambda f=fmt, r=r, dy=dy: launch_dual_bf16x2(
@@ -162,6 +167,11 @@ def dual_quantizers() -> Iterator[Case]:
                         zeros(144, 272), f, "tensorwise", r, False, zeros(1, dtype=FP32), zeros(1, dtype=torch.int32)
                     ),
                 )
+        index = RowIndex(zeros(256, dtype=torch.int32))
+        yield (
+            False,
+            lambda f=fmt, i=index: launch_dual_bf16x2(zeros(40, 512), f, "1x128", granularity_t="128x128", index=i),
+        )
 
 
 def gathered_rows() -> Iterator[Case]:
@@ -265,7 +275,7 @@ def wgmmas() -> Iterator[Case]:
     for tiling in WGMMA_TILINGS.values():
         for dtype in (E4M3, E5M2):
             for grouped in ("", "rows", "sums"):
-                for vector_b in {"": (True, False), "rows": (False,), "sums": (True,)}[grouped]:
+                for vector_b in {"": (True, False), "rows": (False,), "sums": (True, False)}[grouped]:
                     a, b, scale = zeros(512, 512, dtype=dtype), zeros(512, 512, dtype=E4M3), zeros(4, 512, dtype=FP32)
                     pointers = (STARTS, STARTS) if grouped else (None, None)
                     sizes = (512, 512, 512, 3)

@@ -86,11 +86,16 @@ ERROR = {"mxfp8": 0.15, "int4": 0.5, "nvfp4": 0.5, "bitnet": 1.5, "int4_weight":
 NAMES = [name for name in SCHEMES.names() if name not in ("auto", "bf16")]
 
 
-@pytest.mark.parametrize("scheme", NAMES)
-def test_every_scheme_trains_experts(scheme):
+KWARGS = [
+    *((name, {"sub_norm": False} if name == "bitnet" else {}) for name in NAMES),
+    ("fp8_blockwise", {"grad_weight_x": "128x128"}),
+]
+
+
+@pytest.mark.parametrize("scheme, kwargs", KWARGS)
+def test_every_scheme_trains_experts(scheme, kwargs):
     """Both linears are swapped, and outputs and gradients are those of the loop but for the scheme's error."""
     m, plain = module(), module()
-    kwargs = {"sub_norm": False} if scheme == "bitnet" else {}
     quantized = quantize_linears(m, SCHEMES.make(scheme, kwargs, "--quantize"), seed=0)
     assert [c.reason for c in quantized.choices] == [None, None], quantized.choices
     assert [c.groups for c in quantized.choices] == [EXPERTS, EXPERTS]
@@ -105,13 +110,13 @@ def test_every_scheme_trains_experts(scheme):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("scheme", ["bf16", *NAMES])
+@pytest.mark.parametrize("scheme, kwargs", [("bf16", {}), *KWARGS])
 @pytest.mark.parametrize("kind", ["random", "empty", "one"])
-def test_on_a_gpu_without_the_host(scheme, kind):
+def test_on_a_gpu_without_the_host(scheme, kwargs, kind):
     """bf16 experts against the loop over experts in fp64; after a first call nothing waits for the device."""
     sizes = {"width": 256, "inner": 128}
     m, plain = module(dtype=torch.bfloat16, **sizes).cuda(), module(dtype=torch.bfloat16, **sizes).cuda()
-    quantize_linears(m, SCHEMES.make(scheme, {"sub_norm": False} if scheme == "bitnet" else {}, "--quantize"), seed=0)
+    quantize_linears(m, SCHEMES.make(scheme, kwargs, "--quantize"), seed=0)
     x, dout = torch.randn(2, 1000, 256, device="cuda", dtype=torch.bfloat16)
     experts, weights = (t.cuda() for t in routing(1000, kind))
     found = gradients(m, m, x, experts, weights, dout)
@@ -130,10 +135,10 @@ SHARED_SCALES = ("fp8_tensorwise", "nvfp4", "int8_blockwise")
 """Schemes with scales that cover several tokens."""
 
 
-@pytest.mark.parametrize("scheme", [name for name in NAMES if name not in SHARED_SCALES])
-def test_nan_in_one_token_stays_with_it_and_its_experts(scheme):
+@pytest.mark.parametrize("scheme, kwargs", [case for case in KWARGS if case[0] not in SHARED_SCALES])
+def test_nan_in_one_token_stays_with_it_and_its_experts(scheme, kwargs):
     m = module()
-    quantize_linears(m, SCHEMES.make(scheme, {"sub_norm": False} if scheme == "bitnet" else {}, "--quantize"), seed=0)
+    quantize_linears(m, SCHEMES.make(scheme, kwargs, "--quantize"), seed=0)
     x, dout = torch.randn(2, 40, C)
     experts, weights = routing(40)
     x[7, 3] = float("nan")
@@ -147,11 +152,15 @@ def test_nan_in_one_token_stays_with_it_and_its_experts(scheme):
         assert of_expert[~own].isfinite().all() and not of_expert[own].isfinite().all()
 
 
-@pytest.mark.parametrize("scheme", ["int8", "fp8_tensorwise", "fp8_rowwise", "fp8_blockwise"])
-def test_each_expert_is_a_dense_linear_of_its_own_rows(scheme):
+@pytest.mark.parametrize(
+    "scheme, kwargs",
+    [case for case in KWARGS if case[0] in ("int8", "fp8_tensorwise", "fp8_rowwise", "fp8_blockwise")],
+)
+def test_each_expert_is_a_dense_linear_of_its_own_rows(scheme, kwargs):
     """Bit for bit: the codes of an expert's rows, multiplied by the dense product."""
     m = module()
-    quantized = quantize_linears(m, SCHEMES.make(scheme, {"stochastic_rounding": False}, "--quantize"), seed=0)
+    kwargs = {**kwargs, "stochastic_rounding": False}
+    quantized = quantize_linears(m, SCHEMES.make(scheme, kwargs, "--quantize"), seed=0)
     linear = quantized.linears[0]
     experts, _ = routing(200)
     groups = group_rows(experts, EXPERTS)
@@ -176,9 +185,6 @@ def test_each_expert_is_a_dense_linear_of_its_own_rows(scheme):
             dw[own],
             multiply("grad_weight", _columns(dys.columns, rows, e), _columns(xs.columns, rows, e), torch.float32),
         )
-
-
-KWARGS = [(name, {"sub_norm": False} if name == "bitnet" else {}) for name in NAMES]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -26,6 +26,8 @@ KWARGS = [
     ("fp8_rowwise", {"stochastic_rounding": True}),
     ("fp8_rowwise_gw_hp", {}),
     ("fp8_blockwise", {}),
+    ("fp8_blockwise", {"grad_weight_x": "128x128"}),
+    ("fp8_blockwise", {"grad_weight_x": "128x128", "stochastic_rounding": ["grad_weight"]}),
     ("mxfp8", {}),
     ("int4", {}),
     ("int8_weight", {}),
@@ -100,6 +102,26 @@ def test_what_is_kept_of_the_activation(name, kwargs, keeps):
         swiglu_mlp(model.gate_up, model.down, matrix(40, 128, 0, "normal").requires_grad_())
     assert ((256, 40) in [tuple(t.shape) for t in kept]) == keeps
     assert any(t.shape == (256,) and t.dtype == torch.int32 for t in kept) == (not keeps)
+
+
+@pytest.mark.parametrize(
+    "name,kwargs", [("int8_blockwise", {"block": "128x128"}), *(case for case in KWARGS if case[0] == "fp8_blockwise")]
+)
+def test_scales_of_128_blocks_are_computed_with_the_activation(name, kwargs):
+    """And with its gradient: neither is written for a quantizer that reads it."""
+    (_, model), _ = pair(name, kwargs, "cpu", torch.float32)
+    ops = []
+
+    class Record(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            ops.append(op.name())
+            return op(*args, **(kwargs or {}))
+
+    x, dy = matrix(40, 128, 0, "normal").requires_grad_(), matrix(40, 128, 1, "normal")
+    with Record():
+        swiglu_mlp(model.gate_up, model.down, x).backward(dy)
+    ops = [op for op in ops if "quantize" in op or "swiglu" in op]
+    assert ops == 2 * ["qtrain::quantize_dual", "qtrain::quantize_swiglu"]  # x, activation; dy, its gradient
 
 
 @pytest.mark.parametrize("frozen", [("gate_up",), ("down",), ("gate_up", "down")])

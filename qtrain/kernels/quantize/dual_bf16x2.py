@@ -6,8 +6,8 @@ and a thread holds words of four consecutive rows: four codes of a column are a 
 shared memory to be transposed. Either layout may be rounded stochastically: a Philox draw's four words belong to four
 words of x side by side, which one thread holds.
 
-A scale belongs to a CTA's block of 128 (1x128, 128x128); to whole rows and columns, or to the tensor, whose absmax a
-pass before has left; or it is given for the tensor.
+A scale belongs to a CTA's block of 128 (1x128, 128x128, or 1x128 of row codes and 128x128 of transposed codes); to
+whole rows and columns, or to the tensor, whose absmax a pass before has left; or it is given for the tensor.
 
 What is quantized can be computed from x as it is read: y = swiglu(x), the gradient of x from dy, or rows gathered from
 x.
@@ -45,6 +45,10 @@ from qtrain.kernels.quantize.dual_load import inside_of_tile, load_tile, offset_
 from qtrain.kernels.quantize.gather_rows import EVERY_ROW, RowIndex
 
 BLOCK = 128
+BLOCK_PAIRS = (("128x128", "128x128"), ("1x128", "1x128"), ("1x128", "128x128"))
+"""Granularities of row codes and of transposed codes whose scales a CTA computes from its own block."""
+PAIRS = (*BLOCK_PAIRS, ("rowwise", "rowwise"), ("tensorwise", "tensorwise"))
+"""All that the kernel computes, in 8-bit formats; the last two after an absmax pass."""
 WARPS, REGISTERS = 4, 168
 """Warps of a CTA, registers of a thread: three CTAs, with 96 KiB of loads in flight, share an SM of an H200."""
 WARPS_OF_GRADIENT, REGISTERS_OF_GRADIENT = 8, 128
@@ -66,10 +70,9 @@ def _max_of_tile(x0, x1, x2, x3, PTX: tl.constexpr):
 
 
 @triton.jit
-def _row_scale(bf16x2, CODE: tl.constexpr):
-    """Pairs [R, C] -> the scales of their rows [R]."""
-    amax = reduce_max_bf16x2(abs_bf16x2(bf16x2), 1, CODE.ptx)
-    return scale_from_amax(max_of_halves(amax), CODE)
+def _row_amax(bf16x2, PTX: tl.constexpr):
+    """Pairs [R, C] -> the absmax of their rows [R], as bits of fp32."""
+    return max_of_halves(reduce_max_bf16x2(abs_bf16x2(bf16x2), 1, PTX))
 
 
 @triton.jit
@@ -97,21 +100,19 @@ def _whole_row_scales(
 
 
 @triton.jit
-def _block_row_scales(x0, x1, x2, x3, scale_ptr, down, m, tile_k, CODE: tl.constexpr):
-    """1x128: scales of the tile's rows `down`, stored -> inverse scales of the four rows of a thread, the absmax of the
-    columns as pairs, nonfinite."""
-    amax = reduce_max_bf16x2(_max_of_four(x0, x1, x2, x3, CODE.ptx), 0, CODE.ptx)
-    nonfinite = tl.max(max_of_halves(amax), 0) >= 0x7F800000
+def _block_row_scales(amax0, amax1, amax2, amax3, nonfinite, scale_ptr, down, m, tile_k, CODE: tl.constexpr):
+    """1x128: scales of the tile's rows `down` from their absmax, stored -> inverse scales of the four rows of a
+    thread."""
     scale0, scale1, scale2, scale3 = (
-        _row_scale(x0, CODE), _row_scale(x1, CODE), _row_scale(x2, CODE), _row_scale(x3, CODE),
+        scale_from_amax(amax0, CODE), scale_from_amax(amax1, CODE),
+        scale_from_amax(amax2, CODE), scale_from_amax(amax3, CODE),
     )  # fmt: skip
     scale = tl.reshape(tl.join(tl.join(scale0, scale2), tl.join(scale1, scale3)), (down.shape[0],))
     tl.store(scale_ptr + tile_k.to(tl.int64) * m + down, scale, down < m)
-    inv = (
+    return (
         fast_inv_scale(scale0, nonfinite, CODE.ptx)[:, None], fast_inv_scale(scale1, nonfinite, CODE.ptx)[:, None],
         fast_inv_scale(scale2, nonfinite, CODE.ptx)[:, None], fast_inv_scale(scale3, nonfinite, CODE.ptx)[:, None],
     )  # fmt: skip
-    return inv, amax, nonfinite
 
 
 @triton.jit
@@ -193,8 +194,8 @@ def _store_rows_pack_columns(
 def quantize_tile(
     x0, x1, x2, x3, tile_m, tile_k, codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr, source_ptr, source_t_ptr, amax_ptr,
     given, known_amax, key_ptr, role, m, k, stride, stride_t,
-    STOCHASTIC: tl.constexpr, STOCHASTIC_T: tl.constexpr, SCALES: tl.constexpr, CODE: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK: tl.constexpr,
+    STOCHASTIC: tl.constexpr, STOCHASTIC_T: tl.constexpr, SCALES: tl.constexpr, SCALES_T: tl.constexpr,
+    CODE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Stores codes and scales of a tile, as `load_tile` returns it. Arguments as for `_dual_kernel`, but source_t_ptr
     is that of the tile's group; given: the scale, if it is; known_amax: no more than what is at amax_ptr."""
@@ -207,7 +208,15 @@ def quantize_tile(
             source_ptr, source_t_ptr, scale_ptr, scale_t_ptr, down, across, m, k, tile_m, tile_k, CODE
         )
     elif SCALES == "1x128":
-        inv, column_amax, nonfinite = _block_row_scales(x0, x1, x2, x3, scale_ptr, down, m, tile_k, CODE)
+        if SCALES_T == "1x128":
+            column_amax = reduce_max_bf16x2(_max_of_four(x0, x1, x2, x3, CODE.ptx), 0, CODE.ptx)
+            amax = tl.max(max_of_halves(column_amax), 0)
+        amax0, amax1 = _row_amax(x0, CODE.ptx), _row_amax(x1, CODE.ptx)
+        amax2, amax3 = _row_amax(x2, CODE.ptx), _row_amax(x3, CODE.ptx)
+        if SCALES_T == "128x128":
+            amax = tl.max(tl.maximum(tl.maximum(amax0, amax1), tl.maximum(amax2, amax3)), 0)
+        nonfinite = amax >= 0x7F800000
+        inv = _block_row_scales(amax0, amax1, amax2, amax3, nonfinite, scale_ptr, down, m, tile_k, CODE)
     else:
         if SCALES == "given":
             scale = given
@@ -235,8 +244,13 @@ def quantize_tile(
 
     x0, x1 = zero_nonfinite_bf16x2(x0, nonfinite), zero_nonfinite_bf16x2(x1, nonfinite)
     x2, x3 = zero_nonfinite_bf16x2(x2, nonfinite), zero_nonfinite_bf16x2(x3, nonfinite)
-    if SCALES == "1x128":
+    if SCALES_T == "1x128":
         inv_first, inv_second = _block_column_scales(column_amax, nonfinite, scale_t_ptr, across, k, tile_m, CODE)
+    elif SCALES == "1x128":  # SCALES_T is 128x128: the tile has one scale, and its absmax is that of its rows
+        scale_t = scale_from_amax(amax, CODE)
+        tl.store(scale_t_ptr + tile_k * stride_t + tile_m, scale_t)
+        inv_scale_t = fast_inv_scale(scale_t, nonfinite, CODE.ptx)
+        inv_first, inv_second = inv_scale_t, inv_scale_t
 
     # Stores of 8 codes per thread, not of 16: half the registers to gather them in.
     start, offset = offset_of_tile(tile_m, tile_k, words, BLOCK)
@@ -275,15 +289,15 @@ def _dual_kernel(
     x_ptr, token_ptr, weight_ptr, dy_ptr, dots_ptr, codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr, source_ptr,
     source_t_ptr, amax_ptr, group_ptr, key_ptr, role, m, k, stride, stride_t,
     SWIGLU: tl.constexpr, STOCHASTIC: tl.constexpr, STOCHASTIC_T: tl.constexpr, SCALES: tl.constexpr,
-    CODE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+    SCALES_T: tl.constexpr, CODE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x, codes and codes_t as words of two elements, two codes and four codes; m, k: elements, multiples of 16.
 
-    SCALES: the granularity, or "given" for one scale at source_ptr; amax_ptr then receives the bits of the absmax, if
-    it is not None. Otherwise source_ptr (tensorwise, rowwise) and source_t_ptr (rowwise) hold bits of absmaxes.
-    group_ptr: groups of rows whose columns have maxima of their own at source_t_ptr (rowwise; scale_t_ptr is None), or
-    None. stride, stride_t: of the scales of blocks, down (128x128). EVEN: m and k are multiples of BLOCK. SWIGLU, and
-    what x and dy are: see `load_tile`.
+    SCALES, SCALES_T: the granularities, of `PAIRS`, or "given" for one scale at source_ptr; amax_ptr then receives the
+    bits of the absmax, if it is not None. Otherwise source_ptr (tensorwise, rowwise) and source_t_ptr (rowwise) hold
+    bits of absmaxes. group_ptr: groups of rows whose columns have maxima of their own at source_t_ptr (rowwise;
+    scale_t_ptr is None), or None. stride, stride_t: of the scales of blocks, down (128x128). EVEN: m and k are
+    multiples of BLOCK. SWIGLU, and what x and dy are: see `load_tile`.
     """
     tile = tl.program_id(0)
     if SCALES == "rowwise" or SCALES == "tensorwise":  # reversed: the absmax pass read the last tiles last
@@ -303,22 +317,28 @@ def _dual_kernel(
     quantize_tile(
         x0, x1, x2, x3, tile_m, tile_k, codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr, source_ptr, source_t_ptr,
         amax_ptr, given, known_amax, key_ptr, role, m, k, stride, stride_t,
-        STOCHASTIC, STOCHASTIC_T, SCALES, CODE, EVEN, BLOCK,
+        STOCHASTIC, STOCHASTIC_T, SCALES, SCALES_T, CODE, EVEN, BLOCK,
     )  # fmt: skip
 
 
 def supports_dual_bf16x2(
-    x: Tensor, fmt: str, granularity: str, given: bool = False, index: RowIndex = EVERY_ROW
+    x: Tensor,
+    fmt: str,
+    granularity: str,
+    given: bool = False,
+    index: RowIndex = EVERY_ROW,
+    granularity_t: str | None = None,
 ) -> bool:
     """Whether `launch_dual_bf16x2` takes these arguments. It reads words, so x must be aligned to them.
 
     given: the scale is, so that codes must saturate, as FP8's conversions do.
     """
+    pair = granularity, granularity_t or granularity
     if x.dtype is not torch.bfloat16 or any(number % 16 for number in (*index.shape(x), x.storage_offset())):
         return False
     if given:
-        return fmt in ("e4m3", "e5m2") and granularity == "tensorwise"
-    return fmt in EIGHT_BITS and granularity in ("128x128", "1x128", "rowwise", "tensorwise")
+        return fmt in ("e4m3", "e5m2") and pair == ("tensorwise", "tensorwise")
+    return fmt in EIGHT_BITS and pair in PAIRS
 
 
 def launch_dual_bf16x2(
@@ -330,6 +350,7 @@ def launch_dual_bf16x2(
     scale: Tensor | None = None,
     amax: Tensor | None = None,
     *,
+    granularity_t: str | None = None,
     swiglu: bool = False,
     dy: Tensor | None = None,
     row_dots: Tensor | None = None,
@@ -342,23 +363,24 @@ def launch_dual_bf16x2(
     """The kernel for `quantize_ref` and `quantize_transposed_ref` at once: codes, scale, codes_t, scale_t.
 
     x contiguous, not empty, `supports_dual_bf16x2`. scale: fp32 [1], given. amax: int32 [1] of zeros, receives the fp32
-    bits of x's absmax; only with `scale`. swiglu: quantizes swiglu(x) or, with dy, the gradient of x; x [M, 2I], I a
-    multiple of BLOCK. row_dots: fp32 [M, I / BLOCK], receives `swiglu.row_dots_ref`; with dy. tensor_amax,
-    row_column_amax: fp32 bits of the absmax of x (tensorwise), or of its rows and of its columns (rowwise), int32, if
-    known. groups: of rows with column scales of their own (rowwise). out: memory for the result. index: the rows of
-    what is quantized are gathered from x [T, K]; without swiglu.
+    bits of x's absmax; only with `scale`. granularity_t: of codes_t, if it is not granularity. swiglu: quantizes
+    swiglu(x) or, with dy, the gradient of x; x [M, 2I], I a multiple of BLOCK. row_dots: fp32 [M, I / BLOCK], receives
+    `swiglu.row_dots_ref`; with dy. tensor_amax, row_column_amax: fp32 bits of the absmax of x (tensorwise), or of its
+    rows and of its columns (rowwise), int32, if known. groups: of rows with column scales of their own (rowwise). out:
+    memory for the result. index: the rows of what is quantized are gathered from x [T, K]; without swiglu.
     """
+    granularity_t = granularity_t or granularity
     m, k = index.shape(x)
     k = k // 2 if swiglu and dy is None else k
     given, source, source_t = scale is not None, scale, None
-    assert not swiglu or given or granularity in ("1x128", "128x128"), "no absmax pass for that scale"
+    assert not swiglu or given or (granularity, granularity_t) in BLOCK_PAIRS, "no absmax pass for that scale"
     if granularity == "rowwise":
         source, source_t = row_column_amax or launch_absmax(x, rows=True, columns=True, groups=groups, index=index)[1:]
     elif granularity == "tensorwise" and not given:
         source = launch_absmax(x, tensor=True, index=index.values)[0] if tensor_amax is None else tensor_amax
     if out is None:
         codes, codes_t = (x.new_empty(shape, dtype=FORMATS[fmt].dtype) for shape in ((m, k), (k, m)))
-        scale, scale_t = empty_scale(granularity, m, k, x), empty_scale(granularity, k, m, x)
+        scale, scale_t = empty_scale(granularity, m, k, x), empty_scale(granularity_t, k, m, x)
     else:
         codes, scale, codes_t, scale_t = out
     grouped = groups is not None
@@ -370,7 +392,8 @@ def launch_dual_bf16x2(
         source, source_t, amax, groups.of_block if grouped else None, rounding.key, rounding.role, m, k,
         scale.stride(0), scale_t.stride(0),
         "" if not swiglu else "forward" if dy is None else "backward",
-        rounding.row_key is not None, rounding.column_key is not None, "given" if given else granularity,
+        rounding.row_key is not None, rounding.column_key is not None,
+        *(("given", "given") if given else (granularity, granularity_t)),
         encoding(fmt, x.device, power_of_two), m % BLOCK == k % BLOCK == 0, BLOCK,
         num_warps=WARPS if dy is None else WARPS_OF_GRADIENT,
         maxnreg=REGISTERS if dy is None else REGISTERS_OF_GRADIENT,

@@ -151,9 +151,11 @@ def quantize_dual(
         codes, used = quantize_ref(x, fmt, granularity, row_bits, power_of_two, scale)
         codes_t, used_t = quantize_transposed_ref(x, fmt_t, granularity_t, column_bits, power_of_two, scale, of)
         return (codes, used, codes_t, used_t) if scale is None else (codes, used.clone(), codes_t, used_t.clone())
-    x, same = x.contiguous(), (fmt, granularity) == (fmt_t, granularity_t)
-    if same and supports_dual_bf16x2(x, fmt, granularity, scale is not None, index):
-        return launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, scale, groups=of, index=index)
+    x = x.contiguous()
+    if fmt == fmt_t and supports_dual_bf16x2(x, fmt, granularity, scale is not None, index, granularity_t):
+        return launch_dual_bf16x2(
+            x, fmt, granularity, rounding, power_of_two, scale, granularity_t=granularity_t, groups=of, index=index
+        )
     x = index.gathered(x)
     given = _given(x, fmt, granularity, scale, power_of_two)
     given_t = _given(x, fmt_t, granularity_t, scale, power_of_two, transposed=True, groups=of)

@@ -20,7 +20,7 @@ from qtrain.kernels.numerics.formats import EIGHT_BITS, empty_codes
 from qtrain.kernels.numerics.rounding import Rounding
 from qtrain.kernels.quantize.absmax import column_absmax_ref
 from qtrain.kernels.quantize.column_groups import block_groups
-from qtrain.kernels.quantize.dual_bf16x2 import BLOCK, launch_dual_bf16x2, supports_dual_bf16x2
+from qtrain.kernels.quantize.dual_bf16x2 import BLOCK, BLOCK_PAIRS, launch_dual_bf16x2, supports_dual_bf16x2
 from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_dual_delayed, quantize_transposed
 from qtrain.kernels.swiglu.backward import launch_quantize_swiglu_backward
 from qtrain.kernels.swiglu.delayed_scale import launch_swiglu_delayed_scale
@@ -45,9 +45,9 @@ def _empty_like(x: Tensor, dy: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[1] // 2 if dy is None else x.shape[1])
 
 
-def supports_swiglu_dual(fmt: str, granularity: str) -> bool:
+def supports_swiglu_dual(fmt: str, granularity: str, granularity_t: str) -> bool:
     """Whether `quantize_swiglu` is fused; otherwise it is `activation` followed by the quantizer."""
-    return fmt in EIGHT_BITS and granularity in ("1x128", "128x128")
+    return fmt in EIGHT_BITS and (granularity, granularity_t) in BLOCK_PAIRS
 
 
 def supports_swiglu_rowwise(fmt: str, granularity: str) -> bool:
@@ -68,6 +68,7 @@ def quantize_swiglu(
     dy: Tensor | None,
     fmt: str,
     granularity: str,
+    granularity_t: str,
     key: Tensor | None = None,
     role: int = 0,
     rows: bool = True,
@@ -77,25 +78,25 @@ def quantize_swiglu(
     groups: int = 1,
     row_dots: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`quantize_dual` of y, or of dx: codes, scale, codes_t, scale_t; both layouts in the same format. row_dots: as for
-    `activation_dots`, the last result, here and below."""
+    """`quantize_dual` of y, or of dx: codes, scale, codes_t, scale_t; codes of both layouts in the same format.
+    row_dots: as for `activation_dots`, the last result, here and below."""
     x, dy, rounding = x.contiguous(), None if dy is None else dy.contiguous(), Rounding(key, role, rows, columns)
-    if not (supports_swiglu_dual(fmt, granularity) and _kernel_takes(x, dy, fmt, granularity)):
+    if not (supports_swiglu_dual(fmt, granularity, granularity_t) and _kernel_takes(x, dy, fmt, granularity)):
         t, dots = activation_dots(x, dy, row_dots)
         grouped = {"group_of_block": group_of_block, "groups": groups}
-        return *quantize_dual(t, fmt, granularity, granularity, *rounding, power_of_two, **grouped), dots
+        return *quantize_dual(t, fmt, granularity, granularity_t, *rounding, power_of_two, **grouped), dots
     dots = empty_row_dots(x, row_dots)
-    into = dots if row_dots else None
-    return *launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, swiglu=True, dy=dy, row_dots=into), dots
+    kernel = {"granularity_t": granularity_t, "swiglu": True, "dy": dy, "row_dots": dots if row_dots else None}
+    return *launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, **kernel), dots
 
 
 @quantize_swiglu.register_fake
 def _(
-    x, dy, fmt, granularity,
+    x, dy, fmt, granularity, granularity_t,
     key=None, role=0, rows=True, columns=True, power_of_two=False, group_of_block=None, groups=1, row_dots=False,
 ):  # fmt: skip
     y = _empty_like(x, dy)
-    columns = empty_codes(y, fmt, granularity, transposed=True, groups=groups)
+    columns = empty_codes(y, fmt, granularity_t, transposed=True, groups=groups)
     return *empty_codes(y, fmt, granularity), *columns, empty_row_dots(x, row_dots)
 
 

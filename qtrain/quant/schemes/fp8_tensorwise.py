@@ -103,13 +103,13 @@ class Fp8Tensorwise(Fp8Epilogue):
         groups: BlockGroups | None = None,
         row_dots: bool = False,
     ) -> SwiGLUOperands:
-        both = self._same_format(name, needs)
-        if both is None or delayed is None:
+        rows, columns = self.formats_of(name, needs)
+        if delayed is None or rows is None or rows != columns:
             return super().quantize_swiglu(name, x, dy, key, needs, delayed, groups, row_dots)
         codes, codes_t, scale, amax, dots = quantize_swiglu_delayed(
-            x, dy, both.fmt, delayed.scale, *self.rounding(name, key), self.power_of_two, row_dots
+            x, dy, rows.fmt, delayed.scale, *self.rounding(name, key), self.power_of_two, row_dots
         )
         if delayed.amax is not None:
             scale = record_amax(delayed.amax, amax, scale)
-        operands = Operands(QuantizedTensor(codes, scale, both), QuantizedTensor(codes_t, scale, both))
+        operands = Operands(QuantizedTensor(codes, scale, rows), QuantizedTensor(codes_t, scale, columns))
         return SwiGLUOperands(operands, dots)

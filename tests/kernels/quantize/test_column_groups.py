@@ -187,7 +187,7 @@ def check_swiglu_operators(device):
         expected = [*quantize_dual(dx, fmt, "rowwise", "rowwise", **grouped)]
         expected += quantize_transposed(swiglu(x), fmt_y, "rowwise", **grouped)
         same(found, expected, fmt)
-        same(quantize_swiglu(x, dy, "int4", "rowwise", **grouped)[:4],
+        same(quantize_swiglu(x, dy, "int4", "rowwise", "rowwise", **grouped)[:4],
              quantize_dual(dx, "int4", "rowwise", "rowwise", **grouped), "int4")  # fmt: skip
 
 

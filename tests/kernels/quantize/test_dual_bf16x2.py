@@ -1,22 +1,30 @@
 """The quantizer of both layouts from bf16, to nearest and stochastic: bitwise equal to the definition."""
 
+import itertools
+
 import pytest
 import torch
 
 from qtrain.kernels.numerics.formats import FORMATS
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
+from qtrain.kernels.quantize import operators
 from qtrain.kernels.quantize.absmax import absmax_ref
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2, supports_dual_bf16x2
+from qtrain.kernels.quantize.gather_rows import RowIndex
 from qtrain.kernels.quantize.operators import quantize_dual, quantize_dual_delayed
 from qtrain.kernels.quantize.reference import quantize_ref, quantize_transposed_ref, scale_ref
 from tests.cases import KINDS, sampled, without_e5m2
 from tests.kernels.quantize.test_kernels import KEY, ROLE, check_rows, check_tiles, same, stress_matrix
 
-CASES = [
-    (fmt, granularity)
-    for fmt in ("int8", "e4m3", "e5m2")
-    for granularity in ("128x128", "1x128", "rowwise", "tensorwise")
+PAIRS = [
+    ("128x128", "128x128"),
+    ("1x128", "1x128"),
+    ("1x128", "128x128"),
+    ("rowwise", "rowwise"),
+    ("tensorwise", "tensorwise"),
 ]
+"""Granularities of row codes and of transposed codes."""
+CASES = [(fmt, *pair) for fmt in ("int8", "e4m3", "e5m2") for pair in PAIRS]
 
 STOCHASTIC = ("rows", "columns", "both")
 
@@ -28,14 +36,15 @@ def rounding_of(stochastic, device):
     return Rounding(KEY.to(device), ROLE, rows=stochastic != "columns", columns=stochastic != "rows")
 
 
-def check(x, fmt, granularity, power_of_two=False, stochastic=""):
-    assert supports_dual_bf16x2(x, fmt, granularity)
+def check(x, fmt, granularity, granularity_t, power_of_two=False, stochastic=""):
+    assert supports_dual_bf16x2(x, fmt, granularity, granularity_t=granularity_t)
     rounding = rounding_of(stochastic, x.device)
     row_bits, column_bits = rounding.bits(x.shape)
     expected = quantize_ref(x, fmt, granularity, row_bits, power_of_two)
-    expected += quantize_transposed_ref(x, fmt, granularity, column_bits, power_of_two)
-    found = launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two)
-    same(found, expected, (tuple(x.shape), fmt, granularity, power_of_two, stochastic))
+    expected += quantize_transposed_ref(x, fmt, granularity_t, column_bits, power_of_two)
+    found = launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, granularity_t=granularity_t)
+    same(found, expected, (tuple(x.shape), fmt, granularity, granularity_t, power_of_two, stochastic))
+    assert [t.stride() for t in found] == [t.stride() for t in expected]
     if granularity == "tensorwise":  # with an absmax that is known, into memory that is there
         out, amax = tuple(torch.empty_like(t) for t in found), absmax_ref(x).view(torch.int32) & 0x7FFFFFFF
         again = launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, out=out, tensor_amax=amax)
@@ -66,11 +75,14 @@ def random_shapes(seed, count):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("fmt,granularity", without_e5m2(CASES))
-def test_dual_in_the_interpreter(fmt, granularity):
+@pytest.mark.parametrize("fmt,granularity,granularity_t", without_e5m2(CASES))
+def test_dual_in_the_interpreter(fmt, granularity, granularity_t):
+    pair = granularity, granularity_t
     for kind in ("outlier", "nonfinite"):
-        check(stress_matrix(144, 272, 2, kind, torch.bfloat16, "cpu"), fmt, granularity, kind == "outlier")
-    check(stress_matrix(128, 256, 3, "zero_row", torch.bfloat16, "cpu"), fmt, granularity)
+        check(stress_matrix(144, 272, 2, kind, torch.bfloat16, "cpu"), fmt, *pair, kind == "outlier")
+    x = stress_matrix(128, 256, 3, "zero_row", torch.bfloat16, "cpu")
+    x[:, :128] = 0  # a whole tile
+    check(x, fmt, *pair)
 
 
 @pytest.mark.interpreter
@@ -85,10 +97,11 @@ ROUNDED = [("int8", "rowwise"), ("int8", "128x128"), ("e4m3", "1x128")]
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("fmt,granularity", sampled(CASES, lambda *case: case not in ROUNDED))
-def test_stochastic_rounding_in_the_interpreter(fmt, granularity):
+@pytest.mark.parametrize("fmt,granularity,granularity_t", sampled(CASES, lambda *case: case[:2] not in ROUNDED))
+def test_stochastic_rounding_in_the_interpreter(fmt, granularity, granularity_t):
+    pair = granularity, granularity_t
     for stochastic, kind in (("columns", "nonfinite"), ("both", "outlier"), ("rows", "zero_row")):
-        check(stress_matrix(144, 272, 2, kind, torch.bfloat16, "cpu"), fmt, granularity, kind == "outlier", stochastic)
+        check(stress_matrix(144, 272, 2, kind, torch.bfloat16, "cpu"), fmt, *pair, kind == "outlier", stochastic)
 
 
 @pytest.mark.interpreter
@@ -116,17 +129,38 @@ def test_other_inputs_are_not_supported():
     assert not supports_dual_bf16x2(x.view(-1)[1 : 1 + 16 * 48].view(16, 48), "e4m3", "1x128")  # starts within a word
     assert not supports_dual_bf16x2(x, "int4", "1x128") and not supports_dual_bf16x2(x, "e4m3", "32x32")
     assert not supports_dual_bf16x2(x, "int8", "tensorwise", True)
+    for rows, columns in itertools.product(set(itertools.chain(*PAIRS)), repeat=2):
+        assert supports_dual_bf16x2(x, "e4m3", rows, granularity_t=columns) == ((rows, columns) in PAIRS)
+        tensorwise = rows == columns == "tensorwise"
+        assert supports_dual_bf16x2(x, "e4m3", rows, True, granularity_t=columns) == tensorwise
+
+
+@pytest.mark.parametrize("granularity,granularity_t", PAIRS)
+def test_the_operator_takes_this_kernel(granularity, granularity_t, monkeypatch):
+    """From one read, of gathered rows too, wherever the kernel has the pair; both layouts are in one format."""
+    taken, codes = [], tuple(torch.zeros(1) for _ in range(4))
+    monkeypatch.setattr(operators, "_kernel_takes", lambda *_: True)
+    monkeypatch.setattr(operators, "launch_tiled", lambda *_, **__: codes)
+    monkeypatch.setattr(operators, "launch_dual_bf16x2", lambda *_, **options: taken.append(options) or codes)
+    x, rows = torch.zeros(32, 48, dtype=torch.bfloat16), torch.zeros(16, dtype=torch.int32)
+    for token_of_row in (None, rows):
+        quantize_dual(x, "e4m3", granularity, granularity_t, token_of_row=token_of_row)
+        assert taken.pop() == {"granularity_t": granularity_t, "groups": None, "index": RowIndex(token_of_row)}
+    quantize_dual(x, "e4m3", granularity, granularity_t, fmt_t="e5m2")
+    assert not taken
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fmt,granularity", CASES)
-def test_dual_on_gpu(fmt, granularity):
+@pytest.mark.parametrize("fmt,granularity,granularity_t", CASES)
+def test_dual_on_gpu(fmt, granularity, granularity_t):
+    pair = granularity, granularity_t
     for number, (m, k) in random_shapes(7, 120):
         x = stress_matrix(m, k, number, [*KINDS, "nonfinite"][number % 6], torch.bfloat16, "cuda").contiguous()
-        check(x, fmt, granularity, number % 4 == 1)
-        same(quantize_dual(x, fmt, granularity, granularity), launch_dual_bf16x2(x, fmt, granularity), (m, k))
+        check(x, fmt, *pair, number % 4 == 1)
+        found = launch_dual_bf16x2(x, fmt, granularity, granularity_t=granularity_t)
+        same(quantize_dual(x, fmt, *pair), found, (m, k))
     for shape in [(16, 16), (4096, 14336), (16384, 4096)]:
-        check(stress_matrix(*shape, 0, "outlier", torch.bfloat16, "cuda"), fmt, granularity)
+        check(stress_matrix(*shape, 0, "outlier", torch.bfloat16, "cuda"), fmt, *pair)
 
 
 @pytest.mark.gpu
@@ -152,8 +186,8 @@ def test_fp8_without_its_instructions_on_gpu(fmt):
     """The conversions of GPUs before sm_89, in every kernel that has them."""
     for number, (m, k) in random_shapes(11, 24):
         x = stress_matrix(m, k, number, [*KINDS, "nonfinite"][number % 6], torch.bfloat16, "cuda").contiguous()
-        for granularity in ("128x128", "1x128", "rowwise", "tensorwise"):
-            check(x, fmt, granularity, number % 4 == 1, ("", *STOCHASTIC)[number % 4])
+        for pair in PAIRS:
+            check(x, fmt, *pair, number % 4 == 1, ("", *STOCHASTIC)[number % 4])
         check_given(x, fmt, (1e-4, 0.3, 1.0, 300.0)[number % 4], ("", *STOCHASTIC)[number % 4])
         check_rows(x, fmt, ("rowwise", "1x128")[number % 2], None)
         check_tiles(x, fmt, "rowwise", "1x128", None)
@@ -161,16 +195,16 @@ def test_fp8_without_its_instructions_on_gpu(fmt):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stochastic", STOCHASTIC)
-@pytest.mark.parametrize("fmt,granularity", CASES)
-def test_stochastic_rounding_on_gpu(fmt, granularity, stochastic):
-    rounding = rounding_of(stochastic, "cuda")
+@pytest.mark.parametrize("fmt,granularity,granularity_t", CASES)
+def test_stochastic_rounding_on_gpu(fmt, granularity, granularity_t, stochastic):
+    pair, rounding = (granularity, granularity_t), rounding_of(stochastic, "cuda")
     for number, (m, k) in random_shapes(9, 60):
         x = stress_matrix(m, k, number, [*KINDS, "nonfinite"][number % 6], torch.bfloat16, "cuda").contiguous()
-        check(x, fmt, granularity, False, stochastic)
-        found = launch_dual_bf16x2(x, fmt, granularity, rounding)
-        same(quantize_dual(x, fmt, granularity, granularity, *rounding), found, (m, k))
+        check(x, fmt, *pair, False, stochastic)
+        found = launch_dual_bf16x2(x, fmt, granularity, rounding, granularity_t=granularity_t)
+        same(quantize_dual(x, fmt, *pair, *rounding), found, (m, k))
     for shape in [(16, 16), (4096, 14336), (16384, 4096)]:
-        check(stress_matrix(*shape, 0, "outlier", torch.bfloat16, "cuda"), fmt, granularity, False, stochastic)
+        check(stress_matrix(*shape, 0, "outlier", torch.bfloat16, "cuda"), fmt, *pair, False, stochastic)
 
 
 @pytest.mark.gpu

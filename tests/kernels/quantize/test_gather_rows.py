@@ -23,12 +23,13 @@ from tests.cases import without_e5m2
 from tests.kernels.quantize.test_kernels import KEY, ROLE, same, stress_matrix
 
 CASES = [
-    ("int8", "rowwise"),
-    ("e4m3", "rowwise"),
-    ("e4m3", "tensorwise"),
-    ("e4m3", "given"),
-    ("e4m3", "1x128"),
-    ("e5m2", "128x128"),
+    ("int8", "rowwise", "rowwise"),
+    ("e4m3", "rowwise", "rowwise"),
+    ("e4m3", "tensorwise", "tensorwise"),
+    ("e4m3", "given", "given"),
+    ("e4m3", "1x128", "1x128"),
+    ("e4m3", "1x128", "128x128"),
+    ("e5m2", "128x128", "128x128"),
 ]
 GROUPS = 3
 
@@ -63,20 +64,23 @@ def without_group(index, groups):
     )
 
 
-def check_dual(rows, columns, seed, kind, fmt, granularity, weighted, rounding=NEAREST, device="cpu"):
+def check_dual(rows, columns, seed, kind, fmt, granularity, granularity_t, weighted, rounding=NEAREST, device="cpu"):
     x, index = gathered_case(rows, columns, seed, kind, weighted, device)
     groups = groups_of(rows, granularity, device)
     index = without_group(index, groups)
     whole = gather_rows_ref(x, *index)
     scale, amax = None, None
     if granularity == "given":
-        granularity, scale = "tensorwise", torch.tensor([1e-2], device=device)
+        granularity = granularity_t = "tensorwise"
+        scale = torch.tensor([1e-2], device=device)
         amax = torch.zeros(1, dtype=torch.int32, device=device)
-    assert supports_dual_bf16x2(x, fmt, granularity, scale is not None, index)
-    found = launch_dual_bf16x2(x, fmt, granularity, rounding, False, scale, amax, groups=groups, index=index)
+    assert supports_dual_bf16x2(x, fmt, granularity, scale is not None, index, granularity_t)
+    found = launch_dual_bf16x2(
+        x, fmt, granularity, rounding, False, scale, amax, granularity_t=granularity_t, groups=groups, index=index
+    )
     row_bits, column_bits = rounding.bits(whole.shape)
     expected = quantize_ref(whole, fmt, granularity, row_bits, scale=scale)
-    expected += quantize_transposed_ref(whole, fmt, granularity, column_bits, scale=scale, groups=groups)
+    expected += quantize_transposed_ref(whole, fmt, granularity_t, column_bits, scale=scale, groups=groups)
     same(found, expected, (rows, columns, kind, weighted))
     if amax is not None:
         same([amax.view(torch.float32)], [whole.float().abs().amax().view(1)], kind)
@@ -109,20 +113,17 @@ def check_operators(device, dtype):
             if not rows:
                 x.zero_()  # as `gathered_case` does with rows that are not gathered
             whole = gather_rows_ref(x, *index)
-            for fmt, granularity, fmt_t in (
-                ("int8", "rowwise", "int8"), ("int4", "rowwise", "int4"), ("e4m3", "1x128", "e5m2"),
-                ("e4m3", "tensorwise", "e4m3"), ("ternary", "tensorwise", "ternary"),
+            for fmt, granularity, granularity_t, fmt_t in (
+                ("int8", "rowwise", "rowwise", "int8"), ("int4", "rowwise", "rowwise", "int4"),
+                ("e4m3", "1x128", "1x128", "e5m2"), ("e4m3", "1x128", "128x128", "e4m3"),
+                ("e4m3", "tensorwise", "tensorwise", "e4m3"), ("ternary", "tensorwise", "tensorwise", "ternary"),
             ):  # fmt: skip
                 groups = groups_of(rows, granularity, device) if rows and fmt != "ternary" else None
                 own = without_group(index, groups)
                 t, of = gather_rows_ref(x, *own), groups or (None, 1)
-                plain = quantize_dual(t, fmt, granularity, granularity, key, ROLE, True, True, False, None, fmt_t, *of)
-                same(
-                    quantize_dual(
-                        x, fmt, granularity, granularity, key, ROLE, True, True, False, None, fmt_t, *of, *own
-                    ),
-                    plain, (fmt, granularity, rows, weighted),
-                )  # fmt: skip
+                asked = fmt, granularity, granularity_t, key, ROLE, True, True, False, None, fmt_t, *of
+                found = quantize_dual(x, *asked, *own)
+                same(found, quantize_dual(t, *asked), (fmt, granularity, granularity_t, rows, weighted))
             for value in (1e-2, 0.0):
                 known = torch.tensor([value], device=device)
                 found = quantize_dual_delayed(x, "e4m3", known, key, ROLE, True, True, False, *index)
@@ -158,10 +159,11 @@ def test_rows_not_tokens_decide_what_a_kernel_takes():
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("fmt,granularity", without_e5m2(CASES))
-def test_dual_in_the_interpreter(fmt, granularity):
-    check_dual(256, 48, 0, "nonfinite", fmt, granularity, weighted=True)
-    check_dual(144, 272, 1, "outlier", fmt, granularity, weighted=False, rounding=Rounding(KEY, ROLE))
+@pytest.mark.parametrize("fmt,granularity,granularity_t", without_e5m2(CASES))
+def test_dual_in_the_interpreter(fmt, granularity, granularity_t):
+    pair = granularity, granularity_t
+    check_dual(256, 48, 0, "nonfinite", fmt, *pair, weighted=True)
+    check_dual(144, 272, 1, "outlier", fmt, *pair, weighted=False, rounding=Rounding(KEY, ROLE))
 
 
 @pytest.mark.interpreter
@@ -174,16 +176,17 @@ def test_absmax_in_the_interpreter():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fmt,granularity", CASES)
-def test_dual_on_gpu(fmt, granularity):
+@pytest.mark.parametrize("fmt,granularity,granularity_t", CASES)
+def test_dual_on_gpu(fmt, granularity, granularity_t):
+    pair = granularity, granularity_t
     generator, key = torch.Generator().manual_seed(9), KEY.cuda()
     for number in range(48):
         m, k = (16 * torch.randint(1, 40, (2,), generator=generator)).tolist()
         m, k = (-(-m // 128) * 128, -(-k // 128) * 128) if number % 3 == 0 else (m, k)
         rounding = (NEAREST, Rounding(key, ROLE), Rounding(key, ROLE, rows=False))[number // 2 % 3]
         kind = ("outlier", "nonfinite", "zero_row")[number % 3]
-        check_dual(m, k, number, kind, fmt, granularity, number % 2 == 1, rounding, "cuda")
-    check_dual(16384, 2048, 0, "outlier", fmt, granularity, True, device="cuda")
+        check_dual(m, k, number, kind, fmt, *pair, number % 2 == 1, rounding, "cuda")
+    check_dual(16384, 2048, 0, "outlier", fmt, *pair, True, device="cuda")
 
 
 @pytest.mark.gpu

@@ -23,6 +23,7 @@ TILES = [
     ("32x32", "32x32"),
     ("tensorwise", "tensorwise"),
     ("1x32", "rowwise"),
+    ("1x128", "128x128"),
     (None, "rowwise"),
     (None, "1x128"),
     ("tensorwise", None),
@@ -158,6 +159,7 @@ def test_blocks_of_128_in_the_interpreter():
     check_tiles(x, "int8", "1x128", "1x128", None)
     check_tiles(x, "e4m3", "128x128", "128x128", None)
     check_tiles(x, "e4m3", None, "1x128", None)
+    check_tiles(x, "e4m3", "1x128", "128x128", None)
     check_rows(x, "e4m3", "1x128", None, elements=1024)
 
 

@@ -33,8 +33,9 @@ from tests.kernels.quantize.test_dual_bf16x2 import STOCHASTIC, rounding_of
 from tests.kernels.quantize.test_kernels import KEY, same, stress_matrix
 
 FORMATS = ("int8", "e4m3", "e5m2")
-CASES = [(fmt, granularity) for fmt in FORMATS for granularity in ("128x128", "1x128")]
-INTERPRETED = sampled(CASES, lambda *case: case not in (("int8", "128x128"), ("e4m3", "1x128")))
+PAIRS = (("128x128", "128x128"), ("1x128", "1x128"), ("1x128", "128x128"))
+CASES = [(fmt, *pair) for fmt in FORMATS for pair in PAIRS]
+INTERPRETED = sampled(CASES, lambda *case: case[:2] not in (("int8", "128x128"), ("e4m3", "1x128")))
 
 
 def gate_and_gradient(m, width, seed, kind, device):
@@ -52,14 +53,16 @@ def reference_output(x, dy):
     return y.bfloat16()
 
 
-def check(x, dy, fmt, granularity, power_of_two=False, stochastic=""):
+def check(x, dy, fmt, granularity, granularity_t, power_of_two=False, stochastic=""):
     y, rounding = reference_output(x, dy), rounding_of(stochastic, x.device)
     row_bits, column_bits = rounding.bits(y.shape)
     expected = quantize_ref(y, fmt, granularity, row_bits, power_of_two)
-    expected += quantize_transposed_ref(y, fmt, granularity, column_bits, power_of_two)
+    expected += quantize_transposed_ref(y, fmt, granularity_t, column_bits, power_of_two)
     dots = None if dy is None else empty_row_dots(x)
-    found = launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, swiglu=True, dy=dy, row_dots=dots)
-    same(found, expected, (tuple(x.shape), fmt, granularity, dy is None, stochastic))
+    found = launch_dual_bf16x2(
+        x, fmt, granularity, rounding, power_of_two, granularity_t=granularity_t, swiglu=True, dy=dy, row_dots=dots
+    )
+    same(found, expected, (tuple(x.shape), fmt, granularity, granularity_t, dy is None, stochastic))
     if dy is not None:
         check_dots(dots, dy, x)
 
@@ -86,12 +89,13 @@ def check_given(x, dy, fmt, value, stochastic=""):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("fmt,granularity", INTERPRETED)
-def test_codes_in_the_interpreter(fmt, granularity):
+@pytest.mark.parametrize("fmt,granularity,granularity_t", INTERPRETED)
+def test_codes_in_the_interpreter(fmt, granularity, granularity_t):
+    pair = granularity, granularity_t
     for seed, (m, width, kind) in enumerate([(144, 128, "outlier"), (128, 256, "nonfinite"), (16, 128, "zero_row")]):
         x, dy = gate_and_gradient(m, width, seed, kind, "cpu")
-        check(x, None, fmt, granularity, kind == "outlier")
-        check(x, dy, fmt, granularity, kind == "outlier")
+        check(x, None, fmt, *pair, kind == "outlier")
+        check(x, dy, fmt, *pair, kind == "outlier")
 
 
 @pytest.mark.interpreter
@@ -104,12 +108,13 @@ def test_a_given_scale_in_the_interpreter(fmt):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("fmt,granularity", INTERPRETED)
-def test_stochastic_rounding_in_the_interpreter(fmt, granularity):
+@pytest.mark.parametrize("fmt,granularity,granularity_t", INTERPRETED)
+def test_stochastic_rounding_in_the_interpreter(fmt, granularity, granularity_t):
+    pair = granularity, granularity_t
     for seed, (m, width, stochastic) in enumerate([(144, 128, "columns"), (16, 256, "both")]):
         x, dy = gate_and_gradient(m, width, seed, "nonfinite", "cpu")
-        check(x, None, fmt, granularity, False, stochastic)
-        check(x, dy, fmt, granularity, False, stochastic)
+        check(x, None, fmt, *pair, False, stochastic)
+        check(x, dy, fmt, *pair, False, stochastic)
     if granularity == "128x128" and fmt != "int8":
         check_given(x, None, fmt, 1e-3, "columns")
         check_given(x, dy, fmt, 1e-3, "both")
@@ -179,14 +184,15 @@ def check_operators(device):
                 matrix(m, width, 9, "normal", dtype).to(device),
             )
             for d in (None, dy):
-                for fmt, granularity in (
-                    ("int8", "rowwise"),
-                    ("e4m3", "1x128"),
-                    ("int4", "rowwise"),
-                    ("e4m3", "tensorwise"),
+                for fmt, *pair in (
+                    ("int8", "rowwise", "rowwise"),
+                    ("e4m3", "1x128", "1x128"),
+                    ("e4m3", "1x128", "128x128"),
+                    ("int4", "rowwise", "rowwise"),
+                    ("e4m3", "tensorwise", "tensorwise"),
                 ):
-                    expected = quantize_dual(activation(x, d), fmt, granularity, granularity)
-                    same(quantize_swiglu(x, d, fmt, granularity)[:4], expected, (m, width, fmt))
+                    expected = quantize_dual(activation(x, d), fmt, *pair)
+                    same(quantize_swiglu(x, d, fmt, *pair)[:4], expected, (m, width, fmt, pair))
                 known = [torch.tensor([value], device=device) for value in (0.1, 0.0)]
                 for scale in known:
                     expected = quantize_dual_delayed(activation(x, d), "e4m3", scale)
@@ -194,7 +200,8 @@ def check_operators(device):
                 for stochastic in STOCHASTIC:
                     rounding = rounding_of(stochastic, device)
                     expected = quantize_dual(activation(x, d), "int8", "rowwise", "rowwise", *rounding)
-                    same(quantize_swiglu(x, d, "int8", "rowwise", *rounding)[:4], expected, (m, width, stochastic))
+                    found = quantize_swiglu(x, d, "int8", "rowwise", "rowwise", *rounding)[:4]
+                    same(found, expected, (m, width, stochastic))
                     expected = quantize_dual_delayed(activation(x, d), "e4m3", known[0], *rounding)
                     found = quantize_swiglu_delayed(x, d, "e4m3", known[0], *rounding)[:4]
                     same(found, expected, (m, width, stochastic))
@@ -209,7 +216,7 @@ def check_operators(device):
     for d in (None, dy):
         for drawn in ((), rounding):
             wanted, ops = {"row_dots": d is not None}, torch.ops.qtrain
-            torch.library.opcheck(ops.quantize_swiglu.default, (x, d, "int8", "1x128", *drawn), wanted)
+            torch.library.opcheck(ops.quantize_swiglu.default, (x, d, "int8", "1x128", "128x128", *drawn), wanted)
             given = x, d, "e4m3", torch.ones(1, device=device), *drawn
             torch.library.opcheck(ops.quantize_swiglu_delayed.default, given, wanted)
     columns = column_absmax_ref(swiglu(x))
@@ -220,12 +227,12 @@ def check_operators(device):
     dots = row_dots_ref(dy, x)
     found = [
         swiglu_backward_dots(dy, x),
-        quantize_swiglu(x, dy, "int8", "1x128", row_dots=True),
+        quantize_swiglu(x, dy, "int8", "1x128", "1x128", row_dots=True),
         quantize_swiglu_delayed(x, dy, "e4m3", torch.ones(1, device=device), row_dots=True),
         quantize_swiglu_backward(*arguments, row_dots=True),
     ]
     assert all(torch.allclose(results[-1], dots, rtol=1e-5, atol=1e-4) for results in found)
-    assert quantize_swiglu(x, dy, "int8", "1x128")[-1].numel() == 0
+    assert quantize_swiglu(x, dy, "int8", "1x128", "1x128")[-1].numel() == 0
 
 
 def test_operators():
@@ -236,7 +243,7 @@ def test_a_scale_of_more_than_a_block_has_no_kernel():
     """There is no absmax pass over a result that is never stored: the operator takes the two operations."""
     x, dy = gate_and_gradient(16, 128, 0, "normal", "cpu")
     for fmt, granularity in (("int8", "tensorwise"), ("e4m3", "tensorwise"), ("int8", "rowwise")):
-        assert not supports_swiglu_dual(fmt, granularity)
+        assert not supports_swiglu_dual(fmt, granularity, granularity)
         assert supports_swiglu_rowwise(fmt, granularity) == (granularity == "rowwise")
         with pytest.raises(AssertionError, match="no absmax pass"):
             launch_dual_bf16x2(x, fmt, granularity, swiglu=True, dy=dy)
@@ -248,8 +255,9 @@ def test_operators_on_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fmt,granularity", CASES)
-def test_codes_on_gpu(fmt, granularity):
+@pytest.mark.parametrize("fmt,granularity,granularity_t", CASES)
+def test_codes_on_gpu(fmt, granularity, granularity_t):
+    pair = granularity, granularity_t
     generator = torch.Generator().manual_seed(11)
     for number in range(60):
         m, width = (
@@ -257,11 +265,11 @@ def test_codes_on_gpu(fmt, granularity):
             128 * int(torch.randint(1, 9, (), generator=generator)),
         )
         x, dy = gate_and_gradient(m, width, number, [*KINDS, "nonfinite"][number % 6], "cuda")
-        check(x, None, fmt, granularity, number % 4 == 1)
-        check(x, dy, fmt, granularity, number % 4 == 1)
+        check(x, None, fmt, *pair, number % 4 == 1)
+        check(x, dy, fmt, *pair, number % 4 == 1)
     x, dy = gate_and_gradient(4096, 4864, 0, "outlier", "cuda")
-    check(x, None, fmt, granularity)
-    check(x, dy, fmt, granularity)
+    check(x, None, fmt, *pair)
+    check(x, dy, fmt, *pair)
 
 
 @pytest.mark.gpu
@@ -294,16 +302,17 @@ def test_a_given_scale_on_gpu(fmt):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stochastic", ["columns", "both"])
-@pytest.mark.parametrize("fmt,granularity", [case for case in CASES if case[0] != "e5m2"])
-def test_stochastic_rounding_on_gpu(fmt, granularity, stochastic):
+@pytest.mark.parametrize("fmt,granularity,granularity_t", [case for case in CASES if case[0] != "e5m2"])
+def test_stochastic_rounding_on_gpu(fmt, granularity, granularity_t, stochastic):
+    pair = granularity, granularity_t
     for number in range(20):
         x, dy = gate_and_gradient(
             16 * (3 * number + 1), 128 * (number % 5 + 1), number, [*KINDS, "nonfinite"][number % 6], "cuda"
         )
         for d in (None, dy):
-            check(x, d, fmt, granularity, False, stochastic)
+            check(x, d, fmt, *pair, False, stochastic)
             if granularity == "128x128" and fmt != "int8":
                 check_given(x, d, fmt, (1e-4, 0.3, 300.0)[number % 3], stochastic)
     x, dy = gate_and_gradient(4096, 4864, 0, "outlier", "cuda")
-    check(x, None, fmt, granularity, False, stochastic)
-    check(x, dy, fmt, granularity, False, stochastic)
+    check(x, None, fmt, *pair, False, stochastic)
+    check(x, dy, fmt, *pair, False, stochastic)

@@ -26,6 +26,7 @@ E5M2_GRADIENTS = {
     "grad_weight": (("e5m2", "rowwise"), ("e4m3", "rowwise")),
 }
 BLOCKS_1X128 = same(("int8", "1x128"))
+X_IN_128X128 = {"grad_weight": (("e4m3", "1x128"), ("e4m3", "128x128"))}
 INT4_GRADIENTS = same(("int4", "rowwise")) | {"grad_weight": None}
 
 # Scheme, its options, what they change in the table, whether scales are powers of two.
@@ -41,6 +42,8 @@ CASES = [
     ("fp8_rowwise", {"power_of_two": False, "grad_format": "e5m2"}, E5M2_GRADIENTS, False),
     ("fp8_rowwise", {"stochastic_rounding": True, "power_of_two": False}, {}, False),
     ("fp8_blockwise", {"power_of_two": True}, {}, True),
+    ("fp8_blockwise", {"grad_weight_x": "128x128"}, X_IN_128X128, False),
+    ("fp8_blockwise", {"grad_weight_x": "128x128", "stochastic_rounding": ["grad_weight"]}, X_IN_128X128, False),
     ("fp8_tensorwise", {"scaling": "delayed"}, {}, False),
     ("fp8_tensorwise", {"output": "bf16", "power_of_two": True}, {"output": None}, True),
     ("int4", {"grad_input": "int4", "grad_weight": "bf16"}, INT4_GRADIENTS, False),
@@ -256,21 +259,23 @@ def test_nothing_is_quantized_twice_or_for_nobody(name):
     assert count(lambda: y.sum().backward()) == 1
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_memory_is_what_the_plan_counts(name):
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in TABLE), ("fp8_blockwise", {"grad_weight_x": "128x128"})]
+)
+def test_memory_is_what_the_plan_counts(name, options):
     """Bytes beside the weight and kept of the input, an element; large enough that a row's scale is no share of it."""
     m, k, n = 1024, 512, 256
     model = nn.Sequential(nn.Linear(k, n, bias=False))
-    swap(model, name)
+    swap(model, name, **options)
     operands = {t.data_ptr(): t for t in model[0].low_bit_weight.buffers()}.values()
     beside = sum(t.numel() * t.element_size() for t in operands) / (n * k)
-    assert beside == pytest.approx(scheme(name).code_bytes(), rel=0.02)
+    assert beside == pytest.approx(scheme(name, **options).code_bytes(), rel=0.02)
     own = {t.data_ptr() for t in (*model[0].buffers(), *model[0].parameters())}
     kept = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
         model(matrix(m, k, 0).requires_grad_())
     of_input = sum(t.numel() * t.element_size() for at, t in kept.items() if at not in own) / (m * k)
-    assert of_input == pytest.approx(scheme(name).kept_input_bytes(4), rel=0.02)
+    assert of_input == pytest.approx(scheme(name, **options).kept_input_bytes(4), rel=0.02)
 
 
 @pytest.mark.parametrize("name", LOW_BIT)
@@ -348,6 +353,8 @@ def test_a_small_model_learns(name):
         ("fp8_tensorwise", {"scaling": "delayed", "history": 0}, "from 1 to 1024"),
         ("fp8_rowwise", {"grad_input": "bf16", "grad_weight": "bf16", "grad_format": "e5m2"}, "leave it out"),
         ("fp8_rowwise_gw_hp", {"stochastic_rounding": ["grad_weight"]}, "rounds nothing"),
+        ("fp8_blockwise", {"grad_weight": "bf16", "grad_weight_x": "128x128"}, "leave it out"),
+        ("fp8_blockwise", {"grad_weight_x": "32x32"}, "one of '1x128', '128x128'"),
         ("int8", {"stochastic_rounding": ["dx"]}, "'output', 'grad_input', 'grad_weight'"),
         ("int4", {"output": "fp8"}, "one of 'int4', 'int8', 'bf16'"),
         ("mxfp8", {"stochastic_rounding": True}, "unknown key"),
