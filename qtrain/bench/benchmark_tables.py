@@ -41,7 +41,11 @@ SIZES = {
 """Default sizes; on a CPU small ones that show that everything works."""
 INT8_ROUNDINGS = ('int8:{"stochastic_rounding":false}', 'int8:{"stochastic_rounding":true}')
 """Beside the default of int8, stochastic rounding in one of its three products: in none, and in all."""
-EXPERT_SCHEMES = ("bf16", "fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", "int8")
+EXPERT_SCHEMES = (
+    *("bf16", "fp8_tensorwise", "fp8_rowwise", "fp8_blockwise"),
+    'fp8_blockwise:{"grad_weight_x":"128x128"}',
+    "int8",
+)
 Job = Callable[..., Table]
 """Measures a table; takes `hardware` and `report`."""
 R = TypeVar("R")
