@@ -82,12 +82,13 @@ def test_in_the_interpreter(columns):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", TILINGS)
 @pytest.mark.parametrize("dtypes", DTYPES)
-def test_kernel(dtypes):
-    tilings = list(TILINGS.values())
+def test_kernel(dtypes, name):
     shapes = [(1, 16, 16), (130, 272, 144), (512, 512, 8192), *random_shapes(200)]
-    check("cuda", tilings[:1], dtypes, shapes[:20], BLOCK_PAIRS, 2**-8)
-    check("cuda", tilings, dtypes, shapes[20::2], BLOCK_PAIRS[:2], 2**-8)  # every second one: no bias
+    if name == next(iter(TILINGS)):
+        check("cuda", [TILINGS[name]], dtypes, shapes[:20], BLOCK_PAIRS, 2**-8)
+    check("cuda", [TILINGS[name]], dtypes, shapes[20::2], BLOCK_PAIRS[:2], 2**-8)  # every second one: no bias
 
 
 @pytest.mark.gpu

@@ -152,13 +152,13 @@ def test_kernels_in_the_interpreter(dtype, blocks):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("n,k,groups,tokens", [(80, 144, 4, 150), (1152, 896, 8, 900), (2048, 768, 16, 4000)])
 @pytest.mark.parametrize("dtype, blocks", [*FORMATS, (E4M3, ("1x128", "1x128"))])
-def test_kernels_on_gpu(dtype, blocks):
-    for n, k, groups, tokens in ((80, 144, 4, 150), (1152, 896, 8, 900), (2048, 768, 16, 4000)):
-        for number, routing in enumerate(ROUTINGS):
-            g = routed(routing, groups, tokens, "cuda")
-            for out_dtype in (torch.bfloat16, torch.float32)[: 1 + number // 2]:
-                check(g, n, k, dtype, blocks, ROLES[number % 2], out_dtype)
+def test_kernels_on_gpu(dtype, blocks, n, k, groups, tokens):
+    for number, routing in enumerate(ROUTINGS):
+        g = routed(routing, groups, tokens, "cuda")
+        for out_dtype in (torch.bfloat16, torch.float32)[: 1 + number // 2]:
+            check(g, n, k, dtype, blocks, ROLES[number % 2], out_dtype)
 
 
 @pytest.mark.gpu

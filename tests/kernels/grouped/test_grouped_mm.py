@@ -186,23 +186,24 @@ def test_longest_first_in_the_interpreter():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "n,k,groups,tokens", [(80, 144, 4, 150), (1152, 896, 8, 900), (272, 528, 8, 33), (2048, 768, 16, 4000)]
+)
 @pytest.mark.parametrize("dtypes,fast_accum", [(DTYPES[0], True), (DTYPES[1], True), (DTYPES[1], False)])
-def test_kernels_on_gpu(dtypes, fast_accum):
-    shapes = [(80, 144, 4, 150), (1152, 896, 8, 900), (272, 528, 8, 33), (2048, 768, 16, 4000)]
-    for n, k, groups, tokens in shapes:
-        for number, routing in enumerate(ROUTINGS):
-            g = routed(routing, groups, tokens, "cuda")
-            for out_dtype in (torch.bfloat16, torch.float32):
-                small = 2**18 if out_dtype.itemsize <= 2 else 2**14
-                rows, sums = (
-                    [t for t in tilings.values() if t.block_m * t.block_n <= small]
-                    for tilings in (ROWS_TILINGS, SUMS_TILINGS)
-                )
-                for tiling in rows:
-                    check_rows(g, n, k, dtypes, tiling, ROLES[number % 2], out_dtype, n == 272, fast_accum)
-                longest = 2 * ALIGNMENT if dtypes[0] == torch.int8 and number == 0 else None
-                for tiling in sums:
-                    check_sums(g, n, k, dtypes, tiling, out_dtype, n == 272, fast_accum, longest)
+def test_kernels_on_gpu(dtypes, fast_accum, n, k, groups, tokens):
+    for number, routing in enumerate(ROUTINGS):
+        g = routed(routing, groups, tokens, "cuda")
+        for out_dtype in (torch.bfloat16, torch.float32):
+            small = 2**18 if out_dtype.itemsize <= 2 else 2**14
+            rows, sums = (
+                [t for t in tilings.values() if t.block_m * t.block_n <= small]
+                for tilings in (ROWS_TILINGS, SUMS_TILINGS)
+            )
+            for tiling in rows:
+                check_rows(g, n, k, dtypes, tiling, ROLES[number % 2], out_dtype, n == 272, fast_accum)
+            longest = 2 * ALIGNMENT if dtypes[0] == torch.int8 and number == 0 else None
+            for tiling in sums:
+                check_sums(g, n, k, dtypes, tiling, out_dtype, n == 272, fast_accum, longest)
 
 
 @pytest.mark.gpu

@@ -175,39 +175,46 @@ def check_rows_operators(x, dy, fmt, fmt_y, stochastic):
     same(found, expected, (tuple(x.shape), fmt, fmt_y, stochastic))
 
 
-def check_operators(device):
+SHAPES_OF_OPERATORS = ((1, 8), (3, 33), (32, 128), (0, 128))
+
+
+def check_operators(device, seed):
     """Any shape and dtype: the result of the two operations, one after the other."""
-    for seed, (m, width) in enumerate([(1, 8), (3, 33), (32, 128), (0, 128)]):
-        for dtype in (torch.float32, torch.bfloat16):
-            x, dy = (
-                matrix(m, 2 * width, seed, "normal", dtype).to(device),
-                matrix(m, width, 9, "normal", dtype).to(device),
-            )
-            for d in (None, dy):
-                for fmt, *pair in (
-                    ("int8", "rowwise", "rowwise"),
-                    ("e4m3", "1x128", "1x128"),
-                    ("e4m3", "1x128", "128x128"),
-                    ("int4", "rowwise", "rowwise"),
-                    ("e4m3", "tensorwise", "tensorwise"),
-                ):
-                    expected = quantize_dual(activation(x, d), fmt, *pair)
-                    same(quantize_swiglu(x, d, fmt, *pair)[:4], expected, (m, width, fmt, pair))
-                known = [torch.tensor([value], device=device) for value in (0.1, 0.0)]
-                for scale in known:
-                    expected = quantize_dual_delayed(activation(x, d), "e4m3", scale)
-                    same(quantize_swiglu_delayed(x, d, "e4m3", scale)[:4], expected, m)
-                for stochastic in STOCHASTIC:
-                    rounding = rounding_of(stochastic, device)
-                    expected = quantize_dual(activation(x, d), "int8", "rowwise", "rowwise", *rounding)
-                    found = quantize_swiglu(x, d, "int8", "rowwise", "rowwise", *rounding)[:4]
-                    same(found, expected, (m, width, stochastic))
-                    expected = quantize_dual_delayed(activation(x, d), "e4m3", known[0], *rounding)
-                    found = quantize_swiglu_delayed(x, d, "e4m3", known[0], *rounding)[:4]
-                    same(found, expected, (m, width, stochastic))
-            rows = (("int8", "int8", ""), ("e4m3", "int8", "columns"), ("int8", "e5m2", "both"))
-            for fmt, fmt_y, stochastic in rows if dtype == torch.bfloat16 or m == 3 else ():
-                check_rows_operators(x, dy, fmt, fmt_y, stochastic)
+    m, width = SHAPES_OF_OPERATORS[seed]
+    for dtype in (torch.float32, torch.bfloat16):
+        x, dy = (
+            matrix(m, 2 * width, seed, "normal", dtype).to(device),
+            matrix(m, width, 9, "normal", dtype).to(device),
+        )
+        for d in (None, dy):
+            for fmt, *pair in (
+                ("int8", "rowwise", "rowwise"),
+                ("e4m3", "1x128", "1x128"),
+                ("e4m3", "1x128", "128x128"),
+                ("int4", "rowwise", "rowwise"),
+                ("e4m3", "tensorwise", "tensorwise"),
+            ):
+                expected = quantize_dual(activation(x, d), fmt, *pair)
+                same(quantize_swiglu(x, d, fmt, *pair)[:4], expected, (m, width, fmt, pair))
+            known = [torch.tensor([value], device=device) for value in (0.1, 0.0)]
+            for scale in known:
+                expected = quantize_dual_delayed(activation(x, d), "e4m3", scale)
+                same(quantize_swiglu_delayed(x, d, "e4m3", scale)[:4], expected, m)
+            for stochastic in STOCHASTIC:
+                rounding = rounding_of(stochastic, device)
+                expected = quantize_dual(activation(x, d), "int8", "rowwise", "rowwise", *rounding)
+                found = quantize_swiglu(x, d, "int8", "rowwise", "rowwise", *rounding)[:4]
+                same(found, expected, (m, width, stochastic))
+                expected = quantize_dual_delayed(activation(x, d), "e4m3", known[0], *rounding)
+                found = quantize_swiglu_delayed(x, d, "e4m3", known[0], *rounding)[:4]
+                same(found, expected, (m, width, stochastic))
+        rows = (("int8", "int8", ""), ("e4m3", "int8", "columns"), ("int8", "e5m2", "both"))
+        for fmt, fmt_y, stochastic in rows if dtype == torch.bfloat16 or m == 3 else ():
+            check_rows_operators(x, dy, fmt, fmt_y, stochastic)
+
+
+def check_registration(device):
+    """The operators as PyTorch sees them, and the dots that each of them returns."""
     x, dy = (
         matrix(32, 256, 0, "normal", torch.bfloat16).to(device),
         matrix(32, 128, 1, "normal", torch.bfloat16).to(device),
@@ -236,7 +243,9 @@ def check_operators(device):
 
 
 def test_operators():
-    check_operators("cpu")
+    for seed in range(len(SHAPES_OF_OPERATORS)):
+        check_operators("cpu", seed)
+    check_registration("cpu")
 
 
 def test_a_scale_of_more_than_a_block_has_no_kernel():
@@ -250,8 +259,14 @@ def test_a_scale_of_more_than_a_block_has_no_kernel():
 
 
 @pytest.mark.gpu
-def test_operators_on_gpu():
-    check_operators("cuda")
+@pytest.mark.parametrize("seed", range(len(SHAPES_OF_OPERATORS)))
+def test_operators_on_gpu(seed):
+    check_operators("cuda", seed)
+
+
+@pytest.mark.gpu
+def test_registration_on_gpu():
+    check_registration("cuda")
 
 
 @pytest.mark.gpu
