@@ -142,6 +142,16 @@ CASES = {
     ),
     "a mixture of experts, divided": (2, "llm_pretrain", {**MIXTURE, "ep": 2}),
     "a mixture of experts, divided, HSDP": (4, "llm_pretrain", {**MIXTURE, **HSDP_ASYNC, "ep": 2, "optim": "muon"}),
+    "a mixture of experts, fully sharded, its experts divided": (
+        4,
+        "llm_pretrain",
+        {**MIXTURE, **FULLY, "ep": 2, "quantize": "int8", "optim": "muon"},
+    ),
+    "a mixture of experts, fully sharded but for its experts": (
+        2,
+        "llm_pretrain",
+        {**MIXTURE, **FULLY, "ep": 2, "quantize": "fp8_tensorwise", "activation_checkpointing": "full"},
+    ),
     "timm, averaged": (2, "timm_finetune", {**VISION, "quantize": "int8", "ema_decay": 0.9}),
     "timm, stored in INT8, averaged, HSDP": (4, "timm_finetune", {**AVERAGED, "dp_replicate": 2}),
 }
@@ -152,7 +162,9 @@ SWEPT = (
     "bf16, DDP of 3",
     "a mixture of experts",
     "a mixture of experts, recomputed, fully sharded",
+    "a mixture of experts, divided",
     "a mixture of experts, divided, HSDP",
+    "a mixture of experts, fully sharded but for its experts",
     "schedule-free",
     "transformers",
     "fine-tuned, recomputed",

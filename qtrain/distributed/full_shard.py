@@ -27,12 +27,11 @@ class Unit:
 
 
 class ShardedBlock:
-    """A unit with its tensors: those whose memory it frees, contiguous ones if it is free already; gather: fills
-    them."""
+    """A unit with its tensors: those whose memory it frees, contiguous ones if it is free already; gather: fills them.
+    receivers: what the unit's gradients come to."""
 
-    def __init__(self, unit: Unit, tensors: Sequence[Tensor], gather: Callable[[], None]):
-        self.called, self.backward_reads = unit.called, unit.backward_reads
-        self.parameters = [p for p in unit.holder.parameters() if p.requires_grad]
+    def __init__(self, unit: Unit, tensors: Sequence[Tensor], gather: Callable[[], None], receivers: Sequence[Tensor]):
+        self.called, self.backward_reads, self.receivers = unit.called, unit.backward_reads, receivers
         self._tensors, self._gather = tuple(tensors), gather
         storages = {t.untyped_storage()._cdata: (t, t.untyped_storage()) for t in tensors}
         self._storages = [(found, found.nbytes() or t.numel() * t.element_size()) for t, found in storages.values()]
@@ -109,7 +108,7 @@ class FullShard:
             self._reduce(index)
             return
         self._wait_for_reduction()
-        self._in_flight = [p.grad for p in block.parameters]
+        self._in_flight = [receiver.grad for receiver in block.receivers]
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._reduce(index)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardOf
 
 from qtrain.distributed.mesh import Mesh
-from qtrain.tensors.deferred import initial_value, is_deferred, plain_tensors, settle
+from qtrain.tensors.deferred import initial_value, is_deferred, materialize, plain_tensors, settle
 from qtrain.tensors.stored_weight import StoredWeight
 
 T = TypeVar("T")
@@ -95,7 +95,8 @@ def shard_parameters(
     freed: whether its memory is freed between uses, so that its owner's master cannot be the same memory."""
     parameters = list(named)
     if mesh.shard == 1:
-        assert not any(is_deferred(p) for _, p in parameters), "nobody makes the values of deferred parameters"
+        for _, p in parameters:
+            materialize(p)
         return [Sharded(name, p, p, (0, p.numel()), mesh) for name, p in parameters]
     whole = {
         id(p)

@@ -3,13 +3,15 @@
 Divided are layers, and an embedding and a head of their own (`Decoder.units`), also where they do not train.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from qtrain.models.config import ModelConfig
 from qtrain.models.cost import count_parameters, layer_linears
 from qtrain.models.saved_activations import LinearBytes, LowBitBytes
 from qtrain.models.trained_cost import TrainedPart
+
+HEAD = "lm_head"
 
 
 class FullShardBytes(NamedTuple):
@@ -32,30 +34,35 @@ def full_shard_memory(
     low_bit: LowBitBytes,
     trained: TrainedPart,
     share: float,
+    share_of: Callable[[str], float | None],
     weights: int,
     *,
     largest_layer: int,
     whole_matrices: bool,
     pretrained: bool,
 ) -> FullShardBytes:
-    """share: of the fullest rank. weights: in full, and its masters apart from them, without full sharding.
-    largest_layer: elements of its linears. See `estimate_memory` for the others."""
+    """share: of the fullest rank, over all that trains; share_of: of the linear with this key, HEAD for the ends; None:
+    it is not divided. weights: in full, and its masters apart from them, without full sharding. largest_layer: elements
+    of its linears. See `estimate_memory` for the others."""
     matrix, layers = config.vocab_size * config.hidden_size, config.num_hidden_layers
     layer = trained.bytes / layers if trained.adapters else element * largest_layer
     embedding, head = trained_ends(config, trained)
     of_head, untied = low_bit.head or LinearBytes(element), not config.tie_word_embeddings
     in_full = trained.bytes if trained.adapters else 0  # what trains in layers besides their linears
-    masters = weights - in_full - _gathered(config, low_bit) - untied * matrix * (element + _in_full(of_head))
-    masters += (untied and not embedding) * matrix * element * share
+    divided = [name for name in layer_linears(config) if share_of(name) is not None]
+    masters = weights - in_full - _gathered(config, low_bit, divided)
+    masters -= untied * matrix * (element + _in_full(of_head))
+    masters += (untied and not embedding) * matrix * element * share_of(HEAD)
     codes = 0.0
-    for count, linear, hidden in _divided(config, low_bit, element):
+    for name, count, linear in _divided(config, low_bit, element, divided):
+        hidden, own = name != HEAD, share_of(name)
         frozen = bool(trained.adapters) or not (hidden or head)
         if frozen or linear.weight != element or (hidden and whole_matrices and not linear.codes_only):
-            masters += count * linear.weight * share  # those that are the model's weights where these stay in full
-        codes += count * linear.wire * share
+            masters += count * linear.weight * own  # those that are the model's weights where these stay in full
+        codes += count * linear.wire * own
     kept = masters + codes
     ends = untied * 2 * matrix * element + in_full  # while the model is built
-    one, two = (_gathered(config, low_bit, some) + some * in_full / layers for some in (1, 2))
+    one, two = (_gathered(config, low_bit, divided, some) + some * in_full / layers for some in (1, 2))
     others = trained.bytes - layers * layer - (embedding + head) * matrix * element
     # Of two layers, one of which is sent, with both of its messages; then of the embedding.
     last = max(4 * layer, embedding * (element * matrix + 2 * layer), embedding * 2 * element * matrix)
@@ -84,19 +91,23 @@ def _in_full(linear: LinearBytes) -> float:
     return linear.codes + (0 if linear.codes_only else linear.weight)
 
 
-def _divided(config: ModelConfig, low_bit: LowBitBytes, element: int) -> Iterator[tuple[int, LinearBytes, bool]]:
-    """(elements, of what kind, whether of hidden layers) of the linears that are divided."""
-    for name, n in layer_linears(config).items():
-        yield n.layers * n.weights, low_bit.layer[name], True
+def _divided(
+    config: ModelConfig, low_bit: LowBitBytes, element: int, divided: Iterable[str]
+) -> Iterator[tuple[str, int, LinearBytes]]:
+    """(key, elements, of what kind) of the linears of layers that are `divided`, and of a head of its own."""
+    linears = layer_linears(config)
+    for name in divided:
+        yield name, linears[name].layers * linears[name].weights, low_bit.layer[name]
     if not config.tie_word_embeddings:
-        yield config.vocab_size * config.hidden_size, low_bit.head or LinearBytes(element), False
+        yield HEAD, config.vocab_size * config.hidden_size, low_bit.head or LinearBytes(element)
 
 
-def _gathered(config: ModelConfig, low_bit: LowBitBytes, layers: int | None = None) -> float:
-    """What `layers` layers read of their linears, in full; None: all of them."""
+def _gathered(config: ModelConfig, low_bit: LowBitBytes, divided: Collection[str], layers: int | None = None) -> float:
+    """What `layers` layers read of their `divided` linears, in full; None: all of them."""
     return sum(
         min(n.layers, layers or n.layers) * n.weights * _in_full(low_bit.layer[name])
         for name, n in layer_linears(config).items()
+        if name in divided
     )
 
 

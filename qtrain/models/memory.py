@@ -56,14 +56,21 @@ class StepShape:
 
 class RankShare(NamedTuple):
     """What one of several GPUs holds: of the optimizer states, of the master weights that are not the model's own
-    weights, and of the gradients that are not those of the model's weights."""
+    weights, and of the gradients that are not those of the model's weights. others, experts: of the states of a
+    mixture's experts, which other ranks may divide than all others, and of these; None: they are not divided."""
 
     states: float
     masters: float
     gradients: float
+    others: float | None
+    experts: float | None
+
+    def of_linear(self, key: str) -> float | None:
+        """Of the states of a linear; None: it is not divided."""
+        return self.experts if key.startswith("experts.") else self.others
 
 
-ONE_GPU = RankShare(1.0, 1.0, 0.0)
+ONE_GPU = RankShare(1.0, 1.0, 0.0, None, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +181,7 @@ def estimate_memory(
             low_bit,
             trained,
             share.states,
+            share.of_linear,
             weights,
             largest_layer=_largest_layer(config),
             whole_matrices=whole_matrices,

@@ -31,6 +31,7 @@ from qtrain.quant.token_gather import (
     quantize_rows_of_ranks,
     quantize_tokens,
 )
+from qtrain.tensors.deferred import allocate
 from qtrain.tensors.quantized_tensor import Operand, Operands, QuantizedTensor, flatten_operands, unflatten_operands
 
 
@@ -180,6 +181,11 @@ class LowBitWeight(nn.Module):
         for name, buffer in self.named_buffers():
             if name.endswith("_codes"):
                 buffer.untyped_storage().resize_(0)
+
+    def allocate(self) -> None:
+        """Give codes memory that have been freed; they have no values then."""
+        for buffer in self.buffers():
+            allocate(buffer)
 
     def update(self, operands: Operands, version: int) -> None:
         """Copy new codes into the buffers, whose addresses recorded steps rely on."""

@@ -43,6 +43,22 @@ def settle(p: nn.Parameter) -> None:
         delattr(p, _MAKER)
 
 
+def materialize(p: nn.Parameter) -> None:
+    """Give a deferred parameter memory and its value; others are left alone."""
+    if not is_deferred(p):
+        return
+    for own, value in zip(plain_tensors(p), plain_tensors(initial_value(p)), strict=True):
+        allocate(own)
+        own.copy_(value)
+    settle(p)
+
+
+def allocate(tensor: Tensor) -> None:
+    """Give a contiguous tensor, whose memory has been freed, memory again; one that has any is left alone."""
+    if not tensor.untyped_storage().nbytes():
+        tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+
+
 @contextlib.contextmanager
 def with_zeros(p: nn.Parameter) -> Iterator[None]:
     """Inside, a deferred plain parameter has memory and is zero; others are left alone."""

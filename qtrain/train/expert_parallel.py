@@ -37,8 +37,6 @@ def check_expert_parallel(settings: TrainSettings, script: str, optimizer: Optim
         )
     if settings.tp > 1:
         raise refuse(f"--tp {settings.tp} divides the experts among its processes too; leave --ep out")
-    if settings.reshard_after_forward == "always":
-        raise refuse("--reshard_after_forward always does not know divided experts; leave one of them out")
     if settings.optimizer_in_backward:
         raise refuse("--optimizer_in_backward does not know divided experts; leave one of them out")
     if settings.deterministic and settings.quantize == "nvfp4":
@@ -60,17 +58,18 @@ def shard_experts(
     named: Iterable[tuple[str, nn.Parameter]],
     mesh: Mesh,
     needs_whole: Callable[[nn.Parameter], bool],
+    freed: Callable[[nn.Parameter], bool],
     *,
     in_order: bool,
 ) -> list[Sharded]:
-    """The parameters of this rank's experts, divided over the ranks that hold the same ones. in_order: compute as one
-    process with all experts would, bit for bit."""
+    """The parameters of this rank's experts, divided over the ranks that hold the same ones. needs_whole, freed: as for
+    `shard_parameters`; in_order: compute as one process with all experts would, bit for bit."""
     terms = {}
     for module in model.modules() if in_order else ():
         if isinstance(module, Experts):
             terms |= module.keep_in_order()
     found = []
-    for sharded in shard_parameters(named, mesh.of_experts, needs_whole):
+    for sharded in shard_parameters(named, mesh.of_experts, needs_whole, freed):
         split, parameter = model.split(sharded.name), sharded.parameter
         sharded.master.whole_shape = split.whole_shape(parameter.shape)
         sharded.master.first_element = split.ranges[0][0] * parameter.shape[1]

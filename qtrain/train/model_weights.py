@@ -41,7 +41,8 @@ class ModelWeights:
         units: Sequence[Unit] = (),
         reduce: Callable[[int], None] = lambda index: None,
     ):
-        self._quantized, self._mesh = quantized, mesh
+        self._quantized = quantized
+        self._trained = list(parameters)
         self._parameters = [s for s in parameters if s.mesh.shard > 1]  # the masters of others are the model's own
         self._frozen = list(frozen)
         self._linear_of = {} if mesh.shard == 1 else _linears_by_weight(quantized, model)
@@ -54,6 +55,7 @@ class ModelWeights:
         if units:
             shared = shared_weights(model)
             self._weight_keys, self._first_keys = quantized.keys.clone(), quantized.keys.clone()
+            self._quantize_undivided()
             sharded = [self._sharded_block(unit, shared) for unit in units]
             update_codes([weight for weight in self._codes if weight.keeps])
             self.full_shard = FullShard(sharded, next(model.parameters()).device, reduce)
@@ -67,8 +69,18 @@ class ModelWeights:
                 if linear.scheme.wire_format():
                     self._codes.append(ShardedCodes(sharded, linear))
 
+    def _quantize_undivided(self) -> None:
+        """Codes of weights that no other rank has, as those of experts may be: they stay in full, and the swap has left
+        their codes without memory, as those of the others."""
+        for sharded in self._trained:
+            linear = self._linear_of.get(id(sharded.parameter))
+            if sharded.mesh.shard == 1 and linear is not None:
+                linear.low_bit_weight.allocate()
+                linear.refresh()
+
     def _sharded_block(self, unit: Unit, shared: set[int]) -> ShardedBlock:
         """A unit with its matrices. shared: ids of parameters that other modules hold too, which stay in full."""
+        of_unit = {id(p) for p in unit.holder.parameters()}
         ids = {id(p) for p in unit.holder.parameters() if p.ndim > 1} - shared
         own = [s for s in self._parameters + self._frozen if id(s.parameter) in ids]
         codes = {id(weight.sharded.parameter): weight for weight in self._codes if id(weight.sharded.parameter) in ids}
@@ -88,7 +100,8 @@ class ModelWeights:
             weight.keeps = True
         masters = [GatheredMaster(s, self._receive) for s in own if id(s.parameter) not in codes]
         self._in_blocks |= {id(s.parameter) for s in own}
-        return ShardedBlock(unit, tensors, functools.partial(self._gather_block, [*codes.values()], masters))
+        gather = functools.partial(self._gather_block, [*codes.values()], masters)
+        return ShardedBlock(unit, tensors, gather, [s.receiver for s in self._trained if id(s.parameter) in of_unit])
 
     @property
     def kept_codes(self) -> list[Tensor]:
@@ -133,7 +146,7 @@ class ModelWeights:
 
     def restore(self) -> None:
         """For an export: the full weights that are not in memory; of fully sharded blocks in the host's, on the first
-        data rank only. The model does not train any more after this."""
+        data rank of their mesh only. The model does not train any more after this."""
         if self.full_shard is not None:
             self.full_shard.remove()
         dropped = {id(linear.weight) for linear in self._linear_of.values() if linear.codes_only}
@@ -142,7 +155,7 @@ class ModelWeights:
 
     def _restore(self, sharded: Sharded, tensors: list[Tensor]) -> None:
         parameter, from_block = sharded.parameter, id(sharded.parameter) in self._in_blocks
-        if from_block and self._mesh.data_rank:
+        if from_block and sharded.mesh.data_rank:
             return
         linear = self._linear_of.get(id(parameter))
         if isinstance(parameter.data, StoredWeight):

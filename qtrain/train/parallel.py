@@ -62,15 +62,11 @@ class DataParallel:
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         in_units = {id(p) for unit in units for p in unit.holder.parameters()}
         split = {name for name, _ in trained if mesh.of_experts is not None and model.split(name)}
-        self.parameters = shard_parameters(
-            [(name, p) for name, p in trained if name not in split],
-            mesh,
-            needs_whole,
-            freed=lambda p: id(p) in in_units,
-        )
+        of_data, of_experts = ([(n, p) for n, p in trained if (n in split) == kind] for kind in (False, True))
+        how = mesh, needs_whole, lambda p: id(p) in in_units
+        self.parameters = shard_parameters(of_data, *how)
         if split:
-            named = [(name, p) for name, p in trained if name in split]
-            self.parameters += shard_experts(model, named, mesh, needs_whole, in_order=deterministic)
+            self.parameters += shard_experts(model, of_experts, *how, in_order=deterministic)
         self.frozen = shard_frozen(_frozen_matrices(model, units), mesh) if units else []
         """Weights of fully sharded units that do not train."""
         self.masters = {id(s.parameter): s.master for s in [*self.parameters, *self.frozen]}

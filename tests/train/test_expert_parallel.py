@@ -44,15 +44,19 @@ CASES = [
 ]
 
 
-def _of_rank(scheme: str, optimizer: str, mesh: str, ep: int, deterministic: bool) -> dict[str, Any]:
+def _of_rank(
+    scheme: str, optimizer: str, mesh: str, ep: int, deterministic: bool, full_shard: bool = False
+) -> dict[str, Any]:
     made = make_mesh(*map(int, mesh.split("x")), "cpu", ep=ep)
     device = torch.device("cpu")
-    return train(scheme, optimizer, made, device, STEPS, deterministic, MICRO_BATCHES, config=MIXTURE)
+    return train(scheme, optimizer, made, device, STEPS, deterministic, MICRO_BATCHES, full_shard, MIXTURE)
 
 
-def _results(scheme: str, optimizer: str, mesh: str, ep: int, deterministic: bool) -> list[dict[str, Any]]:
+def _results(
+    scheme: str, optimizer: str, mesh: str, ep: int, deterministic: bool, full_shard: bool = False
+) -> list[dict[str, Any]]:
     world = math.prod(map(int, mesh.split("x")))
-    return run_ranks(world, _of_rank, scheme, optimizer, mesh, ep, deterministic)
+    return run_ranks(world, _of_rank, scheme, optimizer, mesh, ep, deterministic, full_shard)
 
 
 @functools.cache
@@ -68,6 +72,27 @@ def test_in_order_groups_of_processes_train_as_one(scheme, optimizer, mesh, ep):
     """Losses, gradient norms, weights, codes and states, of each expert."""
     one = _of_one(scheme, optimizer, True)
     for of_rank in _results(scheme, optimizer, mesh, ep, True):
+        assert differences(one, of_rank) == ""
+
+
+FULLY = [
+    ("fp8_tensorwise delayed", "adamw_8bit", "1x4", 2),
+    ("int8", "muon", "1x4", 2),
+    ("fp8_tensorwise", "adamw_8bit", "2x2", 4),
+    ("fp8_rowwise", "adamw", "1x4", 4),
+    ("bf16", "muon", "2x2", 2),
+    ("int8_blockwise", "adamw_4bit", "1x4", 2),
+]
+"""Experts that two ranks hold, which are sharded fully over these, and experts that one holds, which stay."""
+
+
+@pytest.mark.parametrize(
+    ("scheme", "optimizer", "mesh", "ep"),
+    sampled(FULLY, lambda scheme, _, mesh, ep: (scheme, ep) not in {("int8", 2), ("fp8_tensorwise", 4)}),
+)
+def test_fully_sharded_layers_with_divided_experts_train_as_one_process(scheme, optimizer, mesh, ep):
+    one = _of_one(scheme, optimizer, True)
+    for of_rank in _results(scheme, optimizer, mesh, ep, True, True):
         assert differences(one, of_rank) == ""
 
 
@@ -105,7 +130,6 @@ REFUSED = [
     (VisionSettings(ep=2), "models of timm have no experts"),
     (LanguageSettings(ep=2, model_impl="hf"), "only qtrain's own decoder is divided"),
     (LanguageSettings(ep=2, tp=2), "--tp 2 divides the experts among its processes too; leave --ep out"),
-    (LanguageSettings(ep=2, reshard_after_forward="always"), "--reshard_after_forward always"),
     (LanguageSettings(ep=2, optimizer_in_backward=True), "--optimizer_in_backward does not know divided experts"),
     (LanguageSettings(ep=2, deterministic=True, quantize="nvfp4"), "nvfp4 needs a scale of the tokens of all experts"),
     (LanguageSettings(ep=2, optim="q_galore_adamw"), "--optim q_galore_adamw works on .*allowed: adamw, .*muon"),
@@ -120,12 +144,11 @@ def test_settings_that_divided_experts_do_not_know_are_refused(settings, words):
     check_expert_parallel(dataclasses.replace(settings, ep=1), "llm_pretrain", optimizer)
 
 
-def test_auto_never_shards_layers_fully_beside_divided_experts():
-    """Where the memory does not suffice: full sharding does not know them."""
-    checked = dataclasses.replace(check_settings(LanguageSettings(), "test"), mesh=planned_mesh(1, 4))
-    model = torch.nn.Linear(2, 2)
-    assert reshards(checked, 2, 1, model, [model]) and not reshards(checked, 1, 2, model, [model])
-    assert not reshards(dataclasses.replace(checked, mesh=planned_mesh(1, 4, 2)), 2, 1, model, [model])
+def test_auto_shards_layers_fully_where_the_memory_does_not_suffice():
+    checked, model = check_settings(LanguageSettings(), "test"), torch.nn.Linear(2, 2)
+    for ep in (1, 2):
+        on_mesh = dataclasses.replace(checked, mesh=planned_mesh(1, 4, ep))
+        assert reshards(on_mesh, 2, 1, model, [model]) and not reshards(on_mesh, 1, 2, model, [model])
 
 
 def test_fine_tuning_and_what_is_no_mixture_is_refused():

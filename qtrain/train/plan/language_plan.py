@@ -117,7 +117,8 @@ def _traffic(
     ends, trained_end = 2 * matrix * (not model_config.tie_word_embeddings), sum(trained_ends(model_config, trained))
     element = checked.dtype.itemsize
 
-    def of(shapes: Sequence[ParameterGroup], alone: Sequence[LinearChoice]) -> Traffic:
+    def of(shapes: Sequence[ParameterGroup], alone: Sequence[LinearChoice], linears: Sequence[LinearChoice]) -> Traffic:
+        """linears: those of the parameters `shapes`; alone: which of them train, and hold their weights alone."""
         parameters = sum(math.prod(group.shape) * group.count for group in shapes)
         matrices = [group for group in shapes if len(group.shape) > 1]
         in_layers, at_end = ([n for n in linears if n.is_head == is_head] for is_head in (False, True))
@@ -125,7 +126,7 @@ def _traffic(
         of_adapters = adapted * trained.element * sum(math.prod(group.shape) * group.count for group in matrices)
         weights = weights_on_wire(parameters, alone, trained.element)
         # With full sharding: what is updated in layers and at their ends travels when it is read.
-        divided = weights_on_wire(trained_end * matrix, at_end if own_head else (), element)
+        divided = weights_on_wire(trained_end * matrix, at_end if own_head else (), element) if at_end else 0.0
         divided += of_adapters if adapted else of_layers
         return Traffic(
             parameters=parameters,
@@ -134,20 +135,21 @@ def _traffic(
             weights=weights,
             outside=weights - divided,
             in_layers=of_layers + of_adapters,
-            at_ends=weights_on_wire(ends, at_end, element) if ends else 0.0,
+            at_ends=weights_on_wire(ends, at_end, element) if ends and at_end else 0.0,
             micro_batches=checked.geometry.gradient_accumulation,
             gradient_wire=checked.settings.gradient_wire,
             deterministic=checked.settings.deterministic,
         )
 
     if checked.settings.tp > 1:
-        return replace(of(trained.shapes, alone), tensor=_tensor_traffic(checked, model_config, linears))
+        return replace(of(trained.shapes, alone, linears), tensor=_tensor_traffic(checked, model_config, linears))
     if checked.settings.ep == 1:
-        return of(trained.shapes, alone)
+        return of(trained.shapes, alone, linears)
     of_experts = _shapes_of_experts(model_config)
 
     def part(*, experts: bool) -> Traffic:
-        return of(*([x for x in found if (x.shape in of_experts) == experts] for found in (trained.shapes, alone)))
+        every = trained.shapes, alone, linears
+        return of(*([x for x in found if (x.shape in of_experts) == experts] for found in every))
 
     experts = ExpertTraffic(
         part(experts=True),
@@ -271,20 +273,24 @@ def _rank_share(
     mesh, needs_whole = checked.mesh, checked.optimizer.needs_whole
     apart = [s for s in shapes if not s.stored and (not s.hidden or not needs_whole(True) or s.shape in codes_only)]
 
+    def of_kinds(chosen: Sequence[ParameterShape], whole: float) -> tuple[float, float]:
+        """Of experts and of all others. whole: the share of what is not divided."""
+        experts, others = ([s for s in chosen if (s.shape in of_experts) == kind] for kind in (True, False))
+        own = whole if _is_whole(mesh) else fullest_share(experts, mesh.of_experts.shard, needs_whole)
+        return own, fullest_share(others, mesh.shard, needs_whole)
+
     def fullest(chosen: Sequence[ParameterShape], *, whole: float = 1.0) -> float:
-        """whole: the share of what is not divided."""
         if mesh.of_experts is None:
             return fullest_share(chosen, mesh.shard, needs_whole)
-        experts = [s for s in chosen if s.shape in of_experts]
-        others = [s for s in chosen if s.shape not in of_experts]
-        of_experts_share = whole if _is_whole(mesh) else fullest_share(experts, mesh.of_experts.shard, needs_whole)
-        held = of_experts_share * sum(s.elements for s in experts)
-        held += fullest_share(others, mesh.shard, needs_whole) * sum(s.elements for s in others)
+        own, of_others = of_kinds(chosen, whole)
+        held = sum(s.elements * (own if s.shape in of_experts else of_others) for s in chosen)
         return held / max(sum(s.elements for s in chosen), 1)
 
     # Experts that are not divided further keep their gradients, as all else does without shards.
     gradients = 0.0 if mesh.shard == 1 else fullest(shapes, whole=0.0)
-    return RankShare(fullest(shapes), fullest(apart, whole=0.0), gradients)
+    states = fullest(shapes)
+    own, of_others = (states, states) if mesh.of_experts is None else of_kinds(shapes, 1.0)
+    return RankShare(states, fullest(apart, whole=0.0), gradients, of_others, None if _is_whole(mesh) else own)
 
 
 def _is_whole(mesh: Mesh, key: str = "experts.") -> bool:

@@ -10,9 +10,8 @@ from qtrain.train.checked_settings import CheckedSettings
 def resharded(mode: str, mesh: Mesh, memory: float, have: int | None) -> bool:
     """Whether --reshard_after_forward `mode` shards layers fully on `mesh`. memory: bytes per GPU if it does not; have:
     those of a GPU."""
-    divisible = mesh.shard > 1 and mesh.of_experts is None
     too_large = bool(have) and memory > have
-    return divisible and (mode == "always" or (mode == "auto" and too_large))
+    return mesh.shard > 1 and (mode == "always" or (mode == "auto" and too_large))
 
 
 def reshards(

@@ -87,8 +87,8 @@ def exchange_overhead(traffic: Traffic, mesh: Mesh, reshards: bool = False) -> f
         return exchange_overhead(replace(traffic, tensor=None), Mesh(mesh.replicate, mesh.shard), reshards)
     if traffic.experts is not None:
         part, of_experts = traffic.experts.part(mesh.of_experts.tensor), mesh.of_experts
-        of_part = exchange_overhead(part, Mesh(of_experts.replicate, of_experts.shard))
-        return of_part + exchange_overhead(replace(traffic, experts=None), mesh)
+        of_part = exchange_overhead(part, Mesh(of_experts.replicate, of_experts.shard), reshards)
+        return of_part + exchange_overhead(replace(traffic, experts=None), mesh, reshards)
     per_matrix = GRADIENT_MATRIX_SECONDS + WEIGHT_MATRIX_SECONDS * (mesh.shard > 1)
     times = traffic.micro_batches if reshards else 1
     return traffic.matrices * per_matrix + times * traffic.parameters * PARAMETER_SECONDS
@@ -105,7 +105,8 @@ def exposed_seconds(costs: Mapping[str, Cost], compute: float, reshards: bool) -
     Gradients and weights travel after the last micro-batch, so nothing overlaps. With full sharding layers are
     gathered, and gradients reduced, while another layer computes: what takes longer than that is exposed, and at least
     what collectives cost the computation beside them."""
+    every = sum(cost.seconds for cost in costs.values())
     if not reshards:
-        return sum(cost.seconds for cost in costs.values())
+        return every
     beside = costs["gradients"].seconds + costs["weights of layers"].seconds
-    return costs["weights"].seconds + max(CONTENTION * beside, beside - compute)
+    return every - beside + max(CONTENTION * beside, beside - compute)

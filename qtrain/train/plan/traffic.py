@@ -45,9 +45,9 @@ class ExpertTraffic:
     tokens: int
     bytes_per_token: float
 
-    def costs(self, of_experts: Mesh, cluster: Cluster) -> dict[str, Cost]:
+    def costs(self, of_experts: Mesh, cluster: Cluster, reshards: bool) -> dict[str, Cost]:
         ranks, node = of_experts.tensor, cluster.gpus_per_node
-        found = self.part(ranks).costs(Mesh(of_experts.replicate, of_experts.shard), cluster.every(ranks))
+        found = self.part(ranks).costs(Mesh(of_experts.replicate, of_experts.shard), cluster.every(ranks), reshards)
         volume, calls = ranks * self.layers * self.tokens * self.bytes_per_token, self.layers * EXCHANGES_A_LAYER
         tokens = cluster.all_gather(Ranks(ranks, min(ranks, node)), volume, calls)
         return found | {"tokens of experts": tokens * self.parameters.micro_batches}
@@ -55,7 +55,10 @@ class ExpertTraffic:
     def part(self, ranks: int) -> "Traffic":
         """Of one rank's experts."""
         whole = self.parameters
-        return replace(whole, parameters=whole.parameters // ranks, weights=whole.weights / ranks)
+        weights, in_layers, outside = (size / ranks for size in (whole.weights, whole.in_layers, whole.outside))
+        return replace(
+            whole, parameters=whole.parameters // ranks, weights=weights, in_layers=in_layers, outside=outside
+        )
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,8 @@ class Traffic:
     def costs(self, mesh: Mesh, cluster: Cluster, reshards: bool = False) -> dict[str, Cost]:
         """By what travels. A mesh of one rank sends nothing."""
         if self.experts is not None:
-            found, others = self.experts.costs(mesh.of_experts, cluster), replace(self, experts=None)
-            return found | {what: cost + found[what] for what, cost in others.costs(mesh, cluster).items()}
+            found, others = self.experts.costs(mesh.of_experts, cluster, reshards), replace(self, experts=None)
+            return found | {what: cost + found[what] for what, cost in others.costs(mesh, cluster, reshards).items()}
         if self.tensor is not None:
             activations = self.tensor.cost(mesh.tensor, cluster) * self.micro_batches
             data, own = Mesh(mesh.replicate, mesh.shard), replace(self, tensor=None)

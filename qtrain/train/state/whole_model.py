@@ -26,20 +26,16 @@ def gather_whole_model(model: Decoder, mesh: Mesh) -> nn.Module | None:
         whole.tie()
     targets = whole.state_dict() if whole is not None else {}
     for name, exported in exported_tensors(model).items():
-        own = exported()
         splits = [part.split(name) for part in parts]
-        if splits[0] is None:
-            every = [own]
-        else:
-            shapes = [[*own.shape[: s.dim], s.length, *own.shape[s.dim + 1 :]] for s in splits]
-            sizes = [torch.Size(shape).numel() for shape in shapes]
-            flat = group.all(own.to(device).contiguous().flatten(), sizes, "exported weights")
-            every = [row.view(shape) for row, shape in zip(flat, shapes, strict=True)]
-        if whole is None:
+        if splits[0] is None:  # which only rank 0 may have, after full sharding
+            if whole is not None:
+                targets[name].copy_(exported())
             continue
-        for split, part in zip(splits, every, strict=False):
-            if split is None:
-                targets[name].copy_(part)
-            else:
-                split.put(targets[name], part)
+        own = exported()
+        shapes = [[*own.shape[: s.dim], s.length, *own.shape[s.dim + 1 :]] for s in splits]
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        flat = group.all(own.to(device).contiguous().flatten(), sizes, "exported weights")
+        if whole is not None:
+            for split, row, shape in zip(splits, flat, shapes, strict=True):
+                split.put(targets[name], row.view(shape))
     return whole

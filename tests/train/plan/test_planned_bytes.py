@@ -7,9 +7,10 @@ from itertools import chain
 import pytest
 import torch
 
-from qtrain.distributed.mesh import Mesh, make_mesh
+from qtrain.distributed.mesh import make_mesh, planned_mesh
 from qtrain.distributed.shards import Sharded, local_tensors
-from qtrain.models import Decoder, Lora, ModelConfig, add_lora
+from qtrain.models import Decoder, Lora, ModelConfig, ModelSource, add_lora, build_model
+from qtrain.models.tensor_parallel import planned_config
 from qtrain.models.trained_cost import only_adapters
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.optim.state_layout import local
@@ -26,6 +27,8 @@ from tests.worlds import run_ranks
 
 SHAPE = {"model_type": "qwen2", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512}
 SHAPE |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+MIXTURE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+MIXTURE |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True, "head_dim": 64}
 ON_HOST = ("step", "refresh", "cosines")
 
 CASES = {name: {"optim": name} for name in OPTIMIZERS.names()}
@@ -67,17 +70,24 @@ def test_planned_bytes_are_those_of_the_tensors(case):
     assert planned.optimizer == pytest.approx(held(states), rel=0.01, abs=0.01 * planned.weights)
 
 
-def _on_mesh(options: dict, full_shard: bool = False, lora: Lora | None = None) -> tuple[int, int, int, int]:
-    """Planned and held bytes of weights, and of states, on this rank of two."""
+def _on_mesh(
+    options: dict, full_shard: bool = False, lora: Lora | None = None, ranks: int = 2, ep: int = 1
+) -> tuple[int, int, int, int]:
+    """Planned and held bytes of weights, and of states, on this rank of so many."""
     scheme = base_scheme(lora.base, "bf16") if lora is not None and lora.base != "none" else None
-    checked = checked_of(LanguageSettings(batch_size=2, seq_len=8, **options), scheme)
-    checked = replace(checked, geometry=replace(checked.geometry, world=2), mesh=Mesh(1, 2), reshards=full_shard)
-    config = ModelConfig.from_hf(SHAPE | {"num_hidden_layers": 4} if full_shard else SHAPE)
+    checked = checked_of(LanguageSettings(batch_size=ranks, seq_len=8, ep=ep, **options), scheme)
+    geometry = replace(checked.geometry, world=ranks)
+    checked = replace(checked, geometry=geometry, mesh=planned_mesh(1, ranks, ep), reshards=full_shard)
+    shape = SHAPE | {"num_hidden_layers": 4} if full_shard else SHAPE
+    shape = shape | MIXTURE if ep > 1 else shape
+    config = ModelConfig.from_hf(shape)
     trained = only_adapters(config, lora) if lora else None
-    planned = language_memory(checked, config, linears_of(checked, config), trained)
+    planned = language_memory(checked, planned_config(config, 1, ep), linears_of(checked, config), trained)
     # Those of adapters in the model's dtype, which a step makes.
     copies = trained.added_bytes(2) - trained.added_bytes(4) if trained else 0
-    model = Decoder(config).to(torch.bfloat16)
+    mesh = make_mesh(1, ranks, "cpu", ep=ep)
+    experts = mesh.of_experts.tensor_group if ep > 1 else None
+    model = build_model(ModelSource("small", shape, "--model"), dtype=torch.bfloat16, experts=experts)
     quantized = quantize_linears(model, checked.scheme, seed=0, head=model.lm_head)
     if lora:
         add_lora(model, lora, seed=0)
@@ -85,7 +95,6 @@ def _on_mesh(options: dict, full_shard: bool = False, lora: Lora | None = None) 
     hidden = {id(p) for group in groups if group["hidden"] for p in group["params"]}
     needs_whole = checked.optimizer.needs_whole
     units = model.units() if full_shard else ()
-    mesh = make_mesh(1, 2, "cpu")
     parallel = DataParallel(model, quantized, mesh, lambda p: needs_whole(id(p) in hidden), units=units)
     for group in groups:
         group["params"] = [parallel.master(p) for p in group["params"]]
@@ -148,4 +157,21 @@ def test_planned_bytes_of_a_rank_of_two(options, full_shard):
     found = run_ranks(2, _on_mesh, options, full_shard)
     (planned, _, states, _), weights, of_states = found[0], [row[1] for row in found], [row[3] for row in found]
     assert planned == pytest.approx(max(weights), rel=0.02 if full_shard else 0.01)  # scales of small layers
+    assert states == pytest.approx(max(of_states), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "ep"),
+    [
+        ({"quantize": "fp8_tensorwise", "optim": "adamw_8bit"}, 4, 2),
+        ({"quantize": "int8"}, 2, 2),
+        ({"optim": "muon"}, 4, 2),
+    ],
+    ids=str,
+)
+def test_planned_bytes_of_divided_experts_in_fully_sharded_layers(options, ranks, ep):
+    """Experts that two ranks hold are divided over these; those that one holds stay in full."""
+    found = run_ranks(ranks, _on_mesh, options, True, None, ranks, ep)
+    (planned, _, states, _), weights, of_states = found[0], [row[1] for row in found], [row[3] for row in found]
+    assert planned == pytest.approx(max(weights), rel=0.02)
     assert states == pytest.approx(max(of_states), rel=0.01)
