@@ -17,15 +17,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.numerics.bf16x2 import (
-    abs_bf16x2,
-    high_half,
-    low_half,
-    max_bf16x2,
-    max_of_halves,
-    reduce_max_bf16x2,
-    zero_nonfinite_bf16x2,
-)
+from qtrain.kernels.numerics.bf16x2 import max_of_halves, reduce_max_bf16x2, zero_nonfinite_bf16x2
 from qtrain.kernels.numerics.bf16x2_encode import (
     draw_bf16x2,
     fast_inv_scale,
@@ -42,6 +34,15 @@ from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.quantize.absmax import launch_absmax
 from qtrain.kernels.quantize.column_groups import BlockGroups, group_of_row, launch_group_scales
 from qtrain.kernels.quantize.dual_load import inside_of_tile, load_tile, offset_of_tile, rows_inside, words_inside
+from qtrain.kernels.quantize.dual_scales import (
+    block_column_scales,
+    block_row_scales,
+    max_of_four,
+    max_of_tile,
+    record_amax,
+    row_amax,
+    whole_row_scales,
+)
 from qtrain.kernels.quantize.gather_rows import EVERY_ROW, RowIndex
 
 BLOCK = 128
@@ -53,87 +54,6 @@ WARPS, REGISTERS = 4, 168
 """Warps of a CTA, registers of a thread: three CTAs, with 96 KiB of loads in flight, share an SM of an H200."""
 WARPS_OF_GRADIENT, REGISTERS_OF_GRADIENT = 8, 128
 """The same for a SwiGLU's gradient, which is computed from three tensors: more warps, each with less live state."""
-
-
-@triton.jit
-def _max_of_four(a, b, c, d, PTX: tl.constexpr):
-    """Pairs -> the elementwise maximum of their absolute values, as a pair."""
-    a, b, c, d = abs_bf16x2(a), abs_bf16x2(b), abs_bf16x2(c), abs_bf16x2(d)
-    return max_bf16x2(max_bf16x2(a, b, PTX), max_bf16x2(c, d, PTX), PTX)
-
-
-@triton.jit
-def _max_of_tile(x0, x1, x2, x3, PTX: tl.constexpr):
-    """The absmax of four rows [R, C], as bits of fp32."""
-    amax = _max_of_four(x0, x1, x2, x3, PTX)
-    return max_of_halves(reduce_max_bf16x2(reduce_max_bf16x2(amax, 1, PTX), 0, PTX))
-
-
-@triton.jit
-def _row_amax(bf16x2, PTX: tl.constexpr):
-    """Pairs [R, C] -> the absmax of their rows [R], as bits of fp32."""
-    return max_of_halves(reduce_max_bf16x2(abs_bf16x2(bf16x2), 1, PTX))
-
-
-@triton.jit
-def _whole_row_scales(
-    source_ptr, source_t_ptr, scale_ptr, scale_t_ptr, down, across, m, k, tile_m, tile_k, CODE: tl.constexpr
-):
-    """Scales of rows `down` and columns `across` from bits of their absmax, stored by the first tile of each (those of
-    columns unless scale_t_ptr is None) -> inverse scales of the four rows of a thread, of the first and the second
-    numbers of pairs, nonfinite."""
-    R: tl.constexpr = down.shape[0] // 4
-    C: tl.constexpr = across.shape[0] // 2
-    tl.debug_barrier()  # or the compiler issues the loads of x only after these have arrived
-    bits, bits_t = tl.load(source_ptr + down, down < m, 0), tl.load(source_t_ptr + across, across < k, 0)
-    nonfinite = tl.max(tl.maximum(bits, bits_t), 0) >= 0x7F800000
-    scale, scale_t = scale_from_amax(bits, CODE), scale_from_amax(bits_t, CODE)
-    tl.store(scale_ptr + down, scale, (down < m) & (tile_k == 0))
-    if scale_t_ptr is not None:
-        tl.store(scale_t_ptr + across, scale_t, (across < k) & (tile_m == 0))
-    even, odd = tl.split(tl.reshape(fast_inv_scale(scale, True, CODE.ptx), (R, 2, 2)))
-    inv0, inv2 = tl.split(even)
-    inv1, inv3 = tl.split(odd)
-    inv_first, inv_second = tl.split(tl.reshape(fast_inv_scale(scale_t, True, CODE.ptx), (C, 2)))
-    inv = inv0[:, None], inv1[:, None], inv2[:, None], inv3[:, None]
-    return inv, inv_first[None, :], inv_second[None, :], nonfinite
-
-
-@triton.jit
-def _block_row_scales(amax0, amax1, amax2, amax3, nonfinite, scale_ptr, down, m, tile_k, CODE: tl.constexpr):
-    """1x128: scales of the tile's rows `down` from their absmax, stored -> inverse scales of the four rows of a
-    thread."""
-    scale0, scale1, scale2, scale3 = (
-        scale_from_amax(amax0, CODE), scale_from_amax(amax1, CODE),
-        scale_from_amax(amax2, CODE), scale_from_amax(amax3, CODE),
-    )  # fmt: skip
-    scale = tl.reshape(tl.join(tl.join(scale0, scale2), tl.join(scale1, scale3)), (down.shape[0],))
-    tl.store(scale_ptr + tile_k.to(tl.int64) * m + down, scale, down < m)
-    return (
-        fast_inv_scale(scale0, nonfinite, CODE.ptx)[:, None], fast_inv_scale(scale1, nonfinite, CODE.ptx)[:, None],
-        fast_inv_scale(scale2, nonfinite, CODE.ptx)[:, None], fast_inv_scale(scale3, nonfinite, CODE.ptx)[:, None],
-    )  # fmt: skip
-
-
-@triton.jit
-def _block_column_scales(column_amax, nonfinite, scale_t_ptr, across, k, tile_m, CODE: tl.constexpr):
-    """1x128: scales of the tile's columns `across` from their absmax as pairs, stored -> inverse scales of the first
-    and of the second numbers of pairs."""
-    first, second = scale_from_amax(low_half(column_amax), CODE), scale_from_amax(high_half(column_amax), CODE)
-    scale = tl.reshape(tl.join(first, second), (across.shape[0],))
-    tl.store(scale_t_ptr + tile_m.to(tl.int64) * k + across, scale, across < k)
-    inv_first = fast_inv_scale(first, nonfinite, CODE.ptx)[None, :]
-    return inv_first, fast_inv_scale(second, nonfinite, CODE.ptx)[None, :]
-
-
-@triton.jit
-def _record_amax(x0, x1, x2, x3, inv_scale, amax_ptr, known_amax, CODE: tl.constexpr):
-    """Stores the tile's absmax, if it exceeds the known one -> whether it exceeds the range of a given scale."""
-    amax = _max_of_tile(x0, x1, x2, x3, CODE.ptx)
-    overflow = (amax.to(tl.float32, bitcast=True) * inv_scale <= CODE.fmt.max) == 0  # true of a NaN
-    if amax_ptr is not None and amax > known_amax:
-        tl.atomic_max(amax_ptr, amax, sem="relaxed")
-    return overflow
 
 
 @triton.jit
@@ -204,19 +124,19 @@ def quantize_tile(
     down, across = tile_m * BLOCK + lane, tile_k * BLOCK + lane
     overflow = False
     if SCALES == "rowwise":
-        inv, inv_first, inv_second, nonfinite = _whole_row_scales(
+        inv, inv_first, inv_second, nonfinite = whole_row_scales(
             source_ptr, source_t_ptr, scale_ptr, scale_t_ptr, down, across, m, k, tile_m, tile_k, CODE
         )
     elif SCALES == "1x128":
         if SCALES_T == "1x128":
-            column_amax = reduce_max_bf16x2(_max_of_four(x0, x1, x2, x3, CODE.ptx), 0, CODE.ptx)
+            column_amax = reduce_max_bf16x2(max_of_four(x0, x1, x2, x3, CODE.ptx), 0, CODE.ptx)
             amax = tl.max(max_of_halves(column_amax), 0)
-        amax0, amax1 = _row_amax(x0, CODE.ptx), _row_amax(x1, CODE.ptx)
-        amax2, amax3 = _row_amax(x2, CODE.ptx), _row_amax(x3, CODE.ptx)
+        amax0, amax1 = row_amax(x0, CODE.ptx), row_amax(x1, CODE.ptx)
+        amax2, amax3 = row_amax(x2, CODE.ptx), row_amax(x3, CODE.ptx)
         if SCALES_T == "128x128":
             amax = tl.max(tl.maximum(tl.maximum(amax0, amax1), tl.maximum(amax2, amax3)), 0)
         nonfinite = amax >= 0x7F800000
-        inv = _block_row_scales(amax0, amax1, amax2, amax3, nonfinite, scale_ptr, down, m, tile_k, CODE)
+        inv = block_row_scales(amax0, amax1, amax2, amax3, nonfinite, scale_ptr, down, m, tile_k, CODE)
     else:
         if SCALES == "given":
             scale = given
@@ -224,7 +144,7 @@ def quantize_tile(
             if SCALES == "tensorwise":
                 amax = tl.load(source_ptr)
             else:  # 128x128
-                amax = _max_of_tile(x0, x1, x2, x3, CODE.ptx)
+                amax = max_of_tile(x0, x1, x2, x3, CODE.ptx)
             nonfinite = amax >= 0x7F800000
             scale = scale_from_amax(amax, CODE)
         if SCALES == "128x128":
@@ -237,7 +157,7 @@ def quantize_tile(
             nonfinite: tl.constexpr = False  # a NaN has a code of FP8, and the rest saturates
             inv_scale = inv_scale_of(scale, False)
             if amax_ptr is not None or STOCHASTIC or STOCHASTIC_T:
-                overflow = _record_amax(x0, x1, x2, x3, inv_scale, amax_ptr, known_amax, CODE)
+                overflow = record_amax(x0, x1, x2, x3, inv_scale, amax_ptr, known_amax, CODE)
         else:
             inv_scale = fast_inv_scale(scale, nonfinite, CODE.ptx)
         inv, inv_first, inv_second = (inv_scale, inv_scale, inv_scale, inv_scale), inv_scale, inv_scale
@@ -245,7 +165,7 @@ def quantize_tile(
     x0, x1 = zero_nonfinite_bf16x2(x0, nonfinite), zero_nonfinite_bf16x2(x1, nonfinite)
     x2, x3 = zero_nonfinite_bf16x2(x2, nonfinite), zero_nonfinite_bf16x2(x3, nonfinite)
     if SCALES_T == "1x128":
-        inv_first, inv_second = _block_column_scales(column_amax, nonfinite, scale_t_ptr, across, k, tile_m, CODE)
+        inv_first, inv_second = block_column_scales(column_amax, nonfinite, scale_t_ptr, across, k, tile_m, CODE)
     elif SCALES == "1x128":  # SCALES_T is 128x128: the tile has one scale, and its absmax is that of its rows
         scale_t = scale_from_amax(amax, CODE)
         tl.store(scale_t_ptr + tile_k * stride_t + tile_m, scale_t)
