@@ -25,7 +25,7 @@ from qtrain.kernels.swiglu.quantize import activation, activation_dots
 from qtrain.quant.experts import expert_arguments
 from qtrain.quant.grouped_linear import GroupedLinear
 from qtrain.quant.linear import LinearArguments, LowBitLinear, save_operands, saved_operands
-from qtrain.quant.scheme import NeedsOperand
+from qtrain.quant.tensor_roles import NeedsOperand
 from qtrain.tensors.quantized_tensor import Operand
 
 

@@ -23,8 +23,9 @@ from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.grouped_linear import GroupedLinear
 from qtrain.quant.linear import LinearArguments, LowBitLinear, save_operands, saved_operands
 from qtrain.quant.parallel_experts import ExpertRanks, ParallelExpertsFunction
-from qtrain.quant.scheme import LowBitScheme, NeedsOperand
+from qtrain.quant.scheme import LowBitScheme
 from qtrain.quant.swiglu_mlp import NeedsGradient, mlp_backward, mlp_forward
+from qtrain.quant.tensor_roles import NeedsOperand
 from qtrain.tensors.quantized_tensor import OperandFormat, Operands
 
 

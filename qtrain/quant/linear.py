@@ -21,7 +21,8 @@ from qtrain.kernels.swiglu.quantize import activation_dots
 from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.grouped_linear import GroupedLinear
 from qtrain.quant.quantizers import Former
-from qtrain.quant.scheme import DelayedScale, LowBitScheme, NeedsOperand, SwiGLUOperands, TensorName
+from qtrain.quant.scheme import LowBitScheme
+from qtrain.quant.tensor_roles import DelayedScale, NeedsOperand, SwiGLUOperands, TensorName
 from qtrain.quant.tensor_scales import DividedWeight, quantize_divided, spans_ranks
 from qtrain.quant.token_gather import (
     gathered_columns,

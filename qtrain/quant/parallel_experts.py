@@ -25,8 +25,8 @@ from qtrain.kernels.grouped.permute import combine_rows, route_weight_grad, weig
 from qtrain.kernels.grouped.row_groups import RowGroups, group_rows, group_rows_of
 from qtrain.kernels.quantize.gather_rows import gather_rows
 from qtrain.quant.linear import LinearArguments, save_operands, saved_operands
-from qtrain.quant.scheme import NeedsOperand
 from qtrain.quant.swiglu_mlp import NeedsGradient, mlp_backward, mlp_forward
+from qtrain.quant.tensor_roles import NeedsOperand
 
 ROUTES = "routes"
 """Kind of message: experts and weights of tokens, and the weights' gradients."""

@@ -16,7 +16,7 @@ looked up by them.
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import Literal, NamedTuple, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -39,55 +39,19 @@ from qtrain.kernels.swiglu.quantize import (
 from qtrain.quant.gemm_table import Gemm, multiply
 from qtrain.quant.grouped_table import multiply_grouped
 from qtrain.quant.quantizers import Former, quantize_columns, quantize_dual_layout, quantize_rows
+from qtrain.quant.tensor_roles import (
+    BOTH,
+    HIGH_PRECISION,
+    READERS,
+    DelayedScale,
+    NeedsOperand,
+    RowwiseQuantization,
+    SwiGLUOperands,
+    TensorName,
+)
 from qtrain.registry import Registry
 from qtrain.tensors.quantized_tensor import Operand, OperandFormat, Operands, QuantizedTensor
 from qtrain.tensors.stored_weight import STORED_FORMATS, StoredWeight
-
-TensorName = Literal["x", "w", "dy"]
-
-READERS: dict[TensorName, tuple[tuple[Gemm, int], tuple[Gemm, int]]] = {
-    "x": (("output", 0), ("grad_weight", 1)),
-    "w": (("output", 1), ("grad_input", 1)),
-    "dy": (("grad_input", 0), ("grad_weight", 0)),
-}
-"""The GEMMs that read a tensor along its rows and along its columns, and as which of their two operands."""
-
-HIGH_PRECISION = (None, None)
-"""The operand formats of a GEMM that runs in the weights' dtype."""
-
-
-class NeedsOperand(NamedTuple):
-    """Which of a tensor's two operands a GEMM will read: evaluation and frozen weights need no `grad_weight`."""
-
-    rows: bool = True
-    columns: bool = True
-
-
-BOTH = NeedsOperand()
-
-
-class DelayedScale(NamedTuple):
-    """The state of delayed scaling of one tensor (`delayed_scaling.py`)."""
-
-    scale: Tensor
-    """fp32 [1], the scale of this step; 0 before there is a history."""
-    amax: Tensor | None
-    """fp32 [1], the absmax seen since the last step, updated in place; None: an evaluation, which records nothing."""
-
-
-class SwiGLUOperands(NamedTuple):
-    """The operands of a tensor within a SwiGLU MLP. row_dots: see `quantize_swiglu`."""
-
-    operands: Operands
-    row_dots: Tensor
-
-
-class RowwiseQuantization(NamedTuple):
-    """How a tensor is quantized whose both operands have one scale per row and one 8-bit format."""
-
-    fmt: str
-    power_of_two: bool
-    rounding: Rounding
 
 
 class Scheme(ABC):

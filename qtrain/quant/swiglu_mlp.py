@@ -17,7 +17,7 @@ from qtrain.kernels.quantize.column_groups import NO_GROUPS, BlockGroups
 from qtrain.kernels.quantize.gather_rows import GatheredRows
 from qtrain.kernels.swiglu.quantize import quantize_swiglu_backward, quantize_swiglu_rowwise
 from qtrain.quant.linear import LinearArguments, LowBitLinear, save_operands, saved_operands
-from qtrain.quant.scheme import NeedsOperand, RowwiseQuantization, SwiGLUOperands
+from qtrain.quant.tensor_roles import NeedsOperand, RowwiseQuantization, SwiGLUOperands
 from qtrain.quant.token_gather import gathered_columns
 from qtrain.tensors.quantized_tensor import Operand, OperandFormat, Operands, QuantizedTensor
 

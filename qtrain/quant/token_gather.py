@@ -25,7 +25,8 @@ from qtrain.kernels.quantize.delayed_scale import record_amax
 from qtrain.kernels.quantize.gather_rows import gather_rows
 from qtrain.kernels.quantize.operators import quantize, quantize_transposed
 from qtrain.kernels.quantize.reference import scale_from_amax_ref
-from qtrain.quant.scheme import BOTH, DelayedScale, LowBitScheme, NeedsOperand, TensorName
+from qtrain.quant.scheme import LowBitScheme
+from qtrain.quant.tensor_roles import BOTH, DelayedScale, NeedsOperand, TensorName
 from qtrain.tensors.quantized_tensor import OperandFormat, Operands, QuantizedTensor
 
 

@@ -12,7 +12,7 @@ from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.experts import experts_mlp
 from qtrain.quant.gemm_table import multiply
 from qtrain.quant.grouped_linear import GroupedLinear
-from qtrain.quant.scheme import BOTH, NeedsOperand
+from qtrain.quant.tensor_roles import BOTH, NeedsOperand
 from qtrain.tensors.quantized_tensor import QuantizedTensor, flatten_operands
 
 C, INNER, EXPERTS, PER_TOKEN = 128, 64, 4, 2

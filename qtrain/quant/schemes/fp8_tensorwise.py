@@ -23,8 +23,9 @@ from qtrain.kernels.quantize.operators import quantize, quantize_dual_delayed, q
 from qtrain.kernels.swiglu.quantize import quantize_swiglu_delayed
 from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.quantizers import Former
-from qtrain.quant.scheme import BOTH, SCHEMES, DelayedScale, NeedsOperand, SwiGLUOperands, TensorName
+from qtrain.quant.scheme import SCHEMES
 from qtrain.quant.schemes.fp8 import Fp8Epilogue
+from qtrain.quant.tensor_roles import BOTH, DelayedScale, NeedsOperand, SwiGLUOperands, TensorName
 from qtrain.tensors.quantized_tensor import Operands, QuantizedTensor
 
 HISTORY = 16

@@ -20,7 +20,8 @@ from qtrain.kernels.numerics.rounding import NEAREST
 from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.quantizers import Former, quantize_columns, quantize_dual_layout
-from qtrain.quant.scheme import HIGH_PRECISION, SCHEMES, LowBitScheme
+from qtrain.quant.scheme import SCHEMES, LowBitScheme
+from qtrain.quant.tensor_roles import HIGH_PRECISION
 from qtrain.tensors.quantized_tensor import OperandFormat, Operands
 from qtrain.tensors.stored_weight import STORED_FORMATS, StoredWeight
 

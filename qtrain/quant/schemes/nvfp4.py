@@ -25,7 +25,8 @@ from qtrain.kernels.quantize.gather_rows import GatheredRows, in_memory
 from qtrain.kernels.quantize.nvfp4 import quantize_nvfp4
 from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.quantizers import Former
-from qtrain.quant.scheme import BOTH, SCHEMES, DelayedScale, LowBitScheme, NeedsOperand, TensorName
+from qtrain.quant.scheme import SCHEMES, LowBitScheme
+from qtrain.quant.tensor_roles import BOTH, DelayedScale, NeedsOperand, TensorName
 from qtrain.tensors.quantized_tensor import OperandFormat, Operands, QuantizedTensor
 
 Arithmetic = Literal["nvfp4", "bf16"]

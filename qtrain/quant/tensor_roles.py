@@ -1,0 +1,55 @@
+"""The tensors of a linear, x, w and dy: which GEMMs read each of them, and what is asked and told of their operands."""
+
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from qtrain.kernels.numerics.rounding import Rounding
+from qtrain.quant.gemm_table import Gemm
+from qtrain.tensors.quantized_tensor import Operands
+
+TensorName = Literal["x", "w", "dy"]
+
+READERS: dict[TensorName, tuple[tuple[Gemm, int], tuple[Gemm, int]]] = {
+    "x": (("output", 0), ("grad_weight", 1)),
+    "w": (("output", 1), ("grad_input", 1)),
+    "dy": (("grad_input", 0), ("grad_weight", 0)),
+}
+"""The GEMMs that read a tensor along its rows and along its columns, and as which of their two operands."""
+
+HIGH_PRECISION = (None, None)
+"""The operand formats of a GEMM that runs in the weights' dtype."""
+
+
+class NeedsOperand(NamedTuple):
+    """Which of a tensor's two operands a GEMM will read: evaluation and frozen weights need no `grad_weight`."""
+
+    rows: bool = True
+    columns: bool = True
+
+
+BOTH = NeedsOperand()
+
+
+class DelayedScale(NamedTuple):
+    """The state of delayed scaling of one tensor (`delayed_scaling.py`)."""
+
+    scale: Tensor
+    """fp32 [1], the scale of this step; 0 before there is a history."""
+    amax: Tensor | None
+    """fp32 [1], the absmax seen since the last step, updated in place; None: an evaluation, which records nothing."""
+
+
+class SwiGLUOperands(NamedTuple):
+    """The operands of a tensor within a SwiGLU MLP. row_dots: see `quantize_swiglu`."""
+
+    operands: Operands
+    row_dots: Tensor
+
+
+class RowwiseQuantization(NamedTuple):
+    """How a tensor is quantized whose both operands have one scale per row and one 8-bit format."""
+
+    fmt: str
+    power_of_two: bool
+    rounding: Rounding
