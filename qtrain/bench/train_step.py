@@ -131,15 +131,20 @@ def make_cells(settings: TrainStepSettings) -> dict[tuple[str, str], LanguageSet
 def run_apart(settings: LanguageSettings, warmup_steps: int) -> dict[str, Any]:
     """`time_training` in its own process, or in --gpus of them; if that fails, {"reason": its last line}."""
     cell = json.dumps({"settings": as_dict(settings), "warmup_steps": warmup_steps})
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-m", "qtrain.bench.train_step", WORKER, cell],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, env=child_environment(),
     )  # fmt: skip
     if done.returncode == 0:
         return json.loads(done.stdout.strip().splitlines()[-1])
     last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
     return {"reason": last[:200]}
+
+
+def child_environment() -> dict[str, str]:
+    """That of a process that imports this package and its scripts from wherever it runs."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path}
 
 
 def make_table(results: dict[tuple[str, str], dict[str, Any]], title: str) -> Table:
