@@ -113,6 +113,21 @@ CASES = {
         "llm_pretrain",
         {**PRETRAIN, **UNTIED, **FULLY, "quantize": "fp8_tensorwise", "quantize_lm_head": True, "loss_chunks": 3},
     ),
+    "int8, a head with the embedding's weight too, fully sharded": (
+        2,
+        "llm_pretrain",
+        {**PRETRAIN, **FULLY, "quantize": "int8", "quantize_lm_head": True},
+    ),
+    "transformers, head too, fully sharded": (
+        2,
+        "llm_pretrain",
+        {**PRETRAIN, **UNTIED, **FULLY, "quantize": "int8", "quantize_lm_head": True, "model_impl": "hf"},
+    ),
+    "timm, classifier too, fully sharded": (
+        2,
+        "timm_finetune",
+        {**VISION, **FULLY, "quantize": "fp8_tensorwise", "quantize_lm_head": True},
+    ),
     "stored in INT4, fully sharded": (3, "llm_pretrain", {**PRETRAIN, **FULLY, "quantize": "int4_weight"}),
     "schedule-free, fully sharded HSDP": (
         4,
@@ -169,6 +184,8 @@ SWEPT = (
     "transformers",
     "fine-tuned, recomputed",
     "transformers, fully sharded",
+    "transformers, head too, fully sharded",
+    "timm, classifier too, fully sharded",
     "LoRA on NF4",
     "LoRA in fp8_tensorwise, recomputed, fully sharded HSDP",
     "timm, averaged",

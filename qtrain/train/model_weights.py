@@ -55,9 +55,9 @@ class ModelWeights:
         if units:
             shared = shared_weights(model)
             self._weight_keys, self._first_keys = quantized.keys.clone(), quantized.keys.clone()
-            self._quantize_undivided()
             sharded = [self._sharded_block(unit, shared) for unit in units]
             update_codes([weight for weight in self._codes if weight.keeps])
+            self._quantize_outside()
             self.full_shard = FullShard(sharded, next(model.parameters()).device, reduce)
 
     def _drop_full_weights(self) -> None:
@@ -69,14 +69,19 @@ class ModelWeights:
                 if linear.scheme.wire_format():
                     self._codes.append(ShardedCodes(sharded, linear))
 
-    def _quantize_undivided(self) -> None:
-        """Codes of weights that no other rank has, as those of experts may be: they stay in full, and the swap has left
-        their codes without memory, as those of the others."""
-        for sharded in self._trained:
-            linear = self._linear_of.get(id(sharded.parameter))
-            if sharded.mesh.shard == 1 and linear is not None:
-                linear.low_bit_weight.allocate()
-                linear.refresh()
+    def _quantize_outside(self) -> None:
+        """Compute the codes of linears that are in no block, which the swap has left without memory as all others: of a
+        head with the embedding's weight, of experts that no other rank has."""
+        outside = [linear for linear in self._quantized.linears if not linear.gathered]
+        for linear in outside:
+            linear.low_bit_weight.allocate()
+        as_codes = [weight for weight in self._codes if not weight.keeps]
+        update_codes(as_codes)
+        known = {id(weight.linear) for weight in as_codes}
+        missing = {id(linear.weight) for linear in outside if linear.codes_only and id(linear) not in known}
+        self._gather_masters((s for s in self._parameters if id(s.parameter) in missing), self._receive)
+        for linear in outside:
+            linear.refresh()
 
     def _sharded_block(self, unit: Unit, shared: set[int]) -> ShardedBlock:
         """A unit with its matrices. shared: ids of parameters that other modules hold too, which stay in full."""
