@@ -28,7 +28,7 @@ class Unit:
 
 class ShardedBlock:
     """A unit with its tensors: those whose memory it frees, contiguous ones if it is free already; gather: fills them.
-    receivers: what the unit's gradients come to."""
+    receivers: the tensors whose `.grad` receives the unit's gradients."""
 
     def __init__(self, unit: Unit, tensors: Sequence[Tensor], gather: Callable[[], None], receivers: Sequence[Tensor]):
         self.called, self.backward_reads, self.receivers = unit.called, unit.backward_reads, receivers

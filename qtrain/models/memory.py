@@ -56,14 +56,14 @@ class StepShape:
 
 class RankShare(NamedTuple):
     """What one of several GPUs holds: of the optimizer states, of the master weights that are not the model's own
-    weights, and of the gradients that are not those of the model's weights. others, experts: of the states of a
-    mixture's experts, which other ranks may divide than all others, and of these; None: they are not divided."""
+    weights, and of the gradients that are not those of the model's weights. experts, others: of the states of a
+    mixture's experts, and of all else, which may be divided over different ranks; None: they are not divided."""
 
     states: float
     masters: float
     gradients: float
-    others: float | None
     experts: float | None
+    others: float | None
 
     def of_linear(self, key: str) -> float | None:
         """Of the states of a linear; None: it is not divided."""

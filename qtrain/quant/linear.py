@@ -184,7 +184,7 @@ class LowBitWeight(nn.Module):
                 buffer.untyped_storage().resize_(0)
 
     def allocate(self) -> None:
-        """Give codes memory that have been freed; they have no values then."""
+        """Allocate memory for codes that have been freed; their values are undefined."""
         for buffer in self.buffers():
             allocate(buffer)
 

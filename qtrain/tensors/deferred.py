@@ -44,7 +44,7 @@ def settle(p: nn.Parameter) -> None:
 
 
 def materialize(p: nn.Parameter) -> None:
-    """Give a deferred parameter memory and its value; others are left alone."""
+    """Allocate a deferred parameter and give it its value; others are left alone."""
     if not is_deferred(p):
         return
     for own, value in zip(plain_tensors(p), plain_tensors(initial_value(p)), strict=True):
@@ -54,7 +54,7 @@ def materialize(p: nn.Parameter) -> None:
 
 
 def allocate(tensor: Tensor) -> None:
-    """Give a contiguous tensor, whose memory has been freed, memory again; one that has any is left alone."""
+    """Allocate the memory of a contiguous tensor that has been freed; any other is left alone."""
     if not tensor.untyped_storage().nbytes():
         tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
 

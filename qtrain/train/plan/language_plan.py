@@ -290,7 +290,7 @@ def _rank_share(
     gradients = 0.0 if mesh.shard == 1 else fullest(shapes, whole=0.0)
     states = fullest(shapes)
     own, of_others = (states, states) if mesh.of_experts is None else of_kinds(shapes, 1.0)
-    return RankShare(states, fullest(apart, whole=0.0), gradients, of_others, None if _is_whole(mesh) else own)
+    return RankShare(states, fullest(apart, whole=0.0), gradients, None if _is_whole(mesh) else own, of_others)
 
 
 def _is_whole(mesh: Mesh, key: str = "experts.") -> bool:
