@@ -187,9 +187,10 @@ def _with_parts(replicate: int, shard: int, ranks: int, device_type: str) -> Mes
 
 def _machines(data_world: int, tensor: int, device_type: str) -> Machines | None:
     """Where the data ranks are, each of which is `tensor` neighboring processes."""
-    processes = launched_on_machine()
-    if processes is None or set(all_gather(processes)) != {processes}:
+    of_ranks = set(all_gather(launched_on_machine()))
+    if len(of_ranks) > 1 or of_ranks == {None}:  # only some ranks may have been told
         return None
+    (processes,) = of_ranks
     ranks = processes // tensor
     if ranks <= 1 or processes % tensor or ranks == data_world or data_world % ranks:
         return None

@@ -1,5 +1,6 @@
 """Meshes from flags and the world: what is derived, and what is refused with which words."""
 
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -161,3 +162,14 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch):
             first.result()
         with pytest.raises(dist.DistStoreError):
             second.result()
+
+
+def _machines_told_to_some() -> bool:
+    if ranks.rank() == 3:
+        os.environ.pop("LOCAL_WORLD_SIZE")
+    return make_mesh(1, 4, "cpu").machines is None
+
+
+def test_a_size_of_machines_that_only_some_ranks_have_is_not_used():
+    """Nor waited for: each rank decides with all the others."""
+    assert run_ranks(4, _machines_told_to_some, on_machine=2) == [True] * 4
