@@ -80,7 +80,9 @@ def parse(cls: type[C], argv: list[str], prog: str, listing: Callable[[], str] |
         shell = check_value("--completion", shell, Shell)
         _print_and_exit(completion_script(cls, shell, Path(sys.argv[0]).name, answers))
     recipe_path, argv = _take_option(argv, "--config", "file")
-    recipe = _read_recipe(cls, recipe_path) if recipe_path else {}
+    recipe = {}
+    if recipe_path:
+        recipe = check_fields(cls, read_recipe(recipe_path, "--config"), f"--config ({recipe_path})")
     _refuse_unknown_flags(cls, argv, prog, answers)
     errors = io.StringIO()
     try:
@@ -230,13 +232,14 @@ def _take_option(argv: list[str], option: str, what: str) -> tuple[str | None, l
     return value, rest
 
 
-def _read_recipe(cls: type, path: str) -> dict[str, Any]:
+def read_recipe(path: str, flag: str) -> dict[str, Any]:
+    """The settings in a recipe, comments left out. UserError naming `flag` for a file that is none."""
     own = Path(__file__).parents[1] / path
     shipped = Path(path).parts[:1] == ("configs",) and not Path(path).exists() and own.is_file()
-    recipe = read_json(own if shipped else path, "--config")  # of an installed package, from any folder
+    recipe = read_json(own if shipped else path, flag)  # of an installed package, from any folder
     if not isinstance(recipe, dict):
-        raise UserError(f"--config ({path}): a recipe is a JSON object, not {type(recipe).__name__}.")
-    return check_fields(cls, {k: v for k, v in recipe.items() if not k.startswith("_")}, f"--config ({path})")
+        raise UserError(f"{flag} ({path}): a recipe is a JSON object, not {type(recipe).__name__}.")
+    return {k: v for k, v in recipe.items() if not k.startswith("_")}
 
 
 def _flag_name(argument: str) -> str:

@@ -41,9 +41,9 @@ SIZES = {
 """Default sizes; on a CPU small ones that show that everything works."""
 INT8_ROUNDINGS = ('int8:{"stochastic_rounding":false}', 'int8:{"stochastic_rounding":true}')
 """Beside the default of int8, stochastic rounding in one of its three products: in none, and in all."""
-EXPERT_SCHEMES = ("bf16", "fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", "int8")
 SQUARE_BLOCKS = 'fp8_blockwise:{"grad_weight_x":"128x128"}'
 """Of x in grad_weight, which is no scheme's default."""
+EXPERT_SCHEMES = ("bf16", "fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", SQUARE_BLOCKS, "int8")
 Job = Callable[..., Table]
 """Measures a table; takes `hardware` and `report`."""
 R = TypeVar("R")
@@ -112,7 +112,7 @@ def linears(settings: BenchmarkSettings, device: torch.device) -> Job:
 
 def experts(settings: BenchmarkSettings, device: torch.device) -> Job:
     """The table of experts under schemes, ready to be measured."""
-    schemes = compared_schemes(split_list(settings.schemes) or [*EXPERT_SCHEMES, SQUARE_BLOCKS])
+    schemes = compared_schemes(split_list(settings.schemes) or EXPERT_SCHEMES)
     return partial(experts_table, EXPERT_SHAPES[device.type], schemes, device, settings.budget_ms)
 
 

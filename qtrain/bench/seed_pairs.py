@@ -23,15 +23,16 @@ from typing import Any
 
 from qtrain.bench.arguments import compared_schemes, name_and_options, split_list
 from qtrain.bench.tables import Cell, Table, about_run, check_json, write_json
-from qtrain.bench.train_step import child_environment
-from qtrain.checks import parse_json, user_path
-from qtrain.config import JsonDict, parse, run_script
+from qtrain.bench.train_step import child_environment, reason_of
+from qtrain.checks import read_json, user_path
+from qtrain.config import JsonDict, parse, read_recipe, run_script
 from qtrain.errors import UserError
 from qtrain.hardware import describe_hardware
 from qtrain.train.device import choose_device
 from qtrain.train.listing import listing
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.settings import Count
+from qtrain.train.state.checkpoint_marker import newest_complete
 
 OWN = ("quantize", "quantize_kwargs", "seed", "run_name", "runs_dir")
 """Settings that this command gives each run."""
@@ -72,7 +73,8 @@ class PairedRun:
 
     def folders(self) -> list[Path]:
         """Those of this run, newest first."""
-        return sorted(self.runs_dir.glob(f"llm_pretrain/*_{self.name}"), reverse=True)
+        configs = self.runs_dir.glob(f"llm_pretrain/*_{self.name}/config.json")
+        return sorted((config.parent for config in configs), reverse=True)
 
     def losses(self) -> dict[int, float] | None:
         """Validation loss by step, of the finished run; None where there is none."""
@@ -88,7 +90,7 @@ class PairedRun:
         for folder in self.folders():
             earlier = self._settings(folder)
             for key, value in self.recipe.items():
-                if not key.startswith("_") and key != "runs_dir" and earlier.get(key) != value:
+                if key != "runs_dir" and earlier.get(key) != value:
                     raise UserError(
                         f"--runs_dir: {folder} was made with {key} = {json.dumps(earlier.get(key))}, not "
                         f"{json.dumps(value)}; give another --runs_dir, or delete that run."
@@ -98,7 +100,7 @@ class PairedRun:
         """Start the run or go on with it, unless it is finished. Returns why it failed; None: it did not."""
         if self.losses() is not None:
             return None
-        begun = next((f for f in self.folders() if any((f / "checkpoints").glob("[0-9]*"))), None)
+        begun = next((folder for folder in self.folders() if newest_complete(folder / "checkpoints")), None)
         recipe = self.runs_dir / f"{self.name}.json"
         recipe.write_text(json.dumps(self.recipe, indent=1) + "\n")
         with (self.runs_dir / f"{self.name}.log").open("a") as log:
@@ -108,7 +110,7 @@ class PairedRun:
 
     @staticmethod
     def _settings(folder: Path) -> dict[str, Any]:
-        return parse_json((folder / "config.json").read_text(), str(folder / "config.json"))
+        return read_json(folder / "config.json", "--runs_dir")
 
 
 def pretrain(arguments: list[str], **options: Any) -> subprocess.CompletedProcess:
@@ -141,12 +143,9 @@ def _train(run: PairedRun) -> str | None:
 
 def make_runs(settings: SeedPairsSettings) -> list[PairedRun]:
     """Those of one seed after those of another. UserError for whatever the settings alone tell."""
-    path = user_path(settings.recipe, "--recipe")
-    if not path.is_file():
-        raise UserError(f"--recipe: there is no file {settings.recipe}; name a recipe of llm_pretrain.py.")
-    recipe = parse_json(path.read_text(encoding="utf-8"), f"--recipe ({settings.recipe})")
-    recipe = {**recipe, **(settings.overrides or {})}
-    if given := [key for key in OWN if key in (settings.overrides or {})]:
+    overrides = settings.overrides or {}
+    recipe = {**read_recipe(settings.recipe, "--recipe"), **overrides}
+    if given := [key for key in OWN if key in overrides]:
         raise UserError(f"--overrides: {given[0]} is set by this command: by --schemes, --seeds or --runs_dir.")
     if not recipe.get("eval_ds"):
         raise UserError(f"--recipe: {settings.recipe} names no validation data (eval_ds), whose loss is compared.")
@@ -182,8 +181,7 @@ def check_recipes(runs: Sequence[PairedRun]) -> None:
             path.write_text(json.dumps(run.recipe))
             done = pretrain(["--config", str(path), "--dry_run"], capture_output=True, text=True)
         if done.returncode:
-            last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-            said = last.removeprefix("error: ").replace(f"--config ({path}): ", "")
+            said = reason_of(done).removeprefix("error: ").replace(f"--config ({path}): ", "")
             raise UserError(f"--recipe, --schemes ({run.scheme}): {said}")
 
 

@@ -137,8 +137,12 @@ def run_apart(settings: LanguageSettings, warmup_steps: int) -> dict[str, Any]:
     )  # fmt: skip
     if done.returncode == 0:
         return json.loads(done.stdout.strip().splitlines()[-1])
-    last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    return {"reason": last[:200]}
+    return {"reason": reason_of(done)[:200]}
+
+
+def reason_of(done: subprocess.CompletedProcess) -> str:
+    """Why a process failed: the last line of what it said."""
+    return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
 
 
 def child_environment() -> dict[str, str]:

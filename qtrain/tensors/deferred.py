@@ -65,8 +65,7 @@ def with_zeros(p: nn.Parameter) -> Iterator[None]:
     if not is_deferred(p):
         yield
         return
-    storage = p.untyped_storage()
-    storage.resize_(p.numel() * p.element_size())
+    allocate(p)
     p.data.zero_()
     yield
-    storage.resize_(0)
+    p.untyped_storage().resize_(0)

@@ -42,7 +42,6 @@ class ModelWeights:
         reduce: Callable[[int], None] = lambda index: None,
     ):
         self._quantized = quantized
-        self._trained = list(parameters)
         self._parameters = [s for s in parameters if s.mesh.shard > 1]  # the masters of others are the model's own
         self._frozen = list(frozen)
         self._linear_of = {} if mesh.shard == 1 else _linears_by_weight(quantized, model)
@@ -55,7 +54,7 @@ class ModelWeights:
         if units:
             shared = shared_weights(model)
             self._weight_keys, self._first_keys = quantized.keys.clone(), quantized.keys.clone()
-            sharded = [self._sharded_block(unit, shared) for unit in units]
+            sharded = [self._sharded_block(unit, shared, parameters) for unit in units]
             update_codes([weight for weight in self._codes if weight.keeps])
             self._quantize_outside()
             self.full_shard = FullShard(sharded, next(model.parameters()).device, reduce)
@@ -83,10 +82,10 @@ class ModelWeights:
         for linear in outside:
             linear.refresh()
 
-    def _sharded_block(self, unit: Unit, shared: set[int]) -> ShardedBlock:
+    def _sharded_block(self, unit: Unit, shared: set[int], trained: Sequence[Sharded]) -> ShardedBlock:
         """A unit with its matrices. shared: ids of parameters that other modules hold too, which stay in full."""
-        of_unit = {id(p) for p in unit.holder.parameters()}
-        ids = {id(p) for p in unit.holder.parameters() if p.ndim > 1} - shared
+        of_unit = {id(p): p for p in unit.holder.parameters()}
+        ids = {number for number, p in of_unit.items() if p.ndim > 1} - shared
         own = [s for s in self._parameters + self._frozen if id(s.parameter) in ids]
         codes = {id(weight.sharded.parameter): weight for weight in self._codes if id(weight.sharded.parameter) in ids}
         tensors = []
@@ -106,7 +105,7 @@ class ModelWeights:
         masters = [GatheredMaster(s, self._receive) for s in own if id(s.parameter) not in codes]
         self._in_blocks |= {id(s.parameter) for s in own}
         gather = functools.partial(self._gather_block, [*codes.values()], masters)
-        return ShardedBlock(unit, tensors, gather, [s.receiver for s in self._trained if id(s.parameter) in of_unit])
+        return ShardedBlock(unit, tensors, gather, [s.receiver for s in trained if id(s.parameter) in of_unit])
 
     @property
     def kept_codes(self) -> list[Tensor]:

@@ -98,7 +98,7 @@ REFUSED = {
     "no seeds": (["--seeds", ","], "--seeds: ',' is not a list"),
     "a seed twice": (["--seeds", "1,1"], "--seeds: '1,1'"),
     "a word": (["--seeds", "one"], "--seeds: 'one'"),
-    "no recipe": (["--recipe", "missing.json"], "--recipe: there is no file missing.json"),
+    "no recipe": (["--recipe", "missing.json"], "--recipe: the file missing.json does not exist"),
     "a setting of this command": (["--overrides", '{"seed":3}'], "--overrides: seed is set by this command"),
     "no validation": (["--overrides", '{"eval_ds":null}'], "--recipe: .* names no validation data"),
     "an unknown setting": (
