@@ -9,8 +9,9 @@ is scaled and added outside of the tensor cores, which are idle then unless anot
     two warpgroups      64 rows of the tile each: multiply 128 columns of one step, then scale and add them
 
 Both would find a step loaded at the same time, share the tensor cores, and then add at the same time. So they take
-turns: a warpgroup issues its product after the other's, and adds while the other's runs. With 1x128 blocks of B adding
-is twice the instructions, and turns were slower.
+turns: a warpgroup issues its product after the other's, and adds while the other's runs. The other's product is no
+longer than adding and issuing take, so nothing else may be between them. With 1x128 blocks of B adding is twice the
+instructions, and turns were slower.
 """
 
 from dataclasses import dataclass
@@ -20,11 +21,13 @@ from torch import Tensor
 
 from qtrain.hardware import has_wgmma, sm_count
 from qtrain.kernels.compiler import gl, gluon, hopper
-from qtrain.kernels.gemm.tiling import tile_of as _tile_of_triton
+from qtrain.kernels.gemm.wgmma_schedule import FIRST_BARRIER, count_tiles, find_tile, named_barrier, next_stage
 
 REGISTERS, REGISTERS_OF_LOADS, REGISTERS_AT_LAUNCH = 240, 24, 168
 """Per thread of a warpgroup that multiplies, of the warp that loads, and of both before they are told apart. Of the
 240, 128 hold the sums of a tile of 256 columns and 64 a partial product."""
+FIRST_TURN, FIRST_FREE = gl.constexpr(FIRST_BARRIER), gl.constexpr(FIRST_BARRIER + 2)
+"""Named barriers: of the turns of two warpgroups, and one for each stage, six at most, that both have read."""
 OUT_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -60,45 +63,6 @@ def supports_wgmma(a: Tensor, b: Tensor, scale_b: Tensor, block_a: str, block_b:
 
 # ---- kernel ----------------------------------------------------------------------------------------------------------
 
-_tile_of = gluon.jit(getattr(_tile_of_triton, "fn", _tile_of_triton))
-
-
-@gluon.jit
-def _tiles(sizes, starts_ptr, GROUPED: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Tiles of all groups, and of one: along its rows, along its columns. GROUPED: "" none, "rows", "sums"."""
-    m, n, _, groups = sizes
-    tiles_m, tiles_n = gl.cdiv(m, 128), gl.cdiv(n, BLOCK_N)
-    if GROUPED == "rows":
-        tiles_m = gl.load(starts_ptr + groups) // 128
-    tiles = tiles_m * tiles_n
-    if GROUPED == "sums":
-        tiles *= groups
-    return tiles, tiles_m, tiles_n
-
-
-@gluon.jit
-def _find(tile, tiles_m, tiles_n, sizes, groups_ptr, starts_ptr, GROUPED: gl.constexpr, GROUP_M: gl.constexpr):
-    """-> the tile's group, row and column of tiles, first step of K, and the step after the last one.
-
-    groups_ptr: the group of each row of tiles, or for sums the order in which groups are taken.
-    """
-    group, first, end = 0, 0, gl.cdiv(sizes[2], 128)
-    if GROUPED == "sums":
-        group = gl.load(groups_ptr + tile // (tiles_m * tiles_n))
-        first, end = gl.load(starts_ptr + group) // 128, gl.load(starts_ptr + group + 1) // 128
-        tile = tile % (tiles_m * tiles_n)
-    tile_m, tile_n = _tile_of(tile, tiles_m, tiles_n, GROUP_M)
-    if GROUPED == "rows":
-        group = gl.load(groups_ptr + tile_m)
-    return group, tile_m, tile_n, first, end
-
-
-@gluon.jit
-def _next(stage, phase, STAGES: gl.constexpr):
-    """The stage of the next step; a barrier's phase changes when all stages have been used."""
-    stage += 1
-    return gl.where(stage == STAGES, 0, stage), gl.where(stage == STAGES, phase ^ 1, phase)
-
 
 @gluon.jit
 def _load(
@@ -106,22 +70,19 @@ def _load(
     GROUPED: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, VECTOR_B: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads. b_row_step, b_k_step: from one group's matrix in B to the next."""
-    descriptors, buffers, barriers, sizes, group_pointers = common
+    descriptors, buffers, loaded, sizes, group_pointers = common
     a_desc, b_desc, scale_b_desc, _ = descriptors
     a_buffers, b_buffers, scale_b_buffers, _ = buffers
-    loaded, free, _ = barriers
-    groups_ptr, starts_ptr = group_pointers
     STAGES: gl.constexpr = a_buffers.shape[0]
     BYTES: gl.constexpr = 128 * 128 + BLOCK_N * 128 + (BLOCK_N * 4 if VECTOR_B else 0)
-    tiles, tiles_m, tiles_n = _tiles(sizes, starts_ptr, GROUPED, BLOCK_N)
-    stage, phase = 0, 1  # all are free
+    tiles, tiles_m, tiles_n = count_tiles(sizes, group_pointers, GROUPED, BLOCK_N)
+    stage, phase = 0, 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        group, tile_m, tile_n, first, end = _find(
-            tile, tiles_m, tiles_n, sizes, groups_ptr, starts_ptr, GROUPED, GROUP_M
+        group, row, column, first, end = find_tile(
+            tile, tiles_m, tiles_n, sizes, group_pointers, GROUPED, BLOCK_N, GROUP_M
         )
-        row, column = tile_m * 128, tile_n * BLOCK_N
         for step in range(first, end):
-            hopper.mbarrier.wait(free.index(stage), phase)
+            named_barrier("bar.sync", FIRST_FREE + stage, "288", 32)
             barrier = loaded.index(stage)
             hopper.mbarrier.expect(barrier, BYTES)
             hopper.tma.async_copy_global_to_shared(a_desc, [row, step * 128], barrier, a_buffers.index(stage))
@@ -132,25 +93,28 @@ def _load(
                 hopper.tma.async_copy_global_to_shared(
                     scale_b_desc, [step, column], barrier, scale_b_buffers.index(stage)
                 )
-            stage, phase = _next(stage, phase, STAGES)
+            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
-def _multiply_part(
-    a, b, total, partial, scale_a, scale_b, scale_b_buffer, turns, turn, never,
-    HALF: gl.constexpr, PART: gl.constexpr, VECTOR_B: gl.constexpr,
-):  # fmt: skip
-    """total + 64 rows of A times 128 columns of one step, scaled; and the partial product.
+def _issue(a, b, partial, never, HALF: gl.constexpr, PART: gl.constexpr, VECTOR_B: gl.constexpr):
+    """The product of 64 rows of A and 128 columns of one step, in its turn.
 
-    The product overwrites the registers of the previous one. `never` is false, but the compiler does not know, and must
-    keep that order: with registers of its own the product would be issued before the previous one is added, and spill.
+    It overwrites the registers of the previous one. `never` is false, but the compiler does not know, and must keep
+    that order: with registers of its own the product would be issued before the previous one is added, and spill.
     """
-    if not VECTOR_B:
-        hopper.mbarrier.wait(turns.index(HALF), turn)
     b = b.slice(128 * PART, 128, dim=0).permute((1, 0))
+    if not VECTOR_B:
+        named_barrier("bar.sync", FIRST_TURN + HALF, "256", 128)
     token = hopper.warpgroup_mma(a, b, partial, use_acc=never, is_async=True)
     if not VECTOR_B:
-        hopper.mbarrier.arrive(turns.index(1 - HALF), count=1)
+        named_barrier("bar.arrive", FIRST_TURN + 1 - HALF, "256", 128)
+    return token
+
+
+@gluon.jit
+def _add(total, token, scale_a, scale_b, scale_b_buffer, PART: gl.constexpr, VECTOR_B: gl.constexpr):
+    """total + the product, scaled; and the product, whose registers the next one takes."""
     partial = hopper.warpgroup_mma_wait(0, deps=[token])
     if VECTOR_B:
         along_n = scale_b_buffer.slice(128 * PART, 128, dim=1).load(partial.type.layout)
@@ -160,16 +124,143 @@ def _multiply_part(
 
 
 @gluon.jit
-def _store_part(c_desc, buffer, total, bias_ptr, row, column, n, inside):
-    """A tile's 64 rows and 128 columns, plus bias, through shared memory."""
+def _scale_pointers(scales, strides, group, row, column, m, n, LAYOUT: gl.constexpr):
+    """Scales at step 0 of a tile's 64 rows of A, which of them there are, of its left and right 128 columns of B."""
+    scale_a_ptr, scale_b_ptr = scales
+    a_row_stride, _, b_group_stride, b_row_stride, _ = strides
+    rows = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    left = scale_b_ptr + group * b_group_stride + column // 128 * b_row_stride
+    return scale_a_ptr + rows * a_row_stride, rows < m, left, left + b_row_stride * (column + 128 < n).to(gl.int32)
+
+
+@gluon.jit
+def _load_scales(pointers, strides, step, VECTOR_B: gl.constexpr):
+    """Of a step, for each of 64 rows: of A, of the left and of the right 128 columns of B. With VECTOR_B those of B
+    come with its codes."""
+    rows_ptr, inside, left_ptr, right_ptr = pointers
+    _, a_k_stride, _, _, b_k_stride = strides
+    scale_a = gl.load(rows_ptr + step * a_k_stride, inside, 0.0)
+    if VECTOR_B:
+        return scale_a, scale_a, scale_a
+    else:
+        left, right = gl.load(left_ptr + step * b_k_stride), gl.load(right_ptr + step * b_k_stride)
+        layout: gl.constexpr = scale_a.type.layout
+        return scale_a, gl.full((64,), left, gl.float32, layout), gl.full((64,), right, gl.float32, layout)
+
+
+@gluon.jit
+def _load_first_scales(pointers, strides, step, present, VECTOR_B: gl.constexpr):
+    """As _load_scales, of a tile's first step if it is `present`, but loaded by each thread for its rows: it waits when
+    it uses them. One load for all threads goes to a uniform register, and the compiler waits for it at once."""
+    rows_ptr, inside, left_ptr, right_ptr = pointers
+    _, a_k_stride, _, _, b_k_stride = strides
+    present = inside & present
+    scale_a = gl.load(rows_ptr + step * a_k_stride, present, 0.0)
+    if VECTOR_B:
+        return scale_a, scale_a, scale_a
+    else:
+        for_rows = gl.full((64,), 0, gl.int32, scale_a.type.layout)
+        left = gl.load(left_ptr + for_rows + step * b_k_stride, present, 0.0)
+        return scale_a, left, gl.load(right_ptr + for_rows + step * b_k_stride, present, 0.0)
+
+
+@gluon.jit
+def _first_sums(bias_ptr, column, n, LAYOUT: gl.constexpr):
+    """fp32 [64, 128]: the bias of 128 columns from `column` on, or zeros."""
+    sums = gl.zeros((64, 128), gl.float32, LAYOUT)
     if bias_ptr is not None:
-        columns = column + gl.arange(0, 128, gl.SliceLayout(0, total.type.layout))
-        total += gl.expand_dims(gl.load(bias_ptr + columns, columns < n, 0.0).to(gl.float32), 0)
-    hopper.tma.store_wait(0)  # of the part before, whose memory this is
-    buffer.store(total.to(c_desc.dtype))
-    hopper.fence_async_shared()
-    if inside:
-        hopper.tma.async_copy_shared_to_global(c_desc, [row, column], buffer)
+        columns = column + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
+        sums += gl.expand_dims(gl.load(bias_ptr + columns, columns < n, 0.0).to(gl.float32), 0)
+    return sums
+
+
+@gluon.jit
+def _zero_tail(common, tiles, tiles_n, HALF: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Zeros in rows that belong to no group, as tiles after the last: programs that have computed one less begin."""
+    descriptors, buffers, _, sizes, _ = common
+    c_desc, buffer, programs = descriptors[3], buffers[3].index(HALF * (BLOCK_N // 128)), gl.num_programs(0)
+    end = gl.cdiv(sizes[0], 128) * tiles_n
+    first = tiles + (gl.program_id(0) + programs - tiles % programs) % programs
+    if first < end:
+        hopper.tma.store_wait(0)
+        buffer.store(gl.zeros((64, 128), c_desc.dtype, gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])))
+        hopper.fence_async_shared()
+        for tile in range(first, end, programs):
+            row, column = tile // tiles_n * 128 + 64 * HALF, tile % tiles_n * BLOCK_N
+            for part in gl.static_range(BLOCK_N // 128):
+                hopper.tma.async_copy_shared_to_global(c_desc, [row, column + 128 * part], buffer)
+
+
+@gluon.jit
+def _multiply_tiles(
+    common, pointers, strides, tiles, tiles_m, tiles_n, HALF: gl.constexpr,
+    GROUPED: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, VECTOR_B: gl.constexpr,
+):  # fmt: skip
+    """The upper (HALF = 0) or the lower 64 rows of each tile of this CTA, which has one at least.
+
+    Between the end of a product and the issue of the next it only adds: what else a step needs is done while one runs.
+    The next tile's first scales are loaded before this tile is stored.
+    """
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+    descriptors, buffers, loaded, sizes, group_pointers = common
+    c_desc = descriptors[3]
+    a_buffers, b_buffers, scale_b_buffers, c_buffers = buffers
+    scale_a_ptr, scale_b_ptr, bias_ptr = pointers
+    STAGES: gl.constexpr = a_buffers.shape[0]
+    LEFT: gl.constexpr = HALF * (BLOCK_N // 128)  # the first of its buffers for the output
+    m, n, _, _ = sizes
+    scales = scale_a_ptr, scale_b_ptr
+    partial, never = gl.zeros((64, 128), gl.float32, LAYOUT), m < 0
+    stage, phase = 0, 0
+    for free in gl.static_range(STAGES):  # all are
+        named_barrier("bar.arrive", FIRST_FREE + free, "288", 128)
+    if HALF == 1 and not VECTOR_B:
+        named_barrier("bar.arrive", FIRST_TURN, "256", 128)  # the upper half begins
+    group, row, column, first, end = find_tile(
+        gl.program_id(0), tiles_m, tiles_n, sizes, group_pointers, GROUPED, BLOCK_N, GROUP_M
+    )
+    of_tile = _scale_pointers(scales, strides, group, row + 64 * HALF, column, m, n, LAYOUT)
+    next_a, next_left, next_right = _load_first_scales(of_tile, strides, first, first < end, VECTOR_B)
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        left = _first_sums(bias_ptr, column, n, LAYOUT)
+        right = _first_sums(bias_ptr, column + 128, n, LAYOUT)
+        hopper.mbarrier.wait(loaded.index(stage), phase, pred=first < end)
+        for step in range(first, end):
+            scale_a, scale_left, scale_right = next_a, next_left, next_right
+            a, b = a_buffers.index(stage).slice(64 * HALF, 64, dim=0), b_buffers.index(stage)
+            scale_b = scale_b_buffers.index(stage)
+            token = _issue(a, b, partial, never, HALF, 0, VECTOR_B)
+            following = gl.minimum(step + 1, end - 1)  # its scales are needed a step later
+            next_a, next_left, next_right = _load_scales(of_tile, strides, following, VECTOR_B)
+            if BLOCK_N == 256:
+                left, partial = _add(left, token, scale_a, scale_left, scale_b, 0, VECTOR_B)
+                token = _issue(a, b, partial, never, HALF, 1, VECTOR_B)
+            following_stage, phase = next_stage(stage, phase, STAGES)
+            hopper.mbarrier.wait(loaded.index(following_stage), phase, pred=step + 1 < end)
+            if BLOCK_N == 256:
+                right, partial = _add(right, token, scale_a, scale_right, scale_b, 1, VECTOR_B)
+            else:
+                left, partial = _add(left, token, scale_a, scale_left, scale_b, 0, VECTOR_B)
+            named_barrier("bar.arrive", FIRST_FREE + stage, "288", 128)
+            stage = following_stage
+        out_group, out_row, out_column = group, row + 64 * HALF, column
+        group, row, column, first, end = find_tile(
+            gl.minimum(tile + gl.num_programs(0), tiles - 1),
+            tiles_m, tiles_n, sizes, group_pointers, GROUPED, BLOCK_N, GROUP_M,
+        )  # fmt: skip
+        of_tile = _scale_pointers(scales, strides, group, row + 64 * HALF, column, m, n, LAYOUT)
+        next_a, next_left, next_right = _load_first_scales(of_tile, strides, first, first < end, VECTOR_B)
+        if out_row < m:
+            if GROUPED == "sums":
+                out_row += out_group * m
+            hopper.tma.store_wait(0)  # of the tile before, from the same memory
+            c_buffers.index(LEFT).store(left.to(c_desc.dtype))
+            if BLOCK_N == 256:
+                c_buffers.index(LEFT + 1).store(right.to(c_desc.dtype))
+            hopper.fence_async_shared()
+            hopper.tma.async_copy_shared_to_global(c_desc, [out_row, out_column], c_buffers.index(LEFT))
+            if BLOCK_N == 256:
+                hopper.tma.async_copy_shared_to_global(c_desc, [out_row, out_column + 128], c_buffers.index(LEFT + 1))
 
 
 @gluon.jit
@@ -177,63 +268,13 @@ def _multiply(
     common, pointers, strides, HALF: gl.constexpr,
     GROUPED: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, VECTOR_B: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup: the upper (HALF = 0) or the lower 64 rows of each tile."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
-    descriptors, buffers, barriers, sizes, group_pointers = common
-    _, _, _, c_desc = descriptors
-    a_buffers, b_buffers, scale_b_buffers, c_buffers = buffers
-    loaded, free, turns = barriers
-    groups_ptr, starts_ptr = group_pointers
-    scale_a_ptr, scale_b_ptr, bias_ptr = pointers
-    STAGES: gl.constexpr = a_buffers.shape[0]
-    m, n, _, _ = sizes
-    a_row_stride, a_k_stride, b_group_stride, b_row_stride, b_k_stride = strides
-    tiles, tiles_m, tiles_n = _tiles(sizes, starts_ptr, GROUPED, BLOCK_N)
-    zero = gl.zeros((64, 128), gl.float32, LAYOUT)
-    partial, never = zero, m < 0
-    stage, phase, turn = 0, 0, 1 - HALF  # the upper half begins
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        group, tile_m, tile_n, first, end = _find(
-            tile, tiles_m, tiles_n, sizes, groups_ptr, starts_ptr, GROUPED, GROUP_M
-        )
-        row, column = tile_m * 128 + 64 * HALF, tile_n * BLOCK_N
-        rows = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-        scale_a_row = scale_a_ptr + rows * a_row_stride
-        scale_b_left = scale_b_ptr + group * b_group_stride + column // 128 * b_row_stride
-        scale_b_right = scale_b_left + b_row_stride * (column + 128 < n).to(gl.int32)
-        left, right = zero, zero
-        next_a = gl.load(scale_a_row + first * a_k_stride, (rows < m) & (first < end), 0.0)
-        next_left, next_right = 1.0, 1.0
-        if not VECTOR_B:
-            next_left = gl.load(scale_b_left + first * b_k_stride, first < end, 0.0)
-            next_right = gl.load(scale_b_right + first * b_k_stride, first < end, 0.0)
-        for step in range(first, end):
-            scale_a, scale_left, scale_right = next_a, next_left, next_right
-            following = gl.minimum(step + 1, end - 1)  # loads that are needed a step later
-            next_a = gl.load(scale_a_row + following * a_k_stride, rows < m, 0.0)
-            if not VECTOR_B:
-                next_left = gl.load(scale_b_left + following * b_k_stride)
-                next_right = gl.load(scale_b_right + following * b_k_stride)
-            hopper.mbarrier.wait(loaded.index(stage), phase)
-            a, b = a_buffers.index(stage).slice(64 * HALF, 64, dim=0), b_buffers.index(stage)
-            scale_b = scale_b_buffers.index(stage)
-            left, partial = _multiply_part(
-                a, b, left, partial, scale_a, scale_left, scale_b, turns, turn, never, HALF, 0, VECTOR_B
-            )
-            turn ^= 1
-            if BLOCK_N == 256:
-                right, partial = _multiply_part(
-                    a, b, right, partial, scale_a, scale_right, scale_b, turns, turn, never, HALF, 1, VECTOR_B
-                )
-                turn ^= 1
-            hopper.mbarrier.arrive(free.index(stage), count=1)
-            stage, phase = _next(stage, phase, STAGES)
-        out_row = row
-        if GROUPED == "sums":
-            out_row += group * m
-        _store_part(c_desc, c_buffers.index(HALF), left, bias_ptr, out_row, column, n, row < m)
-        if BLOCK_N == 256:
-            _store_part(c_desc, c_buffers.index(HALF), right, bias_ptr, out_row, column + 128, n, row < m)
+    """A warpgroup: its part of every tile, and of the rows after the last group."""
+    _, _, _, sizes, group_pointers = common
+    tiles, tiles_m, tiles_n = count_tiles(sizes, group_pointers, GROUPED, BLOCK_N)
+    if gl.program_id(0) < tiles:
+        _multiply_tiles(common, pointers, strides, tiles, tiles_m, tiles_n, HALF, GROUPED, BLOCK_N, GROUP_M, VECTOR_B)
+    if GROUPED == "rows":
+        _zero_tail(common, tiles, tiles_n, HALF, BLOCK_N)
     hopper.tma.store_wait(0)
 
 
@@ -253,21 +294,16 @@ def _blockwise_wgmma_kernel(
         gl.allocate_shared_memory(a_desc.dtype, [STAGES, 128, 128], a_desc.layout),
         gl.allocate_shared_memory(b_desc.dtype, [STAGES, BLOCK_N, 128], b_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_N if VECTOR_B else 1], SCALES),
-        gl.allocate_shared_memory(c_desc.dtype, [2, 64, 128], c_desc.layout),
+        gl.allocate_shared_memory(c_desc.dtype, [2 * BLOCK_N // 128, 64, 128], c_desc.layout),
     )
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], hopper.mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         hopper.mbarrier.init(loaded.index(stage), count=1)
-        hopper.mbarrier.init(free.index(stage), count=2)
-    for half in gl.static_range(2):
-        hopper.mbarrier.init(turns.index(half), count=1)
     hopper.fence_async_shared()
-    descriptors, barriers, sizes = (a_desc, b_desc, scale_b_desc, c_desc), (loaded, free, turns), (m, n, k, groups)
+    descriptors, sizes = (a_desc, b_desc, scale_b_desc, c_desc), (m, n, k, groups)
     grouped, pointers = (groups_ptr, starts_ptr), (scale_a_ptr, scale_b_ptr, bias_ptr)
     strides = (a_row_stride, a_k_stride, b_group_stride, b_row_stride, b_k_stride)
-    common = descriptors, buffers, barriers, sizes, grouped
+    common = descriptors, buffers, loaded, sizes, grouped
     gl.warp_specialize(
         [
             (_multiply, (common, pointers, strides, 0, GROUPED, BLOCK_N, GROUP_M, VECTOR_B)),

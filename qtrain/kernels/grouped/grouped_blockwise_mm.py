@@ -36,7 +36,6 @@ from qtrain.kernels.grouped.persistent import (
     zero_tail,
 )
 from qtrain.kernels.grouped.reference import check_groups, matrices, multiply_rows, own_columns, unstack
-from qtrain.kernels.grouped.zeros import launch_zero_tail
 
 # ---- definition ------------------------------------------------------------------------------------------------------
 
@@ -172,7 +171,6 @@ def launch_grouped_rows_blockwise(
     if isinstance(t, WgmmaTiling):
         by_rows = b.stride(1) == k
         stacked = b.reshape(groups * n, k) if by_rows else b.transpose(0, 1).reshape(n, groups * k)
-        launch_zero_tail(out, group_of_block)
         return launch_blockwise_wgmma(
             a, stacked, scale_a, scale_b[0], out, t, (m, n, k, groups), False, grouped="rows",
             group_pointers=(group_of_block, starts), b_steps=(n, 0) if by_rows else (0, k),

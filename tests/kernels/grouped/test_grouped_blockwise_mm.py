@@ -162,6 +162,32 @@ def test_kernels_on_gpu(dtype, blocks, n, k, groups, tokens):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("role", [*ROLES, "grad_weight"])
+def test_same_result_every_time(role):
+    """Warps that load and warps that multiply walk through uneven groups on their own: a step that is read before it is
+    loaded, or after it is overwritten, would change the result."""
+    g, n, k, blocks = routed("random", 8, 6000, "cuda"), 2048, 1152, ("1x128", "128x128")
+    if role == "grad_weight":
+        a, b, *s = sums_operands(g, n, k, E4M3, blocks)
+        tilings = sums_tilings(a, b, s[1], *blocks, torch.bfloat16)
+    else:
+        a, b, *s = rows_operands(g, n, k, E4M3, blocks, role)
+        w, scale_w = matrices(b, k, g.count), unstack(s[1], g.count, role == "output")
+        tilings = rows_tilings(a, w, scale_w, *blocks, torch.bfloat16)
+
+    def run(tiling):
+        if role == "grad_weight":
+            out = torch.full((g.count, n, k), 7.0, dtype=torch.bfloat16, device="cuda")
+            return launch_grouped_sums_blockwise(a, b, *s, *blocks, out, tiling, g.starts)
+        out = torch.full((g.rows, n), 7.0, dtype=torch.bfloat16, device="cuda")
+        return launch_grouped_rows_blockwise(a, w, s[0], scale_w, *blocks, out, tiling, g.group_of_block, g.starts)
+
+    for tiling in list(tilings.values())[:3]:
+        first = run(tiling)
+        assert all(torch.equal(run(tiling), first) for _ in range(20)), tiling.name
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("family", ["triton", "ref"])
 def test_operators_on_gpu(family, monkeypatch):
     """Also shapes that no kernel takes."""
