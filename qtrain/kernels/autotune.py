@@ -62,14 +62,17 @@ def choose(op: str, key: tuple[object, ...], names: Sequence[str], run: Run) -> 
 
 
 def _fastest(names: Sequence[str], run: Run) -> str:
-    working = []
+    working, out_of_memory = [], None
     for name in names:
         try:
             run(name)  # compiles
             working.append(name)
-        except Exception as error:  # too much shared memory for this GPU, or a shape that a library lacks
-            if isinstance(error, torch.cuda.OutOfMemoryError):
-                raise
+        except torch.cuda.OutOfMemoryError as error:  # others may need less
+            out_of_memory = error.with_traceback(None)  # whose frames would keep what this one has allocated
+        except Exception:  # too much shared memory for this GPU, or a shape that a library lacks
+            pass
+    if out_of_memory and not working:
+        raise out_of_memory
     if len(working) < 2:
         return working[0] if working else names[0]
     times: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in working}

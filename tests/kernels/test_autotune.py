@@ -35,8 +35,8 @@ def timed(monkeypatch, winner: str) -> list[list[str]]:
     return seen
 
 
-def choose(*key: object, names: list[str] = NAMES) -> str:
-    return autotune.choose("mm", key, names, lambda name: None)
+def choose(*key: object, names: list[str] = NAMES, run: autotune.Run = lambda name: None) -> str:
+    return autotune.choose("mm", key, names, run)
 
 
 def test_times_once_and_remembers_across_processes(monkeypatch, cache):
@@ -116,6 +116,18 @@ def test_the_first_name_stands_where_nothing_is_timed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setenv("QTRAIN_TUNE", "0")
     assert choose(1) == "triton a" and not seen
+
+
+def test_a_candidate_without_enough_memory_is_left_out():
+    def run(name: str) -> None:
+        if name in without:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    without = {"cublas", "triton b"}
+    assert choose(1, run=run) == "triton a"
+    without = set(NAMES)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        choose(2, run=run)
 
 
 @pytest.mark.gpu

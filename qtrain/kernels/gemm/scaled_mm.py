@@ -30,6 +30,8 @@ from qtrain.kernels.gemm.tiling import Tiling
 from qtrain.kernels.gemm.transpose import k_major
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+SUMS_BYTES = 2**26
+"""int32 sums of cuBLAS's INT8 product that are scaled at a time: those of all logits are four times their codes."""
 SPAN = LONGEST_EXACT_K // 128 * 128
 """K of an exact INT8 sum where the whole K is too long: a multiple of BLOCK_K and of the 16 bytes of TMA."""
 
@@ -144,9 +146,15 @@ def _tiling_names(m: int, n: int, k: int, sms: int, int8: bool, wide: bool) -> t
 def _scaled_mm_cublas(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, bias: Tensor | None, fast: bool
 ) -> Tensor:
-    if a.dtype == torch.int8:
-        return scaled_mm_ref(a, b, scale_a, scale_b, out_dtype, bias)
     (m, _), n = a.shape, b.shape[0]
+    if a.dtype == torch.int8:
+        rows = max(SUMS_BYTES // (4 * n), 32)
+        out = torch.empty(m, n, dtype=out_dtype, device=a.device)
+        for i in range(0, m, rows):
+            part = slice(i, i + rows)
+            scale = scale_a[part] if scale_a.numel() > 1 else scale_a
+            out[part] = scaled_mm_ref(a[part], b, scale, scale_b, out_dtype, bias)
+        return out
     if scale_a.numel() > 1 or scale_b.numel() > 1:  # both one a row, or both one for all
         scale_a, scale_b = scale_a.expand(m).contiguous()[:, None], scale_b.expand(n).contiguous()[None, :]
     return torch._scaled_mm(a, b.t(), scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast)

@@ -213,6 +213,19 @@ def test_fp8_kernel(dtypes, fast_accum, name):
         assert (error <= 2**-8 * expected.abs() + 2**-bits * size).all(), shape
 
 
+@pytest.mark.parametrize("tensorwise", [False, True])
+def test_int8_sums_of_a_library_are_scaled_in_slices_of_rows(tensorwise, monkeypatch):
+    """So that int32 sums of all logits never exist at once."""
+    a, b, *scales = operands(70, 48, 64, DTYPES[0], tensorwise=tensorwise)
+    bias = torch.randn(48)
+    expected = scaled_mm_ref(a, b, *scales, torch.bfloat16, bias)
+    rows, multiply = [], module.scaled_mm_ref
+    monkeypatch.setattr(module, "SUMS_BYTES", 4 * 48 * 33)
+    monkeypatch.setattr(module, "scaled_mm_ref", lambda a, *rest: rows.append(len(a)) or multiply(a, *rest))
+    assert torch.equal(module._run("cublas", a, b, *scales, torch.bfloat16, bias, True), expected)
+    assert rows == [33, 33, 4]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["triton", "cublas", "ref"])
 @pytest.mark.parametrize("dtypes", DTYPES)
