@@ -1,14 +1,15 @@
 """Chooses the fastest of several implementations of an operation, by timing them once per device and shape.
 
-The choices are kept in a JSON file per device and torch version, so that a second run times nothing. Where nothing can
-be timed (no GPU, or during the capture of a CUDA graph) the first name is chosen: callers put the best in general
-first.
+The choices are kept in a JSON file per device, torch version and state of the kernels, so that a second run times
+nothing, and the first one with a changed kernel does. Where nothing can be timed (no GPU, or during the capture of a
+CUDA graph) the first name is chosen: callers put the best in general first.
 
     QTRAIN_IMPL=triton | cublas | ref   only names with this prefix (ref: the plain PyTorch definition)
     QTRAIN_TUNE=0                       time nothing, choose the first name
     QTRAIN_CACHE=DIR                    directory of the files; default ~/.cache/qtrain
 """
 
+import functools
 import json
 import os
 import re
@@ -106,7 +107,15 @@ def _read() -> dict[str, str]:
 def _file() -> Path:
     folder = Path(os.environ.get("QTRAIN_CACHE") or Path.home() / ".cache" / "qtrain")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return folder / (re.sub(r"[^A-Za-z0-9.]+", "-", f"tuning {device} torch {torch.__version__}") + ".json")
+    about = f"tuning {device} torch {torch.__version__} kernels {_kernels_checksum():08x}"
+    return folder / (re.sub(r"[^A-Za-z0-9.]+", "-", about) + ".json")
+
+
+@cache
+def _kernels_checksum() -> int:
+    """Of the source of all kernels."""
+    sources = (path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py")))
+    return functools.reduce(lambda checksum, source: zlib.crc32(source, checksum), sources, 0)
 
 
 def _save(choices: dict[str, str]) -> None:

@@ -50,6 +50,15 @@ def test_times_once_and_remembers_across_processes(monkeypatch, cache):
     assert choose(2, torch.int8) == "triton b" and len(seen) == 2
 
 
+def test_times_again_with_other_kernels(monkeypatch, cache):
+    """A choice that was right for an earlier kernel of the same name would stand for ever."""
+    seen = timed(monkeypatch, "triton b")
+    choose(1)
+    monkeypatch.setattr(autotune, "_kernels_checksum", lambda: 1)
+    autotune._choices.cache_clear()
+    assert choose(1) == "triton b" and len(seen) == 2 and len(list(cache.iterdir())) == 2
+
+
 def test_what_another_process_has_added_meanwhile_is_kept(monkeypatch, cache):
     timed(monkeypatch, "triton b")
     choose(1)
