@@ -76,7 +76,7 @@ def _load(
     STAGES: gl.constexpr = a_buffers.shape[0]
     BYTES: gl.constexpr = 128 * 128 + BLOCK_N * 128 + (BLOCK_N * 4 if VECTOR_B else 0)
     tiles, tiles_m, tiles_n = count_tiles(sizes, group_pointers, GROUPED, BLOCK_N)
-    stage, phase = 0, 0
+    stage, phase = 0, 0  # named barriers have no phase
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         group, row, column, first, end = find_tile(
             tile, tiles_m, tiles_n, sizes, group_pointers, GROUPED, BLOCK_N, GROUP_M
