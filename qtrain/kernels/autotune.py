@@ -9,7 +9,6 @@ CUDA graph) the first name is chosen: callers put the best in general first.
     QTRAIN_CACHE=DIR                    directory of the files; default ~/.cache/qtrain
 """
 
-import functools
 import json
 import os
 import re
@@ -114,8 +113,7 @@ def _file() -> Path:
 @cache
 def _kernels_checksum() -> int:
     """Of the source of all kernels."""
-    sources = (path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py")))
-    return functools.reduce(lambda checksum, source: zlib.crc32(source, checksum), sources, 0)
+    return zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py"))))
 
 
 def _save(choices: dict[str, str]) -> None:

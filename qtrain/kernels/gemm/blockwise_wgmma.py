@@ -28,6 +28,8 @@ REGISTERS, REGISTERS_OF_LOADS, REGISTERS_AT_LAUNCH = 240, 24, 168
 240, 128 hold the sums of a tile of 256 columns and 64 a partial product."""
 FIRST_TURN, FIRST_FREE = gl.constexpr(FIRST_BARRIER), gl.constexpr(FIRST_BARRIER + 2)
 """Named barriers: of the turns of two warpgroups, and one for each stage, six at most, that both have read."""
+TURN, FREE = gl.constexpr("256"), gl.constexpr("288")
+"""Threads at such a barrier: both warpgroups; and with them the warp that loads."""
 OUT_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -82,7 +84,7 @@ def _load(
             tile, tiles_m, tiles_n, sizes, group_pointers, GROUPED, BLOCK_N, GROUP_M
         )
         for step in range(first, end):
-            named_barrier("bar.sync", FIRST_FREE + stage, "288", 32)
+            named_barrier("bar.sync", FIRST_FREE + stage, FREE, 32)
             barrier = loaded.index(stage)
             hopper.mbarrier.expect(barrier, BYTES)
             hopper.tma.async_copy_global_to_shared(a_desc, [row, step * 128], barrier, a_buffers.index(stage))
@@ -105,10 +107,10 @@ def _issue(a, b, partial, never, HALF: gl.constexpr, PART: gl.constexpr, VECTOR_
     """
     b = b.slice(128 * PART, 128, dim=0).permute((1, 0))
     if not VECTOR_B:
-        named_barrier("bar.sync", FIRST_TURN + HALF, "256", 128)
+        named_barrier("bar.sync", FIRST_TURN + HALF, TURN, 128)
     token = hopper.warpgroup_mma(a, b, partial, use_acc=never, is_async=True)
     if not VECTOR_B:
-        named_barrier("bar.arrive", FIRST_TURN + 1 - HALF, "256", 128)
+        named_barrier("bar.arrive", FIRST_TURN + 1 - HALF, TURN, 128)
     return token
 
 
@@ -134,34 +136,39 @@ def _scale_pointers(scales, strides, group, row, column, m, n, LAYOUT: gl.conste
 
 
 @gluon.jit
-def _load_scales(pointers, strides, step, VECTOR_B: gl.constexpr):
-    """Of a step, for each of 64 rows: of A, of the left and of the right 128 columns of B. With VECTOR_B those of B
-    come with its codes."""
+def _load_scales(pointers, strides, step, present, EACH: gl.constexpr, VECTOR_B: gl.constexpr):
+    """Of a step, if it is `present`, for each of 64 rows: of A, of the left and of the right 128 columns of B. With
+    VECTOR_B those of B come with its codes.
+
+    EACH: each thread loads those of B for its rows, and waits when it uses them. One load for all threads is shorter,
+    but goes to a uniform register, and the compiler waits for it at once.
+    """
     rows_ptr, inside, left_ptr, right_ptr = pointers
     _, a_k_stride, _, _, b_k_stride = strides
-    scale_a = gl.load(rows_ptr + step * a_k_stride, inside, 0.0)
+    scale_a = gl.load(rows_ptr + step * a_k_stride, inside & present, 0.0)
+    layout: gl.constexpr = scale_a.type.layout
     if VECTOR_B:
         return scale_a, scale_a, scale_a
+    elif EACH:
+        for_rows = gl.full((64,), 0, gl.int32, layout) + step * b_k_stride
+        left = gl.load(left_ptr + for_rows, inside & present, 0.0)
+        return scale_a, left, gl.load(right_ptr + for_rows, inside & present, 0.0)
     else:
         left, right = gl.load(left_ptr + step * b_k_stride), gl.load(right_ptr + step * b_k_stride)
-        layout: gl.constexpr = scale_a.type.layout
         return scale_a, gl.full((64,), left, gl.float32, layout), gl.full((64,), right, gl.float32, layout)
 
 
 @gluon.jit
-def _load_first_scales(pointers, strides, step, present, VECTOR_B: gl.constexpr):
-    """As _load_scales, of a tile's first step if it is `present`, but loaded by each thread for its rows: it waits when
-    it uses them. One load for all threads goes to a uniform register, and the compiler waits for it at once."""
-    rows_ptr, inside, left_ptr, right_ptr = pointers
-    _, a_k_stride, _, _, b_k_stride = strides
-    present = inside & present
-    scale_a = gl.load(rows_ptr + step * a_k_stride, present, 0.0)
-    if VECTOR_B:
-        return scale_a, scale_a, scale_a
-    else:
-        for_rows = gl.full((64,), 0, gl.int32, scale_a.type.layout)
-        left = gl.load(left_ptr + for_rows + step * b_k_stride, present, 0.0)
-        return scale_a, left, gl.load(right_ptr + for_rows + step * b_k_stride, present, 0.0)
+def _begin(
+    tile, tiles_m, tiles_n, common, scales, strides, HALF: gl.constexpr,
+    GROUPED: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, VECTOR_B: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """-> what `find_tile` says of a tile, pointers to the scales of this half of it, and those of its first step."""
+    _, _, _, sizes, group_pointers = common
+    m, n, _, _ = sizes
+    group, row, column, first, end = find_tile(tile, tiles_m, tiles_n, sizes, group_pointers, GROUPED, BLOCK_N, GROUP_M)
+    pointers = _scale_pointers(scales, strides, group, row + 64 * HALF, column, m, n, LAYOUT)
+    return group, row, column, first, end, pointers, _load_scales(pointers, strides, first, first < end, True, VECTOR_B)
 
 
 @gluon.jit
@@ -202,7 +209,7 @@ def _multiply_tiles(
     The next tile's first scales are loaded before this tile is stored.
     """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
-    descriptors, buffers, loaded, sizes, group_pointers = common
+    descriptors, buffers, loaded, sizes, _ = common
     c_desc = descriptors[3]
     a_buffers, b_buffers, scale_b_buffers, c_buffers = buffers
     scale_a_ptr, scale_b_ptr, bias_ptr = pointers
@@ -213,25 +220,22 @@ def _multiply_tiles(
     partial, never = gl.zeros((64, 128), gl.float32, LAYOUT), m < 0
     stage, phase = 0, 0
     for free in gl.static_range(STAGES):  # all are
-        named_barrier("bar.arrive", FIRST_FREE + free, "288", 128)
+        named_barrier("bar.arrive", FIRST_FREE + free, FREE, 128)
     if HALF == 1 and not VECTOR_B:
-        named_barrier("bar.arrive", FIRST_TURN, "256", 128)  # the upper half begins
-    group, row, column, first, end = find_tile(
-        gl.program_id(0), tiles_m, tiles_n, sizes, group_pointers, GROUPED, BLOCK_N, GROUP_M
+        named_barrier("bar.arrive", FIRST_TURN, TURN, 128)  # the upper half begins
+    group, row, column, first, end, of_tile, next_scales = _begin(
+        gl.program_id(0), tiles_m, tiles_n, common, scales, strides, HALF, GROUPED, BLOCK_N, GROUP_M, VECTOR_B, LAYOUT
     )
-    of_tile = _scale_pointers(scales, strides, group, row + 64 * HALF, column, m, n, LAYOUT)
-    next_a, next_left, next_right = _load_first_scales(of_tile, strides, first, first < end, VECTOR_B)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         left = _first_sums(bias_ptr, column, n, LAYOUT)
         right = _first_sums(bias_ptr, column + 128, n, LAYOUT)
         hopper.mbarrier.wait(loaded.index(stage), phase, pred=first < end)
         for step in range(first, end):
-            scale_a, scale_left, scale_right = next_a, next_left, next_right
+            scale_a, scale_left, scale_right = next_scales
             a, b = a_buffers.index(stage).slice(64 * HALF, 64, dim=0), b_buffers.index(stage)
             scale_b = scale_b_buffers.index(stage)
             token = _issue(a, b, partial, never, HALF, 0, VECTOR_B)
-            following = gl.minimum(step + 1, end - 1)  # its scales are needed a step later
-            next_a, next_left, next_right = _load_scales(of_tile, strides, following, VECTOR_B)
+            next_scales = _load_scales(of_tile, strides, gl.minimum(step + 1, end - 1), True, False, VECTOR_B)
             if BLOCK_N == 256:
                 left, partial = _add(left, token, scale_a, scale_left, scale_b, 0, VECTOR_B)
                 token = _issue(a, b, partial, never, HALF, 1, VECTOR_B)
@@ -241,15 +245,13 @@ def _multiply_tiles(
                 right, partial = _add(right, token, scale_a, scale_right, scale_b, 1, VECTOR_B)
             else:
                 left, partial = _add(left, token, scale_a, scale_left, scale_b, 0, VECTOR_B)
-            named_barrier("bar.arrive", FIRST_FREE + stage, "288", 128)
+            named_barrier("bar.arrive", FIRST_FREE + stage, FREE, 128)
             stage = following_stage
         out_group, out_row, out_column = group, row + 64 * HALF, column
-        group, row, column, first, end = find_tile(
-            gl.minimum(tile + gl.num_programs(0), tiles - 1),
-            tiles_m, tiles_n, sizes, group_pointers, GROUPED, BLOCK_N, GROUP_M,
-        )  # fmt: skip
-        of_tile = _scale_pointers(scales, strides, group, row + 64 * HALF, column, m, n, LAYOUT)
-        next_a, next_left, next_right = _load_first_scales(of_tile, strides, first, first < end, VECTOR_B)
+        following = gl.minimum(tile + gl.num_programs(0), tiles - 1)
+        group, row, column, first, end, of_tile, next_scales = _begin(
+            following, tiles_m, tiles_n, common, scales, strides, HALF, GROUPED, BLOCK_N, GROUP_M, VECTOR_B, LAYOUT
+        )
         if out_row < m:
             if GROUPED == "sums":
                 out_row += out_group * m
@@ -346,9 +348,9 @@ def launch_blockwise_wgmma(
 
     vector_b: B has 1x128 blocks, otherwise 128x128. sizes: M, N and K of a product and the number of groups.
     grouped: "" is one product; "rows" multiplies each block of 128 rows of A with the matrix of its group, which is
-    b_steps rows and columns further in B than the one before; "sums" multiplies each group's columns of A and B, M a
-    multiple of 64, out [E * M, N]. group_pointers, for these two: the group of each block or the order of groups, and
-    `RowGroups.starts`.
+    b_steps rows and columns further in B than the one before, and sets rows after the last group to zero; "sums"
+    multiplies each group's columns of A and B, M a multiple of 64, out [E * M, N]. group_pointers, for these two: the
+    group of each block or the order of groups, and `RowGroups.starts`.
     """
     (m, n, _, groups), block_n = sizes, tiling.block_n
     # A descriptor that is not used if the scales are not loaded with B: any tensor will do.

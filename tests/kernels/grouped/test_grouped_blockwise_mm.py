@@ -170,17 +170,16 @@ def test_same_result_every_time(role):
     if role == "grad_weight":
         a, b, *s = sums_operands(g, n, k, E4M3, blocks)
         tilings = sums_tilings(a, b, s[1], *blocks, torch.bfloat16)
+        shape, launch, groups = (g.count, n, k), launch_grouped_sums_blockwise, (g.starts,)
     else:
         a, b, *s = rows_operands(g, n, k, E4M3, blocks, role)
-        w, scale_w = matrices(b, k, g.count), unstack(s[1], g.count, role == "output")
-        tilings = rows_tilings(a, w, scale_w, *blocks, torch.bfloat16)
+        b, s[1] = matrices(b, k, g.count), unstack(s[1], g.count, role == "output")
+        tilings = rows_tilings(a, b, s[1], *blocks, torch.bfloat16)
+        shape, launch, groups = (g.rows, n), launch_grouped_rows_blockwise, (g.group_of_block, g.starts)
 
     def run(tiling):
-        if role == "grad_weight":
-            out = torch.full((g.count, n, k), 7.0, dtype=torch.bfloat16, device="cuda")
-            return launch_grouped_sums_blockwise(a, b, *s, *blocks, out, tiling, g.starts)
-        out = torch.full((g.rows, n), 7.0, dtype=torch.bfloat16, device="cuda")
-        return launch_grouped_rows_blockwise(a, w, s[0], scale_w, *blocks, out, tiling, g.group_of_block, g.starts)
+        out = torch.full(shape, 7.0, dtype=torch.bfloat16, device="cuda")
+        return launch(a, b, *s, *blocks, out, tiling, *groups)
 
     for tiling in list(tilings.values())[:3]:
         first = run(tiling)
