@@ -1,6 +1,7 @@
 """Routings and operands that the tests of grouped operations share."""
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -47,6 +48,14 @@ def sums_operands(g: RowGroups, n: int, k: int, dtypes, seed: int = 0, tensorwis
 def scales(seed: int, device: str, *sizes: int) -> list[Tensor]:
     generator = torch.Generator(device).manual_seed(seed)
     return [torch.rand(size, generator=generator, device=device) * 1e-2 + 1e-3 for size in sizes]
+
+
+def expected_and_size(definition: Callable[..., Tensor], a: Tensor, b: Tensor, *rest: Tensor | str) -> list[Tensor]:
+    """The definition's result and its sums of magnitudes, fp32 on a's device: computed on the CPU."""
+    a_cpu, b_cpu = a.cpu(), b.cpu()
+    magnitudes = [t.float().abs().to(t.dtype) for t in (a_cpu, b_cpu)]
+    rest = tuple(t.cpu() if isinstance(t, Tensor) else t for t in rest)
+    return [definition(*pair, *rest, torch.float32).to(a.device) for pair in ((a_cpu, b_cpu), magnitudes)]
 
 
 def matrix_of(b: Tensor, group: int, k: int, groups: int) -> Tensor:

@@ -18,7 +18,7 @@ from qtrain.kernels.grouped.grouped_blockwise_mm import (
 from qtrain.kernels.grouped.reference import matrices, unstack
 from qtrain.kernels.numerics.formats import empty_scale
 from tests.kernels.gemm.test_scaled_mm import E4M3, codes
-from tests.kernels.grouped.cases import ROUTINGS, matrix_of, routed, scales, spans
+from tests.kernels.grouped.cases import ROUTINGS, expected_and_size, matrix_of, routed, scales, spans
 
 ROLES = ("output", "grad_input")
 FORMATS = [(torch.int8, ("1x128", "128x128")), (E4M3, ("1x128", "128x128")), (torch.int8, ("32x32", "32x32"))]
@@ -104,22 +104,15 @@ def close(out, expected, size, dtype):
     largest of them and keeps about 13 bits. size: sums of magnitudes."""
     rounding = 2**-8 if out.dtype == torch.bfloat16 else 2**-20
     bits = 2**-20 if dtype == torch.int8 else 2**-11
-    error = (out.cpu().double() - expected.double()).abs()
+    error = (out.double() - expected.double()).abs()
     assert (error <= rounding * expected.double().abs() + bits * size.double() + 1e-12).all()
-
-
-def magnitude(t: Tensor) -> Tensor:
-    return t.float().abs().to(t.dtype)
 
 
 def check(g, n, k, dtype, blocks, role, out_dtype, tilings=None):
     """tilings: of the interpreter; None: all that the dispatch has."""
     a, b, *s = rows_operands(g, n, k, dtype, blocks, role, n)
     a.view(torch.uint8)[int(g.starts[-1]) :] = 0x7F  # of FP8 a NaN: the kernel must not read it
-    cpu = [t.cpu() for t in (a, b, *s)]
-    starts = g.starts.cpu()
-    expected = grouped_rows_blockwise_mm_ref(*cpu, *blocks, starts, torch.float32)
-    size = grouped_rows_blockwise_mm_ref(*map(magnitude, cpu[:2]), *cpu[2:], *blocks, starts, torch.float32)
+    expected, size = expected_and_size(grouped_rows_blockwise_mm_ref, a, b, *s, *blocks, g.starts)
     w, scale_w = matrices(b, k, g.count), unstack(s[1], g.count, role == "output")
     taken = tilings or rows_tilings(a, w, scale_w, *blocks, out_dtype).values()
     assert taken
@@ -132,9 +125,7 @@ def check(g, n, k, dtype, blocks, role, out_dtype, tilings=None):
         a, b, *s = sums_operands(g, n, k, dtype, pair, n)
         for t in (a, b):
             t.view(torch.uint8)[:, int(g.starts[-1]) :] = 0x7F
-        cpu = [t.cpu() for t in (a, b, *s)]
-        expected = grouped_sums_blockwise_mm_ref(*cpu, *pair, starts, torch.float32)
-        size = grouped_sums_blockwise_mm_ref(*map(magnitude, cpu[:2]), *cpu[2:], *pair, starts, torch.float32)
+        expected, size = expected_and_size(grouped_sums_blockwise_mm_ref, a, b, *s, *pair, g.starts)
         taken = tilings or sums_tilings(a, b, s[1], *pair, out_dtype).values()
         assert taken
         for tiling in taken:
@@ -198,11 +189,8 @@ def test_operators_on_gpu(family, monkeypatch):
             rows, sums = rows_operands(g, n, k, E4M3, blocks, ROLES[number % 2]), sums_operands(g, n, k, E4M3, of_sums)
             y = grouped_rows_blockwise_mm(*rows, *blocks, g.group_of_block, g.starts, torch.float32)
             dw = grouped_sums_blockwise_mm(*sums, *of_sums, g.starts, torch.float32)
-            rows, sums, starts = [t.cpu() for t in rows], [t.cpu() for t in sums], g.starts.cpu()
             for found, product, operands_of, blocks_of in (
                 (y, grouped_rows_blockwise_mm_ref, rows, blocks),
                 (dw, grouped_sums_blockwise_mm_ref, sums, of_sums),
             ):
-                expected = product(*operands_of, *blocks_of, starts, torch.float32)
-                magnitudes = *map(magnitude, operands_of[:2]), *operands_of[2:]
-                close(found, expected, product(*magnitudes, *blocks_of, starts, torch.float32), E4M3)
+                close(found, *expected_and_size(product, *operands_of, *blocks_of, g.starts), E4M3)

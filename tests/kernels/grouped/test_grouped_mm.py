@@ -23,7 +23,15 @@ from qtrain.kernels.grouped.persistent import (
 from qtrain.kernels.grouped.reference import matrices
 from qtrain.kernels.grouped.row_groups import ALIGNMENT
 from tests.kernels.gemm.test_scaled_mm import DTYPES, truth
-from tests.kernels.grouped.cases import ROUTINGS, matrix_of, routed, rows_operands, spans, sums_operands
+from tests.kernels.grouped.cases import (
+    ROUTINGS,
+    expected_and_size,
+    matrix_of,
+    routed,
+    rows_operands,
+    spans,
+    sums_operands,
+)
 
 ROLES = ("output", "grad_input")
 
@@ -117,40 +125,37 @@ def close(out, expected, dtypes, size, fast_accum=True):
         assert (error <= 2**-8 * expected.double().abs() + 2**-bits * size).all()
 
 
-def check_rows(g, n, k, dtypes, tiling, role, out_dtype, tensorwise=False, fast_accum=True):
+def check_rows(g, n, k, dtypes, launches, role, tensorwise=False, fast_accum=True):
+    """launches: tilings and dtypes of the output."""
     a, b, *scales = rows_operands(g, n, k, dtypes, role, n, tensorwise)
     last = int(g.starts[-1])
     if not tensorwise:
         scales[0][last:] = float("nan")
     a.view(torch.uint8)[last:] = 0x7F  # of FP8 a NaN: the kernel must not read it
-    expected = grouped_rows_mm_ref(a.cpu(), b.cpu(), *(s.cpu() for s in scales), g.starts.cpu(), torch.float32)
-    size = grouped_rows_mm_ref(
-        *(t.cpu().float().abs().to(t.dtype) for t in (a, b)), *(s.cpu() for s in scales), g.starts.cpu(), torch.float32
-    )
-    out = torch.full((g.rows, n), 7.0, dtype=out_dtype, device=a.device)
-    launch_grouped_rows(
-        a, matrices(b, k, g.count), out, tiling, g.group_of_block, g.starts, tuple(scales), fast_accum=fast_accum
-    )
-    close(out.cpu(), expected, dtypes, size, fast_accum)
+    expected, size = expected_and_size(grouped_rows_mm_ref, a, b, *scales, g.starts)
+    for tiling, out_dtype in launches:
+        out = torch.full((g.rows, n), 7.0, dtype=out_dtype, device=a.device)
+        launch_grouped_rows(
+            a, matrices(b, k, g.count), out, tiling, g.group_of_block, g.starts, tuple(scales), fast_accum=fast_accum
+        )
+        close(out, expected, dtypes, size, fast_accum)
 
 
-def check_sums(g, n, k, dtypes, tiling, out_dtype, tensorwise=False, fast_accum=True, longest=None):
+def check_sums(g, n, k, dtypes, launches, tensorwise=False, fast_accum=True, longest=None):
     a, b, *scales = sums_operands(g, n, k, dtypes, n, tensorwise)
     for t in (a, b):
         t.view(torch.uint8)[:, int(g.starts[-1]) :] = 0x7F  # as above
-    cpu = [s.cpu() for s in (*scales, g.starts)]
-    expected = grouped_sums_mm_ref(a.cpu(), b.cpu(), *cpu, torch.float32)
-    size = grouped_sums_mm_ref(*(t.cpu().float().abs().to(t.dtype) for t in (a, b)), *cpu, torch.float32)
-    out = torch.full((g.count, n, k), 7.0, dtype=out_dtype, device=a.device)
-    launch_grouped_sums(a, b, out, tiling, g.starts, tuple(scales), fast_accum=fast_accum)
-    close(out.view(-1, k).cpu(), expected, dtypes, size, fast_accum)
-    if longest:
-        spoiled = torch.full_like(out, 7.0)
-        launch_long_sums(a, b, spoiled, g.starts, tuple(scales), longest)
+    expected, size = expected_and_size(grouped_sums_mm_ref, a, b, *scales, g.starts)
+    for tiling, out_dtype in launches:
+        out = torch.full((g.count, n, k), 7.0, dtype=out_dtype, device=a.device)
+        launch_grouped_sums(a, b, out, tiling, g.starts, tuple(scales), fast_accum=fast_accum)
+        close(out.view(-1, k), expected, dtypes, size, fast_accum)
+    for out_dtype in {out_dtype for _, out_dtype in launches} if longest else ():
+        out = torch.full((g.count, n, k), 7.0, dtype=out_dtype, device=a.device)
+        launch_long_sums(a, b, out, g.starts, tuple(scales), longest)
         for e, s, t in spans(g):
-            found = spoiled[e].cpu()
-            wanted = expected.view(out.shape)[e].to(out.dtype)
-            assert torch.equal(found, wanted if t - s > longest else torch.full_like(found, 7.0))
+            wanted = expected.view(out.shape)[e].to(out_dtype)
+            assert torch.equal(out[e], wanted if t - s > longest else torch.full_like(out[e], 7.0))
 
 
 SMALL = [Tiling(128, 64, 64, 4, 2), Tiling(64, 32, 128, 4, 2, group_m=2, subtiles=1)]
@@ -162,7 +167,7 @@ SMALL = [Tiling(128, 64, 64, 4, 2), Tiling(64, 32, 128, 4, 2, group_m=2, subtile
 def test_rows_in_the_interpreter(dtypes, routing):
     """N and K are no multiples of the tile: nothing of the next group is read or overwritten."""
     for number, role in enumerate(ROLES):
-        check_rows(routed(routing), 80, 144, dtypes, SMALL[number], role, torch.float32, number == 1)
+        check_rows(routed(routing), 80, 144, dtypes, [(SMALL[number], torch.float32)], role, number == 1)
 
 
 @pytest.mark.interpreter
@@ -170,13 +175,13 @@ def test_rows_in_the_interpreter(dtypes, routing):
 @pytest.mark.parametrize("routing", ["random", "some_empty"])
 def test_sums_in_the_interpreter(dtypes, routing):
     for number, tiling in enumerate(SMALL):
-        check_sums(routed(routing), 80, 48, dtypes, tiling, torch.float32, number == 1)
+        check_sums(routed(routing), 80, 48, dtypes, [(tiling, torch.float32)], number == 1)
 
 
 @pytest.mark.interpreter
 def test_long_sums_in_the_interpreter():
     """Sums of groups that are too long for int32 are added span by span; others are left."""
-    check_sums(routed("some_empty", tokens=300), 80, 48, DTYPES[0], SMALL[0], torch.float32, longest=ALIGNMENT)
+    check_sums(routed("some_empty", tokens=300), 80, 48, DTYPES[0], [(SMALL[0], torch.float32)], longest=ALIGNMENT)
 
 
 @pytest.mark.interpreter
@@ -193,17 +198,18 @@ def test_longest_first_in_the_interpreter():
 def test_kernels_on_gpu(dtypes, fast_accum, n, k, groups, tokens):
     for number, routing in enumerate(ROUTINGS):
         g = routed(routing, groups, tokens, "cuda")
-        for out_dtype in (torch.bfloat16, torch.float32):
-            small = 2**18 if out_dtype.itemsize <= 2 else 2**14
-            rows, sums = (
-                [t for t in tilings.values() if t.block_m * t.block_n <= small]
-                for tilings in (ROWS_TILINGS, SUMS_TILINGS)
-            )
-            for tiling in rows:
-                check_rows(g, n, k, dtypes, tiling, ROLES[number % 2], out_dtype, n == 272, fast_accum)
-            longest = 2 * ALIGNMENT if dtypes[0] == torch.int8 and number == 0 else None
-            for tiling in sums:
-                check_sums(g, n, k, dtypes, tiling, out_dtype, n == 272, fast_accum, longest)
+        rows, sums = (
+            [
+                (t, out_dtype)
+                for out_dtype, largest in ((torch.bfloat16, 2**18), (torch.float32, 2**14))
+                for t in tilings.values()
+                if t.block_m * t.block_n <= largest
+            ]
+            for tilings in (ROWS_TILINGS, SUMS_TILINGS)
+        )
+        check_rows(g, n, k, dtypes, rows, ROLES[number % 2], n == 272, fast_accum)
+        longest = 2 * ALIGNMENT if dtypes[0] == torch.int8 and number == 0 else None
+        check_sums(g, n, k, dtypes, sums, n == 272, fast_accum, longest)
 
 
 @pytest.mark.gpu
