@@ -31,7 +31,9 @@ class Cell:
 
 
 def digits(value: float) -> str:
-    """Three significant digits, or all digits before the point."""
+    """Three significant digits, or all digits before the point; integers as they are."""
+    if isinstance(value, int):
+        return f"{value:,}"
     if not math.isfinite(value) or value == 0:
         return str(value)
     return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"

@@ -4,8 +4,8 @@
     o_proj, down_proj       columns are divided (row-parallel): partial sums, which the ranks add; rank 0 adds the bias
     embed_tokens, lm_head   rows of the vocabulary are divided
     experts                 every rank has some of them (`expert_parallel.py`)
-    norms, routers, shared  every rank has all of them, and computes them for its own tokens
-    experts
+    norms, routers,         every rank has all of them, and computes them for its own tokens
+    shared experts
 
 With sequence parallelism the residual stream and the norms are divided along the tokens of the micro-batch: ranks
 gather the tokens where attention, the MLP and the head begin, and add and divide again where they end. An exchange

@@ -15,6 +15,7 @@ from qtrain.kernels.optim.weight_amax import WeightAmax
 from qtrain.kernels.quantize.column_groups import BLOCK_ROWS
 from qtrain.quant.delayed_scaling import AmaxHistory
 from qtrain.quant.grouped_linear import GroupedLinear, groups_of
+from qtrain.quant.grouped_table import emulates_grouped
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.scheme import SCHEMES, LowBitScheme, Scheme
 from qtrain.tensors.deferred import defer, initial_value, is_deferred, with_zeros
@@ -63,6 +64,14 @@ class LinearChoice:
     def stored(self) -> bool:
         """Whether the weight itself is kept in low bits."""
         return self.scheme is not None and self.scheme.stored_format is not None
+
+    @property
+    def emulated(self) -> bool:
+        """Whether its products are emulated on every device, as those of experts in MX formats are."""
+        if self.scheme is None or self.groups == 1:
+            return False
+        low_bit = [gemm for gemm, arithmetic in self.scheme.gemm_dtypes().items() if arithmetic != "bf16"]
+        return any(emulates_grouped(*self.scheme.low_bit_formats(gemm)) for gemm in low_bit)
 
     @property
     def scheme_name(self) -> str:

@@ -125,6 +125,11 @@ def find_grouped(a: OperandFormat, b: OperandFormat) -> GroupedProducts:
     return GROUPED_PRODUCTS[a.fmt, a.granularity, b.fmt, b.granularity]
 
 
+def emulates_grouped(a: OperandFormat, b: OperandFormat) -> bool:
+    """Whether the products of these formats are emulated on every device, as no kernel multiplies groups of them."""
+    return find_grouped(a, b) is _EMULATED
+
+
 def multiply_grouped(
     gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype, groups: RowGroups, *, fast_accum: bool = True
 ) -> Tensor:

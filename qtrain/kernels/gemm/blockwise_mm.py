@@ -7,8 +7,9 @@ and for the weight's gradient 1x128 with 1x128 (arXiv:2412.19437); Jetfire has 3
 A block's partial product comes from the tensor cores with a fresh accumulator and is added, times both scales, to an
 fp32 total: FP8's short accumulator never sums more than a block. The cost is registers, one set for the total and one
 for the partial product: tiles are small, and two CTAs share an SM, so that one multiplies while the other adds. On
-Hopper `blockwise_wgmma.py` has the warps of one CTA do that, with tiles twice as wide. cuBLAS is faster where it has
-the combination (e4m3, 1x128 with 1x128 or 128x128), and the dispatch takes it there.
+Hopper `blockwise_wgmma.py` has the warps of one CTA do that, with tiles twice as wide. cuBLAS is one more candidate
+(e4m3 with 1x128 blocks of A, bf16 out): the dispatch times them all. On an H200 the Hopper kernel is the fastest with
+128x128 blocks of B, and cuBLAS for most shapes with 1x128.
 """
 
 from dataclasses import dataclass

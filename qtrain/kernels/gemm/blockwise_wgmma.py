@@ -8,10 +8,10 @@ is scaled and added outside of the tensor cores, which are idle then unless anot
     one warp            loads the tile's rows of A and B by TMA, as many steps of K ahead as shared memory holds
     two warpgroups      64 rows of the tile each: multiply 128 columns of one step, then scale and add them
 
-Both would find a step loaded at the same time, share the tensor cores, and then add at the same time. So they take
-turns: a warpgroup issues its product after the other's, and adds while the other's runs. The other's product is no
-longer than adding and issuing take, so nothing else may be between them. With 1x128 blocks of B adding is twice the
-instructions, and turns were slower.
+Left alone, both warpgroups would issue their products at the same time, and then scale and add at the same time, while
+the tensor cores are idle. Named barriers make them alternate (the ping-pong schedule of CUTLASS): one issues its
+product while the other scales and adds. Adding and issuing take about as long as the other's product, so all other
+work is done while the own one runs. With 1x128 blocks of B adding is twice the instructions, and this was slower.
 """
 
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ OUT_DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class WgmmaTiling:
-    """A configuration of the kernel: tiles of 128 rows and block_n columns, and how many steps of K (128) are loaded at
-    a time."""
+    """A configuration of the kernel: output tiles of 128 rows and block_n columns; stages of 128 columns of K in shared
+    memory; rows of tiles that are computed before the next columns (group_m)."""
 
     block_n: int
     stages: int

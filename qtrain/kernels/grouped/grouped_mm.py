@@ -58,8 +58,9 @@ def check_operands(a: Tensor, b: Tensor) -> None:
 
 # ---- dispatch --------------------------------------------------------------------------------------------------------
 
-# As in `gemm/scaled_mm.py`, less the tiles of 256 rows, which may contain two groups. Few rows to a group want few rows
-# of tiles between two columns (GROUP_M): the group's matrix stays in L2.
+# The candidate of the family "cublas" is PyTorch's own product, `_scaled_grouped_mm`.
+# As in `gemm/scaled_mm.py`. Rows have no tiles of 256, which may span two groups; rows of a tile of sums are output
+# features. Few rows to a group want few rows of tiles between two columns (GROUP_M): the group's matrix stays in L2.
 _TWO, _TWO_WIDE = Tiling(128, 128, 128, 4, 3, per_sm=2), Tiling(128, 128, 128, 4, 3, subtiles=4, per_sm=2)
 _LARGE, _TALL = Tiling(128, 256, 128, 8, 4), Tiling(256, 128, 128, 8, 4)
 _LARGE_16, _TWO_16 = Tiling(128, 256, 128, 8, 4, group_m=16), Tiling(128, 128, 128, 4, 3, group_m=16, per_sm=2)

@@ -277,8 +277,8 @@ def launch_grouped_sums(
     """out [E, N, K] = A [N, R] times B [K, R] transposed, over the rows starts[e] to starts[e + 1] of R for each e.
 
     R a multiple of 128; strides in multiples of 16 bytes; not empty. 8-bit operands are K-major, those of bf16 may be
-    column-major. scales: fp32 [E * N] or [1] and [E * K] or
-    [1]; None: `out` holds the accumulators, rounded to its dtype.
+    column-major. scales: fp32 [E * N] or [1] and [E * K] or [1]; None: `out` holds the accumulators, rounded to its
+    dtype.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 

@@ -55,7 +55,7 @@ def plan_language_run(
         "tokens_per_step": settings.batch_size * settings.seq_len,
         "hardware": hardware,
         "data": data,
-        "emulated": emulated_arithmetics((linear.scheme for linear in linears), hardware),
+        "emulated": emulated_arithmetics(linears, hardware),
     }
     if model_config is None:
         refuse_world(settings)

@@ -62,9 +62,11 @@ def _reasons(linears: Iterable[LinearChoice]) -> str:
 
 
 def shares(linears: Iterable[LinearChoice], work: Mapping[str, float]) -> dict[LowBitScheme | None, float]:
-    """The fraction of `work` (by name of the linear) that runs in each scheme; None: in the model's dtype."""
+    """The fraction of `work` (by name of the linear) that runs in each scheme; None: in the model's dtype, as what is
+    emulated on every device does."""
     found: dict[LowBitScheme | None, float] = {}
     for linear in linears:
-        found[linear.scheme] = found.get(linear.scheme, 0.0) + work.get(linear.name, 0.0)
+        scheme = None if linear.emulated else linear.scheme
+        found[scheme] = found.get(scheme, 0.0) + work.get(linear.name, 0.0)
     total = sum(found.values())
     return {scheme: part / total for scheme, part in found.items()} if total else {None: 1.0}

@@ -22,8 +22,8 @@ class Plan:
     flops, seconds and memory are empty then. active: those that a token uses, in a mixture of experts. flops: per
     token, forward and backward, by kind of work. seconds: the shortest time per token by kind, each kind at the dense
     peak of the arithmetic that it runs in. memory: bytes at the peak, by kind. emulated: arithmetic of the swapped
-    linears that the device lacks. unit: tokens; images for a vision model, in every field that says token. world: where
-    --world_size plans for GPUs that are not those that run.
+    linears that the device lacks, or lacks for products of experts ("grouped"). unit: tokens; images for a vision
+    model, in every field that says token. world: where --world_size plans for GPUs that are not those that run.
     """
 
     model: str
@@ -83,7 +83,8 @@ class Plan:
         return [f"{name:8}{text}" for name, text in rows]
 
     def _peaks(self) -> str:
-        rates = ", ".join(f"{name} {rate:.3g}" for name, rate in self.hardware.peaks.items() if name != "bandwidth")
+        peaks = {name: rate for name, rate in self.hardware.peaks.items() if name != "bandwidth"}
+        rates = ", ".join(f"{name} {rate:{',.0f' if rate >= 100 else '.3g'}}" for name, rate in peaks.items())
         return f"{'measured' if self.hardware.measured else 'datasheet'} TFLOP/s: {rates}"
 
     def _memory_rows(self) -> list[tuple[str, str]]:

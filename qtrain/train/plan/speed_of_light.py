@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from qtrain.hardware import Hardware
-from qtrain.quant import LowBitScheme
+from qtrain.quant import LinearChoice, LowBitScheme
 
 Shares = Mapping[LowBitScheme | None, float]
 """Fraction of some linears' FLOPs by the scheme that they run in; None: the model's dtype."""
@@ -38,7 +38,13 @@ def shortest_seconds(
     }
 
 
-def emulated_arithmetics(schemes: Iterable[LowBitScheme | None], hardware: Hardware) -> tuple[str, ...]:
-    """The arithmetics of the linears' GEMMs that the device lacks."""
-    names = {name for scheme in schemes if scheme is not None for name in scheme.gemm_dtypes().values()} - {"bf16"}
-    return tuple(sorted(name for name in names if hardware.emulates(name)))
+def emulated_arithmetics(linears: Iterable[LinearChoice], hardware: Hardware) -> tuple[str, ...]:
+    """The arithmetics of the linears' GEMMs that the device lacks; "grouped": only for products of experts."""
+    found = set()
+    for linear in linears:
+        for name in set(linear.scheme.gemm_dtypes().values() if linear.scheme else ()) - {"bf16"}:
+            if hardware.emulates(name):
+                found.add(name)
+            elif linear.emulated:
+                found.add(f"grouped {name}")
+    return tuple(sorted(found))

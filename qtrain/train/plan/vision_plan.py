@@ -43,7 +43,7 @@ def plan_vision_run(
         "hardware": hardware,
         "data": data,
         "unit": IMAGES,
-        "emulated": emulated_arithmetics((linear.scheme for linear in linears), hardware),
+        "emulated": emulated_arithmetics(linears, hardware),
         "parameters": sum(p.numel() for p in model.parameters()),
     }
     if cost is None:

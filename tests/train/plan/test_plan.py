@@ -122,6 +122,10 @@ def test_arithmetic_that_the_device_lacks_is_counted_at_the_rate_of_its_emulatio
     assert "no mxfp8 arithmetic: emulated" in "\n".join(plan_of(quantize="mxfp8").lines())
     blackwell = Hardware("NVIDIA B200", DATASHEET["B200"], 180 * 10**9, measured=False)
     assert plan_of(quantize="mxfp8", hardware=blackwell).seconds["blocks"] < plan_of(quantize="int8").seconds["blocks"]
+    mixture = plan_of("qwen3-30b-a3b", quantize="mxfp8", hardware=blackwell)
+    assert "no grouped mxfp8 arithmetic: emulated" in "\n".join(mixture.lines())
+    dense_rate = plan_of("qwen3-30b-a3b", quantize="int8", hardware=blackwell).seconds["blocks"]
+    assert mixture.seconds["blocks"] > dense_rate, "of these FLOPs, most are experts'"
     for name, hardware in (("mxfp8", blackwell), ("int4", H200), ("fp8_rowwise", H200), ("bf16", H200)):
         assert "emulated" not in "\n".join(plan_of(quantize=name, hardware=hardware).lines())
 
