@@ -105,14 +105,31 @@ def test_settings_that_a_model_does_not_have_are_refused(here):
         (QWEN, {"router_bias_rate": 0.001}, "--router_bias_rate: the routers of tiny.json select without a bias"),
         (QWEN, {"quantize": "bitnet"}, "a mixture of experts"),
         (QWEN, {"router_z_loss": -1}, "--router_z_loss: -1.0 is out of range"),
+        ({**QWEN, "mlp_only_layers": [0, 1, 2]}, {"router_z_loss": 0.01}, "tiny.json is not a mixture of experts"),
+        (QWEN, {"model_impl": "hf", "router_z_loss": 0.01}, "--router_z_loss: it has no effect on transformers' own"),
+        (WIDE, {"quantize": "int8_weight", "optim": "torch.AdamW"}, "--optim: other libraries' optimizers cannot"),
     ]:
         done = call(llm_pretrain.main, tiny(shape, **options))
         assert done.code == 2 and message in done.err, done.err
+    frozen = {"lora": {"r": 2}, "router_bias_rate": 0.01, "pretrained": False}
+    done = call(llm_finetune.main, tiny(DEEPSEEK, **frozen))
+    assert done.code == 2 and "--router_bias_rate: routers are frozen with --lora" in done.err, done.err
     assert not Path("runs").exists()
 
 
 WIDE = {**QWEN, "hidden_size": 128, "moe_intermediate_size": 64}
 """Experts that schemes take: their matrices have rows in multiples of 128."""
+
+
+def test_a_mixture_without_layers_of_experts_is_a_dense_model(here):
+    """As DeepSeek-V3 cut to its first layers."""
+    done = call(llm_pretrain.main, tiny({**DEEPSEEK, "first_k_dense_replace": 3}, quantize="int8"))
+    assert done.code == 0, done.err
+
+
+def test_the_plan_says_that_experts_of_transformers_models_are_not_quantized(here):
+    done = call(llm_pretrain.main, tiny(WIDE, quantize="int8", model_impl="hf", dry_run=True))
+    assert done.code == 0 and "of the parameters have three dimensions, as experts do" in done.out, done.err
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int8_weight", "auto"])

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from qtrain.kernels.norm.qk_norm_rope import qk_norm_rope
 from qtrain.models.config import ModelConfig
 from qtrain.models.rope import rotate
-from qtrain.models.tensor_parallel import TensorParallel, Tokens, inner_norm
+from qtrain.models.tensor_parallel import TensorParallel, Tokens, norm_of_part
 
 Mask = Tensor | BlockMask | None
 
@@ -90,10 +90,12 @@ class Attention(nn.Module):
         self.fused_rows = {"qkv": self.split_sizes}  # `optim.parameter_groups` reads it
         self.qkv = nn.Linear(config.hidden_size, config.qkv_size, bias=config.qkv_bias)
         self.norms_heads = config.qk_norm == "heads"
+        # Over all heads, of which ranks have some, or over each head alone.
         q_width, k_width = (config.head_dim,) * 2 if self.norms_heads else (config.q_size, config.kv_size)
-        self.q_norm = nn.RMSNorm(q_width, eps=config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(k_width, eps=config.rms_norm_eps) if config.qk_norm else None
-        self.sub_norm = inner_norm(config.q_size, config, tensor) if config.sub_norm else None
+        ranks = None if self.norms_heads else tensor
+        self.q_norm = norm_of_part(q_width, config, ranks) if config.qk_norm else None
+        self.k_norm = norm_of_part(k_width, config, ranks) if config.qk_norm else None
+        self.sub_norm = norm_of_part(config.q_size, config, tensor) if config.sub_norm else None
         self.o_proj = nn.Linear(config.q_size, config.hidden_size, bias=config.o_bias)
         self.cache: KVCache | None = None  # set during generation (`greedy_decode.py`)
 

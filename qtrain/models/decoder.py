@@ -27,7 +27,7 @@ from qtrain.models.parallel_loss import parallel_cross_entropy
 from qtrain.models.rope import document_positions, rope_tables
 from qtrain.models.router import RouterLosses
 from qtrain.models.selective_recompute import selective_contexts
-from qtrain.models.tensor_parallel import TensorParallel, Tokens, inner_norm
+from qtrain.models.tensor_parallel import TensorParallel, Tokens, norm_of_part
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -179,7 +179,7 @@ class Decoder(nn.Module):
         for layer in self.layers:
             for module, output in ((layer.attn, layer.attn.o_proj), (layer.mlp, layer.mlp.down_proj)):
                 like = {"device": output.weight.device, "dtype": output.weight.dtype}
-                module.sub_norm = inner_norm(output.in_features, self.config, self.tensor, **like)
+                module.sub_norm = norm_of_part(output.in_features, self.config, self.tensor, **like)
 
     def set_recompute(self, mode: Recompute) -> None:
         for layer in self.layers:

@@ -15,7 +15,7 @@ from qtrain.models.config import ModelConfig
 
 def check_experts_divisible(config: ModelConfig | None, ranks: int, model: str) -> None:
     """UserError where `--ep ranks` does not divide the experts of --model, or where there are none."""
-    if config is None or config.mixture is None:
+    if config is None or not config.mixture_layers:
         raise UserError(f"--ep: {ranks}, but {model} is not a mixture of experts; leave it out.")
     if (experts := config.mixture.experts) % ranks:
         allowed = ", ".join(str(d) for d in range(1, experts + 1) if experts % d == 0)

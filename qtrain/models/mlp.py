@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from qtrain.distributed.tensor_group import TensorGroup
 from qtrain.kernels.swiglu.swiglu import swiglu
 from qtrain.models.config import ModelConfig
-from qtrain.models.tensor_parallel import TensorParallel, Tokens, inner_norm
+from qtrain.models.tensor_parallel import TensorParallel, Tokens, norm_of_part
 from qtrain.quant import supports_swiglu_mlp, swiglu_mlp
 
 
@@ -20,7 +20,7 @@ class MLP(nn.Module):
         width = width or config.intermediate_size
         self.gate_up = nn.Linear(config.hidden_size, 2 * width, bias=config.mlp_bias)
         self.fused_rows = {"gate_up": [width] * 2}  # as in `Attention`
-        self.sub_norm = inner_norm(width, config, tensor) if config.sub_norm else None
+        self.sub_norm = norm_of_part(width, config, tensor) if config.sub_norm else None
         self.down_proj = nn.Linear(width, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:

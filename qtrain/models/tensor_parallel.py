@@ -3,6 +3,7 @@
     qkv, gate_up            rows are divided (column-parallel): the rank's heads of q, k, v; its slice of gate, of up
     o_proj, down_proj       columns are divided (row-parallel): partial sums, which the ranks add; rank 0 adds the bias
     embed_tokens, lm_head   rows of the vocabulary are divided
+    norms over all heads    divided like qkv; the ranks add their squares (OLMoE's of q and k, BitNet's)
     experts                 every rank has some of them (`expert_parallel.py`)
     norms, routers,         every rank has all of them, and computes them for its own tokens
     shared experts
@@ -123,6 +124,8 @@ class TensorParallel:
             return Split.evenly(1, (config.q_size if module == "o_proj" else config.intermediate_size,), ranks, rank)
         if module == "sub_norm":
             return Split.evenly(0, (config.q_size if owner == ["attn"] else config.intermediate_size,), ranks, rank)
+        if module in ("q_norm", "k_norm") and config.qk_norm == "whole":
+            return Split.evenly(0, (config.q_size if module == "q_norm" else config.kv_size,), ranks, rank)
         return None
 
     def has_partial_gradient(self, name: str) -> bool:
@@ -192,10 +195,10 @@ class DividedRMSNorm(nn.Module):
         return (wide * torch.rsqrt(square + self.eps) * self.weight).to(x.dtype)
 
 
-def inner_norm(
+def norm_of_part(
     size: int, config: ModelConfig, tensor: TensorParallel | None, **like: torch.device | torch.dtype | None
 ) -> nn.Module:
-    """A norm before an output projection, of `size` elements on this rank."""
+    """A norm over a dimension of which this rank has `size` elements; tensor None: all."""
     if tensor is None:
         return nn.RMSNorm(size, eps=config.rms_norm_eps, **like)
     return DividedRMSNorm(size, config.rms_norm_eps, tensor.group, **like)

@@ -58,6 +58,10 @@ def _all_bf16(given: Given) -> bool:
     return plain and set(scheme.gemm_dtypes().values()) == {"bf16"}
 
 
+def _stored(given: Given) -> bool:
+    return isinstance(given.scheme, LowBitScheme) and given.scheme.stored_format is not None
+
+
 def _decayless(key: str) -> Callable[[Given], bool]:
     return lambda given: given.schedule.decay == 0 and given.key("lr_schedule_kwargs", key) is not None
 
@@ -123,6 +127,18 @@ DEPENDENCES = (
         "--freeze_embedding_layer",
         lambda g: g.has("freeze_embedding_layer") and getattr(g.settings, "lora", None) is not None,
         "has no effect with --lora, which freezes all weights",
+    ),
+    Dependence(
+        "--router_bias_rate",
+        lambda g: g.has("router_bias_rate") and getattr(g.settings, "lora", None) is not None,
+        "routers are frozen with --lora; train all weights",
+        refused=True,
+    ),
+    Dependence(
+        "--optim",
+        lambda g: "." in g.settings.optim and _stored(g) and getattr(g.settings, "lora", None) is None,
+        "other libraries' optimizers cannot update weights that --quantize stores in low bits; use qtrain's, as adamw",
+        refused=True,
     ),
     Dependence(
         "--quantize_lm_head",

@@ -14,6 +14,7 @@ from qtrain.models import (
     generate,
     read_model_source,
 )
+from qtrain.quant import SCHEMES, quantize_linears
 from tests.models.families import DOC_IDS, batch, drawn, source_of
 
 FOREIGN = {
@@ -85,6 +86,23 @@ def test_documents_are_kept_apart_or_refused():
         assert torch.equal(first[0, 10:], second[0, 10:]) and not torch.equal(first[0, :10], second[0, :10])
     with pytest.raises(UserError, match="--doc_mask: BloomForCausalLM"):
         foreign("bloom")(ids, doc_ids=DOC_IDS)
+
+
+def test_documents_of_a_mixture_and_of_a_quantized_model_are_kept_apart():
+    """Up to rounding: the rows of an expert are multiplied together, and a tensorwise scale covers all tokens."""
+    ids, _ = batch()
+    build_model(source_of("mixtral"), impl="hf", seed=1)(ids, doc_ids=DOC_IDS)
+    model = build_model(source_of("qwen2"), impl="hf", seed=1)
+    model.check_documents()
+    quantize_linears(model, SCHEMES.make("fp8_tensorwise", {}, "--quantize"), seed=1, min_size=0)
+    model(ids, doc_ids=DOC_IDS)
+
+
+def test_loaded_weights_can_be_freed(tmp_path):
+    """Full sharding frees what it has divided; transformers maps weights from the file."""
+    build_model(source_of("qwen2"), impl="hf", seed=1).save_pretrained(tmp_path, 10**9)
+    loaded = build_model(read_model_source(str(tmp_path)), impl="hf", pretrained=True)
+    assert all(p.untyped_storage().resizable() for p in loaded.parameters())
 
 
 def test_layers_and_recomputation():

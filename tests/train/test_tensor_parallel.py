@@ -64,6 +64,8 @@ MIXTURE = {
     "norm_topk_prob": True,
 }
 """A dense layer, and one of experts with a shared one."""
+OLMOE = {**CONFIG, "model_type": "olmoe", "num_hidden_layers": 1, "num_experts": 4, "num_experts_per_tok": 2}
+"""Norms of queries and keys over all heads."""
 
 SCHEME_NAMES = [name for name in SCHEMES.names() if name != "auto"]
 LOSS_BOUNDS = dict.fromkeys(SCHEME_NAMES, 2e-3) | {"bf16": 1e-5, "int4": 1e-2, "int4_weight": 1e-2, "nvfp4": 1e-2}
@@ -261,6 +263,13 @@ def test_every_scheme_trains_as_on_one_process(scheme):
     assert first["steps"] == second["steps"]
     assert losses_differ(scheme, first["steps"]) <= LOSS_BOUNDS[scheme]
     assert first["key"] != second["key"] or scheme == "bf16", "both would round with the same bits"
+
+
+def test_norms_over_all_heads_are_those_of_one_process():
+    one = _train(["bf16"], (1, 1), 1, config=OLMOE)["bf16"]["steps"]
+    two = run_ranks(2, _train, ["bf16"], (1, 1), 2, None, "", OLMOE)[0]["bf16"]["steps"]
+    assert losses_differ("bf16", two, one) <= 1e-6
+    assert two == [(pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-5)) for loss, norm in one]
 
 
 @pytest.mark.parametrize("scheme", sampled(SCHEME_NAMES, lambda scheme: scheme != "fp8_tensorwise"))

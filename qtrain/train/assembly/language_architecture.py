@@ -120,6 +120,9 @@ class LanguageArchitecture(Architecture):
             experts=self.experts,
             defer_layers=self.defers_layers and checked.reshards,
         )
+        packs_examples = getattr(settings, "seq_len_multiple", None) == 0
+        if self.impl == "hf" and (settings.doc_mask or packs_examples):
+            model.check_documents()
         model.loss_chunks, model.z_loss = settings.loss_chunks, settings.z_loss
         if self.config is not None and self.config.mixture is not None:
             weight = settings.router_balance_loss
@@ -137,6 +140,8 @@ class LanguageArchitecture(Architecture):
         notes = [] if self.tensor is None or not self.sequence else [_how_inputs_travel(linears)]
         if self.experts is not None:
             notes.append(_how_tokens_travel(self.config, linears, self.experts.ranks))
+        if self.impl == "hf" and any(linear.scheme for linear in linears):
+            notes += _stacked_parameters_stay(self.empty)
         positions = self.positions
         if positions is None or self.seq_len <= positions:
             return notes
@@ -186,15 +191,27 @@ def _check_routers(settings: LanguageSettings, config: ModelConfig | None) -> No
         "--router_bias_rate": settings.router_bias_rate,
     }
     for flag, value in given.items():
-        if value and mixture is None:
-            raise UserError(
-                f"{flag}: {settings.model} is not a mixture of experts with --model_impl native; leave it out."
-            )
+        if value and settings.model_impl != "native":
+            raise UserError(f"{flag}: it has no effect on transformers' own models; use --model_impl native.")
+        if value and (mixture is None or not config.mixture_layers):
+            raise UserError(f"{flag}: {settings.model} is not a mixture of experts; leave it out.")
     if settings.router_bias_rate and not mixture.selection_bias:
         raise UserError(
             f"--router_bias_rate: the routers of {settings.model} select without a bias, which only DeepSeek-V3's "
             "have; use --router_balance_loss."
         )
+
+
+def _stacked_parameters_stay(model: nn.Module) -> list[str]:
+    """The plan's line on experts of transformers' models, which are no linears."""
+    stacked = sum(p.numel() for p in model.parameters() if p.dim() > 2)
+    if not stacked:
+        return []
+    share = stacked / sum(p.numel() for p in model.parameters())
+    return [
+        f"warning: {100 * share:.0f}% of the parameters have three dimensions, as experts do, and are not quantized: "
+        "only linears of transformers' models are; --model_impl native quantizes experts"
+    ]
 
 
 def _how_inputs_travel(linears: Sequence[LinearChoice]) -> str:

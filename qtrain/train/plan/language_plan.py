@@ -215,7 +215,7 @@ def language_memory(
     frozen_in_full = adapted and not checked.reshards
     head = next((linear.scheme for linear in linears if linear.is_head), None)
     # As `quant.swiglu_mlp` decides it, which takes no bias and no norm between the two linears.
-    main = "" if model_config.mixture is None else "experts."
+    main = "experts." if model_config.mixture_layers else ""
     up, down = schemes[f"{main}gate_up"], schemes[f"{main}down_proj"]
     in_one_function = up and down and not (model_config.mlp_bias or model_config.sub_norm or adapted)
     trained = trained or all_of(model_config, element)
