@@ -60,6 +60,8 @@ CASES = {
         {"quantize_kwargs": {}},
     ),
     "--freeze_embedding_layer": (FINETUNE, {"freeze_embedding_layer": True, "lora": {}}, {"lora": None}),
+    "--router_bias_rate": (FINETUNE, {"router_bias_rate": 0.01, "lora": {}}, {"lora": None}),
+    "--optim": (PRETRAIN, {"optim": "torch.AdamW", "quantize": "int8_weight"}, {"optim": "adamw"}),
     "--quantize_lm_head": (PRETRAIN, {"quantize_lm_head": True}, {"quantize": "int8"}),
     "--optim_kwargs.master": (PRETRAIN, {"optim_kwargs": {"master": "fp32"}}, {"dtype": "bf16"}),
     "--optim_kwargs.sr": (PRETRAIN, {"optim_kwargs": {"sr": True}}, {"dtype": "bf16"}),
