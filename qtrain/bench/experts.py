@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from qtrain.bench.by_scheme import UNIT, check_against, fill_by_scheme
 from qtrain.bench.case import Case, Report, UnavailableError
-from qtrain.bench.tables import Table, digits
+from qtrain.bench.tables import Table
 from qtrain.bench.timing import copy_bandwidth
 from qtrain.hardware import Hardware
 from qtrain.models.mixture import Experts
 from qtrain.quant import LowBitScheme, Scheme, quantize_linears
+from qtrain.train.log.status import three_digits
 
 CODE_BYTES = {"bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "int4": 1, "mxfp8": 1, "nvfp4": 1}
 """Of an operand's element as a product of this arithmetic reads it."""
@@ -171,7 +172,7 @@ def experts_table(
 ) -> Table:
     """Milliseconds of forward and backward of every scheme, compared with bf16 if it is among the schemes."""
     bandwidth = copy_bandwidth(device)
-    note = f"Roofline: products at peak, passes over memory at the copy bandwidth, {digits(bandwidth)} TB/s."
+    note = f"Roofline: products at peak, passes over memory at the copy bandwidth, {three_digits(bandwidth)} TB/s."
     table = Table("Experts of a mixture", UNIT, list(shapes), [note])
     problems = {name: ExpertsProblem(shape, device) for name, shape in shapes.items()}
     roofline = lambda problem, scheme: roofline_ms(problem.shape, scheme, hardware, bandwidth)  # noqa: E731

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qtrain.bench.case import Case, Check, Report, UnavailableError, WrongResultError, examine
-from qtrain.bench.tables import Cell, Table, digits
+from qtrain.bench.tables import Cell, Table
 from qtrain.bench.timing import copy_bandwidth
 from qtrain.hardware import Hardware
 from qtrain.kernels.gemm.transpose import transpose_8bit
@@ -20,6 +20,7 @@ from qtrain.kernels.numerics.dequantize import dequantize, expand_scale
 from qtrain.kernels.numerics.formats import FORMATS
 from qtrain.kernels.quantize.column_groups import BLOCK_ROWS
 from qtrain.kernels.quantize.operators import quantize, quantize_dual
+from qtrain.train.log.status import three_digits
 
 GROUPS = 8
 Outputs = tuple[Tensor, ...]
@@ -156,8 +157,10 @@ def quantizer_table(
     """TB/s of every row on every shape [M, K], and its percentage of the copy bandwidth."""
     copy, data = copy_bandwidth(device), hardware.peaks.get("bandwidth")
     columns = [f"{m}x{k}" for m, k in shapes]
-    datasheet = f" (datasheet {digits(data)})" if data and not hardware.measured else ""
-    note = f"Copy bandwidth {digits(copy)} TB/s{datasheet}; bf16 in; bytes: the input once, codes and scales once."
+    datasheet = f" (datasheet {three_digits(data)})" if data and not hardware.measured else ""
+    note = (
+        f"Copy bandwidth {three_digits(copy)} TB/s{datasheet}; bf16 in; bytes: the input once, codes and scales once."
+    )
     table = Table("Quantizers, M x K", "TB/s (share of the copy bandwidth)", columns, [note])
     for row in rows:
         for shape, column in zip(shapes, columns, strict=True):
@@ -172,6 +175,6 @@ def _show(copy: float) -> Callable[[Case, float], Cell]:
         moved = sum(t.nbytes for t in (*case.inputs, *case.run(*case.inputs)))
         rate = moved / ms / 1e9
         details = {"bytes": moved, "share_of_copy": rate / copy}
-        return Cell(rate, text=f"{digits(rate)} ({100 * rate / copy:.0f}%)", details=details)
+        return Cell(rate, text=f"{three_digits(rate)} ({100 * rate / copy:.0f}%)", details=details)
 
     return show

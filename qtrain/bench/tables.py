@@ -4,7 +4,6 @@ A cell has a figure or the reason why there is none; reasons become footnotes.
 """
 
 import json
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 from qtrain.config import as_dict, versions
 from qtrain.errors import UserError, missing_package
+from qtrain.train.log.status import three_digits
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,7 @@ class Cell:
     details: dict[str, Any] = field(default_factory=dict)
 
     def shown(self) -> str:
-        return self.text or ("" if self.value is None else digits(self.value))
-
-
-def digits(value: float) -> str:
-    """Three significant digits, or all digits before the point; integers as they are."""
-    if isinstance(value, int):
-        return f"{value:,}"
-    if not math.isfinite(value) or value == 0:
-        return str(value)
-    return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+        return self.text or ("" if self.value is None else three_digits(self.value))
 
 
 @dataclass

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qtrain.bench.arguments import name_and_options, split_list
-from qtrain.bench.tables import Cell, Table, about_run, digits, write_json
+from qtrain.bench.tables import Cell, Table, about_run, write_json
 from qtrain.bench.timing import watching_clocks
 from qtrain.bench.training import time_training
 from qtrain.checks import check_fields, parse_json
@@ -37,6 +37,7 @@ from qtrain.quant import SCHEMES
 from qtrain.train.device import choose_device
 from qtrain.train.in_backward import check_in_backward
 from qtrain.train.listing import listing
+from qtrain.train.log.status import three_digits
 from qtrain.train.settings import Count, CountOrZero, LanguageSettings, batch_geometry
 
 WORKER = "--cell"
@@ -97,7 +98,7 @@ def main(argv: list[str]) -> None:
         results = {}
         for name, cell in cells.items():
             results[name] = result = run_apart(cell, settings.warmup_steps)
-            shown = result.get("reason") or f"{digits(result['tok_s'])} tok/s"
+            shown = result.get("reason") or f"{three_digits(result['tok_s'])} tok/s"
             print(f"{' '.join(name)}: {shown}", file=sys.stderr, flush=True)
     hardware = describe_hardware(device)
     table = make_table(results, f"Training steps on {hardware.name}")

@@ -125,18 +125,18 @@ DEPENDENCES = (
     ),
     Dependence(
         "--freeze_embedding_layer",
-        lambda g: g.has("freeze_embedding_layer") and getattr(g.settings, "lora", None) is not None,
+        lambda g: g.has("freeze_embedding_layer") and g.has("lora"),
         "has no effect with --lora, which freezes all weights",
     ),
     Dependence(
         "--router_bias_rate",
-        lambda g: g.has("router_bias_rate") and getattr(g.settings, "lora", None) is not None,
+        lambda g: g.has("router_bias_rate") and g.has("lora"),
         "routers are frozen with --lora; train all weights",
         refused=True,
     ),
     Dependence(
         "--optim",
-        lambda g: "." in g.settings.optim and _stored(g) and getattr(g.settings, "lora", None) is None,
+        lambda g: "." in g.settings.optim and _stored(g) and not g.has("lora"),
         "other libraries' optimizers cannot update weights that --quantize stores in low bits; use qtrain's, as adamw",
         refused=True,
     ),

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from qtrain.bench.tables import Cell, Table, check_png, digits, write_json, write_png
+from qtrain.bench.tables import Cell, Table, check_png, write_json, write_png
 from qtrain.errors import UserError
 
 
@@ -33,11 +33,6 @@ def test_markdown():
         "[1] not installed",
         "[2] too old",
     ]
-
-
-@pytest.mark.parametrize("value,shown", [(1234.5, "1,234"), (99.95, "100.0"), (1.2345, "1.23"), (0.0, "0.0")])
-def test_digits(value, shown):
-    assert digits(value) == shown
 
 
 def test_json(tmp_path):

@@ -120,8 +120,7 @@ class LanguageArchitecture(Architecture):
             experts=self.experts,
             defer_layers=self.defers_layers and checked.reshards,
         )
-        packs_examples = getattr(settings, "seq_len_multiple", None) == 0
-        if self.impl == "hf" and (settings.doc_mask or packs_examples):
+        if self.impl == "hf" and settings.doc_mask:
             model.check_documents()
         model.loss_chunks, model.z_loss = settings.loss_chunks, settings.z_loss
         if self.config is not None and self.config.mixture is not None:
@@ -184,7 +183,6 @@ class LanguageArchitecture(Architecture):
 
 def _check_routers(settings: LanguageSettings, config: ModelConfig | None) -> None:
     """UserError for settings of routers that the model does not have."""
-    mixture = None if config is None else config.mixture
     given = {
         "--router_balance_loss": settings.router_balance_loss,
         "--router_z_loss": settings.router_z_loss,
@@ -193,9 +191,9 @@ def _check_routers(settings: LanguageSettings, config: ModelConfig | None) -> No
     for flag, value in given.items():
         if value and settings.model_impl != "native":
             raise UserError(f"{flag}: it has no effect on transformers' own models; use --model_impl native.")
-        if value and (mixture is None or not config.mixture_layers):
+        if value and not config.mixture_layers:
             raise UserError(f"{flag}: {settings.model} is not a mixture of experts; leave it out.")
-    if settings.router_bias_rate and not mixture.selection_bias:
+    if settings.router_bias_rate and not config.mixture.selection_bias:
         raise UserError(
             f"--router_bias_rate: the routers of {settings.model} select without a bias, which only DeepSeek-V3's "
             "have; use --router_balance_loss."

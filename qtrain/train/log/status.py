@@ -5,6 +5,7 @@ No output fails a run: text that the console's encoding lacks is escaped, and a 
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import time
@@ -110,6 +111,15 @@ def short_number(value: float, digits: int = 3) -> str:
             return f"{value:.{digits}g}{unit}"
         value /= 1000
     return f"{value:.{digits}g}T"
+
+
+def three_digits(value: float) -> str:
+    """Three significant digits, or all digits before the point; integers as they are."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not math.isfinite(value) or value == 0:
+        return str(value)
+    return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
 
 
 def duration(seconds: float) -> str:

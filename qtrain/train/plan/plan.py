@@ -6,7 +6,7 @@ from typing import Any
 
 from qtrain.config import as_dict
 from qtrain.hardware import Hardware
-from qtrain.train.log.status import duration, short_number
+from qtrain.train.log.status import duration, short_number, three_digits
 from qtrain.train.plan.units import TOKENS, Unit
 from qtrain.train.plan.world import WorldPlan
 from qtrain.train.settings import BatchGeometry, TrainSettings
@@ -83,8 +83,8 @@ class Plan:
         return [f"{name:8}{text}" for name, text in rows]
 
     def _peaks(self) -> str:
-        peaks = {name: rate for name, rate in self.hardware.peaks.items() if name != "bandwidth"}
-        rates = ", ".join(f"{name} {rate:{',.0f' if rate >= 100 else '.3g'}}" for name, rate in peaks.items())
+        peaks = self.hardware.peaks.items()
+        rates = ", ".join(f"{name} {three_digits(rate)}" for name, rate in peaks if name != "bandwidth")
         return f"{'measured' if self.hardware.measured else 'datasheet'} TFLOP/s: {rates}"
 
     def _memory_rows(self) -> list[tuple[str, str]]:

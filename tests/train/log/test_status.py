@@ -8,7 +8,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from qtrain.train.log.status import StatusLine, duration, setup_log, short_number
+from qtrain.train.log.status import StatusLine, duration, setup_log, short_number, three_digits
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +90,11 @@ def test_long_messages_are_not_wrapped_without_a_terminal(tmp_path):
 )
 def test_short_numbers(value, text):
     assert short_number(value) == text
+
+
+@pytest.mark.parametrize("value,shown", [(1234.5, "1,234"), (99.95, "100.0"), (1.2345, "1.23"), (0.0, "0.0"), (2, "2")])
+def test_three_digits(value, shown):
+    assert three_digits(value) == shown
 
 
 @pytest.mark.parametrize(
