@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from qtrain.distributed.ranks import launched_world
 from qtrain.errors import UserError
 from qtrain.optim import LRSchedule
 from qtrain.quant import LowBitScheme, Scheme
+from qtrain.train.planned_machine import run_world
 from qtrain.train.settings import TrainSettings
 
 
@@ -40,12 +40,14 @@ class Given:
 
 @dataclass(frozen=True)
 class Dependence:
-    """option: a flag, or a key of one. idle: whether it is given and has no effect. why: the rest of the sentence."""
+    """option: a flag, or a key of one. idle: whether it is given and has no effect. why: the rest of the sentence; fix:
+    its end, where `refused`."""
 
     option: str
     idle: Callable[[Given], bool]
     why: str
     refused: bool = False
+    fix: str = ", or leave it out"
 
 
 def _without(name: str, needed: str) -> Callable[[Given], bool]:
@@ -66,11 +68,6 @@ def _decayless(key: str) -> Callable[[Given], bool]:
     return lambda given: given.schedule.decay == 0 and given.key("lr_schedule_kwargs", key) is not None
 
 
-def _world(given: Given) -> int:
-    """Processes of the run, or of the one that is planned."""
-    return given.settings.world_size or launched_world()
-
-
 def _fp32(given: Given) -> bool:
     return given.dtype == torch.float32
 
@@ -79,23 +76,30 @@ DEPENDENCES = (
     Dependence(
         "--gradient_wire, --deterministic",
         lambda g: g.has("gradient_wire") and g.settings.deterministic,
-        "the one rounds what the other promises to add exactly; leave one out",
+        "the one rounds what the other promises to add exactly",
         refused=True,
+        fix="; leave one out",
     ),
     Dependence(
         "--gradient_wire",
-        lambda g: g.has("gradient_wire") and _world(g) == 1,
+        lambda g: g.has("gradient_wire") and run_world(g.settings) == 1,
         "has no effect on one process",
     ),
     Dependence(
         "--reshard_after_forward",
-        lambda g: g.settings.reshard_after_forward == "always" and _world(g) == 1,
+        lambda g: g.settings.reshard_after_forward == "always" and run_world(g.settings) == 1,
         "has no effect on one process",
     ),
     Dependence(
         "--sequence_parallel",
         lambda g: g.has("sequence_parallel") and g.settings.tp == 1,
         "has no effect without --tp",
+    ),
+    Dependence(
+        "--gradient_accumulation",
+        lambda g: g.settings.deterministic and g.has("gradient_accumulation") and not g.has("micro_batch_size"),
+        "with it the micro-batch, and so the last bits of a --deterministic loss, depends on the number of processes; "
+        "give --micro_batch_size instead",
     ),
     Dependence("--hellaswag_file", _without("hellaswag_file", "hellaswag"), "needs --hellaswag", refused=True),
     Dependence("--hellaswag_limit", _without("hellaswag_limit", "hellaswag"), "needs --hellaswag", refused=True),
@@ -168,5 +172,5 @@ def check_dependences(given: Given) -> tuple[str, ...]:
     idle = [row for row in DEPENDENCES if row.idle(given)]
     for row in idle:
         if row.refused:
-            raise UserError(f"{row.option}: {row.why}, or leave it out.")
+            raise UserError(f"{row.option}: {row.why}{row.fix}.")
     return tuple(f"note    {row.option}: {row.why}" for row in idle)

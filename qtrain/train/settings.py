@@ -4,6 +4,7 @@ The docstring under a field is its `--help` line, `Range` its bounds: they are w
 Nothing here imports torch, which takes seconds: the command line is parsed before.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -73,8 +74,8 @@ class TrainSettings:
     """Processes that divide the experts of a mixture among them and compute them for each other's sequences (expert
     parallelism); all else is divided as without it."""
     deterministic: bool = False
-    """Give the same losses and weights, bit for bit, on any number of processes that divides the step's micro-batches;
-    costs an exchange of gradients per micro-batch."""
+    """Give the same losses and weights, bit for bit, on any number of processes that divides the step's micro-batches,
+    with one --micro_batch_size; costs an exchange of gradients per micro-batch."""
 
     gradient_wire: Literal["exact", "int8", "fp8", "int4"] = "exact"
     """Format in which processes send each other gradients; exact: their own dtype; the others are rounded
@@ -107,7 +108,8 @@ class TrainSettings:
     batch_size: BatchSize = 4
     """Sequences per optimizer step."""
     micro_batch_size: MicroBatchSize = 0
-    """Sequences per forward pass; 0: batch_size / gradient_accumulation."""
+    """Sequences per forward pass; 0: batch_size / gradient_accumulation, with --deterministic an eighth of batch_size
+    (a quarter, half or all of it where 8 does not divide it)."""
     gradient_accumulation: MicroBatchSize = 0
     """Forward and backward passes per optimizer step; 0: batch_size / micro_batch_size."""
 
@@ -258,6 +260,10 @@ class BatchGeometry:
         return self.world * self.tp
 
 
+DETERMINISTIC_DEVICES = 8
+"""With --deterministic, as many devices as this can share a batch in its default micro-batches."""
+
+
 def batch_geometry(settings: TrainSettings, processes: int = 1) -> BatchGeometry:
     """The geometry of `processes`, with whichever of micro_batch_size and gradient_accumulation is 0 filled in.
     UserError for sizes that do not multiply to the batch."""
@@ -266,6 +272,14 @@ def batch_geometry(settings: TrainSettings, processes: int = 1) -> BatchGeometry
     if batch % world:
         raise UserError(f"--batch_size: {batch} sequences cannot be shared equally by {world} devices.")
     per_device = batch // world
+    if not micro and not accumulation and settings.deterministic:
+        # The sum over a micro-batch depends on its size, so the default must not depend on the number of devices.
+        micro = batch // math.gcd(batch, DETERMINISTIC_DEVICES)
+        if per_device % micro:
+            raise UserError(
+                f"--deterministic: micro-batches are of {micro} by default on any number of devices, which does not "
+                f"divide the {per_device} of each of {world} devices; give one --micro_batch_size to all runs."
+            )
     if not micro and not accumulation:
         accumulation = 1
     micro = micro or per_device // max(accumulation, 1)

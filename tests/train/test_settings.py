@@ -48,6 +48,16 @@ def test_a_batch_that_devices_cannot_share_is_refused():
         geometry(10, 0, 0, 8)
 
 
+def test_deterministic_micro_batches_do_not_depend_on_the_number_of_devices():
+    """The sum over a micro-batch depends on its size: losses are to be equal to the last bit."""
+    for batch, expected in ((64, 8), (12, 3), (5, 5), (8, 1)):
+        settings = LanguageSettings(batch_size=batch, deterministic=True)
+        worlds = [world for world in (1, 2, 4, 8) if batch % world == 0]
+        assert {batch_geometry(settings, world).micro_batch_size for world in worlds} == {expected}
+    with pytest.raises(UserError, match=r"micro-batches are of 3 by default .* divide the 4 of each of 3 devices"):
+        batch_geometry(LanguageSettings(batch_size=12, deterministic=True), 3)
+
+
 def test_the_defaults_pass_their_own_checks():
     defaults = LanguageSettings()
     values = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(defaults)}
