@@ -83,8 +83,6 @@ def train(settings: FinetuneSettings) -> None:
     from qtrain.train.loop import Training, explain_out_of_memory, log_results
     from qtrain.train.step import evaluate, export_weights
 
-    launch(settings.gpus, settings.device)
-
     # ---- plan: whatever can be refused is refused here, before anything is allocated or written ----------------------
     lora = None if settings.lora is None else as_lora(settings.lora)
     if lora is not None:
@@ -99,6 +97,8 @@ def train(settings: FinetuneSettings) -> None:
     questions = []
     if settings.accuracy:
         questions = load_written_questions(settings.eval_ds, text.context, settings.accuracy, settings.seq_len)
+    if not settings.dry_run:
+        launch(settings.gpus)  # with --gpus N: N processes of this command, for which this one waits
     trained = trained_part(architecture.rank_config, lora, settings.freeze_embedding_layer, checked.dtype)
     prepared = prepare(checked, architecture, text.described, trained)
     print(prepared.text, flush=True)

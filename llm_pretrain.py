@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from qtrain.config import parse, run_script
+from qtrain.config import command_line, parse, run_script
 from qtrain.train.listing import listing
 from qtrain.train.settings import CountOrZero, LanguageSettings
 
@@ -53,8 +53,6 @@ def train(settings: PretrainSettings) -> None:
     from qtrain.train.loop import Training, explain_out_of_memory, log_results
     from qtrain.train.step import export_weights
 
-    launch(settings.gpus, settings.device)
-
     # ---- plan: whatever can be refused is refused here, before anything is allocated or written ----------------------
     checked = check_settings(settings, SCRIPT)
     architecture = LanguageArchitecture.of(settings, checked.mesh)
@@ -65,6 +63,8 @@ def train(settings: PretrainSettings) -> None:
     if settings.hellaswag:
         flag = "--hellaswag_file" if settings.hellaswag_file else "--hellaswag"
         questions = load_hellaswag(settings.hellaswag_file or "hub", settings.hellaswag_limit or None, flag)
+    if not settings.dry_run:
+        launch(settings.gpus)  # with --gpus N: N processes of this command, for which this one waits
     prepared = prepare(checked, architecture, text.described)
     print(prepared.text, flush=True)
     if settings.dry_run:
@@ -111,7 +111,7 @@ def train(settings: PretrainSettings) -> None:
             log.info("exported    %s (AutoModelForCausalLM.from_pretrained loads it)", folder / "hf")
             other = f"--quantize {'int8' if settings.quantize == 'bf16' else 'bf16'}"
             other += " --quantize_kwargs {}" if settings.quantize_kwargs else ""
-            log.info("try next    python llm_pretrain.py --config %s/config.json %s", folder, other)
+            log.info("try next    %s --config %s/config.json %s", command_line(f"{SCRIPT}.py"), folder, other)
 
 
 def command() -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from qtrain.config import parse, run_script
 from qtrain.errors import UserError
 from qtrain.train.listing import listing
+from qtrain.train.log.status import epochs
 from qtrain.train.settings import VisionSettings
 
 if TYPE_CHECKING:
@@ -50,8 +51,6 @@ def train(settings: VisionSettings) -> None:
     from qtrain.train.loop import Training, explain_out_of_memory, log_results
     from qtrain.train.step import export_weights
 
-    launch(settings.gpus, settings.device)
-
     # ---- plan: whatever can be refused is refused here, before anything is allocated or written ----------------------
     if settings.train_ds is None:
         eval_ds = settings.eval_ds or {**RESISC45, "split": "validation"}
@@ -74,6 +73,8 @@ def train(settings: VisionSettings) -> None:
     transform, mixer = ImageTransform(image, augmentation), Mixer(augmentation, len(images.classes))
     maker = BatchMaker(images, transform, mixer, settings.seed, micro_batch_size, settings.batch_size)
     images.read(0)
+    if not settings.dry_run:
+        launch(settings.gpus)  # with --gpus N: N processes of this command, for which this one waits
     prepared = prepare(checked, architecture, describe_images(images, eval_images, checked.settings))
     settings = prepared.settings
     print(prepared.text, flush=True)
@@ -132,9 +133,9 @@ def train(settings: VisionSettings) -> None:
 
 def describe_images(images: "Images", eval_images: "Images | None", settings: VisionSettings) -> list[str]:
     """The lines of the plan about the data."""
-    found, epochs = {"train": images, "evaluation": eval_images}, settings.n_steps * settings.batch_size / len(images)
+    found, passes = {"train": images, "evaluation": eval_images}, settings.n_steps * settings.batch_size / len(images)
     return [f"{use}: {len(s):,} images of {len(s.classes)} classes" for use, s in found.items() if s is not None] + [
-        f"{epochs:.3g} epochs of the training images"
+        f"{epochs(passes)} of the training images"
     ]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from qtrain.checks import Range, user_path
-from qtrain.config import parse, run_script
+from qtrain.config import command_line, parse, run_script
 from qtrain.data.files import SPLITS, STDLIB
 from qtrain.data.text.corpus import Corpus, HubCorpus, LocalCorpus
 from qtrain.data.text.manifest import FILE_NAME, Manifest, read_manifest, sha256_of, write_atomic
@@ -103,7 +103,7 @@ def main(argv: list[str]) -> None:
         flags += f""" --eval_ds '{{"type":"token","dataset_dir":"{folders["validation"]}"}}'"""
     if tokenizer.vocab_size <= QUICKSTART_VOCAB:
         flags = f"--model quickstart {flags}"
-    print(f"Train on it: python llm_pretrain.py {flags}")
+    print(f"Train on it: {command_line('llm_pretrain.py')} {flags}")
 
 
 def available_cores() -> int:

@@ -45,15 +45,37 @@ def type_name(annotation: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(type_name(a) for a in args)
     if origin in (list, tuple):
-        return f"a list of {', '.join(type_name(a) for a in args if a is not Ellipsis)}"
+        return f"a list of {_several(args)}"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a JSON object"}
     names[type(None)] = "null"
     return names.get(origin or annotation, getattr(annotation, "__name__", str(annotation)))
 
 
+def _several(members: tuple[Any, ...]) -> str:
+    """The types of a list's members in words: 'whole numbers', '2 numbers'."""
+    names = [type_name(member) for member in members if member is not Ellipsis]
+    if len(set(names)) > 1:
+        return ", ".join(names)
+    plurals = {
+        "a whole number": "whole numbers",
+        "a number": "numbers",
+        "text": "texts",
+        "a JSON object": "JSON objects",
+    }
+    kind, _, bounds = names[0].partition(" at least ")
+    plural = plurals.get(kind, kind) + (f" at least {bounds}" if bounds else "")
+    return plural if Ellipsis in members or len(members) == 1 else f"{len(members)} {plural}"
+
+
+def json_type(value: Any) -> str:
+    """What a JSON value is, in JSON's words."""
+    names = {dict: "an object", list: "a list", tuple: "a list", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
 def shown(value: Any) -> str:
-    """A value for messages: its repr, truncated."""
-    text = repr(value)
+    """A value for messages: its repr, truncated; a tuple as the list that JSON knows."""
+    text = repr(list(value) if type(value) is tuple else value)
     return text if len(text) <= 80 else f"{text[:60]}...{text[-12:]}"
 
 

@@ -29,9 +29,20 @@ from typing import Annotated, Any, NoReturn, TextIO, TypeVar
 import tyro
 
 from qtrain import __version__
-from qtrain.checks import check_fields, check_value, is_unicode, parse_json, read_json, refuse_empty, shown, type_name
+from qtrain.checks import (
+    check_fields,
+    check_value,
+    is_unicode,
+    json_type,
+    parse_json,
+    read_json,
+    refuse_empty,
+    shown,
+    type_name,
+)
 from qtrain.errors import LostRank, TrainingStopped, UserError, explained, nearest
 from qtrain.flags import Answers, Shell, completion_script, parse_flags
+from qtrain.launcher_watch import watch_launcher
 
 C = TypeVar("C")
 
@@ -68,7 +79,7 @@ def parse(cls: type[C], argv: list[str], prog: str, listing: Callable[[], str] |
         if "\0" in argument:
             raise UserError(f"{shown(argument)}: the command line holds a NUL character.")
         if not is_unicode(argument):
-            raise UserError(f"{shown(argument)}: the command line is not UTF-8 text.")
+            raise _undecoded(argument)
     answers = [field.name for field in dataclasses.fields(Answers) if listing or field.name != "list"]
     if listing and "--list" in argv:
         _print_and_exit(listing())
@@ -105,6 +116,18 @@ def _print_and_exit(text: str) -> NoReturn:
     sys.exit(0)
 
 
+def _undecoded(argument: str) -> UserError:
+    """The error for an argument that Python could not decode: bytes that are no text, or a locale without UTF-8."""
+    try:
+        text = os.fsencode(argument).decode("utf-8")
+    except UnicodeDecodeError:
+        return UserError(f"{shown(argument)}: the command line is not UTF-8 text.")
+    return UserError(
+        f"{shown(text)}: the locale's encoding, {sys.getfilesystemencoding()}, has no such characters; set "
+        "LC_ALL=C.UTF-8, or leave PYTHONUTF8=0 out."
+    )
+
+
 CAUSE_SECONDS = 10
 """How long a process of several keeps an error to itself that rank 0 has too, or that follows from another's."""
 
@@ -115,6 +138,8 @@ def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupte
 
     Text that the console's encoding lacks is escaped. interrupted: the message for a Ctrl-C that main does not handle.
     """
+    _open_missing_streams()
+    watch_launcher()
     for stream in (sys.stdout, sys.stderr):
         if getattr(stream, "errors", None) == "strict":
             stream.reconfigure(errors="backslashreplace")
@@ -126,6 +151,7 @@ def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupte
     if rank != "0":  # one of several processes: rank 0 speaks for all
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
+        _check_working_directory()
         _run(main)
     except (UserError, TrainingStopped) as error:
         if rank != "0" or isinstance(error, LostRank):
@@ -138,13 +164,12 @@ def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupte
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:
-        if not _is_gone(sys.stdout, "\n"):
-            raise  # another pipe, such as a data worker's
-        _exit_unread()
+    except OSError:
+        if _write_error(sys.stdout, "\n") is None:
+            raise  # of another file or pipe, such as a data worker's
     finally:
-        if _is_gone(sys.stdout):
-            _exit_unread()
+        if error := _write_error(sys.stdout):
+            _exit_unwritten(error)
 
 
 def _run(main: Callable[[list[str]], None]) -> None:
@@ -161,20 +186,50 @@ def _shortened(message: str) -> str:
     return re.sub(r"\S{250,}", lambda word: f"{word[0][:60]}...{word[0][-20:]}", message)
 
 
-def _is_gone(stream: TextIO, text: str = "") -> bool:
-    """Whether the reader of the stream, as `| head`, has ended before `text` and what is still buffered."""
+def _open_missing_streams() -> None:
+    """The null device for streams that the parent has closed (`>&-`): else Python's are None, and the next file that is
+    opened takes their descriptor, with what libraries print."""
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is not None:
+            continue
+        opened = os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor
+        if opened != descriptor:
+            os.dup2(opened, descriptor)
+            os.close(opened)
+        setattr(sys, name, os.fdopen(descriptor, mode))
+
+
+def _check_working_directory() -> None:
+    try:
+        os.getcwd()
+    except OSError:  # libraries look for their files in it, and end the process
+        raise UserError("the working directory no longer exists; change to another one, and start again.") from None
+
+
+def _write_error(stream: TextIO, text: str = "") -> OSError | None:
+    """Why `text` and what is still buffered cannot be written; None where it can."""
     try:
         stream.write(text)
         stream.flush()
-    except OSError:
-        return True
-    return False
+    except OSError as error:
+        return error
+    return None
 
 
-def _exit_unread() -> NoReturn:
-    """Exit as by SIGPIPE."""
+def _exit_unwritten(error: OSError) -> NoReturn:
+    """Exit as by SIGPIPE where the reader, as `| head`, has ended; else say why nobody reads what was printed."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at exit
-    sys.exit(141)
+    if isinstance(error, BrokenPipeError):
+        sys.exit(141)
+    print(f"error: stdout cannot be written: {error.strerror}", file=sys.stderr)
+    sys.exit(1)
+
+
+def command_line(prog: str) -> str:
+    """How a user starts the script `prog`: with Python, or by its console command if that is what runs here."""
+    if Path(sys.argv[0]).name.startswith("qtrain-") and prog.endswith(".py"):
+        return f"qtrain-{Path(prog).stem.replace('_', '-')}"
+    return f"python {prog}"
 
 
 def as_dict(config: Any) -> dict[str, Any]:
@@ -238,7 +293,7 @@ def read_recipe(path: str, flag: str) -> dict[str, Any]:
     shipped = Path(path).parts[:1] == ("configs",) and not Path(path).exists() and own.is_file()
     recipe = read_json(own if shipped else path, flag)  # of an installed package, from any folder
     if not isinstance(recipe, dict):
-        raise UserError(f"{flag} ({path}): a recipe is a JSON object, not {type(recipe).__name__}.")
+        raise UserError(f"{flag} ({path}): a recipe is a JSON object, not {json_type(recipe)}.")
     return {k: v for k, v in recipe.items() if not k.startswith("_")}
 
 
@@ -257,7 +312,7 @@ def _refuse_unknown_flags(cls: type, argv: list[str], prog: str, answers: Sequen
         if name not in allowed:
             close = nearest(name, known.union(answers))
             hint = f" Did you mean --{close}?" if close else ""
-            raise UserError(f"{argument.split('=')[0]}: unknown flag.{hint} All flags: python {prog} --help")
+            raise UserError(f"{argument.split('=')[0]}: unknown flag.{hint} All flags: {command_line(prog)} --help")
         has_value = "=" in argument or bool(following and not following[0].startswith("-"))
         if hints.get(name) is bool and has_value:
             raise UserError(f"--{name}: a switch takes no value; write --{name} or --no_{name}.")
@@ -273,7 +328,7 @@ def _reworded(cls: type, argv: list[str], box: str, prog: str) -> UserError:
     hints = typing.get_type_hints(cls, include_extras=True)
     name = found.group(1).replace("-", "_") if found else ""
     if name not in hints:
-        return UserError(f"{text or 'the command line could not be read'}. All flags: python {prog} --help")
+        return UserError(f"{text or 'the command line could not be read'}. All flags: {command_line(prog)} --help")
     given = _given(argv, name)
     if "JSON: " in text:
         return UserError(f"--{name}: {text.split('JSON: ', 1)[1]}")

@@ -14,6 +14,8 @@ import llm_pretrain
 import timm_finetune
 import tokenize_data
 from qtrain import SCRIPTS
+from qtrain.config import command_line
+from qtrain.errors import UserError
 from qtrain.flags import completion_script
 from tests.system import ROOT, call
 
@@ -52,6 +54,55 @@ def test_a_command_line_is_answered_before_torch_is_imported():
         assert answers[f"{name} --help"].startswith("usage:") and answers[f"{name} --version"].startswith("qtrain ")
         assert "unknown flag" in answers[f"{name} --bathc_size"] and "does not exist" in answers[f"{name} --config"]
         assert "--device" in answers[f"{name} --device"]
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "says"),
+    [
+        (">&-", 0, ""),
+        (">/dev/full", 1, "error: stdout cannot be written: No space left on device\n"),
+        ("<&- 2>&- | cat", 0, ""),
+    ],
+)
+def test_streams_that_are_closed_or_full(redirection, code, says):
+    command = f"set -o pipefail; {sys.executable} llm_pretrain.py --version {redirection}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, says)
+
+
+FIRST_FILE = """
+from qtrain.config import run_script
+run_script(lambda _: print(open('x', 'w').fileno() > 2, file=open('y', 'w')))
+"""
+
+
+def test_a_file_does_not_take_the_descriptor_of_a_closed_stream(tmp_path):
+    """What a library prints would land in it."""
+    command = f"PYTHONPATH={ROOT} {sys.executable} -c '{FIRST_FILE.replace(chr(39), chr(34))}' >&-"
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+    assert (tmp_path / "y").read_text() == "True\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "says"),
+    [
+        ("LC_ALL=C PYTHONUTF8=0", "the locale's encoding, ascii, has no such characters; set LC_ALL=C.UTF-8"),
+        ("mkdir gone; cd gone; rmdir ../gone;", "error: the working directory no longer exists; change to another"),
+    ],
+)
+def test_environments_in_which_nothing_can_run(before, says, tmp_path):
+    command = f"{before} {sys.executable} {ROOT}/llm_pretrain.py --model=modèle"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_an_installed_command_names_itself(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/qtrain-llm-pretrain"])
+    with pytest.raises(UserError, match="All flags: qtrain-llm-pretrain --help"):
+        llm_pretrain.main(["--zzz", "1"])
+    assert command_line("tokenize_data.py") == "qtrain-tokenize-data"
+    monkeypatch.setattr(sys, "argv", ["llm_pretrain.py"])
+    assert command_line("tokenize_data.py") == "python tokenize_data.py"
 
 
 @pytest.mark.parametrize("script", MODULES[:3], ids=lambda module: module.__name__)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -183,6 +184,22 @@ def test_a_killed_rank_ends_the_run_and_the_run_resumes(server, tmp_path):
     assert (again.returncode, errors) == (0, "") and f"resumed at step {saved}" in out
     steps = [r["step"] for r in read_metrics(folder / "metrics.jsonl") if "loss" in r]
     assert steps == [*range(1, saved + 3)]
+
+
+@pytest.mark.parametrize("when", ["start", pytest.param("training", marks=pytest.mark.sweep)])
+def test_ranks_end_when_their_launcher_is_killed(server, when, tmp_path):
+    """As they start, when no rank has met another one, and as they train."""
+    process = launched(server.folder, gpus=2, **{**LONG, "n_steps": 4000}, runs_dir=tmp_path)
+    wait_until(lambda: len(ranks_of(process)) == 2, 120)
+    if when == "training":
+        wait_until(lambda: last_step(tmp_path) > 2, 120)
+    ranks = ranks_of(process)
+    process.kill()
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks), 15)
+    _, errors = process.communicate(timeout=10)
+    assert (
+        errors == f"error: the launcher (process {process.pid}) was killed; all ranks end. Go on with --resume auto.\n"
+    )
 
 
 def test_a_signal_to_one_rank_is_one_save_of_all(server, tmp_path):

@@ -19,7 +19,7 @@ from qtrain.errors import UserError
 from tests.cases import sampled
 from tests.data.corpora import write_questions
 from tests.data.images.pictures import write_folder
-from tests.processes import PRETRAIN, SHARED, write_pretraining
+from tests.processes import PRETRAIN, SHARED, TOKENS, write_pretraining
 from tests.system import ROOT, contents, flags, losses, only_run, serving, tree, write_model
 from tests.test_mixture_runs import DEEPSEEK
 from tests.worlds import environment
@@ -44,6 +44,9 @@ VISION = {
     "batch_size": 4,
     "micro_batch_size": 1,
 }
+
+
+NO_PROCESSES = "import qtrain.distributed.launch; qtrain.distributed.launch.run_processes = None"
 
 
 @pytest.fixture(scope="module")
@@ -389,18 +392,36 @@ def test_a_port_that_is_taken_and_a_rank_that_is_missing(server, tmp_path, monke
         ("--gpus", {"gpus": "two"}),
         ("--gpus: 2 is more than the 0 that torch sees", {"gpus": 2, "device": "cuda"}),
         ("--dp_shard: 2 does not divide the 1 process", {"dp_shard": 2}),
+        ("--gpus: 2 is more than the 0 that torch sees on this machine; --device cpu", {"gpus": 2, "device": "auto"}),
         ("--gradient_wire", {"gradient_wire": "int2"}),
+        ("--optim: unknown optimizer 'adamv'", {"gpus": 2, "optim": "adamv"}),
+        ("--train_ds", {"gpus": 2, "train_ds": {**TOKENS, "dataset_dir": "tokenz"}}),
+        ("--model", {"gpus": 2, "model": "tinny.json"}),
+        ("--ep: 2 does not divide the 1 process that reads data", {"gpus": 2, "tp": 2, "ep": 2}),
+        (
+            "--world_size: one process plans",
+            {"gpus": 2, "world_size": 4, "gpu": "h200", "dry_run": True, "device": "auto"},
+        ),
     ],
 )
 def test_a_mistake_before_any_process_is_started(server, says, settings, tmp_path):
-    done = server.run("llm_pretrain", flags(**{**PRETRAIN, "runs_dir": tmp_path / "runs", **settings}))
+    argv = flags(**{**PRETRAIN, "runs_dir": tmp_path / "runs", **settings})
+    done = server.start("llm_pretrain", argv, patch=NO_PROCESSES).wait()
     assert done.code == 2 and says in done.err and done.err.count("\n") == 1
     assert done.out == "" and tree(tmp_path) == {}
 
 
+def test_gpus_2_is_planned_without_processes(server, tmp_path):
+    argv = flags(**{**PRETRAIN, "gpus": 2}, dry_run=True, runs_dir=tmp_path / "runs")
+    done = server.start("llm_pretrain", argv, patch=NO_PROCESSES).wait()
+    assert (done.code, done.err) == (0, "") and "1 x 2 (replicate x shard, ZeRO-2)" in done.out
+    assert "12 sequences (1 x 6 accumulated x 2 devices)" in done.out and tree(tmp_path) == {}
+
+
 def test_gpus_2_as_a_new_user_types_it(server, tmp_path):
-    """One screen, one run folder, a log of every rank, the losses of one process."""
-    settings = {**PRETRAIN, "quantize": "int8", "n_steps": 2}
+    """One screen, one run folder, a log of every rank, the losses of one process, also in micro-batches of the default
+    size."""
+    settings = {**PRETRAIN, "quantize": "int8", "n_steps": 2, "micro_batch_size": 0}
     one = run(server, 1, "llm_pretrain", tmp_path / "one", **settings)
     argv = flags(gpus=2, runs_dir=tmp_path / "two", **settings)
     done = server.start("llm_pretrain", argv, patch=f"sys.argv[0] = {str(ROOT / 'llm_pretrain.py')!r}").wait()

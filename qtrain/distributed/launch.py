@@ -2,7 +2,7 @@
 
 Rank 0's output goes to the screen; the others write their warnings there and everything to their logs in the run
 folder. When a process ends by itself with an error, or is killed, the others are ended at once, and this process exits
-with that process's code.
+with that process's code. When this process is killed, the ranks end themselves (`qtrain.launcher_watch`).
 """
 
 import os
@@ -17,15 +17,15 @@ import torch.distributed as dist
 
 from qtrain.distributed.ranks import launched_world
 from qtrain.errors import UserError
+from qtrain.launcher_watch import LAUNCHER
 
 GRACE_SECONDS = 30
 """How long a process that was asked to end may take, before it is killed."""
 FORWARDED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT") if hasattr(signal, name))
 
 
-def launch(gpus: int, device: str) -> None:
-    """Return at once in a process that trains. In the one that the user started with --gpus N, run N of them and exit
-    with their exit code. Raises UserError."""
+def check_gpus(gpus: int, device: str) -> None:
+    """UserError for a --gpus that another launcher contradicts, or that this machine does not have."""
     if "WORLD_SIZE" in os.environ:
         if gpus and gpus != launched_world():
             raise UserError(
@@ -34,11 +34,16 @@ def launch(gpus: int, device: str) -> None:
         return
     if gpus <= 1:
         return
-    if device != "cpu":
-        found = torch.cuda.device_count()
-        if found < gpus and (found or device == "cuda"):
-            raise UserError(f"--gpus: {gpus} is more than the {found} that torch sees on this machine.")
-    sys.exit(run_processes(gpus, [sys.executable, *sys.argv]))
+    if device != "cpu" and (found := torch.cuda.device_count()) < gpus:
+        fix = "" if found else f"; --device cpu runs {gpus} processes on the CPU"
+        raise UserError(f"--gpus: {gpus} is more than the {found} that torch sees on this machine{fix}.")
+
+
+def launch(gpus: int) -> None:
+    """Return at once in a process that trains. In the one that the user started with --gpus N, run N of them and exit
+    with their exit code."""
+    if "WORLD_SIZE" not in os.environ and gpus > 1:
+        sys.exit(run_processes(gpus, [sys.executable, *sys.argv]))
 
 
 def run_processes(count: int, command: Sequence[str]) -> int:
@@ -54,6 +59,7 @@ def run_processes(count: int, command: Sequence[str]) -> int:
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": threads,
+        LAUNCHER: str(os.getpid()),
     }
     processes = [
         subprocess.Popen(command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(count)

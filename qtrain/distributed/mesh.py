@@ -136,9 +136,8 @@ def expert_mesh_shape(replicate: int, shard: int, ep: int) -> tuple[int, int]:
     world = replicate * shard
     if world % ep:
         allowed = ", ".join(str(d) for d in range(1, world + 1) if world % d == 0)
-        raise UserError(
-            f"--ep: {ep} does not divide the {world} process{'es' * (world > 1)} of the run; allowed: {allowed}."
-        )
+        readers = f"{world} processes that read data of their own" if world > 1 else "1 process that reads data"
+        raise UserError(f"--ep: {ep} does not divide the {readers}; allowed: {allowed}.")
     if shard % ep and ep % shard:
         raise UserError(
             f"--ep: {ep} neither divides the {shard} processes of --dp_shard nor is a multiple of them; choose "

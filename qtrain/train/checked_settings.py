@@ -6,6 +6,7 @@ import torch
 
 from qtrain.checks import shown
 from qtrain.config import as_dict, source_digest
+from qtrain.distributed.launch import check_gpus
 from qtrain.distributed.mesh import Mesh, expert_mesh_shape, make_mesh, mesh_shape
 from qtrain.distributed.ranks import check_launcher, first_difference, from_rank_0, join_world, launched_world
 from qtrain.errors import UserError
@@ -16,7 +17,13 @@ from qtrain.train.device import choose_dtype
 from qtrain.train.expert_parallel import check_expert_parallel
 from qtrain.train.in_backward import check_in_backward
 from qtrain.train.log.trackers import check_trackers
-from qtrain.train.planned_machine import check_plan_flags, check_planned_scheme, mesh_of_world, planned_device
+from qtrain.train.planned_machine import (
+    check_plan_flags,
+    check_planned_scheme,
+    mesh_of_world,
+    planned_device,
+    run_world,
+)
 from qtrain.train.settings import BatchGeometry, TrainSettings, batch_geometry
 from qtrain.train.state.run_folder import RunFolder, find_run_folder
 from qtrain.train.tensor_parallel import check_tensor_parallel
@@ -67,9 +74,10 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
     """
     check_launcher()
     check_plan_flags(settings)
+    check_gpus(settings.gpus, settings.device)
     device = planned_device(settings)
     dtype = choose_dtype(settings.dtype, device)
-    world = settings.world_size or launched_world()
+    world = run_world(settings)
     expert_mesh_shape(*mesh_shape(settings.dp_replicate, settings.dp_shard, world, settings.tp), settings.ep)
     geometry = batch_geometry(settings, world)
     scheme = scheme or SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")

@@ -1,4 +1,5 @@
-"""Plans for machines that are not here: the flags of --dry_run that name a GPU and a number of them."""
+"""Plans for processes that are not here: those that --gpus starts after the plan's checks, and the flags of --dry_run
+that name a GPU and a number of them."""
 
 import torch
 
@@ -30,7 +31,7 @@ def check_plan_flags(settings: TrainSettings) -> None:
             if getattr(settings, name) != getattr(defaults, name):
                 raise UserError(f"--{name}: it needs --world_size, the number of GPUs to plan for; or leave it out.")
         return
-    if launched_world() > 1:
+    if launched_world() > 1 or settings.gpus > 1:
         raise UserError("--world_size: one process plans for any world; start it without torchrun and --gpus.")
     world, node = settings.world_size, settings.gpus_per_node
     if world > node and world % node:
@@ -52,11 +53,18 @@ def planned_device(settings: TrainSettings) -> torch.device:
     return device
 
 
+def run_world(settings: TrainSettings) -> int:
+    """Processes of the run: of --world_size, of --gpus, or of the launcher that started this one."""
+    return settings.world_size or max(launched_world(), settings.gpus)
+
+
 def mesh_of_world(settings: TrainSettings) -> Mesh | None:
-    """The mesh of --world_size, without its processes; None without that flag. UserError for flags that do not fit."""
-    if settings.world_size is None:
+    """The mesh of --world_size, or in the process that starts the ranks of --gpus, without its processes; None
+    elsewhere. UserError for flags that do not fit."""
+    world = run_world(settings)
+    if world == launched_world():
         return None
-    shape = mesh_shape(settings.dp_replicate, settings.dp_shard, settings.world_size, settings.tp)
+    shape = mesh_shape(settings.dp_replicate, settings.dp_shard, world, settings.tp)
     return planned_mesh(*shape, settings.ep, settings.tp)
 
 

@@ -115,8 +115,8 @@ def test_the_mesh_of_the_ranks_that_hold_the_same_experts(mesh, ep, found):
 @pytest.mark.parametrize(
     ("mesh", "ep", "words"),
     [
-        ((1, 4), 3, "--ep: 3 does not divide the 4 processes of the run; allowed: 1, 2, 4."),
-        ((1, 1), 2, "--ep: 2 does not divide the 1 process of the run; allowed: 1."),
+        ((1, 4), 3, "--ep: 3 does not divide the 4 processes that read data of their own; allowed: 1, 2, 4."),
+        ((1, 1), 2, "--ep: 2 does not divide the 1 process that reads data; allowed: 1."),
         ((2, 6), 4, "--ep: 4 neither divides the 6 processes of --dp_shard nor is a multiple of them"),
     ],
 )

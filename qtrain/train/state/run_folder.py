@@ -13,11 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qtrain.checks import shown, user_path
+from qtrain.config import command_line
 from qtrain.errors import UserError
 from qtrain.train.settings import TrainSettings
 from qtrain.train.state.checkpoint import resolve_resume, without_recovered
 from qtrain.train.state.checkpoint_marker import newest_complete
 from qtrain.train.state.run_lock import check_unlocked
+
+RUN_NAME_BYTES = 100
+"""File systems allow 255 bytes; a time comes before the name, and "-recovered" may come after it."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,12 @@ def run_of(checkpoint: Path) -> Path | None:
 def find_run_folder(settings: TrainSettings, script: str) -> RunFolder:
     """The folder of a new run, or of the run that --resume names; creates nothing. UserError for a bad --resume, and
     for a run that another process is training."""
-    if not re.fullmatch(r"[\w.-]{1,100}", settings.run_name):
+    if not re.fullmatch(r"[\w.-]+", settings.run_name) or len(settings.run_name.encode()) > RUN_NAME_BYTES:
         name = shown(settings.run_name)
-        raise UserError(f"--run_name: {name} cannot name a folder; use at most 100 letters, digits, '_', '-', '.'.")
+        raise UserError(
+            f"--run_name: {name} cannot name a folder; use letters, digits, '_', '-', '.', at most {RUN_NAME_BYTES} "
+            "bytes of UTF-8."
+        )
     root = user_path(settings.runs_dir, "--runs_dir") / script
     checkpoint = None if settings.resume is None else resolve_resume(settings.resume, root, settings.run_name)
     if checkpoint and (run := run_of(checkpoint)):
@@ -95,7 +102,7 @@ def resume_command(folder: RunFolder, script: str) -> str:
     """The command that resumes this run."""
     program = sys.argv[0] if Path(sys.argv[0]).name == f"{script}.py" else f"{script}.py"
     config = shlex.quote(str(folder.path / "config.json"))
-    return f"python {shlex.quote(program)} --config {config} --resume {shlex.quote(str(folder.path))}"
+    return f"{command_line(shlex.quote(program))} --config {config} --resume {shlex.quote(str(folder.path))}"
 
 
 def _free_path(root: Path, run_name: str) -> Path:

@@ -117,7 +117,7 @@ def test_a_run_that_another_process_trains_is_not_resumed():
     assert find_run_folder(settings(resume=path), "script") == found
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "..", "a b", "x" * 101, "ü" * 3, "a\n"])
+@pytest.mark.parametrize("name", ["", "a/b", "..", "a b", "x" * 101, "字" * 34, "ü" * 3, "a\n"])
 def test_names_that_make_no_folder_are_refused(name):
     if name in ("..", "ü" * 3):  # harmless behind the time
         assert find_run_folder(settings(run_name=name), "script").path.parent == Path("runs/script")
