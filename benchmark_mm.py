@@ -61,8 +61,12 @@ def benchmark(settings: BenchmarkSettings) -> None:
     if settings.png:
         write_png(tables, Path(settings.png))
         print(f"bars        {settings.png}")
-    if any(cell.details.get("wrong") for table in tables for row in table.rows.values() for cell in row.values()):
+    cells = [cell for table in tables for row in table.rows.values() for cell in row.values()]
+    if any(cell.details.get("wrong") for cell in cells):
         print("error: a result was wrong; see the footnotes", file=sys.stderr)
+        sys.exit(1)
+    if not any(cell.details.get("runs") for cell in cells):  # which a peak beside the rows has not
+        print("error: nothing could be timed; see the footnotes", file=sys.stderr)
         sys.exit(1)
 
 

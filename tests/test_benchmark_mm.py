@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import benchmark_mm
-from qtrain.bench import matmul_rows
+from qtrain.bench import case, matmul_rows
 from qtrain.config import parse
 from qtrain.errors import UserError
 
@@ -106,6 +106,18 @@ def test_a_wrong_result_ends_in_error(tmp_path, capsys, monkeypatch):
         for row in json.loads((tmp_path / "figures.json").read_text())["tables"][0]["rows"]
     }
     assert "value" in rows["INT8 cuBLAS, plain"] and "reason" in rows["INT8 Triton, plain"]
+
+
+def test_nothing_that_could_be_timed_ends_in_error(tmp_path, capsys, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(case, "measure", fails)
+    with pytest.raises(SystemExit) as stop:
+        run(tmp_path, "--shapes", "32x32x64", "--rows", "INT8")
+    out = capsys.readouterr()
+    assert stop.value.code == 1 and "no kernel image" in out.out
+    assert out.err.endswith("error: nothing could be timed; see the footnotes\n")
 
 
 def test_list(capsys):

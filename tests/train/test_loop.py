@@ -1,5 +1,6 @@
 """When the loop evaluates, logs and saves, and what a signal does at each moment."""
 
+import html
 import itertools
 import json
 import os
@@ -257,3 +258,6 @@ def test_an_error_leaves_the_log_complete():
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = max(line["step"] for line in lines)
     assert f"step {last + 1}: " in done.err and f"step {last}/400" in done.out
+    message = done.err.removeprefix("error: ").strip()
+    assert f"ERROR {message}" in (run / "train.log").read_text()
+    assert html.escape(message) in (run / "report.html").read_text()

@@ -23,7 +23,7 @@ from qtrain.errors import UserError
 from qtrain.models import ModelSource
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.checked_settings import CheckedSettings
-from qtrain.train.log.status import short_number
+from qtrain.train.log.status import epochs, short_number
 from qtrain.train.settings import LanguageSettings
 
 
@@ -46,10 +46,10 @@ class TextData:
         lines = [str(spec) for spec in (settings.train_ds, settings.eval_ds) if spec]
         read = settings.n_steps * settings.batch_size
         if per_epoch:
-            lines.append(f"{read / per_epoch:.3g} epochs of the training data's {per_epoch:,} sequences")
+            lines.append(f"{epochs(read / per_epoch)} of the training data's {per_epoch:,} sequences")
         elif about := self.stream.estimated_samples():
             size = f"some {short_number(about)} sequences, estimated from a part of them"
-            lines.append(f"about {short_number(read / about)} epochs of the training data ({size})")
+            lines.append(f"about {epochs(read / about)} of the training data ({size})")
         return lines
 
     def loader(self, position: Mapping[str, Any] | None) -> Loader:

@@ -192,8 +192,8 @@ def _samples(records: Iterable[Mapping[str, Any]]) -> str:
     return f"<h2>Samples at step {step:,}</h2>{texts}"
 
 
-def write_report(run_dir: Path) -> Path:
-    """Write report.html into the folder of a finished or unfinished run. Returns its path."""
+def write_report(run_dir: Path, failure: str | None = None) -> Path:
+    """Write report.html into the folder of a finished or unfinished run. Returns its path. failure: why it ended."""
     run_dir = Path(run_dir)
     records = read_metrics(run_dir / "metrics.jsonl")
     config: dict[str, Any] = {}
@@ -207,6 +207,7 @@ def write_report(run_dir: Path) -> Path:
     name = html.escape(run_dir.resolve().name)
     body = [
         f"<h1>{name}</h1>",
+        f"<p><b>The run has ended with an error:</b> {html.escape(failure)}</p>" if failure else "",
         _table(_summary(records, config)),
         f'<div class="charts">{"".join(charts)}</div>' if charts else "<p>No step has been logged yet.</p>",
         _samples(records),

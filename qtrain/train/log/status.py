@@ -9,6 +9,7 @@ import math
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
@@ -122,8 +123,15 @@ def three_digits(value: float) -> str:
     return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
 
 
+def epochs(number: float) -> str:
+    """Passes over the data: 2.5 epochs, 0.02% of an epoch."""
+    return f"{number:.3g} epochs" if number >= 0.01 else f"{100 * number:.2g}% of an epoch"
+
+
 def duration(seconds: float) -> str:
-    """A duration in its two largest units: 1h 02m, 3m 05s, 12s."""
+    """A duration in its two largest units: 1h 02m, 3m 05s, 12s, 0.25s."""
+    if 0 < seconds < 1:
+        return f"{seconds:.2f}s" if seconds >= 0.01 else "under 0.01s"
     whole = round(seconds)
     days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
     if days:
@@ -131,6 +139,10 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}h {minutes:02}m"
     return f"{minutes}m {whole % 60:02}s" if minutes else f"{whole}s"
+
+
+ETA_SECONDS = 120.0
+"""The ETA is that of the mean speed of this many last seconds of training: one slow step changes it little."""
 
 
 class StatusLine:
@@ -153,6 +165,9 @@ class StatusLine:
         self._unit = unit
         self._written_at: float | None = None
         self._not_logged = ""
+        self._last_step = 0
+        self._window: deque[tuple[int, float]] = deque()
+        """Steps and their seconds between updates, the newest last."""
         console = console or console_of(logger)
         self._live = (
             Live(Text(""), console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
@@ -168,6 +183,14 @@ class StatusLine:
             self._live.stop()
         if self._not_logged:
             self._logger.info("%s", self._not_logged)
+
+    def _mean_step_s(self, step: int, step_s: float) -> float:
+        """Seconds per step over the window that ends with the steps since the last update."""
+        steps = max(step - self._last_step, 1)
+        self._window.append((steps, steps * step_s))
+        while sum(seconds for _, seconds in self._window) - self._window[0][1] > ETA_SECONDS:
+            self._window.popleft()
+        return sum(seconds for _, seconds in self._window) / sum(steps for steps, _ in self._window)
 
     def update(
         self,
@@ -187,7 +210,10 @@ class StatusLine:
         parts += [f"{short_number(tok_s)} {self._unit}"] if tok_s is not None else []
         parts += [f"sol {100 * sol:.1f}%"] if sol is not None else []
         parts += [f"{memory / 1024**3:.1f} GiB"] if memory is not None else []
-        parts += [f"ETA {duration((self._total - step) * step_s)}"] if step_s is not None else []
+        parts += (
+            [f"ETA {duration((self._total - step) * self._mean_step_s(step, step_s))}"] if step_s is not None else []
+        )
+        self._last_step = step
         line = " | ".join(parts)
         if self._live:
             self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))

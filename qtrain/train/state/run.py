@@ -18,10 +18,11 @@ from torch import nn
 from qtrain.checks import shown
 from qtrain.distributed.mesh import Mesh
 from qtrain.distributed.ranks import from_rank_0, leave_world, on_all_ranks, rank
-from qtrain.errors import TrainingStopped, UserError
+from qtrain.errors import TrainingStopped, UserError, explained, first_line
 from qtrain.optim import Optimizer
 from qtrain.quant import QuantizedModel
 from qtrain.train.log.metrics import read_metrics
+from qtrain.train.log.report import write_report
 from qtrain.train.log.status import FILE_ONLY, console_of, setup_log
 from qtrain.train.parallel import DataParallel
 from qtrain.train.settings import TrainSettings
@@ -226,8 +227,21 @@ class Run:
                 log = self._start_log()
             except OSError as error:
                 raise UserError(f"--runs_dir: cannot write {self.folder.path}: {error.strerror}.") from None
-            yield log
+            try:
+                yield log
+            except Exception as error:
+                self._log_failure(error)
+                raise
         leave_world()
+
+    def _log_failure(self, error: Exception) -> None:
+        """What the script prints of an error that ends the run, for train.log and the report; of an unknown one all."""
+        known = explained(error) or (error if isinstance(error, UserError | TrainingStopped) else None)
+        log, said = logging.getLogger("qtrain"), str(known or first_line(error))
+        log.error("%s", said, extra=FILE_ONLY, exc_info=None if known else error)
+        if rank() == 0:
+            with contextlib.suppress(OSError):
+                write_report(self.folder.path, failure=said)
 
     def _take_folder(self) -> None:
         for name in ("config.json", "metrics.jsonl", "train.log", "run.lock"):

@@ -37,6 +37,19 @@ def test_the_line_without_a_terminal_has_every_field_and_no_escape_codes(tmp_pat
     assert (tmp_path / "train.log").read_text().endswith(f" INFO {line}\n")
 
 
+def test_the_eta_is_of_many_steps_so_that_one_slow_step_changes_it_little(tmp_path):
+    def eta(seconds: list[float]) -> str:
+        out = console(terminal=False)
+        with StatusLine(1100, setup_log(tmp_path, out), interval_s=0) as status:
+            for step, step_s in enumerate(seconds, 1):
+                status.update(step, step_s=step_s)
+        return out.file.getvalue().splitlines()[-1].partition("ETA ")[2]
+
+    assert eta([0.1] * 100) == "1m 40s"
+    assert eta([0.1] * 99 + [10]) == "3m 19s"  # of the last step alone it would be 2h 46m
+    assert eta([10.0] * 20 + [0.1] * 1000) == "10s"
+
+
 def test_plain_lines_come_at_intervals_and_the_last_always(tmp_path):
     out = console(terminal=False)
     with StatusLine(50, setup_log(tmp_path, out), interval_s=3600) as status:
@@ -98,7 +111,16 @@ def test_three_digits(value, shown):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0s"), (59.6, "1m 00s"), (185, "3m 05s"), (3720, "1h 02m"), (90_000, "1d 01h")]
+    ("seconds", "text"),
+    [
+        (0, "0s"),
+        (1e-4, "under 0.01s"),
+        (0.4, "0.40s"),
+        (59.6, "1m 00s"),
+        (185, "3m 05s"),
+        (3720, "1h 02m"),
+        (90_000, "1d 01h"),
+    ],
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
