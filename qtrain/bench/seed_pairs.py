@@ -1,41 +1,60 @@
-"""What a scheme costs in learning, told by pairs: runs of a recipe under several schemes, with the same seeds each.
+"""What a scheme costs in learning, told by pairs: runs of a recipe under several variants, with the same seeds each.
 
 python -m qtrain.bench.seed_pairs --recipe configs/quickstart.json --schemes bf16,int8,fp8_rowwise --seeds 1,2,3
+python -m qtrain.bench.seed_pairs --collect --results_dir docs/results/learning --json docs/results/learning.json
 
-A pair is two runs with one seed, so with the same initial weights and the same batches; the table gives the validation
-loss of each run, and of each scheme the mean difference from the first one with its standard error. Runs of one seed
-are made before those of the next, each by llm_pretrain.py in its own process. The same command again goes on where it
-was stopped: finished runs are read, not repeated, and unfinished ones resumed from their last checkpoint.
+A variant is a scheme, or a name of --variants with the settings that it replaces. A pair is two runs with one seed, so
+with the same initial weights and the same batches; the tables give the difference of their validation losses in nats,
+and of each variant the mean over seeds with its standard error. Runs of one seed are made before those of the next,
+each by llm_pretrain.py in its own process on its own GPU. The same command again goes on where it was stopped, by
+--time_limit or otherwise: finished runs are read, not repeated, and unfinished ones resumed from their last checkpoint.
+
+A finished run is one line of a file in --results_dir; nothing else of it is needed. Files of several machines and days
+in one folder are one set of results: pair_results.py says which runs make a pair.
 """
 
 import json
+import os
 import re
-import statistics
 import subprocess
-import sys
 import tempfile
-import zlib
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from llm_pretrain import PretrainSettings
+from qtrain.bench import pair_runs
 from qtrain.bench.arguments import compared_schemes, name_and_options, split_list
-from qtrain.bench.tables import Cell, Table, about_run, check_json, write_json
-from qtrain.bench.train_step import child_environment, reason_of
-from qtrain.checks import read_json, user_path
-from qtrain.config import JsonDict, parse, read_recipe, run_script
-from qtrain.errors import UserError
+from qtrain.bench.pair_plot import write_plots
+from qtrain.bench.pair_results import (
+    RunResult,
+    data_fingerprint,
+    make_tables,
+    read_results,
+)
+from qtrain.bench.pair_runs import PairedRun, Progress, train_all
+from qtrain.bench.tables import check_json, write_json
+from qtrain.bench.train_step import reason_of
+from qtrain.checks import check_fields, user_path
+from qtrain.config import JsonDict, as_dict, parse, read_recipe, run_script
+from qtrain.errors import UserError, unknown_name
 from qtrain.hardware import describe_hardware
+from qtrain.quant import SCHEMES
 from qtrain.train.device import choose_device
 from qtrain.train.listing import listing
-from qtrain.train.log.metrics import read_metrics
-from qtrain.train.settings import Count
-from qtrain.train.state.checkpoint_marker import newest_complete
+from qtrain.train.settings import CountOrZero
 
 OWN = ("quantize", "quantize_kwargs", "seed", "run_name", "runs_dir")
 """Settings that this command gives each run."""
+FIXED = (
+    "model", "train_ds", "eval_ds", "seq_len", "batch_size", "n_steps", "eval_interval", "eval_sequences", "seed",
+    "run_name", "runs_dir",
+)  # fmt: skip
+"""Settings that a variant cannot replace: both runs of a pair have them."""
 
 
 @dataclass(frozen=True)
@@ -47,101 +66,106 @@ class SeedPairsSettings:
     overrides: JsonDict = None
     """Settings that replace the recipe's, as a JSON object: '{"n_steps":1000,"compile":true}'."""
     schemes: str = "bf16,int8"
-    """Schemes to compare with the first one, separated by commas; NAME:{JSON} sets the options of one."""
+    """Variants to run, separated by commas: schemes, of which NAME:{JSON} sets the options, and names of --variants."""
+    variants: str | None = None
+    """JSON file of variants: an object NAME -> object of settings that replace the recipe's."""
+    reference: str | None = None
+    """Variant that the others are compared with; None: the first of --schemes."""
     seeds: str = "1,2,3"
-    """Seeds, separated by commas: each is a run of every scheme."""
-    jobs: Count = 1
-    """Runs at a time."""
+    """Seeds, separated by commas: each is a run of every variant."""
+    jobs: CountOrZero = 0
+    """Runs at a time, each on its own GPU; 0: as many as there are GPUs."""
+    time_limit: CountOrZero = 0
+    """Seconds after which no run is begun and the running ones are stopped, each with a checkpoint, which takes up to a
+    minute; the same command then goes on. 0: none."""
     runs_dir: str = "runs/seed_pairs"
     """Folder that holds the runs; those that are finished are not repeated."""
+    results_dir: str | None = None
+    """Folder to which finished runs are written, as a file of one line a run; None: RUNS_DIR/results."""
+    others: tuple[str, ...] = ()
+    """Further folders of such files, from other machines: runs in them are not repeated, and are in the tables."""
     json: str | None = None
-    """JSON file to write the results to; None: RUNS_DIR/results.json."""
-
-
-@dataclass(frozen=True)
-class PairedRun:
-    """A run of `recipe`, whose folder is below runs_dir."""
-
-    scheme: str
-    seed: int
-    recipe: dict[str, Any]
-    runs_dir: Path
-
-    @property
-    def name(self) -> str:
-        return self.recipe["run_name"]
-
-    def folders(self) -> list[Path]:
-        """Those of this run, newest first."""
-        configs = self.runs_dir.glob(f"llm_pretrain/*_{self.name}/config.json")
-        return sorted((config.parent for config in configs), reverse=True)
-
-    def losses(self) -> dict[int, float] | None:
-        """Validation loss by step, of the finished run; None where there is none."""
-        for folder in self.folders():
-            records = [r for r in read_metrics(folder / "metrics.jsonl") if r.get("eval_loss") is not None]
-            found = {record["step"]: record["eval_loss"] for record in records if record["step"]}
-            if self._settings(folder)["n_steps"] in found:
-                return found
-        return None
-
-    def check(self) -> None:
-        """UserError where an earlier run of this name has other settings."""
-        for folder in self.folders():
-            earlier = self._settings(folder)
-            for key, value in self.recipe.items():
-                if key != "runs_dir" and earlier.get(key) != value:
-                    raise UserError(
-                        f"--runs_dir: {folder} was made with {key} = {json.dumps(earlier.get(key))}, not "
-                        f"{json.dumps(value)}; give another --runs_dir, or delete that run."
-                    )
-
-    def train(self) -> str | None:
-        """Start the run or go on with it, unless it is finished. Returns why it failed; None: it did not."""
-        if self.losses() is not None:
-            return None
-        begun = next((folder for folder in self.folders() if newest_complete(folder / "checkpoints")), None)
-        recipe = self.runs_dir / f"{self.name}.json"
-        recipe.write_text(json.dumps(self.recipe, indent=1) + "\n")
-        with (self.runs_dir / f"{self.name}.log").open("a") as log:
-            resume = [] if begun is None else ["--resume", str(begun)]
-            done = pretrain(["--config", str(recipe), *resume], stdout=log, stderr=subprocess.STDOUT)
-        return None if done.returncode == 0 else f"exit status {done.returncode}: see {log.name}"
-
-    @staticmethod
-    def _settings(folder: Path) -> dict[str, Any]:
-        return read_json(folder / "config.json", "--runs_dir")
-
-
-def pretrain(arguments: list[str], **options: Any) -> subprocess.CompletedProcess:
-    """llm_pretrain.py in a process of its own."""
-    return subprocess.run([sys.executable, "-m", "llm_pretrain", *arguments], env=child_environment(), **options)
+    """JSON file to write the tables to, and plots beside it as .svg; None: RUNS_DIR/results.json."""
+    collect: bool = False
+    """Run nothing: make tables and plots of all results in --results_dir and --others, whatever their recipe."""
 
 
 def main(argv: list[str]) -> None:
+    began = time.monotonic()
     settings = parse(SeedPairsSettings, argv, "-m qtrain.bench.seed_pairs", listing)
-    runs = make_runs(settings)
-    results = Path(settings.json) if settings.json else runs[0].runs_dir / "results.json"
-    check_json(results)
-    check_recipes(runs)
-    runs[0].runs_dir.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(settings.jobs) as pool:
-        failures = list(pool.map(_train, runs))
-    tables = make_tables(runs, failures)
+    runs_dir = user_path(settings.runs_dir, "--runs_dir")
+    results_dir = user_path(settings.results_dir, "--results_dir") if settings.results_dir else runs_dir / "results"
+    folders = [results_dir, *(user_path(folder, "--others") for folder in settings.others)]
+    path = Path(settings.json) if settings.json else runs_dir / "results.json"
+    check_json(path)
+    for folder in folders[1:]:
+        if not folder.is_dir():
+            raise UserError(f"--others: {folder} is not a folder.")
+    known = read_results(folders, "--results_dir, --others")
+    if settings.collect:
+        reference = settings.reference or split_list(settings.schemes)[0]
+        if not known:
+            raise UserError(f"--collect: there are no results in {', '.join(map(str, folders))}.")
+        if reference not in (names := {run.variant for run in known}):
+            raise unknown_name("--reference", "variant", reference, names)
+        show(known, reference, {}, path, settings, argv)
+        return
+
+    # ---- runs: whatever can be refused is refused here ---------------------------------------------------------------
+    runs = make_runs(settings, runs_dir)
+    reference = settings.reference or runs[0].variant
+    if reference not in (names := {run.variant for run in [*runs, *known]}):
+        raise unknown_name("--reference", "variant", reference, names)
+    device = describe_hardware(choose_device("auto")).name
+    check_same_variants(runs, known)
+    finished = {run.key for run in known}
+    todo = [run for run in runs if run.key not in finished and run.result(device) is None]
+    check_recipes(todo)
+
+    # ---- train -------------------------------------------------------------------------------------------------------
+    runs_dir.mkdir(parents=True, exist_ok=True)
+    written = results_dir / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}.jsonl"
+    deadline = began + settings.time_limit if settings.time_limit else None
+    progress = Progress(runs, reference, known)
+    failures = train_all(todo, settings.jobs, deadline, progress)
+
+    # ---- results -----------------------------------------------------------------------------------------------------
+    made = [result for run in runs if run.key not in finished and (result := run.result(device))]
+    if made:
+        results_dir.mkdir(parents=True, exist_ok=True)
+        written.write_text("".join(result.line() for result in made), encoding="utf-8")
+        print(f"results     {written} ({len(made)} runs)")
+    wanted = {run.key for run in runs}
+    shown = [
+        r for r in [*known, *made] if r.key in wanted or (r.variant == reference and r.recipe_key == runs[0].key[0])
+    ]
+    show(shown, reference, failures, path, settings, argv)
+    left = [run for run in runs if run.key not in {result.key for result in [*known, *made]}]
+    print(
+        f"{len(runs) - len(left)} of {len(runs)} runs are finished" + ("" if not left else "; the same command goes on")
+    )
+
+
+def show(
+    runs: Sequence[RunResult], reference: str, failures: Mapping[str, str], path: Path, settings: Any, argv: list[str]
+) -> None:
+    """Print the tables; write them to `path`, and the plots beside it."""
+    tables = make_tables(runs, reference, failures)
     print(*(table.markdown() for table in tables), sep="\n\n")
-    write_json(tables, results, about_run(settings, describe_hardware(choose_device("auto")).name))
-    print(f"\nfigures     {results}")
+    about = {
+        "command": ["python", "-m", "qtrain.bench.seed_pairs", *argv],
+        "versions": runs[-1].versions if runs else {},
+        "device": ", ".join(sorted({run.device for run in runs})),
+        "settings": as_dict(settings),
+    }
+    write_json(tables, path, about)
+    print("", f"figures     {path}", *(f"plot        {plot}" for plot in write_plots(runs, reference, path)), sep="\n")
 
 
-def _train(run: PairedRun) -> str | None:
-    failure = run.train()
-    losses = run.losses()
-    shown = failure or (f"validation loss {losses[max(losses)]:.4f}" if losses else "no validation loss")
-    print(f"{run.scheme}, seed {run.seed}: {shown}", file=sys.stderr, flush=True)
-    return failure
+# ---- what to run ----------------------------------------------------------------------------------------------------
 
 
-def make_runs(settings: SeedPairsSettings) -> list[PairedRun]:
+def make_runs(settings: SeedPairsSettings, runs_dir: Path) -> list[PairedRun]:
     """Those of one seed after those of another. UserError for whatever the settings alone tell."""
     overrides = settings.overrides or {}
     recipe = {**read_recipe(settings.recipe, "--recipe"), **overrides}
@@ -149,18 +173,47 @@ def make_runs(settings: SeedPairsSettings) -> list[PairedRun]:
         raise UserError(f"--overrides: {given[0]} is set by this command: by --schemes, --seeds or --runs_dir.")
     if not recipe.get("eval_ds"):
         raise UserError(f"--recipe: {settings.recipe} names no validation data (eval_ds), whose loss is compared.")
-    schemes = list(compared_schemes(split_list(settings.schemes)))
-    if len(schemes) < 2:
-        raise UserError(f"--schemes: {settings.schemes!r} leaves nothing to compare; name two or more.")
-    runs_dir = user_path(settings.runs_dir, "--runs_dir")
-    return [make_run(recipe, scheme, seed, runs_dir) for seed in parse_seeds(settings.seeds) for scheme in schemes]
+    variants = chosen_variants(split_list(settings.schemes), read_variants(settings.variants))
+    if len(variants) < 2 and settings.reference in (None, *variants):
+        raise UserError(
+            f"--schemes: {settings.schemes!r} leaves nothing to compare; name two or more, or the --reference."
+        )
+    seeds = parse_seeds(settings.seeds)
+    data = data_fingerprint(recipe.get("train_ds") or {}, recipe["eval_ds"])
+    return [PairedRun(name, own, seed, recipe, data, runs_dir) for seed in seeds for name, own in variants.items()]
 
 
-def make_run(recipe: dict[str, Any], scheme: str, seed: int, runs_dir: Path) -> PairedRun:
-    name, kwargs = name_and_options(scheme, "--schemes")
-    options = f"-{zlib.crc32(json.dumps(kwargs, sort_keys=True).encode()):08x}" if kwargs else ""
-    own = {"quantize": name, "quantize_kwargs": kwargs or None, "seed": seed, "runs_dir": str(runs_dir)}
-    return PairedRun(scheme, seed, {**recipe, **own, "run_name": f"{name}{options}-seed{seed}"}, runs_dir)
+def read_variants(path: str | None) -> dict[str, dict[str, Any]]:
+    """Settings by variant. UserError for a name of a scheme, unknown settings, and those that a pair shares."""
+    variants, schemes = read_recipe(path, "--variants") if path else {}, set(SCHEMES.names())
+    for name, own in variants.items():
+        where = f"--variants ({path}): {name}"
+        if not isinstance(own, dict):
+            raise UserError(f"{where}: a variant is a JSON object of settings, not {json.dumps(own)}.")
+        if name in schemes or not re.fullmatch(r"[\w.-]{1,40}", name):
+            why = "the name of a scheme" if name in schemes else "not a name"
+            raise UserError(f"{where}: it is {why}; name variants with other letters, digits, '_', '-' and '.'.")
+        check_fields(PretrainSettings, own, where)
+        if shared := [key for key in FIXED if key in own]:
+            raise UserError(f"{where}: {shared[0]} is the same in both runs of a pair; set it with --overrides.")
+    return variants
+
+
+def chosen_variants(words: Sequence[str], variants: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Settings of each word of --schemes. UserError for one that is neither a scheme nor a variant, or given twice."""
+    chosen: dict[str, dict[str, Any]] = {}
+    for word in words:
+        if word in chosen:
+            raise UserError(f"--schemes: {word} is given twice; leave one out.")
+        if word in variants:
+            chosen[word] = variants[word]
+            continue
+        name, kwargs = name_and_options(word, "--schemes")
+        if variants and name not in set(SCHEMES.names()):
+            raise unknown_name("--schemes", "scheme or variant", name, [*variants, *SCHEMES.names()])
+        compared_schemes([word])
+        chosen[word] = {"quantize": name, "quantize_kwargs": kwargs or None}
+    return chosen
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -170,56 +223,37 @@ def parse_seeds(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
+def check_same_variants(runs: Sequence[PairedRun], known: Sequence[RunResult]) -> None:
+    """UserError where a variant of this command has other settings than in the results."""
+    for result in known:
+        for run in runs:
+            if (run.key[0], run.variant) == (result.recipe_key, result.variant) and run.overrides != result.overrides:
+                raise UserError(
+                    f"--schemes: {run.variant} is {json.dumps(run.overrides)} here, and {json.dumps(result.overrides)} "
+                    "in the results; give it another name, or another --results_dir."
+                )
+
+
 def check_recipes(runs: Sequence[PairedRun]) -> None:
-    """UserError for what llm_pretrain.py says of the recipe under each scheme that is still to run, and for a run with
-    other settings that is there already."""
-    for run in runs:
-        run.check()
-    for run in {run.scheme: run for run in runs if run.losses() is None}.values():
+    """UserError for what llm_pretrain.py says of the recipe under each variant that is still to begin."""
+    first = {run.variant: run for run in reversed(runs) if run.begun() is None}
+
+    def dry_run(run: PairedRun) -> UserError | None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "recipe.json"
             path.write_text(json.dumps(run.recipe))
-            done = pretrain(["--config", str(path), "--dry_run"], capture_output=True, text=True)
-        if done.returncode:
-            said = reason_of(done).removeprefix("error: ").replace(f"--config ({path}): ", "")
-            raise UserError(f"--recipe, --schemes ({run.scheme}): {said}")
+            done = pair_runs.pretrain(
+                ["--config", str(path), "--dry_run"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        if done.returncode == 0:
+            return None
+        said = reason_of(done).removeprefix("error: ").replace(f"--config ({path}): ", "")
+        return UserError(f"--recipe, --schemes ({run.variant}): {said}")
 
-
-def make_tables(runs: Sequence[PairedRun], failures: Sequence[str | None]) -> list[Table]:
-    """Losses of every run, and of each scheme the mean over seeds of the difference from the first one. failures: why
-    runs failed."""
-    first, *others = dict.fromkeys(run.scheme for run in runs)
-    losses = {(run.scheme, run.seed): run.losses() or {} for run in runs}
-    steps = sorted({step for of_run in losses.values() for step in of_run})
-    over, differences = f"over {first}", {scheme: [] for scheme in others}
-    every = Table("Validation loss", "loss", [*(f"step {step}" for step in steps), over])
-    for scheme in (first, *others):
-        for run, failure in zip(runs, failures, strict=True):
-            if run.scheme != scheme:
-                continue
-            row, of_run, reference = f"{scheme}, seed {run.seed}", losses[scheme, run.seed], losses[first, run.seed]
-            if not of_run:
-                every.put(row, over, Cell(reason=failure or "no validation loss"))
-            for step, loss in of_run.items():
-                every.put(row, f"step {step}", Cell(loss, text=f"{loss:.4f}"))
-            if scheme != first and of_run and reference:
-                difference = of_run[max(of_run)] / reference[max(reference)] - 1
-                differences[scheme].append(difference)
-                every.put(row, over, Cell(difference, text=f"{100 * difference:+.2f}%"))
-    return [every, _means(first, differences)]
-
-
-def _means(first: str, differences: dict[str, list[float]]) -> Table:
-    table = Table(f"Loss at the end over {first}", "", ["pairs", "mean", "standard error"])
-    for scheme, found in differences.items():
-        table.put(scheme, "pairs", Cell(len(found), text=str(len(found))))
-        if found:
-            mean = statistics.fmean(found)
-            table.put(scheme, "mean", Cell(mean, text=f"{100 * mean:+.2f}%"))
-        if len(found) > 1:
-            error = statistics.stdev(found) / len(found) ** 0.5
-            table.put(scheme, "standard error", Cell(error, text=f"{100 * error:.2f}%"))
-    return table
+    with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) // 2))) as pool:
+        for error in pool.map(dry_run, list(first.values())[::-1]):
+            if error:
+                raise error
 
 
 if __name__ == "__main__":

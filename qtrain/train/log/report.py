@@ -69,7 +69,7 @@ def _averaged_points(points: Points) -> Points:
     return [(sum(x for x, _ in run) / len(run), sum(y for _, y in run) / len(run)) for run in runs]
 
 
-def _ticks(low: float, high: float, about: int = 5) -> list[float]:
+def axis_ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Round numbers within [low, high], 1, 2 or 5 times a power of ten apart."""
     raw = (high - low) / about
     power = 10.0 ** math.floor(math.log10(raw))
@@ -97,10 +97,10 @@ def _chart(title: str, series: Sequence[tuple[str, Points]]) -> str:
         return TOP + (y_high - y) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
 
     parts = []
-    for y in _ticks(y_low, y_high):
+    for y in axis_ticks(y_low, y_high):
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y_at(y):.1f}" y2="{y_at(y):.1f}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y_at(y) + 4:.1f}" text-anchor="end">{short_number(y, 4)}</text>')
-    for x in _ticks(x_low, x_high, 6):
+    for x in axis_ticks(x_low, x_high, 6):
         parts.append(f'<text x="{x_at(x):.1f}" y="{HEIGHT - 6}" text-anchor="middle">{short_number(x, 4)}</text>')
     for color, (name, points) in zip("ab", series, strict=False):
         shown = _averaged_points(points)

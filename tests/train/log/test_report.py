@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qtrain.train.log.report import MAX_POINTS, _ticks, write_report
+from qtrain.train.log.report import MAX_POINTS, axis_ticks, write_report
 
 NASTY = '</pre><script>alert("x")</script>&amp; \'"'
 
@@ -119,7 +119,7 @@ def test_a_resumed_log_without_speed_has_no_time(tmp_path):
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0.3, 0.31), (-7, 1e6), (1, 40), (1e-9, 3e-9)])
 def test_ticks_are_few_round_and_inside(low, high):
-    ticks = _ticks(low, high)
+    ticks = axis_ticks(low, high)
     gaps = {f"{b - a:.3e}" for a, b in pairwise(ticks)}
     assert 2 <= len(ticks) <= 8 and len(gaps) == 1 and gaps.pop()[:5] in ("1.000", "2.000", "5.000")
     assert all(low - 1e-9 * abs(low) <= t <= high * (1 + 1e-9) for t in ticks)
