@@ -146,7 +146,7 @@ def pretrain(
 
 def train_all(runs: Sequence[PairedRun], jobs: int, deadline: float | None, progress: "Progress") -> dict[str, str]:
     """Train the runs, one a GPU at a time; returns why some have not finished, by 'VARIANT, seed N'."""
-    gpus = visible_gpus()
+    gpus = [] if any((run.recipe.get("gpus") or 0) > 1 for run in runs) else visible_gpus()
     jobs = jobs or max(len(gpus), 1)
     free: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     for job in range(jobs):

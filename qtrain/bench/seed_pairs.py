@@ -13,21 +13,21 @@ A finished run is one line of a file in --results_dir; nothing else of it is nee
 in one folder are one set of results: pair_results.py says which runs make a pair.
 """
 
+import contextlib
+import io
 import json
 import os
 import re
-import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from llm_pretrain import PretrainSettings
-from qtrain.bench import pair_runs
+from llm_pretrain import main as pretrain
 from qtrain.bench.arguments import compared_schemes, name_and_options, split_list
 from qtrain.bench.pair_plot import write_plots
 from qtrain.bench.pair_results import (
@@ -38,7 +38,6 @@ from qtrain.bench.pair_results import (
 )
 from qtrain.bench.pair_runs import PairedRun, Progress, train_all
 from qtrain.bench.tables import check_json, write_json
-from qtrain.bench.train_step import reason_of
 from qtrain.checks import check_fields, user_path
 from qtrain.config import JsonDict, as_dict, parse, read_recipe, run_script
 from qtrain.errors import UserError, unknown_name
@@ -235,25 +234,18 @@ def check_same_variants(runs: Sequence[PairedRun], known: Sequence[RunResult]) -
 
 
 def check_recipes(runs: Sequence[PairedRun]) -> None:
-    """UserError for what llm_pretrain.py says of the recipe under each variant that is still to begin."""
+    """UserError for what llm_pretrain.py says of the recipe under each variant that is still to begin, by a dry run in
+    this process, which has torch imported already."""
     first = {run.variant: run for run in reversed(runs) if run.begun() is None}
-
-    def dry_run(run: PairedRun) -> UserError | None:
-        with tempfile.TemporaryDirectory() as folder:
+    for run in reversed(first.values()):
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             path = Path(folder) / "recipe.json"
-            path.write_text(json.dumps(run.recipe))
-            done = pair_runs.pretrain(
-                ["--config", str(path), "--dry_run"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        if done.returncode == 0:
-            return None
-        said = reason_of(done).removeprefix("error: ").replace(f"--config ({path}): ", "")
-        return UserError(f"--recipe, --schemes ({run.variant}): {said}")
-
-    with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) // 2))) as pool:
-        for error in pool.map(dry_run, list(first.values())[::-1]):
-            if error:
-                raise error
+            path.write_text(json.dumps({**run.recipe, "gpus": 0}))
+            try:
+                pretrain(["--config", str(path), "--dry_run"])
+            except UserError as error:
+                said = str(error).replace(f"--config ({path}): ", "")
+                raise UserError(f"--recipe, --schemes ({run.variant}): {said}") from None
 
 
 if __name__ == "__main__":

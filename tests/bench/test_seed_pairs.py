@@ -36,8 +36,7 @@ def trained(tmp_path, monkeypatch) -> Iterator[list[list[str]]]:
     with serving(tmp_path) as server:
 
         def fork(arguments: list[str], **options: object) -> subprocess.CompletedProcess:
-            if "--dry_run" not in arguments:
-                started.append(arguments)
+            started.append(arguments)
             done = server.run("llm_pretrain", arguments)
             return subprocess.CompletedProcess(arguments, done.code, done.out, done.err)
 
@@ -165,7 +164,7 @@ def test_runs_are_spread_over_the_gpus(monkeypatch, tmp_path):
     seen: list[str] = []
 
     class Run:
-        variant, seed = "bf16", 1
+        variant, seed, recipe = "bf16", 1, {}
 
         def train(self, gpu: str, seconds: float | None) -> None:
             assert gpu not in running and seconds is None

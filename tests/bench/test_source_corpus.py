@@ -72,8 +72,8 @@ def test_a_limit_keeps_both_splits(installed):
     ("flags", "words"),
     [
         (["--roots", "missing"], "--roots: missing is not a folder"),
-        (["--validation_fraction", "0"], "none is for validation"),
-        (["--validation_fraction", "1"], "none is for train"),
+        (["--validation_fraction", "0"], "none is in the split 'validation'"),
+        (["--validation_fraction", "1"], "none is in the split 'train'"),
     ],
 )
 def test_mistakes_are_refused_before_anything_is_written(installed, flags, words):
