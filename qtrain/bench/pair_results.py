@@ -276,8 +276,9 @@ def _every_run(runs: Sequence[RunResult], pairs: Sequence[Pair], reference: str,
             table.put(row, over, Cell(reason=f"no run of {reference} with this seed and data"))
         if run.tok_s:
             table.put(row, "tok/s", Cell(run.tok_s, text=f"{run.tok_s:,.0f}"))
-        commit = str(run.versions.get("git") or f"source {run.source}")
-        for column, text in (("data", run.data[:8]), ("GPU", run.device), ("commit", commit[:19])):
+        git, _, dirty = str(run.versions.get("git") or "").partition("-")
+        commit = f"{git[:10]}{dirty and '-dirty'}" if git else f"source {run.source}"
+        for column, text in (("data", run.data[:8]), ("GPU", run.device), ("commit", commit)):
             table.put(row, column, Cell(text=text))
     if mixed := [p for p in pairs if _code(p.run) != _code(p.reference) or p.run.device != p.reference.device]:
         table.notes.append(f"{len(mixed)} of {len(pairs)} pairs are of different commits, versions or GPUs.")
