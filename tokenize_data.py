@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from qtrain.checks import Range, user_path
+from qtrain.checksums import sha256_of
 from qtrain.config import command_line, parse, run_script
 from qtrain.data.files import SPLITS, STDLIB
 from qtrain.data.text.corpus import Corpus, HubCorpus, LocalCorpus
-from qtrain.data.text.manifest import FILE_NAME, Manifest, read_manifest, sha256_of, write_atomic
+from qtrain.data.text.manifest import FILE_NAME, Manifest, read_manifest, write_atomic
 from qtrain.data.text.tokenize import check_finished_shards, dtype_for, tokenize
 from qtrain.data.tokenizers.sentencepiece_model import convert_sentencepiece, train_tokenizer
 from qtrain.data.tokenizers.tokenizer import FastTokenizer, Tokenizer, load_tokenizer

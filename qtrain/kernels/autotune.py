@@ -13,7 +13,6 @@ import json
 import os
 import re
 import statistics
-import tempfile
 import zlib
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -122,8 +121,8 @@ def _save(choices: dict[str, str]) -> None:
     path, choices = _file(), {**_read(), **choices}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(choices, file, indent=1, sort_keys=True)
-        os.replace(file.name, path)
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # tempfile's would be its owner's only
+        unfinished.write_text(json.dumps(choices, indent=1, sort_keys=True))
+        os.replace(unfinished, path)
     except OSError:
         pass

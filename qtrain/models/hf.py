@@ -16,17 +16,21 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from qtrain.checks import check_value, read_json
+from qtrain.checks import check_value, read_json, shown
+from qtrain.checksums import NAME as CHECKSUMS
+from qtrain.checksums import check_checksums
 from qtrain.errors import UserError
 from qtrain.hub import reaching_hub
 from qtrain.models.hf_layout import TensorSlice, layout
-from qtrain.models.source import FIX, ModelSource
-from qtrain.models.writing import writing_export
+from qtrain.models.source import FIX, ModelSource, holds_tensors
+from qtrain.models.writing import finish_export, writing_export
 from qtrain.quant.export import exported_tensors
 
 MAX_SHARD_BYTES = 5_000_000_000
 _WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-_WEIGHT_FILES = ["model*.safetensors", INDEX, "config.json", "generation_config.json"]
+GENERATION = "generation_config.json"
+"""Settings that users edit: it has no checksum."""
+_WEIGHT_FILES = ["model*.safetensors", INDEX, "config.json", GENERATION]
 
 
 class Tokenizer(Protocol):
@@ -39,9 +43,11 @@ class Tokenizer(Protocol):
 
 
 def weights_folder(source: ModelSource) -> Path:
-    """The local folder of a source's safetensors, downloaded for a hub id."""
+    """The local folder of a source's safetensors, downloaded for a hub id. UserError for an exported folder whose
+    weights are not those that were exported."""
     if source.hub_id is None:
         assert source.folder is not None, "a source without weights"
+        check_checksums(source.folder, f"--pretrained ({source.name})", holds_tensors)
         return source.folder
     from huggingface_hub import snapshot_download
 
@@ -79,7 +85,8 @@ def export_hf(
             _adopt_special_ids(generation, tokenizer)
             tokenizer.save_hf(temporary)
         _write_json(temporary / "config.json", config)
-        _write_json(temporary / "generation_config.json", generation)
+        _write_json(temporary / GENERATION, generation)
+        finish_export(temporary, (p.name for p in temporary.iterdir() if p.name not in (GENERATION, CHECKSUMS)))
 
 
 def _write_weights(model: nn.Module, folder: Path) -> torch.dtype:
@@ -120,9 +127,9 @@ def generation_config(source: ModelSource, config: dict[str, Any]) -> dict[str, 
     """The source's generation settings if they are available locally, else its special tokens. Raises UserError."""
     from huggingface_hub import try_to_load_from_cache
 
-    own = source.folder / "generation_config.json" if source.folder else None
+    own = source.folder / GENERATION if source.folder else None
     if source.hub_id is not None:
-        cached = try_to_load_from_cache(source.hub_id, "generation_config.json")
+        cached = try_to_load_from_cache(source.hub_id, GENERATION)
         own = Path(cached) if isinstance(cached, str) else None
     if own is not None and own.is_file():
         generation = read_json(own, "--model")
@@ -143,16 +150,35 @@ def _adopt_special_ids(config: dict[str, Any], tokenizer: Tokenizer) -> None:
 def files_of_tensors(folder: Path, where: str) -> dict[str, Path]:
     """Name of each tensor -> the file of the folder that holds it."""
     if (folder / INDEX).is_file():
-        index = read_json(folder / INDEX, where)
-        weight_map = index.get("weight_map") if isinstance(index, dict) else None
-        check_value(f"{where} ({INDEX}): weight_map", weight_map, dict[str, str])
-        files = {name: folder / file for name, file in weight_map.items()}
+        files = {name: folder / file for name, file in weight_map(folder / INDEX, where).items()}
         refuse_tensors(where, f"lacks files that {INDEX} names", {f.name for f in files.values() if not f.is_file()})
         return files
     if not (folder / _WEIGHTS).is_file():
         raise UserError(f"{where}: {folder} has neither {_WEIGHTS} nor {INDEX}; only safetensors are read.")
     with opened_tensors(folder / _WEIGHTS, where) as opened:
         return dict.fromkeys(opened.keys(), folder / _WEIGHTS)
+
+
+def weight_map(index: Path, where: str) -> dict[str, str]:
+    """Name of each tensor -> name of its file, from an index. UserError for a file outside of the index's folder."""
+    values = read_json(index, where)
+    found = values.get("weight_map") if isinstance(values, dict) else None
+    check_value(f"{where} ({index.name}): weight_map", found, dict[str, str])
+    for file in sorted(set(found.values())):
+        if Path(file).name != file:
+            raise UserError(f"{where} ({index.name}): {shown(file)} is not the name of a file in its folder.")
+    return found
+
+
+def refuse_nonfinite(where: str, name: str, tensor: Tensor) -> None:
+    """UserError naming a loaded tensor that holds a NaN or Inf: a run on it would stop at its first step."""
+    if not tensor.numel() or not tensor.is_floating_point():
+        return
+    values = tensor if tensor.element_size() > 1 else tensor.to(torch.bfloat16)
+    smallest, largest = torch.aminmax(values.detach())  # NaN propagates; no temporary of the tensor's size
+    if not bool(torch.isfinite(smallest) & torch.isfinite(largest)):
+        what = "NaN" if bool(torch.isnan(smallest)) else "Inf"
+        raise UserError(f"{where}: {name} holds {what}: the file is damaged or its training had diverged. Use another.")
 
 
 @contextlib.contextmanager
@@ -179,19 +205,22 @@ def refuse_tensors(where: str, what: str, names: Any) -> None:
 def _replacing(folder: Path) -> Iterator[Path]:
     """A temporary folder beside `folder` that replaces it at the end, or is deleted when writing fails."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    temporary.chmod(0o755)  # mkdtemp creates it private
+    private = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    temporary = private / "new"
     try:
+        temporary.mkdir()  # with the permissions that the umask gives; mkdtemp's are its owner's only
         yield temporary
+        old = private / "old"
         if folder.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
-            folder.rename(old / folder.name)
+            folder.rename(old)
+        try:
             temporary.rename(folder)
-            shutil.rmtree(old)
-        else:
-            temporary.rename(folder)
+        except OSError:
+            if old.exists():
+                old.rename(folder)
+            raise
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(private, ignore_errors=True)
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from qtrain.errors import UserError, unknown_name
 from qtrain.hub import reaching_hub
 from qtrain.models.decoder import Recompute
+from qtrain.models.hf import refuse_nonfinite, weight_map, weights_folder
 from qtrain.models.loss import LossSums, cross_entropy_sums, linear_cross_entropy
 from qtrain.models.rope import document_positions
 from qtrain.models.selective_recompute import selective_contexts
@@ -186,9 +187,14 @@ def build_hf_model(
     except Exception as error:  # transformers checks configs with errors of many types
         raise UserError(f"{source.where}: transformers refuses this config: {' '.join(str(error).split())}") from None
     if pretrained:
-        place = source.folder or source.hub_id
+        place, where = source.folder or source.hub_id, f"--pretrained ({source.name})"
+        if source.folder is not None:
+            for index in weights_folder(source).glob("*.index.json"):
+                weight_map(index, where)
         with reaching_hub("--model", f"the weights of {source.name!r}", FIX), _explained(source, "weights"):
             model = AutoModelForCausalLM.from_pretrained(place, config=config, dtype=dtype).to(device)
+        for name, parameter in model.named_parameters():
+            refuse_nonfinite(where, name, parameter)
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.untyped_storage().resizable():  # mapped from the file: full sharding frees it
                 tensor.data = tensor.data.clone()

@@ -11,7 +11,7 @@ from torch import Tensor
 from qtrain.distributed.split import Split
 from qtrain.errors import UserError
 from qtrain.models.decoder import Decoder
-from qtrain.models.hf import files_of_tensors, opened_tensors, refuse_tensors, weights_folder
+from qtrain.models.hf import files_of_tensors, opened_tensors, refuse_nonfinite, refuse_tensors, weights_folder
 from qtrain.models.hf_layout import TensorSlice, is_ignored, layout
 from qtrain.models.source import ModelSource
 
@@ -107,7 +107,9 @@ class LoadedValues:
         for file, members in self._slices.get(name, {}).items():
             with opened_tensors(file, self._where, str(target.device)) as opened:
                 for entry in members:
-                    _write(target, opened.get_tensor(entry.hf_name), entry, split)
+                    stored = opened.get_tensor(entry.hf_name)
+                    refuse_nonfinite(self._where, entry.hf_name, stored)
+                    _write(target, stored, entry, split)
         if name == _EMBEDDING and self._tied_head:
             self._compare_tied_head(target, split)
 

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.checks import check_fields, check_value, read_json, user_path
+from qtrain.checksums import check_checksums
 from qtrain.errors import UserError
 from qtrain.models.decoder import Decoder
+from qtrain.models.hf import refuse_nonfinite
 from qtrain.models.lora import ALL, Lora, LoraLinear, lora_linears
 from qtrain.models.lora_experts import EXPERT_TARGETS, LoraExperts
-from qtrain.models.writing import writing_export
+from qtrain.models.writing import finish_export, writing_export
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -85,6 +87,7 @@ def save_adapter(model: nn.Module, lora: Lora, base: str, folder: Path | str) ->
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        finish_export(folder, [CONFIG, WEIGHTS])
 
 
 def with_adapter_config(lora: Lora, flag: str = "--lora") -> Lora:
@@ -95,6 +98,7 @@ def with_adapter_config(lora: Lora, flag: str = "--lora") -> Lora:
     path = user_path(lora.adapter, where)
     if not (path / CONFIG).is_file():
         raise UserError(f"{where}: {lora.adapter} is no adapter: it has no {CONFIG}. Give a folder in PEFT's format.")
+    check_checksums(path, where)
     config = read_json(path / CONFIG, where)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
@@ -156,6 +160,7 @@ def load_adapter(model: nn.Module, folder: str, flag: str = "--lora") -> None:
         if saved[name].shape != _saved_shape(target):
             shapes = f"{list(saved[name].shape)}, here it is {list(_saved_shape(target))}"
             raise UserError(f"{where}: {folder} is an adapter of another model: {name} has the shape {shapes}.")
+        refuse_nonfinite(f"{where} ({folder})", name, saved[name])
         target.copy_(saved[name].reshape(target.shape))
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from qtrain.checks import read_json, user_path
+from qtrain.checksums import check_checksums
 from qtrain.errors import UserError, unknown_name
 from qtrain.hub import hub_file
 from qtrain.models.config import ModelConfig
@@ -36,6 +37,11 @@ class ModelSource:
         return ModelConfig.from_hf(self.config, self.where)
 
 
+def holds_tensors(file: str) -> bool:
+    """Whether a file of a model's folder is large: its checksum is compared when the weights are loaded."""
+    return file.endswith(".safetensors")
+
+
 def read_model_source(name: str, flag: str = "--model") -> ModelSource:
     """Find and read the config that `name` refers to. Raises UserError naming `flag`.
 
@@ -51,6 +57,7 @@ def read_model_source(name: str, flag: str = "--model") -> ModelSource:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(f"{flag}: the folder {name} has no config.json. {FIX}")
+        check_checksums(path, flag, lambda file: not holds_tensors(file))
         return _from_file(name, path / "config.json", flag, folder=path)
     if "/" not in name:
         raise unknown_name(flag, "model", name, shipped, "A hub id is written owner/name.")

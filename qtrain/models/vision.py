@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from qtrain.errors import UserError, first_line, missing_package, nearest
 from qtrain.hub import reaching_hub
+from qtrain.models.hf import refuse_nonfinite
 from qtrain.models.selective_recompute import selective_contexts
-from qtrain.models.writing import writing_export
+from qtrain.models.writing import finish_export, writing_export
 
 RESERVED = {
     "pretrained": "--pretrained decides it",
@@ -84,6 +85,9 @@ def build_vision_model(
     reach = reaching_hub("--pretrained", f"the weights of {name!r}", fix) if pretrained else contextlib.nullcontext()
     with reach, device:
         model = timm.create_model(name, pretrained=pretrained, num_classes=classes, **kwargs)
+    if pretrained:
+        for tensor_name, tensor in model.named_parameters():
+            refuse_nonfinite(f"--pretrained ({name})", tensor_name, tensor)
     for module in model.modules():  # `optim.parameter_groups` reads it
         qkv = getattr(module, "qkv", None)
         if isinstance(qkv, nn.Linear) and qkv.out_features == 3 * qkv.in_features:
@@ -184,3 +188,4 @@ def export_timm(
         folder.mkdir(parents=True, exist_ok=True)
         save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        finish_export(folder, ["config.json", "model.safetensors"])

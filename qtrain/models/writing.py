@@ -1,9 +1,11 @@
 """Writing what a finished run exports."""
 
 import contextlib
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from qtrain.checksums import NAME, write_checksums
 from qtrain.errors import TrainingStopped, first_line
 
 
@@ -19,3 +21,13 @@ def writing_export(folder: Path | str) -> Iterator[None]:
         raise TrainingStopped(
             f"the export {folder} could not be written: {reason}. --resume exports the last checkpoint again."
         ) from None
+
+
+def finish_export(folder: Path, names: Iterable[str]) -> None:
+    """The last step of an export: the checksums of these files, and the permissions that the umask gives a new file:
+    safetensors writes through a temporary file, which only its owner may read."""
+    names = list(names)
+    write_checksums(folder, names)
+    permissions = stat.S_IMODE((folder / NAME).stat().st_mode)
+    for name in names:
+        (folder / name).chmod(permissions)

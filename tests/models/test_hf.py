@@ -1,6 +1,7 @@
 """Checkpoints of transformers load, ours load there, and what does not fit is named."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def test_export_leaves_exactly_one_complete_folder(tmp_path):
         export_hf(model, source, tmp_path / "run" / "hf", FakeTokenizer())
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["hf"]
     names = {p.name for p in (tmp_path / "run" / "hf").iterdir()}
-    assert names == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert names == {"checksums.json", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
     config = json.loads((tmp_path / "run" / "hf" / "config.json").read_text())
     assert config["eos_token_id"] == 5 and config["torch_dtype"] == "float32"
     assert json.loads((tmp_path / "run" / "hf" / "generation_config.json").read_text())["eos_token_id"] == 5
@@ -111,6 +112,7 @@ def load_error(folder: Path) -> str:
 def test_what_does_not_fit_is_named(tmp_path):
     source = source_of("llama2")
     export_hf(drawn(source), source, tmp_path / "good")
+    (tmp_path / "good/checksums.json").unlink()  # what is changed below is to be refused for what it is
     good = load_file(tmp_path / "good" / "model.safetensors")
 
     def with_tensors(name: str, change) -> Path:
@@ -143,6 +145,7 @@ def test_a_tied_head_in_the_file_must_be_the_embedding(tmp_path):
     source = source_of("qwen2")
     model = drawn(source)
     export_hf(model, source, tmp_path)
+    (tmp_path / "checksums.json").unlink()
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     assert "lm_head.weight" not in tensors
@@ -151,3 +154,51 @@ def test_a_tied_head_in_the_file_must_be_the_embedding(tmp_path):
     assert torch.equal(again.lm_head.weight, model.lm_head.weight)
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, file)
     assert "tie_word_embeddings" in load_error(tmp_path)
+
+
+@pytest.mark.parametrize("outside", ["../secret/model.safetensors", "/model.safetensors", "sub/../../m.safetensors"])
+@pytest.mark.parametrize("impl", ["native", "hf"])
+def test_an_index_names_files_of_its_folder_only(tmp_path, outside, impl):
+    source = source_of("llama2")
+    for folder in ("hf", "secret"):
+        export_hf(drawn(source), source, tmp_path / folder)
+        (tmp_path / folder / "checksums.json").unlink()
+    tensors = load_file(tmp_path / "hf/model.safetensors")
+    (tmp_path / "hf/model.safetensors").rename(tmp_path / "m.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, outside)}
+    (tmp_path / "hf/model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="is not the name of a file in its folder"):
+        build_model(read_model_source(str(tmp_path / "hf")), impl=impl, pretrained=True)
+
+
+def test_a_link_to_a_file_elsewhere_loads(tmp_path):
+    source = source_of("llama2")
+    export_hf(drawn(source), source, tmp_path / "hf")
+    (tmp_path / "hf/model.safetensors").rename(tmp_path / "blob")
+    (tmp_path / "hf/model.safetensors").symlink_to(tmp_path / "blob")
+    build_model(read_model_source(str(tmp_path / "hf")), pretrained=True)
+
+
+@pytest.mark.parametrize(("value", "named"), [(float("nan"), "NaN"), (float("-inf"), "Inf")])
+@pytest.mark.parametrize("impl", ["native", "hf"])
+def test_weights_that_are_not_finite_are_refused_as_they_load(tmp_path, value, named, impl):
+    source = source_of("llama2")
+    model = drawn(source)
+    with torch.no_grad():
+        model.layers[1].attn.qkv.weight[-1, 3] = value
+    export_hf(model, source, tmp_path)
+    with pytest.raises(UserError, match=rf"--pretrained .*layers\.1\.self_attn\.v_proj\.weight holds {named}"):
+        build_model(read_model_source(str(tmp_path)), impl=impl, pretrained=True)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o002])
+@pytest.mark.parametrize("impl", ["native", "hf"])
+def test_the_umask_decides_who_may_read_an_export(tmp_path, umask, impl):
+    source = source_of("llama2")
+    model, before = build_model(source, impl=impl, seed=0), os.umask(umask)
+    try:
+        export_hf(model, source, tmp_path / "hf", FakeTokenizer())
+    finally:
+        os.umask(before)
+    assert {p.stat().st_mode & 0o777 for p in (tmp_path / "hf").iterdir()} == {0o666 & ~umask}
+    assert (tmp_path / "hf").stat().st_mode & 0o777 == 0o777 & ~umask

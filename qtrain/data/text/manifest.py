@@ -1,6 +1,5 @@
 """manifest.json: the contents of a folder of token shards, and the progress of its tokenization."""
 
-import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, field
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from qtrain.checks import Range, check_fields, read_json
+from qtrain.checksums import first_changed
 from qtrain.errors import UserError
 from qtrain.portable import sync_to_disk
 
@@ -101,34 +101,17 @@ def read_manifest(folder: Path, flag: str) -> Manifest:
 
 def damaged_shard(folder: Path, manifest: Manifest) -> Path | None:
     """The first shard of the folder that is missing or whose sha256 is not the manifest's. Reads all shards."""
-    return _first_changed(folder, {shard.file: shard.sha256 for shard in manifest.shards})
+    return first_changed(folder, {shard.file: shard.sha256 for shard in manifest.shards})
 
 
 def check_tokenizer_files(folder: Path, manifest: Manifest, flag: str) -> None:
     """UserError for a file of the folder's tokenizer that is not the one that was written. An export copies them all,
     and not every byte of them shows in the tokenizer's fingerprint."""
-    if changed := _first_changed(folder, manifest.tokenizer.get("files", {})):
+    if changed := first_changed(folder, manifest.tokenizer.get("files", {})):
         raise UserError(
             f"{flag}: {changed} is missing or damaged: its sha256 is not the one in {FILE_NAME}. Copy it again from "
             "where the folder was written, or write the folder again."
         )
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _first_changed(folder: Path, expected: dict[str, str]) -> Path | None:
-    """The first of the files that is missing, cannot be read or has another sha256."""
-    for name, sha256 in expected.items():
-        try:
-            same = sha256_of(folder / name) == sha256
-        except OSError:
-            same = False
-        if not same:
-            return folder / name
-    return None
 
 
 def write_atomic(path: Path, data: bytes) -> None:

@@ -3,6 +3,7 @@
 import importlib.util
 from pathlib import Path
 
+from qtrain.checksums import check_checksums
 from qtrain.errors import TrainingStopped, UserError, first_line, missing_package, unknown_name
 
 
@@ -35,6 +36,7 @@ def run_lm_eval(tasks: str, folder: Path, device: str) -> dict[str, float]:
     import lm_eval
     from lm_eval.tasks import TaskManager
 
+    check_checksums(folder, "--lm_eval")
     arguments, manager = f"pretrained={folder},dtype=auto", TaskManager()
     try:
         names = manager.match_tasks(_names(tasks))
