@@ -121,7 +121,7 @@ def train(settings: FinetuneSettings) -> None:
         print(trains, flush=True)
 
         # ---- optimizer, resume ---------------------------------------------------------------------------------------
-        run = assemble(prepared, model, quantized)
+        run = assemble(prepared, model, quantized, files=text.stream.files)
 
     # ---- data --------------------------------------------------------------------------------------------------------
     loader = text.loader(run.state.data)
@@ -157,9 +157,12 @@ def train(settings: FinetuneSettings) -> None:
             if whole is not None and settings.export:
                 if original is None:
                     merge_lora(model)
-                positions = settings.seq_len
                 export_hf(
-                    original or whole, architecture.source, folder / "hf", text.tokenizer, trained_positions=positions
+                    original or whole,
+                    architecture.source,
+                    folder / "hf",
+                    text.exported_tokenizer,
+                    trained_positions=settings.seq_len,
                 )
                 log.info("exported    %s (AutoModelForCausalLM.from_pretrained loads it)", folder / "hf")
         if settings.lm_eval and rank() == 0:

@@ -75,7 +75,7 @@ def train(settings: PretrainSettings) -> None:
         model, quantized = build_quantized(prepared)
 
         # ---- optimizer, resume ---------------------------------------------------------------------------------------
-        run = assemble(prepared, model, quantized)
+        run = assemble(prepared, model, quantized, files=text.stream.files)
 
     # ---- data --------------------------------------------------------------------------------------------------------
     loader = text.loader(run.state.data)
@@ -106,7 +106,11 @@ def train(settings: PretrainSettings) -> None:
             with export_weights(run) as whole:
                 if whole is not None:
                     export_hf(
-                        whole, architecture.source, folder / "hf", text.tokenizer, trained_positions=settings.seq_len
+                        whole,
+                        architecture.source,
+                        folder / "hf",
+                        text.exported_tokenizer,
+                        trained_positions=settings.seq_len,
                     )
             log.info("exported    %s (AutoModelForCausalLM.from_pretrained loads it)", folder / "hf")
             other = f"--quantize {'int8' if settings.quantize == 'bf16' else 'bf16'}"

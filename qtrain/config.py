@@ -252,11 +252,15 @@ def source_digest() -> str:
     return digest.hexdigest()[:12]
 
 
+_COMPUTING = ("torch", "triton", "transformers", "datasets", "tokenizers", "sentencepiece", "numpy", "timm")
+_OTHERS = ("tyro", "wandb")
+
+
 @functools.cache  # git takes as long as all else that a run writes at its start
 def versions() -> Mapping[str, str | None]:
-    """Versions of the packages that affect a run's results, and the git hash of this code (None outside a checkout)."""
+    """Versions of the packages that a run uses, and the git hash of this code (None outside a checkout)."""
     found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in ("torch", "triton", "transformers", "datasets", "tokenizers", "sentencepiece", "numpy"):
+    for package in (*_COMPUTING, *_OTHERS):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

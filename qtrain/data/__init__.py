@@ -14,7 +14,7 @@ _MODULES = {
     "images.image_loader": ("BatchMaker", "ImageBatch", "ImageLoader"),
     "images.images": ("IMAGE_SETS", "Images", "check_same_classes", "open_images"),
     "loader": ("Loader",),
-    "stream": ("DATASETS", "Stream", "StreamContext", "dataset_tokenizer", "open_stream"),
+    "stream": ("DATASETS", "Stream", "StreamContext", "dataset_tokenizer", "open_stream", "with_chat_template"),
     "text.eval_windows": ("eval_batches",),
     "tokenizers.tokenizer": ("TOKENIZERS", "Tokenizer", "load_tokenizer"),
 }

@@ -7,8 +7,9 @@ epoch boundaries.
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from qtrain.data.batch import Sample
@@ -55,6 +56,9 @@ class Stream(ABC):
         """About as many, from a part of the data; None where its size is not known. The stream stays where it is."""
         return self.samples_per_epoch
 
+    files: Sequence[Path] = ()
+    """The local files that it reads, in the order that positions count in; none where it does not know them."""
+
     @abstractmethod
     def next_sample(self) -> Sample:
         """The next sample. Raises StopIteration after `ctx.epochs`."""
@@ -85,6 +89,11 @@ class Dataset(ABC):
     def load_tokenizer(self, flag: str) -> Tokenizer | None:
         """The tokenizer of its ids, or None where the dataset names none."""
 
+    def chat_template(self, tokenizer: Tokenizer, flag: str) -> str | None:
+        """The Jinja template, as a tokenizer has one, that renders messages as the text of this dataset: the exported
+        tokenizer gets it. None: it keeps its own, or has none."""
+        return None
+
 
 DATASETS: Registry[Dataset] = Registry(
     "dataset type",
@@ -109,6 +118,12 @@ def open_stream(spec: Mapping[str, Any], ctx: StreamContext, flag: str) -> Strea
 def dataset_tokenizer(spec: Mapping[str, Any], flag: str) -> Tokenizer | None:
     """The tokenizer of the dataset that `spec` describes: named in it, or stored beside its token shards."""
     return DATASETS.make_typed(spec, flag).load_tokenizer(flag)
+
+
+def with_chat_template(tokenizer: Tokenizer, spec: Mapping[str, Any], flag: str) -> Tokenizer:
+    """The tokenizer with the chat template of the dataset that `spec` describes, if that has one."""
+    template = DATASETS.make_typed(spec, flag).chat_template(tokenizer, flag)
+    return tokenizer if template is None else tokenizer.with_chat_template(template)
 
 
 def checked_tokenizer(name: str, ctx: StreamContext, flag: str) -> Tokenizer:

@@ -38,10 +38,13 @@ class ChatDataset(ExampleDataset):
     messages: str = "messages"
     """column of the conversation, a list of {"role", "content"} or {"from", "value"}"""
 
-    def renderer(self, tokenizer: Tokenizer, flag: str) -> Renderer:
+    def chat_template(self, tokenizer: Tokenizer, flag: str) -> str | None:
         if self.template is not None and self.template not in CHAT_TEMPLATES:
             raise unknown_name(f"{flag}.template", "chat template", self.template, CHAT_TEMPLATES)
-        template = tokenizer.chat_template if self.template is None else CHAT_TEMPLATES[self.template]
+        return None if self.template is None else CHAT_TEMPLATES[self.template]
+
+    def renderer(self, tokenizer: Tokenizer, flag: str) -> Renderer:
+        template = self.chat_template(tokenizer, flag) or tokenizer.chat_template
         if template is None:
             raise UserError(
                 f"{flag}: the tokenizer {tokenizer.name!r} has no chat template; name one with "

@@ -19,6 +19,11 @@ class InstructDataset(ExampleDataset):
     template: str | dict[str, Any] = "metamathqa"
     """alpaca, gsm8k, metamathqa, or {"prompt": "... {column} ...", "answer": "{column}"}"""
 
+    def chat_template(self, tokenizer: Tokenizer, flag: str) -> str | None:
+        if tokenizer.chat_template is not None:  # of a model that chats; the template names no role
+            return None
+        return make_template(self.template, f"{flag}.template").chat_template()
+
     def renderer(self, tokenizer: Tokenizer, flag: str) -> Renderer:
         return InstructRenderer(make_template(self.template, f"{flag}.template"), flag)
 

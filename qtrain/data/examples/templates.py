@@ -4,6 +4,7 @@ A template is parsed once. Braces contain the name of a column and nothing else,
 template cannot do more than insert text.
 """
 
+import json
 import string
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -58,6 +59,13 @@ class Text:
         """The text for a row; null columns are empty. UserError for a column that does not hold text."""
         return "".join(literal + (_text(row, name, where) if name else "") for literal, name in self._fields)
 
+    def jinja(self, expression: str) -> str:
+        """The same text as a Jinja template, with a Jinja expression in place of each column."""
+        parts = []
+        for literal, name in self._fields:
+            parts += [json.dumps(literal, ensure_ascii=False), *([expression] if name else [])]
+        return "".join(f"{{{{ {part} }}}}" for part in parts)
+
 
 @dataclass(frozen=True)
 class Template:
@@ -77,6 +85,22 @@ class Template:
         """(prompt, answer) of a row."""
         without = next((text for name, text in self.prompt_without.items() if not row[name]), self.prompt)
         return without.fill(row, where), self.answer.fill(row, where)
+
+    def chat_template(self) -> str | None:
+        """A Jinja template that renders a user's message as the prompt and an assistant's as the answer; None where
+        a prompt takes more columns than one: messages have none."""
+        prompts = [text for text in (self.prompt, *self.prompt_without.values()) if len(text.columns) == 1]
+        if not prompts or len(self.answer.columns) != 1:
+            return None
+        user, assistant = prompts[0].jinja("message['content']"), self.answer.jinja("message['content']")
+        refused = "{{ raise_exception('this model was trained on questions and answers, without ' ~ message['role']) }}"
+        return (
+            "{% for message in messages %}"
+            f"{{% if message['role'] == 'user' %}}{user}"
+            f"{{% elif message['role'] == 'assistant' %}}{assistant}"
+            f"{{% else %}}{refused}{{% endif %}}"
+            "{% endfor %}"
+        )
 
 
 def make_template(spec: str | Mapping[str, Any], flag: str) -> Template:

@@ -49,6 +49,10 @@ class MixDataset(Dataset):
             found = found or tokenizer
         return found
 
+    def chat_template(self, tokenizer: Tokenizer, flag: str) -> str | None:
+        found = {dataset.chat_template(tokenizer, where) for _, dataset, where in self._components(flag)} - {None}
+        return found.pop() if len(found) == 1 else None
+
     def open(self, ctx: StreamContext, flag: str) -> Stream:
         components = self._components(flag)
         if ctx.tokenizer is None:
@@ -71,6 +75,7 @@ class MixStream(Stream):
         self._streams, self._ctx, self._flag = streams, ctx, flag
         self._thresholds = [t / sum(weights) for t in accumulate(weights)]
         self._fixed = {"weights": weights, "seed": ctx.seed}
+        self.files = [path for stream in streams for path in stream.files]
         self._sample = 0
 
     def next_sample(self) -> Sample:

@@ -39,7 +39,9 @@ class TextDataset(Dataset):
             raise UserError(f"{flag}: split is {self.split!r} and part is {self.part!r}; they mean the same, give one.")
         files = text_files(self.paths, self.split or self.part or "all", self.validation_fraction, flag)
         tokenizer = checked_tokenizer(self.tokenizer, ctx, flag)
-        return TextStream(Documents(files, self.text_column, flag), ctx, tokenizer, flag)
+        stream = TextStream(Documents(files, self.text_column, flag), ctx, tokenizer, flag)
+        stream.files = [file.path for file in files]
+        return stream
 
 
 class TextStream(PackedStream):

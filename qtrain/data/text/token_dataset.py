@@ -68,6 +68,7 @@ class TokenStream(Stream):
     def __init__(self, tokens: TokenArray, ctx: StreamContext, flag: str):
         self._tokens, self._ctx, self._flag = tokens, ctx, flag
         self._windows = self.samples_per_epoch = (len(tokens) - 1) // ctx.seq_len
+        self.files = [shard.path for shard in tokens.shards]
         self._taken = 0
         self._epoch, self._order = -1, Permutation(1)
 

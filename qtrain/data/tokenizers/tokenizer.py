@@ -5,6 +5,7 @@ All but `byte` run on the Rust library `tokenizers`, sentencepiece files include
 `save_hf` writes.
 """
 
+import copy
 import hashlib
 import json
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from qtrain.checks import read_json, user_path
+from qtrain.checksums import check_checksums
 from qtrain.data.tokenizers.sentencepiece_model import convert_sentencepiece
 from qtrain.errors import UserError, first_line, nearest
 from qtrain.hub import hub_reachable, reaching_hub
@@ -73,6 +75,12 @@ class Tokenizer(ABC):
     def pieces(self) -> list[tuple[str, int]]:
         """(piece, id) of the whole vocabulary in the order of ids, spelled as in tokenizer.json."""
 
+    def with_chat_template(self, template: str) -> "Tokenizer":
+        """The same tokenizer with another chat template."""
+        other = copy.copy(self)
+        other.chat_template = template
+        return other
+
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
 
@@ -113,7 +121,7 @@ class ByteTokenizer(Tokenizer):
         backend.decoder = decoders.ByteLevel()
         backend.add_special_tokens(["<|bos|>", "<|eos|>"])
         config = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "split_special_tokens": True}
-        write_hf_files(Path(folder), backend.to_str(pretty=True), config)
+        write_hf_files(Path(folder), backend.to_str(pretty=True), config, self.chat_template)
 
 
 class FastTokenizer(Tokenizer):
@@ -142,7 +150,7 @@ class FastTokenizer(Tokenizer):
         self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.bos_id, self.eos_id = self._special_id("bos_token"), self._special_id("eos_token")
         in_config = config.get("chat_template")
-        self.chat_template = chat_template or (in_config if isinstance(in_config, str) else None)
+        self.chat_template = self._own_template = chat_template or (in_config if isinstance(in_config, str) else None)
 
     def _special_id(self, key: str) -> int | None:
         token = self._config.get(key)
@@ -161,7 +169,10 @@ class FastTokenizer(Tokenizer):
         return sorted(self._backend.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
 
     def save_hf(self, folder: str | Path) -> None:
-        write_hf_files(Path(folder), self._backend.to_str(pretty=True), self._config, self._chat_template)
+        config, template = self._config, self._chat_template
+        if self.chat_template != self._own_template:  # another than it was read with
+            config, template = {k: v for k, v in config.items() if k != "chat_template"}, self.chat_template
+        write_hf_files(Path(folder), self._backend.to_str(pretty=True), config, template)
         if self._sentencepiece_model is not None:
             (Path(folder) / "tokenizer.model").write_bytes(self._sentencepiece_model)
 
@@ -247,11 +258,13 @@ def _plain_token(value: Any) -> Any:
 def _from_file(name: str, path: Path, flag: str) -> Tokenizer:
     """Read a .model file, or a tokenizer.json with the tokenizer_config.json beside it."""
     if path.suffix == ".model":
+        check_checksums(path.parent, flag, lambda file: file == path.name)
         try:
             model = path.read_bytes()
             return FastTokenizer(name, *convert_sentencepiece(model, path, flag), sentencepiece_model=model)
         except OSError as error:
             raise UserError(f"{flag}: cannot read {path}: {error.strerror or error}") from None
+    check_checksums(path.parent, flag, lambda file: file in (*HUB_FILES, "tokenizer.model"))
     config: dict[str, Any] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         if (path.parent / file).is_file():

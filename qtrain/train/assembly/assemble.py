@@ -1,5 +1,8 @@
 """From a prepared run to one that can train: model > quantize > (the script's changes) > optimizer > resume."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from torch import nn
 
 from qtrain.distributed.gradient_wire import GRADIENT_WIRES
@@ -34,9 +37,17 @@ def build_quantized(prepared: Prepared) -> tuple[nn.Module, QuantizedModel]:
     return model, quantized
 
 
-def assemble(prepared: Prepared, model: nn.Module, quantized: QuantizedModel, *, ema_decay: float = 0.0) -> Run:
+def assemble(
+    prepared: Prepared,
+    model: nn.Module,
+    quantized: QuantizedModel,
+    *,
+    ema_decay: float = 0.0,
+    files: Sequence[Path] = (),
+) -> Run:
     """The run of a built model: activation checkpointing, compilation, the optimizer, and the state of the checkpoint
-    that it resumes from. Writes nothing. ema_decay: of a moving average of the weights; 0: none."""
+    that it resumes from. Writes nothing. ema_decay: of a moving average of the weights; 0: none. files: those of the
+    training data, which are to be the same when the run is resumed."""
     settings, architecture = prepared.settings, prepared.architecture
     architecture.recompute(model, settings.activation_checkpointing)
     if settings.compile:
@@ -75,6 +86,7 @@ def assemble(prepared: Prepared, model: nn.Module, quantized: QuantizedModel, *,
         TrainState(),
         ema,
         parallel,
+        data_files=files,
     )
     run.restore()
     return run

@@ -16,6 +16,7 @@ from qtrain.data import (
     eval_batches,
     load_tokenizer,
     open_stream,
+    with_chat_template,
 )
 from qtrain.distributed.mesh import Mesh
 from qtrain.distributed.ranks import first_difference
@@ -51,6 +52,11 @@ class TextData:
             size = f"some {short_number(about)} sequences, estimated from a part of them"
             lines.append(f"about {epochs(read / about)} of the training data ({size})")
         return lines
+
+    @property
+    def exported_tokenizer(self) -> Tokenizer | None:
+        """The tokenizer with the chat template of the training data, which the exported model has learned."""
+        return self.tokenizer and with_chat_template(self.tokenizer, self.settings.train_ds, "--train_ds")
 
     def loader(self, position: Mapping[str, Any] | None) -> Loader:
         """This rank's micro-batches from `position` on; None: from the start. UserError for a position of other

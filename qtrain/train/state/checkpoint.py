@@ -20,12 +20,13 @@ entries other than tensors are neither written nor accepted. DCP reads tensors w
 import contextlib
 import json
 import os
+import pickle
 import re
 import shutil
 import time
 import warnings
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,14 @@ from qtrain.train.state.checkpoint_marker import (
     Marker,
     checksum,
     complete_checkpoints,
+    incomplete_checkpoints,
     newest_complete,
     read_marker,
+    read_small,
     seal,
 )
 from qtrain.train.state.run_lock import process_exists
+from qtrain.train.state.state_dict import OtherTensors
 
 OTHER_STEPS = "--resume also takes a run folder, and then finds the newest whole checkpoint in it."
 
@@ -83,12 +87,16 @@ def _free_gib(folder: Path) -> float:
     return shutil.disk_usage(existing).free / 1024**3
 
 
-def newest_whole(folder: Path) -> Path | None:
-    """The newest checkpoint in `folder` whose files have the right checksums, all of which are read."""
+def newest_whole(folder: Path, other_than: Collection[Path] = ()) -> Path | None:
+    """The newest checkpoint in `folder` that can be read and whose files have the right checksums, all of which are
+    read."""
     for path, marker in complete_checkpoints(folder):
-        with contextlib.suppress(DamagedCheckpoint):
-            _check_checksums(path, marker.files)
-            return path
+        if not any(path.samefile(other) for other in other_than if other.exists()):
+            with contextlib.suppress(DamagedCheckpoint):
+                _verified(path)
+                _check_checksums(path, marker.files)
+                _index(path, marker)
+                return path
     return None
 
 
@@ -126,7 +134,7 @@ def _verified(path: Path) -> tuple[Marker, dict[str, Any]]:
         raise damaged(path, "there is no such folder")
     try:
         marker = read_marker(path)
-        data = (path / META).read_bytes()
+        data = read_small(path / META)
         meta = json.loads(data) if zlib.crc32(data) == marker.files[META][1] else None
     except IncompleteCheckpoint as reason:
         raise damaged(path, str(reason)) from None
@@ -266,13 +274,17 @@ def _checked(path: Path, everywhere: Mapping[str, Tensor]) -> tuple[Metadata, di
     rank each."""
     marker, meta = _verified(path)
     _check_checksums(path, dict(sorted(marker.files.items())[rank() :: world()]))  # each rank checks some files
-    try:
-        index = read_index(path, marker.files)
-    except Exception as error:  # damaged pickles raise errors of any type
-        raise damaged(path, f"its file {INDEX} is not a checkpoint's ({error})") from None
+    index = _index(path, marker)
     if difference := _first_difference(index, everywhere):
-        raise _refusal(path, difference, "Resume with the settings of the run that saved it.")
+        raise OtherTensors(str(_refusal(path, difference, "Resume with the settings of the run that saved it.")))
     return index, meta
+
+
+def _index(path: Path, marker: Marker) -> Metadata:
+    try:
+        return read_index(path, marker.files)
+    except Exception as error:  # damaged pickles raise errors of any type
+        raise damaged(path, f"its file {INDEX} is not a checkpoint's ({first_line(error)})") from None
 
 
 def _check_checksums(path: Path, files: Mapping[str, tuple[int, int]]) -> None:
@@ -292,6 +304,8 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         failed_rank, (error, _) = next(iter(error.failures.items()))
     where = f"rank {failed_rank}: " if failed_rank is not None and world() > 1 else ""
+    if isinstance(error, pickle.UnpicklingError):  # torch's advice is to load it with weights_only=False
+        return f"{where}a file of it holds other objects than tensors"
     cause: BaseException | None = error
     while cause is not None:  # torch.save raises a second error after the disk's
         if isinstance(cause, OSError) and cause.strerror:
@@ -315,22 +329,33 @@ def resolve_resume(value: str, run_root: Path, run_name: str | None = None) -> P
         runs = [run for run in run_root.iterdir() if run.is_dir()] if run_root.is_dir() else []
         if run_name is not None:
             runs = [run for run in runs if run_name in (run.name, without_recovered(run.name).partition("_")[2])]
-        found = [best for run in runs if (best := newest_complete(run / "checkpoints"))]
-        if not found:
-            name = f" of a run named {run_name!r}" if run_name is not None else ""
-            print(f"--resume auto: no complete checkpoint{name} in {run_root}; starting from step 0.")
-            return None
-        return max(found, key=lambda best: (best[1].saved_at, best[1].step))[0]
+        newest = {run: newest_complete(run / "checkpoints") for run in sorted(runs)}
+        damaged = {run: incomplete_checkpoints(run / "checkpoints") for run, best in newest.items() if not best}
+        if found := [best for best in newest.values() if best]:
+            for path, why in ((path, why) for of_run in damaged.values() for path, why in of_run.items()):
+                print(f"--resume auto: {path} is skipped: {why}")
+            return max(found, key=lambda best: (best[1].saved_at, best[1].step))[0]
+        name = f" of a run named {run_name!r}" if run_name is not None else ""
+        for run, of_run in reversed(damaged.items()):
+            for path, why in of_run.items():
+                fix = (
+                    f"{run.name} has no complete checkpoint. To start from step 0, leave --resume out, or rename {path}"
+                )
+                raise _refusal(path, why, f"{fix}.")
+        print(f"--resume auto: no complete checkpoint{name} in {run_root}; starting from step 0.")
+        return None
     path = user_path(value, "--resume")
     if not path.is_dir():
         raise _refusal(path, "there is no such folder", "Give a checkpoint, a run folder, or auto.")
     for folder in (path / "checkpoints", path):
         if best := newest_complete(folder):
             return best[0]
+        for incomplete, why in incomplete_checkpoints(folder).items():
+            raise _refusal(incomplete, why, f"{folder} has no complete checkpoint.")
     try:
         read_marker(path)
     except IncompleteCheckpoint as reason:
-        if whole := newest_whole(path.parent):
+        if whole := newest_whole(path.parent, {path}):
             raise _refusal(path, str(reason), f"The newest complete one beside it is {whole}.") from None
         if (path / INDEX).exists() or path.name.isdigit():
             raise _refusal(path, str(reason)) from None

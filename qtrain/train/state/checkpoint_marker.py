@@ -27,13 +27,30 @@ class IncompleteCheckpoint(Exception):
     """A folder is not a complete checkpoint; the message gives the reason."""
 
 
+MAX_BYTES = 1 << 28
+"""Of a marker or a meta: what is longer, such as a link to /dev/zero, is none."""
+
+
+def read_small(path: Path) -> bytes:
+    """The bytes of a marker or a meta. Raises OSError, ValueError for what is no file of that kind."""
+    if path.exists() and not path.is_file():  # opening a FIFO waits for a writer
+        raise ValueError(f"{path} is not a file")
+    with path.open("rb") as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"{path} is too long")
+    return data
+
+
 def read_marker(path: Path) -> Marker:
     """The marker of a checkpoint all of whose files exist with their full size. Raises IncompleteCheckpoint."""
     try:
-        raw = json.loads((path / MARKER).read_bytes())
+        raw = json.loads(read_small(path / MARKER))
         files = {str(name): (int(size), int(crc)) for name, (size, crc) in raw["files"].items()}
         marker = Marker(int(raw["step"]), float(raw["saved_at"]), files)
     except (FileNotFoundError, NotADirectoryError):
+        if path.is_symlink() and not path.exists():
+            raise IncompleteCheckpoint("it is a link to a folder that is not there") from None
         raise IncompleteCheckpoint(f"it has no {MARKER} file, so it was not written to the end") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         raise IncompleteCheckpoint(f"its {MARKER} file is damaged") from None
@@ -83,13 +100,14 @@ def newest_complete(folder: Path) -> tuple[Path, Marker] | None:
     return next(iter(complete_checkpoints(folder)), None)
 
 
-def incomplete_after(path: Path, step: int) -> dict[Path, str]:
-    """The incomplete checkpoints of later steps beside `path`, and why they are."""
+def incomplete_checkpoints(folder: Path, after: int = -1) -> dict[Path, str]:
+    """The folders in `folder` that are named like steps beyond `after` and are no complete checkpoints, the newest
+    first, and why they are not. What a killed save leaves is not named like a step."""
     found = {}
-    for other in sorted(path.parent.iterdir()):
-        if other.name.isdigit() and other.is_dir() and int(other.name) > step:
+    for path in sorted(folder.iterdir(), reverse=True) if folder.is_dir() else ():
+        if path.name.isdecimal() and int(path.name) > after and (path.is_dir() or path.is_symlink()):
             try:
-                read_marker(other)
+                read_marker(path)
             except IncompleteCheckpoint as reason:
-                found[other] = str(reason)
+                found[path] = str(reason)
     return found

@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,14 +28,22 @@ from qtrain.train.parallel import DataParallel
 from qtrain.train.settings import TrainSettings
 from qtrain.train.state.background_save import BackgroundSave
 from qtrain.train.state.checkpoint import Checkpoints, DamagedCheckpoint, damaged, newest_whole, read_meta
-from qtrain.train.state.checkpoint_marker import complete_checkpoints, incomplete_after
+from qtrain.train.state.checkpoint_marker import complete_checkpoints, incomplete_checkpoints
+from qtrain.train.state.data_files import check_files, files_entry
 from qtrain.train.state.divided_state import refuse_other_tp
 from qtrain.train.state.ema import Ema
 from qtrain.train.state.frozen_weights import check_frozen, fingerprint
-from qtrain.train.state.run_config import changed_settings, save_run_config
+from qtrain.train.state.run_config import (
+    changed_settings,
+    changed_versions,
+    result_versions,
+    save_run_config,
+    shapes,
+)
 from qtrain.train.state.run_folder import RunFolder, make_recovered_folder, make_run_folder
 from qtrain.train.state.run_lock import locked
 from qtrain.train.state.state_dict import (
+    OtherTensors,
     finish_optimizer,
     model_tensors,
     optimizer_tensors,
@@ -68,10 +76,14 @@ class Run:
     ema: Ema | None = None
     parallel: DataParallel | None = None
     """None: one rank."""
+    data_files: Sequence[Path] = ()
+    """Those that it trains on, as far as they are known."""
     notes: list[str] = dataclasses.field(default_factory=list)
     """The lines that `restore` printed."""
     background: BackgroundSave = dataclasses.field(default_factory=BackgroundSave)
     _text: str = ""
+    _loaded_notes: list[str] = dataclasses.field(default_factory=list)
+    """Of the checkpoint that was loaded: what it was saved with and this run does not have."""
     _locks: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     _damaged: tuple[Path, ...] = ()
     """Checkpoints newer than the one that was loaded."""
@@ -86,6 +98,14 @@ class Run:
     @property
     def _keep(self) -> int:
         return max(self.settings.keep_ckpts, 1)
+
+    @cached_property
+    def _files(self) -> dict[str, Any]:
+        return from_rank_0(lambda: files_entry(self.data_files))
+
+    @cached_property
+    def _versions(self) -> dict[str, str]:
+        return result_versions()
 
     @cached_property
     def _frozen(self) -> dict[str, str]:
@@ -116,8 +136,11 @@ class Run:
             "optim": optim_meta,
             "script": self.script,
             "quantized_step": self.quantized.step,
+            "quantize": self.settings.quantize,
             "quantize_kwargs": self.settings.quantize_kwargs,
             "frozen": self._frozen,
+            "files": self._files,
+            "versions": self._versions,
         }
         if divided := self.parallel.divided_state:
             tensors |= {"model": divided.model(tensors["model"]), "optim": divided.states(tensors["optim"])}
@@ -128,6 +151,7 @@ class Run:
         """Load the checkpoint that the run resumes from, if there is one; of a damaged one's run, the newest that is
         whole. Prints which it is, and the settings that differ from the saved run's. Raises UserError if it does not
         fit."""
+        _ = self._files  # as they are before the first step
         if self.folder.resumed_from is None:
             return
         given, at_fault = user_options(self.optimizer), {}
@@ -142,13 +166,14 @@ class Run:
                     raise self._none_whole(path, error) from None
                 self.folder = dataclasses.replace(self.folder, resumed_from=older[0])
         if not self._names_checkpoint:
-            at_fault |= incomplete_after(path, self.state.step)
+            at_fault |= incomplete_checkpoints(path.parent, self.state.step)
         self.notes = [f"--resume: {other} is skipped: {why}" for other, why in at_fault.items()]
         self._damaged = tuple(at_fault)
         self.notes += [f"resumed at step {self.state.step} from {path}", *self._consequences()]
         pairs = zip(given, user_options(self.optimizer), strict=True)
         kept = {name: (old[name], now[name]) for old, now in pairs for name in old if old[name] != now[name]}
         self.notes += _changes(changed_settings(path, self.settings), kept)
+        self.notes += self._loaded_notes
         if converted:
             self.notes.append(f"--resume: optimizer states converted: {', '.join(converted)}")
         print("\n".join(self.notes), flush=True)  # other ranks than 0 print nothing
@@ -160,7 +185,7 @@ class Run:
         return self.settings.resume is not None and Path(self.settings.resume).name == path.name
 
     def _none_whole(self, path: Path, error: DamagedCheckpoint) -> UserError:
-        whole = newest_whole(path.parent)
+        whole = newest_whole(path.parent, {path})
         fix = f"The newest whole one beside it is {whole}." if whole else "No checkpoint beside it is whole."
         return damaged(path, error.why, fix)
 
@@ -191,19 +216,26 @@ class Run:
         master, divided, optim = self.parallel.master, self.parallel.divided_state, meta["optim"]
         if divided:
             optim = divided.own_meta(optim)
-        tensors = {
-            "model": model_tensors(self.model, trains=True, master=master),
-            "optim": prepare_optimizer(self.optimizer, self.model, optim, master),
-            "quantized": self.quantized.tensors(),
-            "rng": rng,
-        }
-        if self.ema is not None:
-            tensors["ema"] = self.ema.tensors()
-        if divided:
-            tensors |= {"model": divided.model(tensors["model"]), "optim": divided.states(tensors["optim"])}
-            refuse_other_tp(saved_tp, divided.inexact(), tp, path)
-        check_frozen(meta.get("frozen"), self._frozen, path, self.settings.model)
-        Checkpoints.load(path, tensors)
+        self._loaded_notes = [
+            *check_files(meta.get("files"), self.data_files, self._files, path),
+            *changed_versions(meta.get("versions"), self._versions),
+        ]
+        try:
+            tensors = {
+                "model": model_tensors(self.model, trains=True, master=master),
+                "optim": prepare_optimizer(self.optimizer, self.model, optim, master),
+                "quantized": self.quantized.tensors(),
+                "rng": rng,
+            }
+            if self.ema is not None:
+                tensors["ema"] = self.ema.tensors()
+            if divided:
+                tensors |= {"model": divided.model(tensors["model"]), "optim": divided.states(tensors["optim"])}
+                refuse_other_tp(saved_tp, divided.inexact(), tp, path)
+            check_frozen(meta.get("frozen"), self._frozen, path, self.settings.model)
+            Checkpoints.load(path, tensors)
+        except OtherTensors as error:
+            raise UserError(f"{error}{self._other_settings(path, meta)}") from None
         converted = finish_optimizer(self.optimizer, self.model, master)
         set_rng_state(rng)
         self.quantized.set_step(meta["quantized_step"])  # keys the stochastic rounding of the weights' codes
@@ -211,6 +243,14 @@ class Run:
         self.quantized.refresh()
         self.state = state
         return converted
+
+    def _other_settings(self, path: Path, meta: Mapping[str, Any]) -> str:
+        """The settings, of those that tensors depend on, that differ from the saved run's, in a sentence."""
+        changed = changed_settings(path, self.settings)
+        if (saved := meta.get("quantize", self.settings.quantize)) != self.settings.quantize:
+            changed = {"quantize": (saved, self.settings.quantize), **changed}
+        found = [f"--{name} {shown(old)}, not {shown(new)}" for name, (old, new) in changed.items() if shapes(name)]
+        return f" That run had {'; '.join(found[:3])}." if found else ""
 
     @contextlib.contextmanager
     def opened_folder(self, text: str = "") -> Iterator[logging.Logger]:

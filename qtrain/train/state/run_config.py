@@ -9,11 +9,40 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qtrain.config import as_dict, write_config
+from qtrain import __version__
+from qtrain.config import as_dict, source_digest, versions, write_config
 from qtrain.train.settings import TrainSettings
+from qtrain.train.state.checkpoint_marker import read_small
 
 NOT_COMPARED = ("resume", "runs_dir", "dry_run", "gpus", "dp_replicate", "dp_shard")
 """Settings that say where and how a run is started, not what it is."""
+
+
+_SHAPING = frozenset(
+    {"model", "model_impl", "model_kwargs", "pretrained", "lora", "freeze_embedding_layer", "dtype", "optim"}
+    | {"quantize", "quantize_kwargs", "quantize_lm_head", "quantize_min_size", "ema_decay", "optim_kwargs"}
+)
+
+
+def shapes(name: str) -> bool:
+    """Whether the names, shapes or dtypes of a run's tensors depend on a setting, whose name is as `changed_settings`
+    gives it."""
+    return name.partition(".")[0] in _SHAPING
+
+
+def result_versions() -> dict[str, str]:
+    """Versions of what computes a run's results, this package's source among them."""
+    others = {name: version for name, version in versions().items() if version and name not in ("git", "tyro", "wandb")}
+    return {"qtrain": f"{__version__} (source {source_digest()})", **others}
+
+
+def changed_versions(saved: Any, here: Mapping[str, str]) -> list[str]:
+    """A line with the versions that differ from the `saved` ones of a checkpoint, old > new; none where it has none."""
+    if not isinstance(saved, dict):
+        return []
+    changed = [name for name in {**here, **saved} if saved.get(name) != here.get(name)]
+    each = ", ".join(f"{name} {saved.get(name, 'none')} > {here.get(name, 'none')}" for name in changed)
+    return [f"--resume: it was saved with other versions: {each}"] if changed else []
 
 
 def save_run_config(settings: TrainSettings, folder: Path, parent: Mapping[str, Any] | None = None) -> None:
@@ -63,6 +92,6 @@ def _without_command(config: Mapping[str, Any]) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     """A config; empty where there is none, or none that can be read."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_small(path))
         return found if isinstance(found, dict) else {}
     return {}

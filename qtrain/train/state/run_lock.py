@@ -17,6 +17,7 @@ from typing import Annotated
 
 from qtrain.checks import Range, check_fields
 from qtrain.errors import UserError
+from qtrain.train.state.checkpoint_marker import read_small
 
 try:
     import fcntl
@@ -114,7 +115,7 @@ def _turn(folder: Path) -> Iterator[None]:
 def _read(folder: Path) -> Owner | None:
     """The owner that the lock names; None without a lock, and for one whose writer was killed while writing it."""
     with contextlib.suppress(OSError, ValueError, RecursionError, UserError):
-        owner = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        owner = json.loads(read_small(folder / NAME))
         return Owner(**check_fields(Owner, owner, NAME)) if isinstance(owner, dict) else None
     return None
 

@@ -18,6 +18,10 @@ from qtrain.optim import Optimizer
 from qtrain.tensors.stored_weight import StoredWeight
 
 
+class OtherTensors(UserError):
+    """A whole checkpoint of other tensors than this run's: of a model or of settings that are not the saved ones."""
+
+
 def clean_name(name: str) -> str:
     """A parameter's name without the wrappers of torch.compile and activation checkpointing."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
@@ -150,7 +154,9 @@ def prepare_optimizer(
             flat_before, flat_now = {n for g in before for n in g}, {n for g in now for n in g}
             in_one = sorted(flat_before ^ flat_now)
             why = f"{in_one[0]} is trained in only one of them" if in_one else "they are grouped differently"
-            raise UserError(f"--resume: the checkpoint's optimizer and this one differ: {why}. Use the run's settings.")
+            raise OtherTensors(
+                f"--resume: the checkpoint's optimizer and this one differ: {why}. Use the run's settings."
+            )
         optimizer.state.clear()
         tensors: dict[str, dict[str, Tensor]] = {}
         for group, saved_group in zip(optimizer.param_groups, saved["groups"], strict=True):
@@ -162,7 +168,7 @@ def prepare_optimizer(
                 if is_placeholder(parameters[name]):
                     continue
                 if saved["states"].get(name):
-                    optimizer.check_saved(name, parameters[name], _described(saved["states"][name]))
+                    _check_saved(optimizer, name, parameters[name], _described(saved["states"][name]))
                 for key, described in saved["states"].get(name, {}).items():
                     if "value" in described:
                         optimizer.state[parameters[name]][key] = described["value"]
@@ -174,6 +180,13 @@ def prepare_optimizer(
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise UserError(f"--resume: the checkpoint's optimizer entry cannot be read ({error!r}).") from None
     return tensors
+
+
+def _check_saved(optimizer: Optimizer, name: str, parameter: Tensor, described: Any) -> None:
+    try:
+        optimizer.check_saved(name, parameter, described)
+    except UserError as error:
+        raise OtherTensors(str(error)) from None
 
 
 def user_options(optimizer: Optimizer) -> list[dict[str, Any]]:

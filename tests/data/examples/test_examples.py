@@ -8,9 +8,11 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 
-from qtrain.data import IGNORED, Batch, StreamContext, load_tokenizer, open_stream
+from qtrain.data import DATASETS, IGNORED, Batch, StreamContext, load_tokenizer, open_stream, with_chat_template
+from qtrain.data.examples.chat_dataset import CHAT_TEMPLATES
 from qtrain.data.examples.example_packing import Example, pack, pad
 from qtrain.data.examples.templates import PRESETS, Text, make_template
+from qtrain.data.tokenizers.tokenizer import ByteTokenizer
 from qtrain.errors import UserError
 from tests.data.corpora import write_questions
 
@@ -218,3 +220,53 @@ def test_too_long_is_not_advised_where_it_is_set(tmp_path):
             stream = open_stream({**spec, "too_long": too_long}, StreamContext(seq_len=2, seed=1), "--train_ds")
             stream.next_sample()
         assert ("too_long to 'cut'" in str(caught.value)) is advised
+
+
+QUESTION, ANSWER = "What is 2 + 2, {x} and \\n?\n\tÜ 😀 '\"", "It's 4 {{ 5 }}.\n#### 4"
+WITH_TEMPLATES = {
+    **{name: {"type": "instruct", "template": name} for name in PRESETS},
+    "own": {"type": "instruct", "template": {"prompt": '{{%}} Q\'s "{q}" \\\n😀:', "answer": " {a}!"}},
+    **{name: {"type": "chat", "template": name} for name in CHAT_TEMPLATES},
+}
+
+
+@pytest.mark.parametrize("name", WITH_TEMPLATES)
+@pytest.mark.parametrize("backend", ["byte", "fast"])
+def test_the_exported_chat_template_renders_the_text_of_the_training(tmp_path, name, backend):
+    from transformers import AutoTokenizer
+
+    given = WITH_TEMPLATES[name]
+    turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+    columns = {"instruction": QUESTION, "question": QUESTION, "query": QUESTION, "q": QUESTION, "input": ""}
+    columns |= {"output": ANSWER, "answer": ANSWER, "response": ANSWER, "a": ANSWER, "messages": turns}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(columns) + "\n")
+    ByteTokenizer().save_hf(tmp_path / "fast")
+    tokenizer = load_tokenizer("byte" if backend == "byte" else str(tmp_path / "fast"), FLAG)
+    spec = {**given, "dataset": str(tmp_path / "rows.jsonl"), "tokenizer": tokenizer.name}
+    (segments,) = DATASETS.make_typed(spec, FLAG).examples(StreamContext(64), FLAG)
+    with_chat_template(tokenizer, spec, FLAG).save_hf(tmp_path / "hf")
+    exported = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert exported.apply_chat_template(turns, tokenize=False) == "".join(s.text for s in segments)
+    asked = exported.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
+    assert asked == segments[0].text
+    assert load_tokenizer(str(tmp_path / "hf"), FLAG).chat_template == exported.chat_template
+
+
+def test_a_template_replaces_the_tokenizers_own_where_it_is_a_chats(tmp_path):
+    own = ByteTokenizer().with_chat_template("own")
+    given = {"dataset": "rows.jsonl", "tokenizer": "byte"}
+    kept = [{"type": "instruct", **given}, {"type": "chat", **given}]
+    chatml = {"type": "chat", "template": "chatml", **given}
+    kept.append({"type": "mix", "datasets": [{**spec, "weight": 1} for spec in kept]})
+    assert {with_chat_template(own, spec, FLAG).chat_template for spec in kept} == {"own"}
+    mixed = {"type": "mix", "datasets": [{**spec, "weight": 1} for spec in (kept[0], chatml)]}
+    for spec in (chatml, mixed):
+        assert with_chat_template(own, spec, FLAG).chat_template == CHAT_TEMPLATES["chatml"]
+    own.save_hf(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": "in the config"}))
+    (tmp_path / "chat_template.jinja").unlink()
+    read = load_tokenizer(str(tmp_path), FLAG)
+    assert read.chat_template == "in the config"
+    with_chat_template(read, chatml, FLAG).save_hf(tmp_path)
+    assert load_tokenizer(str(tmp_path), FLAG).chat_template == CHAT_TEMPLATES["chatml"]

@@ -1,5 +1,7 @@
 """Checkpoints: complete whenever the process dies, the newest kept, the right one chosen."""
 
+import io
+import json
 import os
 import random
 import resource
@@ -7,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
 
 from qtrain.errors import TrainingStopped, UserError
-from qtrain.train.state.checkpoint import Checkpoints, resolve_resume
+from qtrain.train.state.checkpoint import Checkpoints, newest_whole, resolve_resume
 
 # ---- which checkpoint is kept, and which is chosen ------------------------------------------------------------------
 
@@ -247,3 +250,84 @@ def test_a_path_without_a_complete_checkpoint_is_refused_with_a_fix(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no complete checkpoint in it"):
         resolve_resume(str(tmp_path / "empty"), tmp_path)
+
+
+DAMAGED = "its COMPLETE file is damaged"
+BREAK = {
+    "no marker": (lambda path: (path / "COMPLETE").unlink(), "it has no COMPLETE file"),
+    "a damaged marker": (lambda path: (path / "COMPLETE").write_text("{"), DAMAGED),
+    "an endless marker": (lambda path: relink(path / "COMPLETE", "/dev/zero"), DAMAGED),
+    "a FIFO": (
+        lambda path: (path / "COMPLETE").unlink() or os.mkfifo(path / "COMPLETE"),
+        "its COMPLETE file is damaged",
+    ),
+    "a missing file": (lambda path: (path / "meta.json").unlink(), "its file meta.json is missing"),
+    "a lost folder": (
+        lambda path: path.rename("moved") and path.symlink_to("/nowhere"),
+        "a link to a folder",
+    ),
+}
+
+
+def relink(path: Path, target: str) -> None:
+    path.unlink()
+    path.symlink_to(target)
+
+
+@pytest.mark.parametrize("case", BREAK)
+def test_auto_does_not_start_again_beside_a_damaged_checkpoint(tmp_path, monkeypatch, case):
+    monkeypatch.chdir(tmp_path)
+    run = make_run(tmp_path, "t_small", [10])
+    path = run / "checkpoints/00000010"
+    break_it, why = BREAK[case]
+    break_it(path)
+    with pytest.raises(UserError, match=rf"00000010 .*{why}.*from step 0, leave --resume out, or rename .*10\."):
+        resolve_resume("auto", tmp_path, "small")
+    with pytest.raises(UserError, match=rf"00000010 .*{why}"):
+        resolve_resume(str(run), tmp_path)
+    path.rename(path.with_name("set-aside"))
+    assert resolve_resume("auto", tmp_path, "small") is None
+
+
+def test_auto_starts_again_after_a_kill_in_the_first_save(tmp_path, capsys):
+    (tmp_path / "t_small/checkpoints/.tmp-10-99999999").mkdir(parents=True)
+    assert resolve_resume("auto", tmp_path, "small") is None
+    assert "no complete checkpoint" in capsys.readouterr().out
+
+
+def test_auto_says_which_damaged_checkpoints_it_passes_over(tmp_path, capsys):
+    whole = make_run(tmp_path, "1_small", [10]) / "checkpoints/00000010"
+    broken = make_run(tmp_path, "2_small", [20]) / "checkpoints/00000020"
+    (broken / "COMPLETE").unlink()
+    assert resolve_resume("auto", tmp_path, "small") == whole
+    assert f"--resume auto: {broken} is skipped: it has no COMPLETE" in capsys.readouterr().out
+
+
+def test_the_whole_checkpoint_that_is_advised_is_not_the_damaged_one(tmp_path):
+    """Its index has the right checksum and is none."""
+    checkpoints = Checkpoints(tmp_path, keep=9)
+    older, path = (checkpoints.save(step, tiny(step), {}) for step in (1, 2))
+    rewrite(path, ".metadata", b"no pickle")
+    with pytest.raises(UserError, match=r"its file \.metadata is not a checkpoint's"):
+        Checkpoints.load(path, tiny(0))
+    assert newest_whole(tmp_path) == older == newest_whole(tmp_path, {path})
+    assert newest_whole(tmp_path, {older}) is None
+
+
+def rewrite(path: Path, name: str, data: bytes) -> None:
+    """Replace a file of a checkpoint, and its checksum."""
+    (path / name).write_bytes(data)
+    marker = json.loads((path / "COMPLETE").read_text())
+    marker["files"][name] = [len(data), zlib.crc32(data)]
+    (path / "COMPLETE").write_text(json.dumps(marker))
+
+
+def test_torchs_advice_to_run_code_is_not_passed_on(tmp_path):
+    path = Checkpoints(tmp_path, keep=1).save(1, tiny(1), {})
+    buffer = io.BytesIO()
+    torch.save(tmp_path, buffer)  # a path is no tensor
+    size = (path / "__0_0.distcp").stat().st_size
+    rewrite(path, "__0_0.distcp", buffer.getvalue().ljust(size, b"\0"))
+    with pytest.raises(UserError) as caught:
+        Checkpoints.load(path, tiny(0))
+    assert "other objects than tensors" in str(caught.value) and "weights_only" not in str(caught.value)

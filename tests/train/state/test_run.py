@@ -18,6 +18,7 @@ from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.train.language import language_forward
 from qtrain.train.settings import LanguageSettings
+from qtrain.train.state import run_config
 from qtrain.train.state.checkpoint import Checkpoints
 from qtrain.train.state.run import Run
 from qtrain.train.state.run_folder import RunFolder, find_run_folder, resume_command
@@ -388,3 +389,68 @@ def test_fewer_steps_than_the_checkpoint_has_are_refused():
     run = new_run(RunFolder(Path("x"), trained_run().checkpoints.latest()), n_steps=2)
     with pytest.raises(UserError, match=r"--n_steps: 2 is less than the 3 steps of .*; give more steps"):
         run.restore()
+
+
+def test_other_versions_than_those_that_saved_are_said(monkeypatch, capsys):
+    trained_run()
+    monkeypatch.setattr(run_config, "versions", lambda: {"torch": "9.9", "triton": "3", "wandb": "1", "git": "x"})
+    monkeypatch.setattr(run_config, "source_digest", lambda: "feedbeef")
+    resumed = new_run(find_run_folder(settings(resume="auto"), "script"))
+    capsys.readouterr()
+    resumed.restore()
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "versions" in line]
+    assert line.startswith("--resume: it was saved with other versions: qtrain 0.1.0 (source ")
+    assert f"torch {torch.__version__} > 9.9" in line and "wandb" not in line and "git" not in line
+
+
+def with_files(folder: RunFolder, *files: Path) -> Run:
+    run = new_run(folder)
+    run.data_files = files
+    return run
+
+
+def test_shards_with_other_contents_are_refused_and_moved_ones_are_not(capsys):
+    shards = [Path(f"{n}.bin") for n in range(3)]
+    for shard in shards:
+        shard.write_bytes(os.urandom(50_000))
+    run = with_files(find_run_folder(settings(), "script"), *shards)
+    with run.opened_folder():
+        train(run, 3)
+        path = run.save()
+    folder = find_run_folder(settings(resume="auto"), "script")
+    Path("elsewhere").mkdir()
+    moved = [Path(shutil.copyfile(shard, f"elsewhere/{shard}")) for shard in shards]
+    with_files(folder, *moved).restore()
+    assert "changed" not in capsys.readouterr().out
+    shards[1].write_bytes(os.urandom(50_000))
+    with pytest.raises(UserError, match=rf"--train_ds: cannot resume: 1\.bin is not the file .* of {path} read"):
+        with_files(folder, *shards).restore()
+    with pytest.raises(UserError, match=r"--train_ds: cannot resume: .* read 3 files, this one reads 2"):
+        with_files(folder, *moved[:2]).restore()
+    with pytest.raises(UserError, match=r"--train_ds: cannot read 9\.bin: No such file"):
+        with_files(folder, Path("9.bin")).restore()
+
+
+def test_files_of_text_that_have_changed_are_said(capsys):
+    files = [Path(f"{n}.txt") for n in range(3)]
+    for file in files:
+        file.write_text("some text")
+    run = with_files(find_run_folder(settings(), "script"), *files)
+    with run.opened_folder():
+        train(run, 1)
+        run.save()
+    files[2].write_text("more text")
+    with_files(find_run_folder(settings(resume="auto"), "script"), *files).restore()
+    assert "--resume: 1 of 3 files of --train_ds have changed since, first 2.txt\n" in capsys.readouterr().out
+
+
+def test_the_setting_that_other_tensors_come_from_is_named():
+    run = trained_run()
+    run.settings = settings(quantize="int8")
+    with run.opened_folder():
+        run.save()
+    other = new_run(find_run_folder(settings(resume="auto"), "script"), quantize="int8_weight")
+    other.model.extra = torch.nn.Parameter(torch.zeros(1), requires_grad=True)
+    other.optimizer.add_param_group({"params": [other.model.extra], "weight_decay": 0.0})
+    with pytest.raises(UserError, match=r"only one of them\. .*That run had --quantize 'int8', not 'int8_weight'\."):
+        other.restore()
