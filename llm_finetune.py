@@ -114,7 +114,7 @@ def train(settings: FinetuneSettings) -> None:
         if lora is not None:
             add_lora(model, lora, settings.seed)
             if lora.adapter is not None:
-                load_adapter(model, lora.adapter)
+                load_adapter(model, lora.adapter, base=settings.model)
         merges_original = lora is not None and lora.merge == "original"
         original = AdaptedOriginal(model, architecture.source) if merges_original else None
         trains = "\n".join([*notes, describe_trained(model)])

@@ -81,6 +81,8 @@ def check_checksums(folder: Path, flag: str, concerns: Callable[[str], bool] = l
         return
     fix = f"Copy the folder again; if the change is wanted, delete {path}."
     try:
+        if path.exists() and not path.is_file():
+            raise UserError(f"{flag}: {path} is not a file.")
         expected = _files(read_json(path, flag), f"{flag} ({path}): files")
     except UserError as error:
         raise UserError(f"{str(error).removesuffix('.')}. {fix}") from None

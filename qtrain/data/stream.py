@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qtrain.checks import shown
 from qtrain.data.batch import Sample
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from qtrain.errors import UserError
@@ -151,6 +152,18 @@ def check_same_tokenizer(ctx: StreamContext, name: str, fingerprint: str, flag: 
             f"{flag}: its tokenizer {name!r} differs from the run's, {ctx.tokenizer.name!r}. All datasets of a run "
             "must use the same tokenizer."
         )
+
+
+def check_kind(position: Any, like: Any, flag: str) -> None:
+    """Refuse a position in which something else stands where `like`, a position of this stream, has a count."""
+    if isinstance(like, dict) and isinstance(position, Mapping):
+        for key in like.keys() & position.keys():
+            check_kind(position[key], like[key], flag)
+    elif isinstance(like, list) and isinstance(position, list):
+        for inner, like_inner in zip(position, like, strict=False):
+            check_kind(inner, like_inner, flag)
+    elif isinstance(like, int) and not (isinstance(position, int) and position >= 0):
+        raise UserError(f"{flag}: cannot resume: the checkpoint's data position has {shown(position)} for a count.")
 
 
 def check_position(position: Mapping[str, Any], expected: Mapping[str, Any], flag: str) -> None:

@@ -8,6 +8,7 @@ whether its attention keeps documents apart when positions restart.
 import contextlib
 import copy
 import itertools
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from qtrain.errors import UserError, unknown_name
 from qtrain.hub import reaching_hub
 from qtrain.models.decoder import Recompute
-from qtrain.models.hf import refuse_nonfinite, weight_map, weights_folder
+from qtrain.models.hf import refuse_nonfinite, refuse_tensors, weight_map, weights_folder
 from qtrain.models.loss import LossSums, cross_entropy_sums, linear_cross_entropy
 from qtrain.models.rope import document_positions
 from qtrain.models.selective_recompute import selective_contexts
@@ -192,7 +193,11 @@ def build_hf_model(
             for index in weights_folder(source).glob("*.index.json"):
                 weight_map(index, where)
         with reaching_hub("--model", f"the weights of {source.name!r}", FIX), _explained(source, "weights"):
-            model = AutoModelForCausalLM.from_pretrained(place, config=config, dtype=dtype).to(device)
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                place, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+            )
+        _check_loaded(loaded, where)
+        model = model.to(device)
         for name, parameter in model.named_parameters():
             refuse_nonfinite(where, name, parameter)
         for tensor in (*model.parameters(), *model.buffers()):
@@ -207,6 +212,16 @@ def build_hf_model(
     return HfModel(model)
 
 
+def _check_loaded(info: dict[str, Any], where: str) -> None:
+    """UserError for tensors that transformers would draw at random, because the files lack them or have them in another
+    shape; a line for those that it leaves out."""
+    refuse_tensors(where, "lacks the tensors", info["missing_keys"])
+    shapes = [f"{name} {list(found)} (expected {list(wanted)})" for name, found, wanted in info["mismatched_keys"]]
+    refuse_tensors(where, "has tensors of another shape than its config says", shapes)
+    if unused := sorted(info["unexpected_keys"]):
+        print(f"{where}: {len(unused)} tensors are not used, first {unused[0]}")
+
+
 @contextlib.contextmanager
 def _explained(source: ModelSource, what: str) -> Iterator[None]:
     """Errors of any type with which transformers refuses a model become one UserError."""
@@ -217,4 +232,6 @@ def _explained(source: ModelSource, what: str) -> Iterator[None]:
         if of_the_hub or isinstance(error, MemoryError) or "memory" in str(error):
             raise
         reason = " ".join(str(error).split())[:200] or type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):  # torch's advice is to load it with weights_only=False
+            reason = "a file holds other objects than tensors, which are not loaded. Use safetensors"
         raise UserError(f"{source.where}: transformers refuses its {what}: {type(error).__name__}: {reason}") from None

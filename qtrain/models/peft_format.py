@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtrain.checks import check_fields, check_value, read_json, user_path
+from qtrain.checks import check_fields, check_value, read_json, shown, user_path
 from qtrain.checksums import check_checksums
 from qtrain.errors import UserError
 from qtrain.models.decoder import Decoder
@@ -108,7 +108,8 @@ def with_adapter_config(lora: Lora, flag: str = "--lora") -> Lora:
         if config.get(key) not in (plain, None):
             raise UserError(f"{where}: its {key} is {config[key]!r}, which is not supported; only {plain!r} is.")
     targets = config.get("target_modules")
-    parameters = _targets_of_parameters(config.get("target_parameters"), where)
+    parameters = check_value(f"{where}: target_parameters", config.get("target_parameters"), list[str] | None)
+    parameters = _targets_of_parameters(parameters, where)
     if parameters and targets is None:
         targets = []
     if isinstance(targets, list) and all(isinstance(t, str) for t in targets):
@@ -122,8 +123,8 @@ def with_adapter_config(lora: Lora, flag: str = "--lora") -> Lora:
         lora,
         r=check_value(f"{where}: r", config.get("r"), fields["r"]),
         alpha=check_value(f"{where}: lora_alpha", config.get("lora_alpha"), fields["alpha"]),
-        rslora=bool(config.get("use_rslora", False)),
-        dora=bool(config.get("use_dora", False)),
+        rslora=check_value(f"{where}: use_rslora", config.get("use_rslora", False), bool),
+        dora=check_value(f"{where}: use_dora", config.get("use_dora", False), bool),
         targets=targets,
     )
 
@@ -141,13 +142,16 @@ def _targets_of_parameters(parameters: Any, where: str) -> list[str]:
 
 
 @torch.no_grad()
-def load_adapter(model: nn.Module, folder: str, flag: str = "--lora") -> None:
-    """Fill the adapters of `model` from a folder. UserError for adapters of another model."""
+def load_adapter(model: nn.Module, folder: str, flag: str = "--lora", base: str | None = None) -> None:
+    """Fill the adapters of `model` from a folder. UserError for adapters of another model; a printed line for those
+    that name another one than `base` as theirs, which may be a copy of it."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     where = f"{flag}.adapter"
     path = user_path(folder, where) / WEIGHTS
+    if path.exists() and not path.is_file():
+        raise UserError(f"{where}: {path} is not a file.")
     try:
         saved = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -160,8 +164,14 @@ def load_adapter(model: nn.Module, folder: str, flag: str = "--lora") -> None:
         if saved[name].shape != _saved_shape(target):
             shapes = f"{list(saved[name].shape)}, here it is {list(_saved_shape(target))}"
             raise UserError(f"{where}: {folder} is an adapter of another model: {name} has the shape {shapes}.")
+        if not saved[name].is_floating_point():
+            kind = str(saved[name].dtype).removeprefix("torch.")
+            raise UserError(f"{where}: {folder}: {name} is stored as {kind}; only floating-point weights load.")
         refuse_nonfinite(f"{where} ({folder})", name, saved[name])
         target.copy_(saved[name].reshape(target.shape))
+    own = read_json(path.with_name(CONFIG), where).get("base_model_name_or_path")
+    if base is not None and own and own != base:
+        print(f"{where}: {folder} was trained on {shown(own)}; here it is added to --model {base}")
 
 
 def as_lora(values: dict[str, Any], flag: str = "--lora") -> Lora:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from qtrain.data import DATASETS, Sample, StreamContext, dataset_tokenizer, load_tokenizer, open_stream
+from qtrain.data.stream import check_kind
 from qtrain.data.text import documents as documents_module
 from qtrain.data.text import packing as packing_module
 from qtrain.errors import UserError
@@ -353,3 +354,11 @@ def test_the_size_of_an_epoch_is_estimated(datasets, kind, which):
             stream.next_sample()
             count += 1
     assert about == pytest.approx(count, rel=0.15), count
+
+
+def test_a_position_with_something_else_for_a_count_is_refused():
+    like = {"sample": 3, "datasets": [{"at": 1, "state": None}]}
+    check_kind({"sample": 9, "datasets": [{"at": 0, "state": {}}]}, like, "--train_ds")
+    for odd in ({"sample": "x"}, {"sample": -1}, {"datasets": [{"at": [1]}]}):
+        with pytest.raises(UserError, match=r"--train_ds: cannot resume: .* for a count"):
+            check_kind({**like, **odd}, like, "--train_ds")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from qtrain.errors import UserError
 from qtrain.models import (
@@ -158,3 +159,27 @@ def test_a_table_of_positions_limits_what_is_read(config, limit):
     assert generate(model, prompt, 8, temperature=0).shape == (1, 18)
     answers = answer(model, [[1, 2, 3], list(range(10))], 8, None, None)
     assert [len(ids) for ids in answers] == [3, 3] if limit else [8, 8]
+
+
+def test_what_transformers_would_draw_at_random_is_refused(tmp_path, capsys):
+    source = source_of("llama2")
+    export_hf(drawn(source), source, tmp_path)
+    (tmp_path / "checksums.json").unlink()
+    file, name = tmp_path / "model.safetensors", "model.norm.weight"
+    tensors = load_file(file)
+
+    def load(values: dict[str, torch.Tensor]) -> None:
+        save_file(values, file, metadata={"format": "pt"})
+        build_model(read_model_source(str(tmp_path)), impl="hf", pretrained=True)
+
+    with pytest.raises(UserError, match=f"--pretrained .* lacks the tensors: {name}"):
+        load({key: value for key, value in tensors.items() if key != name})
+    with pytest.raises(UserError, match=rf"another shape .*: {name} \[64\] \(expected \[32\]\)"):
+        load({**tensors, name: torch.ones(64)})
+    load({**tensors, "model.extra": torch.ones(2)})
+    assert "1 tensors are not used, first model.extra" in capsys.readouterr().out
+    file.unlink()
+    torch.save({"a": tmp_path}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="a file holds other objects than tensors") as caught:
+        build_model(read_model_source(str(tmp_path)), impl="hf", pretrained=True)
+    assert "weights_only" not in str(caught.value)

@@ -1,11 +1,14 @@
 """Adapters: those of PEFT, number for number, from the first step to the saved folder; and frozen bases in low bits."""
 
 import dataclasses
+import json
 import math
+import os
 import re
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from qtrain.errors import UserError
@@ -212,3 +215,37 @@ def test_scale_and_targets(folder):
     assert names == [f"layers.{i}.attn.qkv.{k}.0" for i in range(2) for k in ("lora_a", "lora_b")]
     with pytest.raises(UserError, match=r"--lora\.targets: unknown projection 'q_prj'.* Did you mean 'q_proj'"):
         adapted(folder, Lora(targets=("q_prj",)))
+
+
+def test_a_damaged_or_foreign_adapter_is_named(folder, tmp_path, capsys):
+    lora = Lora(r=2)
+    model = adapted(folder, lora)
+    save_adapter(model, lora, "their/base", tmp_path)
+    load_adapter(model, str(tmp_path), base="their/base")
+    assert not capsys.readouterr().out
+    load_adapter(model, str(tmp_path), base="other")
+    assert f"{tmp_path} was trained on 'their/base'; here it is added to --model other" in capsys.readouterr().out
+    weights = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    for change, says in (
+        (lambda t: t * float("nan"), "holds NaN"),
+        (lambda t: t.to(torch.int64), "is stored as int64; only floating-point"),
+    ):
+        save_file({name: change(t) for name, t in tensors.items()}, weights)
+        with pytest.raises(UserError, match=says):
+            load_adapter(model, str(tmp_path))
+    weights.unlink()
+    os.mkfifo(weights)
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors is not a file"):
+        load_adapter(model, str(tmp_path))
+
+
+@pytest.mark.parametrize("change", [{"use_dora": "no"}, {"use_rslora": []}, {"target_parameters": 5}, {"r": [2]}])
+def test_an_adapters_config_of_other_kinds_is_refused(folder, tmp_path, change):
+    lora = Lora(r=2)
+    save_adapter(adapted(folder, lora), lora, "base", tmp_path)
+    (tmp_path / "checksums.json").unlink()
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
+    with pytest.raises(UserError, match=rf"--lora\.adapter: {next(iter(change))}: .* is not allowed"):
+        as_lora({"adapter": str(tmp_path)})

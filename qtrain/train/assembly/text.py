@@ -18,6 +18,7 @@ from qtrain.data import (
     open_stream,
     with_chat_template,
 )
+from qtrain.data.stream import check_kind
 from qtrain.distributed.mesh import Mesh
 from qtrain.distributed.ranks import first_difference
 from qtrain.errors import UserError
@@ -61,14 +62,21 @@ class TextData:
     def loader(self, position: Mapping[str, Any] | None) -> Loader:
         """This rank's micro-batches from `position` on; None: from the start. UserError for a position of other
         data."""
-        return Loader(
-            self.stream,
-            self.micro_batch_size,
-            num_workers=self.settings.num_workers,
-            position=position,
-            rank=self.mesh.data_rank,
-            ranks=self.mesh.data_world,
-        )
+        if position is not None:
+            check_kind(position, self.stream.position(), "--train_ds")
+        try:
+            return Loader(
+                self.stream,
+                self.micro_batch_size,
+                num_workers=self.settings.num_workers,
+                position=position,
+                rank=self.mesh.data_rank,
+                ranks=self.mesh.data_world,
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            if position is None:
+                raise
+            raise UserError(f"--train_ds: the checkpoint's data position cannot be read ({error!r}).") from None
 
 
 def open_text(

@@ -44,13 +44,13 @@ def read_small(path: Path) -> bytes:
 
 def read_marker(path: Path) -> Marker:
     """The marker of a checkpoint all of whose files exist with their full size. Raises IncompleteCheckpoint."""
+    if path.is_symlink() and not path.exists():
+        raise IncompleteCheckpoint("it is a link to a folder that is not there")
     try:
         raw = json.loads(read_small(path / MARKER))
         files = {str(name): (int(size), int(crc)) for name, (size, crc) in raw["files"].items()}
         marker = Marker(int(raw["step"]), float(raw["saved_at"]), files)
     except (FileNotFoundError, NotADirectoryError):
-        if path.is_symlink() and not path.exists():
-            raise IncompleteCheckpoint("it is a link to a folder that is not there") from None
         raise IncompleteCheckpoint(f"it has no {MARKER} file, so it was not written to the end") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         raise IncompleteCheckpoint(f"its {MARKER} file is damaged") from None

@@ -52,7 +52,7 @@ from qtrain.train.state.state_dict import (
     set_rng_state,
     user_options,
 )
-from qtrain.train.state.train_state import TrainState
+from qtrain.train.state.train_state import OTHER_VERSION, TrainState
 
 SHARED_SECONDS = 10
 """How long a network file system may take to show a new folder to other machines."""
@@ -201,10 +201,13 @@ class Run:
     def _load(self, path: Path) -> list[str]:
         """Load a checkpoint. Returns the conversions of optimizer states. Raises UserError."""
         meta = read_meta(path)
-        if meta.get("script") != self.script or not {"state", "optim", "quantized_step"} <= meta.keys():
+        if meta.get("script") != self.script:
             raise UserError(
                 f"--resume: {path} was not saved by {self.script}.py; resume with the script that saved it."
             )
+        kinds = {"state": dict, "optim": dict, "quantized_step": int}
+        if not all(isinstance(meta.get(key), kind) for key, kind in kinds.items()):
+            raise UserError(OTHER_VERSION)
         state = TrainState.from_meta(meta["state"])
         if state.step > self.settings.n_steps:
             raise UserError(
@@ -284,9 +287,6 @@ class Run:
                 write_report(self.folder.path, failure=said)
 
     def _take_folder(self) -> None:
-        for name in ("config.json", "metrics.jsonl", "train.log", "run.lock"):
-            if (path := self.folder.path / name).exists() and not path.is_file():
-                raise UserError(f"--resume: {path} is not a file; move it away.")
         parent = self.folder.parent and {"run": str(self.folder.parent), "step": self.state.step}
         try:
             self._locks.enter_context(locked(self.folder.path))

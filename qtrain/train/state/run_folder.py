@@ -66,11 +66,19 @@ def find_run_folder(settings: TrainSettings, script: str) -> RunFolder:
     root = user_path(settings.runs_dir, "--runs_dir") / script
     checkpoint = None if settings.resume is None else resolve_resume(settings.resume, root, settings.run_name)
     if checkpoint and (run := run_of(checkpoint)):
+        _check_files(run)
         newest = newest_complete(checkpoint.parent)
         if newest and newest[0].samefile(checkpoint):
             check_unlocked(run)
             return RunFolder(run, checkpoint)
     return RunFolder(_free_path(root, settings.run_name), checkpoint)
+
+
+def _check_files(run: Path) -> None:
+    """UserError for a folder, a FIFO or a device in place of a file of the run: reading it may fail or never end."""
+    for name in ("config.json", "metrics.jsonl", "train.log", "run.lock"):
+        if (path := run / name).exists() and not path.is_file():
+            raise UserError(f"--resume: {path} is not a file; move it away.")
 
 
 def make_run_folder(folder: RunFolder, run_name: str) -> RunFolder:

@@ -2,9 +2,19 @@
 
 import uuid
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any
 
+from qtrain.checks import Range, check_value
 from qtrain.errors import UserError
+
+OTHER_VERSION = "--resume: the checkpoint's state is not one of this version; start from its hf/ export."
+_KINDS = {
+    "step": Annotated[int, Range(0)],
+    "tokens": Annotated[int, Range(0)],
+    "data": dict[str, Any] | None,
+    "best_eval_loss": float | None,
+    "run_id": str,
+}
 
 
 @dataclass
@@ -23,7 +33,11 @@ class TrainState:
     @classmethod
     def from_meta(cls, meta: dict[str, Any]) -> "TrainState":
         """The state saved in a checkpoint's meta. UserError if its fields are others."""
-        known = {f.name for f in fields(cls)}
-        if set(meta) != known or not isinstance(meta["step"], int) or not isinstance(meta["tokens"], int):
-            raise UserError("--resume: the checkpoint's state is not one of this version; start from its hf/ export.")
+        try:
+            if set(meta) != {f.name for f in fields(cls)}:
+                raise UserError("other fields")
+            for name, kind in _KINDS.items():
+                check_value(name, meta[name], kind)
+        except (UserError, TypeError):
+            raise UserError(OTHER_VERSION) from None
         return cls(**meta)

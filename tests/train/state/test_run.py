@@ -26,7 +26,7 @@ from qtrain.train.state.train_state import TrainState
 from qtrain.train.step import apply_gradients, compute_gradients
 from tests.cases import sampled
 from tests.system import TINY, tree
-from tests.train.state.test_checkpoint import flip
+from tests.train.state.test_checkpoint import flip, rewrite
 from tests.train.test_step import masked_batch
 
 
@@ -454,3 +454,30 @@ def test_the_setting_that_other_tensors_come_from_is_named():
     other.optimizer.add_param_group({"params": [other.model.extra], "weight_decay": 0.0})
     with pytest.raises(UserError, match=r"only one of them\. .*That run had --quantize 'int8', not 'int8_weight'\."):
         other.restore()
+
+
+ODD_META = {
+    "a negative step": {"step": -3},
+    "tokens as text": {"tokens": "5"},
+    "data as a list": {"data": [1]},
+    "another field": {"zzz": 1},
+}
+
+
+@pytest.mark.parametrize("case", ODD_META)
+def test_a_meta_of_other_kinds_is_a_message(case):
+    path = trained_run().checkpoints.latest()
+    meta = json.loads((path / "meta.json").read_text())
+    meta["state"] |= ODD_META[case]
+    rewrite(path, "meta.json", json.dumps(meta).encode())
+    with pytest.raises(UserError, match="the checkpoint's state is not one of this version"):
+        new_run(find_run_folder(settings(resume="auto"), "script")).restore()
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "train.log", "run.lock"])
+def test_a_device_or_a_fifo_in_place_of_a_file_of_the_run_is_refused(name):
+    run = trained_run().folder.path
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name) if name == "run.lock" else (run / name).symlink_to("/dev/zero")
+    with pytest.raises(UserError, match=f"{name} is not a file; move it away"):
+        find_run_folder(settings(resume="auto"), "script")
