@@ -36,7 +36,7 @@ def run_lm_eval(tasks: str, folder: Path, device: str) -> dict[str, float]:
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    check_checksums(folder, "--lm_eval")
+    check_checksums(Path(folder), "--lm_eval")
     arguments, manager = f"pretrained={folder},dtype=auto", TaskManager()
     try:
         names = manager.match_tasks(_names(tasks))
