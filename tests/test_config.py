@@ -1,6 +1,7 @@
 """Recipe and flags: precedence, help, and one short message for every mistake."""
 
 import dataclasses
+import importlib.util
 import json
 from typing import Annotated, Literal
 
@@ -175,3 +176,8 @@ def test_a_similar_file_is_suggested(tmp_path):
     recipe(tmp_path, "{}")
     with pytest.raises(UserError, match=r"Did you mean .*recipe\.json\?"):
         run("--config", str(tmp_path / "recipes.json"))
+
+
+def test_the_versions_of_a_run_name_what_draws_its_images_reads_its_flags_and_tracks_it():
+    expected = {name for name in ("timm", "tyro", "wandb") if importlib.util.find_spec(name)}
+    assert "tyro" in expected and expected <= versions().keys()
