@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from qtrain.checks import user_path
+from qtrain.data.files import data_path
 from qtrain.data.images.images import IMAGE_SETS, Images, ImageSet, decode
 from qtrain.errors import UserError, unknown_name
 
@@ -39,7 +39,7 @@ class ImageFolder(ImageSet):
     """folder between path and the classes, such as train or validation"""
 
     def open(self, flag: str) -> Images:
-        root = user_path(self.path, flag)
+        root = data_path(self.path, flag)
         if not root.is_dir():
             raise UserError(f"{flag}: the folder {self.path!r} does not exist.")
         if self.split is None:

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from qtrain.data.images.pixels import load_pixels
 from qtrain.errors import UserError, first_line
+from qtrain.reading import refuse_special
 from qtrain.registry import Registry
 
 MAX_PIXELS = 2**27
@@ -36,7 +38,7 @@ class Images(ABC):
 
     @abstractmethod
     def read(self, index: int) -> Image.Image:
-        """The decoded image, in any of PIL's modes. UserError where it is not an image."""
+        """The decoded image, in PIL's mode L or RGB. UserError where it is not an image."""
 
 
 class ImageSet(ABC):
@@ -86,15 +88,14 @@ def check_same_classes(train: Images, other: Images, flag: str) -> None:
 
 
 def decode(source: bytes | Path, name: str, flag: str) -> Image.Image:
-    """The image in a file or in bytes. name: for errors."""
-    if isinstance(source, Path) and source.exists() and not source.is_file():
-        raise UserError(f"{flag}: {name} is not a file.")  # opening a named pipe would wait for ever
+    """The image in a file or in bytes, in mode L or RGB. name: for errors."""
+    if isinstance(source, Path):
+        refuse_special(source, flag)
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise UserError(f"{flag}: {name} has {image.width:,} x {image.height:,} pixels, which is too large.")
-            image.load()
-            return image
+            return load_pixels(image)
     except UserError:
         raise
     except Exception as error:  # PIL's plugins raise struct.error, zlib.error, IndexError, ... for damaged files
