@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typeguard
 
 from qtrain.errors import UserError, nearest, unknown_name
+from qtrain.reading import FIFO_SECONDS, read_small, special_file
 
 MAX_INT = 2**63 - 1
 """The largest whole number that is accepted: torch's int64. Larger ones overflow where they meet a float."""
@@ -221,16 +222,17 @@ def user_path(name: str | Path, flag: str) -> Path:
 
 
 MAX_JSON = 1 << 26
-"""Characters of the largest JSON file that is read: one that never ends, such as /dev/zero, is refused."""
+"""Bytes of the largest JSON file that is read."""
 
 
 def read_json(path: str | Path, flag: str) -> Any:
     """Read a JSON file. UserError naming `flag` and the file if it is missing or broken."""
     path = user_path(path, flag)
     try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(MAX_JSON + 1)
+        text = read_small(path, MAX_JSON, FIFO_SECONDS).decode("utf-8-sig")
     except FileNotFoundError:
+        if kind := special_file(path):
+            raise UserError(f"{flag}: {path} is {kind}.") from None
         close = nearest(str(path), [str(p) for p in path.parent.glob("*.json")])
         hint = f" Did you mean {close}?" if close else ""
         raise UserError(f"{flag}: the file {path} does not exist.{hint}") from None
@@ -238,6 +240,4 @@ def read_json(path: str | Path, flag: str) -> Any:
         raise UserError(f"{flag}: cannot read {path}: {error.strerror}.") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{flag}: {path} is not UTF-8 text (byte {error.start}).") from None
-    if len(text) > MAX_JSON:
-        raise UserError(f"{flag}: {path} is longer than {MAX_JSON:,} characters; it is no settings file.")
     return parse_json(text, f"{flag} ({path})")

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "qtrain").rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 
-BASE = {"errors", "checks", "checksums", "registry", "config", "flags", "hub", "portable", "launcher_watch"}
+BASE = {"errors", "checks", "checksums", "registry", "config", "flags", "hub", "portable", "reading", "launcher_watch"}
 """Files that know no room; every room may use them."""
 BELOW_QUANT = {"distributed", "tensors", "kernels", "hardware"}
 ROOMS = {

@@ -11,6 +11,7 @@ from pathlib import Path
 from qtrain.checks import user_path
 from qtrain.data.compression import COMPRESSED
 from qtrain.errors import UserError, nearest
+from qtrain.reading import refuse_special
 
 COMPRESSIBLE = (".txt", ".py", ".jsonl", ".json", ".csv")
 SUFFIXES = (*COMPRESSIBLE, ".parquet", ".arrow")
@@ -42,10 +43,10 @@ def format_of(path: Path) -> str:
 def match_files(entry: str, suffixes: Iterable[str], flag: str, fix: str = "") -> list[TextFile]:
     """The files of a path, a glob (`**` allowed) or a folder, sorted. UserError, with `fix`, when there are none."""
     suffixes = tuple(suffixes)
-    path = user_path(entry, flag)
+    path = data_path(entry, flag)
     if path.is_dir():
         taken = set(suffixes) - set(NAMED_ONLY)
-        root, found = path, sorted(p for p in path.rglob("*") if format_of(p) in taken and p.is_file())
+        root, found = path, sorted(p for p in path.rglob("*") if format_of(p) in taken and not p.is_dir())
     elif path.is_file():
         if format_of(path) not in suffixes:
             compressed = f", compressed or not ({', '.join(COMPRESSED)})" if suffixes == SUFFIXES else ""
@@ -55,23 +56,45 @@ def match_files(entry: str, suffixes: Iterable[str], flag: str, fix: str = "") -
         root, found = path.parent, [path]
     elif glob.has_magic(entry):
         first_magic = next(i for i, part in enumerate(path.parts) if glob.has_magic(part))
-        matches = sorted(Path(p) for p in glob.glob(str(path), recursive=True))
-        root, found = Path(*path.parts[:first_magic]), [p for p in matches if format_of(p) in suffixes and p.is_file()]
+        root, found = Path(*path.parts[:first_magic]), [p for p in map(Path, matches(path)) if format_of(p) in suffixes]
     else:
         close = nearest(entry, [str(p) for p in path.parent.glob("*")]) if path.parent.is_dir() else None
         raise UserError(f"{flag}: {entry!r} does not exist.{f' Did you mean {close!r}?' if close else ''}{fix}")
+    for file in found:
+        refuse_special(file, flag)
     if not found:
         raise UserError(f"{flag}: {entry!r} matches no file with the ending {' or '.join(suffixes)}.")
     return [TextFile(p, p.relative_to(root).as_posix()) for p in found]
+
+
+def data_path(entry: str, flag: str) -> Path:
+    """A path of data as the user gave it, which need not exist. UserError for a FIFO, socket or device, which cannot be
+    read twice, and for a link that leads nowhere."""
+    path = user_path(entry, flag)
+    refuse_special(path, flag)
+    return path
+
+
+def matches(pattern: str | Path) -> list[str]:
+    """What a glob (`**` allowed) matches besides folders, sorted, each name of a file once: `**` follows links to
+    folders, also back to a folder that it came from."""
+    found: dict[tuple[str, str], str] = {}
+    for path in sorted(glob.glob(str(pattern), recursive=True)):
+        if not os.path.isdir(path):
+            folder, name = os.path.split(path)
+            found.setdefault((os.path.realpath(folder), name), path)
+    return list(found.values())
 
 
 def match_globs(patterns: str | list[str], flag: str) -> list[str]:
     """The files of globs (`**` allowed), sorted within each. UserError for one that matches none."""
     files: list[str] = []
     for pattern in as_list(patterns):
-        found = sorted(glob.glob(pattern, recursive=True))
+        found = matches(pattern)
         if not found:
             raise UserError(f"{flag}: {pattern!r} matches no file.")
+        for file in found:
+            refuse_special(file, flag)
         files += found
     return files
 

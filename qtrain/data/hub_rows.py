@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from qtrain.data.columns import missing_column, valid_unicode
 from qtrain.data.compression import COMPRESSED, CORRUPT, register_zstd
-from qtrain.data.files import as_list
+from qtrain.data.files import as_list, data_path, match_globs
 from qtrain.data.permutation import Permutation
 from qtrain.data.row_counts import estimate_rows
 from qtrain.errors import UserError, first_line, unknown_name
@@ -147,6 +147,8 @@ class RowSource:
 
     def _check_files(self, flag: str) -> None:
         if self.dataset not in LOCAL_READERS:
+            if self._is_local():
+                data_path(self.dataset, flag)
             if Path(self.dataset).is_file():
                 known = ", ".join(READERS)
                 raise UserError(f"{flag}: {self.dataset!r} cannot be read by its ending; allowed: {known}.")
@@ -155,8 +157,8 @@ class RowSource:
         elif not self._files():
             raise UserError(f"{flag}: the dataset {self.dataset!r} is a file format; name its files in data_files.")
         for pattern in self._files() if self.dataset in LOCAL_READERS else []:
-            if "://" not in pattern and not glob.glob(pattern, recursive=True):
-                raise UserError(f"{flag}: data_files: {pattern!r} matches no file.")
+            if "://" not in pattern:
+                match_globs(pattern, f"{flag}: data_files")
 
 
 class RowReader:

@@ -1,8 +1,10 @@
 """What paths, globs, folders and python:stdlib mean, and that a file's split depends on its own path alone."""
 
+import os
+
 import pytest
 
-from qtrain.data.files import STDLIB, match_files, split_of, stdlib_files, text_files
+from qtrain.data.files import STDLIB, match_files, match_globs, split_of, stdlib_files, text_files
 from qtrain.errors import UserError
 
 
@@ -102,3 +104,31 @@ def test_errors(tree, paths, split, said):
 def test_an_empty_folder_is_named(tmp_path):
     with pytest.raises(UserError, match=str(tmp_path)):
         match_files(str(tmp_path), [".bin"], "--train_ds")
+
+
+def test_files_that_are_none_are_not_passed_over(tmp_path):
+    """Named, in a folder and in a glob: a FIFO, and a link to nothing, as git-annex and moved folders leave them."""
+    (tmp_path / "a.txt").write_text("a")
+    for name, make in {"b.txt": os.mkfifo, "c.txt": lambda path: os.symlink("gone", path)}.items():
+        make(tmp_path / name)
+        said = (
+            "is a FIFO, not a regular file" if name == "b.txt" else "is a symbolic link to 'gone', which does not exist"
+        )
+        for entry in (tmp_path / name, tmp_path, f"{tmp_path}/*.txt"):
+            with pytest.raises(UserError, match=f"--files: '{tmp_path}/{name}' {said}"):
+                text_files(str(entry), "all", 0.05, "--files")
+        with pytest.raises(UserError, match=said):
+            match_globs(f"{tmp_path}/*", "--train_ds")
+        (tmp_path / name).unlink()
+    os.mkdir(tmp_path / "d.txt")
+    assert [f.relative for f in text_files(str(tmp_path), "all", 0.05, "--files")] == ["a.txt"]
+
+
+def test_links_back_to_a_folder_do_not_repeat_its_files(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "b.txt").symlink_to("../a.txt")
+    os.symlink(tmp_path, tmp_path / "in" / "back")
+    for entry in (str(tmp_path), f"{tmp_path}/**/*.txt"):
+        assert [f.relative for f in text_files(entry, "all", 0.05, "--files")] == ["a.txt", "in/b.txt"]
+    assert len(match_globs(f"{tmp_path}/**/*.txt", "--train_ds")) == 2

@@ -4,7 +4,8 @@
 - raw: no header, uint16 tokens;
 - llm.q: 1024 bytes of header: "BIN.TOK\\n", then as int32 [2] version (1 or 2), [3] bytes per token, [4] token count,
   [5] vocabulary, [6] mask flag; then the tokens, then, if flagged, one bit per token;
-- llm.c: 1024 bytes of header: int32 [0] magic, [1] version, [2] token count; then uint16 or uint32 tokens.
+- llm.c: 1024 bytes of header: int32 [0] magic, [1] version, [2] token count; then the tokens: uint16 after magic
+  20240520 version 1, uint32 after 20240801 version 7. Its other files have magics of their own, and are refused.
 
 All are little-endian. llm.q's mask bit of position i is 0 where that position's target, token i+1, is not trained on.
 A file whose size contradicts its header or manifest is refused, when it is opened and at every read. Files are read,
@@ -19,14 +20,28 @@ from typing import BinaryIO
 
 import numpy as np
 
-from qtrain.checks import user_path
-from qtrain.data.files import as_list, match_files
+from qtrain.data.files import as_list, data_path, match_files
 from qtrain.data.text.manifest import DTYPES, FILE_NAME, Manifest, read_manifest
 from qtrain.errors import UserError
+from qtrain.reading import refuse_special
 
 HEADER_BYTES = 1024
 LLMQ_MAGIC = b"BIN.TOK\n"
-LLMC_MAGICS = (20240520, 20240801)  # GPT-2's tokens, Llama 3's tokens
+LLMC = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
+"""llm.c's magics -> version and dtype: GPT-2's tokens, Llama 3's tokens."""
+OTHER_FILES = {
+    **{n.to_bytes(4, "little"): "a model of llm.c" for n in (20240326, 20240803)},
+    **{n.to_bytes(4, "little"): "a state of llm.c" for n in (20240327, 20240527)},
+    (20240328).to_bytes(4, "little"): "a tokenizer of llm.c",
+    (20240522).to_bytes(4, "little"): "an evaluation file of llm.c",
+    b"PK\3\4": "a zip or PyTorch file",
+    b"PAR1": "a parquet file",
+    b"GGUF": "a GGUF model",
+    b"\x93NUM": "a .npy file",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+    b"\x1f\x8b\x08": "compressed with gzip",
+}
+"""First bytes of files that are no raw tokens, though they may have the ending .bin."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +69,15 @@ def find_shards(dataset_dir: str | list[str], flag: str) -> tuple[list[Shard], l
     shards: list[Shard] = []
     manifests: dict[Path, Manifest] = {}
     for entry in as_list(dataset_dir):
-        folder = user_path(entry, flag)
-        if folder.is_dir() and (folder / FILE_NAME).is_file():
+        folder = data_path(entry, flag)
+        if folder.is_dir() and os.path.lexists(folder / FILE_NAME):
             paths = [folder / shard.file for shard in _manifest(folder, manifests, flag).shards]
         else:
             paths = [
                 file.path for file in match_files(entry, [".bin"], flag, " Token shards are made by tokenize_data.py.")
             ]
         for path in paths:
-            has_manifest = (path.parent / FILE_NAME).is_file()
+            has_manifest = os.path.lexists(path.parent / FILE_NAME)
             manifest = _manifest(path.parent, manifests, flag) if has_manifest else None
             shards.append(open_shard(path, manifest, flag))
     if not shards:
@@ -80,6 +95,7 @@ def _manifest(folder: Path, known: dict[Path, Manifest], flag: str) -> Manifest:
 
 def open_shard(path: Path, manifest: Manifest | None, flag: str) -> Shard:
     """Recognise a .bin file and check its size. Raises UserError naming the file."""
+    refuse_special(path, flag)
     try:
         size = path.stat().st_size
         with path.open("rb") as stream:
@@ -88,11 +104,14 @@ def open_shard(path: Path, manifest: Manifest | None, flag: str) -> Shard:
         raise UserError(f"{flag}: cannot read {path}: {error.strerror or error}") from None
     if manifest is not None:
         shard = _listed(path, manifest, flag)
-    elif len(header) == HEADER_BYTES and header.startswith(LLMQ_MAGIC):
-        shard = _llmq(path, header, flag)
-    elif len(header) == HEADER_BYTES and int.from_bytes(header[:4], "little") in LLMC_MAGICS:
-        shard = _llmc(path, header, size, flag)
+    elif header.startswith(LLMQ_MAGIC) or int.from_bytes(header[:4], "little") in LLMC:
+        if len(header) < HEADER_BYTES:
+            raise UserError(f"{flag}: {path} ends within its header, after {size} bytes. Write or copy it again.")
+        shard = (_llmq if header.startswith(LLMQ_MAGIC) else _llmc)(path, header, flag)
     else:
+        for start, kind in OTHER_FILES.items():
+            if header.startswith(start):
+                raise UserError(f"{flag}: {path} is {kind}, not a file of token ids.")
         if size % 2 or not size:
             raise UserError(f"{flag}: {path} is not a file of uint16 tokens: it has {size} bytes. Is it truncated?")
         shard = Shard(path, size // 2, "uint16")
@@ -114,19 +133,24 @@ def _listed(path: Path, manifest: Manifest, flag: str) -> Shard:
 
 def _llmq(path: Path, header: bytes, flag: str) -> Shard:
     version, token_bytes, tokens, _, masked = np.frombuffer(header, "<i4")[2:7].tolist()
-    if version not in (1, 2) or token_bytes not in DTYPES.values() or tokens < 0:
+    known = version == 1 or (version == 2 and masked in (0, 1))
+    if not known or token_bytes not in DTYPES.values() or tokens < 0:
         raise UserError(
-            f"{flag}: {path}: an llm.q header with version {version}, {token_bytes} bytes per token and {tokens} "
-            "tokens; supported are versions 1 and 2 with 2 or 4 bytes."
+            f"{flag}: {path}: an llm.q header with version {version}, {token_bytes} bytes per token, {tokens} tokens "
+            f"and mask flag {masked}; supported are versions 1 and 2 with 2 or 4 bytes and a flag of 0 or 1."
         )
     return Shard(path, tokens, "uint16" if token_bytes == 2 else "uint32", HEADER_BYTES, version == 2 and masked == 1)
 
 
-def _llmc(path: Path, header: bytes, size: int, flag: str) -> Shard:
-    tokens = int(np.frombuffer(header, "<i4")[2])
-    if tokens < 0:
-        raise UserError(f"{flag}: {path}: an llm.c header with {tokens} tokens; the file is damaged.")
-    return Shard(path, tokens, "uint32" if size - HEADER_BYTES == 4 * tokens else "uint16", HEADER_BYTES)
+def _llmc(path: Path, header: bytes, flag: str) -> Shard:
+    magic, version, tokens = np.frombuffer(header, "<i4")[:3].tolist()
+    known, dtype = LLMC[magic]
+    if version != known or tokens < 0:
+        raise UserError(
+            f"{flag}: {path}: an llm.c header with magic {magic}, version {version} and {tokens} tokens; supported are "
+            f"{' and '.join(f'magic {m} with version {v} ({d} ids)' for m, (v, d) in LLMC.items())}."
+        )
+    return Shard(path, tokens, dtype, HEADER_BYTES)
 
 
 class TokenArray:

@@ -19,6 +19,7 @@ from qtrain.checksums import check_checksums
 from qtrain.data.tokenizers.sentencepiece_model import convert_sentencepiece
 from qtrain.errors import UserError, first_line, nearest
 from qtrain.hub import hub_reachable, reaching_hub
+from qtrain.reading import refuse_special
 
 ALIASES = {
     "llama2": ("NousResearch/Llama-2-7b-hf", "Llama 2's 32,000 pieces, from an ungated mirror"),
@@ -216,6 +217,7 @@ def load_tokenizer(name: str, flag: str) -> Tokenizer:
     if name in ALIASES:
         return _from_hub(name, ALIASES[name][0], flag)
     path = user_path(name, flag)
+    refuse_special(path, flag)
     if path.is_dir():
         return _from_folder(name, path, flag)
     if path.is_file():
@@ -243,6 +245,7 @@ def _from_hub(name: str, repo: str, flag: str) -> Tokenizer:
 
 def _from_folder(name: str, folder: Path, flag: str) -> Tokenizer:
     for file in ("tokenizer.json", "tokenizer.model"):
+        refuse_special(folder / file, flag)
         if (folder / file).is_file():
             return _from_file(name, folder / file, flag)
     raise UserError(f"{flag}: {name!r} holds neither tokenizer.json nor tokenizer.model; give one of the two.")
@@ -264,6 +267,8 @@ def _from_file(name: str, path: Path, flag: str) -> Tokenizer:
             return FastTokenizer(name, *convert_sentencepiece(model, path, flag), sentencepiece_model=model)
         except OSError as error:
             raise UserError(f"{flag}: cannot read {path}: {error.strerror or error}") from None
+    for file in (*HUB_FILES, "tokenizer.model"):
+        refuse_special(path.parent / file, flag)
     check_checksums(path.parent, flag, lambda file: file in (*HUB_FILES, "tokenizer.model"))
     config: dict[str, Any] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):

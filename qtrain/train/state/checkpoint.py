@@ -41,9 +41,11 @@ from qtrain.checks import user_path
 from qtrain.distributed.ranks import all_gather, on_all_ranks, rank, world
 from qtrain.errors import TrainingStopped, UserError, first_line
 from qtrain.portable import sync_to_disk
+from qtrain.reading import read_small
 from qtrain.train.state.checkpoint_index import INDEX, CheckedReader, read_index
 from qtrain.train.state.checkpoint_marker import (
     MARKER,
+    MAX_BYTES,
     META,
     IncompleteCheckpoint,
     Marker,
@@ -52,7 +54,6 @@ from qtrain.train.state.checkpoint_marker import (
     incomplete_checkpoints,
     newest_complete,
     read_marker,
-    read_small,
     seal,
 )
 from qtrain.train.state.run_lock import process_exists
@@ -134,7 +135,7 @@ def _verified(path: Path) -> tuple[Marker, dict[str, Any]]:
         raise damaged(path, "there is no such folder")
     try:
         marker = read_marker(path)
-        data = read_small(path / META)
+        data = read_small(path / META, MAX_BYTES)
         meta = json.loads(data) if zlib.crc32(data) == marker.files[META][1] else None
     except IncompleteCheckpoint as reason:
         raise damaged(path, str(reason)) from None

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qtrain.portable import sync_to_disk
+from qtrain.reading import read_small
 from qtrain.train.state.checkpoint_index import INDEX
 
 MARKER = "COMPLETE"
 META = "meta.json"
+MAX_BYTES = 1 << 28
+"""Of a marker or a meta at most: what is longer, such as a link to /dev/zero, is none."""
 
 
 @dataclass(frozen=True)
@@ -27,27 +30,12 @@ class IncompleteCheckpoint(Exception):
     """A folder is not a complete checkpoint; the message gives the reason."""
 
 
-MAX_BYTES = 1 << 28
-"""Of a marker or a meta: what is longer, such as a link to /dev/zero, is none."""
-
-
-def read_small(path: Path) -> bytes:
-    """The bytes of a marker or a meta. Raises OSError, ValueError for what is no file of that kind."""
-    if path.exists() and not path.is_file():  # opening a FIFO waits for a writer
-        raise ValueError(f"{path} is not a file")
-    with path.open("rb") as file:
-        data = file.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"{path} is too long")
-    return data
-
-
 def read_marker(path: Path) -> Marker:
     """The marker of a checkpoint all of whose files exist with their full size. Raises IncompleteCheckpoint."""
     if path.is_symlink() and not path.exists():
         raise IncompleteCheckpoint("it is a link to a folder that is not there")
     try:
-        raw = json.loads(read_small(path / MARKER))
+        raw = json.loads(read_small(path / MARKER, MAX_BYTES))
         files = {str(name): (int(size), int(crc)) for name, (size, crc) in raw["files"].items()}
         marker = Marker(int(raw["step"]), float(raw["saved_at"]), files)
     except (FileNotFoundError, NotADirectoryError):

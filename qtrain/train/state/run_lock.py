@@ -17,7 +17,8 @@ from typing import Annotated
 
 from qtrain.checks import Range, check_fields
 from qtrain.errors import UserError
-from qtrain.train.state.checkpoint_marker import read_small
+from qtrain.reading import read_small
+from qtrain.train.state.checkpoint_marker import MAX_BYTES
 
 try:
     import fcntl
@@ -115,7 +116,7 @@ def _turn(folder: Path) -> Iterator[None]:
 def _read(folder: Path) -> Owner | None:
     """The owner that the lock names; None without a lock, and for one whose writer was killed while writing it."""
     with contextlib.suppress(OSError, ValueError, RecursionError, UserError):
-        owner = json.loads(read_small(folder / NAME))
+        owner = json.loads(read_small(folder / NAME, MAX_BYTES))
         return Owner(**check_fields(Owner, owner, NAME)) if isinstance(owner, dict) else None
     return None
 

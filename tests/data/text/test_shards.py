@@ -90,6 +90,17 @@ def header(path, index, value):
     return path
 
 
+def write_bytes(path, data):
+    path.write_bytes(data)
+    return path
+
+
+def unlinked_manifest(folder):
+    (folder / "manifest.json").unlink()
+    (folder / "manifest.json").symlink_to("gone")
+    return folder
+
+
 BAD = {
     "odd raw": (lambda p: cut(write_raw(p / "x.bin", TOKENS), 1), "x.bin is not a file of uint16"),
     "empty": (lambda p: write_raw(p / "x.bin", TOKENS[:0]), "x.bin is not a file of uint16"),
@@ -99,7 +110,19 @@ BAD = {
     "llmq bytes": (lambda p: header(write_llmq(p / "x.bin", TOKENS, None), 3, 8), "8 bytes per token"),
     "llmq count": (lambda p: header(write_llmq(p / "x.bin", TOKENS, None), 4, -5), "-5 tokens"),
     "short llmc": (lambda p: cut(write_llmc(p / "x.bin", TOKENS), 2), "its header says 1003 tokens"),
-    "llmc count": (lambda p: header(write_llmc(p / "x.bin", TOKENS), 2, -1), "damaged"),
+    "llmc count": (lambda p: header(write_llmc(p / "x.bin", TOKENS), 2, -1), "-1 tokens"),
+    "llmc version": (lambda p: header(write_llmc(p / "x.bin", TOKENS), 1, 9), "version 9 and 1003 tokens; supported"),
+    "llmc version of the other": (lambda p: header(write_llmc(p / "x.bin", TOKENS), 1, 7), "version 7"),
+    "llmc ids of the other": (lambda p: header(write_llmc(p / "x.bin", TOKENS, "<u4"), 1, 1), "20240801, version 1"),
+    "llmc evaluation": (lambda p: header(write_llmc(p / "x.bin", TOKENS), 0, 20240522), "an evaluation file of llm.c"),
+    "llmc model": (lambda p: header(write_llmc(p / "x.bin", TOKENS), 0, 20240326), "a model of llm.c"),
+    "llmc cut header": (lambda p: cut(write_llmc(p / "x.bin", TOKENS[:0]), 24), "ends within its header, after 1000"),
+    "llmq cut header": (lambda p: cut(write_llmq(p / "x.bin", TOKENS[:0], None), 24), "ends within its header"),
+    "llmq mask flag": (lambda p: header(write_llmq(p / "x.bin", TOKENS, None), 6, 5), "mask flag 5"),
+    "a FIFO": (lambda p: (os.mkfifo(p / "x.bin"), p / "x.bin")[1], "x.bin' is a FIFO, not a regular file"),
+    "a manifest that is a broken link": (lambda p: unlinked_manifest(ours(p / "set")), "a symbolic link to 'gone', wh"),
+    "a PyTorch file": (lambda p: write_bytes(p / "x.bin", b"PK\3\4" + bytes(996)), "is a zip or PyTorch file"),
+    "a gzip file": (lambda p: write_bytes(p / "x.bin", b"\x1f\x8b\x08" + bytes(997)), "is compressed with gzip"),
     "short shard": (lambda p: cut(ours(p / "set") / "tokens_00001.bin", 2).parent, "the manifest says 403 tokens"),
     "unlisted": (lambda p: write_raw(ours(p / "set") / "more.bin", TOKENS), "not in the manifest.json"),
     "unfinished": (lambda p: ours(p / "set", complete=False), "not finished"),
