@@ -3,7 +3,7 @@
 The assistant's text is found by rendering: each conversation is rendered up to each of the assistant's turns, once with
 the opening of the answer (`add_generation_prompt`) and once with the answer; the difference is trained on. That holds
 for every template that only appends. One that rewrites earlier turns is refused. Templates run in transformers'
-sandbox.
+sandbox, which bounds a single range but not nested loops, so their time is limited.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +12,7 @@ from typing import Any
 
 from qtrain.checks import shown
 from qtrain.data.examples.examples import ExampleDataset, Renderer, Segment
+from qtrain.data.examples.time_limit import TimeIsUp, time_limit
 from qtrain.data.stream import DATASETS
 from qtrain.data.tokenizers.tokenizer import Tokenizer
 from qtrain.errors import UserError, first_line, unknown_name
@@ -23,6 +24,9 @@ CHAT_TEMPLATES = {
     ),
 }
 """Named templates, for tokenizers that have none."""
+
+RENDER_SECONDS = 10
+"""How long a template may render one conversation. Milliseconds are usual."""
 
 ROLE_ALIASES = {"human": "user", "gpt": "assistant"}
 """ShareGPT's names of roles."""
@@ -58,6 +62,7 @@ class ChatRenderer(Renderer):
 
     def __init__(self, template: str, column: str, tokenizer: Tokenizer, flag: str):
         self._template, self._column, self._flag = template, column, flag
+        self._of = "chat template" if template in CHAT_TEMPLATES.values() else f"chat template of {tokenizer.name!r}"
         self.columns = (column,)
         ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
         self._tokens = {name: "" if i is None else tokenizer.decode([i]) for name, i in ids.items()}
@@ -97,16 +102,21 @@ class ChatRenderer(Renderer):
         return found
 
     def _render(self, messages: Sequence[Mapping[str, str]], open_answer: bool) -> str:
-        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         if not messages and not open_answer:
             return ""
         try:
-            rendered, _ = render_jinja_template(
-                [list(messages)], chat_template=self._template, add_generation_prompt=open_answer, **self._tokens
-            )
-        except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
+            with time_limit(RENDER_SECONDS):
+                rendered, _ = render_jinja_template(
+                    [list(messages)], chat_template=self._template, add_generation_prompt=open_answer, **self._tokens
+                )
+        except TimeIsUp:
+            raise UserError(
+                f"{self._flag}: the {self._of} takes more than {RENDER_SECONDS} s for one conversation; its loops have "
+                'no end in sight. Use another, such as "template":"chatml".'
+            ) from None
+        except Exception as error:  # a template is code: it may divide by zero, or recurse without end
             reason = first_line(error)
-            raise UserError(f"{self._flag}: the chat template refuses a conversation: {reason}.") from None
+            raise UserError(f"{self._flag}: the {self._of} refuses a conversation: {reason}.") from None
         return rendered[0]

@@ -161,7 +161,15 @@ class FastTokenizer(Tokenizer):
         return FastTokenizer, (self.name, self._json, self._config, self._chat_template, self._sentencepiece_model)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        """UserError for a text that the library cannot process, as where a pattern of it backtracks without end."""
+        try:
+            return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        except BaseException as error:
+            reason = _library_error(error)
+            raise UserError(
+                f"the tokenizer {self.name!r} cannot process a text of at most {max(map(len, texts), default=0):,} "
+                f"characters: {reason}. Give another tokenizer, or leave such text out."
+            ) from error
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -292,5 +300,18 @@ def _from_file(name: str, path: Path, flag: str) -> Tokenizer:
         tokenizer = FastTokenizer(name, text, config, chat_template, model_bytes)
         tokenizer.encode(PROBE)  # a vocabulary without its own unknown token fails at some text
         return tokenizer
-    except Exception as error:  # the Rust library raises bare Exception
-        raise UserError(f"{flag}: {path} is not a tokenizer.json: {first_line(error)}") from None
+    except BaseException as error:
+        reason = _library_error(error.__cause__ if isinstance(error, UserError) and error.__cause__ else error)
+        raise UserError(f"{flag}: {path} is not a tokenizer.json: {reason}") from None
+
+
+def _library_error(error: BaseException) -> str:
+    """What an error of the Rust library says: a bare Exception, or where it panics, as on a pattern that backtracks too
+    far, pyo3's PanicException, which is no Exception and cannot be pickled. Any other one is raised."""
+    if type(error).__name__ == "PanicException":
+        return (
+            f"a pattern (regex) of its normalizer or pre_tokenizer may need too many steps ({first_line(error)[:80]})"
+        )
+    if not isinstance(error, Exception):
+        raise error
+    return first_line(error)

@@ -228,3 +228,19 @@ def test_errors_are_one_line(name, said, paths, tmp_path, offline):
     with pytest.raises(UserError, match=r"^--tokenizer") as caught:
         load_tokenizer(name.format(tmp=tmp_path), "--tokenizer")
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("step", ["normalizer", "pre_tokenizer"])
+def test_a_pattern_that_backtracks_without_end(step, tmp_path):
+    """pyo3's PanicException is no Exception, and a process of a pool cannot send it."""
+    backend = Backend(models.WordLevel({"<unk>": 0, "</s>": 1}, unk_token="<unk>"))
+    pattern = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "b"}
+    if step == "pre_tokenizer":
+        pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    (tmp_path / "bad.json").write_text(json.dumps({**json.loads(backend.to_str()), step: pattern}))
+    tokenizer = load_tokenizer(str(tmp_path / "bad.json"), "--tokenizer")
+    with pytest.raises(UserError) as caught:
+        tokenizer.encode_batch(["fine", "a" * 3000 + "b"])
+    said = f"the tokenizer '{tmp_path}/bad.json' cannot process a text of at most 3,001 characters: a pattern (regex)"
+    assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
+    assert "bad.json" in str(pickle.loads(pickle.dumps(caught.value)))
