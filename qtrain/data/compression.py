@@ -1,10 +1,13 @@
-"""Compressed files by the ending of their names: .gz, .bz2, .xz and .zst."""
+"""Compressed files by the ending of their names: .gz, .bz2, .xz and .zst; and bounds on what is read of a file."""
 
 import bz2
+import errno
+import functools
 import gzip
 import io
 import lzma
 import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,10 +16,56 @@ CORRUPT = (EOFError, zlib.error, lzma.LZMAError)
 """What decompressing a damaged or truncated file raises, besides OSErrors and ValueErrors."""
 DAMAGED = (OSError, *CORRUPT)
 
+MAX_RECORD = 1 << 28
+"""Bytes of one record at most: a line of JSON, or a row of a .csv file."""
+MAX_DOCUMENT = 1 << 30
+"""Bytes of a file at most that is one document."""
 
-def open_decompressed(path: Path) -> BinaryIO:
-    """The contents of a file, decompressed where its ending says that it is compressed. Raises OSError; reading raises
-    one of DAMAGED."""
+
+def open_decompressed(path: Path, most: int | None = None) -> BinaryIO:
+    """The contents of a file that is decoded whole, decompressed where its ending says that it is compressed. Raises
+    OSError; reading raises one of DAMAGED, and OSError after `most` bytes, None: half of the memory."""
+    return io.BufferedReader(_Bounded(_open(path), most), 1 << 20)
+
+
+def bounded_lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, with their numbers from 1 on. Raises OSError for one longer than MAX_RECORD."""
+    number = 0
+    while line := stream.readline(MAX_RECORD + 1):
+        number += 1
+        if len(line) > MAX_RECORD:
+            raise OSError(errno.EFBIG, f"line {number} is longer than {MAX_RECORD:,} bytes; divide it")
+        if line.strip():
+            yield number, line
+
+
+class _Bounded(io.RawIOBase):
+    """A file that may be too large to be held in memory, as a few megabytes of it compressed can be."""
+
+    def __init__(self, file: BinaryIO, most: int | None):
+        self._file, self._most, self._read = file, most, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._file.read(len(buffer))
+        self._read += len(data)
+        if self._read > MAX_DOCUMENT and self._most is None:
+            from qtrain.hardware import host_memory  # imports torch
+
+            self._most = max(MAX_DOCUMENT, (host_memory() or 0) // 2)
+        if self._most is not None and self._read > self._most:
+            raise OSError(errno.EFBIG, f"it holds more than {self._most:,} bytes, too many to be read whole; divide it")
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _open(path: Path) -> BinaryIO:
     match path.suffix:
         case ".gz":
             return gzip.open(path)
@@ -29,12 +78,57 @@ def open_decompressed(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-def register_zstd() -> None:
-    """Have fsspec, and with it `datasets`, open .zst files. Without this they need one more package."""
+def register_openers() -> None:
+    """Have fsspec, and with it `datasets`, refuse compressed files with a line longer than MAX_RECORD, which would be
+    read whole, and open .zst files, which needs one more package without this."""
     from fsspec.compression import compr, register_compression
 
-    if "zstd" not in compr:
-        register_compression("zstd", _open_zstd, "zst")
+    endings = {"gzip": "gz", "bz2": "bz2", "xz": "xz", "lzma": "xz", "zstd": "zst"}
+    for name, ending in endings.items():
+        opener = compr.get(name, _open_zstd)
+        if not isinstance(opener, functools.partial):  # not registered yet
+            register_compression(name, functools.partial(_open_lines, opener), ending, force=True)
+
+
+def _open_lines(opener: Callable[..., BinaryIO], file: Any, mode: str = "rb", **options: Any) -> BinaryIO:
+    opened = opener(file, mode=mode, **options)
+    name = getattr(file, "path", None) or getattr(file, "name", "a file")
+    return opened if mode[0] in "wax" else io.BufferedReader(_BoundedLines(opened, str(name)), 1 << 20)
+
+
+class _BoundedLines(io.RawIOBase):
+    """A file of lines that may be too long to be held in memory. A JSON list may be one line."""
+
+    def __init__(self, file: BinaryIO, name: str):
+        self._file, self._name, self._line, self._is_list = file, name, 0, None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self._file.seekable()
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._line = 0
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._file.read(len(buffer))
+        if self._is_list is None:
+            self._is_list = data.lstrip().startswith(b"[")
+        newline = data.rfind(b"\n")
+        self._line = self._line + len(data) if newline < 0 else len(data) - newline - 1
+        if self._line > MAX_RECORD and not self._is_list:
+            raise OSError(errno.EFBIG, f"{self._name} has a line longer than {MAX_RECORD:,} bytes; divide it")
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def _open_zstd(file: Any, mode: str = "rb", **_: Any) -> BinaryIO:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtrain.data.columns import missing_column, valid_unicode
-from qtrain.data.compression import COMPRESSED, CORRUPT, register_zstd
+from qtrain.data.compression import COMPRESSED, CORRUPT, register_openers
 from qtrain.data.files import as_list, data_path, match_globs
 from qtrain.data.permutation import Permutation
 from qtrain.data.row_counts import estimate_rows
@@ -75,7 +75,7 @@ class RowSource:
 
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its complaints become one UserError
         datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else each opening calls the hub, of local files too
-        register_zstd()
+        register_openers()
         self._check_files(flag)
         with self.reading(flag):
             splits = datasets.load_dataset(self.dataset, self.subset, data_files=self.data_files, streaming=True)
@@ -129,6 +129,10 @@ class RowSource:
                     names = re.findall(r"'([^']+)'", found.group(1))
                     raise unknown_name(flag, f"subset of {self.dataset!r}", str(self.subset), names) from None
                 raise UserError(f"{flag}: {what} cannot be read: {first_line(error)}") from None
+            except MemoryError:
+                raise UserError(
+                    f"{flag}: {what} cannot be read: a record of it does not fit into memory. Divide it."
+                ) from None
             except ImportError as error:  # fsspec's, for a protocol in data_files whose package is not installed
                 raise UserError(
                     f"{flag}: {what} cannot be read: {first_line(error)}. Or download the files and give their paths."
@@ -136,7 +140,8 @@ class RowSource:
             except OSError as error:
                 if not local:
                     raise
-                raise UserError(f"{flag}: {what} cannot be read: {first_line(error)}") from None
+                reason = first_line(error.strerror or error)
+                raise UserError(f"{flag}: {what} cannot be read: {reason}") from None
 
     def _is_local(self) -> bool:
         return self.dataset in LOCAL_READERS or self.dataset.startswith((".", "/")) or Path(self.dataset).is_dir()

@@ -3,20 +3,21 @@
 They are decoded whole, except .arrow, which is mapped into memory.
 """
 
+import io
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from qtrain.data.compression import COMPRESSED, DAMAGED, open_decompressed
+from qtrain.data.compression import COMPRESSED, DAMAGED, MAX_RECORD, bounded_lines, open_decompressed
 from qtrain.data.files import format_of
 from qtrain.errors import UserError, first_line
 
 if TYPE_CHECKING:
     import pyarrow
 
-CSV_BLOCK = 1 << 28
-"""Bytes of a row of a .csv file at most."""
+CHUNK_CHARACTERS = 1 << 26
+"""Of texts that become one chunk of a column."""
 
 
 def is_decoded_whole(path: Path) -> bool:
@@ -42,31 +43,48 @@ def text_column(path: Path, column: str, text_of: TextOf, check: Check, flag: st
             case ".csv":
                 return _column(_csv(path, column), path, column, check, flag)
             case ".json":
-                texts = _json_texts(path, text_of)
+                return _in_chunks(_json_texts(path, text_of))
             case _:
                 with open_decompressed(path) as lines:
-                    texts = _line_texts(lines, path, text_of)
+                    return _in_chunks(_line_texts(lines, path, text_of))
     except (pyarrow.ArrowException, *DAMAGED) as error:
-        reason = first_line(error)
+        reason = first_line(getattr(error, "strerror", None) or error)
         raise UserError(f"{flag}: cannot read {path}: {reason}.") from None
+    except MemoryError:
+        raise UserError(
+            f"{flag}: {path} is decoded whole, and does not fit into memory. Divide it, or convert it to .parquet."
+        ) from None
     except UnicodeDecodeError as error:
         raise UserError(f"{flag}: {path} is not UTF-8 text (byte {error.start}).") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{flag}: {path}: not valid JSON ({error}).") from None
-    return pyarrow.chunked_array([pyarrow.array(texts, pyarrow.large_string())])
 
 
-def _line_texts(lines: Iterable[bytes], path: Path, text_of: TextOf) -> list[str]:
-    return [text_of(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
+def _in_chunks(texts: Iterator[str]) -> "pyarrow.ChunkedArray":
+    """A column of texts of any number: of those of one chunk only, Python's strings are in memory too."""
+    import pyarrow
+
+    chunks, held, size = [], [], 0
+    for text in texts:
+        held.append(text)
+        size += len(text)
+        if size >= CHUNK_CHARACTERS:
+            chunks.append(pyarrow.array(held, pyarrow.large_string()))
+            held, size = [], 0
+    return pyarrow.chunked_array([*chunks, pyarrow.array(held, pyarrow.large_string())])
 
 
-def _json_texts(path: Path, text_of: TextOf) -> list[str]:
+def _line_texts(lines: BinaryIO, path: Path, text_of: TextOf) -> Iterator[str]:
+    return (text_of(line, f"{path}, line {number}") for number, line in bounded_lines(lines))
+
+
+def _json_texts(path: Path, text_of: TextOf) -> Iterator[str]:
     """Of a list of records, or of lines as in a .jsonl file."""
     with open_decompressed(path) as stream:
         data = stream.read()
     if data.lstrip().startswith(b"["):
-        return [text_of(record, f"{path}, record {i}") for i, record in enumerate(json.loads(data))]
-    return _line_texts(data.splitlines(), path, text_of)
+        return (text_of(record, f"{path}, record {i}") for i, record in enumerate(json.loads(data)))
+    return _line_texts(io.BytesIO(data), path, text_of)
 
 
 def _column(table: "pyarrow.Table", path: Path, column: str, check: Check, flag: str) -> "pyarrow.ChunkedArray":
@@ -99,7 +117,7 @@ def _csv(path: Path, column: str) -> "pyarrow.Table":
     with open_decompressed(path) as stream:
         return csv.read_csv(
             stream,
-            read_options=csv.ReadOptions(block_size=CSV_BLOCK),
+            read_options=csv.ReadOptions(block_size=MAX_RECORD),
             parse_options=csv.ParseOptions(newlines_in_values=True),
             convert_options=csv.ConvertOptions(column_types={column: pyarrow.large_string()}),
         )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qtrain.data.columns import missing_column, valid_unicode
-from qtrain.data.compression import DAMAGED, open_decompressed
+from qtrain.data.compression import DAMAGED, MAX_DOCUMENT, MAX_RECORD, open_decompressed
 from qtrain.data.files import TextFile
 from qtrain.data.permutation import Permutation
 from qtrain.data.text.decoded import is_decoded_whole, text_column
@@ -68,6 +68,10 @@ class Documents:
                 return [Block(file, len(rows), cached=True, decoded_bytes=_cached_size(rows, file.path))]
             if file.path.suffix == ".jsonl":
                 starts = _line_starts(file.path)
+                if len(starts) > 1 and np.diff(starts).max() > MAX_RECORD:
+                    at = int(starts[np.diff(starts).argmax()])
+                    where = f"{self._flag}: {file.path}, line at byte {at}"
+                    raise UserError(f"{where}: it is longer than {MAX_RECORD:,} bytes; divide it.")
                 block = Block(file, len(starts) - 1, starts)
                 if block.count:
                     self._read_line(block, 0)  # refuses a wrong column before the run
@@ -127,11 +131,13 @@ class Documents:
     def _text(self, path: Path) -> str:
         """The contents of a .txt or .py file."""
         try:
-            with open_decompressed(path) as stream:
+            with open_decompressed(path, MAX_DOCUMENT) as stream:
                 return stream.read().decode()
         except DAMAGED as error:
             reason = first_line(getattr(error, "strerror", None) or error)
             raise UserError(f"{self._flag}: cannot read {path}: {reason}") from None
+        except MemoryError:
+            raise UserError(f"{self._flag}: {path} does not fit into memory as one document. Divide it.") from None
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{self._flag}: {path} is not UTF-8 text (byte {error.start}). Convert it, or give paths without it."

@@ -1,5 +1,6 @@
 """Documents of every file format are found and read exactly; their orders are permutations in bounded memory."""
 
+import gzip
 import json
 
 import numpy as np
@@ -7,7 +8,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from qtrain.data.files import text_files
+from qtrain import hardware
+from qtrain.data import compression
+from qtrain.data.files import TextFile, text_files
+from qtrain.data.hub_rows import RowSource
+from qtrain.data.text import decoded
 from qtrain.data.text import documents as documents_module
 from qtrain.data.text.documents import DocumentOrder, Documents
 from qtrain.errors import UserError
@@ -173,3 +178,41 @@ def test_damage_in_the_middle_names_file_and_place(tmp_path):
     assert documents.read(3) == "x"
     with pytest.raises(UserError, match=rf"x\.jsonl, line at byte {2 * len(good)}: not valid JSON"):
         documents.read(2)
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".bz2", ".xz", ".zst"])
+def test_a_line_that_is_too_long_is_named(ending, tmp_path, monkeypatch):
+    """A few megabytes of compressed JSON can be one line of gigabytes."""
+    for module in (compression, documents_module):
+        monkeypatch.setattr(module, "MAX_RECORD", 5000)
+    path = tmp_path / f"a.jsonl{ending}"
+    data = b'{"text": "a"}\n\n{"text": "' + b"b" * 10_000 + b'"}'
+    path.write_bytes(compress(data, ending))
+    where = "line 3 is" if ending else "line at byte 15: it is"
+    with pytest.raises(UserError, match=rf"^--files: .*a\.jsonl.*{where} longer than 5,000 bytes; divide it"):
+        Documents([TextFile(path, "a")], "text", "--files")
+    if ending:
+        source = RowSource.of(str(path), None, "train", ("text",), None)
+        with pytest.raises(UserError, match=rf"^--files: .*a.jsonl{ending} has a line longer than 5,000 bytes; div"):
+            source.open("--files")
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.py.xz", "a.json.zst", "a.csv.bz2"])
+def test_a_file_that_cannot_be_held_in_memory_is_named(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(documents_module, "MAX_DOCUMENT", 5000)
+    monkeypatch.setattr(compression, "MAX_DOCUMENT", 5000)
+    monkeypatch.setattr(hardware, "host_memory", lambda: 12_000)
+    path = tmp_path / name
+    path.write_bytes(compress(b"text\n" + b"b\n" * 5000, path.suffix))
+    most = "5,000" if ".txt" in name or ".py" in name else "6,000"
+    with pytest.raises(UserError, match=rf"^--files: cannot read .*{name}: it holds more than {most} bytes, too many"):
+        Documents([TextFile(path, name)], "text", "--files")
+
+
+def test_a_column_in_several_chunks(tmp_path, monkeypatch):
+    monkeypatch.setattr(decoded, "CHUNK_CHARACTERS", 10)
+    path = tmp_path / "a.jsonl.gz"
+    texts = [str(n) * 7 for n in range(9)]
+    path.write_bytes(gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts).encode()))
+    found = Documents([TextFile(path, "a")], "text", "--files")
+    assert [found.read(n) for n in range(len(found))] == texts
