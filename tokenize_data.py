@@ -17,6 +17,7 @@ from qtrain.checks import Range, user_path
 from qtrain.checksums import sha256_of
 from qtrain.config import command_line, parse, run_script
 from qtrain.data.files import SPLITS, STDLIB
+from qtrain.data.hub_rows import reader_of
 from qtrain.data.text.corpus import Corpus, HubCorpus, LocalCorpus
 from qtrain.data.text.manifest import FILE_NAME, Manifest, read_manifest, write_atomic
 from qtrain.data.text.tokenize import check_finished_shards, dtype_for, tokenize
@@ -35,7 +36,7 @@ class TokenizeSettings:
     """Tokenize a dataset of the Hugging Face hub, or local files, into shards for the dataset type `token`."""
 
     dataset: str | None = None
-    """tinystories, c4_realnewslike, fineweb_edu, or any hub dataset ORG/NAME."""
+    """tinystories, c4_realnewslike, fineweb_edu, any hub dataset ORG/NAME, or a local file or folder."""
     files: tuple[str, ...] = ()
     """Local text instead of a dataset: .txt, .py, .jsonl, .json, .csv, .parquet or .arrow files, compressed ones too
     (.gz, .zst, .bz2, .xz), globs, folders, or python:stdlib."""
@@ -134,7 +135,9 @@ def output_folder(settings: TokenizeSettings, split: str, several: bool) -> Path
     if settings.output_dir:
         return user_path(f"{settings.output_dir}_{split}" if several else settings.output_dir, "--output_dir")
     if settings.dataset:
-        name = "_".join(filter(None, [settings.dataset.split("/")[-1], settings.subset]))
+        base = settings.dataset.split("/")[-1]
+        base = (base.split("*")[0].split(".")[0] or "text") if reader_of(base) else base
+        name = "_".join(filter(None, [base, settings.subset]))
     else:
         name = "stdlib" if settings.files[0] == STDLIB else Path(settings.files[0].split("*")[0]).stem or "text"
     return Path(f"{name}_{split}")

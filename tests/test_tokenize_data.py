@@ -1,7 +1,9 @@
 """tokenize_data.py: what it writes is the corpus, whole, in order and the same however often it is stopped."""
 
+import errno
 import hashlib
 import json
+import multiprocessing.synchronize
 import os
 import signal
 import subprocess
@@ -10,6 +12,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
@@ -77,6 +80,39 @@ def test_output_does_not_depend_on_the_number_of_processes(here):
     for n in ("1", "3"):
         tokenize_data.main([*BYTE[:-1], n, "--shard_tokens", "3000", "--output_dir", f"out{n}"])
     assert contents(here / "out1") == contents(here / "out3")
+
+
+def test_without_shared_memory_this_process_encodes(here, monkeypatch, capsys):
+    """The semaphores of a pool are files of /dev/shm, which may be read-only."""
+    tokenize_data.main([*BYTE, "--output_dir", "usual"])
+
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(multiprocessing.synchronize.SemLock, "__init__", refuse)
+    tokenize_data.main([*BYTE, "--output_dir", "alone"])
+    assert (
+        "encoding in this process: no other can be started (Read-only file system, of /dev/shm)"
+        in capsys.readouterr()[0]
+    )
+    assert (here / "alone/tokens_00000.bin").read_bytes() == (here / "usual/tokens_00000.bin").read_bytes()
+
+
+def test_a_local_file_is_a_dataset_too(here, capsys):
+    """With the split train only; another file under its name is told from it."""
+    file = next((here.parent / "parquet").glob("*.parquet")).rename(here / "rows.parquet")
+    argv = ["--dataset", "./rows.parquet", "--tokenizer", "byte", "--n_procs", "1"]
+    tokenize_data.main([*argv, "--split", "train"])
+    texts = pyarrow.parquet.read_table(file)["text"].to_pylist()
+    expected = np.concatenate([[*text.encode(), 257] for text in texts if text])
+    assert np.array_equal(tokens_of(here / "rows_train"), expected)
+    tokenize_data.main(["--files", "./rows.parquet", *argv[2:], "--split", "all", "--output_dir", "as_files"])
+    assert np.array_equal(tokens_of(here / "as_files"), expected)
+    with pytest.raises(UserError, match=r"--dataset: unknown split of 'parquet' 'validation'.* Allowed: train"):
+        tokenize_data.main([*argv, "--split", "validation"])
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["other"]}), file)
+    with pytest.raises(UserError, match="rows_train was made from files that have changed since"):
+        tokenize_data.main([*argv, "--split", "train"])
 
 
 def test_splits_share_one_tokenizer_trained_on_train(here, capsys):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from qtrain.data.columns import missing_column, valid_unicode
 from qtrain.data.compression import COMPRESSED, CORRUPT, register_openers
-from qtrain.data.files import as_list, data_path, match_globs
+from qtrain.data.files import as_list, data_path, match_globs, matches
 from qtrain.data.permutation import Permutation
 from qtrain.data.row_counts import estimate_rows
 from qtrain.errors import UserError, first_line, unknown_name
@@ -142,6 +142,11 @@ class RowSource:
                     raise
                 reason = first_line(error.strerror or error)
                 raise UserError(f"{flag}: {what} cannot be read: {reason}") from None
+
+    def local_files(self) -> list[str]:
+        """The files that data_files names on this machine."""
+        local = [pattern for pattern in self._files() if "://" not in pattern]
+        return [file for pattern in local for file in matches(pattern)] if self.dataset in LOCAL_READERS else []
 
     def _is_local(self) -> bool:
         return self.dataset in LOCAL_READERS or self.dataset.startswith((".", "/")) or Path(self.dataset).is_dir()

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import multiprocessing
 import os
+import pickle
 import queue
 import signal
 import threading
@@ -87,12 +88,16 @@ class PrefetchThread(Generic[T]):
 
 
 class PrefetchProcess(PrefetchThread[Item]):
-    """Runs `produce(*args)`, a function of a module, in a process; a thread here receives its items."""
+    """Runs `produce(*args)`, a function of a module, in a process; a thread here receives its items.
+
+    They are pickled here: torch would send tensors among them through /dev/shm, which may be read-only or full."""
 
     def __init__(self, produce: Callable[..., Iterator[Item]], args: tuple, prefetch: int = 2):
         context = multiprocessing.get_context("spawn")  # a forked process may not use the thread pools of its parent
         receiver, sender = context.Pipe(duplex=False)
-        self.process = context.Process(target=_serve, args=(sender, produce, args), name="data", daemon=True)
+        self.process = context.Process(
+            target=_serve, args=(sender, pickle.dumps((produce, args))), name="data", daemon=True
+        )
         self.process.start()
         sender.close()  # only the process holds it now: when the process dies, receiving ends
         super().__init__(_receive(receiver), prefetch)
@@ -148,12 +153,13 @@ def _close(producer: weakref.ref) -> None:
 # ---- across processes ------------------------------------------------------------------------------------------------
 
 
-def _serve(sender: Connection, produce: Callable[..., Iterator[Item]], args: tuple) -> None:
+def _serve(sender: Connection, pickled: bytes) -> None:
     """The main function of the process. The end (None) and errors are sent like items."""
     for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # a signal to the process group: training still finishes its step
     with contextlib.suppress(BrokenPipeError):  # the receiver is gone, perhaps with its process
         try:
+            produce, args = pickle.loads(pickled)
             for batch, position in produce(*args):
                 _send(sender, batch, position)
             sender.send(None)

@@ -1,6 +1,7 @@
 """What tokenize_data.py reads: documents in a fixed order, in chunks, each with a state to resume from."""
 
 import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
@@ -69,7 +70,7 @@ class LocalCorpus:
 
 
 class HubCorpus:
-    """A dataset of the Hugging Face hub, streamed in its stored order."""
+    """A dataset of the hub, or a local file or folder of the same formats, streamed in its stored order."""
 
     def __init__(self, dataset: str, subset: str | None, split: str, text_column: str, flag: str):
         close = nearest(dataset, NAMED_SETS) if "/" not in dataset and dataset not in NAMED_SETS else None
@@ -79,10 +80,11 @@ class HubCorpus:
                 f"Allowed: {', '.join(NAMED_SETS)}, or a hub id such as ORG/NAME."
             )
         name, own_subset = NAMED_SETS.get(dataset, (dataset, None))
-        source = RowSource(name, subset or own_subset, split, (text_column,), data_files=None)
+        source = RowSource.of(name, subset or own_subset, split, (text_column,), None)
         self._reader = RowReader(source, seed=0, shuffle=False, flag=flag)
         self.n_documents = source.n_rows(flag)
-        self.fingerprint = f"{self._reader.shards} files"
+        sizes = [os.path.getsize(file) for file in source.local_files()]
+        self.fingerprint = f"{self._reader.shards} files" + (f" of {sizes} bytes" if sizes else "")
 
     def chunks(self, state: dict[str, Any] | None) -> Iterator[tuple[dict[str, Any], list[str]]]:
         state = state or self._reader.first_cursor()

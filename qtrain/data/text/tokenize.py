@@ -137,7 +137,13 @@ def encode_chunks(
         chunk_state, future = waiting.popleft()
         return Encoded(chunk_state, *future.result())
 
-    pool = ProcessPoolExecutor(n_procs, context, _prepare_process, prepare)
+    try:
+        pool = ProcessPoolExecutor(n_procs, context, _prepare_process, prepare)
+    except OSError as error:  # its semaphores are files of /dev/shm
+        print(f"encoding in this process: no other can be started ({error.strerror}, of /dev/shm)", flush=True)
+        _use(tokenizer, dtype)
+        yield from (Encoded(chunk_state, *_encode(texts)) for chunk_state, texts in corpus.chunks(state))
+        return
     try:
         for chunk_state, texts in corpus.chunks(state):
             waiting.append((chunk_state, pool.submit(_encode, texts)))
@@ -154,10 +160,15 @@ def encode_chunks(
 
 
 def _prepare_process(tokenizer: Tokenizer, dtype: np.dtype, parent: int) -> None:
-    global _tokenizer, _dtype
-    _tokenizer, _dtype = tokenizer, dtype
+    _use(tokenizer, dtype)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C
     threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
+
+
+def _use(tokenizer: Tokenizer, dtype: np.dtype) -> None:
+    """Of `_encode` in this process."""
+    global _tokenizer, _dtype
+    _tokenizer, _dtype = tokenizer, dtype
 
 
 def _exit_with(parent: int) -> None:

@@ -1,6 +1,7 @@
 """Micro-batches of images: a function of their number alone, whoever makes them and wherever a run begins."""
 
 import random
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
@@ -50,6 +51,17 @@ def test_a_resumed_loader_goes_on_at_the_exact_image(images, options):
         loader.close()
         assert all(same(a[0], b[0]) and a[1] == b[1] for a, b in zip(rest, whole[start:], strict=False)), start
     assert not same(whole[0][0], whole[12][0])
+
+
+def test_processes_are_given_tensors_without_shared_memory(images, monkeypatch):
+    """torch would send a transform's mean through /dev/shm, which may be read-only or full."""
+
+    def refuse(*_):
+        raise RuntimeError("unable to open shared memory object")
+
+    for kind in (torch.Tensor, torch.UntypedStorage):
+        monkeypatch.setitem(ForkingPickler._extra_reducers, kind, refuse)
+    assert len(take(ImageLoader(maker(images), "--train_ds", num_workers=1), 1)) == 1
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
