@@ -98,6 +98,15 @@ def test_without_shared_memory_this_process_encodes(here, monkeypatch, capsys):
     assert (here / "alone/tokens_00000.bin").read_bytes() == (here / "usual/tokens_00000.bin").read_bytes()
 
 
+def test_names_of_files_need_not_be_text(here):
+    """A newline, and bytes that are not UTF-8, as a glob finds them."""
+    for name in (b"n\xff.txt", b"n\n.txt"):
+        (here / os.fsdecode(name)).write_text("some text")
+    tokenize_data.main(["--files", "n*.txt", *BYTE[2:], "--output_dir", "named"])
+    assert read_manifest(here / "named", "test").documents == 2
+    tokenize_data.main(["--files", "n*.txt", *BYTE[2:4], "--split", "train", "--validation_fraction", "0", *BYTE[6:]])
+
+
 def test_a_local_file_is_a_dataset_too(here, capsys):
     """With the split train only; another file under its name is told from it."""
     file = next((here.parent / "parquet").glob("*.parquet")).rename(here / "rows.parquet")
@@ -108,7 +117,7 @@ def test_a_local_file_is_a_dataset_too(here, capsys):
     assert np.array_equal(tokens_of(here / "rows_train"), expected)
     tokenize_data.main(["--files", "./rows.parquet", *argv[2:], "--split", "all", "--output_dir", "as_files"])
     assert np.array_equal(tokens_of(here / "as_files"), expected)
-    with pytest.raises(UserError, match=r"--dataset: unknown split of 'parquet' 'validation'.* Allowed: train"):
+    with pytest.raises(UserError, match=r"--dataset: unknown split of './rows.parquet' 'validation'.* Allowed: train"):
         tokenize_data.main([*argv, "--split", "validation"])
     pyarrow.parquet.write_table(pyarrow.table({"text": ["other"]}), file)
     with pytest.raises(UserError, match="rows_train was made from files that have changed since"):

@@ -130,5 +130,6 @@ def text_files(paths: str | list[str], split: str, validation_fraction: float, f
 
 def split_of(key: str, validation_fraction: float) -> str:
     """'train' or 'validation' for an item by a hash of its key alone, so that no other item can move it."""
-    uniform = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") / 2**64
+    data = key.encode(errors="surrogatepass")  # a file's name need not be UTF-8
+    uniform = int.from_bytes(hashlib.sha256(data).digest()[:8], "little") / 2**64
     return "validation" if uniform < validation_fraction else "train"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from qtrain.data.columns import missing_column, valid_unicode
 from qtrain.data.compression import COMPRESSED, CORRUPT, register_openers
 from qtrain.data.files import as_list, data_path, match_globs, matches
+from qtrain.data.json_depth import guard_datasets
 from qtrain.data.permutation import Permutation
 from qtrain.data.row_counts import estimate_rows
 from qtrain.errors import UserError, first_line, unknown_name
@@ -69,6 +70,12 @@ class RowSource:
             dataset, data_files = reader, dataset
         return RowSource(dataset, subset, split, columns, data_files, records)
 
+    @property
+    def name(self) -> str:
+        """For messages: of a file format the file, or the first of several; else the dataset."""
+        files = self._files() if self.dataset in LOCAL_READERS else []
+        return f"{files[0]} and {len(files) - 1} more" if len(files) > 1 else files[0] if files else self.dataset
+
     def open(self, flag: str) -> "datasets.IterableDataset":
         """The streaming dataset; files, split and columns are checked. Raises UserError naming `flag`."""
         import datasets
@@ -76,22 +83,23 @@ class RowSource:
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its complaints become one UserError
         datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else each opening calls the hub, of local files too
         register_openers()
+        guard_datasets()
         self._check_files(flag)
         with self.reading(flag):
             splits = datasets.load_dataset(self.dataset, self.subset, data_files=self.data_files, streaming=True)
             if self.split not in splits:
                 fix = 'To divide the rows of a file, give "part" instead.' if self.records and self._is_local() else ""
-                raise unknown_name(flag, f"split of {self.dataset!r}", self.split, map(str, splits), fix)
+                raise unknown_name(flag, f"split of {self.name!r}", self.split, map(str, splits), fix)
             rows = splits[self.split]
             first = next(iter(rows), None)
         if first is None:
-            raise UserError(f"{flag}: the dataset {self.dataset!r} has no rows in the split {self.split!r}.")
+            raise UserError(f"{flag}: the dataset {self.name!r} has no rows in the split {self.split!r}.")
         for column in self.columns:
             if column not in first:
                 fix = "Name one of these in the template." if self.records else "Set text_column to one."
-                raise missing_column(flag, f"the dataset {self.dataset!r}", column, list(first), fix)
+                raise missing_column(flag, f"the dataset {self.name!r}", column, list(first), fix)
             if not self.records and not isinstance(first[column], str | None):
-                raise UserError(f"{flag}: the column {column!r} of {self.dataset!r} is not text.")
+                raise UserError(f"{flag}: the column {column!r} of {self.name!r} is not text.")
         return rows.select_columns(list(self.columns))
 
     def n_rows(self, flag: str) -> int | None:
@@ -116,8 +124,7 @@ class RowSource:
     @contextlib.contextmanager
     def reading(self, flag: str) -> Iterator[None]:
         """Wrap any reading of this source: failures of the hub and of the library become one UserError."""
-        file = self.records and isinstance(self.data_files, str)
-        what = f"the dataset {self.data_files if file else self.dataset!r}"
+        what = f"the dataset {self.name!r}"
         local = self._is_local() and not any("://" in file for file in self._files())
         with contextlib.nullcontext() if local else reaching_hub(flag, what, self.fix):
             try:

@@ -362,3 +362,16 @@ def test_a_position_with_something_else_for_a_count_is_refused():
     for odd in ({"sample": "x"}, {"sample": -1}, {"datasets": [{"at": [1]}]}):
         with pytest.raises(UserError, match=r"--train_ds: cannot resume: .* for a count"):
             check_kind({**like, **odd}, like, "--train_ds")
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":', '[{"text":'])
+def test_json_that_is_nested_too_deeply_is_refused(opening, tmp_path):
+    """pyarrow's parser would end the process. Brackets in a text are no nesting until there are too many in one."""
+    deep = tmp_path / "deep.jsonl"
+    record = '{"text":"[[[["}\n' * 500
+    deep.write_text(f'{record}{{"text":{opening * 100_000}\n')
+    spec = {"type": "hf_text", "dataset": str(deep), "tokenizer": "byte"}
+    with pytest.raises(UserError, match=r"^--train_ds: .*deep\.jsonl' cannot be read: a record of JSON opens [12]00,0"):
+        open_stream(spec, StreamContext(10), "--train_ds")
+    deep.write_text(record)
+    open_stream(spec, StreamContext(10), "--train_ds").next_sample()

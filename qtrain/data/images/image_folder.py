@@ -41,7 +41,8 @@ class ImageFolder(ImageSet):
     def open(self, flag: str) -> Images:
         root = data_path(self.path, flag)
         if not root.is_dir():
-            raise UserError(f"{flag}: the folder {self.path!r} does not exist.")
+            wrong = "is a file" if root.exists() else "does not exist"
+            raise UserError(f"{flag}: the folder {self.path!r} {wrong}.")
         if self.split is None:
             _refuse_splits_as_classes(root, flag)
         else:

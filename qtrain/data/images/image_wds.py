@@ -14,12 +14,13 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from qtrain.checks import MAX_INT
+from qtrain.checks import MAX_INT, MAX_JSON
 from qtrain.data.files import match_globs
 from qtrain.data.images.image_folder import ENDINGS
 from qtrain.data.images.images import IMAGE_SETS, Images, ImageSet, class_names, decode
 from qtrain.errors import UserError, unknown_name
 from qtrain.hub import hub_file, reaching_hub
+from qtrain.reading import read_small
 
 FIX = "Check the name, or give local tar files in paths."
 
@@ -64,9 +65,10 @@ class WebDataset(ImageSet):
         names = None
         if self.classes is not None:
             try:
-                names = Path(self.classes).read_text(encoding="utf-8").split("\n")
-            except (OSError, UnicodeDecodeError):
-                raise UserError(f"{flag}: cannot read the classes in {self.classes!r}.") from None
+                names = read_small(self.classes, MAX_JSON).decode().split("\n")
+            except (OSError, UnicodeDecodeError) as error:
+                reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+                raise UserError(f"{flag}: cannot read the classes in {self.classes!r}: {reason}.") from None
             names = [name.strip() for name in names if name.strip()]
             if len(names) != len(set(names)) or not names:
                 why = "names a class twice" if names else "is empty"

@@ -16,6 +16,8 @@ REDUCED_OR_MASK = 5  # bits of SUBFILE_TYPE
 def load_pixels(image: Image.Image) -> Image.Image:
     """Decode an opened image: mode L or RGB, transparent pixels over white. ValueError for more than one frame, and for
     pixels that have no fixed range."""
+    if image.format == "EPS":
+        raise ValueError("it is PostScript, a program that Ghostscript would run")
     if (frames := _frames(image)) > 1:
         raise ValueError(f"it has {frames} frames; save those that are wanted as files of their own")
     image.load()

@@ -52,7 +52,7 @@ class LocalCorpus:
         self._documents = Documents(files, text_column, flag)
         self.n_documents = len(self._documents)
         sizes = "".join(f"{file.relative}\0{file.path.stat().st_size}\n" for file in files)
-        self.fingerprint = hashlib.sha256(sizes.encode()).hexdigest()[:16]
+        self.fingerprint = hashlib.sha256(sizes.encode(errors="surrogatepass")).hexdigest()[:16]
 
     def chunks(self, state: dict[str, Any] | None) -> Iterator[tuple[dict[str, Any], list[str]]]:
         at = check_fields(_LocalState, state, "manifest.json: cursor.source")["document"] if state else 0

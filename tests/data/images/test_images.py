@@ -1,5 +1,6 @@
 """Sets of images: the same images and labels come out of every form that they are stored in."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -92,3 +93,22 @@ def test_folders_of_splits_are_not_taken_for_classes(tmp_path):
 def test_every_type_describes_itself():
     assert IMAGE_SETS.names() == ["hf_image", "image_folder", "parquet", "sklearn:digits", "wds"]
     assert all(line.endswith(".") or len(line) > 40 for _, line in IMAGE_SETS.describe())
+
+
+def test_classes_in_a_file_that_never_ends(tmp_path):
+    write_tar(tmp_path / "a.tar", range(6))
+    os.mkfifo(tmp_path / "fifo")
+    for name, said in {
+        "/dev/zero": "it is a device",
+        f"{tmp_path}/fifo": "it is a FIFO",
+        "gone": "No such file",
+    }.items():
+        spec = {"type": "wds", "paths": f"{tmp_path}/a.tar", "classes": name}
+        with pytest.raises(UserError, match=f"^--train_ds: cannot read the classes in '{name}': {said}"):
+            open_images(spec, "--train_ds")
+
+
+def test_a_file_is_no_folder_of_images(tmp_path):
+    (tmp_path / "a.png").write_bytes(b"")
+    with pytest.raises(UserError, match=r"the folder '.*a\.png' is a file"):
+        open_images({"type": "image_folder", "path": f"{tmp_path}/a.png"}, "--train_ds")

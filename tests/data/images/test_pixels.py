@@ -117,3 +117,9 @@ def test_files_of_all_modes_are_read_as_grey_or_color(tmp_path):
     write_folder(tmp_path)
     images = open_images({"type": "image_folder", "path": str(tmp_path)}, "--train_ds")
     assert {images.read(n).mode for n in range(len(images))} == {"L", "RGB"}
+
+
+def test_postscript_is_not_run():
+    program = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n(x) print\n"
+    with pytest.raises(UserError, match="it is PostScript, a program that Ghostscript would run"):
+        decode(program, "x", "--train_ds")
