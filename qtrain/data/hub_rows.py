@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtrain.data.columns import missing_column, valid_unicode
-from qtrain.data.compression import COMPRESSED, CORRUPT, register_openers
+from qtrain.data.compression import COMPRESSED, CORRUPT, DAMAGED, open_decompressed, register_openers
 from qtrain.data.files import as_list, data_path, match_globs, matches
 from qtrain.data.json_depth import guard_datasets
 from qtrain.data.permutation import Permutation
@@ -37,6 +37,9 @@ def reader_of(path: str) -> str | None:
     name = Path(path)
     return READERS.get(Path(name.stem).suffix if name.suffix in COMPRESSED else name.suffix)
 
+
+MAX_COLUMNS = 10_000
+"""Of a .csv file."""
 
 FIX = "Check the name, or use local files, which need no network (dataset type text, or tokenize_data.py --files)."
 
@@ -174,8 +177,16 @@ class RowSource:
         elif not self._files():
             raise UserError(f"{flag}: the dataset {self.dataset!r} is a file format; name its files in data_files.")
         for pattern in self._files() if self.dataset in LOCAL_READERS else []:
-            if "://" not in pattern:
-                match_globs(pattern, f"{flag}: data_files")
+            for file in match_globs(pattern, f"{flag}: data_files") if "://" not in pattern else []:
+                self._check_columns(Path(file), flag)
+
+    def _check_columns(self, file: Path, flag: str) -> None:
+        """A .csv file of very many columns would take minutes to be opened."""
+        if self.dataset != "csv":
+            return
+        with contextlib.suppress(*DAMAGED), open_decompressed(file) as stream:  # reading says what is wrong with it
+            if (columns := stream.readline(1 << 22).count(b",") + 1) > MAX_COLUMNS:
+                raise UserError(f"{flag}: {str(file)!r} has {columns:,} columns; at most {MAX_COLUMNS:,} are read.")
 
 
 class RowReader:

@@ -375,3 +375,11 @@ def test_json_that_is_nested_too_deeply_is_refused(opening, tmp_path):
         open_stream(spec, StreamContext(10), "--train_ds")
     deep.write_text(record)
     open_stream(spec, StreamContext(10), "--train_ds").next_sample()
+
+
+@pytest.mark.parametrize("name", ["wide.csv", "wide.csv.gz"])
+def test_a_csv_of_very_many_columns_is_refused(name, tmp_path):
+    (tmp_path / name).write_bytes(compress(b"text" + b",x" * 20_000 + b"\n", ".gz" if name.endswith(".gz") else ""))
+    spec = {"type": "hf_text", "dataset": f"{tmp_path}/{name}", "tokenizer": "byte"}
+    with pytest.raises(UserError, match=rf"{name}' has 20,001 columns; at most 10,000 are read"):
+        open_stream(spec, StreamContext(10), "--train_ds")

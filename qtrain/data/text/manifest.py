@@ -78,8 +78,8 @@ def read_manifest(folder: Path, flag: str) -> Manifest:
     if not isinstance(record, dict) or record.get("format") != Manifest.format:
         raise UserError(f"{where}: not a manifest of token shards; its format must be {Manifest.format!r}.")
     values = check_fields(Manifest, {**record, "shards": []}, where)
-    if values["dtype"] not in DTYPES:
-        raise UserError(f"{where}: unknown dtype {values['dtype']!r}; allowed: {', '.join(DTYPES)}.")
+    if (dtype := values.get("dtype")) not in DTYPES:
+        raise UserError(f"{where}: unknown dtype {dtype!r}; allowed: {', '.join(DTYPES)}.")
     shards = record.get("shards", [])
     if not isinstance(shards, list) or not all(isinstance(shard, dict) for shard in shards):
         raise UserError(f"{where}: shards must be a list of objects.")

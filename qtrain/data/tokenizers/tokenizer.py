@@ -5,6 +5,7 @@ All but `byte` run on the Rust library `tokenizers`, sentencepiece files include
 `save_hf` writes.
 """
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -16,6 +17,7 @@ from typing import Any
 
 from qtrain.checks import read_json, user_path
 from qtrain.checksums import check_checksums
+from qtrain.data.tokenizers.panics import muted_panics
 from qtrain.data.tokenizers.sentencepiece_model import convert_sentencepiece
 from qtrain.errors import UserError, first_line, nearest
 from qtrain.hub import hub_reachable, reaching_hub
@@ -42,6 +44,9 @@ OTHER_FORMS = "a sentencepiece .model file, a tokenizer.json, a folder with one 
 HUB_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
 USUAL_EOS = ["</s>", "<|endoftext|>", "<|end_of_text|>", "<|eos|>", "<eos>"]
 USUAL_BOS = ["<s>", "<|begin_of_text|>", "<|bos|>", "<bos>"]
+
+NESTED_QUANTIFIER = re.compile(r"[+*}]\)+[+*{]")
+"""A repeated group that ends in a repetition, such as (a+)+: it may backtrack without end."""
 
 PROBE = (
     "The quick brown fox jumps over 13 lazy dogs; it's 3.14159, isn't it?\n\n\tdef f(x: int = 0) -> str:\r\n"
@@ -145,6 +150,7 @@ class FastTokenizer(Tokenizer):
         self.name, self._json, self._config, self._chat_template = name, tokenizer_json, config, chat_template
         self._sentencepiece_model = sentencepiece_model
         self._backend = Backend.from_str(tokenizer_json)
+        self._mute = muted_panics if NESTED_QUANTIFIER.search(tokenizer_json) else contextlib.nullcontext
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
@@ -163,7 +169,8 @@ class FastTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """UserError for a text that the library cannot process, as where a pattern of it backtracks without end."""
         try:
-            return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+            with self._mute():
+                return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
         except BaseException as error:
             reason = _library_error(error)
             raise UserError(

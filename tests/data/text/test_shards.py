@@ -101,6 +101,13 @@ def unlinked_manifest(folder):
     return folder
 
 
+def without_dtype(folder):
+    record = json.loads((folder / "manifest.json").read_text())
+    del record["dtype"]
+    (folder / "manifest.json").write_text(json.dumps(record))
+    return folder
+
+
 BAD = {
     "odd raw": (lambda p: cut(write_raw(p / "x.bin", TOKENS), 1), "x.bin is not a file of uint16"),
     "empty": (lambda p: write_raw(p / "x.bin", TOKENS[:0]), "x.bin is not a file of uint16"),
@@ -127,6 +134,7 @@ BAD = {
     "unlisted": (lambda p: write_raw(ours(p / "set") / "more.bin", TOKENS), "not in the manifest.json"),
     "unfinished": (lambda p: ours(p / "set", complete=False), "not finished"),
     "dtype": (lambda p: ours(p / "set", dtype="float16"), "unknown dtype 'float16'"),
+    "no dtype": (lambda p: without_dtype(ours(p / "set")), "unknown dtype None"),
     "no folder": (lambda p: p / "gone", "does not exist"),
     "no bin": (lambda p: p, "matches no file"),
     "bad glob": (lambda p: p / "*.bin", "matches no file"),

@@ -1,6 +1,7 @@
 """Every kind of tokenizer: lossless on real text, and equal, id for id, to what AutoTokenizer loads from its export."""
 
 import json
+import os
 import pickle
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from qtrain.data.tokenizers.panics import muted_panics
 from qtrain.data.tokenizers.sentencepiece_model import ESCAPE, SPACE, train_tokenizer
 from qtrain.data.tokenizers.tokenizer import ALIASES, TOKENIZERS, load_tokenizer
 from qtrain.errors import UserError
@@ -231,8 +233,8 @@ def test_errors_are_one_line(name, said, paths, tmp_path, offline):
 
 
 @pytest.mark.parametrize("step", ["normalizer", "pre_tokenizer"])
-def test_a_pattern_that_backtracks_without_end(step, tmp_path):
-    """pyo3's PanicException is no Exception, and a process of a pool cannot send it."""
+def test_a_pattern_that_backtracks_without_end(step, tmp_path, capfd):
+    """pyo3's PanicException is no Exception, and no process of a pool can send it. Rust's backtrace is held back."""
     backend = Backend(models.WordLevel({"<unk>": 0, "</s>": 1}, unk_token="<unk>"))
     pattern = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "b"}
     if step == "pre_tokenizer":
@@ -244,3 +246,7 @@ def test_a_pattern_that_backtracks_without_end(step, tmp_path):
     said = f"the tokenizer '{tmp_path}/bad.json' cannot process a text of at most 3,001 characters: a pattern (regex)"
     assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
     assert "bad.json" in str(pickle.loads(pickle.dumps(caught.value)))
+    assert capfd.readouterr() == ("", "")
+    with muted_panics():
+        os.write(2, b"kept")
+    assert capfd.readouterr().err == "kept"
