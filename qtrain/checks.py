@@ -235,6 +235,8 @@ def read_json(path: str | Path, flag: str) -> Any:
             raise UserError(f"{flag}: {path} is {kind}.") from None
         close = nearest(str(path), [str(p) for p in path.parent.glob("*.json")])
         hint = f" Did you mean {close}?" if close else ""
+        if path.parent == Path("/dev/fd"):  # bash's <(command), which a launcher does not pass on
+            hint = " What <(command) gives can be read by one process only; write it to a file."
         raise UserError(f"{flag}: the file {path} does not exist.{hint}") from None
     except OSError as error:
         raise UserError(f"{flag}: cannot read {path}: {error.strerror}.") from None

@@ -88,6 +88,8 @@ def test_an_empty_pipe_whose_writer_has_gone(folder):
     with pytest.raises(UserError, match="not valid JSON"):
         read_json(f"/dev/fd/{reading}", "--config")
     os.close(reading)
+    with pytest.raises(UserError, match="can be read by one process only; write it to a file"):
+        read_json(f"/dev/fd/{reading}", "--config")
 
 
 @pytest.mark.parametrize("name", ["/dev/zero", "fifo", "loop", "socket"])

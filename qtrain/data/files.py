@@ -7,6 +7,7 @@ import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from qtrain.checks import user_path
 from qtrain.data.compression import COMPRESSED
@@ -46,7 +47,7 @@ def match_files(entry: str, suffixes: Iterable[str], flag: str, fix: str = "") -
     path = data_path(entry, flag)
     if path.is_dir():
         taken = set(suffixes) - set(NAMED_ONLY)
-        root, found = path, sorted(p for p in path.rglob("*") if format_of(p) in taken and not p.is_dir())
+        root, found = path, sorted(Path(p) for p in files_below(path, flag) if format_of(Path(p)) in taken)
     elif path.is_file():
         if format_of(path) not in suffixes:
             compressed = f", compressed or not ({', '.join(COMPRESSED)})" if suffixes == SUFFIXES else ""
@@ -73,6 +74,20 @@ def data_path(entry: str, flag: str) -> Path:
     path = user_path(entry, flag)
     refuse_special(path, flag)
     return path
+
+
+def files_below(folder: Path, flag: str) -> list[str]:
+    """The paths of all files below a folder, in the same order on every machine. UserError for a folder in it that
+    cannot be read. Links to folders are not followed."""
+
+    def refuse(error: OSError) -> NoReturn:
+        raise UserError(f"{flag}: cannot read the folder {error.filename}: {error.strerror}.")
+
+    found = []
+    for where, folders, names in os.walk(folder, onerror=refuse):
+        folders.sort()
+        found += [os.path.join(where, name) for name in sorted(names)]
+    return found
 
 
 def matches(pattern: str | Path) -> list[str]:

@@ -1,9 +1,11 @@
 """What paths, globs, folders and python:stdlib mean, and that a file's split depends on its own path alone."""
 
+import errno
 import os
 
 import pytest
 
+from qtrain.data import open_images
 from qtrain.data.files import STDLIB, match_files, match_globs, split_of, stdlib_files, text_files
 from qtrain.errors import UserError
 
@@ -132,3 +134,25 @@ def test_links_back_to_a_folder_do_not_repeat_its_files(tmp_path):
     for entry in (str(tmp_path), f"{tmp_path}/**/*.txt"):
         assert [f.relative for f in text_files(entry, "all", 0.05, "--files")] == ["a.txt", "in/b.txt"]
     assert len(match_globs(f"{tmp_path}/**/*.txt", "--train_ds")) == 2
+
+
+def test_a_folder_that_cannot_be_read_is_not_passed_over(tmp_path, monkeypatch):
+    for name in ("a/x/1.png", "b/1.png", "a/1.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    scandir = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("a/x"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    said = f"cannot read the folder {tmp_path}/a/x: Permission denied"
+    with pytest.raises(UserError, match=said):
+        text_files(str(tmp_path), "all", 0.05, "--files")
+    with pytest.raises(UserError, match=said):
+        open_images({"type": "image_folder", "path": str(tmp_path)}, "--train_ds")
+    monkeypatch.setattr(os, "listdir", lambda path: scandir(f"{tmp_path}/gone"))  # Path.iterdir's
+    with pytest.raises(UserError, match=r"cannot read the folder .*gone: No such file"):
+        open_images({"type": "image_folder", "path": str(tmp_path)}, "--train_ds")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from qtrain.data.files import data_path
+from qtrain.data.files import data_path, files_below
 from qtrain.data.images.images import IMAGE_SETS, Images, ImageSet, decode
 from qtrain.errors import UserError, unknown_name
 
@@ -39,7 +39,12 @@ class ImageFolder(ImageSet):
     """folder between path and the classes, such as train or validation"""
 
     def open(self, flag: str) -> Images:
-        root = data_path(self.path, flag)
+        try:
+            return self._open(data_path(self.path, flag), flag)
+        except OSError as error:
+            raise UserError(f"{flag}: cannot read the folder {error.filename}: {error.strerror}.") from None
+
+    def _open(self, root: Path, flag: str) -> Images:
         if not root.is_dir():
             wrong = "is a file" if root.exists() else "does not exist"
             raise UserError(f"{flag}: the folder {self.path!r} {wrong}.")
@@ -56,7 +61,7 @@ class ImageFolder(ImageSet):
         files: list[str] = []
         labels: list[int] = []
         for label, name in enumerate(classes):
-            found = _image_files(root / name)
+            found = [path for path in files_below(root / name, flag) if path.lower().endswith(ENDINGS)]
             if not found:
                 raise UserError(
                     f"{flag}: the class {name!r} has no image files ({', '.join(ENDINGS[:4])}, ...) in {root}."
@@ -77,12 +82,3 @@ def _refuse_splits_as_classes(root: Path, flag: str) -> None:
             f"{flag}: the folders of {root} are splits, not classes: {', '.join(names)}. "
             f'Add "split":"{train}" for one, and another in --eval_ds.'
         )
-
-
-def _image_files(folder: Path) -> list[str]:
-    """Paths of the image files below a folder, in the same order on every machine."""
-    found = []
-    for where, folders, names in os.walk(folder):
-        folders.sort()
-        found += [os.path.join(where, name) for name in sorted(names) if name.lower().endswith(ENDINGS)]
-    return found
