@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from qtrain.checks import MAX_JSON
+from qtrain.reading import read_small
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.log.status import duration, short_number
 from qtrain.train.plan.units import IMAGES, TOKENS, Unit
@@ -198,7 +200,7 @@ def write_report(run_dir: Path, failure: str | None = None) -> Path:
     records = read_metrics(run_dir / "metrics.jsonl")
     config: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
-        config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(read_small(run_dir / "config.json", MAX_JSON))
     charts = []
     for title, keys, scale in CHARTS:
         series = [(name, points) for key, name in keys if (points := _points(records, key, scale))]

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from qtrain import __version__
+from qtrain.checks import MAX_JSON
 from qtrain.config import as_dict, source_digest, versions, write_config
 from qtrain.reading import read_small
 from qtrain.train.settings import TrainSettings
-from qtrain.train.state.checkpoint_marker import MAX_BYTES
 
 NOT_COMPARED = ("resume", "runs_dir", "dry_run", "gpus", "dp_replicate", "dp_shard")
 """Settings that say where and how a run is started, not what it is."""
@@ -93,6 +93,6 @@ def _without_command(config: Mapping[str, Any]) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     """A config; empty where there is none, or none that can be read."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(read_small(path, MAX_BYTES))
+        found = json.loads(read_small(path, MAX_JSON))
         return found if isinstance(found, dict) else {}
     return {}

@@ -15,10 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from qtrain.checks import Range, check_fields
+from qtrain.checks import MAX_JSON, Range, check_fields
 from qtrain.errors import UserError
 from qtrain.reading import read_small
-from qtrain.train.state.checkpoint_marker import MAX_BYTES
 
 try:
     import fcntl
@@ -116,7 +115,7 @@ def _turn(folder: Path) -> Iterator[None]:
 def _read(folder: Path) -> Owner | None:
     """The owner that the lock names; None without a lock, and for one whose writer was killed while writing it."""
     with contextlib.suppress(OSError, ValueError, RecursionError, UserError):
-        owner = json.loads(read_small(folder / NAME, MAX_BYTES))
+        owner = json.loads(read_small(folder / NAME, MAX_JSON))
         return Owner(**check_fields(Owner, owner, NAME)) if isinstance(owner, dict) else None
     return None
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from qtrain.errors import UserError
-from qtrain.train.state.run_lock import NAME, check_unlocked, locked, process_exists
+from qtrain.train.state.run_lock import NAME, _read, check_unlocked, locked, process_exists
 
 
 def write(folder: Path, **changes) -> Path:
@@ -127,3 +127,11 @@ def test_a_lock_of_thousands_of_brackets_is_replaced(tmp_path):
     (tmp_path / NAME).write_text("[" * 100_000)
     with locked(tmp_path):
         pass
+
+
+def test_a_lock_that_is_no_file_names_no_owner(tmp_path):
+    """Reading a FIFO would wait for ever, and /dev/zero never ends."""
+    for make in (os.mkfifo, lambda path: os.symlink("/dev/zero", path)):
+        make(tmp_path / NAME)
+        assert _read(tmp_path) is None
+        (tmp_path / NAME).unlink()
