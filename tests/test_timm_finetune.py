@@ -307,7 +307,7 @@ MISTAKES = [
     wrong("'no_class.txt' is empty", **images(type="wds", paths="images.tar", classes="no_class.txt")),
     wrong("'same_class.txt' names a class twice", **images(type="wds", paths="images.tar", classes="same_class.txt")),
     wrong("the label 9223372036854775808 of", "too large", **images(type="parquet", paths="huge.parquet")),
-    wrong("000.png is not a file", **images(type="image_folder", path="pipe")),
+    wrong("000.png' is a FIFO, not a regular file", **images(type="image_folder", path="pipe")),
     wrong("there is no such user's folder", **images(type="image_folder", path="~nobody-has-this-name")),
     wrong("--train_ds: cannot resume", "seed", resume="RUN", n_steps=9, seed=7),
     wrong("--train_ds: cannot resume", "batch_size", resume="RUN", n_steps=9, batch_size=2),
