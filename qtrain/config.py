@@ -7,6 +7,7 @@ reworded. Keys that begin with an underscore (`_comment`, and `_versions` in a r
 skipped, so the config.json of any run is a recipe.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import functools
@@ -20,6 +21,7 @@ import re
 import subprocess
 import sys
 import time
+import traceback
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
@@ -133,6 +135,29 @@ CAUSE_SECONDS = 10
 
 
 def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupted") -> None:
+    """Run a script's main on the command line, as `_run_script` says. One of several processes ends without the
+    interpreter's finalization.
+
+    A thread that is in C++ then, as in a call of the store or of gloo, is ended by pthread_exit when it asks for the
+    GIL, and unwinding through a destructor aborts the process: "terminate called without an active exception"."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        _run_script(main, interrupted)
+        return
+    code = 0
+    try:
+        _run_script(main, interrupted)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        _write_error(stream)
+    os._exit(code)
+
+
+def _run_script(main: Callable[[list[str]], None], interrupted: str) -> None:
     """Run a script's main on the command line. UserError and TrainingStopped are printed on stderr, without traceback;
     so are errors that a function registered with `errors.explains` knows.
 

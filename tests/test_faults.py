@@ -186,6 +186,31 @@ def test_a_killed_rank_ends_the_run_and_the_run_resumes(server, tmp_path):
     assert steps == [*range(1, saved + 3)]
 
 
+THREADS_IN_CPP = """
+import os, threading
+os.environ |= {"WORLD_SIZE": "2", "RANK": "0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+import torch.distributed as dist
+from qtrain.config import run_script
+
+def main(_):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    def check(client):
+        while True:
+            client.check(["x"])
+    for _ in range(3):
+        threading.Thread(target=check, args=(store.clone(),), daemon=True).start()
+    print("the last line")
+
+run_script(main)
+"""
+
+
+def test_a_rank_ends_in_order_while_a_thread_is_in_the_store():
+    """Python's finalization ends such a thread inside of C++, which aborts: "terminate called without ..."."""
+    done = subprocess.run([sys.executable, "-c", THREADS_IN_CPP], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "the last line\n", "")
+
+
 @pytest.mark.parametrize("when", ["start", pytest.param("training", marks=pytest.mark.sweep)])
 def test_ranks_end_when_their_launcher_is_killed(server, when, tmp_path):
     """As they start, when no rank has met another one, and as they train."""

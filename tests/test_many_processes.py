@@ -352,6 +352,8 @@ def test_ranks_that_differ_are_one_message_that_names_one(server, says, settings
         ({"WORLD_SIZE": "2"}, "RANK: it is not set, but WORLD_SIZE is 2"),
         ({"WORLD_SIZE": "2", "RANK": "0"}, "the 2 processes did not meet"),
         ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}, "did not meet"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "no host"}, "MASTER_ADDR: the host 'no host' is not known"),
+        ({"QTRAIN_TUNE": "maybe"}, "QTRAIN_TUNE: 'maybe' is not allowed; 0 times nothing"),
     ],
 )
 def test_a_broken_launch_is_one_message(server, variables, says, tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -70,6 +71,7 @@ def join_world(device: torch.device, rank_timeout: int = RANK_TIMEOUT) -> None:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    _check_master()
     try:
         store, own, world = next(dist.rendezvous("env://", timeout=MEETING_TIMEOUT))
         store = _meet(store, own, world)
@@ -89,6 +91,17 @@ def join_world(device: torch.device, rank_timeout: int = RANK_TIMEOUT) -> None:
             "torchrun, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
         ) from None
     _heartbeat = Heartbeat(dist.PrefixStore("heartbeat", store.clone()), own, world, rank_timeout)
+
+
+def _check_master() -> None:
+    """UserError for a MASTER_ADDR that this machine's resolver does not know: the store would try for minutes."""
+    name = os.environ.get("MASTER_ADDR", "")
+    try:
+        if name:
+            socket.getaddrinfo(name, None)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or first_line(error)
+        raise UserError(f"MASTER_ADDR: the host {name!r} is not known here ({why}); start with torchrun.") from None
 
 
 def _meet(store: dist.Store, own: int, world: int) -> dist.Store:

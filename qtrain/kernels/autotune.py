@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from qtrain.errors import unknown_name
+from qtrain.errors import UserError, unknown_name
 
 Run = Callable[[str], object]
 
@@ -35,6 +35,20 @@ def forced() -> str | None:
     if family is not None and family not in FAMILIES:
         raise unknown_name("QTRAIN_IMPL", "family of implementations", family, FAMILIES)
     return family
+
+
+def tunes() -> bool:
+    """Whether candidates are timed. UserError for a QTRAIN_TUNE that says neither."""
+    given = os.environ.get("QTRAIN_TUNE", "1")
+    if given not in ("0", "1"):
+        raise UserError(f"QTRAIN_TUNE: {given!r} is not allowed; 0 times nothing, 1 (the default) times candidates.")
+    return given == "1"
+
+
+def check_environment() -> None:
+    """UserError for a QTRAIN_IMPL or QTRAIN_TUNE that means nothing, before anything is written."""
+    forced()
+    tunes()
 
 
 def choose(op: str, key: tuple[object, ...], names: Sequence[str], run: Run) -> str:
@@ -53,7 +67,7 @@ def choose(op: str, key: tuple[object, ...], names: Sequence[str], run: Run) -> 
     name = choices.get(entry)
     if name in names:
         return name
-    if os.environ.get("QTRAIN_TUNE") == "0" or torch.cuda.is_current_stream_capturing():
+    if not tunes() or torch.cuda.is_current_stream_capturing():
         return names[0]
     choices[entry] = name = _fastest(names, run)
     _save(choices)

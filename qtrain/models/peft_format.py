@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtrain.checks import check_fields, check_value, read_json, shown, user_path
+from qtrain.checks import check_fields, check_value, json_type, read_json, shown, user_path
 from qtrain.checksums import check_checksums
 from qtrain.errors import UserError
 from qtrain.models.decoder import Decoder
@@ -101,8 +101,8 @@ def with_adapter_config(lora: Lora, flag: str = "--lora") -> Lora:
     check_checksums(path, where)
     config = read_json(path / CONFIG, where)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
-        raise UserError(f"{where}: {path / CONFIG} describes {kind!r}, not a LoRA adapter.")
+        kind = repr(config.get("peft_type")) if isinstance(config, dict) else json_type(config)
+        raise UserError(f"{where}: {path / CONFIG} describes {kind}, not a LoRA adapter.")
     unsupported = {"bias": "none", "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None}
     for key, plain in unsupported.items():
         if config.get(key) not in (plain, None):

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from qtrain.checks import read_json, user_path
+from qtrain.checks import json_type, read_json, user_path
 from qtrain.checksums import check_checksums
 from qtrain.errors import UserError, unknown_name
 from qtrain.hub import hub_file
@@ -75,6 +75,6 @@ def _from_file(name: str, path: Path, flag: str, folder: Path | None = None, hub
     values = read_json(path, flag)
     shown = f"config.json of {hub_id}" if hub_id else path.name if path.parent == SHIPPED else path
     if not isinstance(values, dict):
-        raise UserError(f"{flag} ({shown}): a model config is a JSON object, not {type(values).__name__}.")
+        raise UserError(f"{flag} ({shown}): a model config is a JSON object, not {json_type(values)}.")
     config = {key: value for key, value in values.items() if not key.startswith("_")}
     return ModelSource(name, config, f"{flag} ({shown})", folder, hub_id)

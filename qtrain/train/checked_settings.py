@@ -1,5 +1,6 @@
 """Settings checked against each other and this machine, with the registry entries that they name."""
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -91,9 +92,12 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
     check_trackers(settings.trackers)
     join_world(device, settings.rank_timeout)
     _check_alike(settings)
-    folder = from_rank_0(lambda: find_run_folder(settings, script))
+    planned = mesh_of_world(settings)
+    # The process that starts the ranks of --gpus leaves what --resume finds to rank 0, which prints it.
+    with contextlib.redirect_stdout(None) if planned and not settings.dry_run else contextlib.nullcontext():
+        folder = from_rank_0(lambda: find_run_folder(settings, script))
     sizes = settings.dp_replicate, settings.dp_shard
-    mesh = mesh_of_world(settings) or make_mesh(*sizes, device.type, settings.tp, settings.ep)
+    mesh = planned or make_mesh(*sizes, device.type, settings.tp, settings.ep)
     optimizer, note = optimizer.for_device(device)
     return CheckedSettings(
         settings=settings,

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from qtrain.checks import json_type
 from qtrain.errors import UserError, unknown_name
 
 _ALPACA = (
@@ -130,5 +131,5 @@ def _text(row: Mapping[str, Any], name: str, where: str) -> str:
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise UserError(f"{where}: the column {name!r} holds a {type(value).__name__}, not text.")
+        raise UserError(f"{where}: the column {name!r} holds {json_type(value)}, not text.")
     return str(value)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qtrain.checks import json_type
 from qtrain.data.columns import missing_column, valid_unicode
 from qtrain.data.compression import DAMAGED, MAX_DOCUMENT, MAX_RECORD, open_decompressed
 from qtrain.data.files import TextFile
@@ -162,7 +163,7 @@ class Documents:
         self._check_column(where, list(record))
         text = record[self._column]
         if not isinstance(text, str | None):
-            raise UserError(f"{self._flag}: {where}: {self._column!r} is {type(text).__name__}, not text.")
+            raise UserError(f"{self._flag}: {where}: {self._column!r} is {json_type(text)}, not text.")
         return valid_unicode(text or "")
 
     def _rows(self, index: int) -> "pyarrow.ChunkedArray":

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from qtrain.distributed.mesh import Mesh
 from qtrain.hardware import Hardware
-from qtrain.kernels.autotune import forced
+from qtrain.kernels.autotune import check_environment
 from qtrain.models import ModelConfig
 from qtrain.models.cost import ParameterGroup, count_parameters, flops_per_token, layer_linears, linear_key
 from qtrain.models.full_shard_memory import trained_ends
@@ -45,7 +45,7 @@ def plan_language_run(
 ) -> Plan:
     """model_config: None for an architecture that has no native decoder; the plan then has no figures. trained: what
     trains, where not everything does."""
-    forced()  # a QTRAIN_IMPL that names nothing is refused before anything is written
+    check_environment()
     settings = checked.settings
     shared = {
         "model": settings.model,

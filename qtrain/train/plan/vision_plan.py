@@ -8,7 +8,7 @@ from torch import nn
 from qtrain.distributed.mesh import Mesh
 from qtrain.errors import UserError
 from qtrain.hardware import Hardware
-from qtrain.kernels.autotune import forced
+from qtrain.kernels.autotune import check_environment
 from qtrain.models import VisionCost, repeated_blocks
 from qtrain.optim import ParameterShape, parameter_groups
 from qtrain.quant import LinearChoice
@@ -32,7 +32,7 @@ def plan_vision_run(
     data: Sequence[str],
 ) -> Plan:
     """model: on the meta device; cost: None for a model that does not run there: the plan then has no figures."""
-    forced()  # a QTRAIN_IMPL that names nothing is refused before anything is written
+    check_environment()
     settings = checked.settings
     shared = {
         "model": settings.model,

@@ -1,4 +1,5 @@
-"""The commands of docs/distributed.md parse with the parsers that will read them; its tables are what they print."""
+"""The commands of docs/distributed.md parse with the parsers that will read them; its tables are what they print. The
+sample of docs/extending.md is the code that it describes."""
 
 import dataclasses
 import re
@@ -20,6 +21,12 @@ COMMANDS = [line for block in BLOCKS for line in block.replace("\\\n", " ").spli
 SCRIPT = "llm_pretrain.py"
 OF_SCRIPT = [line for line in COMMANDS if SCRIPT in line]
 LAUNCHED = [line for line in OF_SCRIPT if "torchrun" in line]
+
+
+def test_the_sample_scheme_is_the_packages():
+    samples = re.findall(r"^```python\n(@SCHEMES.*?)^```$", (ROOT / "docs/extending.md").read_text(), re.M | re.S)
+    schemes = [path.read_text() for path in (ROOT / "qtrain/quant/schemes").glob("*.py")]
+    assert samples and all(any(sample in scheme for scheme in schemes) for sample in samples)
 
 
 def words_of(line: str) -> tuple[list[str], list[str]]:
