@@ -192,8 +192,9 @@ os.environ |= {"WORLD_SIZE": "2", "RANK": "0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 import torch.distributed as dist
 from qtrain.config import run_script
 
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
 def main(_):
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     def check(client):
         while True:
             client.check(["x"])
