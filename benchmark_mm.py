@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qtrain.bench.benchmark_settings import BenchmarkSettings
-from qtrain.config import parse, run_script
+from qtrain.core.config import parse, run_script
 from qtrain.train.listing import listing
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ def benchmark(settings: BenchmarkSettings) -> None:
     from qtrain.bench.benchmark_tables import chosen_tables, with_default_sizes
     from qtrain.bench.tables import about_run, check_json, check_png, write_json, write_png
     from qtrain.bench.timing import watching_clocks
-    from qtrain.checks import user_path
-    from qtrain.hardware import describe_hardware
+    from qtrain.core.checks import user_path
+    from qtrain.core.hardware import describe_hardware
     from qtrain.train.device import choose_device
 
     # ---- tables: whatever can be refused is refused here -------------------------------------------------------------

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from qtrain.config import JsonDict, parse, run_script
+from qtrain.core.config import JsonDict, parse, run_script
 from qtrain.train.listing import listing
 from qtrain.train.settings import Count, CountOrZero, LanguageSettings, NotNegative
 
@@ -57,8 +57,8 @@ def main(argv: list[str]) -> None:
 
 def train(settings: FinetuneSettings) -> None:
     # Imported here: torch and what needs it take seconds, which a mistyped flag should not have to wait for.
-    from qtrain.distributed.launch import launch
-    from qtrain.distributed.ranks import rank
+    from qtrain.comm.launch import launch
+    from qtrain.comm.ranks import rank
     from qtrain.models import (
         AdaptedOriginal,
         add_lora,

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from qtrain.config import command_line, parse, run_script
+from qtrain.core.config import command_line, parse, run_script
 from qtrain.train.listing import listing
 from qtrain.train.settings import CountOrZero, LanguageSettings
 
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
 
 def train(settings: PretrainSettings) -> None:
     # Imported here: torch and what needs it take seconds, which a mistyped flag should not have to wait for.
-    from qtrain.distributed.launch import launch
+    from qtrain.comm.launch import launch
     from qtrain.models import export_hf
     from qtrain.train.assembly.assemble import assemble, build_quantized
     from qtrain.train.assembly.language_architecture import LanguageArchitecture

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qtrain.config import parse, run_script
-from qtrain.errors import UserError
+from qtrain.core.config import parse, run_script
+from qtrain.core.errors import UserError
 from qtrain.train.listing import listing
 from qtrain.train.log.status import epochs
 from qtrain.train.settings import VisionSettings
@@ -30,6 +30,7 @@ def main(argv: list[str]) -> None:
 
 def train(settings: VisionSettings) -> None:
     # Imported here: torch and what needs it take seconds, which a mistyped flag should not have to wait for.
+    from qtrain.comm.launch import launch
     from qtrain.data import (
         BatchMaker,
         ImageLoader,
@@ -39,7 +40,6 @@ def train(settings: VisionSettings) -> None:
         make_augmentation,
         open_images,
     )
-    from qtrain.distributed.launch import launch
     from qtrain.models import check_vision_model, export_timm
     from qtrain.quant import exported_tensors
     from qtrain.train.assembly.assemble import assemble, build_quantized

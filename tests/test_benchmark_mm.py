@@ -9,8 +9,8 @@ import pytest
 
 import benchmark_mm
 from qtrain.bench import case, matmul_rows
-from qtrain.config import parse
-from qtrain.errors import UserError
+from qtrain.core.config import parse
+from qtrain.core.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from qtrain.checksums import BLOCK_BYTES, MAX_BLOCKS, NAME, sampled_checksums
+from qtrain.core.checksums import BLOCK_BYTES, MAX_BLOCKS, NAME, sampled_checksums
+from qtrain.core.errors import UserError
 from qtrain.data import load_tokenizer
 from qtrain.data.tokenizers.tokenizer import ByteTokenizer
-from qtrain.errors import UserError
 from qtrain.models import (
     AdaptedOriginal,
     Lora,

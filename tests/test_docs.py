@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 import llm_pretrain
-from qtrain.config import parse
+from qtrain.core.config import parse
 from qtrain.train.checked_settings import check_settings
 from tests.data.corpora import write_raw
 from tests.system import ROOT, call

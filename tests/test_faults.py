@@ -30,9 +30,9 @@ LONG = {**PRETRAIN, "n_steps": 400, "eval_interval": 0}
 IN_STEP_3 = """
 import errno, time
 import torch
-import qtrain.config
-from qtrain.errors import UserError
-qtrain.config.CAUSE_SECONDS = 1
+import qtrain.core.config
+from qtrain.core.errors import UserError
+qtrain.core.config.CAUSE_SECONDS = 1
 step = Training._step
 def fails(self, *arguments):
     if self.run.state.step == 2:
@@ -40,7 +40,7 @@ def fails(self, *arguments):
     step(self, *arguments)
 Training._step = fails
 """
-BEATS = "import qtrain.distributed.heartbeat as h; h.BEAT_SECONDS = 0.2\n"
+BEATS = "import qtrain.comm.heartbeat as h; h.BEAT_SECONDS = 0.2\n"
 NO_SPACE = """
 import errno
 from qtrain.train.state import checkpoint
@@ -90,13 +90,13 @@ def test_a_fault_of_one_rank_is_one_message_that_names_it(server, fault, tmp_pat
 
 MISTAKE = """
 import qtrain.train.checked_settings as checked_settings
-from qtrain.errors import UserError
-from qtrain.train.parallel import DataParallel
+from qtrain.core.errors import UserError
+from qtrain.parallel.data_parallel import DataParallel
 def fails(*_):
     raise UserError("--x: a mistake")
 {} = fails
 """
-AT_ONCE = "import qtrain.config; qtrain.config.CAUSE_SECONDS = 0\n"
+AT_ONCE = "import qtrain.core.config; qtrain.core.config.CAUSE_SECONDS = 0\n"
 FULLY = {"n_steps": 2, "reshard_after_forward": "always"}
 LOST = {
     "rank 0 in set-up": (0, "checked_settings.make_mesh", {}, "set-up"),
@@ -190,7 +190,7 @@ THREADS_IN_CPP = """
 import os, threading
 os.environ |= {"WORLD_SIZE": "2", "RANK": "0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 import torch.distributed as dist
-from qtrain.config import run_script
+from qtrain.core.config import run_script
 
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 

@@ -16,7 +16,7 @@ import llm_finetune
 import llm_pretrain
 import timm_finetune
 import tokenize_data
-from qtrain.config import parse
+from qtrain.core.config import parse
 from qtrain.data import DATASETS, TOKENIZERS
 from qtrain.models import build_model, export_hf, list_models, read_model_source
 from qtrain.optim import OPTIMIZERS

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qtrain.distributed import ranks
-from qtrain.distributed.ranks import check_launcher, join_world
-from qtrain.errors import UserError
+from qtrain.comm import ranks
+from qtrain.comm.ranks import check_launcher, join_world
+from qtrain.core.errors import UserError
 from tests.cases import sampled
 from tests.data.corpora import write_questions
 from tests.data.images.pictures import write_folder
@@ -46,7 +46,7 @@ VISION = {
 }
 
 
-NO_PROCESSES = "import qtrain.distributed.launch; qtrain.distributed.launch.run_processes = None"
+NO_PROCESSES = "import qtrain.comm.launch; qtrain.comm.launch.run_processes = None"
 
 
 @pytest.fixture(scope="module")

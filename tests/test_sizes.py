@@ -10,9 +10,9 @@ import pytest
 import llm_pretrain
 import timm_finetune
 import tokenize_data
-from qtrain import hardware
+from qtrain.core import hardware
+from qtrain.core.errors import UserError
 from qtrain.data.images.images import class_names
-from qtrain.errors import UserError
 from qtrain.models import build_model, export_hf, read_model_source
 from tests.data.corpora import write_jsonl, write_raw
 from tests.system import call, flags, write_model

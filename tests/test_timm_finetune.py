@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import timm_finetune
-from qtrain.config import parse
+from qtrain.core.config import parse
 from qtrain.data import ImageTransform, open_images
 from qtrain.data.permutation import Permutation
 from qtrain.models import check_vision_model, empty_vision_model

@@ -18,13 +18,13 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
 import tokenize_data
+from qtrain.core.errors import UserError
 from qtrain.data import StreamContext, dataset_tokenizer, load_tokenizer, open_stream
 from qtrain.data.text import corpus as corpus_module
 from qtrain.data.text import progress as progress_module
 from qtrain.data.text import tokenize as tokenize_module
 from qtrain.data.text.manifest import read_manifest
 from qtrain.data.text.tokenize import dtype_for
-from qtrain.errors import UserError
 from tests.data.corpora import functions, source_texts, write_files, write_jsonl, write_parquet
 from tests.system import call, flags
 
@@ -332,7 +332,7 @@ def test_bad_input_is_one_line_and_writes_nothing(here, options, said, monkeypat
     import datasets
     import huggingface_hub.constants
 
-    from qtrain.hub import hub_reachable
+    from qtrain.core.hub import hub_reachable
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)

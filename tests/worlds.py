@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from qtrain.distributed.ranks import join_world, leave_world
-from qtrain.distributed.wire import sent
+from qtrain.comm.ranks import join_world, leave_world
+from qtrain.comm.wire import sent
 
 SECONDS = 240
 """How long ranks may take; a rank that waits for one that failed is ended at once."""

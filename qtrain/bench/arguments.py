@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from qtrain.bench.benchmark_settings import MAX_SIZE
-from qtrain.checks import parse_json, shown
-from qtrain.errors import UserError
+from qtrain.core.checks import parse_json, shown
+from qtrain.core.errors import UserError
 from qtrain.quant import SCHEMES, Auto, Scheme
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from qtrain.checks import Range
+from qtrain.core.checks import Range
 
 MAX_SIZE = 10_000_000
 """The largest size that is accepted."""

@@ -17,9 +17,9 @@ from qtrain.bench.matmul_rows import ROWS
 from qtrain.bench.matmuls import Problem, matmul_table
 from qtrain.bench.quantizers import QUANTIZER_ROWS, quantizer_table
 from qtrain.bench.tables import Table
-from qtrain.errors import UserError, unknown_name
+from qtrain.core.errors import UserError, unknown_name
 from qtrain.models import read_model_source
-from qtrain.models.cost import layer_linears
+from qtrain.models.cost.parameters import layer_linears
 from qtrain.quant import SCHEMES, Auto
 
 SIZES = {

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qtrain.bench.tables import Cell
 from qtrain.bench.timing import measure
-from qtrain.errors import first_line
+from qtrain.core.errors import first_line
 
 Check = Callable[[object], float]
 """Takes a call's result; returns its largest error as a fraction of the tolerance, or raises WrongResultError."""

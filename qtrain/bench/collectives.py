@@ -25,14 +25,14 @@ from torch import Tensor
 
 from qtrain.bench.arguments import split_list
 from qtrain.bench.tables import Cell, Table, about_run, check_json, write_json
-from qtrain.checks import Range, shown, user_path
-from qtrain.config import parse, run_script
-from qtrain.distributed.gradient_wire import FIRST_NUMBER, GRADIENT_WIRES, GradientWire
-from qtrain.distributed.ranks import all_gather, join_world, launched_world, leave_world, rank, world
-from qtrain.distributed.wire import all_gather_single, exchange, gather
-from qtrain.errors import UserError, first_line
-from qtrain.hardware import describe_hardware
+from qtrain.comm.ranks import all_gather, join_world, launched_world, leave_world, rank, world
+from qtrain.comm.wire import all_gather_single, exchange, gather
+from qtrain.core.checks import Range, shown, user_path
+from qtrain.core.config import parse, run_script
+from qtrain.core.errors import UserError, first_line
+from qtrain.core.hardware import describe_hardware
 from qtrain.kernels.ordered_sum import add_in_order
+from qtrain.parallel.gradient_wire import FIRST_NUMBER, GRADIENT_WIRES, GradientWire
 from qtrain.train.device import choose_device
 
 # torch 2.13 renamed them.

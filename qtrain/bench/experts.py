@@ -19,8 +19,8 @@ from qtrain.bench.by_scheme import UNIT, check_against, fill_by_scheme
 from qtrain.bench.case import Case, Report, UnavailableError
 from qtrain.bench.tables import Table
 from qtrain.bench.timing import copy_bandwidth
-from qtrain.hardware import Hardware
-from qtrain.models.mixture import Experts
+from qtrain.core.hardware import Hardware
+from qtrain.models.native.mixture import Experts
 from qtrain.quant import LowBitScheme, Scheme, quantize_linears
 from qtrain.train.log.status import three_digits
 

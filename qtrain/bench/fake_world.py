@@ -23,17 +23,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qtrain.config import run_script
-from qtrain.distributed.mesh import Mesh, make_mesh
-from qtrain.distributed.shards import local_tensors
+from qtrain.comm.mesh import Mesh, make_mesh
+from qtrain.core.config import run_script
 from qtrain.models import Decoder, ModelConfig, read_model_source
 from qtrain.optim import parameter_groups
 from qtrain.optim.state_layout import local
+from qtrain.parallel.data_parallel import DataParallel
+from qtrain.parallel.full_shard import decoder_units
+from qtrain.parallel.shards import local_tensors
 from qtrain.quant import quantize_linears
 from qtrain.quant.linear import LowBitWeight
 from qtrain.tensors.deferred import plain_tensors
 from qtrain.train.checked_settings import CheckedSettings, check_settings
-from qtrain.train.parallel import DataParallel
 from qtrain.train.plan.language_plan import language_memory
 from qtrain.train.plan.linears import plan_linears
 from qtrain.train.settings import LanguageSettings
@@ -77,7 +78,7 @@ def held_bytes(checked: CheckedSettings, config: ModelConfig, mesh: Mesh) -> Byt
         model, checked.scheme, seed=0, head=model.lm_head, quantize_head=settings.quantize_lm_head
     )
     groups = parameter_groups(model, settings.weight_decay)
-    units = model.units() if checked.reshards else ()
+    units = decoder_units(model) if checked.reshards else ()
     needs_whole = checked.optimizer.needs_whole(hidden=True)
     parallel = DataParallel(model, quantized, mesh, lambda p: needs_whole, units=units)
     for group in groups:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from qtrain.bench.case import Case, Check, Report, UnavailableError, WrongResultError, check_product, examine
 from qtrain.bench.matmul_operands import BF16_SUM, FP8_SUM, FP32_SUM
 from qtrain.bench.tables import Cell, Table
-from qtrain.hardware import FP8_CAPABILITY, Hardware, compute_capability
+from qtrain.core.hardware import FP8_CAPABILITY, Hardware, compute_capability
 from qtrain.kernels.grouped.grouped_blockwise_mm import grouped_rows_blockwise_mm, grouped_sums_blockwise_mm
 from qtrain.kernels.grouped.grouped_mm import grouped_rows_mm, grouped_sums_mm
 from qtrain.kernels.grouped.grouped_plain_mm import grouped_rows_plain_mm, grouped_sums_plain_mm

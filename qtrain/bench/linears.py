@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from qtrain.bench.by_scheme import UNIT, check_against, fill_by_scheme
 from qtrain.bench.case import Case, Report, UnavailableError
 from qtrain.bench.tables import Table
-from qtrain.hardware import Hardware
+from qtrain.core.hardware import Hardware
 from qtrain.quant import LowBitScheme, Scheme, quantize_linears
 
 SHAPES = {

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qtrain.bench.case import Case, UnavailableError, check_product
 from qtrain.bench.matmuls import Problem
-from qtrain.hardware import FP8_CAPABILITY, MX_CAPABILITY
+from qtrain.core.hardware import FP8_CAPABILITY, MX_CAPABILITY
 from qtrain.kernels.numerics.dequantize import dequantize
 from qtrain.kernels.quantize.operators import quantize
 

@@ -19,7 +19,7 @@ from qtrain.bench.matmul_operands import (
     quantized,
 )
 from qtrain.bench.matmuls import BF16, ROWS, Problem, Row, row
-from qtrain.hardware import FP8_CAPABILITY
+from qtrain.core.hardware import FP8_CAPABILITY
 from qtrain.kernels.gemm.blockwise_mm import blockwise_mm, blockwise_mm_names
 from qtrain.kernels.gemm.fp16_mm import STEP_K, fp16_mm
 from qtrain.kernels.gemm.int4_mm import int4_mm, scaled_int4_mm

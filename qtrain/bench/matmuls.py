@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qtrain.bench.case import Case, Report, UnavailableError, examine
 from qtrain.bench.tables import Cell, Table
-from qtrain.hardware import Hardware, compute_capability
+from qtrain.core.hardware import Hardware, compute_capability
 
 BF16 = torch.bfloat16
 

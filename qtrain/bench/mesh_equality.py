@@ -26,20 +26,21 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from qtrain.comm.launch import run_processes
+from qtrain.comm.mesh import Mesh, make_mesh
+from qtrain.comm.ranks import all_gather, join_world, leave_world, local_rank, rank
+from qtrain.comm.wire import sent
 from qtrain.data import Batch
-from qtrain.distributed.launch import run_processes
-from qtrain.distributed.mesh import Mesh, make_mesh
-from qtrain.distributed.ranks import all_gather, join_world, leave_world, local_rank, rank
-from qtrain.distributed.shards import Sharded
-from qtrain.distributed.weights import GatheredMaster, gather_weights
-from qtrain.distributed.wire import sent
 from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups
+from qtrain.parallel.data_parallel import DataParallel
+from qtrain.parallel.full_shard import decoder_units
+from qtrain.parallel.shards import Sharded
+from qtrain.parallel.weights import GatheredMaster, gather_weights
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.tensors.deferred import plain_tensors
 from qtrain.train.in_backward import OptimizerInBackward, model_partitions
 from qtrain.train.language import language_forward
-from qtrain.train.parallel import DataParallel
 from qtrain.train.step import apply_gradients, compute_gradients
 from qtrain.train.weight_amax import share_amax
 
@@ -128,7 +129,7 @@ def train(
         mesh,
         lambda p: spec.needs_whole(id(p) in hidden),
         deterministic=deterministic,
-        units=model.units() if resharded else (),
+        units=decoder_units(model) if resharded else (),
         partitions=model_partitions(model) if optimizer_in_backward else None,
     )
     for group in groups:

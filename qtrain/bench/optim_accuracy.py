@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtrain.bench.tables import Cell, Table, about_run, write_json
-from qtrain.config import parse, run_script
-from qtrain.errors import UserError
-from qtrain.hardware import describe_hardware
+from qtrain.core.config import parse, run_script
+from qtrain.core.errors import UserError
+from qtrain.core.hardware import describe_hardware
 from qtrain.optim import OPTIMIZERS
 from qtrain.train.device import choose_device
 from qtrain.train.settings import Count

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from qtrain.bench.pair_results import Pair, RunResult, by_recipe, by_variant, make_pairs, mean_and_error, title_of
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.train.log.report import axis_ticks
 
 COLUMNS = 3

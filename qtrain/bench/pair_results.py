@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from qtrain.bench.tables import Cell, Table
-from qtrain.checks import check_fields, parse_json
+from qtrain.core.checks import check_fields, parse_json
+from qtrain.core.errors import UserError
 from qtrain.data.files import text_files
 from qtrain.data.text.shards import find_shards
-from qtrain.errors import UserError
 
 NOT_LEARNING = (
     "train_ds", "eval_ds", "seed", "run_name", "runs_dir", "ckpt_interval", "keep_ckpts", "async_checkpoint", "export",

@@ -14,7 +14,7 @@ from torch import Tensor
 from qtrain.bench.case import Case, Check, Report, UnavailableError, WrongResultError, examine
 from qtrain.bench.tables import Cell, Table
 from qtrain.bench.timing import copy_bandwidth
-from qtrain.hardware import Hardware
+from qtrain.core.hardware import Hardware
 from qtrain.kernels.gemm.transpose import transpose_8bit
 from qtrain.kernels.numerics.dequantize import dequantize, expand_scale
 from qtrain.kernels.numerics.formats import FORMATS

@@ -22,10 +22,10 @@ from typing import Annotated, Any, Literal
 from qtrain.bench.arguments import name_and_options, split_list
 from qtrain.bench.tables import Cell, Table, about_run, check_json, write_json
 from qtrain.bench.train_step import run_apart
-from qtrain.checks import Range, check_fields, read_json
-from qtrain.config import as_dict, parse, run_script
-from qtrain.errors import UserError, unknown_name
-from qtrain.hardware import datasheet_hardware, describe_hardware
+from qtrain.core.checks import Range, check_fields, read_json
+from qtrain.core.config import as_dict, parse, run_script
+from qtrain.core.errors import UserError, unknown_name
+from qtrain.core.hardware import datasheet_hardware, describe_hardware
 from qtrain.models import read_model_source
 from qtrain.quant import SCHEMES
 from qtrain.train.assembly.language_architecture import LanguageArchitecture

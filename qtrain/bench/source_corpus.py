@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Annotated
 
 from qtrain.bench.pair_results import data_fingerprint
-from qtrain.checks import Range, user_path
-from qtrain.config import parse, run_script
+from qtrain.core.checks import Range, user_path
+from qtrain.core.config import parse, run_script
+from qtrain.core.errors import UserError
 from qtrain.data.text.manifest import FILE_NAME, read_manifest
-from qtrain.errors import UserError
 from qtrain.train.listing import listing
 from tokenize_data import main as tokenize_data
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qtrain.config import as_dict, versions
-from qtrain.errors import UserError, missing_package
+from qtrain.core.config import as_dict, versions
+from qtrain.core.errors import UserError, missing_package
 from qtrain.train.log.status import three_digits
 
 

@@ -25,12 +25,12 @@ from qtrain.bench.arguments import name_and_options, split_list
 from qtrain.bench.tables import Cell, Table, about_run, write_json
 from qtrain.bench.timing import watching_clocks
 from qtrain.bench.training import time_training
-from qtrain.checks import check_fields, parse_json
-from qtrain.config import JsonDict, as_dict, parse, run_script
-from qtrain.distributed.launch import launch
-from qtrain.distributed.ranks import rank
-from qtrain.errors import UserError
-from qtrain.hardware import describe_hardware
+from qtrain.comm.launch import launch
+from qtrain.comm.ranks import rank
+from qtrain.core.checks import check_fields, parse_json
+from qtrain.core.config import JsonDict, as_dict, parse, run_script
+from qtrain.core.errors import UserError
+from qtrain.core.hardware import describe_hardware
 from qtrain.models import read_model_source
 from qtrain.optim import OPTIMIZERS
 from qtrain.quant import SCHEMES

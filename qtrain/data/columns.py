@@ -1,6 +1,6 @@
 """Columns of rows from any source."""
 
-from qtrain.errors import UserError, nearest
+from qtrain.core.errors import UserError, nearest
 
 
 def missing_column(

@@ -52,7 +52,7 @@ class _Bounded(io.RawIOBase):
         data = self._file.read(len(buffer))
         self._read += len(data)
         if self._read > MAX_DOCUMENT and self._most is None:
-            from qtrain.hardware import host_memory  # imports torch
+            from qtrain.core.hardware import host_memory  # imports torch
 
             self._most = max(MAX_DOCUMENT, (host_memory() or 0) // 2)
         if self._most is not None and self._read > self._most:

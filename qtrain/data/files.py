@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from qtrain.checks import user_path
+from qtrain.core.checks import user_path
+from qtrain.core.errors import UserError, nearest
+from qtrain.core.reading import refuse_special
 from qtrain.data.compression import COMPRESSED
-from qtrain.errors import UserError, nearest
-from qtrain.reading import refuse_special
 
 COMPRESSIBLE = (".txt", ".py", ".jsonl", ".json", ".csv")
 SUFFIXES = (*COMPRESSIBLE, ".parquet", ".arrow")

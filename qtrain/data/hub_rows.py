@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qtrain.core.errors import UserError, first_line, unknown_name
+from qtrain.core.hub import reaching_hub
 from qtrain.data.columns import missing_column, valid_unicode
 from qtrain.data.compression import COMPRESSED, CORRUPT, DAMAGED, open_decompressed, register_openers
 from qtrain.data.files import as_list, data_path, match_globs, matches
 from qtrain.data.json_depth import guard_datasets
 from qtrain.data.permutation import Permutation
 from qtrain.data.row_counts import estimate_rows
-from qtrain.errors import UserError, first_line, unknown_name
-from qtrain.hub import reaching_hub
 
 if TYPE_CHECKING:
     import datasets

@@ -24,9 +24,9 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 import torch
 
+from qtrain.core.errors import UserError
+from qtrain.core.portable import GROUP_SIGNALS
 from qtrain.data.batch import TensorBatch
-from qtrain.errors import UserError
-from qtrain.portable import GROUP_SIGNALS
 
 Item = tuple[TensorBatch, dict[str, Any]]
 """A batch and the position right after it."""

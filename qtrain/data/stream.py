@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qtrain.checks import shown
+from qtrain.core.checks import shown
+from qtrain.core.errors import UserError
+from qtrain.core.registry import Registry
 from qtrain.data.batch import Sample
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from qtrain.errors import UserError
-from qtrain.registry import Registry
 
 
 @dataclass(frozen=True)

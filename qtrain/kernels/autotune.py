@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from qtrain.errors import UserError, unknown_name
+from qtrain.core.errors import UserError, unknown_name
 
 Run = Callable[[str], object]
 

@@ -1,17 +1,18 @@
 """Models: the native decoder, Hugging Face load and export, adapters, vision models, and the cost of training them."""
 
-from qtrain.models.adapted_original import AdaptedOriginal
+from qtrain.models.adapters.adapted_original import AdaptedOriginal
+from qtrain.models.adapters.lora import Lora, add_lora, check_combination, merge_lora
+from qtrain.models.adapters.peft_format import as_lora, load_adapter, save_adapter
 from qtrain.models.build import build_model, empty_model
-from qtrain.models.config import ModelConfig
-from qtrain.models.decoder import Decoder
+from qtrain.models.config.model import ModelConfig
+from qtrain.models.cost.vision import VisionCost, vision_cost
 from qtrain.models.execution import RECOMPUTE_MODES, apply_activation_checkpointing, compile_layers
 from qtrain.models.generate import generate
 from qtrain.models.greedy_decode import answer, rows_at_once
-from qtrain.models.hf import export_hf, generation_config
-from qtrain.models.lora import Lora, add_lora, check_combination, merge_lora
-from qtrain.models.loss import LossSums, linear_cross_entropy
-from qtrain.models.peft_format import as_lora, load_adapter, save_adapter
-from qtrain.models.source import ModelSource, list_models, read_model_source
+from qtrain.models.hf.io import export_hf, generation_config
+from qtrain.models.hf.source import ModelSource, list_models, read_model_source
+from qtrain.models.native.decoder import Decoder
+from qtrain.models.native.loss import LossSums, linear_cross_entropy
 from qtrain.models.vision import (
     build_vision_model,
     check_vision_model,
@@ -23,7 +24,6 @@ from qtrain.models.vision import (
     recompute_blocks,
     repeated_blocks,
 )
-from qtrain.models.vision_cost import VisionCost, vision_cost
 
 __all__ = [
     "RECOMPUTE_MODES",

@@ -6,14 +6,14 @@ import functools
 import torch
 from torch import nn
 
-from qtrain.distributed.tensor_group import TensorGroup
-from qtrain.errors import UserError, unknown_name
-from qtrain.models.decoder import Decoder
-from qtrain.models.expert_parallel import ExpertParallel
-from qtrain.models.hf_impl import build_hf_model
-from qtrain.models.initial_values import DrawnValues, InitialValues, LoadedValues
-from qtrain.models.source import ModelSource
-from qtrain.models.tensor_parallel import TensorParallel
+from qtrain.comm.tensor_group import TensorGroup
+from qtrain.core.errors import UserError, unknown_name
+from qtrain.models.hf.impl import build_hf_model
+from qtrain.models.hf.initial_values import DrawnValues, InitialValues, LoadedValues
+from qtrain.models.hf.source import ModelSource
+from qtrain.models.native.decoder import Decoder
+from qtrain.models.native.expert_parallel import ExpertParallel
+from qtrain.models.native.tensor_parallel import TensorParallel
 from qtrain.tensors.deferred import defer, is_deferred
 
 MODEL_IMPLS = {

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from qtrain.errors import unknown_name
+from qtrain.core.errors import unknown_name
 
 RECOMPUTE_MODES = {
     "none": "keep every activation that backward reads",

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 
 
 @torch.no_grad()

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from qtrain.models.decoder import Decoder, outputs
-from qtrain.models.rope import rope_tables
+from qtrain.models.native.decoder import Decoder, outputs
+from qtrain.models.native.rope import rope_tables
 
 CACHE_BYTES = 4 * 2**30
 """Size of all layers' caches together at most."""

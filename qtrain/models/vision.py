@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from qtrain.errors import UserError, first_line, missing_package, nearest
-from qtrain.hub import reaching_hub
-from qtrain.models.hf import refuse_nonfinite
-from qtrain.models.selective_recompute import selective_contexts
-from qtrain.models.writing import finish_export, writing_export
+from qtrain.core.errors import UserError, first_line, missing_package, nearest
+from qtrain.core.hub import reaching_hub
+from qtrain.models.hf.io import refuse_nonfinite
+from qtrain.models.hf.writing import finish_export, writing_export
+from qtrain.models.native.selective_recompute import selective_contexts
 
 RESERVED = {
     "pretrained": "--pretrained decides it",

@@ -7,7 +7,7 @@ rounding: a typical update is smaller than half a unit in the last place, so rou
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from qtrain.checks import Range
+from qtrain.core.checks import Range
 from qtrain.optim.elementwise import LowBitOptimizer, LowBitSpec
 from qtrain.optim.registry import OPTIMIZERS
 from qtrain.optim.state_layout import FormatChoice, StateOptions

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from qtrain.checks import Range
+from qtrain.core.checks import Range
 from qtrain.kernels.numerics.normal import normal
 from qtrain.kernels.optim.state_formats import state_format
 from qtrain.optim.batched_states import read_states, state_shapes, write_states

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from qtrain.checks import Range
-from qtrain.errors import UserError
+from qtrain.core.checks import Range
+from qtrain.core.errors import UserError
 from qtrain.kernels.optim.fused_update import SIGNED_STATES, FusedUpdate, Slot
 from qtrain.kernels.optim.state_formats import StateFormat, dequantize_state, quantize_state, zero_state
 from qtrain.kernels.optim.update_rules import LowBitWeight

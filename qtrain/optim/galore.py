@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from qtrain.checks import Range
+from qtrain.core.checks import Range
 from qtrain.kernels.numerics.dequantize import dequantize
 from qtrain.kernels.numerics.normal import normal
 from qtrain.kernels.optim.fused_update import FusedUpdate, Slot

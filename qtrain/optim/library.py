@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from qtrain.errors import UserError, missing_package, unknown_name
+from qtrain.core.errors import UserError, missing_package, unknown_name
 from qtrain.optim.optimizer import Optimizer, adapted
 from qtrain.optim.registry import OPTIMIZERS, OptimizerSpec, ParameterShape
 

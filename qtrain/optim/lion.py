@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from qtrain.checks import Range
+from qtrain.core.checks import Range
 from qtrain.optim.elementwise import LowBitOptimizer, LowBitSpec
 from qtrain.optim.registry import OPTIMIZERS
 from qtrain.optim.state_layout import StateOptions

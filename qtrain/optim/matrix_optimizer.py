@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from qtrain.checks import Range
-from qtrain.errors import UserError
+from qtrain.core.checks import Range
+from qtrain.core.errors import UserError
 from qtrain.kernels.optim.fused_update import FusedUpdate, Slot
 from qtrain.optim.batched_states import BATCH_ELEMENTS, batches_by_shape
 from qtrain.optim.elementwise import LowBitOptimizer

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from torch import Tensor
 
-from qtrain.checks import Range
+from qtrain.core.checks import Range
 from qtrain.kernels.optim.state_formats import state_format
 from qtrain.optim.batched_states import read_states, state_shapes, state_size, write_states
 from qtrain.optim.matrix_optimizer import Matrix, MatrixOptimizer, MatrixOptimizerSpec

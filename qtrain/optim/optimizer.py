@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.kernels.optim.weight_amax import WeightAmax
 from qtrain.optim.state_layout import local
 

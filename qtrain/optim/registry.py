@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from qtrain.core.registry import Registry
 from qtrain.optim.optimizer import Optimizer
-from qtrain.registry import Registry
 
 
 @dataclass(frozen=True)

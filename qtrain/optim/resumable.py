@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.optim.optimizer import Optimizer, StateShapes
 
 

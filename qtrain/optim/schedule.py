@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from qtrain.checks import Range, check_fields
-from qtrain.errors import UserError
+from qtrain.core.checks import Range, check_fields
+from qtrain.core.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from qtrain.checks import Range
+from qtrain.core.checks import Range
 from qtrain.kernels.optim.fused_update import FusedUpdate, Slot
 from qtrain.optim.batched_states import BATCH_ELEMENTS
 from qtrain.optim.elementwise import LowBitOptimizer, state_bytes

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qtrain.distributed.tensor_group import TENSOR_RANK_NUMBERS, TensorGroup
+from qtrain.comm.tensor_group import TENSOR_RANK_NUMBERS, TensorGroup
 from qtrain.kernels.optim.weight_amax import WeightAmax
 from qtrain.kernels.quantize.column_groups import BLOCK_ROWS
 from qtrain.quant.delayed_scaling import AmaxHistory

@@ -13,7 +13,7 @@ Everything stays on the device. The history is the state that checkpoints hold; 
 
 import torch
 
-from qtrain.distributed.wire import maximum_over_ranks
+from qtrain.comm.wire import maximum_over_ranks
 from qtrain.kernels.quantize.reference import scale_ref
 from qtrain.quant.linear import LowBitLinear
 

@@ -8,7 +8,7 @@ optimizers, shards by rows and checkpoints. Products are computed by `experts.py
 
 from torch import Tensor, nn
 
-from qtrain.distributed.tensor_group import TensorGroup
+from qtrain.comm.tensor_group import TensorGroup
 
 
 class GroupedLinear(nn.Linear):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qtrain.distributed.tensor_group import TensorGroup
+from qtrain.comm.tensor_group import TensorGroup
 from qtrain.kernels.grouped.row_groups import RowGroups
 from qtrain.kernels.optim.weight_amax import WeightAmax
 from qtrain.kernels.quantize.column_groups import BlockGroups, equal_groups

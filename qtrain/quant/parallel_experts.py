@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qtrain.distributed.tensor_group import TENSOR_RANK_NUMBERS, TensorGroup
+from qtrain.comm.tensor_group import TENSOR_RANK_NUMBERS, TensorGroup
 from qtrain.kernels.grouped.permute import combine_rows, route_weight_grad, weights_of_rows
 from qtrain.kernels.grouped.row_groups import RowGroups, group_rows, group_rows_of
 from qtrain.kernels.quantize.gather_rows import gather_rows

@@ -21,8 +21,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from qtrain.errors import UserError
-from qtrain.hardware import lacks_fp8
+from qtrain.core.errors import UserError
+from qtrain.core.hardware import lacks_fp8
+from qtrain.core.registry import Registry
 from qtrain.kernels.gemm.transpose import transpose_8bit
 from qtrain.kernels.grouped.row_groups import RowGroups
 from qtrain.kernels.numerics.formats import EIGHT_BITS, FORMATS, GRANULARITIES
@@ -49,7 +50,6 @@ from qtrain.quant.tensor_roles import (
     SwiGLUOperands,
     TensorName,
 )
-from qtrain.registry import Registry
 from qtrain.tensors.quantized_tensor import Operand, OperandFormat, Operands, QuantizedTensor
 from qtrain.tensors.stored_weight import STORED_FORMATS, StoredWeight
 

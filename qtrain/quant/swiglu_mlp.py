@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qtrain.distributed.tensor_group import TensorGroup
+from qtrain.comm.tensor_group import TensorGroup
 from qtrain.kernels.quantize.column_groups import NO_GROUPS, BlockGroups
 from qtrain.kernels.quantize.gather_rows import GatheredRows
 from qtrain.kernels.swiglu.quantize import quantize_swiglu_backward, quantize_swiglu_rowwise

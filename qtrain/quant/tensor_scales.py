@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qtrain.distributed.tensor_group import TensorGroup
+from qtrain.comm.tensor_group import TensorGroup
 from qtrain.kernels.numerics.formats import SCALE_EPS
 from qtrain.kernels.quantize.absmax import absmax
 from qtrain.kernels.quantize.column_groups import BlockGroups

@@ -16,7 +16,7 @@ a block of tokens, and schemes whose `grad_weight` reads x in high precision, ga
 import torch
 from torch import Tensor
 
-from qtrain.distributed.tensor_group import CODES, TensorGroup
+from qtrain.comm.tensor_group import CODES, TensorGroup
 from qtrain.kernels.gemm.transpose import transpose_8bit
 from qtrain.kernels.grouped.row_groups import RowGroups
 from qtrain.kernels.numerics.formats import FORMATS, LINEAR_FORMATS

@@ -5,19 +5,19 @@ from dataclasses import dataclass
 
 import torch
 
-from qtrain.checks import shown
-from qtrain.config import as_dict, source_digest
-from qtrain.distributed.launch import check_gpus
-from qtrain.distributed.mesh import Mesh, expert_mesh_shape, make_mesh, mesh_shape
-from qtrain.distributed.ranks import check_launcher, first_difference, from_rank_0, join_world, launched_world
-from qtrain.errors import UserError
+from qtrain.comm.launch import check_gpus
+from qtrain.comm.mesh import Mesh, expert_mesh_shape, make_mesh, mesh_shape
+from qtrain.comm.ranks import check_launcher, first_difference, from_rank_0, join_world, launched_world
+from qtrain.core.checks import shown
+from qtrain.core.config import as_dict, source_digest
+from qtrain.core.errors import UserError
 from qtrain.optim import OPTIMIZERS, LRSchedule, OptimizerSpec, make_schedule
 from qtrain.quant import SCHEMES, Scheme
 from qtrain.train.dependent_options import Given, check_dependences
 from qtrain.train.device import choose_dtype
-from qtrain.train.expert_parallel import check_expert_parallel
 from qtrain.train.in_backward import check_in_backward
 from qtrain.train.log.trackers import check_trackers
+from qtrain.train.model_parallel_checks import check_expert_parallel, check_tensor_parallel
 from qtrain.train.planned_machine import (
     check_plan_flags,
     check_planned_scheme,
@@ -27,7 +27,6 @@ from qtrain.train.planned_machine import (
 )
 from qtrain.train.settings import BatchGeometry, TrainSettings, batch_geometry
 from qtrain.train.state.run_folder import RunFolder, find_run_folder
-from qtrain.train.tensor_parallel import check_tensor_parallel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,11 +16,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from qtrain.core.errors import first_line
 from qtrain.data import TensorBatch
-from qtrain.errors import first_line
+from qtrain.parallel.data_parallel import DataParallel
 from qtrain.quant import QuantizedModel
 from qtrain.train.language import Forward
-from qtrain.train.parallel import DataParallel
 from qtrain.train.state.run import Run
 
 log = logging.getLogger("qtrain")

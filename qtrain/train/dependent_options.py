@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.optim import LRSchedule
 from qtrain.quant import LowBitScheme, Scheme
 from qtrain.train.planned_machine import run_world

@@ -2,8 +2,8 @@
 
 import torch
 
-from qtrain.distributed.ranks import local_rank
-from qtrain.errors import UserError
+from qtrain.comm.ranks import local_rank
+from qtrain.core.errors import UserError
 
 
 def choose_device(name: str) -> torch.device:

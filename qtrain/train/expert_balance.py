@@ -3,7 +3,7 @@
 import torch.distributed as dist
 from torch import nn
 
-from qtrain.distributed.mesh import Mesh
+from qtrain.comm.mesh import Mesh
 from qtrain.models import Decoder
 
 

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from qtrain.models import Lora, ModelConfig
-from qtrain.models.cost import parameter_shapes
-from qtrain.models.trained_cost import TrainedPart, all_but_embedding, only_adapters
+from qtrain.models.cost.parameters import parameter_shapes
+from qtrain.models.cost.trained import TrainedPart, all_but_embedding, only_adapters
 from qtrain.train.log.status import short_number
 
 

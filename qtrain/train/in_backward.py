@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from qtrain.distributed.ranks import all_gather, from_rank_0
-from qtrain.errors import UserError
+from qtrain.comm.ranks import all_gather, from_rank_0
+from qtrain.core.errors import UserError
 from qtrain.models import repeated_blocks
 from qtrain.optim import OptimizerSpec, PartitionedOptimizer
-from qtrain.train.parallel import DataParallel
+from qtrain.parallel.data_parallel import DataParallel
 from qtrain.train.settings import BatchGeometry, TrainSettings
 
 

@@ -2,7 +2,7 @@
 
 import textwrap
 
-from qtrain.registry import Registry
+from qtrain.core.registry import Registry
 
 
 def listing(vision: bool = False) -> str:
@@ -32,7 +32,7 @@ def listing(vision: bool = False) -> str:
 
 
 def _gpus() -> list[tuple[str, str]]:
-    from qtrain.hardware import MEMORY_GIB, planned_gpus
+    from qtrain.core.hardware import MEMORY_GIB, planned_gpus
     from qtrain.train.plan.wires import IN_NODE
 
     return [(name, f"{p}, {MEMORY_GIB[p]} GiB, {IN_NODE[p]} in a machine") for name, p in planned_gpus().items()]

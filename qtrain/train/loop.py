@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-from qtrain.config import as_dict
+from qtrain.comm.ranks import all_gather, from_rank_0, note_step, rank
+from qtrain.comm.wire import sent
+from qtrain.core.config import as_dict
+from qtrain.core.errors import TrainingStopped, first_line
+from qtrain.core.hardware import keep_freed_memory
+from qtrain.core.portable import peak_resident_bytes
 from qtrain.data import TensorBatch
-from qtrain.distributed.ranks import all_gather, from_rank_0, note_step, rank
-from qtrain.distributed.shards import local_tensors
-from qtrain.distributed.wire import sent
-from qtrain.errors import TrainingStopped, first_line
-from qtrain.hardware import keep_freed_memory
 from qtrain.optim import OPTIMIZERS, LRSchedule
-from qtrain.portable import peak_resident_bytes
+from qtrain.parallel.shards import local_tensors
+from qtrain.parallel.step_sums import Gradients
 from qtrain.train.cuda_graphs import WARM_UP, StepGraphs
 from qtrain.train.expert_balance import ExpertBalance
-from qtrain.train.gradients import Gradients
 from qtrain.train.in_backward import OptimizerInBackward
 from qtrain.train.language import Forward
 from qtrain.train.log.failures import first_nonfinite_tensor, is_out_of_memory, nonfinite, out_of_memory

@@ -3,10 +3,10 @@ that name a GPU and a number of them."""
 
 import torch
 
-from qtrain.distributed.mesh import Mesh, mesh_shape, planned_mesh
-from qtrain.distributed.ranks import launched_world
-from qtrain.errors import UserError
-from qtrain.hardware import Hardware, datasheet_hardware, describe_hardware
+from qtrain.comm.mesh import Mesh, mesh_shape, planned_mesh
+from qtrain.comm.ranks import launched_world
+from qtrain.core.errors import UserError
+from qtrain.core.hardware import Hardware, datasheet_hardware, describe_hardware
 from qtrain.quant import Auto, LowBitScheme, Scheme
 from qtrain.train.device import choose_device
 from qtrain.train.plan.wires import find_wire, wire_in_node

@@ -8,9 +8,9 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from qtrain.checks import Range
-from qtrain.config import JsonDict
-from qtrain.errors import UserError
+from qtrain.core.checks import Range
+from qtrain.core.config import JsonDict
+from qtrain.core.errors import UserError
 
 Count = Annotated[int, Range(1)]
 CountOrZero = Annotated[int, Range(0)]

@@ -6,19 +6,19 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from qtrain.comm.mesh import Mesh
+from qtrain.comm.ranks import rank
 from qtrain.data import Batch
-from qtrain.distributed.mesh import Mesh
-from qtrain.distributed.ranks import rank
 from qtrain.optim import Optimizer
+from qtrain.parallel.data_parallel import DataParallel
+from qtrain.parallel.step_sums import Gradients
+from qtrain.parallel.whole_model import gather_whole_model
 from qtrain.quant import QuantizedModel
 from qtrain.train.cuda_graphs import StepGraphs, forward_backward
-from qtrain.train.gradients import Gradients
 from qtrain.train.in_backward import OptimizerInBackward
 from qtrain.train.language import Forward
-from qtrain.train.parallel import DataParallel
 from qtrain.train.state.ema import Ema
 from qtrain.train.state.run import Run
-from qtrain.train.state.whole_model import gather_whole_model
 
 
 def compute_gradients(

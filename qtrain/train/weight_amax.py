@@ -2,8 +2,8 @@
 
 from qtrain.kernels.optim.weight_amax import WeightAmax
 from qtrain.optim import Optimizer
+from qtrain.parallel.data_parallel import DataParallel
 from qtrain.quant import LowBitLinear, QuantizedModel
-from qtrain.train.parallel import DataParallel
 
 
 def share_amax(optimizer: Optimizer, quantized: QuantizedModel, parallel: DataParallel) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from qtrain.bench.arguments import name_and_options, parse_sizes, split_list, wanted_names
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 
 
 def test_lists():

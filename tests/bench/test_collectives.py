@@ -4,8 +4,8 @@ import pytest
 
 from qtrain.bench import collectives
 from qtrain.bench.collectives import COLLECTIVES, cell_of, collective_table, main, parse_mib
-from qtrain.distributed.gradient_wire import GRADIENT_WIRES
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
+from qtrain.parallel.gradient_wire import GRADIENT_WIRES
 from tests.worlds import run_ranks
 
 

@@ -5,7 +5,7 @@ import torch
 
 from qtrain.bench.case import WrongResultError
 from qtrain.bench.experts import SHAPES, ExpertsProblem, ExpertsShape, experts_case, experts_table, roofline_ms
-from qtrain.hardware import Hardware
+from qtrain.core.hardware import Hardware
 from qtrain.quant import SCHEMES
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qtrain.bench.gradient_error import gradient_error, main
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 
 ONE_GEMM = 'int8:{"output":"bf16","grad_input":"bf16"}'
 

@@ -5,7 +5,7 @@ import torch
 
 from qtrain.bench.case import WrongResultError
 from qtrain.bench.linears import LinearProblem, linear_case, linear_table
-from qtrain.hardware import Hardware
+from qtrain.core.hardware import Hardware
 from qtrain.quant import SCHEMES, Auto
 
 CPU = torch.device("cpu")

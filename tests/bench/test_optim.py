@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qtrain.bench import optim_accuracy, optim_step
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from tests.system import write_model
 
 

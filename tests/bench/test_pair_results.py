@@ -17,7 +17,7 @@ from qtrain.bench.pair_results import (
     read_results,
     shared_recipe,
 )
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from tests.data.corpora import write_jsonl
 
 

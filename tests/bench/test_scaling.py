@@ -6,8 +6,8 @@ import pytest
 
 from qtrain.bench import scaling
 from qtrain.bench.scaling import ScalingSettings, main, make_cells
-from qtrain.config import parse
-from qtrain.errors import UserError
+from qtrain.core.config import parse
+from qtrain.core.errors import UserError
 
 
 def cells(*flags: str):

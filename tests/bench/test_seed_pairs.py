@@ -12,7 +12,7 @@ import pytest
 
 from qtrain.bench import pair_runs
 from qtrain.bench.seed_pairs import main
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from tests.data.corpora import write_jsonl
 from tests.system import serving, write_model
 

@@ -7,7 +7,7 @@ import pytest
 
 from qtrain.bench import source_corpus
 from qtrain.bench.source_corpus import main, unique_files
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 
 
 def code(number: int) -> str:

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from qtrain.bench.tables import Cell, Table, check_png, write_json, write_png
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 
 
 def table() -> Table:

@@ -9,8 +9,8 @@ import torch
 from qtrain.bench import train_step, training
 from qtrain.bench.train_step import TrainStepSettings, main, make_cells, run_apart
 from qtrain.bench.training import time_training
-from qtrain.config import parse
-from qtrain.errors import UserError
+from qtrain.core.config import parse
+from qtrain.core.errors import UserError
 from qtrain.train.assembly import language_architecture
 from qtrain.train.in_backward import OptimizerInBackward
 

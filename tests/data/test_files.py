@@ -5,9 +5,9 @@ import os
 
 import pytest
 
+from qtrain.core.errors import UserError
 from qtrain.data import open_images
 from qtrain.data.files import STDLIB, match_files, match_globs, split_of, stdlib_files, text_files
-from qtrain.errors import UserError
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from qtrain.core.errors import UserError
 from qtrain.data import IGNORED, Batch, Loader, Sample, StreamContext, open_stream
-from qtrain.errors import UserError
 from tests.cases import sampled
 from tests.data.corpora import specs, write_raw
 

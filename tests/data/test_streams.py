@@ -11,11 +11,11 @@ import socket
 import numpy as np
 import pytest
 
+from qtrain.core.errors import UserError
 from qtrain.data import DATASETS, Sample, StreamContext, dataset_tokenizer, load_tokenizer, open_stream
 from qtrain.data.stream import check_kind
 from qtrain.data.text import documents as documents_module
 from qtrain.data.text import packing as packing_module
-from qtrain.errors import UserError
 from tests.data.corpora import (
     compress,
     encode,
@@ -313,7 +313,7 @@ def test_without_the_hub_there_is_one_message(monkeypatch):
     import datasets
     import huggingface_hub.constants
 
-    from qtrain.hub import hub_reachable
+    from qtrain.core.hub import hub_reachable
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from qtrain import hardware
+from qtrain.core import hardware
 from qtrain.kernels.cross_entropy import launch_cross_entropy
 from qtrain.kernels.gemm import blockwise_mm, fp16_mm, int4_mm, int8_mm, scaled_mm
 from qtrain.kernels.gemm.blockwise_wgmma import WGMMA_TILINGS, launch_blockwise_wgmma

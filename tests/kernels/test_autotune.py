@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.kernels import autotune
 
 NAMES = ["triton a", "triton b", "cublas"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.models import build_model, read_model_source
 from tests.models.families import source_of
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.models import RECOMPUTE_MODES, apply_activation_checkpointing, compile_layers
 from tests.models.families import DOC_IDS, batch, drawn, source_of
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.models import generate
 from tests.models.families import batch, drawn, source_of
 

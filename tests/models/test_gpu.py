@@ -11,13 +11,12 @@ from qtrain.models import (
     apply_activation_checkpointing,
     build_model,
     compile_layers,
-    decoder,
     linear_cross_entropy,
-    mlp,
     read_model_source,
 )
-from qtrain.models.attention import attention_mask
-from qtrain.models.memory import StepShape, estimate_memory
+from qtrain.models.cost.memory import StepShape, estimate_memory
+from qtrain.models.native import decoder, mlp
+from qtrain.models.native.attention import attention_mask
 from tests.models.families import ModelSource, source_of
 
 pytestmark = pytest.mark.gpu

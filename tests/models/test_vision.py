@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.models import (
     build_vision_model,
     check_vision_model,
@@ -15,8 +15,8 @@ from qtrain.models import (
     output_head,
     recompute_blocks,
     repeated_blocks,
-    vision_cost,
 )
+from qtrain.models.cost import vision as vision_cost
 from qtrain.quant import SCHEMES, exported_tensors, quantize_linears
 
 timm = pytest.importorskip("timm")

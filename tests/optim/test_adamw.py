@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.optim import OPTIMIZERS, ParameterShape
 
 FAMILY = ["adamw", "adamw_bf16_sr", "adamw_8bit", "adamw_fp8", "adamw_4bit"]

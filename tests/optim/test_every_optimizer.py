@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.optim import OPTIMIZERS
 from qtrain.tensors.stored_weight import StoredWeight
 from qtrain.train.state.state_dict import finish_optimizer, optimizer_tensors, prepare_optimizer

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.optim import OPTIMIZERS, Optimizer, adapted
 from tests.optim.problems import Small, make
 from tests.system import ROOT

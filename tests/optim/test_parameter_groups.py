@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from qtrain.models import ModelSource, build_model
-from qtrain.models.cost import parameter_shapes
+from qtrain.models.cost.parameters import parameter_shapes
 from qtrain.optim import parameter_groups
 from qtrain.optim.parameter_groups import hidden_matrices
 from qtrain.quant import SCHEMES, quantize_linears

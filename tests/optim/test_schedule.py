@@ -2,7 +2,7 @@
 
 import pytest
 
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.optim import make_schedule
 
 

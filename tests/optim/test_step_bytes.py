@@ -7,7 +7,7 @@ import torch
 
 from qtrain.kernels.optim.fused_update import FusedUpdate
 from qtrain.models import ModelSource, build_model
-from qtrain.models.cost import parameter_shapes
+from qtrain.models.cost.parameters import parameter_shapes
 from qtrain.optim import OPTIMIZERS, ParameterShape, muon, parameter_groups
 from tests.cases import sampled
 from tests.peak_bytes import PeakBytes

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qtrain.distributed.mesh import make_mesh
-from qtrain.distributed.tensor_group import TensorGroup
-from qtrain.distributed.wire import sent
+from qtrain.comm.mesh import make_mesh
+from qtrain.comm.tensor_group import TensorGroup
+from qtrain.comm.wire import sent
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.experts import experts_mlp
 from qtrain.quant.grouped_linear import GroupedLinear

@@ -7,16 +7,17 @@ import pytest
 import torch
 
 from qtrain.bench.mesh_equality import MIXTURE, UNTIED, differences, random_micro_batch, state_digests
-from qtrain.distributed import weights
-from qtrain.distributed.mesh import make_mesh
-from qtrain.distributed.ranks import rank
-from qtrain.distributed.shards import local_tensors
+from qtrain.comm.mesh import make_mesh
+from qtrain.comm.ranks import rank
 from qtrain.models import Lora, ModelSource, add_lora, build_model, merge_lora
 from qtrain.optim import OPTIMIZERS, parameter_groups
+from qtrain.parallel import weights
+from qtrain.parallel.data_parallel import DataParallel
+from qtrain.parallel.full_shard import decoder_units
+from qtrain.parallel.shards import local_tensors
 from qtrain.quant import SCHEMES, base_scheme, quantize_linears
 from qtrain.tensors.deferred import plain_tensors
 from qtrain.train.language import language_forward
-from qtrain.train.parallel import DataParallel
 from qtrain.train.state.frozen_weights import fingerprint
 from qtrain.train.step import apply_gradients, compute_gradients
 from tests.cases import sampled
@@ -45,7 +46,7 @@ def _train(case: str, mesh_shape: str, full_shard: bool, micro_batches: int) -> 
     model = build_model(source, dtype=torch.bfloat16, seed=1, defer_layers=full_shard)
     quantized = quantize_linears(model, scheme, seed=0, head=model.lm_head)
     add_lora(model, lora, 5)
-    units = model.units() if full_shard else ()
+    units = decoder_units(model) if full_shard else ()
     parallel = DataParallel(model, quantized, mesh, deterministic=True, units=units)
     groups = parameter_groups(model, 0.1)
     for group in groups:

@@ -7,8 +7,8 @@ import pytest
 import llm_finetune
 import llm_pretrain
 import timm_finetune
-from qtrain.config import as_dict
-from qtrain.errors import UserError
+from qtrain.core.config import as_dict
+from qtrain.core.errors import UserError
 from qtrain.train.checked_settings import check_settings
 from qtrain.train.dependent_options import DEPENDENCES
 from qtrain.train.settings import VisionSettings

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from qtrain.bench.mesh_equality import CLOSE, CONFIG, MIXTURE, SCHEMES_COMPARED, differences, random_micro_batch, train
-from qtrain.distributed.mesh import expert_mesh_shape, make_mesh, planned_mesh
-from qtrain.errors import UserError
+from qtrain.comm.mesh import expert_mesh_shape, make_mesh, planned_mesh
+from qtrain.core.errors import UserError
 from qtrain.models import (
     ModelConfig,
     ModelSource,
@@ -18,13 +18,13 @@ from qtrain.models import (
     build_model,
     compile_layers,
 )
-from qtrain.models.expert_parallel import check_experts_divisible
+from qtrain.models.native.expert_parallel import check_experts_divisible
 from qtrain.optim import OPTIMIZERS
+from qtrain.parallel.data_parallel import DataParallel
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.train.checked_settings import check_settings
-from qtrain.train.expert_parallel import check_expert_parallel
 from qtrain.train.language import language_forward
-from qtrain.train.parallel import DataParallel
+from qtrain.train.model_parallel_checks import check_expert_parallel
 from qtrain.train.plan.resharding import reshards
 from qtrain.train.settings import LanguageSettings, VisionSettings
 from qtrain.train.step import compute_gradients

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 import llm_pretrain
+from qtrain.comm.mesh import Mesh
+from qtrain.core.errors import UserError
 from qtrain.data import Batch
-from qtrain.distributed.mesh import Mesh
-from qtrain.errors import UserError
 from qtrain.models import ModelSource, apply_activation_checkpointing, build_model, compile_layers
 from qtrain.optim import OPTIMIZERS, parameter_groups
+from qtrain.parallel.data_parallel import DataParallel
 from qtrain.quant import SCHEMES, QuantizedModel, quantize_linears
 from qtrain.tensors.stored_weight import StoredWeight
 from qtrain.train.in_backward import OptimizerInBackward, check_in_backward, model_partitions
 from qtrain.train.language import language_forward
-from qtrain.train.parallel import DataParallel
 from qtrain.train.settings import LanguageSettings, batch_geometry
 from qtrain.train.state.state_dict import optimizer_tensors
 from qtrain.train.step import apply_gradients, compute_gradients, set_lr

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from qtrain.bench.mesh_equality import CONFIG, UNTIED, differences, random_micro_batch, train
-from qtrain.distributed import gradients, weights
-from qtrain.distributed.mesh import make_mesh
-from qtrain.distributed.ranks import all_gather, rank
-from qtrain.distributed.shards import local_tensors
+from qtrain.comm.mesh import make_mesh
+from qtrain.comm.ranks import all_gather, rank
 from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups
+from qtrain.parallel import gradients, weights
+from qtrain.parallel.data_parallel import DataParallel
+from qtrain.parallel.shards import local_tensors
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.train.in_backward import OptimizerInBackward, model_partitions
 from qtrain.train.language import language_forward
-from qtrain.train.parallel import DataParallel
 from qtrain.train.step import apply_gradients, compute_gradients
 from tests.cases import sampled
 from tests.worlds import run_ranks

@@ -7,11 +7,11 @@ import types
 import pytest
 import torch
 
+from qtrain.core.registry import Registry, field_docs
 from qtrain.data import DATASETS, IMAGE_SETS, TOKENIZERS
 from qtrain.models import list_models
 from qtrain.optim import OPTIMIZERS
 from qtrain.quant import SCHEMES
-from qtrain.registry import Registry, field_docs
 from qtrain.train.listing import listing
 
 

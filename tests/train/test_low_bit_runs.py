@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.models import ModelSource, build_model, empty_model
 from qtrain.optim import Optimizer
 from qtrain.quant import SCHEMES, quantize_linears

@@ -12,8 +12,8 @@ import torch
 
 from qtrain.bench import mesh_equality
 from qtrain.bench.mesh_equality import CONFIG, DTYPES, SCHEMES_COMPARED, UNTIED, differences, promised, train
-from qtrain.distributed import gradients, weights
-from qtrain.distributed.mesh import make_mesh
+from qtrain.comm.mesh import make_mesh
+from qtrain.parallel import gradients, weights
 from tests.cases import sampled
 from tests.system import ROOT
 from tests.worlds import run_ranks

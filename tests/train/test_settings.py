@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from qtrain.checks import check_fields
-from qtrain.errors import UserError
+from qtrain.core.checks import check_fields
+from qtrain.core.errors import UserError
 from qtrain.train.checked_settings import check_settings
 from qtrain.train.device import choose_device, choose_dtype
 from qtrain.train.settings import LanguageSettings, TrainSettings, batch_geometry

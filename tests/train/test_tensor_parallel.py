@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from qtrain.bench.mesh_equality import CONFIG as SMALL
+from qtrain.comm.mesh import Mesh, make_mesh
+from qtrain.comm.wire import sent
+from qtrain.core.errors import UserError
 from qtrain.data import Batch
-from qtrain.distributed.mesh import Mesh, make_mesh
-from qtrain.distributed.wire import sent
-from qtrain.errors import UserError
 from qtrain.models import (
     ModelConfig,
     ModelSource,
@@ -28,16 +28,17 @@ from qtrain.models import (
     generate,
     read_model_source,
 )
-from qtrain.models.tensor_parallel import TensorParallel, check_divisible
+from qtrain.models.native.tensor_parallel import TensorParallel, check_divisible
 from qtrain.optim import OPTIMIZERS, parameter_groups
+from qtrain.parallel.data_parallel import DataParallel
+from qtrain.parallel.full_shard import decoder_units
 from qtrain.quant import SCHEMES, quantize_linears, swiglu_mlp
 from qtrain.train.freezing import freeze_embedding
 from qtrain.train.language import language_forward
-from qtrain.train.parallel import DataParallel
+from qtrain.train.model_parallel_checks import check_tensor_parallel
 from qtrain.train.settings import LanguageSettings, VisionSettings
 from qtrain.train.state.frozen_weights import fingerprint
 from qtrain.train.step import apply_gradients, compute_gradients
-from qtrain.train.tensor_parallel import check_tensor_parallel
 from tests.cases import sampled
 from tests.worlds import run_ranks
 
@@ -219,7 +220,7 @@ def _train(
             if compiled == "compiled":
                 compile_layers(model)
         spec, groups = OPTIMIZERS.make("adamw", {}, "--optim"), parameter_groups(model, 0.1)
-        units = model.units() if full_shard else ()
+        units = decoder_units(model) if full_shard else ()
         parallel = DataParallel(model, quantized, mesh, lambda p: False, deterministic=True, units=units)
         for group in groups:
             group["params"] = [parallel.master(p) for p in group["params"]]

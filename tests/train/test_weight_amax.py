@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from qtrain.distributed.mesh import Mesh
+from qtrain.comm.mesh import Mesh
 from qtrain.kernels.quantize.absmax import absmax
 from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups
+from qtrain.parallel.data_parallel import DataParallel
 from qtrain.quant import SCHEMES, LowBitLinear, QuantizedModel, quantize_linears, quantizers
 from qtrain.train.language import language_forward
-from qtrain.train.parallel import DataParallel
 from qtrain.train.state.ema import Ema
 from qtrain.train.step import apply_gradients, compute_gradients, eval_weights
 from qtrain.train.weight_amax import share_amax

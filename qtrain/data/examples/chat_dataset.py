@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qtrain.checks import shown
+from qtrain.core.checks import shown
+from qtrain.core.errors import UserError, first_line, unknown_name
 from qtrain.data.examples.examples import ExampleDataset, Renderer, Segment
 from qtrain.data.examples.time_limit import TimeIsUp, time_limit
 from qtrain.data.stream import DATASETS
 from qtrain.data.tokenizers.tokenizer import Tokenizer
-from qtrain.errors import UserError, first_line, unknown_name
 
 CHAT_TEMPLATES = {
     "chatml": (

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 
-from qtrain.checks import Range
+from qtrain.core.checks import Range
+from qtrain.core.errors import UserError
 from qtrain.data.batch import Sample
 from qtrain.data.columns import valid_unicode
 from qtrain.data.examples.example_packing import Example, pack, pad
@@ -20,7 +21,6 @@ from qtrain.data.hub_rows import RowReader, RowSource
 from qtrain.data.permutation import Permutation
 from qtrain.data.stream import ESTIMATED_FROM, Dataset, Stream, StreamContext, check_position, checked_tokenizer
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from qtrain.errors import UserError
 
 COUNTS = ("read", "dropped", "cut", "empty")
 """Examples read; too long and dropped; too long and cut; without anything to train on, and dropped."""

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from qtrain.checks import json_type
-from qtrain.errors import UserError, unknown_name
+from qtrain.core.checks import json_type
+from qtrain.core.errors import UserError, unknown_name
 
 _ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"

@@ -17,9 +17,9 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from qtrain.checks import Range, check_fields, shown
+from qtrain.core.checks import Range, check_fields, shown
+from qtrain.core.errors import UserError
 from qtrain.data.permutation import hash64
-from qtrain.errors import UserError
 
 Share = Annotated[float, Range(0, 1)]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from qtrain.core.errors import UserError, unknown_name
 from qtrain.data.files import data_path, files_below
 from qtrain.data.images.images import IMAGE_SETS, Images, ImageSet, decode
-from qtrain.errors import UserError, unknown_name
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".jp2")
 SPLITS = ("train", "training", "val", "valid", "validation", "dev", "test", "testing", "eval")

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from qtrain.checks import MAX_INT
+from qtrain.core.checks import MAX_INT
+from qtrain.core.errors import UserError, unknown_name
 from qtrain.data.columns import missing_column
 from qtrain.data.files import as_list, match_globs
 from qtrain.data.hub_rows import RowSource
 from qtrain.data.images.images import IMAGE_SETS, Images, ImageSet, class_names, decode
-from qtrain.errors import UserError, unknown_name
 
 if TYPE_CHECKING:
     import datasets

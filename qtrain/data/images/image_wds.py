@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from qtrain.checks import MAX_INT, MAX_JSON
+from qtrain.core.checks import MAX_INT, MAX_JSON
+from qtrain.core.errors import UserError, unknown_name
+from qtrain.core.hub import hub_file, reaching_hub
+from qtrain.core.reading import read_small
 from qtrain.data.files import match_globs
 from qtrain.data.images.image_folder import ENDINGS
 from qtrain.data.images.images import IMAGE_SETS, Images, ImageSet, class_names, decode
-from qtrain.errors import UserError, unknown_name
-from qtrain.hub import hub_file, reaching_hub
-from qtrain.reading import read_small
 
 FIX = "Check the name, or give local tar files in paths."
 

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from qtrain.core.errors import UserError, first_line
+from qtrain.core.reading import refuse_special
+from qtrain.core.registry import Registry
 from qtrain.data.images.pixels import load_pixels
-from qtrain.errors import UserError, first_line
-from qtrain.reading import refuse_special
-from qtrain.registry import Registry
 
 MAX_PIXELS = 2**27
 """Pixels of an image at most: above it PIL suspects a decompression bomb."""

@@ -6,9 +6,9 @@ from typing import Literal
 import numpy as np
 from PIL import Image
 
+from qtrain.core.errors import missing_package
 from qtrain.data.images.images import IMAGE_SETS, Images, ImageSet
 from qtrain.data.permutation import Permutation
-from qtrain.errors import missing_package
 
 HELD_OUT = 360
 """Images of the validation split, always the same of the 1,797."""

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
-from qtrain.checks import Range, check_fields
+from qtrain.core.checks import Range, check_fields
+from qtrain.core.errors import UserError, nearest
 from qtrain.data.files import text_files
 from qtrain.data.hub_rows import RowReader, RowSource
 from qtrain.data.text.documents import DocumentOrder, Documents
-from qtrain.errors import UserError, nearest
 
 CHUNK_CHARACTERS = 1 << 18
 CHUNK_DOCUMENTS = 256

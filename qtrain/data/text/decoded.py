@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from qtrain.core.errors import UserError, first_line
 from qtrain.data.compression import COMPRESSED, DAMAGED, MAX_RECORD, bounded_lines, open_decompressed
 from qtrain.data.files import format_of
-from qtrain.errors import UserError, first_line
 
 if TYPE_CHECKING:
     import pyarrow

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qtrain.checks import json_type
+from qtrain.core.checks import json_type
+from qtrain.core.errors import UserError, first_line
 from qtrain.data.columns import missing_column, valid_unicode
 from qtrain.data.compression import DAMAGED, MAX_DOCUMENT, MAX_RECORD, open_decompressed
 from qtrain.data.files import TextFile
 from qtrain.data.permutation import Permutation
 from qtrain.data.text.decoded import is_decoded_whole, text_column
-from qtrain.errors import UserError, first_line
 
 if TYPE_CHECKING:
     import pyarrow

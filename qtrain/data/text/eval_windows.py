@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from qtrain.core.errors import UserError
 from qtrain.data.batch import Batch
 from qtrain.data.stream import StreamContext, open_stream
-from qtrain.errors import UserError
 
 EVALUATION_SEED = 0
 

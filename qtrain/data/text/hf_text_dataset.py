@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from qtrain.checks import Range
+from qtrain.core.checks import Range
 from qtrain.data.hub_rows import RowReader, RowSource
 from qtrain.data.permutation import Permutation
 from qtrain.data.stream import DATASETS, ESTIMATED_FROM, Dataset, Stream, StreamContext, checked_tokenizer

@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from qtrain.checks import Range, check_fields, read_json
-from qtrain.checksums import first_changed
-from qtrain.errors import UserError
-from qtrain.portable import sync_to_disk
+from qtrain.core.checks import Range, check_fields, read_json
+from qtrain.core.checksums import first_changed
+from qtrain.core.errors import UserError
+from qtrain.core.portable import sync_to_disk
 
 FILE_NAME = "manifest.json"
 DTYPES = {"uint16": 2, "uint32": 4}

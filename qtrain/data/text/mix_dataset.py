@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from qtrain.core.errors import UserError
 from qtrain.data.batch import Sample
 from qtrain.data.permutation import hash64, uniform
 from qtrain.data.stream import DATASETS, Dataset, Stream, StreamContext, check_position
 from qtrain.data.tokenizers.tokenizer import Tokenizer
-from qtrain.errors import UserError
 
 
 @DATASETS.register("mix")

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from qtrain.core.errors import UserError
 from qtrain.data.batch import Sample
 from qtrain.data.stream import Stream, StreamContext, check_position
 from qtrain.data.tokenizers.tokenizer import Tokenizer
-from qtrain.errors import UserError
 
 ENCODE_CHARACTERS = 1 << 17
 ENCODE_DOCUMENTS = 64

@@ -20,10 +20,10 @@ from typing import BinaryIO
 
 import numpy as np
 
+from qtrain.core.errors import UserError
+from qtrain.core.reading import refuse_special
 from qtrain.data.files import as_list, data_path, match_files
 from qtrain.data.text.manifest import DTYPES, FILE_NAME, Manifest, read_manifest
-from qtrain.errors import UserError
-from qtrain.reading import refuse_special
 
 HEADER_BYTES = 1024
 LLMQ_MAGIC = b"BIN.TOK\n"

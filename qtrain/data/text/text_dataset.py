@@ -4,13 +4,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from qtrain.checks import Range
+from qtrain.core.checks import Range
+from qtrain.core.errors import UserError
 from qtrain.data.files import text_files
 from qtrain.data.stream import DATASETS, ESTIMATED_FROM, Dataset, Stream, StreamContext, checked_tokenizer
 from qtrain.data.text.documents import DocumentOrder, Documents
 from qtrain.data.text.packing import Document, PackedStream
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from qtrain.errors import UserError
 
 
 @DATASETS.register("text")

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from qtrain.core.errors import UserError
 from qtrain.data.batch import Sample
 from qtrain.data.permutation import Permutation
 from qtrain.data.stream import DATASETS, Dataset, Stream, StreamContext, check_position, check_same_tokenizer
 from qtrain.data.text.manifest import FILE_NAME, Manifest, check_tokenizer_files, damaged_shard
 from qtrain.data.text.shards import Shard, TokenArray, find_shards
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from qtrain.errors import UserError
 
 
 @DATASETS.register("token")

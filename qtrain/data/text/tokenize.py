@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from qtrain.core.errors import UserError
 from qtrain.data.text.corpus import Corpus
 from qtrain.data.text.manifest import Manifest, ShardEntry, damaged_shard, publish
 from qtrain.data.text.progress import TokenizeProgress
 from qtrain.data.tokenizers.tokenizer import Tokenizer
-from qtrain.errors import UserError
 
 
 class Encoded(NamedTuple):

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qtrain.errors import UserError, first_line
+from qtrain.core.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from tokenizers.models import Model

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qtrain.checks import read_json, user_path
-from qtrain.checksums import check_checksums
+from qtrain.core.checks import read_json, user_path
+from qtrain.core.checksums import check_checksums
+from qtrain.core.errors import UserError, first_line, nearest
+from qtrain.core.hub import hub_reachable, reaching_hub
+from qtrain.core.reading import refuse_special
 from qtrain.data.tokenizers.panics import muted_panics
 from qtrain.data.tokenizers.sentencepiece_model import convert_sentencepiece
-from qtrain.errors import UserError, first_line, nearest
-from qtrain.hub import hub_reachable, reaching_hub
-from qtrain.reading import refuse_special
 
 ALIASES = {
     "llama2": ("NousResearch/Llama-2-7b-hf", "Llama 2's 32,000 pieces, from an ungated mirror"),

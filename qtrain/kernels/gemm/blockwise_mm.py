@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtrain.hardware import has_fp8, sm_count
+from qtrain.core.hardware import has_fp8, sm_count
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.gemm.blockwise_wgmma import WGMMA_TILINGS, WgmmaTiling, launch_blockwise_wgmma, supports_wgmma

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qtrain.hardware import has_ptx, sm_count
+from qtrain.core.hardware import has_ptx, sm_count
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.gemm.int8_mm import int8_mm, int8_mm_ref

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtrain.hardware import has_mx
+from qtrain.core.hardware import has_mx
 from qtrain.kernels.numerics.dequantize import MX_GROUP, dequantize_mx
 
 

@@ -7,7 +7,7 @@ FP16.
 import torch
 from torch import Tensor
 
-from qtrain.hardware import sm_count
+from qtrain.core.hardware import sm_count
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.gemm.tiling import Tiling, scale_tile, store_tile, tile_of
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from qtrain.hardware import has_fp8, sm_count
+from qtrain.core.hardware import has_fp8, sm_count
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import triton
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K, int8_mm, int8_mm_ref

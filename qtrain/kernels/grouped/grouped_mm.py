@@ -11,7 +11,7 @@ are sums of groups without rows.
 import torch
 from torch import Tensor
 
-from qtrain.hardware import has_fp8
+from qtrain.core.hardware import has_fp8
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K
 from qtrain.kernels.gemm.scaled_mm import FP8, scaled_mm_ref

@@ -16,7 +16,7 @@ more than a tile in the end.
 import torch
 from torch import Tensor
 
-from qtrain.hardware import sm_count
+from qtrain.core.hardware import sm_count
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.gemm.persistent import ACCUMULATORS
 from qtrain.kernels.gemm.scaled_mm import SPAN

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qtrain.hardware import sm_count
+from qtrain.core.hardware import sm_count
 from qtrain.kernels.autotune import forced
 from qtrain.kernels.compiler import tl, triton
 

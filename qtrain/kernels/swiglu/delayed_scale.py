@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from qtrain.hardware import has_ptx
+from qtrain.core.hardware import has_ptx
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.numerics.bf16x2 import bf16_bits
 from qtrain.kernels.numerics.silu import swiglu_f32, swiglu_grad_f32

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.quant.convert import find_linears, quantize_linears
 from qtrain.quant.grouped_linear import groups_of
 from qtrain.quant.scheme import SCHEMES, Gemm, LowBitScheme, Scheme

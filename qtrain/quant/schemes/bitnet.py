@@ -20,7 +20,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.kernels.numerics.packing import unpack
 from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.kernels.quantize.operators import quantize

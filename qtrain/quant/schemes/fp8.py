@@ -7,7 +7,7 @@ x and w are e4m3 (3 mantissa bits); dy is e4m3 too, or e5m2, which has one more 
 from dataclasses import dataclass
 from typing import Literal
 
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.scheme import LowBitScheme
 from qtrain.tensors.quantized_tensor import OperandFormat

@@ -11,7 +11,7 @@ A product of two 1x128 operands multiplies each partial sum by a scale per row a
 from dataclasses import dataclass
 from typing import Literal
 
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.scheme import SCHEMES
 from qtrain.quant.schemes.fp8 import Fp8

@@ -13,8 +13,8 @@ from typing import Annotated, Literal
 
 from torch import Tensor
 
-from qtrain.checks import Range
-from qtrain.errors import UserError
+from qtrain.core.checks import Range
+from qtrain.core.errors import UserError
 from qtrain.kernels.quantize.absmax import absmax
 from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.kernels.quantize.delayed_scale import delayed_scale, record_amax

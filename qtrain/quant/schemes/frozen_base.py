@@ -7,7 +7,7 @@ GEMMs that a frozen linear has, `output` and `grad_input`; each reads codes of i
 from dataclasses import dataclass
 from typing import Literal
 
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.scheme import LowBitScheme
 from qtrain.quant.schemes.int8_weight import Int8Weight, RowwiseStoredWeightScheme, StoredWeightScheme

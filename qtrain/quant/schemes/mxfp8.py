@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from qtrain.hardware import lacks_fp8
+from qtrain.core.hardware import lacks_fp8
 from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.scheme import SCHEMES, LowBitScheme
 from qtrain.tensors.quantized_tensor import OperandFormat

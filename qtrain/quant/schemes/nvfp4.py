@@ -17,8 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qtrain.errors import UserError
-from qtrain.hardware import lacks_fp8
+from qtrain.core.errors import UserError
+from qtrain.core.hardware import lacks_fp8
 from qtrain.kernels.numerics.rounding import NEAREST, Rounding
 from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.kernels.quantize.gather_rows import GatheredRows, in_memory

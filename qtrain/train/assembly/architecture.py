@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from qtrain.checks import shown
-from qtrain.distributed.full_shard import Unit
-from qtrain.errors import UserError
-from qtrain.hardware import Hardware
-from qtrain.models.trained_cost import TrainedPart
+from qtrain.core.checks import shown
+from qtrain.core.errors import UserError
+from qtrain.core.hardware import Hardware
+from qtrain.models.cost.trained import TrainedPart
+from qtrain.parallel.full_shard import Unit
 from qtrain.quant import LinearChoice
 from qtrain.train.checked_settings import CheckedSettings
 from qtrain.train.plan.plan import Plan

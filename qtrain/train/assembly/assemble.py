@@ -5,12 +5,12 @@ from pathlib import Path
 
 from torch import nn
 
-from qtrain.distributed.gradient_wire import GRADIENT_WIRES
 from qtrain.optim import parameter_groups
+from qtrain.parallel.data_parallel import DataParallel
+from qtrain.parallel.gradient_wire import GRADIENT_WIRES
 from qtrain.quant import QuantizedModel, quantize_linears
 from qtrain.train.assembly.prepare import Prepared
 from qtrain.train.in_backward import model_partitions
-from qtrain.train.parallel import DataParallel
 from qtrain.train.state.ema import Ema
 from qtrain.train.state.run import Run
 from qtrain.train.state.state_dict import seed_rng

@@ -6,11 +6,10 @@ from functools import cached_property
 
 from torch import nn
 
-from qtrain.distributed.full_shard import Unit
-from qtrain.distributed.mesh import Mesh
-from qtrain.distributed.tensor_group import TensorGroup
-from qtrain.errors import UserError
-from qtrain.hardware import Hardware
+from qtrain.comm.mesh import Mesh
+from qtrain.comm.tensor_group import TensorGroup
+from qtrain.core.errors import UserError
+from qtrain.core.hardware import Hardware
 from qtrain.models import (
     ModelConfig,
     ModelSource,
@@ -21,10 +20,11 @@ from qtrain.models import (
     generation_config,
     read_model_source,
 )
-from qtrain.models.cost import layer_linears, linear_key
-from qtrain.models.expert_parallel import check_experts_divisible
-from qtrain.models.tensor_parallel import check_divisible, planned_config
-from qtrain.models.trained_cost import TrainedPart
+from qtrain.models.cost.parameters import layer_linears, linear_key
+from qtrain.models.cost.trained import TrainedPart
+from qtrain.models.native.expert_parallel import check_experts_divisible
+from qtrain.models.native.tensor_parallel import check_divisible, planned_config
+from qtrain.parallel.full_shard import Unit, decoder_units
 from qtrain.quant import LinearChoice, gathers_codes
 from qtrain.quant.convert import find_linears
 from qtrain.quant.token_gather import gathers_routed_codes
@@ -104,7 +104,7 @@ class LanguageArchitecture(Architecture):
         return list(model.layers)
 
     def units(self, model: nn.Module) -> list[Unit]:
-        return model.units() if self.impl == "native" else super().units(model)
+        return decoder_units(model) if self.impl == "native" else super().units(model)
 
     def build(self, checked: CheckedSettings) -> nn.Module:
         settings = checked.settings

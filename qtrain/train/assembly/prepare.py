@@ -8,8 +8,8 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qtrain.distributed.mesh import Mesh
-from qtrain.models.trained_cost import TrainedPart
+from qtrain.comm.mesh import Mesh
+from qtrain.models.cost.trained import TrainedPart
 from qtrain.quant import LinearChoice, describe_choices
 from qtrain.train.assembly.architecture import Architecture
 from qtrain.train.checked_settings import CheckedSettings

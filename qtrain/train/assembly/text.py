@@ -5,7 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qtrain.checks import shown
+from qtrain.comm.mesh import Mesh
+from qtrain.comm.ranks import first_difference
+from qtrain.core.checks import shown
+from qtrain.core.errors import UserError
 from qtrain.data import (
     Batch,
     Loader,
@@ -19,9 +22,6 @@ from qtrain.data import (
     with_chat_template,
 )
 from qtrain.data.stream import check_kind
-from qtrain.distributed.mesh import Mesh
-from qtrain.distributed.ranks import first_difference
-from qtrain.errors import UserError
 from qtrain.models import ModelSource
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.checked_settings import CheckedSettings

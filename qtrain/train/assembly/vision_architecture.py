@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from qtrain.hardware import Hardware
+from qtrain.core.hardware import Hardware
 from qtrain.models import (
     VisionCost,
     build_vision_model,
@@ -17,9 +17,9 @@ from qtrain.models import (
     output_head,
     recompute_blocks,
     repeated_blocks,
-    vision_cost,
 )
-from qtrain.models.trained_cost import TrainedPart
+from qtrain.models.cost import vision as vision_cost
+from qtrain.models.cost.trained import TrainedPart
 from qtrain.quant import LinearChoice
 from qtrain.train.assembly.architecture import Architecture, refuse_absurd
 from qtrain.train.checked_settings import CheckedSettings

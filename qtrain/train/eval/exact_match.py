@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from qtrain.core.errors import UserError
 from qtrain.data import DATASETS, ExampleDataset, StreamContext, Tokenizer
-from qtrain.errors import UserError
 from qtrain.models import answer, rows_at_once
 
 _MARKED = (

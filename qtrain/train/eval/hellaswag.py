@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from qtrain.checks import check_value
-from qtrain.errors import UserError
-from qtrain.hub import reaching_hub
+from qtrain.core.checks import check_value
+from qtrain.core.errors import UserError
+from qtrain.core.hub import reaching_hub
 
 HUB = "Rowan/hellaswag"
 PAD_TO = 64  # lengths are rounded up to a multiple of it: few shapes, few compilations

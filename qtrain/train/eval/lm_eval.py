@@ -3,8 +3,8 @@
 import importlib.util
 from pathlib import Path
 
-from qtrain.checksums import check_checksums
-from qtrain.errors import TrainingStopped, UserError, first_line, missing_package, unknown_name
+from qtrain.core.checksums import check_checksums
+from qtrain.core.errors import TrainingStopped, UserError, first_line, missing_package, unknown_name
 
 
 def check_lm_eval(tasks: str | None, export: bool) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtrain.distributed.ranks import rank, world
-from qtrain.errors import TrainingStopped
+from qtrain.comm.ranks import rank, world
+from qtrain.core.errors import TrainingStopped
 
 GIB = 1024**3
 

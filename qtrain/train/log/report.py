@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qtrain.checks import MAX_JSON
-from qtrain.reading import read_small
+from qtrain.core.checks import MAX_JSON
+from qtrain.core.reading import read_small
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.log.status import duration, short_number
-from qtrain.train.plan.units import IMAGES, TOKENS, Unit
+from qtrain.train.log.units import IMAGES, TOKENS, Unit
 
 Points = list[tuple[float, float]]
 

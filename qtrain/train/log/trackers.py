@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qtrain.errors import first_line, missing_package, unknown_name
+from qtrain.core.errors import first_line, missing_package, unknown_name
 
 log = logging.getLogger("qtrain")
 

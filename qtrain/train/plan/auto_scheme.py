@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from qtrain.checks import check_fields
-from qtrain.distributed.ranks import from_rank_0
+from qtrain.comm.ranks import from_rank_0
+from qtrain.core.checks import check_fields
 from qtrain.quant import Auto, PerShape, choose_per_shape, linear_shapes
 from qtrain.train.checked_settings import CheckedSettings
 from qtrain.train.state.checkpoint import read_meta

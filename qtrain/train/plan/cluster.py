@@ -12,7 +12,7 @@ two: bytes over bandwidth, and the start of every message.
 import math
 from dataclasses import dataclass, replace
 
-from qtrain.distributed.mesh import Mesh
+from qtrain.comm.mesh import Mesh
 from qtrain.train.plan.wires import START_SECONDS, Wire
 
 

@@ -1,15 +1,15 @@
 """The share of the trained parameters on the rank of a shard group that holds most of them.
 
 Rows divide unevenly: 4,608 rows over 1,024 ranks are 5 rows each on the first 921 of them. As
-`distributed/shards.py` divides; checked against real shards by `bench/fake_world.py`.
+`parallel/shards.py` divides; checked against real shards by `bench/fake_world.py`.
 """
 
 import heapq
 import math
 from collections.abc import Callable, Sequence
 
-from qtrain.distributed.shards import ALIGNMENT
 from qtrain.optim import ParameterShape
+from qtrain.parallel.shards import ALIGNMENT
 
 
 def fullest_share(shapes: Sequence[ParameterShape], shards: int, needs_whole: Callable[[bool], bool]) -> float:

@@ -4,19 +4,20 @@ import math
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
-from qtrain.distributed.mesh import Mesh
-from qtrain.hardware import Hardware
+from qtrain.comm.mesh import Mesh
+from qtrain.core.hardware import Hardware
 from qtrain.kernels.autotune import check_environment
 from qtrain.models import ModelConfig
-from qtrain.models.cost import ParameterGroup, count_parameters, flops_per_token, layer_linears, linear_key
-from qtrain.models.full_shard_memory import trained_ends
-from qtrain.models.memory import MemoryEstimate, RankShare, StepShape, all_of, estimate_memory
-from qtrain.models.saved_activations import LinearBytes, LowBitBytes
-from qtrain.models.tensor_parallel import planned_config
-from qtrain.models.trained_cost import TrainedPart
+from qtrain.models.cost.full_shard_memory import trained_ends
+from qtrain.models.cost.memory import MemoryEstimate, RankShare, StepShape, all_of, estimate_memory
+from qtrain.models.cost.parameters import ParameterGroup, count_parameters, flops_per_token, layer_linears, linear_key
+from qtrain.models.cost.saved_activations import LinearBytes, LowBitBytes
+from qtrain.models.cost.trained import TrainedPart
+from qtrain.models.native.tensor_parallel import planned_config
 from qtrain.optim import ParameterShape
 from qtrain.quant import LinearChoice, LowBitScheme
 from qtrain.train.checked_settings import CheckedSettings
+from qtrain.train.log.units import TOKENS
 from qtrain.train.plan.fullest_rank import fullest_share
 from qtrain.train.plan.linears import shares
 from qtrain.train.plan.plan import Plan
@@ -31,7 +32,6 @@ from qtrain.train.plan.traffic import (
     routed_bytes_per_token,
     weights_on_wire,
 )
-from qtrain.train.plan.units import TOKENS
 from qtrain.train.plan.world import Work, plan_world, refuse_world
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.quant import LinearChoice, LowBitScheme, Scheme, choose_linears
 from qtrain.train.settings import TrainSettings
 

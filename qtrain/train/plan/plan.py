@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from qtrain.config import as_dict
-from qtrain.hardware import Hardware
+from qtrain.core.config import as_dict
+from qtrain.core.hardware import Hardware
 from qtrain.train.log.status import duration, short_number, three_digits
-from qtrain.train.plan.units import TOKENS, Unit
+from qtrain.train.log.units import TOKENS, Unit
 from qtrain.train.plan.world import WorldPlan
 from qtrain.train.settings import BatchGeometry, TrainSettings
 

@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from qtrain.distributed.mesh import Mesh
-from qtrain.errors import UserError
+from qtrain.comm.mesh import Mesh
+from qtrain.core.errors import UserError
 from qtrain.train.checked_settings import CheckedSettings
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from qtrain.hardware import Hardware
+from qtrain.core.hardware import Hardware
 from qtrain.quant import LinearChoice, LowBitScheme
 
 Shares = Mapping[LowBitScheme | None, float]

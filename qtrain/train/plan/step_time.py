@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from qtrain.distributed.mesh import Mesh
+from qtrain.comm.mesh import Mesh
+from qtrain.train.log.units import IMAGES, TOKENS, Unit
 from qtrain.train.plan.cluster import Cost
 from qtrain.train.plan.traffic import Traffic
-from qtrain.train.plan.units import IMAGES, TOKENS, Unit
 
 
 @dataclass(frozen=True)

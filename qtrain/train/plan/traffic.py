@@ -1,16 +1,16 @@
 """What the ranks of a mesh send each other in a step, from what trains: gradients there, updated weights back.
 
 The gradients of all ranks meet once a step, after the last micro-batch, in an all-to-all inside each machine and one
-between machines (`distributed/gradients.py`), with --deterministic after every micro-batch in one of all ranks;
+between machines (`parallel/gradients.py`), with --deterministic after every micro-batch in one of all ranks;
 replicas then gather the sums of their shards. Ranks of a shard group gather the updated
-weights: codes where a scheme's codes may travel, else the values themselves (`quant/sharded_codes.py`).
+weights: codes where a scheme's codes may travel, else the values themselves (`parallel/sharded_codes.py`).
 
-With full sharding (`distributed/full_shard.py`) layers are gathered before their forward and before their backward pass
+With full sharding (`parallel/full_shard.py`) layers are gathered before their forward and before their backward pass
 of every micro-batch, an embedding and a head of their own before their forward pass, and gradients meet after each.
 
 With --tp ranks have parts of all layers, whose gradients and weights travel between those that hold the same parts, and
 inputs and outputs of every layer's two halves travel between the ranks that compute it together
-(`models/tensor_parallel.py`).
+(`models/native/tensor_parallel.py`).
 
 With --ep each rank has a part of the experts, whose gradients and weights travel between the ranks that hold the same
 part, and the tokens of every micro-batch travel to the experts (`quant/parallel_experts.py`).
@@ -20,10 +20,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from qtrain.distributed.gradient_wire import GRADIENT_WIRES
-from qtrain.distributed.mesh import Mesh
-from qtrain.distributed.wire import ALONE_BYTES, BUCKET_BYTES
+from qtrain.comm.mesh import Mesh
+from qtrain.comm.wire import ALONE_BYTES, BUCKET_BYTES
 from qtrain.kernels.numerics.formats import FORMATS
+from qtrain.parallel.gradient_wire import GRADIENT_WIRES
 from qtrain.quant import LinearChoice, LowBitScheme
 from qtrain.quant.token_gather import gathers_codes, gathers_routed_codes, gathers_second_codes
 from qtrain.train.plan.cluster import Cluster, Cost, Ranks

@@ -5,21 +5,21 @@ from dataclasses import replace
 
 from torch import nn
 
-from qtrain.distributed.mesh import Mesh
-from qtrain.errors import UserError
-from qtrain.hardware import Hardware
+from qtrain.comm.mesh import Mesh
+from qtrain.core.errors import UserError
+from qtrain.core.hardware import Hardware
 from qtrain.kernels.autotune import check_environment
 from qtrain.models import VisionCost, repeated_blocks
 from qtrain.optim import ParameterShape, parameter_groups
 from qtrain.quant import LinearChoice
 from qtrain.train.checked_settings import CheckedSettings
 from qtrain.train.in_backward import model_partitions
+from qtrain.train.log.units import IMAGES
 from qtrain.train.plan.fullest_rank import fullest_share
 from qtrain.train.plan.linears import shares
 from qtrain.train.plan.plan import Plan
 from qtrain.train.plan.speed_of_light import emulated_arithmetics, shortest_seconds
 from qtrain.train.plan.traffic import Traffic, weights_on_wire
-from qtrain.train.plan.units import IMAGES
 from qtrain.train.plan.world import Work, plan_world, refuse_world
 
 

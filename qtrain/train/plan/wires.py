@@ -8,8 +8,8 @@ one adapter per GPU, of which ACHIEVED_BETWEEN is assumed, not measured.
 
 from dataclasses import dataclass
 
-from qtrain.errors import UserError, unknown_name
-from qtrain.hardware import Hardware, product_of
+from qtrain.core.errors import UserError, unknown_name
+from qtrain.core.hardware import Hardware, product_of
 
 ACHIEVED_IN_NODE, ACHIEVED_BETWEEN = 0.75, 0.9
 START_SECONDS = 40e-6

@@ -8,10 +8,11 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from qtrain.distributed.mesh import Mesh, planned_mesh
-from qtrain.errors import UserError
-from qtrain.hardware import Hardware
+from qtrain.comm.mesh import Mesh, planned_mesh
+from qtrain.core.errors import UserError
+from qtrain.core.hardware import Hardware
 from qtrain.train.log.status import duration, short_number
+from qtrain.train.log.units import Unit
 from qtrain.train.plan.cluster import Cluster, Cost
 from qtrain.train.plan.resharding import resharded
 from qtrain.train.plan.step_time import (
@@ -22,7 +23,6 @@ from qtrain.train.plan.step_time import (
     measured_sol,
 )
 from qtrain.train.plan.traffic import Traffic
-from qtrain.train.plan.units import Unit
 from qtrain.train.plan.wires import Wire, find_wire, wire_in_node
 from qtrain.train.settings import TrainSettings
 

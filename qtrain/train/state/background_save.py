@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from qtrain.distributed.ranks import host_group
+from qtrain.comm.ranks import host_group
 from qtrain.train.state.checkpoint import Checkpoints, flatten
 from qtrain.train.state.host_copy import HostCopy
 

@@ -37,11 +37,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from qtrain.checks import user_path
-from qtrain.distributed.ranks import all_gather, on_all_ranks, rank, world
-from qtrain.errors import TrainingStopped, UserError, first_line
-from qtrain.portable import sync_to_disk
-from qtrain.reading import read_small
+from qtrain.comm.ranks import all_gather, on_all_ranks, rank, world
+from qtrain.core.checks import user_path
+from qtrain.core.errors import TrainingStopped, UserError, first_line
+from qtrain.core.portable import sync_to_disk
+from qtrain.core.reading import read_small
 from qtrain.train.state.checkpoint_index import INDEX, CheckedReader, read_index
 from qtrain.train.state.checkpoint_marker import (
     MARKER,

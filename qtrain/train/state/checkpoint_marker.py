@@ -7,8 +7,8 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from qtrain.portable import sync_to_disk
-from qtrain.reading import read_small
+from qtrain.core.portable import sync_to_disk
+from qtrain.core.reading import read_small
 from qtrain.train.state.checkpoint_index import INDEX
 
 MARKER = "COMPLETE"

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qtrain.checks import shown
-from qtrain.checksums import sampled_checksums
-from qtrain.errors import UserError
+from qtrain.core.checks import shown
+from qtrain.core.checksums import sampled_checksums
+from qtrain.core.errors import UserError
 
 MAX_FILES = 1 << 14
 """The files beyond these are not read."""

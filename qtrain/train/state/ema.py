@@ -14,10 +14,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from qtrain.distributed.shards import is_placeholder
 from qtrain.optim.state_layout import local
+from qtrain.parallel.data_parallel import DataParallel
+from qtrain.parallel.shards import is_placeholder
 from qtrain.tensors.stored_weight import StoredWeight
-from qtrain.train.parallel import DataParallel
 
 
 class Ema:

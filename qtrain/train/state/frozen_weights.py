@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from qtrain.distributed.shards import as_bytes, as_shard
-from qtrain.distributed.split import Split
-from qtrain.distributed.tensor_group import TensorGroup
-from qtrain.errors import UserError
+from qtrain.comm.split import Split
+from qtrain.comm.tensor_group import TensorGroup
+from qtrain.core.errors import UserError
+from qtrain.parallel.shards import as_bytes, as_shard
 from qtrain.train.state.state_dict import Master, itself, model_tensors
 
 

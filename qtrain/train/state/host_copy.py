@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from qtrain.distributed.split_tensor import SplitTensor
+from qtrain.parallel.split_tensor import SplitTensor
 
 ALIGNMENT = 256
 """Bytes: where each tensor begins in the buffer."""

@@ -15,22 +15,22 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from qtrain.checks import shown
-from qtrain.distributed.mesh import Mesh
-from qtrain.distributed.ranks import from_rank_0, leave_world, on_all_ranks, rank
-from qtrain.errors import TrainingStopped, UserError, explained, first_line
+from qtrain.comm.mesh import Mesh
+from qtrain.comm.ranks import from_rank_0, leave_world, on_all_ranks, rank
+from qtrain.core.checks import shown
+from qtrain.core.errors import TrainingStopped, UserError, explained, first_line
 from qtrain.optim import Optimizer
+from qtrain.parallel.checkpoint_layout import refuse_other_tp
+from qtrain.parallel.data_parallel import DataParallel
 from qtrain.quant import QuantizedModel
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.log.report import write_report
 from qtrain.train.log.status import FILE_ONLY, console_of, setup_log
-from qtrain.train.parallel import DataParallel
 from qtrain.train.settings import TrainSettings
 from qtrain.train.state.background_save import BackgroundSave
 from qtrain.train.state.checkpoint import Checkpoints, DamagedCheckpoint, damaged, newest_whole, read_meta
 from qtrain.train.state.checkpoint_marker import complete_checkpoints, incomplete_checkpoints
 from qtrain.train.state.data_files import check_files, files_entry
-from qtrain.train.state.divided_state import refuse_other_tp
 from qtrain.train.state.ema import Ema
 from qtrain.train.state.frozen_weights import check_frozen, fingerprint
 from qtrain.train.state.run_config import (

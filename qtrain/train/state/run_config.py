@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from qtrain import __version__
-from qtrain.checks import MAX_JSON
-from qtrain.config import as_dict, source_digest, versions, write_config
-from qtrain.reading import read_small
+from qtrain.core.checks import MAX_JSON
+from qtrain.core.config import as_dict, source_digest, versions, write_config
+from qtrain.core.reading import read_small
 from qtrain.train.settings import TrainSettings
 
 NOT_COMPARED = ("resume", "runs_dir", "dry_run", "gpus", "dp_replicate", "dp_shard")

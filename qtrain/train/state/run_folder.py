@@ -12,9 +12,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from qtrain.checks import shown, user_path
-from qtrain.config import command_line
-from qtrain.errors import UserError
+from qtrain.core.checks import shown, user_path
+from qtrain.core.config import command_line
+from qtrain.core.errors import UserError
 from qtrain.train.settings import TrainSettings
 from qtrain.train.state.checkpoint import resolve_resume, without_recovered
 from qtrain.train.state.checkpoint_marker import newest_complete

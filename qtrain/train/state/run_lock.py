@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from qtrain.checks import MAX_JSON, Range, check_fields
-from qtrain.errors import UserError
-from qtrain.reading import read_small
+from qtrain.core.checks import MAX_JSON, Range, check_fields
+from qtrain.core.errors import UserError
+from qtrain.core.reading import read_small
 
 try:
     import fcntl

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import empty as empty_dtensor
 
-from qtrain.distributed.ranks import all_gather, rank
-from qtrain.distributed.shards import is_placeholder
-from qtrain.errors import UserError
+from qtrain.comm.ranks import all_gather, rank
+from qtrain.core.errors import UserError
 from qtrain.optim import Optimizer
+from qtrain.parallel.shards import is_placeholder
 from qtrain.tensors.stored_weight import StoredWeight
 
 

@@ -4,8 +4,8 @@ import uuid
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any
 
-from qtrain.checks import Range, check_value
-from qtrain.errors import UserError
+from qtrain.core.checks import Range, check_value
+from qtrain.core.errors import UserError
 
 OTHER_VERSION = "--resume: the checkpoint's state is not one of this version; start from its hf/ export."
 _KINDS = {

@@ -8,12 +8,12 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 
+from qtrain.core.errors import UserError
 from qtrain.data import DATASETS, IGNORED, Batch, StreamContext, load_tokenizer, open_stream, with_chat_template
 from qtrain.data.examples.chat_dataset import CHAT_TEMPLATES
 from qtrain.data.examples.example_packing import Example, pack, pad
 from qtrain.data.examples.templates import PRESETS, Text, make_template
 from qtrain.data.tokenizers.tokenizer import ByteTokenizer
-from qtrain.errors import UserError
 from tests.data.corpora import write_questions
 
 FLAG = "--train_ds"

@@ -4,11 +4,11 @@ import threading
 
 import pytest
 
+from qtrain.core.errors import UserError
 from qtrain.data.examples import chat_dataset, time_limit
 from qtrain.data.examples.chat_dataset import ChatRenderer
 from qtrain.data.examples.time_limit import TimeIsUp
 from qtrain.data.tokenizers.tokenizer import ByteTokenizer
-from qtrain.errors import UserError
 
 ROW = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from qtrain.core.errors import UserError
 from qtrain.data import BatchMaker, ImageTransform, Mixer, make_augmentation, open_images
 from qtrain.data.images.augment import seed_generators
-from qtrain.errors import UserError
 from tests.data.images.pictures import picture, write_folder
 
 pytest.importorskip("timm")

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from qtrain.core.errors import UserError
 from qtrain.data import BatchMaker, ImageLoader, ImageTransform, Mixer, make_augmentation, open_images
-from qtrain.errors import UserError
 from tests.data.images.pictures import write_folder
 
 pytest.importorskip("timm")

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from qtrain.core.errors import UserError
 from qtrain.data.images.augment import ImageTransform
 from qtrain.data.images.images import decode, open_images
-from qtrain.errors import UserError
 from tests.data.images.pictures import picture, write_folder
 
 LEVELS = np.array([[0, 255, 256, 32768, 65535]], np.uint16)

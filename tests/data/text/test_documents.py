@@ -8,14 +8,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from qtrain import hardware
+from qtrain.core import hardware
+from qtrain.core.errors import UserError
 from qtrain.data import compression
 from qtrain.data.files import TextFile, text_files
 from qtrain.data.hub_rows import RowSource
 from qtrain.data.text import decoded
 from qtrain.data.text import documents as documents_module
 from qtrain.data.text.documents import DocumentOrder, Documents
-from qtrain.errors import UserError
 from tests.data.corpora import compress, encode, functions, write_files, write_jsonl, write_parquet
 
 

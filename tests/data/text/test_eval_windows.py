@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from qtrain.core.errors import UserError
 from qtrain.data import StreamContext, eval_batches
-from qtrain.errors import UserError
 from tests.data.corpora import specs, write_raw
 
 

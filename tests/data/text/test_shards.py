@@ -7,10 +7,10 @@ import os
 import numpy as np
 import pytest
 
+from qtrain.core.errors import UserError
 from qtrain.data import StreamContext, open_stream
 from qtrain.data.text.manifest import Manifest, ShardEntry
 from qtrain.data.text.shards import TokenArray, find_shards
-from qtrain.errors import UserError
 from tests.data.corpora import write_llmc, write_llmq, write_raw
 
 TOKENS = np.random.default_rng(0).integers(0, 50_000, 1003)

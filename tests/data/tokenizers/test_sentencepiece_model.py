@@ -6,9 +6,9 @@ import random
 import pytest
 import sentencepiece
 
+from qtrain.core.errors import UserError
 from qtrain.data.tokenizers.sentencepiece_model import ESCAPE, SPACE, train_tokenizer
 from qtrain.data.tokenizers.tokenizer import load_tokenizer
-from qtrain.errors import UserError
 from tests.data.corpora import source_texts
 
 LOSSLESS = {"normalization_rule_name": "identity", "add_dummy_prefix": False, "remove_extra_whitespaces": False}

@@ -9,10 +9,10 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from qtrain.core.errors import UserError
 from qtrain.data.tokenizers.panics import muted_panics
 from qtrain.data.tokenizers.sentencepiece_model import ESCAPE, SPACE, train_tokenizer
 from qtrain.data.tokenizers.tokenizer import ALIASES, TOKENIZERS, load_tokenizer
-from qtrain.errors import UserError
 from tests.data.corpora import source_texts
 from tests.data.tokenizers.test_sentencepiece_model import train
 
@@ -194,7 +194,7 @@ def test_listing_has_every_alias():
 def offline(monkeypatch):
     import huggingface_hub.constants
 
-    from qtrain.hub import hub_reachable
+    from qtrain.core.hub import hub_reachable
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     hub_reachable.cache_clear()

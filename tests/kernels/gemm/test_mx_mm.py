@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtrain.hardware import has_mx
+from qtrain.core.hardware import has_mx
 from qtrain.kernels.gemm.mx_mm import mx_mm, tiled_scale
 from qtrain.kernels.quantize.mx import quantize_mx
 from tests.cases import matrix

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.quant import (
     SCHEMES,
     LowBitLinear,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.models import build_model
 from qtrain.quant import SCHEMES, quantize_linears
 from tests.cases import matrix

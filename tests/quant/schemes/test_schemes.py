@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.models import Decoder, ModelConfig, apply_activation_checkpointing
-from qtrain.models.rope import rope_tables
+from qtrain.models.native.rope import rope_tables
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, LowBitLinear, LowBitScheme, quantize_linears
 from tests.cases import matrix

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.train.eval.hellaswag import HellaSwagQuestion, Score, evaluate, load_hellaswag, read_question
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 
 import llm_finetune
-from qtrain.errors import TrainingStopped, UserError
+from qtrain.core.errors import TrainingStopped, UserError
 from qtrain.train.eval.lm_eval import check_lm_eval, run_lm_eval
 from qtrain.train.log import trackers
 from qtrain.train.log.metrics import read_metrics

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from qtrain.errors import TrainingStopped, UserError
+from qtrain.core.errors import TrainingStopped, UserError
 from qtrain.train.log.failures import (
     first_nonfinite_tensor,
     is_out_of_memory,

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.train.log import trackers
 from qtrain.train.log.trackers import TRACKERS, Tracker, Trackers, check_trackers, open_trackers
 from tests.system import ROOT

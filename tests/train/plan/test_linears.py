@@ -9,7 +9,7 @@ import torch
 import llm_finetune
 import llm_pretrain
 import timm_finetune
-from qtrain import hardware
+from qtrain.core import hardware
 from qtrain.models import Decoder, ModelConfig, build_model, read_model_source
 from qtrain.quant import LowBitLinear, describe_choices, quantize_linears
 from qtrain.tensors.stored_weight import StoredWeight

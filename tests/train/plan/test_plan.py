@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 
-from qtrain.distributed.mesh import Mesh
-from qtrain.errors import UserError
-from qtrain.hardware import DATASHEET, Hardware
+from qtrain.comm.mesh import Mesh
+from qtrain.core.errors import UserError
+from qtrain.core.hardware import DATASHEET, Hardware
 from qtrain.models import Decoder, Lora, ModelConfig, add_lora, list_models, read_model_source
-from qtrain.models.cost import count_parameters
-from qtrain.models.trained_cost import TrainedPart
+from qtrain.models.cost.parameters import count_parameters
+from qtrain.models.cost.trained import TrainedPart
 from qtrain.optim import OPTIMIZERS, ParameterShape
 from qtrain.quant import LinearChoice, Scheme, base_scheme, quantize_linears
 from qtrain.tensors.stored_weight import StoredWeight

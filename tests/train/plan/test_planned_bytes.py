@@ -7,18 +7,19 @@ from itertools import chain
 import pytest
 import torch
 
-from qtrain.distributed.mesh import make_mesh, planned_mesh
-from qtrain.distributed.shards import Sharded, local_tensors
+from qtrain.comm.mesh import make_mesh, planned_mesh
 from qtrain.models import Decoder, Lora, ModelConfig, ModelSource, add_lora, build_model
-from qtrain.models.tensor_parallel import planned_config
-from qtrain.models.trained_cost import only_adapters
+from qtrain.models.cost.trained import only_adapters
+from qtrain.models.native.tensor_parallel import planned_config
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.optim.state_layout import local
+from qtrain.parallel.data_parallel import DataParallel
+from qtrain.parallel.full_shard import decoder_units
+from qtrain.parallel.shards import Sharded, local_tensors
 from qtrain.quant import SCHEMES, base_scheme, quantize_linears
 from qtrain.quant.linear import LowBitWeight
 from qtrain.tensors.deferred import plain_tensors
 from qtrain.tensors.stored_weight import StoredWeight
-from qtrain.train.parallel import DataParallel
 from qtrain.train.plan.language_plan import language_memory
 from qtrain.train.settings import LanguageSettings
 from tests.cases import sampled
@@ -94,7 +95,7 @@ def _on_mesh(
     groups = parameter_groups(model, 0.1)
     hidden = {id(p) for group in groups if group["hidden"] for p in group["params"]}
     needs_whole = checked.optimizer.needs_whole
-    units = model.units() if full_shard else ()
+    units = decoder_units(model) if full_shard else ()
     parallel = DataParallel(model, quantized, mesh, lambda p: needs_whole(id(p) in hidden), units=units)
     for group in groups:
         group["params"] = [parallel.master(p) for p in group["params"]]

@@ -11,13 +11,13 @@ import llm_finetune
 import llm_pretrain
 import timm_finetune
 from qtrain.bench.results import RESULTS
-from qtrain.distributed.mesh import Mesh
+from qtrain.comm.mesh import Mesh
 from qtrain.models import (
     ModelConfig,
     read_model_source,
 )
-from qtrain.models.cost import count_parameters
-from qtrain.models.tensor_parallel import planned_config
+from qtrain.models.cost.parameters import count_parameters
+from qtrain.models.native.tensor_parallel import planned_config
 from qtrain.train.plan.cluster import Cluster, Ranks
 from qtrain.train.plan.language_plan import plan_language_run
 from qtrain.train.plan.wires import IN_NODE, START_SECONDS, WIRES
@@ -210,7 +210,7 @@ def test_a_slower_wire_takes_longer_and_low_bit_gradients_less():
 
 
 def test_every_gpu_has_its_links_and_every_link_a_rate():
-    from qtrain.hardware import DATASHEET, MEMORY_GIB
+    from qtrain.core.hardware import DATASHEET, MEMORY_GIB
 
     assert IN_NODE.keys() == DATASHEET.keys() == MEMORY_GIB.keys() and set(IN_NODE.values()) <= WIRES.keys()
     assert all(1e8 < wire.bandwidth < wire.line_rate and wire.message_seconds > 0 for wire in WIRES.values())

@@ -5,10 +5,9 @@ import pytest
 import torch
 
 from qtrain.bench.mesh_equality import MIXTURE, train
+from qtrain.comm.mesh import make_mesh
+from qtrain.comm.wire import sent
 from qtrain.data import Batch
-from qtrain.distributed.gradient_wire import GRADIENT_WIRES
-from qtrain.distributed.mesh import make_mesh
-from qtrain.distributed.wire import sent
 from qtrain.models import (
     Decoder,
     Lora,
@@ -18,12 +17,14 @@ from qtrain.models import (
     apply_activation_checkpointing,
     build_model,
 )
-from qtrain.models.cost import layer_linears
-from qtrain.models.trained_cost import only_adapters
+from qtrain.models.cost.parameters import layer_linears
+from qtrain.models.cost.trained import only_adapters
 from qtrain.optim import parameter_groups
+from qtrain.parallel.data_parallel import DataParallel
+from qtrain.parallel.full_shard import decoder_units
+from qtrain.parallel.gradient_wire import GRADIENT_WIRES
 from qtrain.quant import SCHEMES, base_scheme, quantize_linears
 from qtrain.train.language import language_forward
-from qtrain.train.parallel import DataParallel
 from qtrain.train.plan.language_plan import plan_language_run
 from qtrain.train.plan.traffic import weight_bytes_on_wire
 from qtrain.train.planned_machine import planned_hardware
@@ -195,7 +196,7 @@ def _sent_with_frozen_layers(lora: Lora, quantize: str) -> dict[str, int]:
     scheme = SCHEMES.make(quantize, {}, "-") if lora.base == "none" else base_scheme(lora.base, quantize)
     quantized = quantize_linears(model, scheme, seed=0, head=model.lm_head)
     add_lora(model, lora, seed=0)
-    parallel = DataParallel(model, quantized, make_mesh(0, 0, "cpu"), units=model.units())
+    parallel = DataParallel(model, quantized, make_mesh(0, 0, "cpu"), units=decoder_units(model))
     tokens = torch.arange(2 * 25).view(2, 25)
     batches = [Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for _ in range(2)]
     sent.clear()

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import llm_pretrain
-from qtrain.distributed.split import Split
-from qtrain.distributed.split_tensor import SplitTensor
+from qtrain.comm.split import Split
+from qtrain.parallel.split_tensor import SplitTensor
 from qtrain.train.loop import Training
 from qtrain.train.state.background_save import BackgroundSave
 from qtrain.train.state.checkpoint import Checkpoints

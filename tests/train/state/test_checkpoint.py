@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qtrain.errors import TrainingStopped, UserError
+from qtrain.core.errors import TrainingStopped, UserError
 from qtrain.train.state.checkpoint import Checkpoints, newest_whole, resolve_resume
 
 # ---- which checkpoint is kept, and which is chosen ------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.optim import adapted
 from qtrain.train.state.checkpoint import Checkpoints, read_meta
 from qtrain.train.state.state_dict import model_tensors, prepare_optimizer

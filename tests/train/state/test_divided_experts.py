@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from qtrain.distributed.tensor_group import TensorGroup
+from qtrain.comm.tensor_group import TensorGroup
 from qtrain.models import ModelSource, empty_model
-from qtrain.train.state.divided_state import DividedState
+from qtrain.parallel.checkpoint_layout import DividedState
 from tests.cases import FULL_SWEEP, sampled
 from tests.system import TINY
 from tests.test_mixture_runs import QWEN
-from tests.train.state.test_divided_state import _run, _saved, _settings
+from tests.parallel.test_checkpoint_layout import _run, _saved, _settings
 from tests.worlds import run_ranks
 
 MODEL = {**QWEN, "num_hidden_layers": 2, "moe_intermediate_size": 64, "hidden_size": 128, "head_dim": 32}

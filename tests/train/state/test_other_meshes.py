@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from qtrain.bench.mesh_equality import CONFIG, SCHEMES_COMPARED, random_micro_batch, state_digests
-from qtrain.distributed.mesh import make_mesh
+from qtrain.comm.mesh import make_mesh
 from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups
+from qtrain.parallel.data_parallel import DataParallel
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.train.language import language_forward
-from qtrain.train.parallel import DataParallel
 from qtrain.train.settings import LanguageSettings
 from qtrain.train.state.run import Run
 from qtrain.train.state.run_folder import RunFolder

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.train.state.run_lock import NAME, _read, check_unlocked, locked, process_exists
 
 

@@ -161,7 +161,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.optim import adapted
 from qtrain.train.state.state_dict import *
 from qtrain.train.state.checkpoint import *

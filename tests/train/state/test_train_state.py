@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from qtrain.errors import UserError
+from qtrain.core.errors import UserError
 from qtrain.train.state.train_state import TrainState
 
 

@@ -1,0 +1,104 @@
+"""--gpus N: start N processes of the same command on this machine, as torchrun would, and end when they end.
+
+Rank 0's output goes to the screen; the others write their warnings there and everything to their logs in the run
+folder. When a process ends by itself with an error, or is killed, the others are ended at once, and this process exits
+with that process's code. When this process is killed, the ranks end themselves (`qtrain.core.launcher_watch`).
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from qtrain.comm.ranks import launched_world
+from qtrain.core.errors import UserError
+from qtrain.core.launcher_watch import LAUNCHER
+
+GRACE_SECONDS = 30
+"""How long a process that was asked to end may take, before it is killed."""
+FORWARDED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT") if hasattr(signal, name))
+
+
+def check_gpus(gpus: int, device: str) -> None:
+    """UserError for a --gpus that another launcher contradicts, or that this machine does not have."""
+    if "WORLD_SIZE" in os.environ:
+        if gpus and gpus != launched_world():
+            raise UserError(
+                f"--gpus: {gpus}, but the launcher started WORLD_SIZE={launched_world()} processes; leave --gpus out."
+            )
+        return
+    if gpus <= 1:
+        return
+    if device != "cpu" and (found := torch.cuda.device_count()) < gpus:
+        fix = "" if found else f"; --device cpu runs {gpus} processes on the CPU"
+        raise UserError(f"--gpus: {gpus} is more than the {found} that torch sees on this machine{fix}.")
+
+
+def launch(gpus: int) -> None:
+    """Return at once in a process that trains. In the one that the user started with --gpus N, run N of them and exit
+    with their exit code."""
+    if "WORLD_SIZE" not in os.environ and gpus > 1:
+        sys.exit(run_processes(gpus, [sys.executable, *sys.argv]))
+
+
+def run_processes(count: int, command: Sequence[str]) -> int:
+    """Run `command` as `count` ranks. Returns the exit code of the first that failed; 0 if none did."""
+    # Hosted here, as torchrun's agent does, it outlives every rank: the others still learn who hangs.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count))
+    common = {
+        **os.environ,
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": threads,
+        LAUNCHER: str(os.getpid()),
+    }
+    processes = [
+        subprocess.Popen(command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(count)
+    ]
+    for number in FORWARDED:  # a Ctrl-C reaches the processes from the terminal, which is the same press to them
+        signal.signal(number, lambda signum, _: _send(processes, signum))
+    while True:
+        codes = [process.poll() for process in processes]
+        failed = [(rank, code) for rank, code in enumerate(codes) if code]
+        if failed or all(code == 0 for code in codes):
+            break
+        time.sleep(0.1)
+    if failed:
+        return _end(processes, *failed[0])
+    return 0
+
+
+def _end(processes: Sequence[subprocess.Popen], rank: int, code: int) -> int:
+    """End what still runs after rank `rank` has ended with `code`. Returns the exit code of the run."""
+    if code > 128:  # stopped by a signal after saving: the others are doing the same
+        _wait(processes, GRACE_SECONDS)
+    if any(process.poll() is None for process in processes):
+        if code < 0:
+            print(f"error: rank {rank} was killed by {signal.Signals(-code).name}; all ranks end.", file=sys.stderr)
+        _wait(processes, 1)  # ranks that fail alike say so within this time; only the first message is of use
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+        _wait(processes, GRACE_SECONDS)
+    return code if code > 0 else 128 - code
+
+
+def _wait(processes: Sequence[subprocess.Popen], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and any(process.poll() is None for process in processes):
+        time.sleep(0.05)
+
+
+def _send(processes: Sequence[subprocess.Popen], number: int) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(number)

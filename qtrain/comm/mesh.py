@@ -1,0 +1,198 @@
+"""The mesh of a run: `replicate` x `shard` x `tensor` ranks.
+
+    replicate   groups that hold the same shards (DDP where shard is 1, HSDP where both are more than 1)
+    shard       ranks that divide optimizer states and master weights among them (ZeRO-2), and with full sharding the
+                weights of layers that do not run (ZeRO-3)
+    tensor      ranks that divide every layer among them and read the same micro-batches; neighbors, as they send most
+
+The first two are the data dimensions: `data_rank` numbers the micro-batches that are read at once. A run without a
+launcher is a mesh of one rank and needs no process group.
+
+Expert parallelism is a second mesh of the data ranks, for the parameters of experts alone (`of_experts`): its tensor
+ranks are neighbors that hold different experts and compute all of their micro-batches together.
+"""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from qtrain.comm.ranks import all_gather, launched_on_machine, launched_world, rank
+from qtrain.comm.tensor_group import TensorGroup
+from qtrain.core.errors import UserError
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The data ranks of a mesh by machine, `ranks` neighbors on each. neighbors: those of this rank's machine;
+    counterparts: one of each machine, with the same number among its neighbors as this rank."""
+
+    ranks: int
+    neighbors: dist.ProcessGroup
+    counterparts: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks by dimension. device_mesh: the data dimensions "replicate" and "shard", of this rank's tensor rank;
+    None for one process. tensor_group: None where one rank computes whole layers. data_group: the ranks that read other
+    micro-batches with the same part of every layer; None: all ranks. of_experts: the mesh of experts' parameters; None:
+    they are divided as all others are. machines: None where data ranks share one machine, or each has its own."""
+
+    replicate: int = 1
+    shard: int = 1
+    device_mesh: DeviceMesh | None = None
+    tensor: int = 1
+    tensor_group: TensorGroup | None = None
+    data_group: dist.ProcessGroup | None = None
+    of_experts: "Mesh | None" = None
+    machines: Machines | None = None
+
+    @property
+    def world(self) -> int:
+        """All processes."""
+        return self.data_world * self.tensor
+
+    @property
+    def rank(self) -> int:
+        """Among all processes."""
+        return self.data_rank * self.tensor + self.tensor_rank
+
+    @property
+    def data_world(self) -> int:
+        """How many micro-batches are read at once."""
+        return self.replicate * self.shard
+
+    @property
+    def data_rank(self) -> int:
+        """replicate rank * shard + shard rank, which also numbers the micro-batches that are read at once."""
+        return rank() // self.tensor if self.device_mesh is not None else 0
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.tensor_group.rank if self.tensor_group is not None else 0
+
+    @property
+    def shard_rank(self) -> int:
+        return self.data_rank % self.shard
+
+    @property
+    def part_group(self) -> TensorGroup | None:
+        """The ranks that hold the parts of one model; None where each holds all of it."""
+        return self.of_experts.tensor_group if self.of_experts is not None else self.tensor_group
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The ranks that divide one copy of the states among them."""
+        return self.device_mesh.get_group("shard") if self.device_mesh is not None else None
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same shard as this one."""
+        return self.device_mesh.get_group("replicate") if self.device_mesh is not None else None
+
+    def describe(self, reshards: bool) -> str:
+        kind = "DDP" if self.shard == 1 else "ZeRO-3: layers are gathered when they run" if reshards else "ZeRO-2"
+        kind = f"HSDP, {kind}" if self.replicate > 1 and self.shard > 1 else kind
+        if self.of_experts is not None:
+            kind += f"; experts over groups of {self.of_experts.tensor}, their states over {self.of_experts.shard}"
+        if self.machines is not None:
+            kind += f"; {self.data_world // self.machines.ranks} machines of {self.machines.ranks}"
+        if self.tensor == 1:
+            return f"{self.replicate} x {self.shard} (replicate x shard, {kind})"
+        kind = f"{kind} of {self.data_world}, " if self.data_world > 1 else ""
+        return (
+            f"{self.replicate} x {self.shard} x {self.tensor} (replicate x shard x tensor, {kind}every layer on "
+            f"{self.tensor} ranks)"
+        )
+
+
+def mesh_shape(dp_replicate: int, dp_shard: int, world: int, tp: int = 1) -> tuple[int, int]:
+    """(replicate, shard) of --dp_replicate and --dp_shard, 0 for whatever the world leaves beside --tp. Raises
+    UserError."""
+    for flag, size in (("--tp", tp), ("--dp_replicate", dp_replicate), ("--dp_shard", dp_shard)):
+        if size and world % size:
+            auto = "" if flag == "--tp" else ", or 0 for automatic"
+            raise UserError(
+                f"{flag}: {size} does not divide the {world} process{'es' * (world > 1)} of the run; "
+                f"allowed: {', '.join(str(d) for d in range(1, world + 1) if world % d == 0)}{auto}."
+            )
+    data = world // tp
+    given = {"--dp_replicate": dp_replicate, "--dp_shard": dp_shard} | ({"--tp": tp} if tp > 1 else {})
+    product = (dp_replicate or 1) * (dp_shard or 1)
+    if data % product or (dp_replicate and dp_shard and product != data):
+        named = {flag: size for flag, size in given.items() if size}
+        raise UserError(
+            f"{', '.join(named)}: {' x '.join(map(str, named.values()))} is not the {world} "
+            f"process{'es' * (world > 1)} of the run; leave --dp_replicate or --dp_shard 0."
+        )
+    shard = dp_shard or data // (dp_replicate or 1)
+    return data // shard, shard
+
+
+def expert_mesh_shape(replicate: int, shard: int, ep: int) -> tuple[int, int]:
+    """(replicate, shard) of the ranks that hold the same experts, where each group of `ep` neighbors among
+    replicate x shard ranks holds all of them. UserError where groups cross the borders of shard groups."""
+    world = replicate * shard
+    if world % ep:
+        allowed = ", ".join(str(d) for d in range(1, world + 1) if world % d == 0)
+        readers = f"{world} processes that read data of their own" if world > 1 else "1 process that reads data"
+        raise UserError(f"--ep: {ep} does not divide the {readers}; allowed: {allowed}.")
+    if shard % ep and ep % shard:
+        raise UserError(
+            f"--ep: {ep} neither divides the {shard} processes of --dp_shard nor is a multiple of them; choose "
+            "--dp_shard so."
+        )
+    return (replicate, shard // ep) if shard % ep == 0 else (world // ep, 1)
+
+
+def planned_mesh(replicate: int, shard: int, ep: int = 1, tp: int = 1) -> Mesh:
+    """The mesh of the first rank, without any processes. UserError where --ep does not fit it."""
+    if tp > 1:
+        return Mesh(replicate, shard, tensor=tp, tensor_group=TensorGroup("planned", tp, 0))
+    if ep == 1:
+        return Mesh(replicate, shard)
+    return Mesh(replicate, shard, of_experts=Mesh(*expert_mesh_shape(replicate, shard, ep), tensor=ep))
+
+
+def make_mesh(dp_replicate: int, dp_shard: int, device_type: str, tp: int = 1, ep: int = 1) -> Mesh:
+    """The mesh of this run, once all ranks have theirs; the process group must exist where there are several."""
+    replicate, shard = mesh_shape(dp_replicate, dp_shard, launched_world(), tp)
+    if replicate * shard * tp == 1:
+        return Mesh()
+    made = _with_parts(replicate, shard, tp, device_type) if tp > 1 else _of_data(replicate, shard, ep, device_type)
+    # A rank makes its groups without those that are not in them. One that then ended, as after a dry run, would take
+    # the store and its connections from those that are still at theirs.
+    all_gather(None)
+    return made
+
+
+def _of_data(replicate: int, shard: int, ep: int, device_type: str) -> Mesh:
+    of_experts = _with_parts(*expert_mesh_shape(replicate, shard, ep), ep, device_type) if ep > 1 else None
+    device_mesh = init_device_mesh(device_type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
+    machines = _machines(replicate * shard, 1, device_type)
+    return Mesh(replicate, shard, device_mesh, of_experts=of_experts, machines=machines)
+
+
+def _with_parts(replicate: int, shard: int, ranks: int, device_type: str) -> Mesh:
+    """A mesh on which neighboring ranks hold different parts of the same parameters."""
+    names = ("replicate", "shard", "tensor")
+    whole = init_device_mesh(device_type, (replicate, shard, ranks), mesh_dim_names=names)
+    data = whole["replicate", "shard"]
+    tensor_group = TensorGroup.of(whole.get_group("tensor"))
+    data_group, machines = data._flatten("data").get_group(), _machines(replicate * shard, ranks, device_type)
+    return Mesh(replicate, shard, data, ranks, tensor_group, data_group, machines=machines)
+
+
+def _machines(data_world: int, tensor: int, device_type: str) -> Machines | None:
+    """Where the data ranks are, each of which is `tensor` neighboring processes."""
+    of_ranks = set(all_gather(launched_on_machine()))
+    if len(of_ranks) > 1 or of_ranks == {None}:  # only some ranks may have been told
+        return None
+    (processes,) = of_ranks
+    ranks = processes // tensor
+    if ranks <= 1 or processes % tensor or ranks == data_world or data_world % ranks:
+        return None
+    shape, names = (data_world // ranks, ranks, tensor), ("machine", "neighbor", "part")
+    groups = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    return Machines(ranks, groups.get_group("neighbor"), groups.get_group("machine"))

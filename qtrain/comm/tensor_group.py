@@ -1,0 +1,213 @@
+"""What the ranks of a tensor group send each other within a layer: gathers along tokens, and sums.
+
+Sums are an all-to-all in the tensor's dtype and additions in fp32 in the order of the ranks, rounded once: the same on
+all ranks, and in every run. Each operation is a custom op, so that a compiled layer may contain it; `sent` counts the
+bytes by `kind`, in a compiled layer too, but not in the replay of a CUDA graph.
+
+    gather        [n, ...] of every rank -> [ranks * n, ...]          backward: scatter_sum
+    scatter_sum   [ranks * n, ...] -> [n, ...], the sum's own rows    backward: gather
+    copy          x, which all ranks have -> x                        backward: sum
+    reduce        sum over the ranks -> all ranks                     backward: nothing
+    total         sum over the ranks, each of which reads it          backward: sum
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qtrain.comm.wire import all_gather_single, exchange, gather, sent
+from qtrain.kernels.ordered_sum import add_in_order
+
+_GROUPS: dict[str, dist.ProcessGroup] = {}
+"""Process groups by name: custom ops take no objects."""
+
+TENSOR_RANK_NUMBERS = 1 << 21
+"""Philox numbers of one tensor rank: ranks round different elements, and must not draw the same bits for them."""
+
+ACTIVATIONS, CODES, SCALES = "activations", "activation codes", "scales"
+"""Kinds of message."""
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """The ranks that compute a layer together. name: of the process group."""
+
+    name: str
+    ranks: int
+    rank: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> "TensorGroup":
+        _GROUPS[group.group_name] = group
+        return cls(group.group_name, dist.get_world_size(group), dist.get_rank(group))
+
+    # ---- differentiable ----------------------------------------------------------------------------------------------
+
+    def gather(self, x: Tensor) -> Tensor:
+        return _Gather.apply(x, self.name, self.ranks)
+
+    def scatter_sum(self, x: Tensor) -> Tensor:
+        return _ScatterSum.apply(x, self.name, self.ranks)
+
+    def copy(self, x: Tensor) -> Tensor:
+        return _Copy.apply(x, self.name, self.ranks)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        return _Reduce.apply(x, self.name, self.ranks)
+
+    def total(self, x: Tensor) -> Tensor:
+        return _Total.apply(x, self.name, self.ranks)
+
+    # ---- not differentiable ------------------------------------------------------------------------------------------
+
+    def gathered(self, x: Tensor, kind: str = ACTIVATIONS) -> Tensor:
+        return group_gather(x, self.name, self.ranks, kind)
+
+    def scattered_sum(self, x: Tensor, kind: str = ACTIVATIONS) -> Tensor:
+        return group_scatter_sum(x, self.name, self.ranks, kind)
+
+    def summed(self, x: Tensor, kind: str = ACTIVATIONS) -> Tensor:
+        return group_sum(x, self.name, self.ranks, kind)
+
+    def maximum(self, x: Tensor) -> Tensor:
+        """The largest of every rank's fp32 values, NaN above all."""
+        return group_maximum(x, self.name, self.ranks)
+
+    def total_exactly(self, x: Tensor) -> Tensor:
+        """The sum over the ranks of fp64 values, in their order."""
+        return group_gather(x[None], self.name, self.ranks, SCALES).sum(dim=0)
+
+    def all(self, own: Tensor, sizes: list[int], kind: str) -> list[Tensor]:
+        """1-D messages of `sizes` elements, one of each rank."""
+        return gather(own, sizes, _GROUPS[self.name], kind)
+
+
+# ---- custom ops ------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("qtrain::group_gather", mutates_args=())
+def group_gather(x: Tensor, group: str, ranks: int, kind: str) -> Tensor:
+    """x [n, ...] of every rank, one after the other: [ranks * n, ...]."""
+    x = x.contiguous()
+    received = x.new_empty(ranks * x.shape[0], *x.shape[1:])
+    all_gather_single(_bytes(received), _bytes(x), group=_GROUPS[group])
+    sent[kind] += (ranks - 1) * x.numel() * x.element_size()
+    return received
+
+
+@group_gather.register_fake
+def _(x: Tensor, group: str, ranks: int, kind: str) -> Tensor:
+    return x.new_empty(ranks * x.shape[0], *x.shape[1:])
+
+
+@torch.library.custom_op("qtrain::group_scatter_sum", mutates_args=())
+def group_scatter_sum(x: Tensor, group: str, ranks: int, kind: str) -> Tensor:
+    """x [ranks * n, ...] of every rank -> rows [rank * n, (rank + 1) * n) of their sum."""
+    x = x.contiguous()
+    own = x.shape[0] // ranks
+    return _exchanged_sum(x.view(-1), group, ranks, kind).view(own, *x.shape[1:])
+
+
+@group_scatter_sum.register_fake
+def _(x: Tensor, group: str, ranks: int, kind: str) -> Tensor:
+    return x.new_empty(x.shape[0] // ranks, *x.shape[1:])
+
+
+@torch.library.custom_op("qtrain::group_sum", mutates_args=())
+def group_sum(x: Tensor, group: str, ranks: int, kind: str) -> Tensor:
+    """The sum over the ranks: each adds a part of the elements, and they gather the parts."""
+    flat = x.reshape(-1)
+    padded = torch.nn.functional.pad(flat, (0, -len(flat) % ranks))
+    part = _exchanged_sum(padded, group, ranks, kind)
+    whole = group_gather(part, group, ranks, kind)
+    return whole[: len(flat)].view(x.shape)
+
+
+@group_sum.register_fake
+def _(x: Tensor, group: str, ranks: int, kind: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("qtrain::group_maximum", mutates_args=())
+def group_maximum(x: Tensor, group: str, ranks: int) -> Tensor:
+    """The maximum over the ranks of values that are not negative: their bits order as they do, NaN above Inf."""
+    found = x.clone()
+    dist.all_reduce(found.view(torch.int32), dist.ReduceOp.MAX, group=_GROUPS[group])
+    sent[SCALES] += (ranks - 1) * x.numel() * 4
+    return found
+
+
+@group_maximum.register_fake
+def _(x: Tensor, group: str, ranks: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _exchanged_sum(flat: Tensor, group: str, ranks: int, kind: str) -> Tensor:
+    """flat [ranks * n] of every rank -> [n], this rank's part of their sum."""
+    own = len(flat) // ranks
+    received = exchange(flat, [own] * ranks, own, _GROUPS[group], kind)
+    return add_in_order(received[0].to(torch.float32, copy=True), received[1:]).to(flat.dtype)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)
+
+
+# ---- their gradients -------------------------------------------------------------------------------------------------
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, ranks: int) -> Tensor:
+        ctx.group = group, ranks
+        return group_gather(x, group, ranks, ACTIVATIONS)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return group_scatter_sum(grad, *ctx.group, ACTIVATIONS), None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, ranks: int) -> Tensor:
+        ctx.group = group, ranks
+        return group_scatter_sum(x, group, ranks, ACTIVATIONS)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return group_gather(grad, *ctx.group, ACTIVATIONS), None, None
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, ranks: int) -> Tensor:
+        ctx.group = group, ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return group_sum(grad, *ctx.group, ACTIVATIONS), None, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, ranks: int) -> Tensor:
+        return group_sum(x, group, ranks, ACTIVATIONS)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, ranks: int) -> Tensor:
+        ctx.group = group, ranks
+        return group_sum(x, group, ranks, ACTIVATIONS)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return group_sum(grad, *ctx.group, ACTIVATIONS), None, None

@@ -1,0 +1,377 @@
+"""Recipe file + flags > one checked, frozen dataclass > config.json of the run.
+
+A script declares its settings as a frozen dataclass: the docstring under a field is its help, and
+`Annotated[int, Range(1)]` its range. `parse` reads `--config FILE` first, checks every key, and passes the result to
+tyro as the defaults of the flags: so flags win, and `--help` shows the recipe's values. tyro parses; error messages are
+reworded. Keys that begin with an underscore (`_comment`, and `_versions` in a run's config.json) are notes and are
+skipped, so the config.json of any run is a recipe.
+"""
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import io
+import itertools
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+import traceback
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TextIO, TypeVar
+
+import tyro
+
+from qtrain import __version__
+from qtrain.core.checks import (
+    check_fields,
+    check_value,
+    is_unicode,
+    json_type,
+    parse_json,
+    read_json,
+    refuse_empty,
+    shown,
+    type_name,
+)
+from qtrain.core.errors import LostRank, TrainingStopped, UserError, explained, nearest
+from qtrain.core.flags import Answers, Shell, completion_script, parse_flags
+from qtrain.core.launcher_watch import watch_launcher
+
+C = TypeVar("C")
+
+
+def _json_object(arguments: list[str]) -> dict[str, Any]:
+    try:
+        value = parse_json(arguments[0], "JSON")
+    except UserError as error:
+        raise ValueError(str(error)) from None  # tyro adds the flag's name to a ValueError
+    if not isinstance(value, dict):
+        raise ValueError(f"JSON: {shown(arguments[0])} is not a JSON object; write it in braces.")
+    return value
+
+
+JsonDict = Annotated[
+    dict[str, Any] | None,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=_json_object,
+        is_instance=lambda value: value is None or isinstance(value, dict),
+        str_from_instance=lambda value: [json.dumps(value)],
+    ),
+]
+"""A field that is a JSON object, both as a flag and in a recipe."""
+
+
+def parse(cls: type[C], argv: list[str], prog: str, listing: Callable[[], str] | None = None) -> C:
+    """The settings `cls` from `argv` (without the program's name). Raises UserError.
+
+    `--help`, `--version`, `--completion` and, where there is a listing, `--list` print and exit.
+    """
+    for argument in argv:
+        if "\0" in argument:
+            raise UserError(f"{shown(argument)}: the command line holds a NUL character.")
+        if not is_unicode(argument):
+            raise _undecoded(argument)
+    answers = [field.name for field in dataclasses.fields(Answers) if listing or field.name != "list"]
+    if listing and "--list" in argv:
+        _print_and_exit(listing())
+    if "--version" in argv:
+        found = {"qtrain": __version__, **versions()}
+        _print_and_exit(" ".join(f"{name} {version}" for name, version in found.items() if version))
+    shell, argv = _take_option(argv, "--completion", "shell")
+    if shell:
+        shell = check_value("--completion", shell, Shell)
+        _print_and_exit(completion_script(cls, shell, Path(sys.argv[0]).name, answers))
+    recipe_path, argv = _take_option(argv, "--config", "file")
+    recipe = {}
+    if recipe_path:
+        recipe = check_fields(cls, read_recipe(recipe_path, "--config"), f"--config ({recipe_path})")
+    _refuse_unknown_flags(cls, argv, prog, answers)
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            given = parse_flags(cls, argv, prog, recipe, answers)
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise _reworded(cls, argv, errors.getvalue(), prog) from None
+    hints = typing.get_type_hints(cls, include_extras=True)
+    values = {f.name: check_value(f"--{f.name}", given[f.name], hints[f.name]) for f in _fields(cls)}
+    for field in _fields(cls):
+        if field.name != "sample_prompts" and values[field.name] != field.default:  # an empty prompt has no text yet
+            refuse_empty(f"--{field.name}", values[field.name])
+    return cls(**values)
+
+
+def _print_and_exit(text: str) -> NoReturn:
+    print(text)
+    sys.exit(0)
+
+
+def _undecoded(argument: str) -> UserError:
+    """The error for an argument that Python could not decode: bytes that are no text, or a locale without UTF-8."""
+    try:
+        text = os.fsencode(argument).decode("utf-8")
+    except UnicodeDecodeError:
+        return UserError(f"{shown(argument)}: the command line is not UTF-8 text.")
+    return UserError(
+        f"{shown(text)}: the locale's encoding, {sys.getfilesystemencoding()}, has no such characters; set "
+        "LC_ALL=C.UTF-8, or leave PYTHONUTF8=0 out."
+    )
+
+
+CAUSE_SECONDS = 10
+"""How long a process of several keeps an error to itself that rank 0 has too, or that follows from another's."""
+
+
+def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupted") -> None:
+    """Run a script's main on the command line, as `_run_script` says. One of several processes ends without the
+    interpreter's finalization.
+
+    A thread that is in C++ then, as in a call of the store or of gloo, is ended by pthread_exit when it asks for the
+    GIL, and unwinding through a destructor aborts the process: "terminate called without an active exception"."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        _run_script(main, interrupted)
+        return
+    code = 0
+    try:
+        _run_script(main, interrupted)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        _write_error(stream)
+    os._exit(code)
+
+
+def _run_script(main: Callable[[list[str]], None], interrupted: str) -> None:
+    """Run a script's main on the command line. UserError and TrainingStopped are printed on stderr, without traceback;
+    so are errors that a function registered with `errors.explains` knows.
+
+    Text that the console's encoding lacks is escaped. interrupted: the message for a Ctrl-C that main does not handle.
+    """
+    _open_missing_streams()
+    watch_launcher()
+    for stream in (sys.stdout, sys.stderr):
+        if getattr(stream, "errors", None) == "strict":
+            stream.reconfigure(errors="backslashreplace")
+    rank = os.environ.get("RANK", "0") if "WORLD_SIZE" in os.environ else "0"
+    if not rank.isdecimal():
+        rank = "0"  # refused as soon as the settings are read
+    if "WORLD_SIZE" in os.environ:  # else torch, not imported yet, reports each lost connection with a stack of C++
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if rank != "0":  # one of several processes: rank 0 speaks for all
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    try:
+        _check_working_directory()
+        _run(main)
+    except (UserError, TrainingStopped) as error:
+        if rank != "0" or isinstance(error, LostRank):
+            time.sleep(CAUSE_SECONDS)  # rank 0 or the launcher gives the cause; the latter then ends this process
+        if rank != "0":
+            print(f"rank {rank}: ", end="", file=sys.stderr)
+        message = " ".join(str(error).split("\n")) if isinstance(error, UserError) else str(error)
+        print(f"error: {_shortened(message)}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        sys.exit(130)
+    except OSError:
+        if _write_error(sys.stdout, "\n") is None:
+            raise  # of another file or pipe, such as a data worker's
+    finally:
+        if error := _write_error(sys.stdout):
+            _exit_unwritten(error)
+
+
+def _run(main: Callable[[list[str]], None]) -> None:
+    try:
+        main(sys.argv[1:])
+    except Exception as error:
+        if (message := explained(error)) is None:
+            raise
+        raise message from None
+
+
+def _shortened(message: str) -> str:
+    """A message with words of hundreds of characters, such as a path that was not meant as one, cut in the middle."""
+    return re.sub(r"\S{250,}", lambda word: f"{word[0][:60]}...{word[0][-20:]}", message)
+
+
+def _open_missing_streams() -> None:
+    """The null device for streams that the parent has closed (`>&-`): else Python's are None, and the next file that is
+    opened takes their descriptor, with what libraries print."""
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is not None:
+            continue
+        opened = os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor
+        if opened != descriptor:
+            os.dup2(opened, descriptor)
+            os.close(opened)
+        setattr(sys, name, os.fdopen(descriptor, mode))
+
+
+def _check_working_directory() -> None:
+    try:
+        os.getcwd()
+    except OSError:  # libraries look for their files in it, and end the process
+        raise UserError("the working directory no longer exists; change to another one, and start again.") from None
+
+
+def _write_error(stream: TextIO, text: str = "") -> OSError | None:
+    """Why `text` and what is still buffered cannot be written; None where it can."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError as error:
+        return error
+    return None
+
+
+def _exit_unwritten(error: OSError) -> NoReturn:
+    """Exit as by SIGPIPE where the reader, as `| head`, has ended; else say why nobody reads what was printed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at exit
+    if isinstance(error, BrokenPipeError):
+        sys.exit(141)
+    print(f"error: stdout cannot be written: {error.strerror}", file=sys.stderr)
+    sys.exit(1)
+
+
+def command_line(prog: str) -> str:
+    """How a user starts the script `prog`: with Python, or by its console command if that is what runs here."""
+    if Path(sys.argv[0]).name.startswith("qtrain-") and prog.endswith(".py"):
+        return f"qtrain-{Path(prog).stem.replace('_', '-')}"
+    return f"python {prog}"
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """The settings as a dictionary for JSON, keys in the order of their definition."""
+    return {f.name: getattr(config, f.name) for f in _fields(type(config))}
+
+
+def write_config(config: Any, path: Path, notes: Mapping[str, Any]) -> None:
+    """Write the resolved settings with versions and git hash. The file is a recipe itself. notes: keys with an
+    underscore in front."""
+    record = {**notes, "_versions": versions(), **as_dict(config)}
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def source_digest() -> str:
+    """A digest of this package's source."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+_COMPUTING = ("torch", "triton", "transformers", "datasets", "tokenizers", "sentencepiece", "numpy", "timm")
+_OTHERS = ("tyro", "wandb")
+
+
+@functools.cache  # git takes as long as all else that a run writes at its start
+def versions() -> Mapping[str, str | None]:
+    """Versions of the packages that a run uses, and the git hash of this code (None outside a checkout)."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in (*_COMPUTING, *_OTHERS):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        found["git"] = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        found["git"] = None
+    return found
+
+
+def _fields(cls: type) -> list[dataclasses.Field]:
+    return [f for f in dataclasses.fields(cls) if f.init]
+
+
+def _take_option(argv: list[str], option: str, what: str) -> tuple[str | None, list[str]]:
+    """Remove `option VALUE` or `option=VALUE` from argv. UserError if it is given twice or without a value."""
+    value, rest, arguments = None, [], iter(argv)
+    for argument in arguments:
+        if argument != option and not argument.startswith(option + "="):
+            rest.append(argument)
+            continue
+        given = argument[len(option) + 1 :] if "=" in argument else next(arguments, "")
+        if not given or given.startswith("--"):
+            raise UserError(f"{option}: the {what} is missing; write {option} {what.upper()}.")
+        if value is not None:
+            raise UserError(f"{option}: given twice ({value}, {given}); give one {what}.")
+        value = given
+    return value, rest
+
+
+def read_recipe(path: str, flag: str) -> dict[str, Any]:
+    """The settings in a recipe, comments left out. UserError naming `flag` for a file that is none."""
+    own = Path(__file__).parents[2] / path
+    shipped = Path(path).parts[:1] == ("configs",) and not Path(path).exists() and own.is_file()
+    recipe = read_json(own if shipped else path, flag)  # of an installed package, from any folder
+    if not isinstance(recipe, dict):
+        raise UserError(f"{flag} ({path}): a recipe is a JSON object, not {json_type(recipe)}.")
+    return {k: v for k, v in recipe.items() if not k.startswith("_")}
+
+
+def _flag_name(argument: str) -> str:
+    return argument[2:].split("=", 1)[0].replace("-", "_")
+
+
+def _refuse_unknown_flags(cls: type, argv: list[str], prog: str, answers: Sequence[str]) -> None:
+    hints = typing.get_type_hints(cls)
+    known = {f.name for f in _fields(cls)}
+    allowed = known | {f"no_{f.name}" for f in _fields(cls) if hints[f.name] is bool} | {"help"}
+    for position, argument in enumerate(argv):
+        if not argument.startswith("--"):
+            continue
+        name, following = _flag_name(argument), argv[position + 1 : position + 2]
+        if name not in allowed:
+            close = nearest(name, known.union(answers))
+            hint = f" Did you mean --{close}?" if close else ""
+            raise UserError(f"{argument.split('=')[0]}: unknown flag.{hint} All flags: {command_line(prog)} --help")
+        has_value = "=" in argument or bool(following and not following[0].startswith("-"))
+        if hints.get(name) is bool and has_value:
+            raise UserError(f"--{name}: a switch takes no value; write --{name} or --no_{name}.")
+
+
+def _reworded(cls: type, argv: list[str], box: str, prog: str) -> UserError:
+    """tyro's boxed error message as one line."""
+    lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()[1:]]
+    # A rule ends the message. Where the output is not UTF-8, rules consist of dashes, and one comes first too.
+    message = itertools.dropwhile(lambda line: not line.strip("─-"), lines)
+    text = " ".join(itertools.takewhile(lambda line: line.strip("─-"), message))
+    found = re.search(r"--([\w-]+)", text)
+    hints = typing.get_type_hints(cls, include_extras=True)
+    name = found.group(1).replace("-", "_") if found else ""
+    if name not in hints:
+        return UserError(f"{text or 'the command line could not be read'}. All flags: {command_line(prog)} --help")
+    given = _given(argv, name)
+    if "JSON: " in text:
+        return UserError(f"--{name}: {text.split('JSON: ', 1)[1]}")
+    if given is None:
+        return UserError(f"--{name}: the value is missing; it must be {type_name(hints[name])}.")
+    return UserError(f"--{name}: {shown(given)} is not allowed; it must be {type_name(hints[name])}.")
+
+
+def _given(argv: list[str], name: str) -> str | None:
+    """The last value of the flag `name` on the command line; None if no value follows it."""
+    for position, argument in reversed(list(enumerate(argv))):
+        if argument.startswith("--") and _flag_name(argument) == name:
+            if "=" in argument:
+                return argument.split("=", 1)[1]
+            following = argv[position + 1 : position + 2]
+            return following[0] if following and not following[0].startswith("--") else None
+    return None

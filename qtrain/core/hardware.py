@@ -1,0 +1,245 @@
+"""What this device can do: its name, memory, and peak dense rates per arithmetic."""
+
+import contextlib
+import ctypes
+import functools
+import os
+import re
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from qtrain.core.errors import unknown_name
+
+# Dense datasheet peaks in TFLOP/s (TOPS for int8), fp32 accumulation, and memory bandwidth in TB/s, by product name
+# (`product_of`). Products that are not listed are measured: laptop, NVL and other variants have peaks of their own.
+DATASHEET: dict[str, dict[str, float]] = {
+    "H100 PCIe": {"bf16": 756.4, "fp8": 1512.9, "int8": 1512.9, "fp32": 51.2, "bandwidth": 2.0},
+    "H100": {"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "fp32": 66.9, "bandwidth": 3.35},
+    "H200": {"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "fp32": 66.9, "bandwidth": 4.8},
+    "H800": {"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "fp32": 66.9, "bandwidth": 3.35},
+    "B200": {"bf16": 2250.0, "fp8": 4500.0, "mxfp8": 4500.0, "int8": 4500.0, "fp32": 75.0, "bandwidth": 8.0},
+    "A100": {"bf16": 311.9, "int8": 623.7, "fp32": 19.5, "bandwidth": 2.04},
+    "A100 PCIe": {"bf16": 311.9, "int8": 623.7, "fp32": 19.5, "bandwidth": 1.94},
+    "L40S": {"bf16": 362.1, "fp8": 733.0, "int8": 733.0, "fp32": 91.6, "bandwidth": 0.864},
+    "RTX 4090": {"bf16": 165.2, "fp8": 330.3, "int8": 660.6, "fp32": 82.6, "bandwidth": 1.008},
+    "RTX 5090": {"bf16": 209.5, "fp8": 419.0, "mxfp8": 419.0, "int8": 838.0, "fp32": 104.8, "bandwidth": 1.792},
+    "RTX 3090": {"bf16": 71.0, "int8": 284.0, "fp32": 35.6, "bandwidth": 0.936},
+}
+
+MEMORY_GIB = {
+    "H100 PCIe": 79.1,
+    "H100": 79.1,
+    "H200": 139.8,
+    "H800": 79.1,
+    "B200": 178.4,
+    "A100": 79.3,
+    "A100 PCIe": 79.3,
+    "L40S": 44.4,
+    "RTX 4090": 23.5,
+    "RTX 5090": 31.4,
+    "RTX 3090": 23.6,
+}
+"""Memory of the products of DATASHEET as torch reports it; of A100 and H100 those with 80 GB."""
+
+RUNS_AS = {"int4": "int8"}
+"""Arithmetic that this package runs on the tensor cores of another: packed INT4 codes are unpacked to INT8."""
+
+PTX_CAPABILITY, FP8_CAPABILITY, MX_CAPABILITY = (8, 0), (8, 9), (10, 0)
+"""Compute capability of the first GPUs that run the inline PTX of the kernels (Ampere: bf16x2 instructions), that
+convert to and multiply FP8 (Ada), and that multiply FP8 with a scale per 32 elements (Blackwell)."""
+
+WGMMA_CAPABILITY = (9, 0)
+"""Compute capability of the only GPUs with `wgmma` (Hopper)."""
+
+MEASURE_SECONDS, ROUNDS = 0.3, 3
+"""A CPU's arithmetics are measured in turns, ROUNDS times each, so that a short disturbance cannot hit all."""
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Constants of glibc's malloc.h."""
+
+
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""Of version 2 and version 1."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A device and its peaks. peaks: TFLOP/s by arithmetic; memory_bytes: of the GPU, for a CPU of the host; measured:
+    timed here, not from a datasheet."""
+
+    name: str
+    peaks: dict[str, float]
+    memory_bytes: int | None
+    measured: bool
+
+    def peak(self, arithmetic: str) -> float:
+        """TFLOP/s of an arithmetic. One that the device lacks is emulated at the bf16 or fp32 rate."""
+        return self.peaks.get(RUNS_AS.get(arithmetic, arithmetic)) or self.peaks.get("bf16") or self.peaks["fp32"]
+
+    def emulates(self, arithmetic: str) -> bool:
+        """Whether the device lacks this arithmetic."""
+        return RUNS_AS.get(arithmetic, arithmetic) not in self.peaks
+
+
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """CUDA compute capability (major, minor); (0, 0) of any other device, where kernels are only interpreted."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def has_ptx(device: torch.device) -> bool:
+    """Whether kernels may use inline PTX; Triton's interpreter may not."""
+    return compute_capability(device) >= PTX_CAPABILITY
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether the device converts to FP8 in one instruction and multiplies it on tensor cores."""
+    return compute_capability(device) >= FP8_CAPABILITY
+
+
+def has_mx(device: torch.device) -> bool:
+    """Whether the device's tensor cores multiply MX operands: FP8 with a scale per 32 elements."""
+    return compute_capability(device) >= MX_CAPABILITY
+
+
+def has_wgmma(device: torch.device) -> bool:
+    """Whether a warpgroup multiplies operands in shared memory, asynchronously: Hopper alone."""
+    return compute_capability(device) == WGMMA_CAPABILITY
+
+
+@functools.cache  # asked at each launch of a persistent kernel
+def sm_count(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; 2 elsewhere, so that an interpreted persistent kernel loops over tiles."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def lacks_fp8(device: torch.device) -> str | None:
+    """Why FP8 codes cannot be produced or multiplied on this device; None where they can."""
+    if device.type == "cuda" and not has_fp8(device):
+        return f"{torch.cuda.get_device_name(device)} has no FP8 arithmetic, which needs Ada, Hopper or later"
+    return None
+
+
+def describe_hardware(device: torch.device) -> Hardware:
+    """The hardware behind `device`; the rates of one that is not in DATASHEET are measured in under a second."""
+    if device.type != "cuda":
+        name = f"CPU, {torch.get_num_threads()} threads"
+        return Hardware(name, _measured_peaks(device), host_memory(), measured=True)
+    properties = torch.cuda.get_device_properties(device)
+    peaks = DATASHEET.get(product_of(properties.name))
+    measured = peaks is None
+    return Hardware(properties.name, _measured_peaks(device) if measured else peaks, properties.total_memory, measured)
+
+
+def planned_gpus() -> dict[str, str]:
+    """The GPUs that a run can be planned for without having one: name on the command line -> product."""
+    return {product.lower().removeprefix("rtx ").replace(" ", "-"): product for product in DATASHEET}
+
+
+def datasheet_hardware(name: str, flag: str = "--gpu") -> Hardware:
+    """A GPU by its name in `planned_gpus`, from its datasheet alone. UserError naming `flag` for another name."""
+    product = planned_gpus().get(name.lower())
+    if product is None:
+        raise unknown_name(flag, "GPU", name, planned_gpus())
+    return Hardware(product, DATASHEET[product], int(MEMORY_GIB[product] * 2**30), measured=False)
+
+
+def host_memory() -> int | None:
+    """Bytes of memory that this process may use: the machine's, or its cgroup's limit if that is lower. None where the
+    system does not tell."""
+    found = []
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    for limit in CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+            found.append(int(Path(limit).read_text()))
+    return min(found, default=None)
+
+
+def product_of(name: str) -> str:
+    """The product in a device's name as torch gives it: 'H100' of 'NVIDIA H100 80GB HBM3'."""
+    words = name.replace("-PCIE-", " PCIe ").removeprefix("NVIDIA ").removeprefix("GeForce ").replace("-", " ").split()
+    # The size and kind of the memory come before PCIe in some names and after it in others.
+    return " ".join(word for word in words if not re.fullmatch(r"SXM\d|HBM\d\w?|\d+GB", word))
+
+
+def _measured_peaks(device: torch.device) -> dict[str, float]:
+    """TFLOP/s by arithmetic, of square products of random data."""
+    if device.type != "cuda":
+        return _cpu_peaks(torch.get_num_threads())
+    rates = {name: max(product_rate(*product) for _ in range(4)) for name, product in _products(8192, device).items()}
+    if has_fp8(device):
+        a, one = torch.randn(8192, 8192, device=device).to(torch.float8_e4m3fn), torch.ones((), device=device)
+        multiply = functools.partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        rates["fp8"] = max(product_rate(multiply, a) for _ in range(4))
+    if has_mx(device):
+        rates["mxfp8"] = rates["fp8"]
+    return rates
+
+
+@functools.cache
+def _cpu_peaks(threads: int) -> dict[str, float]:
+    """`threads` times the peak of one thread, which other processes hardly disturb. Threads that share a product wait
+    for the slowest of them: on a busy machine twenty times as long as the product takes."""
+    if threads == 1:
+        return _one_thread_peaks()
+    with ThreadPoolExecutor(1) as pool:  # OpenMP's number of threads belongs to the calling thread
+        rates = pool.submit(_one_thread_peaks).result()
+    return {name: threads * rate for name, rate in rates.items()}
+
+
+def _one_thread_peaks() -> dict[str, float]:
+    """The best of many small products, in rounds over MEASURE_SECONDS."""
+    threads = torch.get_num_threads()
+    if threads > 1:
+        torch.set_num_threads(1)
+    try:
+        products, rates = _products(512, torch.device("cpu")), {}
+        for _ in range(ROUNDS):
+            for name, product in products.items():
+                end = time.perf_counter() + MEASURE_SECONDS / ROUNDS / len(products)
+                while True:
+                    rates[name] = max(rates.get(name, 0.0), product_rate(*product))
+                    if time.perf_counter() >= end:
+                        break
+        rates["int8"] = max(rates["int8"], rates["fp32"])  # `int8_mm` multiplies in fp32 where that is faster
+        return rates
+    finally:
+        if threads > 1:
+            torch.set_num_threads(threads)
+
+
+def _products(size: int, device: torch.device) -> dict[str, tuple[Callable[..., torch.Tensor], torch.Tensor]]:
+    """By arithmetic, a product and its operand: a random matrix [size, size], multiplied by its transpose."""
+    found = {}
+    for name, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}.items():
+        a = torch.randn(size, size, device=device).mul_(30).clamp_(-127, 127).to(dtype)
+        found[name] = (torch._int_mm if dtype is torch.int8 else torch.mm, a)
+    return found
+
+
+def product_rate(multiply: Callable[..., torch.Tensor], a: torch.Tensor) -> float:
+    """TFLOP/s of one call: a, square, times its transpose."""
+    _wait(a.device)
+    start = time.perf_counter()
+    multiply(a, a.t())
+    _wait(a.device)
+    return 2 * len(a) ** 3 / (time.perf_counter() - start) / 1e12
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep freed memory for the next allocation. By default large tensors go back to the system, and a
+    training step on a CPU spends a sixth of its time on page faults. Other C libraries are left as they are."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_THRESHOLD, 1 << 30)
+        mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)

@@ -1,0 +1,269 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): y = base(x) + scale · (x·Aᵀ)·Bᵀ, only A and B train.
+
+A linear of the native decoder may fuse several projections in its rows (q, k and v; gate and up). Each has its own
+adapter, A [r, K] and B [rows, r], so the same parameters are trained as by PEFT on separate projections, and they are
+saved and loaded in its format (`peft_format.py`). The base is any linear, also a low-bit one. Adapters are fp32 and
+multiply in the dtype of the activations. They add two memory-bound GEMMs per linear: the A of all projections are
+concatenated, so x is read once, and their B form a block-diagonal matrix, so the result is written once. Adapters of
+the experts that a router chooses among are in `lora_experts.py`.
+
+DoRA (Liu et al. 2024, arXiv:2402.09353) trains the norm of each row of the weight separately from its direction:
+y = m / ||W + scale · B·A|| · (W + scale · B·A)·x + bias, with m [N] initialized to ||W|| and the norm treated as a
+constant by the gradient. B·A is not materialized: the squared norm of a row is ||W||² + 2 scale · W·Aᵀ·Bᵀ
++ scale² · B·A·Aᵀ·Bᵀ.
+"""
+
+import dataclasses
+import math
+from collections.abc import Collection
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qtrain.core.checks import Range
+from qtrain.core.errors import UserError, unknown_name
+from qtrain.models.config.hf_layout import Projection, layout
+from qtrain.models.hf.initial_values import named_generator
+from qtrain.models.native.decoder import Decoder
+from qtrain.models.native.lora_experts import EXPERT_TARGETS, LoraExperts
+from qtrain.models.native.mixture import Experts
+from qtrain.quant.export import exported_weight
+from qtrain.quant.linear import LowBitLinear
+
+ALL = "all-linear"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """The options of --lora. targets: names of projections, those of routed experts as in EXPERT_TARGETS; ALL stands
+    for those of every linear but the head and routed experts. adapter: a folder to continue from, whose r, alpha,
+    targets, rslora and dora then apply. merge: the weights that the exported model adds the adapters to, those trained
+    on or the source's own."""
+
+    r: Annotated[int, Range(1, 65_536)] = 16
+    alpha: Annotated[float, Range(1e-6)] = 16.0
+    dropout: Annotated[float, Range(0, 0.99)] = 0.0
+    targets: str | tuple[str, ...] = ALL
+    rslora: bool = False
+    dora: bool = False
+    base: Literal["none", "nf4", "int8", "fp8"] = "none"
+    merge: Literal["trained", "original"] = "trained"
+    adapter: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """`targets` as a list."""
+        return (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
+
+    @property
+    def expert_targets(self) -> list[str]:
+        """Those of `targets` that are linears of routed experts."""
+        return [name for name in self.names if name in EXPERT_TARGETS.values()]
+
+    @property
+    def scale(self) -> float:
+        """alpha / r, or alpha / sqrt(r) with rsLoRA (Kalajdzievski 2023, arXiv:2312.03732)."""
+        return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
+
+
+class LoraLinear(nn.Module):
+    """A linear with adapters on some of its projections. `weight` and `bias` are the base's."""
+
+    def __init__(self, base: nn.Linear | LowBitLinear, adapted: list[Projection], lora: Lora):
+        super().__init__()
+        self.base, self.adapted, self.scale, self.dropout = base, adapted, lora.scale, lora.dropout
+        self.in_features, self.out_features = base.in_features, base.out_features
+        like = {"dtype": torch.float32, "device": base.weight.device}
+        self.lora_a = nn.ParameterList(nn.Parameter(torch.empty(lora.r, base.in_features, **like)) for _ in adapted)
+        self.lora_b = nn.ParameterList(nn.Parameter(torch.zeros(p.stop - p.start, lora.r, **like)) for p in adapted)
+        self.magnitude: nn.ParameterList | None = None
+        if lora.dora:
+            with torch.no_grad():
+                squares = exported_weight(base).float().square().sum(dim=1)  # [N], of a frozen weight
+            self.register_buffer("base_squares", squares, persistent=False)
+            norms = squares.sqrt()
+            self.magnitude = nn.ParameterList(nn.Parameter(norms[p.start : p.stop].clone()) for p in adapted)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        if self.dropout and self.training:
+            x = F.dropout(x, self.dropout)
+        y = y + F.linear(F.linear(x, self._a().to(x.dtype)), self._b().to(x.dtype))
+        if self.magnitude is None:
+            return y
+        norms = self._norms()
+        gains = [m / norms[p.start : p.stop] for p, m in zip(self.adapted, self.magnitude, strict=True)]
+        gain = self._over_rows(gains, 1.0).to(y.dtype)  # [N]
+        return gain * y if self.bias is None else gain * y + (1 - gain) * self.bias
+
+    def _a(self) -> Tensor:
+        """All A, concatenated: [P·r, K]."""
+        return self.lora_a[0] if len(self.lora_a) == 1 else torch.cat(list(self.lora_a))
+
+    def _b(self) -> Tensor:
+        """scale · B of each projection, block-diagonal: [N, P·r]."""
+        rank, last = self.lora_b[0].shape[1], len(self.lora_b) - 1
+        spread = [F.pad(b, (i * rank, (last - i) * rank)) if last else b for i, b in enumerate(self.lora_b)]
+        return self.scale * self._over_rows(spread)
+
+    def _over_rows(self, values: list[Tensor], fill: float = 0.0) -> Tensor:
+        """The value of each adapted projection in its rows, `fill` in the other rows: [N, ...]."""
+        rows, at = [], 0
+        for projection, value in zip(self.adapted, values, strict=True):
+            if projection.start > at:
+                rows.append(value.new_full((projection.start - at, *value.shape[1:]), fill))
+            rows.append(value)
+            at = projection.stop
+        if at < self.out_features:
+            rows.append(values[-1].new_full((self.out_features - at, *values[-1].shape[1:]), fill))
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    @torch.no_grad()
+    def _norms(self) -> Tensor:
+        """Norm of each row of W + scale · B·A, fp32 [N]."""
+        a, b = self._a(), self._b()
+        product = self.base(a.to(self.weight.dtype))  # A·Wᵀ [P·r, N], in the base's arithmetic
+        product = (product if self.bias is None else product - self.bias).float()
+        squares = self.base_squares + 2 * (b * product.t()).sum(dim=1) + (b * (b @ (a @ a.t()))).sum(dim=1)
+        return squares.clamp(min=torch.finfo(torch.float32).tiny).sqrt()
+
+    @torch.no_grad()
+    def add_adapter(self, index: int, rows: Tensor) -> Tensor:
+        """The fp32 weight `rows` [n, K] of the adapted projection `index`, with its adapter."""
+        rows = rows + self.scale * (self.lora_b[index] @ self.lora_a[index])
+        if self.magnitude is not None:
+            rows *= (self.magnitude[index].to(rows.device) / rows.norm(dim=1)).unsqueeze(1)
+        return rows
+
+    @torch.no_grad()
+    def merged(self) -> nn.Linear:
+        """The equivalent plain linear, in the weight's dtype."""
+        weight = exported_weight(self.base).float().clone()
+        for i, projection in enumerate(self.adapted):
+            rows = slice(projection.start, projection.stop)
+            weight[rows] = self.add_adapter(i, weight[rows])
+        with torch.device("meta"):
+            linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None)
+        linear.weight = nn.Parameter(weight.to(self.weight.dtype), requires_grad=False)
+        linear.bias = self.bias
+        return linear
+
+
+def projections(model: nn.Module) -> dict[str, list[Projection]]:
+    """Name of each linear that can have adapters, all but the output head and experts -> its projections."""
+    experts = {m for owner in model.modules() if isinstance(owner, Experts) for m in owner.modules()}
+    kinds, without = (nn.Linear, LowBitLinear), {model.lm_head, *experts}
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, kinds) and m not in without}
+    if not isinstance(model, Decoder):  # transformers does not fuse projections
+        return {n: [Projection(n.removeprefix("model."), 0, m.out_features)] for n, m in linears.items()}
+    return _in_layout(model, linears)
+
+
+def expert_projections(model: nn.Module) -> dict[str, list[Projection]]:
+    """Name of each linear of the experts -> every projection of every expert."""
+    owners = [name for name, m in model.named_modules() if isinstance(m, Experts)]
+    linears = {f"{owner}.{own}": model.get_submodule(f"{owner}.{own}") for owner in owners for own in EXPERT_TARGETS}
+    return _in_layout(model, linears) if linears else {}
+
+
+def _in_layout(model: Decoder, linears: dict[str, nn.Module]) -> dict[str, list[Projection]]:
+    found: dict[str, list[Projection]] = {}
+    for entry in layout(model.config):
+        owner, _, kind = (entry.name or "").rpartition(".")
+        if kind == "weight" and owner in linears:
+            stop = linears[owner].out_features if entry.stop is None else entry.stop
+            found.setdefault(owner, []).append(Projection(entry.hf_name.removesuffix(".weight"), entry.start, stop))
+    return found
+
+
+def chosen_targets(lora: Lora, words: Collection[str], experts: Collection[str], flag: str = "--lora") -> set[str]:
+    """The names that get adapters: of `words`, projections of linears, which ALL stands for, and of `experts`.
+    UserError for a target that is none of them."""
+    allowed = [*words, *experts, ALL]
+    for target in lora.names:
+        if target not in allowed:
+            raise unknown_name(f"{flag}.targets", "projection", target, allowed)
+    if not lora.names:
+        raise UserError(f"{flag}.targets: the list is empty; name projections, or {ALL!r}.")
+    return {*lora.names, *(words if ALL in lora.names else ())} - {ALL}
+
+
+def add_lora(model: nn.Module, lora: Lora, seed: int, flag: str = "--lora") -> list[LoraLinear | LoraExperts]:
+    """Freeze every parameter and add adapters to the projections that `lora.targets` names. B is 0, A is initialized as
+    in PEFT (Kaiming uniform) from (seed, name). UserError for a target that the model does not have."""
+    model.requires_grad_(False)
+    linears, experts = projections(model), expert_projections(model)
+    words = {projection.word for found in linears.values() for projection in found}
+    targets = chosen_targets(lora, words, EXPERT_TARGETS.values() if experts else (), flag)
+    added: list[LoraLinear | LoraExperts] = []
+    for name, candidates in linears.items():
+        chosen = [projection for projection in candidates if projection.word in targets]
+        if chosen:
+            linear = LoraLinear(model.get_submodule(name), chosen, lora)
+            for projection, a in zip(chosen, linear.lora_a, strict=True):
+                _initialize(a, seed, projection.hf_name)
+            added.append(_replace(model, name, linear))
+    for name, of_experts in experts.items():
+        owner, _, own = name.rpartition(".")
+        if EXPERT_TARGETS[own] in targets:
+            hf_name = f"model.{owner.removesuffix('experts')}{EXPERT_TARGETS[own]}"
+            base, count = model.get_submodule(name), model.config.mixture.experts
+            linear = LoraExperts(base, count, hf_name, of_experts, lora.r, lora.scale, lora.dropout)
+            _initialize(linear.lora_a.weight, seed, hf_name)
+            added.append(_replace(model, name, linear))
+    return added
+
+
+def _initialize(a: Tensor, seed: int, hf_name: str) -> None:
+    nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=named_generator(seed, f"{hf_name}.lora_A", a.device))
+
+
+def _replace(model: nn.Module, name: str, linear: LoraLinear | LoraExperts) -> LoraLinear | LoraExperts:
+    model.set_submodule(name, linear.train(linear.base.training))
+    return linear
+
+
+def check_combination(
+    lora: Lora, quantize: str, activation_checkpointing: str, pretrained: bool, model_impl: str, flag: str = "--lora"
+) -> None:
+    """UserError for options of --lora that exclude each other or one of these settings."""
+    if lora.dropout and activation_checkpointing != "none":
+        raise UserError("--activation_checkpointing: recomputed layers would drop other values; set dropout to 0.")
+    if lora.dora and lora.dropout:
+        raise UserError(f"{flag}.dropout: {lora.dropout} does not go with DoRA, which scales the whole sum; set 0.")
+    for name in lora.expert_targets:
+        where = f"{flag}.targets: {name!r}"
+        if model_impl != "native":
+            raise UserError(f"{where} needs qtrain's own decoder; use --model_impl native, or take it out.")
+        if lora.dora:
+            raise UserError(
+                f"{where} does not go with DoRA, which experts do not have; take it out, or set dora false."
+            )
+    if lora.dora and quantize != "bf16":
+        raise UserError(
+            f"--quantize: {quantize!r} does not go with DoRA, which needs the norms of the multiplied weights; "
+            f'leave it out, or give {flag} a "base".'
+        )
+    if lora.merge == "original" and not pretrained:
+        raise UserError(f"{flag}.merge: 'original' adds adapters to the weights of --model; leave out --no_pretrained.")
+
+
+def lora_linears(model: nn.Module) -> dict[str, LoraLinear | LoraExperts]:
+    kinds = (LoraLinear, LoraExperts)
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
+def merge_lora(model: nn.Module) -> None:
+    """Replace every adapted linear by the equivalent plain one."""
+    for name, linear in lora_linears(model).items():
+        model.set_submodule(name, linear.merged())

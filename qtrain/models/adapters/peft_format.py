@@ -1,0 +1,188 @@
+"""Adapters in PEFT's format, saved for and loaded like `peft.PeftModel.from_pretrained`: adapter_config.json and
+adapter_model.safetensors."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtrain.core.checks import check_fields, check_value, json_type, read_json, shown, user_path
+from qtrain.core.checksums import check_checksums
+from qtrain.core.errors import UserError
+from qtrain.models.adapters.lora import ALL, Lora, LoraLinear, lora_linears
+from qtrain.models.hf.io import refuse_nonfinite
+from qtrain.models.hf.writing import finish_export, writing_export
+from qtrain.models.native.decoder import Decoder
+from qtrain.models.native.lora_experts import EXPERT_TARGETS, LoraExperts
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+_NAMES_OF_EXPERTS = (".gate_proj", ".up_proj", ".down_proj")
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The adapters' parameters under PEFT's names; those of experts as views of their elements in its order."""
+    found: dict[str, Tensor] = {}
+    linears = lora_linears(model).values()
+    for linear in linears:
+        if isinstance(linear, LoraExperts):
+            continue
+        for projection, a, b in zip(linear.adapted, linear.lora_a, linear.lora_b, strict=True):
+            found[f"{PREFIX}{projection.hf_name}.lora_A.weight"] = a
+            found[f"{PREFIX}{projection.hf_name}.lora_B.weight"] = b
+        for projection, magnitude in zip(linear.adapted, linear.magnitude or (), strict=linear.magnitude is not None):
+            found[f"{PREFIX}{projection.hf_name}.lora_magnitude_vector"] = magnitude
+    of_experts = {linear.hf_name: linear for linear in linears if isinstance(linear, LoraExperts)}
+    for name, linear in of_experts.items():
+        owner, _, own = name.rpartition(".")
+        # Of two wrappers of one module the inner one is that of gate_up_proj.
+        inner = own == "gate_up_proj" and f"{owner}.down_proj" in of_experts
+        prefix = f"{PREFIX}{owner}.base_layer" if inner else f"{PREFIX}{owner}"
+        found[f"{prefix}.lora_A.weight"] = linear.lora_a.weight
+        by_expert = linear.lora_b.weight.unflatten(0, (linear.groups, -1))  # [E, N, r]
+        found[f"{prefix}.lora_B.weight"] = by_expert.permute(1, 2, 0)
+    return found
+
+
+def _saved_shape(t: Tensor) -> tuple[int, ...]:
+    """That of a tensor of `adapter_tensors` in a file: B of experts is a matrix [N, r * E]."""
+    return (t.shape[0], t[0].numel()) if t.ndim == 3 else tuple(t.shape)
+
+
+def save_adapter(model: nn.Module, lora: Lora, base: str, folder: Path | str) -> None:
+    """Write the adapters into `folder`. base: the model that they adapt, a hub id or a folder."""
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    names = [p.hf_name for m in lora_linears(model).values() if isinstance(m, LoraLinear) for p in m.adapted]
+    experts = [name for name in EXPERT_TARGETS.values() if name in lora.names]
+    # PEFT takes a module of a mixture named gate_proj, up_proj or down_proj for experts.
+    mixture = isinstance(model, Decoder) and bool(model.config.mixture_layers) and not lora.dora
+    weights = [name for name in names if mixture and name.endswith(_NAMES_OF_EXPERTS)]
+    parameters = sorted({".".join(name.split(".")[-2:]) + ".weight" for name in weights}) + experts
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.r,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0 if parameters else lora.dropout,  # PEFT has none for parameters, and refuses to load it
+        "target_modules": sorted({name.rpartition(".")[2] for name in set(names) - set(weights)}),
+        **({"target_parameters": parameters} if parameters else {}),
+        "use_rslora": lora.rslora,
+        "use_dora": lora.dora,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+    tensors = {
+        name: t.detach().to("cpu", copy=True).reshape(_saved_shape(t)).contiguous()
+        for name, t in adapter_tensors(model).items()
+    }
+    with writing_export(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        finish_export(folder, [CONFIG, WEIGHTS])
+
+
+def with_adapter_config(lora: Lora, flag: str = "--lora") -> Lora:
+    """`lora` with r, alpha, targets, rslora and dora of the adapter that it continues, if it names one."""
+    if lora.adapter is None:
+        return lora
+    where = f"{flag}.adapter"
+    path = user_path(lora.adapter, where)
+    if not (path / CONFIG).is_file():
+        raise UserError(f"{where}: {lora.adapter} is no adapter: it has no {CONFIG}. Give a folder in PEFT's format.")
+    check_checksums(path, where)
+    config = read_json(path / CONFIG, where)
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = repr(config.get("peft_type")) if isinstance(config, dict) else json_type(config)
+        raise UserError(f"{where}: {path / CONFIG} describes {kind}, not a LoRA adapter.")
+    unsupported = {"bias": "none", "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None}
+    for key, plain in unsupported.items():
+        if config.get(key) not in (plain, None):
+            raise UserError(f"{where}: its {key} is {config[key]!r}, which is not supported; only {plain!r} is.")
+    targets = config.get("target_modules")
+    parameters = check_value(f"{where}: target_parameters", config.get("target_parameters"), list[str] | None)
+    parameters = _targets_of_parameters(parameters, where)
+    if parameters and targets is None:
+        targets = []
+    if isinstance(targets, list) and all(isinstance(t, str) for t in targets):
+        targets = tuple(sorted({*(target.rpartition(".")[2] for target in targets), *parameters}))
+    elif targets != ALL:
+        raise UserError(f"{where}: its target_modules are {targets!r}; only a list of projections' names is supported.")
+    elif parameters:
+        targets = (ALL, *parameters)
+    fields = {f.name: f.type for f in dataclasses.fields(Lora)}
+    return dataclasses.replace(
+        lora,
+        r=check_value(f"{where}: r", config.get("r"), fields["r"]),
+        alpha=check_value(f"{where}: lora_alpha", config.get("lora_alpha"), fields["alpha"]),
+        rslora=check_value(f"{where}: use_rslora", config.get("use_rslora", False), bool),
+        dora=check_value(f"{where}: use_dora", config.get("use_dora", False), bool),
+        targets=targets,
+    )
+
+
+def _targets_of_parameters(parameters: Any, where: str) -> list[str]:
+    """The `targets` that PEFT's target_parameters name: experts, or weights of linears."""
+    found = set()
+    for name in parameters or ():
+        owner, _, own = str(name).rpartition(".")
+        target = owner.rpartition(".")[2] if own == "weight" else f"experts.{own}"
+        if own != "weight" and target not in EXPERT_TARGETS.values():
+            raise UserError(f"{where}: its target_parameters name {name!r}; only experts and weights are supported.")
+        found.add(target)
+    return sorted(found)
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module, folder: str, flag: str = "--lora", base: str | None = None) -> None:
+    """Fill the adapters of `model` from a folder. UserError for adapters of another model; a printed line for those
+    that name another one than `base` as theirs, which may be a copy of it."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    where = f"{flag}.adapter"
+    path = user_path(folder, where) / WEIGHTS
+    if path.exists() and not path.is_file():
+        raise UserError(f"{where}: {path} is not a file.")
+    try:
+        saved = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{where}: {path} cannot be read as safetensors: {error}") from None
+    wanted = adapter_tensors(model)
+    for name in [*sorted(saved.keys() - wanted.keys()), *sorted(wanted.keys() - saved.keys())]:
+        what = "has no place in this model" if name in saved else "is missing"
+        raise UserError(f"{where}: {folder} is an adapter of another model: {name} {what}.")
+    for name, target in wanted.items():
+        if saved[name].shape != _saved_shape(target):
+            shapes = f"{list(saved[name].shape)}, here it is {list(_saved_shape(target))}"
+            raise UserError(f"{where}: {folder} is an adapter of another model: {name} has the shape {shapes}.")
+        if not saved[name].is_floating_point():
+            kind = str(saved[name].dtype).removeprefix("torch.")
+            raise UserError(f"{where}: {folder}: {name} is stored as {kind}; only floating-point weights load.")
+        refuse_nonfinite(f"{where} ({folder})", name, saved[name])
+        target.copy_(saved[name].reshape(target.shape))
+    own = read_json(path.with_name(CONFIG), where).get("base_model_name_or_path")
+    if base is not None and own and own != base:
+        print(f"{where}: {folder} was trained on {shown(own)}; here it is added to --model {base}")
+
+
+def as_lora(values: dict[str, Any], flag: str = "--lora") -> Lora:
+    """The checked options of --lora, with those of the adapter that it names. UserError where the two contradict."""
+    given = Lora(**check_fields(Lora, values, flag))
+    lora = with_adapter_config(given, flag)
+    for key in values:
+        asked, saved = (sorted(v) if isinstance(v := getattr(of, key), tuple) else v for of in (given, lora))
+        if asked != saved:
+            raise UserError(
+                f"{flag}.{key}: {asked!r} contradicts the adapter {lora.adapter}, which has {saved!r}. Leave it out to "
+                "continue the adapter as it is, or leave out adapter to start a new one."
+            )
+    return lora

@@ -1,0 +1,1 @@
+"""What a model's config says, and how it is read."""

@@ -1,0 +1,126 @@
+"""Memory of full sharding: what a rank keeps of a decoder, and what exists in full while a layer or the loss runs.
+
+Divided are layers, and an embedding and a head of their own (`Decoder.units`), also where they do not train.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import NamedTuple
+
+from qtrain.models.config.model import ModelConfig
+from qtrain.models.cost.parameters import count_parameters, layer_linears
+from qtrain.models.cost.saved_activations import LinearBytes, LowBitBytes
+from qtrain.models.cost.trained import TrainedPart
+
+HEAD = "lm_head"
+
+
+class FullShardBytes(NamedTuple):
+    """Bytes on the fullest rank. weights: kept, and of the two layers that are gathered in the backward pass; build: at
+    the largest moment of the build, by kind; sums: of gradients, in fp32; last: gradients and messages at the end of
+    the backward pass besides; at_loss: by how much more is gathered at the loss; head_message: of the head's gradient,
+    while the last layer's backward pass runs."""
+
+    weights: int
+    build: dict[str, int]
+    sums: int
+    last: int
+    at_loss: int
+    head_message: int
+
+
+def full_shard_memory(
+    config: ModelConfig,
+    element: int,
+    low_bit: LowBitBytes,
+    trained: TrainedPart,
+    share: float,
+    share_of: Callable[[str], float | None],
+    weights: int,
+    *,
+    largest_layer: int,
+    whole_matrices: bool,
+    pretrained: bool,
+) -> FullShardBytes:
+    """share: of the fullest rank, over all that trains; share_of: of the linear with this key, HEAD for the ends; None:
+    it is not divided. weights: in full, and its masters apart from them, without full sharding. largest_layer: elements
+    of its linears. See `estimate_memory` for the others."""
+    matrix, layers = config.vocab_size * config.hidden_size, config.num_hidden_layers
+    layer = trained.bytes / layers if trained.adapters else element * largest_layer
+    embedding, head = trained_ends(config, trained)
+    of_head, untied = low_bit.head or LinearBytes(element), not config.tie_word_embeddings
+    in_full = trained.bytes if trained.adapters else 0  # what trains in layers besides their linears
+    divided = [name for name in layer_linears(config) if share_of(name) is not None]
+    masters = weights - in_full - _gathered(config, low_bit, divided)
+    masters -= untied * matrix * (element + _in_full(of_head))
+    masters += (untied and not embedding) * matrix * element * share_of(HEAD)
+    codes = 0.0
+    for name, count, linear in _divided(config, low_bit, element, divided):
+        hidden, own = name != HEAD, share_of(name)
+        frozen = bool(trained.adapters) or not (hidden or head)
+        if frozen or linear.weight != element or (hidden and whole_matrices and not linear.codes_only):
+            masters += count * linear.weight * own  # those that are the model's weights where these stay in full
+        codes += count * linear.wire * own
+    kept = masters + codes
+    ends = untied * 2 * matrix * element + in_full  # while the model is built
+    one, two = (_gathered(config, low_bit, divided, some) + some * in_full / layers for some in (1, 2))
+    others = trained.bytes - layers * layer - (embedding + head) * matrix * element
+    # Of two layers, one of which is sent, with both of its messages; then of the embedding.
+    last = max(4 * layer, embedding * (element * matrix + 2 * layer), embedding * 2 * element * matrix)
+    return FullShardBytes(
+        weights=round(kept + two),
+        build=_build(config, element, pretrained, masters + ends, kept + ends),
+        sums=round(4 * (trained.bytes // trained.element) * share),
+        last=round(others + last),
+        # The last layer stays for its backward pass.
+        at_loss=round(matrix * _in_full(of_head) + one - two) if untied else 0,
+        head_message=head * matrix * element,
+    )
+
+
+def trained_ends(config: ModelConfig, trained: TrainedPart) -> tuple[bool, bool]:
+    """Whether the embedding trains, and whether the head does, where they are matrices of their own."""
+    if config.tie_word_embeddings or trained.adapters:
+        return False, False
+    shape = config.vocab_size, config.hidden_size
+    count = sum(group.count for group in trained.shapes if group.shape == shape and not group.hidden)
+    return count > trained.head, trained.head
+
+
+def _in_full(linear: LinearBytes) -> float:
+    """Bytes an element of what the products read."""
+    return linear.codes + (0 if linear.codes_only else linear.weight)
+
+
+def _divided(
+    config: ModelConfig, low_bit: LowBitBytes, element: int, divided: Iterable[str]
+) -> Iterator[tuple[str, int, LinearBytes]]:
+    """(key, elements, of what kind) of the linears of layers that are `divided`, and of a head of its own."""
+    linears = layer_linears(config)
+    for name in divided:
+        yield name, linears[name].layers * linears[name].weights, low_bit.layer[name]
+    if not config.tie_word_embeddings:
+        yield HEAD, config.vocab_size * config.hidden_size, low_bit.head or LinearBytes(element)
+
+
+def _gathered(config: ModelConfig, low_bit: LowBitBytes, divided: Collection[str], layers: int | None = None) -> float:
+    """What `layers` layers read of their `divided` linears, in full; None: all of them."""
+    return sum(
+        min(n.layers, layers or n.layers) * n.weights * _in_full(low_bit.layer[name])
+        for name, n in layer_linears(config).items()
+        if name in divided
+    )
+
+
+def _build(config: ModelConfig, element: int, pretrained: bool, masters: float, kept: float) -> dict[str, int]:
+    """The largest moment of a build in which each matrix of a layer exists until its master is cut from it. masters:
+    bytes of all masters, and of what lies outside of layers; kept: with the codes that are quantized last."""
+    linears, drawn = layer_linears(config).values(), element if pretrained else 4
+    outside = element * (count_parameters(config).total - sum(n.layers * n.weights for n in linears))
+    largest = max(n.weights for n in linears)
+    moments = (
+        (outside, drawn * config.vocab_size * config.hidden_size),
+        (round(masters), (element + drawn) * largest),
+        (round(kept), 0),
+    )
+    weights, initialization = max(moments, key=sum)
+    return {"weights": weights, "initialization": initialization}

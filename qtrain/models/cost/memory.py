@@ -1,0 +1,317 @@
+"""Memory of training a decoder by kind, from its config alone; nothing is allocated.
+
+Letters: T tokens of a micro-batch, L layers, C width, V vocabulary, b bytes per element of the model's dtype.
+
+What backward needs is in `saved_activations.py`.
+
+The peak is one of these moments (`MemoryEstimate.moments`):
+- build: all weights in the model's dtype, also those that are then stored in low bits, and the largest one in fp32, in
+  which random weights are drawn, or as loaded; with full sharding what lies outside of layers, the rank's masters, and
+  one matrix of a layer, from which a master is cut (`tensors/deferred.py`);
+- loss: the kept tensors of every layer, and the loss: final hidden states, their gradient, the head's gradient in fp32
+  (4·V·C) and one chunk of logits, of a quantized head with the codes of their gradient;
+- backward: at its start (all kept tensors, and either the head's gradient in fp32 and again in the weight's dtype, or
+  the latter and the widest temporaries of one layer: gradients of gate_up and of its activation, or attention's; after
+  recomputation also that layer's own tensors) or at its end (all gradients, one layer);
+- optimizer: weights, gradients, states, and the temporaries of the step. A fused step has none.
+
+Where the optimizer runs within the backward pass, `gradients` are those of the largest partition that is updated at
+once: a layer or an embedding. A tied embedding's gradient exists from the head's backward on, beside a layer's. Where
+layers are divided over GPUs too, they are those outside of layers, and no sums are kept of the others.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from qtrain.models.config.model import ModelConfig
+from qtrain.models.cost.full_shard_memory import full_shard_memory
+from qtrain.models.cost.parameters import count_parameters, layer_linears, parameter_shapes
+from qtrain.models.cost.saved_activations import LayerKind, LowBitBytes, layer_kinds, rows_per_token, saved_per_token
+from qtrain.models.cost.trained import TrainedPart
+from qtrain.models.native.loss import chunk_rows
+
+CUDA_WORKSPACE = 96 * 2**20
+"""cuBLAS has a workspace of 32 MiB for each thread that calls it (forward, backward), and cuBLASLt one of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepShape:
+    """How a training step runs. element: bytes of weights, gradients and activations; accumulates: more than one
+    micro-batch per step; in_backward: the optimizer runs within the backward pass."""
+
+    micro_batch_size: int
+    seq_len: int
+    element: int = 2
+    checkpointing: str = "none"
+    compiled: bool = True
+    loss_chunks: int = 0
+    accumulates: bool = False
+    in_backward: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.micro_batch_size * self.seq_len
+
+
+class RankShare(NamedTuple):
+    """What one of several GPUs holds: of the optimizer states, of the master weights that are not the model's own
+    weights, and of the gradients that are not those of the model's weights. experts, others: of the states of a
+    mixture's experts, and of all else, which may be divided over different ranks; None: they are not divided."""
+
+    states: float
+    masters: float
+    gradients: float
+    experts: float | None
+    others: float | None
+
+    def of_linear(self, key: str) -> float | None:
+        """Of the states of a linear; None: it is not divided."""
+        return self.experts if key.startswith("experts.") else self.others
+
+
+ONE_GPU = RankShare(1.0, 1.0, 0.0, None, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one device."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """Kept for backward at the end of a micro-batch's forward pass."""
+    loss: int
+    """Final hidden states and their gradient, the head's gradient in fp32, a chunk of logits."""
+    backward: int
+    """The largest temporaries: of the head's gradient, or of one layer's backward beside it."""
+    at_end: int
+    """The same at the end of the backward pass."""
+    workspace: int
+    held: int
+    """Gradients of earlier micro-batches, which exist during the forward pass."""
+    one_layer: int
+    """One layer's share of `activations`."""
+    build: Mapping[str, int]
+    """While the model is built: the weights that are there, and what the one that gets its value takes besides."""
+    at_step: int
+    """Gradients from which the optimizer's step updates."""
+    step: int
+    """Temporaries of the optimizer's step."""
+    in_backward: bool
+    """The optimizer steps within the backward pass."""
+
+    @property
+    def moments(self) -> dict[str, dict[str, int]]:
+        """Bytes by kind at each moment of a step that can be the peak."""
+        resident = {"weights": self.weights, "optimizer": self.optimizer, "workspace": self.workspace}
+        moments = {
+            "loss": (self.held, self.activations, self.loss),
+            "backward's start": (self.held, self.activations, self.backward),
+            "backward's end": (self.gradients, self.one_layer, self.at_end),
+            "optimizer": (self.at_step, self.activations if self.in_backward else 0, self.step),
+        }
+        kinds = ("gradients", "activations", "temporaries")
+        return {
+            "build": self.build,
+            **{name: {**resident, **dict(zip(kinds, sizes, strict=True))} for name, sizes in moments.items()},
+        }
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by kind at the peak."""
+        return max(self.moments.values(), key=lambda kinds: sum(kinds.values()))
+
+    @property
+    def peak(self) -> int:
+        return sum(self.at_peak.values())
+
+
+def all_of(config: ModelConfig, element: int) -> TrainedPart:
+    """A model in which everything trains."""
+    return TrainedPart(parameter_shapes(config), element, head=True)
+
+
+def estimate_memory(
+    config: ModelConfig,
+    step: StepShape,
+    *,
+    optimizer_bytes: float = 4.0,
+    step_bytes: float = 0.0,
+    pretrained: bool = False,
+    low_bit: LowBitBytes | None = None,
+    trained: TrainedPart | None = None,
+    share: RankShare = ONE_GPU,
+    whole_matrices: bool = False,
+    reshards: bool = False,
+) -> MemoryEstimate:
+    """Memory of training on one GPU, or on one of several that hold a share each of the master weights and states.
+
+    whole_matrices: the optimizer updates each linear's weight on one of them. reshards: layers exist in full only while
+    they run.
+
+    optimizer_bytes: of states per parameter. step_bytes: temporaries of the optimizer's step. pretrained: weights are
+    loaded instead of drawn. low_bit: None for a model that is not quantized. trained: None where everything trains.
+    """
+    trained = trained or all_of(config, step.element)
+    low_bit = low_bit or LowBitBytes.plain(step.element)
+
+    def kept(kind: LayerKind, checkpointing: str) -> float:
+        saved = saved_per_token(config, checkpointing, step.compiled, step.element, low_bit, kind.rows)
+        return sum(trained.kept(saved, step.element, kind.rows).values())
+
+    kinds = layer_kinds(config, step.tokens)
+    saved = {kind: kept(kind, step.checkpointing) for kind in kinds}
+    recomputed = max(kept(kind, "none") - saved[kind] for kind in kinds)
+    parameters, gradients = count_parameters(config).total, trained.bytes
+    build = {"weights": parameters * step.element, "initialization": _initialization_bytes(config, step, pretrained)}
+    if step.in_backward:
+        gradients = min(gradients, step.element * _largest_partition(config))
+    at_step, held, of_masters = gradients, gradients if step.accumulates else 0, gradients * share.gradients
+    weights = _weight_bytes(config, step.element, low_bit, trained)
+    weights += _master_bytes(config, step.element, low_bit, trained, share.masters, whole_matrices)
+    loss, at_end = _loss_bytes(config, step, low_bit, trained), None
+    in_layer, in_head = _backward_bytes(config, step, low_bit, trained, recomputed)
+    of_head = step.element * _head_elements(config, trained)
+    if reshards:
+        full = full_shard_memory(
+            config,
+            step.element,
+            low_bit,
+            trained,
+            share.states,
+            share.of_linear,
+            weights,
+            largest_layer=_largest_layer(config),
+            whole_matrices=whole_matrices,
+            pretrained=pretrained,
+        )
+        sums = 0 if step.in_backward else full.sums
+        weights, build, at_step, held = full.weights, full.build, sums, sums if step.accumulates else 0
+        gradients, loss, of_head = sums + full.last, loss + full.at_loss, of_head + full.head_message
+        at_end = in_layer
+    backward = max(in_layer + of_head, in_head)
+    return MemoryEstimate(
+        weights=weights,
+        gradients=gradients,
+        optimizer=round(parameters * optimizer_bytes * share.states),
+        activations=round(step.tokens * sum(kind.count * saved[kind] for kind in kinds)),
+        loss=round(loss),
+        backward=round(backward),
+        at_end=round(backward if at_end is None else at_end),
+        workspace=CUDA_WORKSPACE,
+        held=held,
+        one_layer=round(step.tokens * max(saved.values())),
+        build=build,
+        at_step=at_step,
+        step=round(step_bytes * share.states + of_masters),
+        in_backward=step.in_backward,
+    )
+
+
+def _initialization_bytes(config: ModelConfig, step: StepShape, pretrained: bool) -> int:
+    """Of the largest tensor that is drawn, or loaded: each expert's by itself."""
+    embedding = config.vocab_size * config.hidden_size
+    if pretrained:
+        return embedding * step.element
+    return 4 * max(embedding, *(n.weights for n in layer_linears(config).values()))
+
+
+def _weight_bytes(config: ModelConfig, element: int, low_bit: LowBitBytes, trained: TrainedPart) -> int:
+    linears = [(n.layers * n.weights, low_bit.layer[name]) for name, n in layer_linears(config).items()]
+    added = sum(size * (linear.weight - element + linear.codes) for size, linear in linears)
+    if low_bit.head is not None:
+        added += config.vocab_size * config.hidden_size * (low_bit.head.weight - element + low_bit.head.codes)
+    weights = round(count_parameters(config).total * element + added)
+    return weights + trained.added_bytes(element)
+
+
+def _master_bytes(
+    config: ModelConfig, element: int, low_bit: LowBitBytes, trained: TrainedPart, share: float, whole_matrices: bool
+) -> int:
+    """Bytes by which masters that are sharded change the weights: a shard of each is added, and the full weights that
+    only codes are computed from are gone. A weight that is stored in low bits, or updated as a whole, is its own
+    master on one rank."""
+    if share == 1:
+        return 0
+    linears = [(n.layers * n.weights, low_bit.layer[name]) for name, n in layer_linears(config).items()]
+    if low_bit.head is not None and not config.tie_word_embeddings:
+        linears.append((config.vocab_size * config.hidden_size, low_bit.head))
+    gone = sum(size * linear.weight for size, linear in linears if linear.codes_only)
+    if trained.adapters:
+        return round(trained.bytes * share - gone)
+    own = [size for size, linear in linears if linear.weight != element or (whole_matrices and not linear.codes_only)]
+    return round((trained.bytes - sum(own) * element) * share - gone)
+
+
+def _head_elements(config: ModelConfig, trained: TrainedPart) -> int:
+    """Elements of the output head that have a gradient."""
+    return config.vocab_size * config.hidden_size if trained.head else 0
+
+
+def _loss_bytes(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart) -> float:
+    c, element, tokens, head = config.hidden_size, step.element, step.tokens, _head_elements(config, trained)
+    logits = chunk_rows(tokens, step.loss_chunks, large=True) * config.vocab_size * element
+    hidden = tokens * (2 * c * element + 4 + 16)  # the last layer's output, normed, 1/rms; token ids and labels
+    loss = hidden + tokens * c * element + head * _head_gradient_element(step, low_bit) + logits
+    if low_bit.head is None:
+        return loss
+    # Of a chunk besides: the codes of its logits' gradient in both layouts, and a gradient of the weight to be added.
+    return loss + logits + head * element * _has_chunks(step)
+
+
+def _has_chunks(step: StepShape) -> bool:
+    return chunk_rows(step.tokens, step.loss_chunks, large=True) < step.tokens
+
+
+def _head_gradient_element(step: StepShape, low_bit: LowBitBytes) -> int:
+    """Bytes per element of the gradient of the head's weight that the loss keeps: fp32 where chunks are added up."""
+    return 4 if low_bit.head is None or _has_chunks(step) else step.element
+
+
+def _backward_bytes(
+    config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart, recomputed: float
+) -> tuple[float, float]:
+    """Of a layer, without the head's gradient, and of the head. recomputed: bytes per token of the layer's own tensors
+    that backward computes again."""
+    c, inner, q = config.hidden_size, config.intermediate_size, config.q_size
+    element, tokens, head = step.element, step.tokens, _head_elements(config, trained)
+    # The gradient of the residual comes in and goes out. Between them, beyond what the layer kept: the gradients of
+    # gate_up and of its activation, once down's input, as large as the latter, is freed; or attention's in fp32, with
+    # keys and values expanded to all query heads, once all that the MLP kept is freed.
+    # With adapters down's input has two gradients, and their sum. Where down's input is recomputed, there are its
+    # codes, both whole gradients, and the codes of gate_up's gradient in both layouts.
+    in_mlp = (3 if trained.adapters else 2) * inner * element
+    if low_bit.down_input_recomputed:
+        in_mlp = inner * (1 + 3 * element + 4)
+    if rows := rows_per_token(config, tokens):
+        # The same of all rows, and their gradients before they are added up to those of tokens, with those of adapters.
+        own = rows * (in_mlp / inner * config.mixture.width + (1 + trained.adapts_experts) * c * element)
+        in_mlp = max(own, in_mlp if len(config.mixture_layers) < config.num_hidden_layers else 0)
+    of_inputs = config.qkv_size if config.latent is None else 2 * q + config.value_size
+    in_attention = q * (4 + 2 * element) + of_inputs * element
+    if not rows:
+        in_attention -= (3 * inner + c) * element
+    in_layer = tokens * (2 * c * element + max(in_mlp, in_attention) + recomputed)
+    dequantized = [name for name, linear in low_bit.layer.items() if linear.dequantized]
+    in_layer += max(
+        (n.weights * element for name, n in layer_linears(config).items() if name in dequantized), default=0
+    )
+    in_head = tokens * c * (2 * element + 4) + head * (_head_gradient_element(step, low_bit) + element)
+    return in_layer, in_head
+
+
+def _largest_partition(config: ModelConfig) -> int:
+    """Parameters whose gradients exist at once where each layer, and each embedding, is updated by itself."""
+    parameters, matrix = count_parameters(config), config.vocab_size * config.hidden_size
+    layer = _largest_layer(config) + (parameters.other - config.hidden_size) // config.num_hidden_layers
+    return layer + matrix if config.tie_word_embeddings else max(layer, matrix)
+
+
+def _largest_layer(config: ModelConfig) -> int:
+    """Weights of the linears of the layer that has most."""
+    sizes = {name: n.weights for name, n in layer_linears(config).items()}
+    dense = sum(sizes.pop(name, 0) for name in ("gate_up", "down_proj"))
+    routed = sum(sizes.pop(name) for name in list(sizes) if name.startswith(("experts.", "shared.")))
+    return sum(sizes.values()) + max(dense, routed)

@@ -1,0 +1,198 @@
+"""The size of a decoder: parameters and FLOPs per token, from its config alone."""
+
+import dataclasses
+from typing import NamedTuple
+
+from qtrain.models.config.model import ModelConfig
+
+LAYER_LINEARS = (
+    *("qkv", "o_proj", "gate_up", "down_proj"),
+    *("qkv_a", "q_b", "kv_b"),  # latent attention
+    *("experts.gate_up", "experts.down_proj", "shared.gate_up", "shared.down_proj"),  # mixtures of experts
+)
+"""The keys of all linears that a layer may have (`linear_key`)."""
+
+
+def linear_key(name: str) -> str:
+    """The key of a layer's linear: layers.3.attn.qkv -> qkv, layers.3.mlp.shared.gate_up -> shared.gate_up."""
+    owner, own = name.split(".")[-2:]
+    return own if owner in ("attn", "mlp") else f"{owner}.{own}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterCount:
+    """Numbers of parameters. A tied embedding counts once."""
+
+    embedding: int
+    """Embedding, and the head unless it is tied to it."""
+    linear: int
+    """Weights of the linears inside the layers: what a scheme quantizes."""
+    other: int
+    """Biases, norms and routers."""
+    inactive: int = 0
+    """Of `linear`, those of experts that a token is not routed to."""
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.linear + self.other
+
+    @property
+    def active(self) -> int:
+        """What a token uses."""
+        return self.total - self.inactive
+
+    @property
+    def non_embedding(self) -> int:
+        return self.linear + self.other
+
+
+class ParameterGroup(NamedTuple):
+    """`count` parameters of one shape. hidden: they are matrices of hidden layers; parts: rows of the projections fused
+    in each, () for a single one."""
+
+    shape: tuple[int, ...]
+    count: int = 1
+    hidden: bool = False
+    parts: tuple[int, ...] = ()
+
+
+class LayerLinear(NamedTuple):
+    """A linear of the layers. projections: name in a checkpoint -> rows, of one group; layers: how many have it;
+    groups: matrices stacked in it, one for each expert; active: how many of them a token uses."""
+
+    in_features: int
+    projections: dict[str, int]
+    layers: int
+    groups: int = 1
+    active: int = 1
+
+    @property
+    def out_features(self) -> int:
+        """Of one group."""
+        return sum(self.projections.values())
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the weight."""
+        return self.groups * self.out_features, self.in_features
+
+    @property
+    def weights(self) -> int:
+        """Of one layer, all groups."""
+        return self.groups * self.out_features * self.in_features
+
+    @property
+    def share(self) -> float:
+        """Of the weights, those that a token uses."""
+        return self.active / self.groups
+
+    @property
+    def used(self) -> float:
+        """Weights of one layer that a token uses."""
+        return self.weights * self.share
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Rows of the projections fused in the weight, () for a single one."""
+        rows = tuple(self.projections.values()) * self.groups
+        return rows if len(rows) > 1 else ()
+
+
+def layer_linears(config: ModelConfig) -> dict[str, LayerLinear]:
+    """The linears of the layers, by their keys."""
+    mixture, layers = config.mixture, config.num_hidden_layers
+    found = _latent_linears(config) if config.latent else _attention_linears(config)
+    if dense := layers - len(config.mixture_layers):
+        found |= _mlp_linears("", config.hidden_size, config.intermediate_size, dense)
+    if routed := len(config.mixture_layers):
+        groups = mixture.experts, mixture.per_token
+        found |= _mlp_linears("experts.", config.hidden_size, mixture.width, routed, *groups)
+        if mixture.shared_width:
+            found |= _mlp_linears("shared.", config.hidden_size, mixture.shared_width, routed)
+    return found
+
+
+def _attention_linears(config: ModelConfig) -> dict[str, LayerLinear]:
+    c, kv, layers = config.hidden_size, config.kv_size, config.num_hidden_layers
+    return {
+        "qkv": LayerLinear(c, {"q_proj": config.q_size, "k_proj": kv, "v_proj": kv}, layers),
+        "o_proj": LayerLinear(config.q_size, {"o_proj": c}, layers),
+    }
+
+
+def _latent_linears(config: ModelConfig) -> dict[str, LayerLinear]:
+    c, latent, heads, layers = config.hidden_size, config.latent, config.num_attention_heads, config.num_hidden_layers
+    of_q = {"q_a_proj": latent.q_rank} if latent.q_rank else {"q_proj": config.q_size}
+    found = {"qkv_a": LayerLinear(c, {**of_q, "kv_a_proj_with_mqa": latent.kv_rank + latent.rope_dim}, layers)}
+    if latent.q_rank:
+        found["q_b"] = LayerLinear(latent.q_rank, {"q_b_proj": config.q_size}, layers)
+    found["kv_b"] = LayerLinear(latent.kv_rank, {"kv_b_proj": heads * (latent.plain_dim + latent.value_dim)}, layers)
+    return {**found, "o_proj": LayerLinear(config.value_size, {"o_proj": c}, layers)}
+
+
+def _mlp_linears(
+    owner: str, hidden: int, width: int, layers: int, groups: int = 1, active: int = 1
+) -> dict[str, LayerLinear]:
+    return {
+        f"{owner}gate_up": LayerLinear(hidden, {"gate_proj": width, "up_proj": width}, layers, groups, active),
+        f"{owner}down_proj": LayerLinear(width, {"down_proj": hidden}, layers, groups, active),
+    }
+
+
+def count_parameters(config: ModelConfig) -> ParameterCount:
+    c, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    linears = layer_linears(config).values()
+    linear = sum(n.weights * n.layers for n in linears)
+    inactive = sum(n.weights // n.groups * (n.groups - n.active) * n.layers for n in linears)
+    norms = 2 * c
+    if config.qk_norm:
+        norms += 2 * config.head_dim if config.qk_norm == "heads" else config.q_size + config.kv_size
+    if config.latent:
+        norms += (config.latent.q_rank or 0) + config.latent.kv_rank
+    biases = config.qkv_size * config.qkv_bias + c * config.o_bias + (2 * inner + c) * config.mlp_bias
+    other = layers * (norms + biases + (config.q_size + inner) * config.sub_norm) + c
+    other += sum(rows * c for rows, _ in _router_shapes(config)) * len(config.mixture_layers)
+    matrices = 1 if config.tie_word_embeddings else 2
+    return ParameterCount(matrices * config.vocab_size * c, linear, other, inactive)
+
+
+def _router_shapes(config: ModelConfig) -> list[tuple[int, int]]:
+    """The matrices of a mixture that are no linears: its router, and the gate of its shared experts."""
+    if config.mixture is None:
+        return []
+    return [(config.mixture.experts, config.hidden_size)] + [(1, config.hidden_size)] * config.mixture.shared_gate
+
+
+def parameter_shapes(config: ModelConfig) -> list[ParameterGroup]:
+    """All parameters. Biases and norms are one entry, as a vector."""
+    matrices = [ParameterGroup(n.shape, n.layers, True, n.parts) for n in layer_linears(config).values()]
+    routed = len(config.mixture_layers)
+    routers = [ParameterGroup(shape, routed, True) for shape in _router_shapes(config)]
+    vector = count_parameters(config).other - sum(rows * c for rows, c in _router_shapes(config)) * routed
+    embedding = ParameterGroup((config.vocab_size, config.hidden_size), 1 if config.tie_word_embeddings else 2)
+    return [*matrices, *routers, embedding, ParameterGroup((vector,))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """FLOPs per token of forward and backward, two per multiply-add, without recomputation."""
+
+    blocks: float
+    """The layers' linears, of experts those that a token uses, which run in the scheme's dtype. A router's, under 1%,
+    are not counted."""
+    head: float
+    attention: float
+    """q·kᵀ and p·v over the keys that a causal query sees, on average half of the sequence."""
+
+    @property
+    def total(self) -> float:
+        return self.blocks + self.head + self.attention
+
+
+def flops_per_token(config: ModelConfig, seq_len: int) -> Flops:
+    parameters = count_parameters(config)
+    return Flops(
+        blocks=6.0 * (parameters.linear - parameters.inactive),
+        head=6.0 * config.vocab_size * config.hidden_size,
+        attention=3.0 * config.num_hidden_layers * (config.q_size + config.value_size) * seq_len,
+    )

@@ -1,0 +1,144 @@
+"""The cost of a run in which not everything trains.
+
+Frozen weights have no gradient, no optimizer state, and two of their three GEMMs. Adapters add parameters, and keep the
+inputs that a frozen linear would not.
+
+Bytes per token that an adapted layer keeps beyond a frozen one (b bytes per element, P projections of rank r a linear):
+
+    input of each adapted linear    its width · b, unless the layer keeps it anyway (`saved_activations.py`)
+    that input times A              P·r·b; of experts, for each row, r·b, and K with dropout: which elements it left
+    DoRA: what is scaled            its rows · b, for qkv and down; the others recompute the scaled result
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from qtrain.models.adapters.lora import Lora, chosen_targets
+from qtrain.models.config.model import ModelConfig
+from qtrain.models.cost.parameters import ParameterGroup, layer_linears
+from qtrain.models.native.lora_experts import EXPERT_TARGETS
+from qtrain.quant.adapted_experts import padded_rank
+
+_KEPT_FOR = {
+    "attn_norm output": {"qkv", "qkv_a"},
+    "latent vectors": {"q_b", "kv_b"},
+    "mlp_norm output": {"gate_up", "shared.gate_up", "experts.gate_up"},
+    "down input": {"down_proj"},
+    "shared input": {"shared.gate_up"},
+    "shared down input": {"shared.down_proj"},
+    "experts' input": set(),
+    "experts' down input": set(),
+}
+"""Tensor of `saved_per_token` -> the linears as whose input alone it is kept."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptedLinear:
+    """A linear with adapters. columns: P·r; rows: of each adapted projection; layers: how many have it.
+
+    active: of a linear of experts, whose sizes are those of one, how many of them a token uses.
+    """
+
+    name: str
+    in_features: int
+    out_features: int
+    rows: tuple[int, ...]
+    columns: int
+    layers: int
+    active: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedPart:
+    """The parameters that train. element: bytes of each, and of its gradient. head: the output head trains; adapters:
+    only these train, in fp32."""
+
+    shapes: list[ParameterGroup]
+    element: int
+    head: bool
+    adapters: tuple[AdaptedLinear, ...] = ()
+    dora: bool = False
+    dropout: bool = False
+
+    @property
+    def adapts_experts(self) -> bool:
+        return any(a.active is not None for a in self.adapters)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the trained parameters, and of their gradients."""
+        return self.element * sum(math.prod(group.shape) * group.count for group in self.shapes)
+
+    def added_bytes(self, element: int) -> int:
+        """Bytes that adapters add to a model of this element size: themselves, their copies in its dtype, and with DoRA
+        the norms of the frozen rows."""
+        if not self.adapters:
+            return 0
+        linears = [a for a in self.adapters if a.active is None]  # those of experts are copied where they are read
+        copies = sum(a.layers * a.columns * (a.in_features + a.out_features) for a in linears) * element
+        norms = 4 * sum(a.layers * a.out_features for a in self.adapters)
+        return self.bytes + copies * (element < self.element) + norms * self.dora
+
+    def kept(self, kept: Mapping[str, float], element: int, rows: float = 0.0) -> dict[str, float]:
+        """`saved_per_token` of a layer with these adapters, given that of plain linears. rows: `LayerKind.rows`."""
+        found = dict(kept)
+        if not self.adapters or len(kept) == 1:  # the layer is recomputed
+            return found
+        adapted = {adapted.name for adapted in self.adapters}
+        for tensor, linears in _KEPT_FOR.items():
+            if tensor in found and not linears & adapted:
+                found[tensor] = 0
+        experts = [a for a in self.adapters if a.active is not None]
+        found["inputs times A"] = element * sum(a.columns for a in self.adapters if a.active is None)
+        found["experts' inputs times A"] = element * rows * sum(padded_rank(a.columns) for a in experts)
+        found["experts' dropout"] = rows * sum(a.in_features for a in experts) * self.dropout
+        if self.dora:
+            scaled = sum(a.out_features for a in self.adapters if a.name in ("qkv", "down_proj"))
+            found["scaled by DoRA"] = element * scaled
+        return found
+
+    def flops(self, flops: Mapping[str, float]) -> dict[str, float]:
+        """FLOPs per token by kind, given those of a model in which everything trains."""
+        if not self.adapters:
+            return {**flops, "head": flops["head"] * (1 if self.head else 2 / 3)}
+        frozen = {kind: flops[kind] * 2 / 3 for kind in ("blocks", "head")}
+        own = sum(
+            a.layers * (a.in_features + sum(a.rows) / len(a.rows)) * a.columns * (a.active or 1) for a in self.adapters
+        )
+        return {**flops, **frozen, "adapters": 6.0 * own}
+
+
+def all_but_embedding(config: ModelConfig, shapes: list[ParameterGroup], element: int) -> TrainedPart:
+    """A model, `shapes` its parameters, with a frozen embedding, and a frozen head where that is the same matrix."""
+    matrix = (config.vocab_size, config.hidden_size)
+    rest = [g._replace(count=g.count - (g.shape == matrix and not g.hidden)) for g in shapes]
+    return TrainedPart(rest, element, head=not config.tie_word_embeddings)
+
+
+def only_adapters(config: ModelConfig, lora: Lora) -> TrainedPart:
+    """A frozen model with adapters. UserError for a target that it does not have."""
+    experts = {name: n for name, n in layer_linears(config).items() if name.startswith("experts.")}
+    linears = {name: n for name, n in layer_linears(config).items() if name not in experts}
+    words = {word for n in linears.values() for word in n.projections}
+    targets = chosen_targets(lora, words, EXPERT_TARGETS.values() if experts else ())
+    shapes, adapters = [], []
+    for name, n in linears.items():
+        rows = tuple(size for word, size in n.projections.items() if word in targets)
+        if rows:
+            columns = lora.r * len(rows)
+            adapters.append(AdaptedLinear(name, n.in_features, n.out_features, rows, columns, n.layers))
+        for size in rows:
+            shapes += [
+                ParameterGroup((lora.r, n.in_features), n.layers, True),
+                ParameterGroup((size, lora.r), n.layers, True),
+            ]
+            shapes += [ParameterGroup((size,), n.layers)] if lora.dora else []
+    for name, n in experts.items():
+        if EXPERT_TARGETS[name.removeprefix("experts.")] in targets:
+            rows = (n.out_features,)
+            adapters.append(AdaptedLinear(name, n.in_features, n.out_features, rows, lora.r, n.layers, n.active))
+            for size, columns in ((lora.r, n.in_features), (n.out_features, lora.r)):
+                shape, parts = (n.groups * size, columns), (size,) * n.groups
+                shapes.append(ParameterGroup(shape, n.layers, True, parts))
+    return TrainedPart(shapes, 4, False, tuple(adapters), lora.dora, bool(lora.dropout))

@@ -1,0 +1,1 @@
+"""Hugging Face folders: read, loaded, exported; models that transformers itself runs."""

@@ -1,0 +1,125 @@
+"""Causal grouped-query attention with rotary positions, over fused q, k, v.
+
+Without a mask: PyTorch's fused causal kernels (on CUDA cuDNN, then flash). With documents or a sliding window: on CPU a
+boolean mask through the same call; on CUDA flex_attention over a block mask, which is built once per forward, shared by
+all layers, and skips empty blocks.
+"""
+
+import functools
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from qtrain.kernels.norm.qk_norm_rope import qk_norm_rope
+from qtrain.models.config.model import ModelConfig
+from qtrain.models.native.rope import rotate
+from qtrain.models.native.tensor_parallel import TensorParallel, Tokens, norm_of_part
+
+Mask = Tensor | BlockMask | None
+
+_CUDA_BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+_compiled = functools.cache(torch.compile)  # uncompiled, flex_attention and its mask would materialize [B, H, S, S]
+
+
+def attention_mask(doc_ids: Tensor | None, batch: int, seq_len: int, window: int | None, device: torch.device) -> Mask:
+    """Which keys a query sees: bool [B or 1, 1, S, S] on CPU, a BlockMask on CUDA; None for plain causal attention.
+
+    doc_ids [B, S]: attention stays within equal ids. window: it stays within the last `window` positions.
+    """
+    if window is not None and seq_len <= window:
+        window = None
+    if doc_ids is None and window is None:
+        return None
+
+    def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        keep = query >= key
+        if window is not None:
+            keep = keep & (query - key < window)
+        if doc_ids is not None:
+            keep = keep & (doc_ids[b, query] == doc_ids[b, key])
+        return keep
+
+    if device.type == "cuda":
+        rows = None if doc_ids is None else batch
+        return _compiled(create_block_mask)(sees, rows, None, seq_len, seq_len, device=device.type)
+    b = torch.arange(1 if doc_ids is None else batch, device=device)[:, None, None, None]
+    positions = torch.arange(seq_len, device=device)
+    return sees(b, b, positions[:, None], positions)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None) -> Tensor:
+    """softmax(scale·q·kᵀ)·v over visible keys: q [B, H, S, D], k and v [B, KV heads, S, D or v's own] -> [B, H, S, D].
+
+    scale: None: 1/√D."""
+    grouped = q.shape[1] != k.shape[1]
+    if isinstance(mask, BlockMask):
+        flex = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
+        return flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
+    if mask is not None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    if q.is_cuda:
+        with sdpa_kernel(_CUDA_BACKENDS, set_priority=True):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+
+
+class KVCache(Protocol):
+    """The interface of a cache of keys and values."""
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+class Attention(nn.Module):
+    """[B, S, C] -> [B, S, C]. `qkv` holds the rows of q, k, then v. config: with `tensor`, of this rank's heads."""
+
+    def __init__(self, config: ModelConfig, tensor: TensorParallel | None = None):
+        super().__init__()
+        self.tensor = tensor
+        self.head_dim = config.head_dim
+        self.split_sizes = [config.q_size, config.kv_size, config.kv_size]
+        self.fused_rows = {"qkv": self.split_sizes}  # `optim.parameter_groups` reads it
+        self.qkv = nn.Linear(config.hidden_size, config.qkv_size, bias=config.qkv_bias)
+        self.norms_heads = config.qk_norm == "heads"
+        # Over all heads, of which ranks have some, or over each head alone.
+        q_width, k_width = (config.head_dim,) * 2 if self.norms_heads else (config.q_size, config.kv_size)
+        ranks = None if self.norms_heads else tensor
+        self.q_norm = norm_of_part(q_width, config, ranks) if config.qk_norm else None
+        self.k_norm = norm_of_part(k_width, config, ranks) if config.qk_norm else None
+        self.sub_norm = norm_of_part(config.q_size, config, tensor) if config.sub_norm else None
+        self.o_proj = nn.Linear(config.q_size, config.hidden_size, bias=config.o_bias)
+        self.cache: KVCache | None = None  # set during generation (`greedy_decode.py`)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, tokens: Tokens | None = None) -> Tensor:
+        qkv = self.qkv(x) if self.tensor is None else self.tensor.column(self.qkv, x, tokens)
+        q, k, v = (t.transpose(1, 2) for t in self._heads(qkv, cos, sin))
+        if self.cache is not None:
+            k, v = self.cache.extend(k, v)
+        y = attend(q, k, v, mask)
+        y = y.transpose(1, 2).flatten(2)
+        y = self.o_proj(y if self.sub_norm is None else self.sub_norm(y))
+        return y if self.tensor is None else self.tensor.leave(y, tokens)
+
+    def _heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v [B, S, heads, D] of qkv [B, S, C]; q and k normed, where the model norms them, and rotated."""
+        if self.norms_heads and qkv.is_cuda:
+            heads = self.split_sizes[0] // self.head_dim
+            return qk_norm_rope(qkv, self.q_norm.weight, self.k_norm.weight, cos, sin, heads, self.q_norm.eps)
+        q, k, v = qkv.split(self.split_sizes, dim=-1)
+        if self.q_norm is not None and not self.norms_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
+        if self.q_norm is None:
+            v = v.contiguous()  # a view would keep all of qkv's output for backward, which needs v alone
+        elif self.norms_heads:  # PyTorch's operations are faster than the kernel's reference
+            q, k = self.q_norm(q), self.k_norm(k)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v

@@ -1,0 +1,1 @@
+"""What a mesh of ranks does to a model: sharding (ZeRO, FSDP), gradients, sharded checkpoints."""

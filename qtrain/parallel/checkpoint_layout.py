@@ -1,0 +1,179 @@
+"""The state of a run with --tp or --ep as a checkpoint holds it: whole tensors, that runs with any of them resume.
+
+What is stored by blocks along a row (optimizer states in 8 and 4 bits, weights stored in low bits) is cut where ranks'
+columns are. A cut that is not between two blocks leaves scales that a whole row does not have: such a checkpoint, which
+names them in its meta, is for the same --tp only.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qtrain.comm.ranks import all_gather
+from qtrain.comm.split import Split
+from qtrain.comm.tensor_group import TensorGroup
+from qtrain.core.errors import UserError
+from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES
+from qtrain.kernels.optim.state_formats import parse_format
+from qtrain.optim.parameter_groups import hidden_matrices
+from qtrain.parallel.split_tensor import SplitTensor
+from qtrain.tensors.stored_weight import STORED_FORMATS, StoredWeight
+
+States = dict[str, dict[str, Tensor]]
+
+_OF_PROJECTION = re.compile(r"([^.]*_)(\d+)((?:\..*)?)")
+"""Keys of states that each projection fused in a parameter has of its own (`MatrixOptimizer`)."""
+
+
+class _Projection(NamedTuple):
+    """The key of such a state in parts. count: projections of the parameter on each rank."""
+
+    state: str
+    index: int
+    format: str
+    count: int
+
+    def of_rank(self, rank: int) -> str:
+        """The key of the projection that is as far from this one as the first one of `rank` is from that of rank 0."""
+        return f"{self.state}{self.index + rank * self.count}{self.format}"
+
+
+class DividedState:
+    """Converts between a rank's tensors and whole ones. model: its part of a decoder; group: the ranks of all parts."""
+
+    def __init__(self, model: nn.Module, group: TensorGroup):
+        self._group, self._inexact = group, set()
+        named = dict(model.named_parameters())
+        self._splits = {name: split for name in named if (split := model.split(name))}
+        self._shapes = {name: named[name].shape for name in self._splits}
+        self._stored = {name: p.data.format for name, p in named.items() if isinstance(p.data, StoredWeight)}
+        # With tensor parallelism a rank has a part of every projection; of experts it has some, whose rows all have.
+        fused, experts = hidden_matrices(model), [name for name in self._splits if ".experts." in name]
+        self._projections = {n: len(fused[id(named[n])]) // group.ranks for n in experts if id(named[n]) in fused}
+
+    def model(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The entries of `model_tensors`."""
+        return {name: self._divided(name, tensor) for name, tensor in tensors.items()}
+
+    def _divided(self, name: str, tensor: Tensor) -> Tensor:
+        owner, _, part = name.rpartition(".")
+        if owner not in self._stored or part not in ("codes", "scale"):
+            return self._whole(name, name, tensor, 1)
+        columns = GRANULARITIES[STORED_FORMATS[self._stored[owner]].granularity][1]
+        return self._whole(name, owner, tensor, FORMATS[self._stored[owner]].packing if part == "codes" else columns)
+
+    def states(self, states: States) -> States:
+        """The tensors of `optimizer_tensors`."""
+        found: States = {}
+        for name, of_name in states.items():
+            whole = found.setdefault(name, {})
+            for key, tensor in of_name.items():
+                if own := self._projection(name, key):
+                    whole[own.of_rank(self._group.rank)] = tensor
+                else:
+                    whole[key] = self._whole(f"{name}.{key}", name, tensor, _unit(key))
+        return found
+
+    def _projection(self, name: str, key: str) -> "_Projection | None":
+        """The projection that the state `key` belongs to, where ranks have other ones of the parameter `name`."""
+        if name not in self._projections or not (named := _OF_PROJECTION.fullmatch(key)):
+            return None
+        return _Projection(named[1], int(named[2]), named[3], self._projections[name])
+
+    def _whole(self, entry: str, name: str, tensor: Tensor, unit: int | None) -> Tensor:
+        """A tensor of the parameter `name`, of whose row `unit` elements share an element; None: all of it."""
+        if name not in self._splits or not tensor.ndim:
+            return tensor
+        return SplitTensor.of(tensor, self._split(entry, name, unit, tensor.shape[-1]))
+
+    def _split(self, entry: str, name: str, unit: int | None, width: int) -> Split:
+        """How a tensor of the parameter `name` is split. width: the length of its rows on this rank."""
+        split, ranks = self._splits[name], self._group.ranks
+        if split.dim == 0 or unit == 1:
+            return split
+        if unit is None or self._shapes[name][1] % unit:
+            self._inexact.add(entry)
+            dim = 0 if unit is None else 1
+            return Split.evenly(dim, (width * ranks,), ranks, self._group.rank)
+        ranges = tuple((start // unit, stop // unit) for start, stop in split.ranges)
+        return dataclasses.replace(split, whole=split.whole // unit, ranges=ranges)
+
+    def whole_meta(self, meta: Mapping[str, Any]) -> dict[str, Any]:
+        """The description that `optimizer_tensors` returns, with the shapes and fused rows of the whole."""
+        return self._described(meta, to_whole=True)
+
+    def own_meta(self, meta: Mapping[str, Any]) -> dict[str, Any]:
+        """The inverse, of a checkpoint's description. UserError for one that is damaged or does not fit."""
+        try:
+            return self._described(meta, to_whole=False)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"--resume: the checkpoint's optimizer entry cannot be read ({error!r}).") from None
+
+    def _described(self, meta: Mapping[str, Any], to_whole: bool) -> dict[str, Any]:
+        states = {
+            name: {
+                new: self._shape(name, key, described, to_whole)
+                for key, described in of_name.items()
+                for new in self._keys(name, key, to_whole)
+            }
+            for name, of_name in meta["states"].items()
+        }
+        return {**meta, "states": states, "groups": [self._group_of(group, to_whole) for group in meta["groups"]]}
+
+    def _group_of(self, described: Mapping[str, Any], to_whole: bool) -> Mapping[str, Any]:
+        """A parameter group with the rows of fused projections that the whole has, or this rank."""
+        ranks, parts = self._group.ranks, described["options"].get("parts")
+        if not parts or not any(name in self._splits.keys() - self._projections.keys() for name in described["params"]):
+            return described
+        parts = [n * ranks if to_whole else n // ranks for n in parts]
+        return {**described, "options": {**described["options"], "parts": parts}}
+
+    def _keys(self, name: str, key: str, to_whole: bool) -> list[str]:
+        """The keys in the whole of a state of every rank; or the key on this rank of one of the whole, if it has it."""
+        projection = self._projection(name, key)
+        if projection is None:
+            return [key]
+        if to_whole:
+            return [projection.of_rank(rank) for rank in range(self._group.ranks)]
+        own = projection.of_rank(-self._group.rank)
+        return [own] if 0 <= projection.index - self._group.rank * projection.count < projection.count else []
+
+    def _shape(self, name: str, key: str, described: dict[str, Any], to_whole: bool) -> dict[str, Any]:
+        if name not in self._splits or not described.get("shape") or self._projection(name, key):
+            return described
+        own = list(self._shapes[name])
+        if "." in key:
+            _, id, kind = key.split(".")
+            own = list(parse_format(id).parts(torch.Size(own))[kind][0])
+        split = self._split(f"{name}.{key}", name, _unit(key), own[-1])
+        whole = list(split.whole_shape(own))
+        if not to_whole and described["shape"] != whole and f"{name}.{key}" not in self._inexact:
+            raise ValueError(f"{name}.{key} has shape {described['shape']}, not {whole}")
+        return {**described, "shape": whole if to_whole else own}
+
+    def inexact(self) -> list[str]:
+        """The entries so far whose scales no other --tp has. Every rank calls it."""
+        return sorted(set().union(*all_gather(self._inexact)))
+
+
+def _unit(key: str) -> int:
+    """Elements of a row that share one of the state `key`."""
+    if "." not in key:
+        return 1
+    _, id, kind = key.split(".")
+    format = parse_format(id)
+    return format.block if kind == "scale" else 2 if format.name == "int4" else 1
+
+
+def refuse_other_tp(saved_tp: int, inexact: list[str], tp: int, path: Any) -> None:
+    """UserError where states with scales of one --tp only would be resumed with another. inexact: their names, of the
+    checkpoint or of this run."""
+    if saved_tp != tp and inexact:
+        raise UserError(
+            f"--tp: {path} was saved with --tp {saved_tp}, and cannot be resumed with --tp {tp}: {inexact[0]} has "
+            f"scales of blocks that the columns of {max(saved_tp, tp)} processes cut. Resume with --tp {saved_tp}."
+        )

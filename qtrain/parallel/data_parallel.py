@@ -1,0 +1,266 @@
+"""Data parallelism over a mesh: the masters that the optimizer updates, and what the ranks tell each other in a step.
+
+A step on N ranks with A micro-batches each reads the N x A micro-batches of one rank's step, rounds with the same
+random bits, and divides by the same count of trained tokens. With --deterministic it also adds in the same order: then
+losses, gradients and weights are those of one rank, bit for bit.
+
+After the optimizer's step every rank gathers the updated weights (`model_weights.py`).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from qtrain.comm.mesh import Mesh
+from qtrain.comm.wire import gather_rows
+from qtrain.kernels.optim.sum_of_squares import SumOfSquares
+from qtrain.parallel.checkpoint_layout import DividedState
+from qtrain.parallel.expert_masters import shard_experts
+from qtrain.parallel.full_shard import Unit
+from qtrain.parallel.gradient_wire import GradientWire
+from qtrain.parallel.gradients import GradientReduction
+from qtrain.parallel.model_weights import ModelWeights
+from qtrain.parallel.shards import Sharded, by_mesh, shard_frozen, shard_parameters
+from qtrain.parallel.step_sums import Gradients
+from qtrain.parallel.tensor_masters import TensorParts
+from qtrain.quant import QuantizedModel
+from qtrain.quant.convert import shared_weights
+
+
+class DataParallel:
+    """The trained parameters of `model` on the mesh. deterministic: add in the order of the micro-batches.
+
+    needs_whole: whether the optimizer needs all elements of a parameter on one rank. keep_full_weights: also of linears
+    that read codes only. wire: how gradients are encoded between ranks, rounded with `seed`; None: as they are. units:
+    in the order in which they run, those whose weights and gradients exist in full only while they do. partitions: with
+    the optimizer in the backward pass, the parameters that are updated together; those of a unit are one."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        quantized: QuantizedModel,
+        mesh: Mesh,
+        needs_whole: Callable[[nn.Parameter], bool] = lambda p: False,
+        *,
+        deterministic: bool = False,
+        keep_full_weights: bool = False,
+        wire: GradientWire | None = None,
+        seed: int = 0,
+        units: Sequence[Unit] = (),
+        partitions: Mapping[str, Sequence[nn.Parameter]] | None = None,
+    ):
+        self.mesh = mesh
+        self.adds_locally = not (deterministic or units)
+        """Whether a micro-batch's gradients are added to those of the former one in the parameters' `.grad`."""
+        self._first_micro_step, self._micro_batches, self._index = 0, 1, 0
+        self._quantized = quantized
+        self._sum_of_squares = SumOfSquares()
+        self._device = next(model.parameters()).device
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        in_units = {id(p) for unit in units for p in unit.holder.parameters()}
+        split = {name for name, _ in trained if mesh.of_experts is not None and model.split(name)}
+        of_data, of_experts = ([(n, p) for n, p in trained if (n in split) == kind] for kind in (False, True))
+        how = mesh, needs_whole, lambda p: id(p) in in_units
+        self.parameters = shard_parameters(of_data, *how)
+        if split:
+            self.parameters += shard_experts(model, of_experts, *how, in_order=deterministic)
+        self.frozen = shard_frozen(_frozen_matrices(model, units), mesh) if units else []
+        """Weights of fully sharded units that do not train."""
+        self.masters = {id(s.parameter): s.master for s in [*self.parameters, *self.frozen]}
+        of_parameter = {id(s.parameter): s for s in self.parameters}
+        self.partitions = {n: [of_parameter[id(p)] for p in members] for n, members in (partitions or {}).items()}
+        """The parameters that are updated within the backward pass, by the name of their module."""
+        self.partition_of_unit = _indices_of(self.partitions.values(), units)
+        """The index of each unit's partition; None where it has none."""
+        self._reduction = None
+        groups = [*self.partitions.values()] or _by_unit(self.parameters, units)
+        self._parts = TensorParts(model, groups, mesh) if mesh.tensor > 1 else None
+        self.divided_state = DividedState(model, mesh.part_group) if mesh.part_group is not None else None
+        if mesh.data_world > 1 or deterministic:
+            self._reduction = GradientReduction(
+                groups,
+                every_micro_batch=not (self.adds_locally or self.partitions),
+                by_machine=not deterministic,
+                wire=wire,
+                seed=seed,
+            )
+        self.after_unit: Callable[[int], None] = self.reduce_group
+        """What is done with the gradients of a fully sharded unit as soon as its backward pass is over."""
+        self._weights = ModelWeights(
+            model,
+            quantized,
+            self.parameters,
+            mesh,
+            frozen=self.frozen,
+            keep_full_weights=keep_full_weights,
+            units=units,
+            reduce=lambda unit: self.after_unit(unit),
+        )
+        self._full_shard = self._weights.full_shard
+
+    # ---- what the optimizer and checkpoints see ----------------------------------------------------------------------
+
+    def master(self, parameter: Tensor) -> Tensor:
+        """What the optimizer updates in place of a parameter of the model; of a frozen one what this rank has of it."""
+        return self.masters.get(id(parameter), parameter)
+
+    @property
+    def reshards(self) -> bool:
+        """Whether layers exist in full only while they run."""
+        return self._full_shard is not None
+
+    # ---- a step ------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int, micro_batches: int) -> None:
+        """The next gradients are those of `step`, from this many micro-batches of each rank."""
+        self._first_micro_step, self._micro_batches = step * micro_batches * self.mesh.data_world, micro_batches
+
+    def begin_micro_batch(self, index: int) -> None:
+        """Key random bits with the number of this rank's micro-batch `index` among those of the run."""
+        self._index = index
+        self._quantized.set_step(self._micro_step(index))
+
+    def _micro_step(self, index: int) -> int:
+        return self._first_micro_step + index * self.mesh.data_world + self.mesh.data_rank
+
+    def count_trained(self, own: int) -> Tensor:
+        """Trained tokens of the step over all ranks, at least 1: an fp32 scalar on the device."""
+        trained = torch.full((), float(own), dtype=torch.float64, device=self._device)
+        if self.mesh.data_world > 1:
+            torch.distributed.all_reduce(trained, group=self.mesh.data_group)
+        return trained.clamp_(min=1).float()
+
+    def end_backward(self) -> None:
+        """The last part of a micro-batch's forward and backward pass, which is recorded with it."""
+        if self._full_shard is not None:
+            self._full_shard.end_backward()
+
+    def break_off(self) -> None:
+        """A forward or backward pass has failed and will be run again."""
+        if self._full_shard is not None:
+            self._full_shard.free()
+
+    def reduce_group(self, index: int) -> None:
+        """Reduce the gradients of this micro-batch of one unit, or of one partition, whose masters get the sums."""
+        if self._parts is not None:
+            self._parts.complete_gradients(index)
+        if self._reduction is not None:
+            self._reduction.add_group(index, self._micro_step(self._index))
+
+    def end_micro_batch(self, index: int) -> None:
+        """Reduce the gradients of micro-batch `index`, if they are not added up on this rank first."""
+        if self.partitions:
+            return
+        last = index == self._micro_batches - 1
+        if self.adds_locally and not last:
+            return
+        # All parameters are one group without full sharding; with it the units' gradients are added already.
+        self.reduce_group(0 if self._full_shard is None else self._full_shard.blocks)
+        if last and self._reduction is not None:
+            self._reduction.finish()
+
+    def sums(
+        self, nll: Sequence[Tensor], trained: Tensor, tokens: int, stop_signal: int, squares: Tensor | None = None
+    ) -> Gradients:
+        """Loss, gradient norm and counts over all ranks. nll: of each micro-batch. squares: `squares` of all gradients,
+        if they are freed already.
+
+        The only synchronization of a step with the device."""
+        counted = self.parameters if self._parts is None else self._parts.counted
+        if squares is None:
+            summed = [(mesh, self.squares(members)) for mesh, members in by_mesh(counted, lambda sharded: sharded)]
+        else:
+            summed = [(self.mesh, squares)]
+        counts = torch.tensor([tokens, stop_signal], dtype=torch.float64, device=self._device)
+        own = torch.cat([torch.stack([*nll, trained, *(of_mesh for _, of_mesh in summed)]).double(), counts])
+        of_ranks = self._gather(own)
+        every = of_ranks[:: self.mesh.tensor]  # the ranks of a tensor group have the same loss and tokens
+        loss = np.float32(0)
+        for of_micro_batch in every.T[: len(nll)]:
+            for value in of_micro_batch:
+                loss = np.float32(loss + np.float32(value))
+        # The first replica's, with all tensor ranks' parts.
+        copies = [of_ranks[: mesh.shard * mesh.tensor, len(nll) + 1 + i] for i, (mesh, _) in enumerate(summed)]
+        value = math.sqrt(sum(square for of_copy in copies for square in of_copy))
+        return Gradients(
+            loss=float(np.float32(loss / np.float32(every[0, len(nll)]))),
+            norm=torch.tensor(value, dtype=torch.float32, device=self._device),
+            norm_value=float(np.float32(value)),
+            tokens=int(every[:, -2].sum()),
+            stop_signal=int(of_ranks[:, -1].max()),
+        )
+
+    def _gather(self, own: Tensor) -> np.ndarray:
+        """The numbers of all ranks, [ranks, n], on the host."""
+        if self.mesh.world == 1:
+            return own[None].cpu().numpy()
+        return gather_rows(own).cpu().numpy()
+
+    def squares(self, parameters: Iterable[Sharded]) -> Tensor:
+        """Sum of what this rank has of squared gradients, in fp64, in which the order of additions does not show."""
+        gradients = [getattr(g, "_local_tensor", g) for g in gradients_of(parameters)]
+        if not gradients:  # other ranks own all of them
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        return self._sum_of_squares(gradients)
+
+    # ---- weights -----------------------------------------------------------------------------------------------------
+
+    def refresh(self, recorded: Callable[[], None] | None = None) -> None:
+        """After the optimizer's step: `requantize`, or the replay of it."""
+        # The number of the last micro-batch of all ranks keys the rounding of weights, as it does on one rank.
+        self._quantized.set_step(self._first_micro_step + self._micro_batches * self.mesh.data_world - 1)
+        (recorded or self.requantize)()
+
+    def requantize(self) -> None:
+        """Give the model the masters' values, and its linears the codes of them."""
+        self.gather()
+        self._quantized.refresh()
+
+    def gather(self) -> None:
+        """Copy the masters' values into the model."""
+        self._weights.gather()
+
+    def gather_units(self, indices: Iterable[int] | None = None) -> None:
+        """Gather the weights of these fully sharded units at once, None: of all, to be read."""
+        if self._full_shard is not None:
+            self._full_shard.gather(indices)
+
+    @property
+    def kept_codes(self) -> list[Tensor]:
+        """This rank's codes of fully sharded blocks, which are gathered when those run."""
+        return self._weights.kept_codes
+
+    def restore_full_weights(self) -> None:
+        """For an export, after which the model does not train any more."""
+        self._weights.restore()
+
+
+def gradients_of(parameters: Iterable[Sharded]) -> list[Tensor]:
+    """What this rank has of the masters' gradients."""
+    return [s.master.grad for s in parameters if s.master.grad is not None]
+
+
+def _frozen_matrices(model: nn.Module, units: Iterable[Unit]) -> list[tuple[str, nn.Parameter]]:
+    """Those of `units`, without what other modules hold too."""
+    elsewhere = shared_weights(model)
+    in_units = {id(p) for unit in units for p in unit.holder.parameters() if p.ndim > 1} - elsewhere
+    return [(name, p) for name, p in model.named_parameters() if id(p) in in_units and not p.requires_grad]
+
+
+def _indices_of(partitions: Iterable[Sequence[Sharded]], units: Sequence[Unit]) -> list[int | None]:
+    """Which of the partitions has the parameters of each unit."""
+    index_of = {id(s.parameter): index for index, members in enumerate(partitions) for s in members}
+    found = [{index_of.get(id(p)) for p in unit.holder.parameters()} - {None} for unit in units]
+    return [max(indices, default=None) for indices in found]
+
+
+def _by_unit(parameters: Sequence[Sharded], units: Sequence[Unit]) -> list[list[Sharded]]:
+    """The parameters of each unit, then all others."""
+    unit_of = {id(p): index for index, unit in enumerate(units) for p in unit.holder.parameters()}
+    groups: list[list[Sharded]] = [[] for _ in range(len(units) + 1)]
+    for sharded in parameters:
+        groups[unit_of.get(id(sharded.parameter), len(units))].append(sharded)
+    return groups

@@ -1,0 +1,39 @@
+"""The parameters of a rank's experts, sharded over the ranks that hold the same ones."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+from qtrain.comm.mesh import Mesh
+from qtrain.comm.tensor_group import TENSOR_RANK_NUMBERS
+from qtrain.models import Decoder
+from qtrain.models.native.mixture import Experts
+from qtrain.parallel.shards import Sharded, shard_parameters
+from qtrain.tensors.stored_weight import StoredWeight
+
+
+def shard_experts(
+    model: Decoder,
+    named: Iterable[tuple[str, nn.Parameter]],
+    mesh: Mesh,
+    needs_whole: Callable[[nn.Parameter], bool],
+    freed: Callable[[nn.Parameter], bool],
+    *,
+    in_order: bool,
+) -> list[Sharded]:
+    """The parameters of this rank's experts, divided over the ranks that hold the same ones. needs_whole, freed: as for
+    `shard_parameters`; in_order: compute as one process with all experts would, bit for bit."""
+    terms = {}
+    for module in model.modules() if in_order else ():
+        if isinstance(module, Experts):
+            terms |= module.keep_in_order()
+    found = []
+    for sharded in shard_parameters(named, mesh.of_experts, needs_whole, freed):
+        split, parameter = model.split(sharded.name), sharded.parameter
+        sharded.master.whole_shape = split.whole_shape(parameter.shape)
+        sharded.master.first_element = split.ranges[0][0] * parameter.shape[1]
+        if isinstance(parameter.data, StoredWeight):  # its update draws bits without regard to the first element
+            sharded.master.first_random_number = mesh.of_experts.tensor_rank * TENSOR_RANK_NUMBERS
+        found.append(dataclasses.replace(sharded, terms=terms.get(id(parameter))))
+    return found

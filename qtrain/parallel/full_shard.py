@@ -1,0 +1,205 @@
+"""Full sharding (ZeRO-3): the weights of a block exist in full only while the block runs.
+
+Ranks gather what a block reads before its forward pass, free it afterwards, gather it again before its backward pass,
+and reduce the block's gradients as soon as they are complete. On a GPU a second stream gathers the next block, and
+reduces the gradients of the last one, while the current one computes.
+
+The tensors stay the same objects, which autograd has saved: only their memory comes and goes.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtrain.models import Decoder
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is gathered at once: the matrices of `holder`, while `called` runs. backward_reads: whether its backward
+    pass reads them too."""
+
+    called: nn.Module
+    holder: nn.Module
+    backward_reads: bool = True
+
+
+def decoder_units(decoder: Decoder) -> list[Unit]:
+    """What full sharding gathers of a decoder at once, in the order in which it runs. A tied embedding stays in full:
+    both ends read it."""
+    units = [Unit(layer, layer) for layer in decoder.layers]
+    if decoder.config.tie_word_embeddings:
+        return units
+    # The loss computes the head's gradients in the forward pass; an embedding's need only the ids.
+    embedding = Unit(decoder.embed_tokens, decoder.embed_tokens, backward_reads=False)
+    return [embedding, *units, Unit(decoder.output, decoder.lm_head, backward_reads=False)]
+
+
+class ShardedBlock:
+    """A unit with its tensors: those whose memory it frees, contiguous ones if it is free already; gather: fills them.
+    receivers: the tensors whose `.grad` receives the unit's gradients."""
+
+    def __init__(self, unit: Unit, tensors: Sequence[Tensor], gather: Callable[[], None], receivers: Sequence[Tensor]):
+        self.called, self.backward_reads, self.receivers = unit.called, unit.backward_reads, receivers
+        self._tensors, self._gather = tuple(tensors), gather
+        storages = {t.untyped_storage()._cdata: (t, t.untyped_storage()) for t in tensors}
+        self._storages = [(found, found.nbytes() or t.numel() * t.element_size()) for t, found in storages.values()]
+        self.gathered = True
+        self.ready: torch.cuda.Event | None = None
+        """What a stream must wait for before it reads the tensors."""
+
+    def gather(self) -> None:
+        """Allocate and fill the tensors."""
+        for storage, size in self._storages:
+            storage.resize_(size)
+        # What autograd has saved of the forward pass is the same again in the backward pass, not "modified in place".
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self._tensors):
+            self._gather()
+        self.gathered = True
+
+    def free(self) -> None:
+        """Free the tensors' memory. A kernel that reads them may still be queued on the current stream."""
+        for storage, _ in self._storages:
+            storage.resize_(0)
+        self.gathered, self.ready = False, None
+
+
+class FullShard:
+    """The blocks of a model, in the order in which they run. reduce(i): reduces the gradients of block i."""
+
+    def __init__(self, blocks: Sequence[ShardedBlock], device: torch.device, reduce: Callable[[int], None]):
+        self._blocks, self._reduce = list(blocks), reduce
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._reducing: torch.cuda.Event | None = None
+        self._in_flight: list[Tensor | None] = []
+        self._reduced: set[int] = set()
+        self._calls = [block.called._compiled_call_impl for block in self._blocks]
+        # Its backward pass comes next: it stays.
+        self._last_read = max(i for i, block in enumerate(self._blocks) if block.backward_reads)
+        for index, block in enumerate(self._blocks):
+            # What a module's call runs if it is compiled: torch's hooks would be compiled with it.
+            call = block.called._compiled_call_impl or block.called._call_impl
+            block.called._compiled_call_impl = functools.partial(self._run, index, call)
+            block.free()
+
+    @property
+    def blocks(self) -> int:
+        """How many there are."""
+        return len(self._blocks)
+
+    # ---- passes of a block -------------------------------------------------------------------------------------------
+
+    def _run(self, index: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._need(index)
+        self._prefetch(index + 1)
+        if args and _trains(args[0]):
+            args = (_AtBackward.apply(args[0], functools.partial(self._after_backward, index)), *args[1:])
+        output = call(*args, **kwargs)
+        backward_follows = torch.is_grad_enabled() and index == self._last_read
+        if not backward_follows:
+            self._blocks[index].free()
+        first, *others = output if isinstance(output, tuple) else (output,)
+        if not _trains(first) or not self._blocks[index].backward_reads:
+            return output
+        first = _AtBackward.apply(first, functools.partial(self._before_backward, index))
+        return (first, *others) if isinstance(output, tuple) else first
+
+    def _before_backward(self, index: int) -> None:
+        self._need(index)
+        if index and self._blocks[index - 1].backward_reads:
+            self._prefetch(index - 1)
+
+    def _after_backward(self, index: int) -> None:
+        block = self._blocks[index]
+        block.free()
+        self._reduced.add(index)
+        if self._stream is None:
+            self._reduce(index)
+            return
+        self._wait_for_reduction()
+        self._in_flight = [receiver.grad for receiver in block.receivers]
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._reduce(index)
+            self._reducing = self._stream.record_event()
+
+    # ---- memory and streams ------------------------------------------------------------------------------------------
+
+    def _need(self, index: int) -> None:
+        """Have block `index` gathered before anything that is launched from now on."""
+        block = self._blocks[index]
+        if not block.gathered:
+            self._launch(block)
+        if block.ready is not None:
+            torch.cuda.current_stream().wait_event(block.ready)
+
+    def _prefetch(self, index: int) -> None:
+        if self._stream is not None and 0 <= index < len(self._blocks) and not self._blocks[index].gathered:
+            self._launch(self._blocks[index])
+
+    def _launch(self, block: ShardedBlock) -> None:
+        if self._stream is None:
+            block.gather()
+            return
+        # Memory that was freed on the current stream is reused here: wait for the kernels that read it.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            block.gather()
+            block.ready = self._stream.record_event()
+
+    def _wait_for_reduction(self) -> None:
+        """Let the current stream wait for the last block's gradients, whose memory is free then."""
+        if self._reducing is not None:
+            torch.cuda.current_stream().wait_event(self._reducing)
+        self._reducing, self._in_flight = None, []
+
+    def end_backward(self) -> None:
+        """After a backward pass: wait for all reductions. Blocks that autograd has not announced are reduced now, such
+        as the first one where its input has no gradient."""
+        for index in range(len(self._blocks)):
+            if index not in self._reduced:
+                self._after_backward(index)
+        self._reduced.clear()
+        self._wait_for_reduction()
+
+    def free(self) -> None:
+        """Free the blocks that are still gathered: when the weights have changed, or a pass was broken off."""
+        self._reduced.clear()
+        self._reducing, self._in_flight = None, []
+        for block in self._blocks:
+            if block.gathered:
+                block.free()
+
+    def gather(self, indices: Iterable[int] | None = None) -> None:
+        """Gather these blocks, None: all; each is freed after it has run."""
+        for index in range(len(self._blocks)) if indices is None else indices:
+            self._need(index)
+
+    def remove(self) -> None:
+        """Call the blocks as before."""
+        for block, call in zip(self._blocks, self._calls, strict=True):
+            block.called._compiled_call_impl = call
+
+
+def _trains(value: Any) -> bool:
+    return torch.is_grad_enabled() and isinstance(value, Tensor) and value.requires_grad
+
+
+class _AtBackward(torch.autograd.Function):
+    """The identity; calls `action` when the backward pass gets here. On a block's output that is where its backward
+    pass begins; on its input where its gradients are complete, for autograd accumulates those of parameters before it
+    goes on to what the input was computed from."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, action: Callable[[], None]) -> Tensor:
+        ctx.action = action
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        ctx.action()
+        return gradient, None

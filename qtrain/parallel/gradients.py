@@ -1,0 +1,243 @@
+"""Reduce-scatter of gradients: an all-to-all in the gradients' dtype, then a sum in fp32 in the order of the ranks.
+
+A ring adds in bf16 and in an order that depends on the ring. Here every micro-batch's gradient is rounded once, the sum
+once more, and the order of additions is that of the micro-batches: rank r's a-th micro-batch is number
+a * ranks + r of the step. Added after every micro-batch (`every_micro_batch`), the sum is the same for any number of
+ranks, bit for bit. That costs an all-to-all per micro-batch and an fp32 copy of the shard; without it ranks add their
+own micro-batches in the gradients' dtype, as one GPU does, and meet once per step.
+
+Parameters may come in groups, which are added one by one: of full sharding each block is a group, whose gradients are
+sent and freed as soon as its backward pass is over.
+
+With replicas every rank sums a part of its shard, and the replicas gather the sums. A `GradientWire` sends less.
+
+Over several machines (`Machines`) there are two all-to-alls: the ranks of a machine first add what they have for all
+ranks with the same number as one of them, and these then exchange the sums, rounded once more, with their counterparts.
+Of g bytes a rank sends g / (ranks of a machine) to other machines instead of nearly all. The order of additions is then
+that of the machines, so --deterministic does without.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qtrain.comm.mesh import Mesh
+from qtrain.comm.tensor_group import TENSOR_RANK_NUMBERS
+from qtrain.comm.wire import ALONE_BYTES, exchange, gather, in_buckets
+from qtrain.kernels.ordered_sum import add_in_order
+from qtrain.parallel.gradient_wire import FIRST_NUMBER, GradientWire
+from qtrain.parallel.shards import Sharded, by_mesh
+
+
+class GradientReduction:
+    """Moves the gradients of groups of parameters to their masters. All ranks make the same calls in the same order.
+
+    by_machine: add inside machines first, if there are several."""
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Sharded]],
+        *,
+        every_micro_batch: bool = False,
+        by_machine: bool = True,
+        wire: GradientWire | None = None,
+        seed: int = 0,
+    ):
+        self._keeps_sums = every_micro_batch
+        self._groups = [
+            [
+                _Bucket(members, mesh, wire, by_machine=by_machine)
+                for mesh, on_mesh in by_mesh(group, lambda sharded: sharded)
+                for members in _buckets(on_mesh)
+            ]
+            for group in groups
+        ]
+        self._buckets = [bucket for group in self._groups for bucket in group]
+        self._seed, self._messages = seed, max((bucket.messages for bucket in self._buckets), default=1)
+
+    def add_group(self, index: int, micro_step: int = 0) -> None:
+        """Add the gradients of all ranks to the sums of a group, and free them. micro_step: the number of this rank's
+        micro-batch in the run, which keys random bits."""
+        for bucket in self._groups[index]:
+            number = bucket.first_number + self._buckets.index(bucket) * self._messages
+            received = bucket.exchange((self._seed, micro_step, number))
+            if self._keeps_sums:
+                if bucket.sums is None:
+                    bucket.sums = torch.zeros_like(received[0], dtype=torch.float32)
+                add_in_order(bucket.sums, received)
+            else:
+                bucket.give(add_in_order(received[0].float(), received[1:]))
+
+    def finish(self) -> None:
+        """Give the masters the sums since the last call as gradients."""
+        if self._keeps_sums:
+            for bucket in self._buckets:
+                bucket.give(bucket.sums)
+                bucket.sums.zero_()
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """One all-to-all. sizes: elements of this rank's message to each rank of the group; own: of each message to it;
+    kind: under which its bytes are counted; first_number: of the messages among those of the bucket."""
+
+    group: dist.ProcessGroup | None
+    sizes: tuple[int, ...]
+    own: int
+    kind: str = "gradients"
+    first_number: int = 0
+
+
+class _Bucket:
+    """Parameters whose gradients travel together. Shard rank s gets the elements of all of them that it holds."""
+
+    def __init__(
+        self, members: list[Sharded], mesh: Mesh, wire: GradientWire | None = None, *, by_machine: bool = True
+    ):
+        self._members, self._mesh, self._wire = members, mesh, wire
+        self.messages, self.first_number = mesh.data_world, FIRST_NUMBER + mesh.tensor_rank * TENSOR_RANK_NUMBERS
+        self.sums: Tensor | None = None  # in the same memory in every step: recorded steps add to it
+        self._dtype = members[0].parameter.dtype
+        lengths = [sum(m.bounds[s + 1] - m.bounds[s] for m in members) for s in range(mesh.shard)]
+        parts = [  # of every rank: its part of its shard
+            (length * r // mesh.replicate, length * (r + 1) // mesh.replicate)
+            for r in range(mesh.replicate)
+            for length in lengths
+        ]
+        self._sizes = [high - low for low, high in parts]
+        self._stages, order = self._plan_stages(by_machine)
+        self._pieces = [piece for d in order for piece in _pieces(members, d % mesh.shard, *parts[d])]
+        alone = members[0].receiver if len(members) == 1 else None
+        self._in_order = alone is not None and _follow_each_other(self._pieces)
+        self._permutation = None if alone is None or self._in_order else _permutation(self._pieces, alone.device)
+
+    def _plan_stages(self, by_machine: bool) -> tuple[list[_Stage], Sequence[int]]:
+        """The all-to-alls, and the order in which the first one sends the parts of all ranks."""
+        machines, sizes, me = self._mesh.machines, self._sizes, self._mesh.data_rank
+        world = range(self._mesh.data_world)
+        if machines is None or not by_machine:
+            return [_Stage(self._mesh.data_group, tuple(sizes), sizes[me])], world
+        counterparts = [world[n :: machines.ranks] for n in range(machines.ranks)]  # those that neighbor n adds for
+        of_neighbors = tuple(sum(sizes[d] for d in ranks) for ranks in counterparts)
+        number = me % machines.ranks
+        inside = _Stage(machines.neighbors, of_neighbors, of_neighbors[number])
+        of_counterparts = tuple(sizes[d] for d in counterparts[number])
+        between = _Stage(machines.counterparts, of_counterparts, sizes[me], "gradients of machines", machines.ranks)
+        return [inside, between], [d for ranks in counterparts for d in ranks]
+
+    def exchange(self, key: tuple[int, int, int]) -> Tensor | list[Tensor]:
+        """Terms to be added, [n] each, whose sum is that of all ranks' gradients of the elements that this rank sums.
+        key: Philox's of the first message."""
+        message, terms = self._message()
+        if self._mesh.data_world == 1:
+            return message.view(terms, self._sizes[0])
+        *first, last = self._stages
+        for stage in first:
+            received = self._send(stage, message, terms, key)
+            message = add_in_order(received[0].float(), received[1:])
+            message = message.to(self._dtype) if self._wire is None else message
+        return self._send(last, message, terms, key)
+
+    def _send(self, stage: _Stage, message: Tensor, terms: int, key: tuple[int, int, int]) -> Tensor | list[Tensor]:
+        """What each rank of the stage has sent to this one, of each of its terms."""
+        if self._wire is None:
+            sizes = [terms * size for size in stage.sizes]
+            received = exchange(message, sizes, terms * stage.own, stage.group, stage.kind)
+            return received.view(len(sizes) * terms, stage.own)
+        assert terms == 1, "terms are kept apart to be added exactly"
+        keys = _message_keys((*key[:2], key[2] + stage.first_number), len(stage.sizes), message.device)
+        pieces = message.split(stage.sizes)
+        encoded = [self._wire.encode(piece, key) for piece, key in zip(pieces, keys.unbind(), strict=True)]
+        sizes = [self._wire.size(elements) for elements in stage.sizes]
+        received = exchange(torch.cat(encoded), sizes, self._wire.size(stage.own), stage.group, stage.kind)
+        return [self._wire.decode(row, stage.own) for row in received]
+
+    def _message(self) -> tuple[Tensor, int]:
+        """What this rank sends in the first stage, one message after the other, of several terms one after the other
+        in each; and their number. Frees the gradients."""
+        flat = [_flat_gradients(m) for m in self._members]
+        for m in self._members:
+            m.receiver.grad = None
+        (terms,) = {len(of_member) for of_member in flat}
+        if terms == 1 and self._in_order:
+            return flat[0].view(-1), 1
+        if terms == 1 and self._permutation is not None:
+            return flat[0].view(len(self._permutation), -1).index_select(0, self._permutation).view(-1), 1
+        pieces = [[flat[m][term, low:high] for m, low, high in self._pieces] for term in range(terms)]
+        if terms == 1:
+            return torch.cat(pieces[0]), 1
+        to_ranks = zip(*(torch.cat(of_term).split(self._stages[0].sizes) for of_term in pieces), strict=True)
+        return torch.cat([term for to_rank in to_ranks for term in to_rank]), terms
+
+    def give(self, part: Tensor) -> None:
+        """Set the masters' gradients from this rank's part of its shard, summed in fp32."""
+        part = part.to(self._dtype, copy=self.sums is not None)  # those are added to in the next step
+        if self._mesh.replicate > 1:
+            sizes = self._sizes[self._mesh.shard_rank :: self._mesh.shard]
+            part = torch.cat(gather(part, sizes, self._mesh.replicate_group, "gradients"))
+        ends = [0]
+        for m in self._members:
+            ends.append(ends[-1] + m.bounds[self._mesh.shard_rank + 1] - m.bounds[self._mesh.shard_rank])
+        for m, (low, high) in zip(self._members, pairwise(ends), strict=True):
+            m.set_gradient(part[low:high])
+
+
+def _pieces(members: Sequence[Sharded], shard: int, low: int, high: int) -> Iterator[tuple[int, int, int]]:
+    """(member, first element, last + 1): where the elements [low, high) of a shard of all members are."""
+    ends = accumulate((m.bounds[shard + 1] - m.bounds[shard] for m in members), initial=0)
+    for index, (start, stop) in enumerate(pairwise(ends)):
+        first, last = max(low, start), min(high, stop)
+        if first < last:
+            begin = members[index].bounds[shard] - start
+            yield index, begin + first, begin + last
+
+
+def _follow_each_other(pieces: Sequence[tuple[int, int, int]]) -> bool:
+    """Whether pieces of one parameter do."""
+    return all(low == before for (_, _, before), (_, low, _) in pairwise(pieces))
+
+
+def _permutation(pieces: Sequence[tuple[int, int, int]], device: torch.device) -> Tensor | None:
+    """Of equally long pieces of one parameter their order, int64 on the device: they are put into it by one launch,
+    where a list of slices takes the host some microseconds a rank. None: they are not equally long."""
+    length = pieces[0][2] - pieces[0][1]
+    if any(high - low != length or low % length for _, low, high in pieces):
+        return None
+    return torch.tensor([low // length for _, low, _ in pieces], device=device)
+
+
+def _message_keys(first: tuple[int, int, int], messages: int, device: torch.device) -> Tensor:
+    """Philox's keys of consecutive messages, int64 [messages, 3]. Made on the device: a copy from the host would wait
+    for all that is queued there."""
+    seed, micro_step, number = first
+    numbers = torch.arange(number, number + messages, device=device)
+    return torch.stack([torch.full_like(numbers, seed), torch.full_like(numbers, micro_step), numbers], dim=1)
+
+
+def _flat_gradients(sharded: Sharded) -> Tensor:
+    """[terms, n]. A parameter that took no part in this rank's loss has a gradient of zeros."""
+    receiver, terms = sharded.receiver, 1 if sharded.terms is None else len(sharded.terms)
+    if receiver.grad is None:
+        return torch.zeros(terms, sharded.parameter.numel(), dtype=receiver.dtype, device=receiver.device)
+    return receiver.grad.reshape(terms, -1)
+
+
+def _buckets(parameters: Sequence[Sharded]) -> Iterator[list[Sharded]]:
+    """Parameters of one mesh and one dtype whose gradients are sent at once. Large ones are sent alone, without a
+    copy."""
+    small: dict[torch.dtype, list[Sharded]] = {}
+    for p in parameters:
+        if _bytes(p) >= ALONE_BYTES:
+            yield [p]
+        else:
+            small.setdefault(p.parameter.dtype, []).append(p)
+    for members in small.values():
+        yield from in_buckets(members, _bytes)
+
+
+def _bytes(p: Sharded) -> int:
+    return p.parameter.numel() * p.parameter.element_size()

@@ -1,0 +1,178 @@
+"""The model's weights on a rank: gathered from the masters that ranks update, or as codes of them.
+
+Where all products of a linear read codes, the rank keeps the codes only: the full weight exists for the moment in which
+it is quantized. With full sharding a rank quantizes its rows after the step, and the blocks gather their weights when
+they run.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from qtrain.comm.mesh import Mesh
+from qtrain.parallel.full_shard import FullShard, ShardedBlock, Unit
+from qtrain.parallel.sharded_codes import ShardedCodes, update_codes
+from qtrain.parallel.shards import Sharded
+from qtrain.parallel.weights import GatheredMaster, gather_weights
+from qtrain.quant import LowBitLinear, QuantizedModel
+from qtrain.quant.convert import shared_weights
+from qtrain.tensors.deferred import plain_tensors
+from qtrain.tensors.stored_weight import StoredWeight
+
+
+class ModelWeights:
+    """The weights of `model`, whose trained parameters have their masters in `parameters`, and the frozen matrices of
+    `units` in `frozen`.
+
+    keep_full_weights: also of linears that read codes only. units: those whose weights exist in full only while they
+    run, in this order; reduce(i): what is done with the gradients of unit i."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        quantized: QuantizedModel,
+        parameters: Sequence[Sharded],
+        mesh: Mesh,
+        *,
+        frozen: Sequence[Sharded] = (),
+        keep_full_weights: bool = False,
+        units: Sequence[Unit] = (),
+        reduce: Callable[[int], None] = lambda index: None,
+    ):
+        self._quantized = quantized
+        self._parameters = [s for s in parameters if s.mesh.shard > 1]  # the masters of others are the model's own
+        self._frozen = list(frozen)
+        self._linear_of = {} if mesh.shard == 1 else _linears_by_weight(quantized, model)
+        self._codes: list[ShardedCodes] = []
+        self._in_blocks: set[int] = set()
+        self.full_shard: FullShard | None = None
+        """The blocks; None without full sharding."""
+        if mesh.shard > 1 and not keep_full_weights:
+            self._drop_full_weights()
+        if units:
+            shared = shared_weights(model)
+            self._weight_keys, self._first_keys = quantized.keys.clone(), quantized.keys.clone()
+            sharded = [self._sharded_block(unit, shared, parameters) for unit in units]
+            update_codes([weight for weight in self._codes if weight.keeps])
+            self._quantize_outside()
+            self.full_shard = FullShard(sharded, next(model.parameters()).device, reduce)
+
+    def _drop_full_weights(self) -> None:
+        """Free the weights of linears that read only codes; the parameter stays, to receive the gradient."""
+        for sharded in self._parameters + self._frozen:
+            linear = self._linear_of.get(id(sharded.parameter))
+            if linear is not None and linear.scheme.reads_codes_only:
+                linear.keep_codes_only()
+                if linear.scheme.wire_format():
+                    self._codes.append(ShardedCodes(sharded, linear))
+
+    def _quantize_outside(self) -> None:
+        """Compute the codes of linears that are in no block, which the swap has left without memory as all others: of a
+        head with the embedding's weight, of experts that no other rank has."""
+        outside = [linear for linear in self._quantized.linears if not linear.gathered]
+        for linear in outside:
+            linear.low_bit_weight.allocate()
+        as_codes = [weight for weight in self._codes if not weight.keeps]
+        update_codes(as_codes)
+        known = {id(weight.linear) for weight in as_codes}
+        missing = {id(linear.weight) for linear in outside if linear.codes_only and id(linear) not in known}
+        self._gather_masters((s for s in self._parameters if id(s.parameter) in missing), self._receive)
+        for linear in outside:
+            linear.refresh()
+
+    def _sharded_block(self, unit: Unit, shared: set[int], trained: Sequence[Sharded]) -> ShardedBlock:
+        """A unit with its matrices. shared: ids of parameters that other modules hold too, which stay in full."""
+        of_unit = {id(p): p for p in unit.holder.parameters()}
+        ids = {number for number, p in of_unit.items() if p.ndim > 1} - shared
+        own = [s for s in self._parameters + self._frozen if id(s.parameter) in ids]
+        codes = {id(weight.sharded.parameter): weight for weight in self._codes if id(weight.sharded.parameter) in ids}
+        tensors = []
+        for sharded in own:
+            linear = self._linear_of.get(id(sharded.parameter))
+            if linear is None or not linear.codes_only:
+                tensors += plain_tensors(sharded.parameter)
+            if linear is not None:
+                tensors += linear.low_bit_weight.buffers()
+                linear.gathered = True
+                # Gathered in any micro-batch, a weight is rounded with the random bits of its last update. A linear's
+                # key is a row of `quantized.keys`, which several may share.
+                keys = self._weight_keys if sharded.parameter.requires_grad else self._first_keys
+                linear.weight_key = keys[linear.key.storage_offset() // 3]
+        for weight in codes.values():
+            weight.keeps = True
+        masters = [GatheredMaster(s, self._receive) for s in own if id(s.parameter) not in codes]
+        self._in_blocks |= {id(s.parameter) for s in own}
+        gather = functools.partial(self._gather_block, [*codes.values()], masters)
+        return ShardedBlock(unit, tensors, gather, [s.receiver for s in trained if id(s.parameter) in of_unit])
+
+    @property
+    def kept_codes(self) -> list[Tensor]:
+        """This rank's codes that are gathered when blocks run."""
+        return [tensor for weight in self._codes if weight.keeps for tensor in weight.own()]
+
+    def _gather_block(self, codes: Sequence[ShardedCodes], masters: Sequence[GatheredMaster]) -> None:
+        gather_weights(codes, "codes")
+        gather_weights(masters)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Copy the masters' values into the model, and quantize those weights that it does not keep in full. What
+        belongs to fully sharded blocks is gathered when they run."""
+        if not self._parameters:
+            return
+        if self.full_shard is not None:
+            self.full_shard.free()
+            self._weight_keys.copy_(self._quantized.keys)
+        update_codes([weight for weight in self._codes if weight.sharded.parameter.requires_grad])
+        as_codes = {id(weight.sharded.parameter) for weight in self._codes}
+        changed = [s for s in self._parameters if id(s.parameter) not in as_codes]
+        torch.autograd.graph.increment_version([s.parameter for s in changed])
+        self._gather_masters((s for s in changed if id(s.parameter) not in self._in_blocks), self._receive)
+        for sharded in changed:
+            linear = self._linear_of.get(id(sharded.parameter))
+            if linear is not None and linear.gathered:
+                linear.mark_fresh()
+
+    def _gather_masters(self, parameters: Iterable[Sharded], give: Callable[[Sharded, list[Tensor]], None]) -> None:
+        gather_weights([GatheredMaster(sharded, give) for sharded in parameters])
+
+    def _receive(self, sharded: Sharded, tensors: list[Tensor]) -> None:
+        linear = self._linear_of.get(id(sharded.parameter))
+        if linear is not None and linear.codes_only:
+            linear.refresh(tensors[0])
+            return
+        for own, gathered in zip(plain_tensors(sharded.parameter), tensors, strict=True):
+            own.copy_(gathered)
+        if linear is not None and linear.gathered:
+            linear.refresh(sharded.parameter)
+
+    def restore(self) -> None:
+        """For an export: the full weights that are not in memory; of fully sharded blocks in the host's, on the first
+        data rank of their mesh only. The model does not train any more after this."""
+        if self.full_shard is not None:
+            self.full_shard.remove()
+        dropped = {id(linear.weight) for linear in self._linear_of.values() if linear.codes_only}
+        missing = [s for s in self._parameters + self._frozen if id(s.parameter) in dropped | self._in_blocks]
+        self._gather_masters(missing, self._restore)
+
+    def _restore(self, sharded: Sharded, tensors: list[Tensor]) -> None:
+        parameter, from_block = sharded.parameter, id(sharded.parameter) in self._in_blocks
+        if from_block and sharded.mesh.data_rank:
+            return
+        linear = self._linear_of.get(id(parameter))
+        if isinstance(parameter.data, StoredWeight):
+            stored, on_host = parameter.data, [tensor.cpu() for tensor in tensors]
+            value = StoredWeight(*on_host, stored.format, stored.shape, stored.dtype)
+            linear.weight = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        else:
+            parameter.data = tensors[0].cpu() if from_block else tensors[0]
+        if not from_block and linear is not None:
+            linear.codes_only = False
+
+
+def _linears_by_weight(quantized: QuantizedModel, model: nn.Module) -> dict[int, LowBitLinear]:
+    """id of a weight -> its linear, where no other module has the weight."""
+    shared = shared_weights(model)
+    return {id(linear.weight): linear for linear in quantized.linears if id(linear.weight) not in shared}

@@ -1,0 +1,182 @@
+"""Low-bit all-gather: every rank quantizes its rows of a weight, and codes are what ranks gather.
+
+A scale that spans ranks needs the absmax of all of its elements: ranks reduce those of all weights at once, 4 bytes a
+scale, with MAX over their bit patterns, which order as the numbers do with NaN above Inf. BitNet's scale, a mean, needs
+a SUM in fp64. Then scales are known everywhere, and codes are those of the whole weight, bit for bit, however its rows
+are divided.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qtrain.comm.mesh import Mesh
+from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, SCALE_EPS, codes_shape, empty_scale, scale_shape
+from qtrain.kernels.quantize.absmax import absmax
+from qtrain.kernels.quantize.operators import quantize
+from qtrain.kernels.quantize.reference import amax_ref, scale_from_amax_ref
+from qtrain.parallel.shards import Sharded, by_mesh, local_tensors
+from qtrain.parallel.weights import gather_weights
+from qtrain.quant.linear import LowBitLinear
+from qtrain.tensors.quantized_tensor import QuantizedTensor
+
+
+@dataclass
+class ShardedCodes:
+    """The codes of a linear's weight, of which this rank computes its rows."""
+
+    sharded: Sharded
+    linear: LowBitLinear
+    scale: Tensor | None = None
+    keeps: bool = False
+    """Whether the scale and this rank's codes stay in memory, to be gathered more than once: always the same memory,
+    which recorded steps read."""
+    _kept: list[Tensor] | None = None
+
+    @cached_property
+    def _format(self):
+        return self.linear.scheme.wire_format()
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return self.linear.out_features, self.linear.in_features
+
+    @property
+    def spans_ranks(self) -> bool:
+        """Whether a scale covers all of the weight, other tensor ranks' parts too."""
+        return self._format.granularity == "tensorwise"
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether the scale is a mean, not an absmax."""
+        return self._format.fmt == "ternary"
+
+    def _pieces(self) -> Iterator[tuple[Tensor, slice]]:
+        """This rank's rows, and the rows of the scale that belong to them. Blocks start at multiples of their height in
+        the whole weight: rows above the first such row are a piece of their own."""
+        for rows in local_tensors(self.sharded.master):
+            low = self.sharded.bounds[self.sharded.mesh.shard_rank] // self.linear.in_features
+            height = GRANULARITIES[self._format.granularity][0]
+            if height is None:
+                yield rows, slice(None)
+                continue
+            head = min(-low % height, len(rows))
+            first = (low + head) // height
+            if head:
+                yield rows[:head], slice(low // height, low // height + 1)
+            if head < len(rows):
+                yield rows[head:], slice(first, first - (head - len(rows)) // height)
+
+    def statistics(self) -> Tensor:
+        """Of this rank's rows: the absmax of every scale's group, flat, fp32; for a mean the sum of |w| and the number
+        of elements, fp64 [2]."""
+        device = self.linear.weight.device
+        if self.is_mean:
+            found = torch.zeros(2, dtype=torch.float64, device=device)
+            for rows, _ in self._pieces():
+                found[0] += rows.abs().sum(dtype=torch.float64)
+                found[1] += rows.numel()
+            return found
+        found = torch.zeros(scale_shape(self._format.granularity, *self._shape), device=device)
+        for rows, of in self._pieces():
+            if self._format.granularity == "tensorwise":
+                known = self.linear.known_amax
+                found.copy_(absmax(rows) if known is None else known.view(torch.float32))
+            else:
+                found[of] = amax_ref(rows, self._format.granularity)
+        return found.view(-1)
+
+    def set_scale(self, statistics: Tensor) -> None:
+        """Compute the scale from the statistics of all ranks."""
+        if self.is_mean:
+            scale = (statistics[:1] / statistics[1:]).float().clamp(min=SCALE_EPS)
+        else:
+            fmt, granularity = self._format.fmt, self._format.granularity
+            amax = statistics.view(scale_shape(granularity, *self._shape))
+            scale = scale_from_amax_ref(amax, fmt, granularity, self._shape, self.linear.scheme.power_of_two)
+        (self.scale,) = _replace_values(self.scale if self.scale is None else [self.scale], [scale])
+
+    # ---- Gathered ----------------------------------------------------------------------------------------------------
+
+    def empty(self) -> list[Tensor]:
+        shape, dtype = codes_shape(self._format.fmt, *self._shape), FORMATS[self._format.fmt].dtype
+        codes = self.linear.low_bit_weight.output_codes
+        if self.keeps and codes.dtype == dtype and codes.shape == shape:  # not packed on the wire: no copy
+            return [codes]
+        return [torch.empty(shape, dtype=dtype, device=self.linear.weight.device)]
+
+    def own(self) -> list[Tensor]:
+        return self._kept if self.keeps else self._codes()
+
+    def update(self) -> None:
+        """Keep this rank's codes under the new scale."""
+        self._kept = _replace_values(self._kept, self._codes())
+        self.linear.mark_fresh()
+
+    def _codes(self) -> list[Tensor]:
+        return [self._encode(rows, self.scale[of]) for rows, of in self._pieces()]
+
+    def _encode(self, rows: Tensor, scale: Tensor) -> Tensor:
+        fmt, granularity = self._format.fmt, self._format.granularity
+        laid_out = empty_scale(granularity, *rows.shape, scale).copy_(scale)
+        return quantize(rows.contiguous(), fmt, granularity, scale=laid_out)[0]
+
+    def receive(self, tensors: list[Tensor]) -> None:
+        self.linear.receive_codes(QuantizedTensor(tensors[0], self.scale, self._format))
+        if not self.keeps:
+            self.scale = None
+
+    def bytes(self) -> int:
+        rows, width = codes_shape(self._format.fmt, *self._shape)
+        return rows * width
+
+
+def _replace_values(kept: list[Tensor] | None, values: list[Tensor]) -> list[Tensor]:
+    """`kept` with new values in the same memory; without any, the values themselves."""
+    if kept is None:
+        return values
+    for old, new in zip(kept, values, strict=True):
+        old.copy_(new)
+    return kept
+
+
+@torch.no_grad()
+def update_codes(weights: Sequence[ShardedCodes]) -> None:
+    """Compute the scales of updated masters, and give the linears their codes, or keep this rank's to be gathered when
+    they are needed. Every rank of the shard group calls it."""
+    for mesh, members in by_mesh(weights, lambda weight: weight.sharded):
+        _update_scales(members, mesh)
+    gather_weights([w for w in weights if not w.keeps], "codes")
+    for weight in weights:
+        if weight.keeps:
+            weight.update()
+
+
+def _update_scales(weights: Sequence[ShardedCodes], mesh: Mesh) -> None:
+    for group, op in (
+        ([w for w in weights if not w.is_mean], dist.ReduceOp.MAX),
+        ([w for w in weights if w.is_mean], dist.ReduceOp.SUM),
+    ):
+        if not group:
+            continue
+        own = [weight.statistics() for weight in group]
+        flat = torch.cat(own)
+        dist.all_reduce(flat.view(torch.int32) if op is dist.ReduceOp.MAX else flat, op, group=mesh.shard_group)
+        if mesh.tensor_group is not None:
+            flat = _over_tensor_ranks(flat, [(len(s), w.spans_ranks) for s, w in zip(own, group, strict=True)], mesh)
+        for weight, statistics in zip(group, flat.split([len(s) for s in own]), strict=True):
+            weight.set_scale(statistics)
+
+
+def _over_tensor_ranks(flat: Tensor, sizes: Sequence[tuple[int, bool]], mesh: Mesh) -> Tensor:
+    """The statistics `flat` of several weights, each (length, whether its scale covers other tensor ranks' parts)."""
+    if not any(spans for _, spans in sizes):
+        return flat
+    group, is_mean = mesh.tensor_group, flat.dtype is torch.float64
+    reduced = group.total_exactly(flat) if is_mean else group.maximum(flat)
+    spanning = torch.cat([torch.full((n,), spans, device=flat.device) for n, spans in sizes])
+    return torch.where(spanning, reduced, flat)

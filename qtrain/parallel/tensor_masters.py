@@ -1,0 +1,41 @@
+"""The parameters of one tensor rank, and the gradients of those that all ranks of a tensor group have."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from qtrain.comm.mesh import Mesh
+from qtrain.comm.tensor_group import TENSOR_RANK_NUMBERS
+from qtrain.parallel.shards import Sharded
+
+
+class TensorParts:
+    """The parameters of a rank's part of the model, in the groups whose gradients are reduced together. counted: those
+    of which this rank adds the squared gradients to the norm: of a parameter that all ranks of its tensor group have,
+    the first one does."""
+
+    def __init__(self, model: nn.Module, groups: Sequence[Sequence[Sharded]], mesh: Mesh):
+        parameters = [s for group in groups for s in group]
+        tensor, self._group = model.tensor, mesh.tensor_group
+        splits = {s.name: tensor.split(s.name) for s in parameters}
+        for s in parameters:
+            if split := splits[s.name]:
+                s.master.whole_shape = split.whole_shape(s.parameter.shape)
+                s.master.first_random_number = mesh.tensor_rank * TENSOR_RANK_NUMBERS
+        self.counted = [s for s in parameters if splits[s.name] or mesh.tensor_rank == 0]
+        self._terms = [[s.parameter for s in group if tensor.has_partial_gradient(s.name)] for group in groups]
+        # Added by rank 0 for all: they stay zero on the others, where their gradients are those of the sum, too.
+        zeros = {s.name for s in parameters if splits[s.name] and not splits[s.name].held}
+        self._zeros = [[s.parameter for s in group if s.name in zeros] for group in groups]
+
+    @torch.no_grad()
+    def complete_gradients(self, index: int) -> None:
+        """Sum those gradients of a group of which every rank has a term."""
+        terms = [p.grad for p in self._terms[index] if p.grad is not None]
+        if terms:
+            total = self._group.summed(torch.cat([g.flatten() for g in terms]), "gradients of norms")
+            torch._foreach_copy_([g.view(-1) for g in terms], list(total.split([g.numel() for g in terms])))
+        for p in self._zeros[index]:
+            if p.grad is not None:
+                p.grad.zero_()

@@ -1,0 +1,99 @@
+"""All-gather of updated weights: from the masters' shards to what the model computes with, a few tensors at a time."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from qtrain.comm.mesh import Mesh
+from qtrain.comm.wire import ALONE_BYTES, gather, gather_into, in_buckets
+from qtrain.parallel.shards import Sharded, as_bytes, by_mesh, byte_slices, local_tensors
+from qtrain.tensors.deferred import plain_tensors
+
+
+class Gathered(Protocol):
+    """What ranks gather of one parameter: tensors of which every rank holds the rows of its shard."""
+
+    sharded: Sharded
+
+    def empty(self) -> list[Tensor]:
+        """The full tensors, to be filled."""
+
+    def own(self) -> list[Tensor]:
+        """This rank's rows of them."""
+
+    def receive(self, tensors: list[Tensor]) -> None:
+        """Take the full tensors."""
+
+    def bytes(self) -> int:
+        """Of the full tensors."""
+
+
+@dataclass(frozen=True)
+class GatheredMaster:
+    """The values of a master, or the codes and scales of one that is stored in low bits."""
+
+    sharded: Sharded
+    give: Callable[[Sharded, list[Tensor]], None]
+
+    def empty(self) -> list[Tensor]:
+        tensors = plain_tensors(self.sharded.parameter)
+        return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+
+    def own(self) -> list[Tensor]:
+        return [t.contiguous() for t in local_tensors(self.sharded.master)]
+
+    def receive(self, tensors: list[Tensor]) -> None:
+        self.give(self.sharded, tensors)
+
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in plain_tensors(self.sharded.parameter))
+
+
+@torch.no_grad()
+def gather_weights(items: Iterable[Gathered], kind: str = "weights") -> None:
+    """Gather `items` over their shard ranks and hand each its full tensors. kind: under which the bytes are counted."""
+    for mesh, members in by_mesh(items, lambda item: item.sharded):
+        small = []
+        for item in members:
+            if item.bytes() >= ALONE_BYTES and _is_even(item.sharded):
+                _gather_alone(item, mesh, kind)
+            else:
+                small.append(item)
+        for bucket in in_buckets(small, lambda item: item.bytes()):
+            _gather_bucket(bucket, mesh, kind)
+
+
+def _is_even(sharded: Sharded) -> bool:
+    """Whether all ranks hold equally much."""
+    return len({high - low for low, high in pairwise(sharded.bounds)}) == 1
+
+
+def _gather_alone(item: Gathered, mesh: Mesh, kind: str) -> None:
+    """Without copies to and from messages."""
+    full, own = item.empty(), [as_bytes(piece) for piece in item.own()]
+    if len(full) == 1:  # of which a rank may have its rows in pieces
+        own = [torch.cat(own)] if len(own) > 1 else own
+    for tensor, rows in zip(full, own, strict=True):
+        gather_into(as_bytes(tensor), rows, mesh.shard_group, kind)
+    item.receive(full)
+
+
+def _gather_bucket(bucket: Sequence[Gathered], mesh: Mesh, kind: str) -> None:
+    targets = [item.empty() for item in bucket]
+    # Of each full tensor its bytes, and which of them each rank holds.
+    slices = [
+        (as_bytes(t), byte_slices(t, item.sharded)) for item, full in zip(bucket, targets, strict=True) for t in full
+    ]
+    own = [as_bytes(t) for item in bucket for t in item.own()]
+    message = torch.cat(own) if own else slices[0][0].new_empty(0)
+    sizes = [sum(held[s][1] - held[s][0] for _, held in slices) for s in range(mesh.shard)]
+    rows = gather(message, sizes, mesh.shard_group, kind)
+    for s, row in enumerate(rows):
+        pieces = [target[held[s][0] : held[s][1]] for target, held in slices]
+        torch._foreach_copy_(pieces, list(row.split([len(piece) for piece in pieces])))
+    for item, full in zip(bucket, targets, strict=True):
+        item.receive(full)

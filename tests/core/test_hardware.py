@@ -1,0 +1,105 @@
+"""The peaks of a device, by its exact name or measured; and the C library's memory settings, where it has them."""
+
+import ctypes
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from qtrain.core import hardware
+from qtrain.core.hardware import DATASHEET, describe_hardware, keep_freed_memory
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "product"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA A100-SXM4-40GB", "A100"),
+        ("NVIDIA A100 80GB PCIe", "A100 PCIe"),
+        ("NVIDIA A100-PCIE-40GB", "A100 PCIe"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+    ],
+)
+def test_only_the_very_product_has_the_peaks_of_its_datasheet(name, product, monkeypatch):
+    properties = SimpleNamespace(name=name, total_memory=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(hardware, "_measured_peaks", lambda device: {"bf16": 1.0})
+    found = describe_hardware(GPU)
+    assert found.measured == (product is None) and found.name == name
+    assert found.peaks == ({"bf16": 1.0} if product is None else DATASHEET[product])
+
+
+class BusyMachine:
+    """A clock that products move on: at 0.1 TFLOP/s, twenty times slower during the first 0.1 s."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        for name in ("mm", "_int_mm"):
+            monkeypatch.setattr(torch, name, self.multiply)
+
+    def multiply(self, a, b):
+        self.now += 2 * len(a) ** 3 / 1e11 * (20 if self.now < 0.1 else 1)
+
+
+@pytest.fixture
+def threads():
+    """Changes the number of threads for a test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_cpus_peaks_are_those_of_its_undisturbed_moments(count, threads, monkeypatch):
+    hardware._cpu_peaks.cache_clear()
+    threads(count)
+    BusyMachine(monkeypatch)
+    try:
+        peaks = describe_hardware(CPU).peaks
+    finally:
+        hardware._cpu_peaks.cache_clear()
+    assert peaks == {name: pytest.approx(count * 0.1) for name in ("fp32", "bf16", "int8")}
+    assert torch.get_num_threads() == count
+
+
+def test_a_process_measures_its_cpu_once_and_in_half_a_second(threads):
+    threads(1)
+    hardware._cpu_peaks.cache_clear()
+    started = time.perf_counter()
+    first = describe_hardware(CPU)
+    assert time.perf_counter() - started < 1.5 and all(rate > 0 for rate in first.peaks.values())
+    assert describe_hardware(CPU) == first
+
+
+@pytest.mark.parametrize("missing", [AttributeError, OSError, TypeError])
+def test_a_c_library_without_the_option_is_left_alone(monkeypatch, missing):
+    def library(name):
+        raise missing
+
+    monkeypatch.setattr(ctypes, "CDLL", library)
+    keep_freed_memory()
+
+
+def test_both_thresholds_are_set(monkeypatch):
+    asked = {}
+
+    class Library:
+        def mallopt(self, option, value):
+            asked[option] = value
+            return 1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
+    keep_freed_memory()
+    assert set(asked) == {-1, -3} and all(2**30 <= value < 2**31 for value in asked.values())

@@ -1,0 +1,196 @@
+"""The memory estimate against real modules: kept tensors are counted, and the peak follows what decides it."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from qtrain.models import (
+    Decoder,
+    Lora,
+    add_lora,
+    apply_activation_checkpointing,
+    build_model,
+    compile_layers,
+    read_model_source,
+)
+from qtrain.models.cost.memory import StepShape, estimate_memory
+from qtrain.models.cost.parameters import LAYER_LINEARS, count_parameters
+from qtrain.models.cost.saved_activations import LinearBytes, LowBitBytes, rows_per_token, saved_per_token
+from qtrain.models.cost.trained import only_adapters
+from qtrain.models.native.rope import rope_tables
+from qtrain.quant import SCHEMES, base_scheme, quantize_linears
+from qtrain.tensors.stored_weight import StoredWeight
+from tests.cases import sampled
+from tests.models.families import drawn, source_of
+from tests.peak_bytes import PeakBytes
+
+
+def kept_bytes(model: Decoder, batch: int, seq_len: int) -> float:
+    """Bytes a token that the first layer keeps for backward, its input and parameters aside."""
+    config = model.config
+    x = torch.randn(batch, seq_len, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    cos, sin = (t.unsqueeze(-2) for t in rope_tables(config.rope, config.head_dim, seq_len, x.device))
+    parameters = [p.inner.values() if isinstance(p, StoredWeight) else [p] for p in model.parameters()]
+    known = (*itertools.chain(*parameters), *model.buffers(), x, cos, sin)
+    own = {t.untyped_storage().data_ptr() for t in known}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor):
+        nonlocal kept
+        # A stored weight's tensors are known; uint8: random state
+        if not isinstance(tensor, StoredWeight) and tensor.dtype != torch.uint8:
+            place = tensor.untyped_storage().data_ptr()
+            kept |= {} if place in own else {place: tensor}
+        return tensor
+
+    model.layers[0](x, cos, sin, None).sum().backward()  # compiles backward too, which may decide what is kept
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model.layers[0](x, cos, sin, None)
+    assert out.shape == x.shape
+    return sum(t.untyped_storage().nbytes() for t in kept.values()) / (batch * seq_len)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    sampled([("qwen2", "none"), ("qwen3", "selective"), ("bitnet", "none")], lambda name, _: name != "qwen3"),
+)
+def test_compiled_layers_keep_what_the_table_says(name, mode):
+    torch._dynamo.reset()
+    shape = {"hidden_size": 128, "intermediate_size": 640, "num_attention_heads": 8, "num_hidden_layers": 1}
+    model = drawn(source_of(name, **shape), dtype=torch.bfloat16)
+    apply_activation_checkpointing(model, mode)
+    compile_layers(model)
+    expected = saved_per_token(model.config, mode, True, 2)
+    if mode == "none":  # recomputed on a CPU, where no kernel makes it
+        expected.pop("down norm input")
+    assert kept_bytes(model, 2, 64) == pytest.approx(sum(expected.values()) - expected["layer input"], rel=0.02)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(
+    ("lora", "mode"),
+    sampled(
+        [
+            (Lora(r=4, base="nf4"), "none"),
+            (Lora(r=4, base="int8"), "none"),
+            (Lora(r=4, base="nf4"), "selective"),
+            (Lora(r=4, targets=("q_proj", "v_proj")), "none"),
+            (Lora(r=4, base="nf4", dora=True), "none"),
+        ],
+        lambda lora, mode: (lora.base, mode) != ("int8", "none"),
+    ),
+)
+def test_compiled_layers_with_adapters_keep_no_weight_and_each_input_once(lora, mode):
+    """What a token takes, and beside it the adapters' copies in bf16 (and DoRA's gains: a few bytes a row)."""
+    torch._dynamo.reset()
+    shape = {"hidden_size": 128, "intermediate_size": 640, "num_attention_heads": 8, "num_hidden_layers": 1}
+    model = drawn(source_of("qwen2", **shape), dtype=torch.bfloat16)
+    if lora.base != "none":
+        quantize_linears(model, base_scheme(lora.base, "bf16"), seed=0, head=model.lm_head)
+    add_lora(model, lora, seed=0)
+    apply_activation_checkpointing(model, mode)
+    compile_layers(model)
+    part = only_adapters(model.config, lora)
+    expected = part.kept(saved_per_token(model.config, mode, True, 2), 2)
+    copies = part.added_bytes(2) - part.bytes if mode == "none" else 0
+    found = kept_bytes(model, 2, 64) * 128
+    assert found == pytest.approx(128 * (sum(expected.values()) - expected["layer input"]) + copies, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_eager_layers_keep_what_the_table_says(name):
+    """But for two things that differ on a CPU: norms keep fp32 copies of input and result where a GPU's kernel keeps
+    its bf16 input, and the gate is PyTorch's, which keeps silu(gate)."""
+    model = drawn(source_of(name), dtype=torch.bfloat16)
+    config = model.config
+    expected = saved_per_token(config, "none", False, 2)
+    normed = 2 * config.hidden_size
+    known = 2 * config.intermediate_size + 8 * normed
+    known -= 2 * config.hidden_size  # "after attention" is kept as the second norm's fp32 copy
+    if config.qk_norm:  # the same of each head, and its 1/rms, which the GPU's kernel does not keep
+        known += (8 * config.head_dim + 4) * (config.num_attention_heads + config.num_key_value_heads)
+    found = kept_bytes(model, 2, 24)
+    assert found == pytest.approx(sum(expected.values()) - expected["layer input"] + known, rel=0.001)
+
+
+EXPERT_ADAPTERS = ("experts.gate_up_proj", "experts.down_proj")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "lora"),
+    [
+        ("bf16", None),
+        ("int8", None),
+        ("bf16", Lora(r=5, targets=EXPERT_ADAPTERS)),
+        ("bf16", Lora(r=4, targets=EXPERT_ADAPTERS, dropout=0.1)),
+        ("bf16", Lora(r=4, targets=EXPERT_ADAPTERS[1])),
+    ],
+)
+def test_a_mixture_keeps_what_the_table_says(scheme, lora):
+    """Its rows with their padding; norms and attention are as of any layer."""
+    shape = {"hidden_size": 128, "moe_intermediate_size": 256, "num_hidden_layers": 1}
+    model = drawn(source_of("qwen3_moe", **shape), dtype=torch.bfloat16)
+    low_bit = None
+    if scheme == "int8":
+        quantize_linears(model, SCHEMES.get("int8", "--quantize")(), seed=0, head=model.lm_head)
+        kept_input = dict.fromkeys(LAYER_LINEARS, LinearBytes(2, kept_input=1.0))
+        low_bit = LowBitBytes(kept_input, down_input_recomputed=True)
+    rows, tokens = rows_per_token(model.config, 512), 512
+    saved = saved_per_token(model.config, "none", False, 2, low_bit, rows)
+    if lora is not None:
+        add_lora(model, lora, seed=0)
+        saved = only_adapters(model.config, lora).kept(saved, 2, rows)
+        assert (saved["mlp_norm output"] > 0) == (lora.targets == EXPERT_ADAPTERS)
+    expected = {name: size for name, size in saved.items() if "experts" in name or name == "routing"}
+    expected["routing"] -= 4 * rows + 4 * model.config.mixture.per_token  # indices of rows are no saved tensors
+    x = torch.randn(2, 256, 128, dtype=torch.bfloat16, requires_grad=True)
+    own = {t.untyped_storage().data_ptr() for t in (x, *model.parameters(), *model.buffers())}
+    found: dict[int, int] = {}
+
+    def pack(tensor):
+        place = tensor.untyped_storage()
+        found.update({} if place.data_ptr() in own else {place.data_ptr(): place.nbytes()})
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = model.layers[0].mlp(x)
+    assert len(kept) == 3 and sum(found.values()) / tokens == pytest.approx(sum(expected.values()), rel=0.01)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_building_a_model_takes_its_weights_and_the_largest_in_fp32(tied):
+    """The largest moment of a model that is stored in low bits afterwards and trains one layer at a time."""
+    source = source_of("llama2", vocab_size=4096, tie_word_embeddings=tied)
+    with PeakBytes() as counted:
+        build_model(source, dtype=torch.bfloat16)
+    estimate = estimate_memory(source.model_config(), StepShape(micro_batch_size=1, seq_len=8))
+    assert sum(estimate.moments["build"].values()) == pytest.approx(counted.peak, rel=0.001)
+
+
+def test_memory_grows_and_shrinks_with_what_decides_it():
+    config = read_model_source("qwen2.5-0.5b").model_config()
+
+    def peak(optimizer_bytes=4.0, low_bit=None, **changes) -> int:
+        step = StepShape(**{"micro_batch_size": 8, "seq_len": 1024, **changes})
+        return estimate_memory(config, step, optimizer_bytes=optimizer_bytes, low_bit=low_bit).peak
+
+    base = peak()
+    assert peak(micro_batch_size=16) > 1.5 * base
+    assert peak(checkpointing="full") < peak(checkpointing="selective") < base
+    assert peak(optimizer_bytes=8.0) - base == 4 * count_parameters(config).total
+    assert peak(accumulates=True) - base == 2 * count_parameters(config).total
+    assert peak(loss_chunks=8) < base < peak(loss_chunks=1, micro_batch_size=9)
+    assert peak(compiled=False) >= base
+    low_bit = LowBitBytes(dict.fromkeys(LAYER_LINEARS, LinearBytes(2, kept_input=1.0)))
+    recomputed = dataclasses.replace(low_bit, down_input_recomputed=True)
+    assert peak(low_bit=recomputed) < peak(low_bit=low_bit) < base
+    one = LowBitBytes({**LowBitBytes.plain(2).layer, "gate_up": LinearBytes(2, kept_input=1.0)})
+    assert peak(low_bit=low_bit) < peak(low_bit=one) < base
+    estimate = estimate_memory(config, StepShape(micro_batch_size=8, seq_len=1024))
+    assert (
+        estimate.peak == max(sum(kinds.values()) for kinds in estimate.moments.values())
+        and estimate.weights == 2 * count_parameters(config).total
+    )

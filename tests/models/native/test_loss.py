@@ -1,0 +1,227 @@
+"""The chunked loss and its gradients against plain fp64 cross-entropy."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from qtrain.models import linear_cross_entropy
+from qtrain.models.native.loss import cross_entropy_sums
+from qtrain.quant import SCHEMES
+from qtrain.quant.linear import LowBitLinear
+
+TOKENS, WIDTH, VOCAB = 37, 8, 61
+
+
+class OtherHead(nn.Linear):
+    """A head that is not a plain linear, as a quantized one is not."""
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+def case(dtype: torch.dtype, head_type: type = nn.Linear, bias: bool = False):
+    torch.manual_seed(0)
+    hidden = (3 * torch.randn(TOKENS, WIDTH)).to(dtype).requires_grad_()
+    head = head_type(WIDTH, VOCAB, bias=bias).to(dtype)
+    labels = torch.randint(0, VOCAB, (TOKENS,))
+    labels[::5] = -100
+    return hidden, head, labels
+
+
+def exact(hidden, head, labels, z_loss, scale):
+    """loss, nll, and gradients of scale * loss, in fp64: of hidden, and of each of the head's parameters."""
+    x = hidden.detach().double().requires_grad_()
+    w, *bias = [p.detach().double().requires_grad_() for p in head.parameters()]
+    logits = F.linear(x, w, *bias)
+    nll = F.cross_entropy(logits, labels, reduction="sum")
+    loss = nll + z_loss * logits.logsumexp(-1)[labels != -100].square().sum()
+    (scale * loss).backward()
+    return loss.item(), nll.item(), x.grad, *(p.grad for p in (w, *bias))
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a.double() - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize(("head_type", "bias"), [(nn.Linear, False), (nn.Linear, True), (OtherHead, False)])
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+@pytest.mark.parametrize("chunks", [0, 1, 3, TOKENS, 100])
+def test_equal_to_fp64_in_any_number_of_chunks(chunks, z_loss, head_type, bias):
+    hidden, head, labels = case(torch.float32, head_type, bias)
+    loss, nll, *gradients = exact(hidden, head, labels, z_loss, 0.1)
+    sums = linear_cross_entropy(hidden, head, labels, chunks, z_loss)
+    assert sums.loss.item() == pytest.approx(loss, rel=1e-6)
+    assert sums.nll.item() == pytest.approx(nll, rel=1e-6) and not sums.nll.requires_grad
+    (0.1 * sums.loss).backward()
+    for tensor, gradient in zip((hidden, *head.parameters()), gradients, strict=True):
+        assert relative(tensor.grad, gradient) < 1e-5
+
+
+def quantized(head: nn.Linear) -> LowBitLinear:
+    return LowBitLinear(head, SCHEMES.make("int8", {}, "--quantize"), torch.zeros(3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_quantized_head_runs_once_per_chunk_with_the_gradients_of_its_own_backward(chunks):
+    hidden, head, labels = case(torch.float32)
+    head, calls = quantized(head), []
+    head.register_forward_hook(lambda *_: calls.append(1))
+    linear_cross_entropy(hidden, head, labels, chunks).loss.backward()
+    assert len(calls) == chunks
+    ours = hidden.grad, head.weight.grad
+    hidden.grad = head.weight.grad = None
+    rows = -(-TOKENS // chunks)
+    for x, y in zip(hidden.split(rows), labels.split(rows), strict=True):
+        F.cross_entropy(head(x), y, reduction="sum").backward()
+    # A gradient of a logit that lies between two codes may be rounded to the other one.
+    assert relative(ours[0], hidden.grad.double()) < 1e-3 and relative(ours[1], head.weight.grad.double()) < 1e-3
+
+
+def test_the_gradient_of_an_integer_head_is_unbiased():
+    """Many small elements beside the label's -1: to nearest their INT8 codes are zero, and their sum is lost."""
+    torch.manual_seed(0)
+    hidden, labels = torch.randn(64, 64), torch.randint(0, 4096, (64,))
+    plain = nn.Linear(64, 4096, bias=False)
+    x = hidden.clone().requires_grad_()
+    F.cross_entropy(plain(x), labels, reduction="sum").backward()
+
+    def mean_gradient(scheme) -> torch.Tensor:
+        total = torch.zeros_like(hidden)
+        for seed in range(16):
+            x = hidden.clone().requires_grad_()
+            linear_cross_entropy(x, LowBitLinear(plain, scheme, torch.tensor([1, seed, 0])), labels).loss.backward()
+            total += x.grad / 16
+        return total.mean(dim=0)
+
+    int8, exact = SCHEMES.make("int8", {}, "--quantize"), x.grad.mean(dim=0).double()
+    assert relative(mean_gradient(int8.for_linear(64, 4096)), exact) > 0.1
+    assert relative(mean_gradient(int8.for_linear(64, 4096, head=True)), exact) < 0.03
+
+
+def test_a_frozen_head_and_a_frozen_stream_have_no_gradients():
+    hidden, head, labels = case(torch.float32, OtherHead)
+    head.requires_grad_(False)
+    assert linear_cross_entropy(hidden, head, labels, 2).loss.requires_grad
+    sums = linear_cross_entropy(hidden.detach(), head, labels, 2)
+    assert not sums.loss.requires_grad and sums.loss.item() == pytest.approx(exact(hidden, head, labels, 0, 1)[0])
+
+
+def test_no_tokens_give_gradients_of_zero():
+    for head_type in (nn.Linear, OtherHead):
+        hidden, head, labels = case(torch.float32, head_type, bias=True)
+        linear_cross_entropy(hidden[:0], head, labels[:0]).loss.backward()
+        assert all(not p.grad.any() for p in (hidden, *head.parameters()))
+
+
+@pytest.mark.parametrize("head_type", [nn.Linear, OtherHead])
+@pytest.mark.parametrize("chunks", [1, 5])
+def test_bf16_is_as_exact_as_plain_pytorch(chunks, head_type):
+    """Error against fp64 at most that of plain bf16 cross-entropy, and a quarter of bf16's epsilon."""
+    hidden, head, labels = case(torch.bfloat16, head_type)
+    loss, _, grad_hidden, grad_weight = exact(hidden, head, labels, 0.0, 1 / 7)
+    sums = linear_cross_entropy(hidden, head, labels, chunks)
+    (sums.loss / 7).backward()
+    ours = hidden.grad, head.weight.grad
+    assert ours[0].dtype == ours[1].dtype == torch.bfloat16
+
+    hidden.grad = head.weight.grad = None
+    plain = F.cross_entropy(head(hidden).float(), labels, reduction="sum")
+    (plain / 7).backward()
+    slack = torch.finfo(torch.bfloat16).eps / 4
+    assert abs(sums.loss.item() - loss) <= abs(plain.item() - loss) + slack
+    assert relative(ours[0], grad_hidden) <= relative(hidden.grad, grad_hidden) + slack
+    assert relative(ours[1], grad_weight) <= relative(head.weight.grad, grad_weight) + slack
+
+
+@pytest.mark.parametrize("head_type", [nn.Linear, OtherHead])
+def test_nothing_trained_on_is_zero_not_nan(head_type):
+    hidden, head, labels = case(torch.float32, head_type)
+    sums = linear_cross_entropy(hidden, head, torch.full_like(labels, -100), 3, z_loss=0.1)
+    sums.loss.backward()
+    assert sums.loss.item() == sums.nll.item() == 0.0
+    assert not hidden.grad.any() and not head.weight.grad.any()
+
+
+def test_huge_logits_do_not_overflow():
+    hidden, head, labels = case(torch.float32)
+    with torch.no_grad():
+        hidden.mul_(1e4)
+    loss, _, grad_hidden, _ = exact(hidden, head, labels, 0.0, 1.0)
+    sums = linear_cross_entropy(hidden, head, labels, 2)
+    sums.loss.backward()
+    assert sums.loss.item() == pytest.approx(loss, rel=1e-5)
+    assert relative(hidden.grad, grad_hidden) < 1e-2  # logits of 1e4 in fp32 are known to 1e-3
+
+
+@pytest.mark.parametrize("head_type", [nn.Linear, OtherHead])
+def test_without_gradients_the_same_sums(head_type):
+    hidden, head, labels = case(torch.float32, head_type)
+    trained = linear_cross_entropy(hidden, head, labels, 3, 0.01)
+    with torch.no_grad():
+        evaluated = linear_cross_entropy(hidden, head, labels, 3, 0.01)
+    assert evaluated.loss.item() == pytest.approx(trained.loss.item(), rel=1e-6)
+    assert not evaluated.loss.requires_grad
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_a_frozen_side_gets_no_gradient_and_the_other_the_right_one(frozen):
+    hidden, head, labels = case(torch.float32)
+    _, _, grad_hidden, grad_weight = exact(hidden, head, labels, 0.0, 1.0)
+    (hidden if frozen == "hidden" else head.weight).requires_grad_(False)
+    linear_cross_entropy(hidden, head, labels, 2).loss.backward()
+    if frozen == "hidden":
+        assert hidden.grad is None and relative(head.weight.grad, grad_weight) < 1e-5
+    else:
+        assert head.weight.grad is None and relative(hidden.grad, grad_hidden) < 1e-5
+
+
+def test_never_more_than_one_chunk_of_logits():
+    """No tensor of the whole [T, V] is made, forward or backward (the weight, transposed, has few rows)."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            nonlocal largest
+            out = op(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.ndim == 2 and out.shape[1] == VOCAB:
+                largest = max(largest, out.shape[0])
+            return out
+
+    for head_type in (nn.Linear, OtherHead):
+        hidden, head, labels = case(torch.float32, head_type)
+        with Watch():
+            linear_cross_entropy(hidden, head, labels, 4).loss.backward()
+    assert 0 < largest <= -(-TOKENS // 4)
+
+
+def test_the_gradient_of_logits_is_not_copied():
+    """Autograd would give a view that has changed since (a quantized head's output) the backward of as_strided: zeros
+    as large as the logits, and a copy of the gradient into them."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    of_logits = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            out = op(*args, **(kwargs or {}))
+            if "zeros" in str(op) and out.numel() == TOKENS * VOCAB:
+                of_logits.append(str(op))
+            return out
+
+    hidden, head, labels = case(torch.float32)
+    head = quantized(head)
+    with Watch():
+        linear_cross_entropy(hidden, head, labels, 1).loss.backward()
+    assert not of_logits
+
+
+def test_sums_from_whole_logits():
+    hidden, head, labels = case(torch.float32)
+    loss, nll, grad_hidden, _ = exact(hidden, head, labels, 0.01, 1.0)
+    sums = cross_entropy_sums(head(hidden), labels, 0.01)
+    sums.loss.backward()
+    assert sums.loss.item() == pytest.approx(loss, rel=1e-6) and sums.nll.item() == pytest.approx(nll, rel=1e-6)
+    assert relative(hidden.grad, grad_hidden) < 1e-5

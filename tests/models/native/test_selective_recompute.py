@@ -1,0 +1,46 @@
+"""Selective recomputation keeps a named set of operators, which is every matrix product and attention."""
+
+import importlib
+import re
+from pathlib import Path
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
+
+import qtrain
+from qtrain.models.native.selective_recompute import GEMM_OPERATORS, GROUPED_OPERATORS, keep_products
+
+
+def test_selective_keeps_every_product_of_this_project_and_no_quantizer():
+    """Every operator of kernels/gemm but the transpose and the one that adds in place, which only backward runs, and
+    the products of kernels/grouped."""
+    kernels = Path(qtrain.__file__).parent / "kernels"
+    defined = {name for file in kernels.rglob("*.py") for name in re.findall(r'"qtrain::(\w+)"', file.read_text())}
+    files = [*(kernels / "gemm").glob("*.py"), *(kernels / "grouped").glob("*_mm.py")]
+    products = {n for f in files for n in re.findall(r'"qtrain::(\w+)"', f.read_text())}
+    products = {name for name in products if name != "transpose_8bit" and not name.endswith("_")}
+    assert len(products) >= 6 and products <= defined
+    for file in kernels.rglob("*.py"):
+        importlib.import_module(".".join(file.relative_to(Path(qtrain.__file__).parents[1]).with_suffix("").parts))
+    operands = torch.empty(128, 256), torch.empty(4 * 512, 256), torch.empty(1), torch.empty(5)
+    kept = {
+        name
+        for name in defined
+        if keep_products(None, getattr(torch.ops.qtrain, name).default, *operands) == CheckpointPolicy.MUST_SAVE
+    }
+    assert kept == products == {*GEMM_OPERATORS, *GROUPED_OPERATORS}
+    assert keep_products(None, torch.ops.aten.bmm.default) == CheckpointPolicy.MUST_SAVE
+    assert keep_products(None, torch.ops.higher_order.flex_attention) == CheckpointPolicy.MUST_SAVE
+    assert keep_products(None, torch.ops.aten._int_mm.default) == CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_products_that_sum_over_few_columns_are_computed_again():
+    """Those of an adapter's B: of a linear, and of 4 experts. What A computes, which has few columns, is kept."""
+    mm, grouped = torch.ops.aten.mm.default, torch.ops.qtrain.grouped_rows_plain_mm.default
+    blocks, starts = torch.empty(1), torch.empty(5)
+    for rank, again in ((8, CheckpointPolicy.PREFER_RECOMPUTE), (128, CheckpointPolicy.MUST_SAVE)):
+        assert keep_products(None, mm, torch.empty(128, rank), torch.empty(rank, 256)) == again
+        assert keep_products(None, grouped, torch.empty(128, rank), torch.empty(4 * 256, rank), blocks, starts) == again
+        assert keep_products(None, mm, torch.empty(128, 256), torch.empty(256, rank)) == CheckpointPolicy.MUST_SAVE
+        of_a = torch.empty(128, 256), torch.empty(4 * rank, 256)
+        assert keep_products(None, grouped, *of_a, blocks, starts) == CheckpointPolicy.MUST_SAVE

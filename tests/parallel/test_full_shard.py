@@ -1,0 +1,69 @@
+"""Full sharding trains as one process does, bit for bit, and frees the weights of blocks that do not run."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from qtrain.bench.fake_world import fake_world
+from qtrain.bench.mesh_equality import SCHEMES_COMPARED, differences
+from qtrain.comm.mesh import Mesh, make_mesh
+from qtrain.models import ModelSource, build_model
+from qtrain.models.cost.parameters import count_parameters
+from qtrain.optim import parameter_groups
+from qtrain.parallel.data_parallel import DataParallel
+from qtrain.parallel.full_shard import decoder_units
+from qtrain.quant import quantize_linears
+from qtrain.train.plan.language_plan import language_memory
+from qtrain.train.settings import LanguageSettings
+from tests.cases import sampled
+from tests.peak_bytes import PeakBytes
+from tests.train.plan.test_plan import checked_of, linears_of
+from tests.train.test_mesh_equality import _of_one, _results
+
+CASES = [(scheme, "adamw_8bit", "1x2") for scheme in SCHEMES_COMPARED] + [
+    ("int8", "muon", "1x3"),
+    ("bitnet", "adamw_4bit", "2x2"),
+]
+
+
+SAMPLE = ("fp8_tensorwise delayed", "int8", "int4_weight")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "optimizer", "mesh"), sampled(CASES, lambda scheme, _, mesh: scheme not in SAMPLE or mesh == "1x3")
+)
+def test_full_sharding_trains_as_one_process(scheme, optimizer, mesh):
+    """With two micro-batches on every rank; an embedding and a head of their own are divided too."""
+    micro_batches, tied = 2 * math.prod(map(int, mesh.split("x"))), scheme == "int8"
+    one = _of_one(scheme, optimizer, micro_batches, tied=tied)
+    for of_rank in _results(scheme, optimizer, mesh, micro_batches, full_shard=True, tied=tied):
+        assert differences(one, of_rank) == ""
+
+
+SHAPE = {"model_type": "qwen2", "vocab_size": 128, "hidden_size": 128, "intermediate_size": 256}
+SHAPE |= {"num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"quantize": "fp8_tensorwise"}, {"quantize": "int4_weight"}, {"quantize": "bitnet", "optim": "muon"}],
+    ids=str,
+)
+def test_a_build_takes_a_rank_its_shard_and_one_matrix(options):
+    """At its peak, on the first of eight ranks, as the plan says: about a quarter of this model."""
+    checked = checked_of(LanguageSettings(batch_size=8, seq_len=8, **options))
+    checked = replace(checked, mesh=Mesh(1, 8), reshards=True)
+    source = ModelSource("many layers", SHAPE, "--model")
+    config = source.model_config()
+    planned = sum(language_memory(checked, config, linears_of(checked, config), None).build.values())
+    with fake_world(0, 8), PeakBytes() as counted:
+        mesh = make_mesh(1, 8, "cpu")
+        model = build_model(source, dtype=torch.bfloat16, defer_layers=True)
+        quantized = quantize_linears(model, checked.scheme, seed=0, head=model.lm_head)
+        hidden = {id(p) for group in parameter_groups(model, 0.1) if group["hidden"] for p in group["params"]}
+        needs_whole = checked.optimizer.needs_whole
+        DataParallel(model, quantized, mesh, lambda p: needs_whole(id(p) in hidden), units=decoder_units(model))
+    assert 0.85 * planned < counted.peak < planned
+    assert planned < 0.3 * 2 * count_parameters(config).total
