@@ -160,7 +160,7 @@ import qtrain.train.assembly.assemble, qtrain.train.assembly.prepare, qtrain.tra
 import qtrain.train.eval.exact_match, qtrain.train.eval.hellaswag, qtrain.train.eval.language, qtrain.train.freezing
 import qtrain.train.eval.lm_eval, qtrain.train.eval.vision
 import huggingface_hub.file_download, huggingface_hub.serialization, tokenizers, torch._dynamo  # else within a run
-from qtrain import hardware
+from qtrain.core import hardware
 from qtrain.core.config import run_script, versions
 from qtrain.train.listing import listing
 from qtrain.train.loop import Training
