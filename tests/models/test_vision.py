@@ -16,7 +16,7 @@ from qtrain.models import (
     recompute_blocks,
     repeated_blocks,
 )
-from qtrain.models.cost import vision as vision_cost
+from qtrain.models.cost.vision import vision_cost
 from qtrain.quant import SCHEMES, exported_tensors, quantize_linears
 
 timm = pytest.importorskip("timm")

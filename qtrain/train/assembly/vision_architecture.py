@@ -18,8 +18,8 @@ from qtrain.models import (
     recompute_blocks,
     repeated_blocks,
 )
-from qtrain.models.cost import vision as vision_cost
 from qtrain.models.cost.trained import TrainedPart
+from qtrain.models.cost.vision import vision_cost
 from qtrain.quant import LinearChoice
 from qtrain.train.assembly.architecture import Architecture, refuse_absurd
 from qtrain.train.checked_settings import CheckedSettings

@@ -7,9 +7,9 @@ from qtrain.comm.tensor_group import TensorGroup
 from qtrain.models import ModelSource, empty_model
 from qtrain.parallel.checkpoint_layout import DividedState
 from tests.cases import FULL_SWEEP, sampled
+from tests.parallel.test_checkpoint_layout import _run, _saved, _settings
 from tests.system import TINY
 from tests.test_mixture_runs import QWEN
-from tests.parallel.test_checkpoint_layout import _run, _saved, _settings
 from tests.worlds import run_ranks
 
 MODEL = {**QWEN, "num_hidden_layers": 2, "moe_intermediate_size": 64, "hidden_size": 128, "head_dim": 32}
