@@ -25,7 +25,7 @@ from qtrain.bench.arguments import name_and_options, split_list
 from qtrain.bench.tables import Cell, Table, about_run, write_json
 from qtrain.bench.timing import watching_clocks
 from qtrain.bench.training import time_training
-from qtrain.comm.launch import launch
+from qtrain.comm.launch import check_gpus, launch
 from qtrain.comm.ranks import rank
 from qtrain.core.checks import check_fields, parse_json
 from qtrain.core.config import JsonDict, as_dict, parse, run_script
@@ -86,7 +86,8 @@ def main(argv: list[str]) -> None:
     if argv[:1] == [WORKER]:
         cell = parse_json(argv[1], WORKER)
         settings = LanguageSettings(**check_fields(LanguageSettings, cell["settings"], WORKER))
-        launch(settings.gpus, settings.device)
+        check_gpus(settings.gpus, settings.device)
+        launch(settings.gpus)
         result = time_training(settings, cell["warmup_steps"])
         if rank() == 0:
             print(json.dumps(result))
