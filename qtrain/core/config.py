@@ -151,6 +151,10 @@ def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupte
     except BaseException:
         traceback.print_exc()
         code = 1
+    _exit_rank(code)
+
+
+def _exit_rank(code: int) -> NoReturn:
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         _write_error(stream)
