@@ -49,7 +49,11 @@ ABSURD = {
     ),
     "width": (llm_pretrain, plan(model="wide.json"), "hidden_size: 1000000000000 is out of range"),
     "workers": (llm_pretrain, plan(num_workers=100_000), "--num_workers: 100000 is out of range"),
-    "recipe without an end": (llm_pretrain, ["--config", "/dev/zero"], "--config: /dev/zero is longer than 67,108,864"),
+    "recipe without an end": (
+        llm_pretrain,
+        ["--config", "/dev/zero"],
+        "--config: cannot read /dev/zero: it is a device, not a regular file",
+    ),
     "images": (timm_finetune, flags(**SYNTHETIC, batch_size=10**12), "--batch_size: 1000000000000 is out of range"),
     "shards": (tokenize_data, flags(files=["jsonl"], shard_tokens=1), "--shard_tokens: 1 is out of range"),
     "processes": (tokenize_data, flags(files=["jsonl"], n_procs=10**6), "--n_procs: 1000000 is out of range"),

@@ -194,8 +194,9 @@ def _run_script(main: Callable[[list[str]], None], interrupted: str) -> None:
         print(interrupted, file=sys.stderr)
         sys.exit(130)
     except OSError:
-        if _write_error(sys.stdout, "\n") is None:
+        if (error := _write_error(sys.stdout, "\n")) is None:
             raise  # of another file or pipe, such as a data worker's
+        _exit_unwritten(error)
     finally:
         if error := _write_error(sys.stdout):
             _exit_unwritten(error)
