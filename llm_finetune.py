@@ -69,7 +69,7 @@ def train(settings: FinetuneSettings) -> None:
         merge_lora,
         save_adapter,
     )
-    from qtrain.quant import base_scheme
+    from qtrain.quant.schemes.frozen_base import base_scheme
     from qtrain.train.assembly.assemble import assemble, build_quantized
     from qtrain.train.assembly.language_architecture import LanguageArchitecture
     from qtrain.train.assembly.prepare import prepare

@@ -9,11 +9,11 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "qtrain").rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 
-BELOW_QUANT = {"comm", "tensors", "kernels", "core"}
+BELOW_QUANT = {"tensors", "kernels", "core"}
 ROOMS = {
-    "bench": {"train", "parallel", "models", "optim", "data", "quant", *BELOW_QUANT},
-    "train": {"parallel", "models", "optim", "data", "quant", *BELOW_QUANT},
-    "parallel": {"models", "optim", "data", "quant", *BELOW_QUANT},
+    "bench": {"train", "parallel", "comm", "models", "optim", "data", "quant", *BELOW_QUANT},
+    "train": {"parallel", "comm", "models", "optim", "data", "quant", *BELOW_QUANT},
+    "parallel": {"comm", "models", "optim", "data", "quant", *BELOW_QUANT},
     "models": {"quant", *BELOW_QUANT},
     "optim": BELOW_QUANT,
     "data": BELOW_QUANT,
@@ -40,6 +40,9 @@ INNER = {
     "data.text": {"data", "data.tokenizers"},
     "data.examples": {"data", "data.tokenizers"},
     "data.images": {"data"},
+    "quant.schemes": {"quant"},
+    "parallel.layers": set(),
+    "parallel": {"parallel.layers"},
     "models.config": set(),
     "models.native": {"models.config"},
     "models.hf": {"models.config", "models.native"},

@@ -6,7 +6,8 @@ from typing import Any
 from qtrain.bench.benchmark_settings import MAX_SIZE
 from qtrain.core.checks import parse_json, shown
 from qtrain.core.errors import UserError
-from qtrain.quant import SCHEMES, Auto, Scheme
+from qtrain.quant import SCHEMES, Scheme
+from qtrain.quant.schemes.auto import Auto
 
 
 def split_list(text: str) -> list[str]:

@@ -20,7 +20,8 @@ from qtrain.bench.tables import Table
 from qtrain.core.errors import UserError, unknown_name
 from qtrain.models import read_model_source
 from qtrain.models.cost.parameters import layer_linears
-from qtrain.quant import SCHEMES, Auto
+from qtrain.quant import SCHEMES
+from qtrain.quant.schemes.auto import Auto
 
 SIZES = {
     "cuda": {

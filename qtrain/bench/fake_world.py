@@ -32,7 +32,7 @@ from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.full_shard import decoder_units
 from qtrain.parallel.shards import local_tensors
 from qtrain.quant import quantize_linears
-from qtrain.quant.linear import LowBitWeight
+from qtrain.quant.weight_codes import WeightCodes
 from qtrain.tensors.deferred import plain_tensors
 from qtrain.train.checked_settings import CheckedSettings, check_settings
 from qtrain.train.plan.language_plan import language_memory
@@ -91,7 +91,7 @@ def held_bytes(checked: CheckedSettings, config: ModelConfig, mesh: Mesh) -> Byt
         optimizer.step()
     # As in the backward pass: a layer runs, and the next one is prefetched.
     parallel.gather_units(i for i, unit in enumerate(units) if unit.called in list(model.layers)[:2])
-    codes = chain.from_iterable(m.buffers() for m in model.modules() if isinstance(m, LowBitWeight))
+    codes = chain.from_iterable(m.buffers() for m in model.modules() if isinstance(m, WeightCodes))
     weights = chain.from_iterable(plain_tensors(p) for p in model.parameters())
     masters = [t for sharded in parallel.parameters for t in local_tensors(sharded.master)]
     states = (t for state in optimizer.state.values() for key, t in state.items() if key != "step")

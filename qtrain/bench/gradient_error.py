@@ -31,7 +31,7 @@ from qtrain.core.hardware import describe_hardware
 from qtrain.data import Batch, StreamContext, eval_batches
 from qtrain.models import ModelSource, build_model, read_model_source
 from qtrain.quant import SCHEMES, Scheme, quantize_linears
-from qtrain.quant.convert import find_linears
+from qtrain.quant.swap import find_linears
 from qtrain.train.device import choose_device, choose_dtype
 from qtrain.train.language import language_forward
 from qtrain.train.listing import listing

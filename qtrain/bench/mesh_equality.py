@@ -135,7 +135,7 @@ def train(
     for group in groups:
         group["params"] = [parallel.master(p) for p in group["params"]]
     optimizer = spec.build(groups, 1e-3, seed=3)
-    quantized.watch(optimizer)
+    quantized.track_versions(optimizer)
     if not optimizer_in_backward:
         share_amax(optimizer, quantized, parallel)
     in_backward = OptimizerInBackward(optimizer, parallel) if optimizer_in_backward else None
@@ -191,7 +191,7 @@ def state_digests(parallel: DataParallel, quantized, optimizer) -> dict[str, str
             add_weight(sharded, plain_tensors(sharded.parameter))
     parallel.gather_units()
     for index, linear in enumerate(quantized.linears):
-        for name, tensor in linear.low_bit_weight.named_buffers(remove_duplicate=False):
+        for name, tensor in linear.weight_codes.named_buffers(remove_duplicate=False):
             along_columns = name.startswith("grad_input") and tensor.ndim == 2
             add(f"codes {index} {name}", tensor, of_experts=linear.groups is not None, dim=int(along_columns))
     names = {id(sharded.master): sharded.name for sharded in parallel.parameters}

@@ -2,18 +2,16 @@
 after the other."""
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from qtrain.comm.tensor_group import TensorGroup
 from qtrain.core.errors import UserError, unknown_name
 from qtrain.models.hf.impl import build_hf_model
 from qtrain.models.hf.initial_values import DrawnValues, InitialValues, LoadedValues
 from qtrain.models.hf.source import ModelSource
 from qtrain.models.native.decoder import Decoder
-from qtrain.models.native.expert_parallel import ExpertParallel
-from qtrain.models.native.tensor_parallel import TensorParallel
 from qtrain.tensors.deferred import defer, is_deferred
 
 MODEL_IMPLS = {
@@ -30,16 +28,14 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     pretrained: bool = False,
     seed: int = 0,
-    tensor: TensorGroup | None = None,
-    sequence: bool = True,
-    experts: TensorGroup | None = None,
+    place: Callable[[Decoder], None] | None = None,
     defer_layers: bool = False,
 ) -> nn.Module:
-    """A model on `device` in `dtype`, its weights initialized from `seed` or, with `pretrained`, loaded from the
-    source. tensor: this rank builds its part of a native model (`tensor_parallel.py`), whose values are those of the
-    whole; sequence: with the stream divided along tokens. experts: the same of a mixture, of which it has some experts.
-    defer_layers: the matrices of a native model's layers have no memory (`tensors/deferred.py`): their values are made
-    when they are divided.
+    """A model on `device` in `dtype`, with weights: drawn from `seed` or, with `pretrained`, loaded from the source.
+
+    place: replaces modules of an empty native model by parallel kinds of them, with the sizes of this process; values
+    are then parts of those of the full model. defer_layers: the matrices of a native model's layers have no memory
+    (`tensors/deferred.py`): their values are made when they are divided.
 
     Raises UserError for an architecture that is not covered, and for weights that are missing or do not fit.
     """
@@ -52,7 +48,7 @@ def build_model(
         )
     if impl == "hf":
         return build_hf_model(source, device, dtype, pretrained, seed)
-    model = empty_model(source, tensor=tensor, sequence=sequence, experts=experts).to(dtype)
+    model = empty_model(source, place=place).to(dtype)
     values = LoadedValues(model, source) if pretrained else DrawnValues(model, seed)
     for name, module in model.named_modules():
         module.to_empty(device=device, recurse=False)
@@ -82,18 +78,12 @@ def _defer_matrices(name: str, module: nn.Module, values: InitialValues) -> None
             defer(p, functools.partial(make, own, p.shape, {"dtype": p.dtype, "device": p.device}))
 
 
-def empty_model(
-    source: ModelSource,
-    impl: str = "native",
-    tensor: TensorGroup | None = None,
-    sequence: bool = True,
-    experts: TensorGroup | None = None,
-) -> nn.Module:
+def empty_model(source: ModelSource, impl: str = "native", place: Callable[[Decoder], None] | None = None) -> nn.Module:
     """The model on the meta device: modules and shapes without memory."""
     if impl == "hf":
         return build_hf_model(source, "meta", torch.float32, pretrained=False, seed=0)
-    config = source.model_config()
-    parallel = None if tensor is None else TensorParallel(config, tensor, sequence=sequence)
-    divided = None if experts is None else ExpertParallel(config, experts)
     with torch.device("meta"):
-        return Decoder(config, parallel, divided)
+        decoder = Decoder(source.model_config())
+        if place is not None:
+            place(decoder)
+    return decoder

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from qtrain.models.native.attention import SequenceInfo
 from qtrain.models.native.decoder import Decoder, outputs
 from qtrain.models.native.rope import rope_tables
 
@@ -24,7 +25,7 @@ def rows_at_once(model: nn.Module, places: int) -> int:
     if not _cacheable(model, places):
         return ROWS_WITHOUT_CACHE
     config, element = model.config, model.norm.weight.element_size()
-    row = config.num_hidden_layers * 2 * model.local.num_key_value_heads * config.head_dim * places * element
+    row = config.num_hidden_layers * 2 * model.kv_heads * config.head_dim * places * element
     return min(max(CACHE_BYTES // row, 1), MAX_ROWS)
 
 
@@ -107,7 +108,7 @@ class _Cached:
         self._model, like = model, model.norm.weight
         self._tables = rope_tables(config.rope, config.head_dim, places, like.device)
         for layer in model.layers:
-            layer.attn.cache = KVCache(batch, model.local.num_key_value_heads, places, config.head_dim, like)
+            layer.attn.cache = KVCache(batch, model.kv_heads, places, config.head_dim, like)
 
     def __call__(self, ids: Tensor, at: Tensor, step: int) -> Tensor:
         model, last = self._model, at - 1  # the place of the newest token
@@ -115,15 +116,16 @@ class _Cached:
         mask = None
         if step == 0:
             width = int(at.max())
-            x, positions = model.embed(ids[:, :width]), torch.arange(width, device=ids.device).unsqueeze(0)
+            x, positions = model.embed_tokens(ids[:, :width]), torch.arange(width, device=ids.device).unsqueeze(0)
         else:
-            x, positions = model.embed(ids.gather(1, last.unsqueeze(1))), last.unsqueeze(1)
+            x, positions = model.embed_tokens(ids.gather(1, last.unsqueeze(1))), last.unsqueeze(1)
             mask = (torch.arange(ids.shape[1], device=ids.device) <= positions)[:, None, None]  # [B, 1, 1, T]
+        info = SequenceInfo(len(ids), x.shape[1], cos[positions].unsqueeze(-2), sin[positions].unsqueeze(-2), mask)
         for layer in model.layers:
             layer.attn.cache.at = last if step else None
-            x, *_ = outputs(layer(x, cos[positions].unsqueeze(-2), sin[positions].unsqueeze(-2), mask))
+            x, *_ = outputs(layer(x, info))
         x = x[torch.arange(len(ids), device=ids.device), last] if step == 0 else x[:, 0]
-        return model.logits(model.norm(x))
+        return model.output(model.norm(x), model.lm_head)
 
     def close(self) -> None:
         for layer in self._model.layers:

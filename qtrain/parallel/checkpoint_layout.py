@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.comm.ranks import all_gather
-from qtrain.comm.split import Split
 from qtrain.comm.tensor_group import TensorGroup
 from qtrain.core.errors import UserError
 from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES
 from qtrain.kernels.optim.state_formats import parse_format
 from qtrain.optim.parameter_groups import hidden_matrices
 from qtrain.parallel.split_tensor import SplitTensor
+from qtrain.tensors.partition import Partition
 from qtrain.tensors.stored_weight import STORED_FORMATS, StoredWeight
 
 States = dict[str, dict[str, Tensor]]
@@ -48,7 +48,7 @@ class DividedState:
     def __init__(self, model: nn.Module, group: TensorGroup):
         self._group, self._inexact = group, set()
         named = dict(model.named_parameters())
-        self._splits = {name: split for name in named if (split := model.split(name))}
+        self._splits = {name: split for name in named if (split := model.partition(name))}
         self._shapes = {name: named[name].shape for name in self._splits}
         self._stored = {name: p.data.format for name, p in named.items() if isinstance(p.data, StoredWeight)}
         # With tensor parallelism a rank has a part of every projection; of experts it has some, whose rows all have.
@@ -90,7 +90,7 @@ class DividedState:
             return tensor
         return SplitTensor.of(tensor, self._split(entry, name, unit, tensor.shape[-1]))
 
-    def _split(self, entry: str, name: str, unit: int | None, width: int) -> Split:
+    def _split(self, entry: str, name: str, unit: int | None, width: int) -> Partition:
         """How a tensor of the parameter `name` is split. width: the length of its rows on this rank."""
         split, ranks = self._splits[name], self._group.ranks
         if split.dim == 0 or unit == 1:
@@ -98,9 +98,9 @@ class DividedState:
         if unit is None or self._shapes[name][1] % unit:
             self._inexact.add(entry)
             dim = 0 if unit is None else 1
-            return Split.evenly(dim, (width * ranks,), ranks, self._group.rank)
+            return Partition.evenly(dim, (width * ranks,), ranks, self._group.rank)
         ranges = tuple((start // unit, stop // unit) for start, stop in split.ranges)
-        return dataclasses.replace(split, whole=split.whole // unit, ranges=ranges)
+        return dataclasses.replace(split, full=split.full // unit, ranges=ranges)
 
     def whole_meta(self, meta: Mapping[str, Any]) -> dict[str, Any]:
         """The description that `optimizer_tensors` returns, with the shapes and fused rows of the whole."""
@@ -150,7 +150,7 @@ class DividedState:
             _, id, kind = key.split(".")
             own = list(parse_format(id).parts(torch.Size(own))[kind][0])
         split = self._split(f"{name}.{key}", name, _unit(key), own[-1])
-        whole = list(split.whole_shape(own))
+        whole = list(split.full_shape(own))
         if not to_whole and described["shape"] != whole and f"{name}.{key}" not in self._inexact:
             raise ValueError(f"{name}.{key} has shape {described['shape']}, not {whole}")
         return {**described, "shape": whole if to_whole else own}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.comm.mesh import Mesh
-from qtrain.comm.wire import gather_rows
+from qtrain.comm.wire import gather_rows, maximum_over_ranks
 from qtrain.kernels.optim.sum_of_squares import SumOfSquares
 from qtrain.parallel.checkpoint_layout import DividedState
 from qtrain.parallel.expert_masters import shard_experts
@@ -27,7 +27,7 @@ from qtrain.parallel.shards import Sharded, by_mesh, shard_frozen, shard_paramet
 from qtrain.parallel.step_sums import Gradients
 from qtrain.parallel.tensor_masters import TensorParts
 from qtrain.quant import QuantizedModel
-from qtrain.quant.convert import shared_weights
+from qtrain.quant.swap import shared_weights
 
 
 class DataParallel:
@@ -57,11 +57,12 @@ class DataParallel:
         """Whether a micro-batch's gradients are added to those of the former one in the parameters' `.grad`."""
         self._first_micro_step, self._micro_batches, self._index = 0, 1, 0
         self._quantized = quantized
+        quantized.reduce_amax = maximum_over_ranks
         self._sum_of_squares = SumOfSquares()
         self._device = next(model.parameters()).device
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         in_units = {id(p) for unit in units for p in unit.holder.parameters()}
-        split = {name for name, _ in trained if mesh.of_experts is not None and model.split(name)}
+        split = {name for name, _ in trained if mesh.of_experts is not None and model.partition(name)}
         of_data, of_experts = ([(n, p) for n, p in trained if (n in split) == kind] for kind in (False, True))
         how = mesh, needs_whole, lambda p: id(p) in in_units
         self.parameters = shard_parameters(of_data, *how)

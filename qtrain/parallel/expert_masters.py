@@ -8,7 +8,7 @@ from torch import nn
 from qtrain.comm.mesh import Mesh
 from qtrain.comm.tensor_group import TENSOR_RANK_NUMBERS
 from qtrain.models import Decoder
-from qtrain.models.native.mixture import Experts
+from qtrain.parallel.layers.experts import EPExperts
 from qtrain.parallel.shards import Sharded, shard_parameters
 from qtrain.tensors.stored_weight import StoredWeight
 
@@ -26,12 +26,12 @@ def shard_experts(
     `shard_parameters`; in_order: compute as one process with all experts would, bit for bit."""
     terms = {}
     for module in model.modules() if in_order else ():
-        if isinstance(module, Experts):
+        if isinstance(module, EPExperts):
             terms |= module.keep_in_order()
     found = []
     for sharded in shard_parameters(named, mesh.of_experts, needs_whole, freed):
-        split, parameter = model.split(sharded.name), sharded.parameter
-        sharded.master.whole_shape = split.whole_shape(parameter.shape)
+        split, parameter = model.partition(sharded.name), sharded.parameter
+        sharded.master.whole_shape = split.full_shape(parameter.shape)
         sharded.master.first_element = split.ranges[0][0] * parameter.shape[1]
         if isinstance(parameter.data, StoredWeight):  # its update draws bits without regard to the first element
             sharded.master.first_random_number = mesh.of_experts.tensor_rank * TENSOR_RANK_NUMBERS

@@ -17,7 +17,8 @@ from qtrain.parallel.sharded_codes import ShardedCodes, update_codes
 from qtrain.parallel.shards import Sharded
 from qtrain.parallel.weights import GatheredMaster, gather_weights
 from qtrain.quant import LowBitLinear, QuantizedModel
-from qtrain.quant.convert import shared_weights
+from qtrain.quant.swap import shared_weights
+from qtrain.quant.weight_codes import reads_codes_only, wire_format
 from qtrain.tensors.deferred import plain_tensors
 from qtrain.tensors.stored_weight import StoredWeight
 
@@ -63,9 +64,9 @@ class ModelWeights:
         """Free the weights of linears that read only codes; the parameter stays, to receive the gradient."""
         for sharded in self._parameters + self._frozen:
             linear = self._linear_of.get(id(sharded.parameter))
-            if linear is not None and linear.scheme.reads_codes_only:
+            if linear is not None and reads_codes_only(linear.scheme):
                 linear.keep_codes_only()
-                if linear.scheme.wire_format():
+                if wire_format(linear.scheme):
                     self._codes.append(ShardedCodes(sharded, linear))
 
     def _quantize_outside(self) -> None:
@@ -73,7 +74,7 @@ class ModelWeights:
         head with the embedding's weight, of experts that no other rank has."""
         outside = [linear for linear in self._quantized.linears if not linear.gathered]
         for linear in outside:
-            linear.low_bit_weight.allocate()
+            linear.weight_codes.allocate()
         as_codes = [weight for weight in self._codes if not weight.keeps]
         update_codes(as_codes)
         known = {id(weight.linear) for weight in as_codes}
@@ -94,7 +95,7 @@ class ModelWeights:
             if linear is None or not linear.codes_only:
                 tensors += plain_tensors(sharded.parameter)
             if linear is not None:
-                tensors += linear.low_bit_weight.buffers()
+                tensors += linear.weight_codes.buffers()
                 linear.gathered = True
                 # Gathered in any micro-batch, a weight is rounded with the random bits of its last update. A linear's
                 # key is a row of `quantized.keys`, which several may share.

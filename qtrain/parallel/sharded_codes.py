@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qtrain.comm.mesh import Mesh
-from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, SCALE_EPS, codes_shape, empty_scale, scale_shape
-from qtrain.kernels.quantize.absmax import absmax
+from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, codes_shape, empty_scale, scale_shape
 from qtrain.kernels.quantize.operators import quantize
-from qtrain.kernels.quantize.reference import amax_ref, scale_from_amax_ref
+from qtrain.kernels.quantize.reference import amax_ref
 from qtrain.parallel.shards import Sharded, by_mesh, local_tensors
 from qtrain.parallel.weights import gather_weights
 from qtrain.quant.linear import LowBitLinear
+from qtrain.quant.scales import is_mean, scale_of_statistic, tensor_statistic
+from qtrain.quant.weight_codes import wire_format
 from qtrain.tensors.quantized_tensor import QuantizedTensor
 
 
@@ -39,7 +40,7 @@ class ShardedCodes:
 
     @cached_property
     def _format(self):
-        return self.linear.scheme.wire_format()
+        return wire_format(self.linear.scheme)
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -53,7 +54,7 @@ class ShardedCodes:
     @property
     def is_mean(self) -> bool:
         """Whether the scale is a mean, not an absmax."""
-        return self._format.fmt == "ternary"
+        return is_mean(self._format)
 
     def _pieces(self) -> Iterator[tuple[Tensor, slice]]:
         """This rank's rows, and the rows of the scale that belong to them. Blocks start at multiples of their height in
@@ -78,33 +79,28 @@ class ShardedCodes:
         if self.is_mean:
             found = torch.zeros(2, dtype=torch.float64, device=device)
             for rows, _ in self._pieces():
-                found[0] += rows.abs().sum(dtype=torch.float64)
-                found[1] += rows.numel()
+                found += tensor_statistic(rows, self._format)
             return found
         found = torch.zeros(scale_shape(self._format.granularity, *self._shape), device=device)
-        for rows, of in self._pieces():
+        for rows, covered in self._pieces():
             if self._format.granularity == "tensorwise":
-                known = self.linear.known_amax
-                found.copy_(absmax(rows) if known is None else known.view(torch.float32))
+                found.copy_(tensor_statistic(rows, self._format, self.linear.known_amax))
             else:
-                found[of] = amax_ref(rows, self._format.granularity)
+                found[covered] = amax_ref(rows, self._format.granularity)
         return found.view(-1)
 
     def set_scale(self, statistics: Tensor) -> None:
         """Compute the scale from the statistics of all ranks."""
-        if self.is_mean:
-            scale = (statistics[:1] / statistics[1:]).float().clamp(min=SCALE_EPS)
-        else:
-            fmt, granularity = self._format.fmt, self._format.granularity
-            amax = statistics.view(scale_shape(granularity, *self._shape))
-            scale = scale_from_amax_ref(amax, fmt, granularity, self._shape, self.linear.scheme.power_of_two)
+        if not self.is_mean:
+            statistics = statistics.view(scale_shape(self._format.granularity, *self._shape))
+        scale = scale_of_statistic(statistics, self._format, self._shape, self.linear.scheme.power_of_two)
         (self.scale,) = _replace_values(self.scale if self.scale is None else [self.scale], [scale])
 
     # ---- Gathered ----------------------------------------------------------------------------------------------------
 
     def empty(self) -> list[Tensor]:
         shape, dtype = codes_shape(self._format.fmt, *self._shape), FORMATS[self._format.fmt].dtype
-        codes = self.linear.low_bit_weight.output_codes
+        codes = self.linear.weight_codes.output_codes
         if self.keeps and codes.dtype == dtype and codes.shape == shape:  # not packed on the wire: no copy
             return [codes]
         return [torch.empty(shape, dtype=dtype, device=self.linear.weight.device)]

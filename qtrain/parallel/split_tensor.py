@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from qtrain.comm.split import Split
+from qtrain.tensors.partition import Partition
 
 _aten = torch.ops.aten
 _PIECEWISE = {_aten.detach.default, _aten.clone.default, _aten._to_copy.default, _aten.empty_like.default}
@@ -33,9 +33,9 @@ class SplitTensor(Tensor):
         return made
 
     @classmethod
-    def of(cls, own: Tensor, split: Split) -> "SplitTensor":
+    def of(cls, own: Tensor, split: Partition) -> "SplitTensor":
         """A rank's part of a tensor, itself perhaps a shard by rows."""
-        shape, first = split.whole_shape(own.shape), 0
+        shape, first = split.full_shape(own.shape), 0
         if isinstance(own, DTensor):
             from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

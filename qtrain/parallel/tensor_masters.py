@@ -17,14 +17,14 @@ class TensorParts:
 
     def __init__(self, model: nn.Module, groups: Sequence[Sequence[Sharded]], mesh: Mesh):
         parameters = [s for group in groups for s in group]
-        tensor, self._group = model.tensor, mesh.tensor_group
-        splits = {s.name: tensor.split(s.name) for s in parameters}
+        parts, self._group = model.parts, mesh.tensor_group
+        splits = {s.name: parts.partition(s.name) for s in parameters}
         for s in parameters:
             if split := splits[s.name]:
-                s.master.whole_shape = split.whole_shape(s.parameter.shape)
+                s.master.whole_shape = split.full_shape(s.parameter.shape)
                 s.master.first_random_number = mesh.tensor_rank * TENSOR_RANK_NUMBERS
         self.counted = [s for s in parameters if splits[s.name] or mesh.tensor_rank == 0]
-        self._terms = [[s.parameter for s in group if tensor.has_partial_gradient(s.name)] for group in groups]
+        self._terms = [[s.parameter for s in group if parts.has_partial_gradient(s.name)] for group in groups]
         # Added by rank 0 for all: they stay zero on the others, where their gradients are those of the sum, too.
         zeros = {s.name for s in parameters if splits[s.name] and not splits[s.name].held}
         self._zeros = [[s.parameter for s in group if s.name in zeros] for group in groups]

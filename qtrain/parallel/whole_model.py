@@ -17,7 +17,7 @@ def gather_whole_model(model: Decoder, mesh: Mesh) -> nn.Module | None:
     if (mesh.of_experts or mesh).data_rank:
         return None
     config, group, device = model.config, mesh.part_group, model.norm.weight.device
-    parts = [type(model.parts)(config, dataclasses.replace(group, rank=r)) for r in range(group.ranks)]
+    parts = [dataclasses.replace(model.parts, group=dataclasses.replace(group, rank=r)) for r in range(group.ranks)]
     whole = None
     if mesh.rank == 0:
         with torch.device("meta"):
@@ -26,7 +26,7 @@ def gather_whole_model(model: Decoder, mesh: Mesh) -> nn.Module | None:
         whole.tie()
     targets = whole.state_dict() if whole is not None else {}
     for name, exported in exported_tensors(model).items():
-        splits = [part.split(name) for part in parts]
+        splits = [part.partition(name) for part in parts]
         if splits[0] is None:  # which only rank 0 may have, after full sharding
             if whole is not None:
                 targets[name].copy_(exported())

@@ -22,9 +22,10 @@ from qtrain.kernels.grouped.permute import combine_rows, route_weight_grad, weig
 from qtrain.kernels.grouped.row_groups import RowGroups, group_rows
 from qtrain.kernels.quantize.gather_rows import gather_rows
 from qtrain.kernels.swiglu.quantize import activation, activation_dots
+from qtrain.quant.arguments import LinearArguments, codes_or, save_operands, saved_operands
 from qtrain.quant.experts import expert_arguments
 from qtrain.quant.grouped_linear import GroupedLinear
-from qtrain.quant.linear import LinearArguments, LowBitLinear, save_operands, saved_operands
+from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.tensor_roles import NeedsOperand
 from qtrain.tensors.quantized_tensor import Operand
 
@@ -102,7 +103,7 @@ def _dropped(rows: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
 def _forward(rows: Tensor, weight: Operand, adapters: Adapters | None, of: AdaptedArguments) -> tuple[Tensor, Kept]:
     """The output [R, N] for rows [R, K]."""
     linear, dropout, mask = of.linear, of.dropout, None
-    y = linear.multiply("output", linear.quantize_input(rows, _ROWS).rows, weight, rows.dtype)
+    y = linear.multiply("output", linear.quantize("x", rows, _ROWS).rows, weight, rows.dtype)
     if adapters is None:
         return y, Kept()
     if dropout:
@@ -129,7 +130,7 @@ def _rows_backward(
 ) -> Tensor:
     """The gradient of the rows [R, K]."""
     linear = of.linear
-    drows = linear.multiply("grad_input", linear.quantize_grad(dy, _ROWS).rows, weight, dy.dtype)
+    drows = linear.multiply("grad_input", linear.quantize("dy", dy, _ROWS).rows, weight, dy.dtype)
     if adapters is None:
         return drows
     return drows.add_(_dropped(_multiply(drows_a, adapters.a.t(), linear.groups), kept.mask, of.dropout))
@@ -154,10 +155,10 @@ class AdaptedExpertsFunction(torch.autograd.Function):
     ) -> Tensor:
         groups, of_up, of_down = up.linear.groups, up.linear.weight, down.linear.weight
         rows = gather_rows(x, groups.token_of_row)
-        gate_up, up_kept = _forward(rows, _or(of_up.rows, w_up), _adapters(a_up, b_up, up, x.dtype), up)
+        gate_up, up_kept = _forward(rows, codes_or(of_up.rows, w_up), _adapters(a_up, b_up, up, x.dtype), up)
         h = activation(gate_up, None)
-        y, down_kept = _forward(h, _or(of_down.rows, w_down), _adapters(a_down, b_down, down, x.dtype), down)
-        columns = _or(of_up.columns, w_up), _or(of_down.columns, w_down)
+        y, down_kept = _forward(h, codes_or(of_down.rows, w_down), _adapters(a_down, b_down, down, x.dtype), down)
+        columns = codes_or(of_up.columns, w_up), codes_or(of_down.columns, w_down)
         x_kept = None if a_up is None else x
         save_operands(ctx, *columns, x_kept, gate_up, *up_kept, *down_kept, a_up, b_up, a_down, b_down)
         ctx.weights, ctx.up, ctx.down = (
@@ -191,10 +192,6 @@ class AdaptedExpertsFunction(torch.autograd.Function):
             drows = _rows_backward(dgate_up, of_up.rows_a, w_up, adapters, kept_up, up)
             dx = combine_rows(drows, None, groups.row_of_route)
         return dx, dweights, of_up.a, of_up.b, of_down.a, of_down.b, None, None, None, None
-
-
-def _or(operand: Operand | None, weight: Tensor) -> Operand:
-    return weight if operand is None else operand
 
 
 def adapted_experts_mlp(

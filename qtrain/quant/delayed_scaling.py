@@ -11,9 +11,11 @@ need no history: they are quantized once per step.
 Everything stays on the device. The history is the state that checkpoints hold; the scales are derived from it.
 """
 
-import torch
+from collections.abc import Callable
 
-from qtrain.comm.wire import maximum_over_ranks
+import torch
+from torch import Tensor
+
 from qtrain.kernels.quantize.reference import scale_ref
 from qtrain.quant.linear import LowBitLinear
 
@@ -33,10 +35,12 @@ class AmaxHistory:
         """fp32 [linears, 2 (x, dy), steps], the latest step first; 0: no absmax yet."""
 
     @torch.no_grad()
-    def roll(self) -> None:
-        """Append the absmax seen since the last call to the history and update the scales of the next step."""
+    def roll(self, reduce: Callable[[Tensor], None] | None = None) -> None:
+        """Append the absmax seen since the last call to the history and update the scales of the next step. reduce:
+        takes the maximum over processes in place, which see different data and must use one scale."""
         amax = torch.cat(self._seen).view(-1, 2)
-        maximum_over_ranks(amax)  # ranks see different data and must use one scale
+        if reduce is not None:
+            reduce(amax)
         amax = torch.where(amax.isfinite(), amax, 0.0)
         rolled = torch.cat([amax[..., None], self.history[..., :-1]], dim=-1)
         self.history.copy_(torch.where((amax > 0)[..., None], rolled, self.history))

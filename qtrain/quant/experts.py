@@ -19,10 +19,10 @@ from torch import Tensor
 from qtrain.kernels.grouped.permute import combine_rows, route_weight_grad, weights_of_rows
 from qtrain.kernels.grouped.row_groups import RowGroups, group_rows
 from qtrain.kernels.quantize.gather_rows import GatheredRows, RowIndex
+from qtrain.quant.arguments import LinearArguments, save_operands, saved_operands
 from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.grouped_linear import GroupedLinear
-from qtrain.quant.linear import LinearArguments, LowBitLinear, save_operands, saved_operands
-from qtrain.quant.parallel_experts import ExpertRanks, ParallelExpertsFunction
+from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.scheme import LowBitScheme
 from qtrain.quant.swiglu_mlp import NeedsGradient, mlp_backward, mlp_forward
 from qtrain.quant.tensor_roles import NeedsOperand
@@ -49,7 +49,7 @@ class ExpertsFunction(torch.autograd.Function):
         groups: RowGroups = up.groups
         # dh, which the gradient of the weights needs, is computed for that of gate_up.
         needs = NeedsGradient(needs_dx, needs_dup or needs_dweights, needs_ddown)
-        rows = up.quantize_input(GatheredRows(x, RowIndex(groups.token_of_row)), NeedsOperand(True, needs.up))
+        rows = up.quantize("x", GatheredRows(x, RowIndex(groups.token_of_row)), NeedsOperand(True, needs.up))
         y, saved = mlp_forward(rows, w_up, w_down, up, down, needs, x.dtype)
         save_operands(ctx, *saved.operands)
         ctx.mlp, ctx.weights = saved._replace(operands=()), weights
@@ -89,7 +89,7 @@ HIGH_PRECISION_EXPERTS = HighPrecision()
 def expert_arguments(linear: GroupedLinear | LowBitLinear) -> LinearArguments:
     if isinstance(linear, LowBitLinear):
         return linear.arguments()
-    return LinearArguments(HIGH_PRECISION_EXPERTS, None, Operands(None, None), None, None)
+    return LinearArguments(HIGH_PRECISION_EXPERTS, None, Operands(None, None))
 
 
 def experts_mlp(
@@ -98,35 +98,18 @@ def experts_mlp(
     x: Tensor,
     experts: Tensor,
     weights: Tensor,
-    ranks: ExpertRanks | None = None,
 ) -> Tensor:
     """x [T, C], experts int64 [T, k], weights fp32 [T, k] -> [T, C] in x's dtype, summed over k in fp32.
 
-    gate_up: per expert the rows of gate, then those of up. ranks: those that hold the other experts; each calls this
-    with its own tokens.
+    gate_up: per expert the rows of gate, then those of up.
     """
-    up_arguments, down_arguments = expert_arguments(gate_up), expert_arguments(down)
-    count = down.weight.shape[0] // x.shape[1]
-    if ranks is not None:
-        return ParallelExpertsFunction.apply(
-            x,
-            weights,
-            gate_up.weight,
-            down.weight,
-            *(ranks.terms or (None, None)),
-            experts,
-            up_arguments,
-            down_arguments,
-            ranks.group,
-            torch.is_grad_enabled(),
-        )
-    groups = group_rows(experts, count)
+    groups = group_rows(experts, down.weight.shape[0] // x.shape[1])
     return ExpertsFunction.apply(
         x,
         weights,
         gate_up.weight,
         down.weight,
-        up_arguments._replace(groups=groups),
-        down_arguments._replace(groups=groups),
+        expert_arguments(gate_up)._replace(groups=groups),
+        expert_arguments(down)._replace(groups=groups),
         torch.is_grad_enabled(),
     )

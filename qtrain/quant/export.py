@@ -5,14 +5,16 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from qtrain.quant.linear import LowBitLinear
+from qtrain.quant.weight_codes import WeightRequest, quantize_weight
 from qtrain.tensors.deferred import initial_value
+from qtrain.tensors.stored_weight import StoredWeight
 
 
 def exported_tensors(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
     """Functions that return the exported value of each entry of `state_dict`; tied parameters under every name.
 
     Values are plain tensors in the parameter's dtype, computed when the function is called, so that a model stored in
-    low bits never exists in high precision as a whole. See `LowBitScheme.exported_weight`.
+    low bits never exists in high precision as a whole. See `exported_weight`.
     """
     exported: dict[str, Callable[[], Tensor]] = {}
     for name, tensor in model.state_dict().items():
@@ -25,9 +27,15 @@ def exported_tensors(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
 
 
 def exported_weight(linear: nn.Module) -> Tensor:
-    """A linear's weight in high precision; of a deferred one its initial value."""
+    """A linear's weight in high precision, the values that `output` multiplies with; of a deferred one its initial
+    value."""
     if not isinstance(linear, LowBitLinear):
         return initial_value(linear.weight).detach()
-    if linear.scheme.latent and linear.group is not None:  # the scale is that of all ranks, which the codes have
-        return linear.low_bit_weight.operands().rows.dequantize(linear.weight.dtype)
-    return linear.scheme.exported_weight(initial_value(linear.weight))
+    value, scheme = initial_value(linear.weight), linear.scheme
+    if isinstance(value, StoredWeight):
+        return value.dequantize(value.dtype)
+    if not scheme.latent:
+        return value.detach()
+    if linear.reduce is not None:  # the scale is that of all processes, which the codes have
+        return linear.weight_codes.operands().rows.dequantize(value.dtype)
+    return quantize_weight(WeightRequest(scheme, value.detach(), None)).rows.dequantize(value.dtype)

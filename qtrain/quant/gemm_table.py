@@ -6,7 +6,7 @@ tensor with a stored weight, or codes that were quantized along their other dime
 
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,14 +17,14 @@ from qtrain.kernels.gemm.int4_mm import scaled_int4_mm
 from qtrain.kernels.gemm.mx_mm import mx_mm
 from qtrain.kernels.gemm.scaled_mm import scaled_mm
 from qtrain.kernels.numerics.formats import FORMATS
+from qtrain.quant.tensor_roles import Gemm
 from qtrain.tensors.quantized_tensor import Operand, OperandFormat, QuantizedTensor
 from qtrain.tensors.stored_weight import read_again
 
 T = TypeVar("T")
-FormatPair = tuple[str, str, str, str]
+ProductKey = tuple[str, str, str, str]
 """(format of a, granularity of a, format of b, granularity of b)"""
 
-Gemm = Literal["output", "grad_input", "grad_weight"]
 Product = Callable[[QuantizedTensor, QuantizedTensor, torch.dtype, Tensor | None, bool], Tensor]
 """(a [M, K], b [N, K], dtype, bias [N], fast_accum) -> a · bᵀ + bias [M, N] in dtype."""
 
@@ -72,7 +72,7 @@ _ROWS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], Product]] =
 ]
 
 
-def by_formats(rows: Iterable[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], T]]) -> dict[FormatPair, T]:
+def by_formats(rows: Iterable[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], T]]) -> dict[ProductKey, T]:
     """Rows (formats of both operands, granularities of a, of b, entry) -> the entry of each combination."""
     return {
         pair: entry

@@ -8,17 +8,14 @@ optimizers, shards by rows and checkpoints. Products are computed by `experts.py
 
 from torch import Tensor, nn
 
-from qtrain.comm.tensor_group import TensorGroup
-
 
 class GroupedLinear(nn.Linear):
-    """`groups` matrices of [N, K], without biases. in_features: K; out_features: groups * N. ranks: those that hold
-    further groups; None: there are none."""
+    """`groups` matrices of [N, K], without biases. in_features: K; out_features: groups * N."""
 
-    def __init__(self, groups: int, in_features: int, out_features: int, ranks: TensorGroup | None = None):
+    def __init__(self, groups: int, in_features: int, out_features: int):
         """out_features: N, of one group."""
         super().__init__(in_features, groups * out_features, bias=False)
-        self.groups, self.ranks = groups, ranks
+        self.groups = groups
 
     def forward(self, x: Tensor) -> Tensor:
         raise NotImplementedError("which rows belong to which expert is known to `experts_mlp` only")

@@ -18,7 +18,8 @@ from qtrain.kernels.grouped.grouped_int4_mm import grouped_rows_int4_mm, grouped
 from qtrain.kernels.grouped.grouped_mm import grouped_rows_mm, grouped_sums_mm
 from qtrain.kernels.grouped.grouped_plain_mm import grouped_rows_plain_mm, grouped_sums_plain_mm
 from qtrain.kernels.grouped.row_groups import RowGroups
-from qtrain.quant.gemm_table import FP4, FP8, INT4, INT8, Gemm, by_formats
+from qtrain.quant.gemm_table import FP4, FP8, INT4, INT8, by_formats
+from qtrain.quant.tensor_roles import Gemm
 from qtrain.tensors.quantized_tensor import Operand, OperandFormat, QuantizedTensor
 
 

@@ -1,7 +1,7 @@
 """Quantizers by operand format: along a tensor's rows, along its columns into transposed codes, or both from one read.
 
-Formats whose scales are fp32 share one set of operators, which fuse both layouts. Block scales in
-fewer bits have a quantizer of their own in `LOW_BIT_SCALES`.
+Formats whose scales are fp32 share one set of operators, which fuse both layouts. Block scales in fewer bits have a
+quantizer of their own in `LOW_BIT_SCALES`.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def _quantize_mx(t: Tensor, fmt: OperandFormat, rounding: Rounding, transposed: 
 
 def _quantize_nvfp4(t: Tensor, fmt: OperandFormat, rounding: Rounding, transposed: bool) -> QuantizedTensor:
     key = rounding.column_key if transposed else rounding.row_key
-    codes, scale, tensor_scale = quantize_nvfp4(t, key, rounding.role, transposed)
+    codes, scale, tensor_scale = quantize_nvfp4(t, key, rounding.role, transposed, fmt.hadamard)
     return QuantizedTensor(codes, scale, fmt, tensor_scale)
 
 
@@ -39,33 +39,42 @@ LOW_BIT_SCALES: dict[torch.dtype, Callable[[Tensor, OperandFormat, Rounding, boo
 """Quantizers (t, format, rounding, transposed) -> codes by the dtype of block scales that are not fp32."""
 
 
-def quantize_rows(t: Tensor, fmt: OperandFormat, rounding: Rounding, power_of_two: bool) -> QuantizedTensor:
-    """t [M, K] -> codes [M, K]."""
+def quantize_rows(
+    t: Tensor, fmt: OperandFormat, rounding: Rounding, power_of_two: bool, scale: Tensor | None = None
+) -> QuantizedTensor:
+    """t [M, K] -> codes [M, K]. scale: of all of t, fp32 [1], if it is given."""
     if quantizer := LOW_BIT_SCALES.get(fmt.scale_dtype):
         return quantizer(t, fmt, rounding, False)
-    codes, scale = quantize(t, fmt.fmt, fmt.granularity, rounding.row_key, rounding.role, power_of_two)
-    return QuantizedTensor(codes, scale, fmt)
+    codes, used = quantize(t, fmt.fmt, fmt.granularity, rounding.row_key, rounding.role, power_of_two, scale)
+    return QuantizedTensor(codes, used if scale is None else scale, fmt)
 
 
 def quantize_columns(
-    t: Tensor, fmt: OperandFormat, rounding: Rounding, power_of_two: bool, groups: BlockGroups | None = None
+    t: Tensor,
+    fmt: OperandFormat,
+    rounding: Rounding,
+    power_of_two: bool,
+    groups: BlockGroups | None = None,
+    scale: Tensor | None = None,
 ) -> QuantizedTensor:
     """t [M, K] -> transposed codes [K, M]; stochastic rounding draws the bits that `quantize_rows` draws. groups: of
-    the rows of t; a scale of a whole column is then one per (group, column)."""
+    the rows of t; a scale of a whole column is then one per (group, column). scale: given, of all of t fp32 [1] or of
+    its columns [K]."""
     if quantizer := LOW_BIT_SCALES.get(fmt.scale_dtype):
         return quantizer(t, fmt, rounding, True)
-    codes, scale = quantize_transposed(
-        t, fmt.fmt, fmt.granularity, rounding.column_key, rounding.role, power_of_two, None, *(groups or NO_GROUPS)
+    codes, used = quantize_transposed(
+        t, fmt.fmt, fmt.granularity, rounding.column_key, rounding.role, power_of_two, scale, *(groups or NO_GROUPS)
     )
-    return QuantizedTensor(codes, scale, fmt)
+    return QuantizedTensor(codes, used if scale is None else scale, fmt)
 
 
-class Former(NamedTuple):
-    """What there is of a tensor's former value that quantizing its present one may use. operands: whose memory is
-    overwritten where a kernel can; amax: of the present value, as fp32 bits in int32 [1], if it is known."""
+class ReuseBuffers(NamedTuple):
+    """What quantizing a weight may use of its previous codes."""
 
     operands: Operands
+    """The previous codes and scales, whose memory is overwritten where a kernel can."""
     amax: Tensor | None = None
+    """The absmax of the present value, if it is known: fp32 bits in int32 [1]."""
 
 
 def quantize_dual_layout(
@@ -75,18 +84,18 @@ def quantize_dual_layout(
     rounding: Rounding,
     power_of_two: bool,
     groups: BlockGroups | None = None,
-    former: Former | None = None,
+    reuse: ReuseBuffers | None = None,
 ) -> Pair:
     """t [M, K] -> codes [M, K] and transposed codes [K, M], from one read of t where a kernel allows; gathered rows
     are then read from the matrix that they are gathered from. groups: as for `quantize_columns`."""
     if rows.scale_dtype in LOW_BIT_SCALES or columns.scale_dtype in LOW_BIT_SCALES:
         t = in_memory(t)
         return quantize_rows(t, rows, rounding, power_of_two), quantize_columns(t, columns, rounding, power_of_two)
-    if former is not None and rows == columns:
-        before, before_t = former.operands
+    if reuse is not None and rows == columns:
+        before, before_t = reuse.operands
         memory = before.codes, before.scale, before_t.codes, before_t.scale
         codes, scale, codes_t, scale_t = quantize_dual_into(
-            memory, t, rows.fmt, rows.granularity, rounding, power_of_two, *(groups or NO_GROUPS), former.amax
+            memory, t, rows.fmt, rows.granularity, rounding, power_of_two, *(groups or NO_GROUPS), reuse.amax
         )
         return QuantizedTensor(codes, scale, rows), QuantizedTensor(codes_t, scale_t, columns)
     x, index = with_index(t)

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qtrain.comm.tensor_group import TensorGroup
 from qtrain.kernels.quantize.column_groups import NO_GROUPS, BlockGroups
 from qtrain.kernels.quantize.gather_rows import GatheredRows
 from qtrain.kernels.swiglu.quantize import quantize_swiglu_backward, quantize_swiglu_rowwise
-from qtrain.quant.linear import LinearArguments, LowBitLinear, save_operands, saved_operands
+from qtrain.quant.arguments import Exchange, LinearArguments, codes_or, save_operands, saved_operands
+from qtrain.quant.execute import rowwise_swiglu
+from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.tensor_roles import NeedsOperand, RowwiseQuantization, SwiGLUOperands
-from qtrain.quant.token_gather import gathered_columns
 from qtrain.tensors.quantized_tensor import Operand, OperandFormat, Operands, QuantizedTensor
 
 
@@ -58,7 +58,7 @@ def mlp_forward(
 ) -> tuple[Tensor, MLPSaved]:
     """y [M, N] in dtype. With groups of rows the weights hold a matrix for each."""
     x_output, x_grad_weight = x
-    gate_up = up.multiply("output", x_output, _or(up.weight.rows, w_up), dtype)  # [M, 2I]
+    gate_up = up.multiply("output", x_output, codes_or(up.weight.rows, w_up), dtype)  # [M, 2I]
     rowwise = _rowwise(up, down, NeedsOperand(needs.x, needs.up), NeedsOperand(True, needs.down))
     column_amax = None
     if rowwise:
@@ -72,12 +72,12 @@ def mlp_forward(
     operands = (
         gate_up,
         column_amax,
-        _or(up.weight.columns, w_up) if needs.x else None,
+        codes_or(up.weight.columns, w_up) if needs.x else None,
         x_grad_weight if needs.up else None,
-        _or(down.weight.columns, w_down) if needs.x or needs.up else None,
+        codes_or(down.weight.columns, w_down) if needs.x or needs.up else None,
         h_grad_weight if needs.down else None,
     )
-    y = down.multiply("output", h_output, _or(down.weight.rows, w_down), dtype)
+    y = down.multiply("output", h_output, codes_or(down.weight.rows, w_down), dtype)
     dtypes = w_up.dtype, w_down.dtype
     return y, MLPSaved(operands, rowwise, up._replace(weight=None), down._replace(weight=None), dtypes)
 
@@ -98,7 +98,7 @@ def mlp_backward(
     (gate_up, column_amax, w_up, x_grad_weight, w_down, h_grad_weight), rowwise, up, down, weight_dtypes = saved
     needs_dh = needs.x or needs.up
     dx = dup = ddown = dots = None
-    dy_grad_input, dy_grad_weight = down.quantize_grad(dy, NeedsOperand(needs_dh, needs.down))
+    dy_grad_input, dy_grad_weight = down.quantize("dy", dy, NeedsOperand(needs_dh, needs.down))
     if needs_dh:
         dh = down.multiply("grad_input", dy_grad_input, w_down, dy.dtype)  # [M, I]
     if rowwise:
@@ -112,11 +112,11 @@ def mlp_backward(
         ddown = down.multiply("grad_weight", dy_grad_weight, h_grad_weight, weight_dtypes[1])
     if needs.x:
         dx = up.multiply("grad_input", grad_input, w_up, dy.dtype)
-        if up.gather is not None:
-            dx = up.gather.scattered_sum(dx)
+        if up.exchange is not None:
+            dx = up.exchange.reduce_dx(dx)
     if needs.up:
-        if up.gather is not None:
-            x_grad_weight = gathered_columns(x_grad_weight, dy.shape[0], up.gather)
+        if up.exchange is not None:
+            x_grad_weight = up.exchange.regather(x_grad_weight, dy.shape[0])
         dup = up.multiply("grad_weight", grad_weight, x_grad_weight, weight_dtypes[0])
     return MLPGradients(dx, dup, ddown, dots)
 
@@ -135,7 +135,7 @@ class SwiGLUMLPFunction(torch.autograd.Function):
         grad_enabled: bool,
     ) -> Tensor:
         needs = NeedsGradient(*(grad_enabled and needed for needed in ctx.needs_input_grad[:3]))
-        operands = up.quantize_input(x, NeedsOperand(True, needs.up))
+        operands = up.quantize("x", x, NeedsOperand(True, needs.up))
         y, saved = mlp_forward(operands, w_up, w_down, up, down, needs, x.dtype)
         save_operands(ctx, *saved.operands)
         ctx.mlp = saved._replace(operands=())
@@ -148,16 +148,11 @@ class SwiGLUMLPFunction(torch.autograd.Function):
         return *gradients[:3], None, None, None
 
 
-def _or(operand: QuantizedTensor | None, weight: Tensor) -> QuantizedTensor | Tensor:
-    """The weight's codes, or the weight itself where a GEMM reads that."""
-    return weight if operand is None else operand
-
-
 def _rowwise(
     up: LinearArguments, down: LinearArguments, needs_gradient: NeedsOperand, needs_activation: NeedsOperand
 ) -> RowwiseMLP | None:
-    activation = down.scheme.rowwise_swiglu("x", down.key, needs_activation)
-    gradient = up.scheme.rowwise_swiglu("dy", up.key, needs_gradient)
+    activation = rowwise_swiglu(down.scheme, "x", down.key, needs_activation)
+    gradient = rowwise_swiglu(up.scheme, "dy", up.key, needs_gradient)
     return RowwiseMLP(activation, gradient) if activation and gradient else None
 
 
@@ -187,15 +182,15 @@ def supports_swiglu_mlp(gate_up: nn.Module, down: nn.Module) -> bool:
     return all(isinstance(linear, LowBitLinear) and linear.bias is None for linear in (gate_up, down))
 
 
-def swiglu_mlp(gate_up: LowBitLinear, down: LowBitLinear, x: Tensor, gather: TensorGroup | None = None) -> Tensor:
-    """down(silu(gate) * up) of x [..., K] -> [..., N]; with `gather` that of all ranks' tokens [T, N], of x
-    [T / ranks, K]."""
+def swiglu_mlp(gate_up: LowBitLinear, down: LowBitLinear, x: Tensor, exchange: Exchange | None = None) -> Tensor:
+    """down(silu(gate) * up) of x [..., K] -> [..., N]; with an exchange of `gate_up` that of all processes' rows
+    [T, N]."""
     y = SwiGLUMLPFunction.apply(
         x.reshape(-1, gate_up.in_features),
         gate_up.weight,
         down.weight,
-        gate_up.arguments()._replace(gather=gather),
+        gate_up.arguments()._replace(exchange=exchange),
         down.arguments(),
         torch.is_grad_enabled(),
     )
-    return y.view(*x.shape[:-1], down.out_features) if gather is None else y
+    return y.view(*x.shape[:-1], down.out_features) if exchange is None else y

@@ -5,8 +5,13 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from qtrain.kernels.numerics.rounding import Rounding
-from qtrain.quant.gemm_table import Gemm
-from qtrain.tensors.quantized_tensor import Operands
+from qtrain.tensors.quantized_tensor import OperandFormat, Operands
+
+Gemm = Literal["output", "grad_input", "grad_weight"]
+"""The three GEMMs of a linear (`scheme.py`)."""
+
+FormatPair = tuple[OperandFormat | None, OperandFormat | None]
+"""The formats of two operands; None: high precision, or not needed."""
 
 TensorName = Literal["x", "w", "dy"]
 

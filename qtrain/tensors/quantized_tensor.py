@@ -23,6 +23,8 @@ class OperandFormat(NamedTuple):
     granularity: str
     scale_dtype: torch.dtype = torch.float32
     sum_dim: int = 1
+    hadamard: bool = False
+    """Whether values are rotated before they are quantized, 16 at a time along the sum (NVFP4's `grad_weight`)."""
 
     @property
     def bytes_per_element(self) -> float:

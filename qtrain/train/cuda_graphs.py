@@ -124,7 +124,7 @@ class StepGraphs:
     def refresh(self) -> None:
         """`requantize`, replayed where possible."""
         self._updated = True
-        if self._refused or not self._quantized.changes or not self._warm("refresh"):
+        if self._refused or not self._quantized.needs_refresh or not self._warm("refresh"):
             self._requantize()
             return
         known = self._quantized.known_amax()

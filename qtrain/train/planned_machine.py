@@ -7,7 +7,8 @@ from qtrain.comm.mesh import Mesh, mesh_shape, planned_mesh
 from qtrain.comm.ranks import launched_world
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import Hardware, datasheet_hardware, describe_hardware
-from qtrain.quant import Auto, LowBitScheme, Scheme
+from qtrain.quant import LowBitScheme, Scheme
+from qtrain.quant.schemes.auto import Auto
 from qtrain.train.device import choose_device
 from qtrain.train.plan.wires import find_wire, wire_in_node
 from qtrain.train.settings import TrainSettings

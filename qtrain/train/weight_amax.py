@@ -14,4 +14,4 @@ def share_amax(optimizer: Optimizer, quantized: QuantizedModel, parallel: DataPa
         master = parallel.master(linear.weight)
         return optimizer.record_amax(master) if master is linear.weight or linear.codes_only else None
 
-    quantized.take_amax(record)
+    quantized.use_optimizer_amax(record)

@@ -6,7 +6,8 @@ import torch
 from qtrain.bench.case import WrongResultError
 from qtrain.bench.linears import LinearProblem, linear_case, linear_table
 from qtrain.core.hardware import Hardware
-from qtrain.quant import SCHEMES, Auto
+from qtrain.quant import SCHEMES
+from qtrain.quant.schemes.auto import Auto
 
 CPU = torch.device("cpu")
 HARDWARE = Hardware("a device", {"bf16": 1.0, "int8": 2.0, "fp8": 2.0}, None, measured=False)

@@ -36,7 +36,7 @@ def new_run(name: str, folder: RunFolder, seed: int = 0, dtype=torch.bfloat16) -
     quantized = quantize_linears(model, SCHEMES.make("bf16", {}, ""), seed=3)
     options = SMALL if name.startswith("adamw") and "schedule" not in name else {}
     optimizer = OPTIMIZERS.make(name, options, "--optim").build(parameter_groups(model, 0.1), 0.01, seed=7)
-    quantized.watch(optimizer)
+    quantized.track_versions(optimizer)
     settings = LanguageSettings(n_steps=30, run_name="small")
     return Run(settings, "script", folder, torch.device("cpu"), model, quantized, optimizer, TrainState())
 

@@ -12,6 +12,7 @@ from qtrain.parallel.sharded_codes import ShardedCodes, update_codes
 from qtrain.parallel.shards import shard_parameters
 from qtrain.quant import SCHEMES
 from qtrain.quant.linear import LowBitLinear
+from qtrain.quant.weight_codes import wire_format
 from tests.worlds import run_ranks
 
 CASES = {
@@ -47,7 +48,7 @@ def _digests(linears: list[LowBitLinear]) -> list[dict[str, str]]:
     def digest(t: torch.Tensor) -> str:
         return hashlib.sha256(t.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
-    return [{name: digest(t) for name, t in linear.low_bit_weight.named_buffers()} for linear in linears]
+    return [{name: digest(t) for name, t in linear.weight_codes.named_buffers()} for linear in linears]
 
 
 def _gathered(name: str, shapes: tuple, replicate: int, shard: int, whole: bool) -> tuple:
@@ -55,7 +56,7 @@ def _gathered(name: str, shapes: tuple, replicate: int, shard: int, whole: bool)
     sharded = shard_parameters([(str(i), linear.weight) for i, linear in enumerate(linears)], mesh, lambda p: whole)
     for linear in linears:
         linear.keep_codes_only()
-        for _, buffer in linear.low_bit_weight.named_buffers():
+        for _, buffer in linear.weight_codes.named_buffers():
             buffer.zero_()
     weights = [ShardedCodes(s, linear) for s, linear in zip(sharded, linears, strict=True)]
     sent.clear()
@@ -99,4 +100,4 @@ def test_bytes_per_weight():
     ],
 )
 def test_two_sets_of_codes_are_not_gathered(scheme, options):
-    assert SCHEMES.make(scheme, options, "--quantize").wire_format() is None
+    assert wire_format(SCHEMES.make(scheme, options, "--quantize")) is None

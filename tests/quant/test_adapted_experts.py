@@ -7,9 +7,10 @@ from torch import Tensor
 
 from qtrain.kernels.grouped import grouped_plain_mm
 from qtrain.kernels.grouped.row_groups import RowGroups, group_rows
-from qtrain.quant import adapted_experts, base_scheme, quantize_linears
+from qtrain.quant import adapted_experts, quantize_linears
 from qtrain.quant.adapted_experts import AdaptedExperts, adapted_experts_mlp
 from qtrain.quant.export import exported_weight
+from qtrain.quant.schemes.frozen_base import base_scheme
 from tests.quant.test_experts import EXPERTS, INNER, C, Experts, module, routing
 
 SCALE = 1.5

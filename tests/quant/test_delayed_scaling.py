@@ -154,7 +154,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
         model = build_model(ModelSource("tiny", TINY, "--model"), seed=0)
         quantized = quantize_linears(model, scheme(scaling="delayed", stochastic_rounding=True, history=4), seed=3)
         optimizer = OPTIMIZERS.make("adamw", {}, "--optim").build(parameter_groups(model, 0.1), 0.01, seed=0)
-        quantized.watch(optimizer)
+        quantized.track_versions(optimizer)
         folder = RunFolder(tmp_path, checkpoint)
         settings = LanguageSettings(n_steps=10)
         return Run(settings, "script", folder, torch.device("cpu"), model, quantized, optimizer, TrainState())

@@ -93,7 +93,7 @@ def test_stale_codes_are_caught():
     model = nn.Sequential(nn.Linear(32, 32, bias=False))
     quantized = quantize_linears(model, scheme(), seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    quantized.watch(optimizer)
+    quantized.track_versions(optimizer)
     x = torch.randn(8, 32)
     before = model(x)
     before.square().sum().backward()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from qtrain.quant.parallel_experts import ExpertRanks
 from torch import Tensor
 
 from qtrain.comm.mesh import make_mesh
@@ -13,7 +14,6 @@ from qtrain.comm.wire import sent
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.experts import experts_mlp
 from qtrain.quant.grouped_linear import GroupedLinear
-from qtrain.quant.parallel_experts import ExpertRanks
 from tests.cases import sampled
 from tests.quant.test_experts import EXPERTS, INNER, PER_TOKEN, C, Experts, module, routing
 from tests.worlds import run_ranks

@@ -15,7 +15,8 @@ from qtrain.parallel import weights
 from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.full_shard import decoder_units
 from qtrain.parallel.shards import local_tensors
-from qtrain.quant import SCHEMES, base_scheme, quantize_linears
+from qtrain.quant import SCHEMES, quantize_linears
+from qtrain.quant.schemes.frozen_base import base_scheme
 from qtrain.tensors.deferred import plain_tensors
 from qtrain.train.language import language_forward
 from qtrain.train.state.frozen_weights import fingerprint
@@ -52,7 +53,7 @@ def _train(case: str, mesh_shape: str, full_shard: bool, micro_batches: int) -> 
     for group in groups:
         group["params"] = [parallel.master(p) for p in group["params"]]
     optimizer = OPTIMIZERS.make("adamw_8bit", {}, "--optim").build(groups, 1e-2, seed=3)
-    quantized.watch(optimizer)
+    quantized.track_versions(optimizer)
     forward, found = language_forward(model, None), []
     for step in range(3):
         batches = [

@@ -56,7 +56,7 @@ def train(
     if compiled:
         compile_layers(model)
     optimizer = OPTIMIZERS.make("adamw", {}, "--optim").build(parameter_groups(model, 0.1), 1e-3)
-    quantized.watch(optimizer)
+    quantized.track_versions(optimizer)
     share_amax(optimizer, quantized, DataParallel(model, quantized, Mesh()))
     forward = language_forward(model, None)
     graphs = StepGraphs(model, forward, quantized) if graphed else None

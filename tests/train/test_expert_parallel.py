@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from qtrain.models.native.expert_parallel import check_experts_divisible
 
 from qtrain.bench.mesh_equality import CLOSE, CONFIG, MIXTURE, SCHEMES_COMPARED, differences, random_micro_batch, train
 from qtrain.comm.mesh import expert_mesh_shape, make_mesh, planned_mesh
@@ -18,7 +19,6 @@ from qtrain.models import (
     build_model,
     compile_layers,
 )
-from qtrain.models.native.expert_parallel import check_experts_divisible
 from qtrain.optim import OPTIMIZERS
 from qtrain.parallel.data_parallel import DataParallel
 from qtrain.quant import SCHEMES, quantize_linears

@@ -61,7 +61,7 @@ class Trainee:
         )
         spec = OPTIMIZERS.make(optim, OPTIONS.get(optim, {}), "--optim")
         self.optimizer = spec.build(parameter_groups(self.model, 0.1), 1e-3, seed=3)
-        self.quantized.watch(self.optimizer)
+        self.quantized.track_versions(self.optimizer)
         self.in_backward = self.parallel = None
         if in_backward:
             self.update_in_backward()

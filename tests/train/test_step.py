@@ -139,7 +139,7 @@ def test_documents_in_one_window_train_as_if_each_were_alone():
 
 def optimizer_for(model: torch.nn.Module, quantized: QuantizedModel) -> torch.optim.Optimizer:
     optimizer = OPTIMIZERS.make("adamw", {}, "--optim").build(parameter_groups(model, 0.1), lr=1.0)
-    quantized.watch(optimizer)
+    quantized.track_versions(optimizer)
     return optimizer
 
 
@@ -167,14 +167,14 @@ def test_an_update_sets_the_learning_rate_frees_the_gradients_and_refreshes_the_
     optimizer = optimizer_for(model, quantized)
     forward = language_forward(model, None)
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-    codes = quantized.linears[0].low_bit_weight.output_codes.clone()
+    codes = quantized.linears[0].weight_codes.output_codes.clone()
     gradients = compute_gradients(model, forward, quantized, [masked_batch()], step=0)
     apply_gradients(optimizer, quantized, gradients, lr=0.01, clip_grad_norm=1.0)
     assert {group["lr"] for group in optimizer.param_groups} == {0.01}
     assert all(p.grad is None for p in model.parameters())
     moved = {n: (p.detach() - weights[n]).abs().max().item() for n, p in model.named_parameters()}
     assert all(0.005 < most < 0.02 for most in moved.values()), moved  # Adam's first step is the rate
-    assert not torch.equal(quantized.linears[0].low_bit_weight.output_codes, codes)
+    assert not torch.equal(quantized.linears[0].weight_codes.output_codes, codes)
     quantized.assert_fresh()
 
 

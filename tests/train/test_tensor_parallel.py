@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from qtrain.models.native.tensor_parallel import TensorParallel, check_divisible
 from torch import Tensor
 
 from qtrain.bench.mesh_equality import CONFIG as SMALL
@@ -28,7 +29,6 @@ from qtrain.models import (
     generate,
     read_model_source,
 )
-from qtrain.models.native.tensor_parallel import TensorParallel, check_divisible
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.full_shard import decoder_units
@@ -79,7 +79,7 @@ def model_of(config: dict[str, Any], mesh: Mesh, sequence: bool = True) -> torch
     for name, p in model.named_parameters():
         if name.endswith("bias"):
             split = model.tensor and model.tensor.split(name)
-            shape = split.whole_shape(p.shape) if split else p.shape
+            shape = split.full_shape(p.shape) if split else p.shape
             whole = torch.randn(shape, generator=torch.Generator().manual_seed(len(name)))
             p.data.copy_(split.take(whole) if split else whole)
     return model
@@ -95,7 +95,7 @@ def whole(model: torch.nn.Module, tensors: dict[str, Tensor]) -> dict[str, list]
     for name, own in tensors.items():
         split = model.tensor and model.tensor.split(name)
         if split:
-            target = torch.zeros(split.whole_shape(own.shape))
+            target = torch.zeros(split.full_shape(own.shape))
             split.put(target, own)
         elif model.tensor and model.tensor.group.rank:
             target = torch.zeros_like(own)
@@ -212,7 +212,7 @@ def _train(
         codes = {
             f"{i} {n}": t.float().tolist()
             for i, x in enumerate(quantized.linears)
-            for n, t in x.low_bit_weight.named_buffers()
+            for n, t in x.weight_codes.named_buffers()
         }
         if how:
             compiled, mode = how.split()
@@ -225,7 +225,7 @@ def _train(
         for group in groups:
             group["params"] = [parallel.master(p) for p in group["params"]]
         optimizer = spec.build(groups, 1e-3, seed=3)
-        quantized.watch(optimizer)
+        quantized.track_versions(optimizer)
         forward, steps = language_forward(model, None), []
         for step in range(STEPS):
             numbers = range(mesh.data_rank, 2, mesh.data_world)

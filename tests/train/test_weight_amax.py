@@ -21,7 +21,7 @@ def small_model(scheme: str, options: dict, optim: str) -> tuple[torch.nn.Module
     model = build_model(ModelSource("tiny", TINY, "--model"), seed=0, dtype=torch.bfloat16)
     quantized = quantize_linears(model, SCHEMES.make(scheme, options, "--quantize"), seed=3, head=model.lm_head)
     optimizer = OPTIMIZERS.make(optim, {}, "--optim").build(parameter_groups(model, 0.1), 0.01, seed=7)
-    quantized.watch(optimizer)
+    quantized.track_versions(optimizer)
     share_amax(optimizer, quantized, DataParallel(model, quantized, Mesh()))
     return model, quantized, optimizer
 

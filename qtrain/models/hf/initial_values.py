@@ -8,12 +8,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from qtrain.comm.split import Split
 from qtrain.core.errors import UserError
 from qtrain.models.config.hf_layout import TensorSlice, is_ignored, layout
 from qtrain.models.hf.io import files_of_tensors, opened_tensors, refuse_nonfinite, refuse_tensors, weights_folder
 from qtrain.models.hf.source import ModelSource
 from qtrain.models.native.decoder import Decoder
+from qtrain.tensors.partition import Partition
 
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
@@ -32,18 +32,18 @@ class DrawnValues:
     """
 
     def __init__(self, model: Decoder, seed: int):
-        self._std, self._seed, self._split_of = model.config.initializer_range, seed, model.split
+        self._std, self._seed, self._partition = model.config.initializer_range, seed, model.partition
 
     @torch.no_grad()
     def fill(self, name: str, target: Tensor) -> None:
         if target.ndim < 2:
             target.fill_(0.0 if name.endswith("bias") else 1.0)
             return
-        generator, split = named_generator(self._seed, name, target.device), self._split_of(name)
-        shape = split.whole_shape(target.shape) if split else target.shape
-        whole = torch.empty(shape, dtype=torch.float32, device=target.device)
-        whole.normal_(0.0, self._std, generator=generator)
-        target.copy_(split.take(whole) if split else whole)
+        generator, part = named_generator(self._seed, name, target.device), self._partition(name)
+        shape = part.full_shape(target.shape) if part else target.shape
+        full = torch.empty(shape, dtype=torch.float32, device=target.device)
+        full.normal_(0.0, self._std, generator=generator)
+        target.copy_(part.take(full) if part else full)
 
 
 def named_generator(seed: int, name: str, device: torch.device) -> torch.Generator:
@@ -62,7 +62,7 @@ class LoadedValues:
     def __init__(self, model: Decoder, source: ModelSource):
         self._where, self._config = f"--pretrained ({source.name})", model.config
         self._files = files_of_tensors(weights_folder(source), self._where)
-        self._split_of = model.split
+        self._partition = model.partition
         slices = {entry.hf_name: entry for entry in layout(model.config)}
         extra = {name for name in self._files.keys() - slices.keys() if not is_ignored(name, model.config)}
         # Some files store the tied matrix twice.
@@ -90,8 +90,8 @@ class LoadedValues:
                 for entry in members:
                     stored = opened.get_slice(entry.hf_name)
                     shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
-                    split, target = self._split_of(entry.name), tensors[entry.name]
-                    expected = entry.shape(split.whole_shape(target.shape) if split else target.shape)
+                    part, target = self._partition(entry.name), tensors[entry.name]
+                    expected = entry.shape(part.full_shape(target.shape) if part else target.shape)
                     if shape != expected:
                         wrong.append(f"{entry.hf_name} {list(shape)} (expected {list(expected)})")
                     elif "F" not in dtype:  # F32, BF16, F8_E4M3, ...; whole numbers are codes of another format
@@ -103,17 +103,17 @@ class LoadedValues:
     @torch.no_grad()
     def fill(self, name: str, target: Tensor) -> None:
         """As `InitialValues.fill`; a buffer that the source does not have keeps its value."""
-        split = self._split_of(name)
+        part = self._partition(name)
         for file, members in self._slices.get(name, {}).items():
             with opened_tensors(file, self._where, str(target.device)) as opened:
                 for entry in members:
                     stored = opened.get_tensor(entry.hf_name)
                     refuse_nonfinite(self._where, entry.hf_name, stored)
-                    _write(target, stored, entry, split)
+                    _write(target, stored, entry, part)
         if name == _EMBEDDING and self._tied_head:
-            self._compare_tied_head(target, split)
+            self._compare_tied_head(target, part)
 
-    def _compare_tied_head(self, embedding: Tensor, split: Split | None) -> None:
+    def _compare_tied_head(self, embedding: Tensor, part: Partition | None) -> None:
         head = torch.empty_like(embedding)
         self.fill(_HEAD, head)
         if not torch.equal(head, embedding):
@@ -123,17 +123,17 @@ class LoadedValues:
             )
 
 
-def _write(target: Tensor, stored: Tensor, entry: TensorSlice, split: Split | None) -> None:
+def _write(target: Tensor, stored: Tensor, entry: TensorSlice, part: Partition | None) -> None:
     """Write a checkpoint's tensor into a parameter, or what of it a tensor rank holds."""
-    if split is None:
+    if part is None:
         entry.of(target).copy_(stored)
         return
-    if not split.held:
+    if not part.held:
         target.zero_()
-    for start, at, length in split.pieces():
-        if split.dim == 0:  # the rows of this piece that the entry has
+    for start, at, length in part.pieces():
+        if part.dim == 0:  # the rows of this piece that the entry has
             low, high = max(start, entry.start), min(start + length, entry.start + stored.shape[0])
             if low < high:
                 target[at + low - start : at + high - start].copy_(stored[low - entry.start : high - entry.start])
         else:
-            target.narrow(split.dim, at, length).copy_(stored.narrow(split.dim, start, length))
+            target.narrow(part.dim, at, length).copy_(stored.narrow(part.dim, start, length))

@@ -6,7 +6,7 @@ all layers, and skips empty blocks.
 """
 
 import functools
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,6 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from qtrain.kernels.norm.qk_norm_rope import qk_norm_rope
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.native.rope import rotate
-from qtrain.models.native.tensor_parallel import TensorParallel, Tokens, norm_of_part
 
 Mask = Tensor | BlockMask | None
 
@@ -73,6 +72,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = No
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
 
 
+class SequenceInfo(NamedTuple):
+    """What every layer is told of the sequences beside the residual stream."""
+
+    batch: int
+    seq_len: int
+    cos: Tensor
+    sin: Tensor
+    """Rotary tables [S or B, S, 1, D/2]."""
+    mask: Mask = None
+    sharded: bool = False
+    """Whether processes have divided the stream along its batch * seq_len tokens (sequence parallelism)."""
+
+
 class KVCache(Protocol):
     """The interface of a cache of keys and values."""
 
@@ -80,34 +92,34 @@ class KVCache(Protocol):
 
 
 class Attention(nn.Module):
-    """[B, S, C] -> [B, S, C]. `qkv` holds the rows of q, k, then v. config: with `tensor`, of this rank's heads."""
+    """Grouped-query attention (GQA), [B, S, C] -> [B, S, C]. `qkv` holds the rows of q, k, then v."""
 
-    def __init__(self, config: ModelConfig, tensor: TensorParallel | None = None):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.tensor = tensor
         self.head_dim = config.head_dim
         self.split_sizes = [config.q_size, config.kv_size, config.kv_size]
         self.fused_rows = {"qkv": self.split_sizes}  # `optim.parameter_groups` reads it
         self.qkv = nn.Linear(config.hidden_size, config.qkv_size, bias=config.qkv_bias)
         self.norms_heads = config.qk_norm == "heads"
-        # Over all heads, of which ranks have some, or over each head alone.
+        # Over each head alone, or over all heads.
         q_width, k_width = (config.head_dim,) * 2 if self.norms_heads else (config.q_size, config.kv_size)
-        ranks = None if self.norms_heads else tensor
-        self.q_norm = norm_of_part(q_width, config, ranks) if config.qk_norm else None
-        self.k_norm = norm_of_part(k_width, config, ranks) if config.qk_norm else None
-        self.sub_norm = norm_of_part(config.q_size, config, tensor) if config.sub_norm else None
+        self.q_norm = nn.RMSNorm(q_width, eps=config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(k_width, eps=config.rms_norm_eps) if config.qk_norm else None
+        self.sub_norm = nn.RMSNorm(config.q_size, eps=config.rms_norm_eps) if config.sub_norm else None
         self.o_proj = nn.Linear(config.q_size, config.hidden_size, bias=config.o_bias)
         self.cache: KVCache | None = None  # set during generation (`greedy_decode.py`)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, tokens: Tokens | None = None) -> Tensor:
-        qkv = self.qkv(x) if self.tensor is None else self.tensor.column(self.qkv, x, tokens)
-        q, k, v = (t.transpose(1, 2) for t in self._heads(qkv, cos, sin))
+    def forward(self, x: Tensor, info: SequenceInfo) -> Tensor:
+        return self.attend(self.qkv(x), info)
+
+    def attend(self, qkv: Tensor, info: SequenceInfo) -> Tensor:
+        """Everything after `qkv`."""
+        q, k, v = (t.transpose(1, 2) for t in self._heads(qkv, info.cos, info.sin))
         if self.cache is not None:
             k, v = self.cache.extend(k, v)
-        y = attend(q, k, v, mask)
+        y = attend(q, k, v, info.mask)
         y = y.transpose(1, 2).flatten(2)
-        y = self.o_proj(y if self.sub_norm is None else self.sub_norm(y))
-        return y if self.tensor is None else self.tensor.leave(y, tokens)
+        return self.o_proj(y if self.sub_norm is None else self.sub_norm(y))
 
     def _heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v [B, S, heads, D] of qkv [B, S, C]; q and k normed, where the model norms them, and rotated."""

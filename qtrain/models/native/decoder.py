@@ -5,64 +5,52 @@ larger. Linears are always called as modules, so they can be swapped for quantiz
 """
 
 import functools
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from qtrain.comm.split import Split
-from qtrain.comm.tensor_group import TensorGroup
 from qtrain.kernels.cross_entropy import IGNORED
 from qtrain.models.config.model import ModelConfig
-from qtrain.models.native.attention import Attention, Mask, attention_mask
+from qtrain.models.native.attention import Attention, SequenceInfo, attention_mask
 from qtrain.models.native.expert_load import ExpertLoad
-from qtrain.models.native.expert_parallel import ExpertParallel
 from qtrain.models.native.latent_attention import LatentAttention
 from qtrain.models.native.loss import LossSums, linear_cross_entropy
 from qtrain.models.native.mixture import MixtureMLP, Routed
 from qtrain.models.native.mlp import MLP
-from qtrain.models.native.parallel_loss import parallel_cross_entropy
 from qtrain.models.native.rope import document_positions, rope_tables
 from qtrain.models.native.router import RouterLosses
 from qtrain.models.native.selective_recompute import selective_contexts
-from qtrain.models.native.tensor_parallel import TensorParallel, Tokens, norm_of_part
+from qtrain.tensors.partition import Partition, Parts
 
 Recompute = Literal["none", "selective", "full"]
 
 
 class DecoderLayer(nn.Module):
-    """One layer, [B, S, C] -> [B, S, C], or this rank's tokens of it (`tensor_parallel.py`); with a mixture of experts
-    -> Routed. router_losses: of a mixture; None: the MLP is a dense one. `recompute`: what its backward recomputes
-    instead of keeping."""
+    """One layer, [B, S, C] -> [B, S, C]; with a mixture of experts -> Routed. router_losses: of a mixture; None: the
+    MLP is a dense one. `recompute`: what its backward recomputes instead of keeping."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        tensor: TensorParallel | None = None,
-        experts: TensorGroup | None = None,
-        *,
-        router_losses: RouterLosses | None = None,
-    ):
+    def __init__(self, config: ModelConfig, router_losses: RouterLosses | None = None):
         super().__init__()
         self.attn_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.attn = Attention(config, tensor) if config.latent is None else LatentAttention(config)
+        self.attn = Attention(config) if config.latent is None else LatentAttention(config)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        routed = router_losses is not None
-        self.mlp = MixtureMLP(config, router_losses, experts, tensor) if routed else MLP(config, tensor)
+        self.mlp = MLP(config) if router_losses is None else MixtureMLP(config, router_losses)
         self.recompute: Recompute = "none"
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, tokens: Tokens | None = None) -> Tensor | Routed:
+    def forward(self, x: Tensor, info: SequenceInfo) -> Tensor | Routed:
         if self.recompute == "none" or not torch.is_grad_enabled():
-            return self._forward(x, cos, sin, mask, tokens)
+            return self._forward(x, info)
         run = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # a layer has no dropout
         if self.recompute == "selective":
-            return run(self._forward, x, cos, sin, mask, tokens, context_fn=selective_contexts)
-        return run(self._forward, x, cos, sin, mask, tokens)
+            return run(self._forward, x, info, context_fn=selective_contexts)
+        return run(self._forward, x, info)
 
-    def _forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, tokens: Tokens | None) -> Tensor | Routed:
-        x = x + self.attn(self.attn_norm(x), cos, sin, mask, tokens)
-        y, *of_router = outputs(self.mlp(self.mlp_norm(x), tokens))
+    def _forward(self, x: Tensor, info: SequenceInfo) -> Tensor | Routed:
+        x = x + self.attn(self.attn_norm(x), info)
+        y, *of_router = outputs(self.mlp(self.mlp_norm(x), info))
         return (x + y, *of_router) if of_router else x + y
 
 
@@ -71,69 +59,66 @@ def outputs(of_layer: Tensor | Routed) -> tuple[Tensor, ...]:
     return of_layer if isinstance(of_layer, tuple) else (of_layer,)
 
 
+class Embedding(nn.Embedding):
+    """ids [B, S] -> the residual stream [B, S, C]. sharded: as in `SequenceInfo`, which parallel kinds of it read."""
+
+    def forward(self, ids: Tensor, sharded: bool = False) -> Tensor:
+        return super().forward(ids)
+
+
 class Output(nn.Module):
     """The end of a decoder, a module of its own so that full sharding can gather the head while it runs."""
-
-    def __init__(self, tensor: TensorParallel | None):
-        super().__init__()
-        self.tensor = tensor
 
     def forward(
         self,
         x: Tensor,
         head: nn.Module,
+        info: SequenceInfo | None = None,
         labels: Tensor | None = None,
         chunks: int = 0,
         z_loss: float = 0.0,
-        tokens: Tokens | None = None,
     ) -> Tensor | LossSums:
-        """Logits over the whole vocabulary of the stream x that leaves the last norm, or of this rank's `tokens` of it;
-        with labels [T] the loss of x [T, C]."""
-        if labels is None:
-            return head(x) if self.tensor is None else self.tensor.logits(head, x, tokens)
-        if self.tensor is None:
-            return linear_cross_entropy(x, head, labels, chunks, z_loss)
-        return parallel_cross_entropy(x, head, labels, self.tensor, chunks, z_loss)
+        """Logits of the stream x [..., C] that leaves the last norm; with labels [T] the loss of its T tokens."""
+        return head(x) if labels is None else linear_cross_entropy(x.flatten(0, -2), head, labels, chunks, z_loss)
 
 
 class Decoder(nn.Module):
     """A causal language model.
 
     `loss_chunks` (0: chosen by size) and `z_loss` are read at every call; see `linear_cross_entropy`. So is
-    `router_losses`. With `tensor` this is one rank's part of the model that `config` describes; `local` has the rank's
-    own sizes. With either it has only some of a mixture's experts.
+    `router_losses`. It is declared for one process; `parallel/layers/place.py` replaces modules by parallel kinds of
+    them, with local sizes.
     """
 
     fullgraph = True  # a graph break in a layer is a bug
 
-    def __init__(
-        self, config: ModelConfig, tensor: TensorParallel | None = None, experts: ExpertParallel | None = None
-    ):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        assert tensor is None or experts is None, "tensor parallelism divides the experts too"
-        self.config, self.tensor = config, tensor
-        self.parts = tensor or experts
-        self.local = local = config if tensor is None else tensor.local
+        self.config = config
         self.loss_chunks = 0
         self.z_loss = 0.0
         self.router_losses = RouterLosses()
-        self.embed_tokens = nn.Embedding(local.vocab_size, config.hidden_size)
-        routed, parts = set(config.mixture_layers), tensor or experts
+        self.kv_heads = config.num_key_value_heads
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        routed = set(config.mixture_layers)
         self.layers = nn.ModuleList(
-            DecoderLayer(
-                local, tensor, parts and parts.group, router_losses=self.router_losses if i in routed else None
-            )
-            for i in range(config.num_hidden_layers)
+            DecoderLayer(config, self.router_losses if i in routed else None) for i in range(config.num_hidden_layers)
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, local.vocab_size, bias=False)
-        self.output = Output(tensor)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.output = Output()
         self.expert_load = ExpertLoad(len(routed), config.mixture.experts) if routed else None
+        self.parts: Parts | None = None
+        """How processes divide the parameters; None: this one holds all."""
+        self.shards_sequence = False
+        """Whether processes divide the residual stream along tokens in training."""
+        self.make_norm: Callable[..., nn.Module] = nn.RMSNorm
+        """Of the norms that `add_sub_norms` adds."""
         self.tie()
 
-    def split(self, name: str) -> Split | None:
-        """Which part of the parameter `name` this rank holds; None: all of it."""
-        return None if self.parts is None else self.parts.split(name)
+    def partition(self, name: str) -> Partition | None:
+        """The part of the parameter `name` that this process holds; None: all of it."""
+        return None if self.parts is None else self.parts.partition(name)
 
     def tie(self) -> None:
         """Share the embedding's weight with the head, if the config says so. Needed again after `to_empty`."""
@@ -168,7 +153,7 @@ class Decoder(nn.Module):
         for layer in self.layers:
             for module, output in ((layer.attn, layer.attn.o_proj), (layer.mlp, layer.mlp.down_proj)):
                 like = {"device": output.weight.device, "dtype": output.weight.dtype}
-                module.sub_norm = norm_of_part(output.in_features, self.config, self.tensor, **like)
+                module.sub_norm = self.make_norm(output.in_features, eps=self.config.rms_norm_eps, **like)
 
     def set_recompute(self, mode: Recompute) -> None:
         for layer in self.layers:
@@ -183,28 +168,22 @@ class Decoder(nn.Module):
         the trained tokens. doc_ids: attention stays within equal ids, and positions restart at each document.
         """
         batch, seq_len = input_ids.shape
-        tokens = (batch, seq_len) if self.tensor is not None and self.tensor.sequence else None
-        x = self.embed(input_ids, tokens)  # [B, S, C], or this rank's tokens
-        cos, sin = rope_tables(self.config.rope, self.config.rope_dim, seq_len, x.device)
+        cos, sin = rope_tables(self.config.rope, self.config.rope_dim, seq_len, input_ids.device)
         if doc_ids is not None:
             positions = document_positions(doc_ids)
             cos, sin = cos[positions], sin[positions]  # [B, S, D/2]
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-        mask = attention_mask(doc_ids, batch, seq_len, self.config.sliding_window, x.device)
-        routed = []
+        mask = attention_mask(doc_ids, batch, seq_len, self.config.sliding_window, input_ids.device)
+        info = SequenceInfo(batch, seq_len, cos, sin, mask, self.shards_sequence)
+        x, routed = self.embed_tokens(input_ids, info.sharded), []
         for layer in self.layers:
-            x, *of_router = outputs(layer(x, cos, sin, mask, tokens))
+            x, *of_router = outputs(layer(x, info))
             routed += [of_router] if of_router else []
         x = self.norm(x)
         if labels is None:
-            return self.logits(x, tokens)
-        sums = self._loss(x, labels, tokens)
+            return self.output(x, self.lm_head, info)
+        sums = LossSums(*self.output(x, self.lm_head, info, labels.flatten(), self.loss_chunks, self.z_loss))
         return sums if not routed or not torch.is_grad_enabled() else self._with_routers(sums, routed, labels)
-
-    def _loss(self, x: Tensor, labels: Tensor, tokens: Tokens | None) -> LossSums:
-        if self.tensor is not None:
-            x = self.tensor.enter(x, tokens)
-        return LossSums(*self.output(x.flatten(0, 1), self.lm_head, labels.flatten(), self.loss_chunks, self.z_loss))
 
     def _with_routers(self, sums: LossSums, routed: list[list[Tensor]], labels: Tensor) -> LossSums:
         """Count the routes, and add the routers' losses to the loss, as means over its trained tokens."""
@@ -216,15 +195,3 @@ class Decoder(nn.Module):
         balance, z = torch.stack(losses).mean(dim=0).unbind()
         auxiliary = weights.balance * balance + weights.z * z
         return sums._replace(loss=sums.loss + (labels != IGNORED).sum() * auxiliary)
-
-    def embed(self, input_ids: Tensor, tokens: Tokens | None = None) -> Tensor:
-        """The stream that enters the first layer."""
-        return (
-            self.embed_tokens(input_ids)
-            if self.tensor is None
-            else self.tensor.embed(self.embed_tokens, input_ids, tokens)
-        )
-
-    def logits(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
-        """Logits over the whole vocabulary of the stream that leaves the last norm."""
-        return self.output(x, self.lm_head, tokens=tokens)

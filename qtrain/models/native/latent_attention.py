@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.models.config.model import ModelConfig
-from qtrain.models.native.attention import KVCache, Mask, attend
+from qtrain.models.native.attention import KVCache, SequenceInfo, attend
 from qtrain.models.native.rope import rotate
 
 LATENT_NORM_EPS = 1e-6
@@ -41,7 +41,7 @@ class LatentAttention(nn.Module):
         # `optim.parameter_groups` reads it; the key's rotated part belongs to the projection of the latent vector.
         self.fused_rows = {"qkv_a": [self.split_sizes[0], latent.kv_rank + latent.rope_dim]}
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, tokens: None = None) -> Tensor:
+    def forward(self, x: Tensor, info: SequenceInfo) -> Tensor:
         latent = self.latent
         q, kv, k_rope = self.qkv_a(x).split(self.split_sizes, dim=-1)
         if self.q_b is not None and self.q_norm is not None:
@@ -50,10 +50,10 @@ class LatentAttention(nn.Module):
         kv = self.kv_b(self.kv_norm(kv)).unflatten(-1, (-1, latent.plain_dim + latent.value_dim))
         q_plain, q_rope = q.split([latent.plain_dim, latent.rope_dim], dim=-1)
         k_plain, v = kv.split([latent.plain_dim, latent.value_dim], dim=-1)
-        q_rope, k_rope = (rotate(self._halves(t), cos, sin) for t in (q_rope, k_rope.unsqueeze(2)))
+        q_rope, k_rope = (rotate(self._halves(t), info.cos, info.sin) for t in (q_rope, k_rope.unsqueeze(2)))
         q = torch.cat((q_plain, q_rope), dim=-1)
         k = torch.cat((k_plain, k_rope.expand(-1, -1, k_plain.shape[2], -1)), dim=-1)
-        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, self.scale)
+        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), info.mask, self.scale)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
     def _halves(self, x: Tensor) -> Tensor:

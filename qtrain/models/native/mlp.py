@@ -3,38 +3,33 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qtrain.comm.tensor_group import TensorGroup
 from qtrain.kernels.swiglu.swiglu import swiglu
 from qtrain.models.config.model import ModelConfig
-from qtrain.models.native.tensor_parallel import TensorParallel, Tokens, norm_of_part
+from qtrain.models.native.attention import SequenceInfo
 from qtrain.quant import supports_swiglu_mlp, swiglu_mlp
+from qtrain.quant.arguments import Exchange
 
 
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)), [..., C] -> [..., C]. `gate_up` holds the rows of gate, then up. width: the config's
     if None."""
 
-    def __init__(self, config: ModelConfig, tensor: TensorParallel | None = None, width: int | None = None):
+    def __init__(self, config: ModelConfig, width: int | None = None):
         super().__init__()
-        self.tensor = tensor
         width = width or config.intermediate_size
         self.gate_up = nn.Linear(config.hidden_size, 2 * width, bias=config.mlp_bias)
         self.fused_rows = {"gate_up": [width] * 2}  # as in `Attention`
-        self.sub_norm = norm_of_part(width, config, tensor) if config.sub_norm else None
+        self.sub_norm = nn.RMSNorm(width, eps=config.rms_norm_eps) if config.sub_norm else None
         self.down_proj = nn.Linear(width, config.hidden_size, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
-        if self.tensor is None:
-            return self._forward(x)
-        gather = self.tensor.code_gather(self.gate_up, x, tokens)
-        y = self._forward(x if gather else self.tensor.enter(x, tokens), gather)
-        return self.tensor.leave(y, tokens)
+    def forward(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor:
+        return self.compute(x)
 
-    def _forward(self, x: Tensor, gather: TensorGroup | None = None) -> Tensor:
-        """gather: the ranks whose tokens `gate_up` takes besides this rank's."""
+    def compute(self, x: Tensor, exchange: Exchange | None = None) -> Tensor:
+        """exchange: of `gate_up`, where it takes other processes' tokens too."""
         if x.is_cuda and self.sub_norm is None and supports_swiglu_mlp(self.gate_up, self.down_proj):
-            return swiglu_mlp(self.gate_up, self.down_proj, x, gather)
-        gate_up = self.gate_up(x) if gather is None else self.gate_up(x, gather)  # [..., 2I]
+            return swiglu_mlp(self.gate_up, self.down_proj, x, exchange)
+        gate_up = self.gate_up(x) if exchange is None else self.gate_up(x, exchange)  # [..., 2I]
         if x.is_cuda:
             y = swiglu(gate_up)
         else:  # PyTorch's operations are faster than the kernel's reference

@@ -13,13 +13,13 @@ No token is dropped. What trains a router besides the loss:
   raised (`expert_load.py`). Only selection reads it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from qtrain.comm.tensor_group import TensorGroup
 from qtrain.kernels.gemm.fp32_mm import fp32_mm
 from qtrain.models.config.mixture import Mixture
 
@@ -40,11 +40,13 @@ class Routing(NamedTuple):
         return Routing(*(of_tokens[:tokens] for of_tokens in self))
 
 
-class TokenRanks(NamedTuple):
-    """The ranks that divide the tokens of a micro-batch, and how many these are."""
+class TokenSum(NamedTuple):
+    """How a micro-batch is summed whose tokens several processes have divided."""
 
-    group: TensorGroup
+    reduce: Callable[[Tensor], Tensor]
+    """The sum over the processes; its gradient is that of each process's term."""
     tokens: int
+    """Of all processes."""
 
 
 @dataclass
@@ -55,16 +57,16 @@ class RouterLosses:
     balance: float = 0.0
     z: float = 0.0
 
-    def of(self, routing: Routing, load: Tensor, ranks: TokenRanks | None = None) -> Tensor:
-        """The load-balancing loss and the z-loss of a router, fp32 [2], or 0. load: as for `balance_loss`. ranks: whose
-        tokens both are of; None: `routing` has them all."""
+    def of(self, routing: Routing, load: Tensor, over: TokenSum | None = None) -> Tensor:
+        """The load-balancing loss and the z-loss of a router, fp32 [2], or 0. load: as for `balance_loss`. over: the
+        tokens that both are of; None: `routing` has them all."""
         if not self.balance and not self.z:
             return routing.logits.new_zeros(2)
         zero = routing.logits.new_zeros(())
         return torch.stack(
             [
-                balance_loss(routing, load, ranks) if self.balance else zero,
-                z_loss(routing.logits, ranks) if self.z else zero,
+                balance_loss(routing, load, over) if self.balance else zero,
+                z_loss(routing.logits, over) if self.z else zero,
             ]
         )
 
@@ -127,21 +129,21 @@ def best(scores: Tensor, count: int) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
 
 
-def balance_loss(routing: Routing, load: Tensor, ranks: TokenRanks | None = None) -> Tensor:
+def balance_loss(routing: Routing, load: Tensor, over: TokenSum | None = None) -> Tensor:
     """The load-balancing loss, an fp32 scalar. load: int64 [E], routes of each expert."""
     own, experts = routing.probabilities.shape
-    tokens = own if ranks is None else ranks.tokens
-    return experts * (load.float() / tokens * _mean(routing.probabilities, ranks)).sum()
+    tokens = own if over is None else over.tokens
+    return experts * (load.float() / tokens * _mean(routing.probabilities, over)).sum()
 
 
-def z_loss(logits: Tensor, ranks: TokenRanks | None = None) -> Tensor:
+def z_loss(logits: Tensor, over: TokenSum | None = None) -> Tensor:
     """The mean of logsumexp², an fp32 scalar."""
-    return _mean(logits.logsumexp(dim=-1).square(), ranks)
+    return _mean(logits.logsumexp(dim=-1).square(), over)
 
 
-def _mean(values: Tensor, ranks: TokenRanks | None) -> Tensor:
-    """Of values [T, ...] over the tokens. All ranks compute the same loss of it, so its gradient is that of each."""
-    return values.mean(dim=0) if ranks is None else ranks.group.reduce(values.sum(dim=0)) / ranks.tokens
+def _mean(values: Tensor, over: TokenSum | None) -> Tensor:
+    """Of values [T, ...] over the tokens. All processes compute the same loss: its gradient is that of each term."""
+    return values.mean(dim=0) if over is None else over.reduce(values.sum(dim=0)) / over.tokens
 
 
 class _RouterLogits(torch.autograd.Function):

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from qtrain.core.errors import UserError
-from qtrain.quant.convert import find_linears, quantize_linears
 from qtrain.quant.grouped_linear import groups_of
-from qtrain.quant.scheme import SCHEMES, Gemm, LowBitScheme, Scheme
+from qtrain.quant.scheme import SCHEMES, LowBitScheme, Scheme
+from qtrain.quant.swap import find_linears, quantize_linears
+from qtrain.quant.tensor_roles import Gemm
 
 Shape = tuple[int, int]
 """In-features and out-features."""

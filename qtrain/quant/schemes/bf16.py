@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.scheme import SCHEMES, Scheme
+from qtrain.quant.tensor_roles import Gemm
 
 
 @SCHEMES.register("bf16")

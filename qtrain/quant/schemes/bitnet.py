@@ -18,18 +18,10 @@ Source: Ma et al. 2024, "The Era of 1-bit LLMs", arXiv:2402.17764; sub norms: Bi
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
-
 from qtrain.core.errors import UserError
-from qtrain.kernels.numerics.packing import unpack
-from qtrain.kernels.quantize.column_groups import BlockGroups
-from qtrain.kernels.quantize.operators import quantize
-from qtrain.quant.gemm_table import Gemm
-from qtrain.quant.quantizers import Former
 from qtrain.quant.scheme import SCHEMES, LowBitScheme
-from qtrain.tensors.quantized_tensor import OperandFormat, Operands, QuantizedTensor
-
-PACKED = OperandFormat("ternary", "tensorwise")
+from qtrain.quant.tensor_roles import Gemm
+from qtrain.tensors.quantized_tensor import OperandFormat
 
 
 @SCHEMES.register("bitnet")
@@ -42,6 +34,7 @@ class BitNet(LowBitScheme):
     stochastic_rounding: bool = False
 
     latent = True
+    packed_weight = OperandFormat("ternary", "tensorwise")
 
     def __post_init__(self) -> None:
         if self.stochastic_rounding and self.backward == "bf16":
@@ -62,27 +55,3 @@ class BitNet(LowBitScheme):
         if gemm == "output" or self.backward == "int8":
             return first, second
         return None, second._replace(sum_dim=0)  # dy in bf16, times the codes that `output` reads, dequantized
-
-    def exported_weight(self, w: Tensor) -> Tensor:
-        return self.quantize_weight(w.detach(), None).rows.dequantize(w.dtype)
-
-    def quantize_weight(
-        self, w: Tensor, key: Tensor | None, groups: BlockGroups | None = None, former: Former | None = None
-    ) -> Operands:
-        codes, scale = quantize(w, *PACKED[:2])
-        return self.operands_of(QuantizedTensor(codes, scale, PACKED), w.shape[1])
-
-    def wire_format(self) -> OperandFormat | None:
-        return PACKED
-
-    def operands_of(self, codes: QuantizedTensor, in_features: int) -> Operands:
-        ternary = _unpacked(codes, in_features)
-        if self.backward == "bf16":
-            return Operands(ternary, ternary.summed_over_rows())
-        return Operands(ternary, ternary._replace(codes=ternary.codes.t().contiguous()))
-
-
-def _unpacked(packed: QuantizedTensor, in_features: int) -> QuantizedTensor:
-    """Ternary codes as int8 [N, K] in {-1, 0, 1}: not packed, INT8 tensor cores multiply them."""
-    codes = unpack(packed.codes, "ternary", in_features)
-    return QuantizedTensor(codes, packed.scale, OperandFormat("int8", "tensorwise"))

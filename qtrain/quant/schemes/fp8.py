@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qtrain.core.errors import UserError
-from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.scheme import LowBitScheme
+from qtrain.quant.tensor_roles import Gemm
 from qtrain.tensors.quantized_tensor import OperandFormat
 
 Arithmetic = Literal["fp8", "bf16"]

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qtrain.core.errors import UserError
-from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.scheme import SCHEMES
 from qtrain.quant.schemes.fp8 import Fp8
+from qtrain.quant.tensor_roles import Gemm
 
 
 @SCHEMES.register("fp8_blockwise")

@@ -8,9 +8,9 @@ powers of two by default, as in torchao: dividing by one changes no mantissa.
 
 from dataclasses import dataclass
 
-from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.scheme import SCHEMES
 from qtrain.quant.schemes.fp8 import Fp8Epilogue
+from qtrain.quant.tensor_roles import Gemm
 
 
 @SCHEMES.register("fp8_rowwise")

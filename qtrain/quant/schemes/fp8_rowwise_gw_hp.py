@@ -7,9 +7,9 @@ multiplies the tensors themselves.
 
 from dataclasses import dataclass
 
-from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.scheme import SCHEMES
 from qtrain.quant.schemes.fp8 import Arithmetic, Fp8Epilogue
+from qtrain.quant.tensor_roles import Gemm
 
 
 @SCHEMES.register("fp8_rowwise_gw_hp")

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qtrain.core.errors import UserError
-from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.scheme import LowBitScheme
-from qtrain.quant.schemes.int8_weight import Int8Weight, RowwiseStoredWeightScheme, StoredWeightScheme
+from qtrain.quant.schemes.int8_weight import Int8Weight, StoredWeightScheme
+from qtrain.quant.tensor_roles import Gemm
 from qtrain.tensors.quantized_tensor import OperandFormat
 
 
@@ -34,7 +34,7 @@ class Int8Base(Int8Weight):
 
 
 @dataclass(frozen=True)
-class Fp8Base(RowwiseStoredWeightScheme):
+class Fp8Base(StoredWeightScheme):
     """e4m3 codes with one scale per row, FP8 products."""
 
     activations: Literal["fp8"] = "fp8"

@@ -8,8 +8,8 @@ unpacked to INT8, so against INT8 this saves memory rather than time.
 from dataclasses import dataclass
 from typing import Literal
 
-from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.scheme import SCHEMES, LowBitScheme
+from qtrain.quant.tensor_roles import Gemm
 from qtrain.tensors.quantized_tensor import OperandFormat
 
 Arithmetic = Literal["int4", "int8", "bf16"]

@@ -12,8 +12,8 @@ to nearest, every value below half a quantization step is lost, which costs 1.1%
 from dataclasses import dataclass
 from typing import Literal
 
-from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.scheme import SCHEMES, LowBitScheme
+from qtrain.quant.tensor_roles import Gemm
 from qtrain.tensors.quantized_tensor import OperandFormat
 
 Arithmetic = Literal["int8", "bf16"]

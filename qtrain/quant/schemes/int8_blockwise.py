@@ -8,9 +8,9 @@ many products between scalings; 1x128 confines an outlier to its own row.
 from dataclasses import dataclass
 from typing import Literal
 
-from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.scheme import SCHEMES, LowBitScheme
 from qtrain.quant.schemes.int8 import Arithmetic
+from qtrain.quant.tensor_roles import Gemm
 from qtrain.tensors.quantized_tensor import OperandFormat
 
 

@@ -13,17 +13,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from qtrain.kernels.numerics.formats import FORMATS
-from qtrain.kernels.numerics.rounding import NEAREST
-from qtrain.kernels.quantize.column_groups import BlockGroups
-from qtrain.quant.gemm_table import Gemm
-from qtrain.quant.quantizers import Former, quantize_columns, quantize_dual_layout
 from qtrain.quant.scheme import SCHEMES, LowBitScheme
-from qtrain.quant.tensor_roles import HIGH_PRECISION
-from qtrain.tensors.quantized_tensor import OperandFormat, Operands
-from qtrain.tensors.stored_weight import STORED_FORMATS, StoredWeight
+from qtrain.quant.tensor_roles import HIGH_PRECISION, Gemm
+from qtrain.tensors.quantized_tensor import OperandFormat
+from qtrain.tensors.stored_weight import STORED_FORMATS
 
 _ROWWISE = OperandFormat("int8", "rowwise")
 
@@ -57,37 +52,10 @@ class StoredWeightScheme(LowBitScheme):
             return f"{self.stored_format} codes are stored two per byte, which needs an even number of in-features"
         return None if self.activations == "none" else super().refusal(in_features, out_features, device)
 
-    def code_bytes(self) -> float:
-        return 0 if self.activations == "none" else 2
-
-    def quantize_weight(
-        self, w: Tensor, key: Tensor | None, groups: BlockGroups | None = None, former: Former | None = None
-    ) -> Operands:
-        assert isinstance(w, StoredWeight)
-        if self.activations == "none":
-            return Operands(w.quantized, w.quantized.summed_over_rows())
-        return Operands(*quantize_dual_layout(w.dequantize(), _ROWWISE, _ROWWISE, NEAREST, False, groups))
-
-
-class RowwiseStoredWeightScheme(StoredWeightScheme):
-    """Stored with one scale per row: `output` reads the stored codes themselves."""
-
-    def code_bytes(self) -> float:
-        return 0 if self.activations == "none" else 1
-
-    def quantize_weight(
-        self, w: Tensor, key: Tensor | None, groups: BlockGroups | None = None, former: Former | None = None
-    ) -> Operands:
-        assert isinstance(w, StoredWeight)
-        if self.activations == "none":
-            return super().quantize_weight(w, key, groups)
-        fmt = self.low_bit_formats("grad_input")[1]
-        return Operands(w.quantized, quantize_columns(w.dequantize(), fmt, NEAREST, False, groups))
-
 
 @SCHEMES.register("int8_weight")
 @dataclass(frozen=True)
-class Int8Weight(RowwiseStoredWeightScheme):
+class Int8Weight(StoredWeightScheme):
     """weights stored in INT8 with a scale per row, updated with stochastic rounding; activations none, int8, int8_sr"""
 
     activations: Literal["none", "int8", "int8_sr"] = "none"

@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 
 from qtrain.core.hardware import lacks_fp8
-from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.scheme import SCHEMES, LowBitScheme
+from qtrain.quant.tensor_roles import Gemm
 from qtrain.tensors.quantized_tensor import OperandFormat
 
 Arithmetic = Literal["mxfp8", "bf16"]

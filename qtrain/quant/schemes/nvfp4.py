@@ -15,19 +15,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import lacks_fp8
-from qtrain.kernels.numerics.rounding import NEAREST, Rounding
-from qtrain.kernels.quantize.column_groups import BlockGroups
-from qtrain.kernels.quantize.gather_rows import GatheredRows, in_memory
-from qtrain.kernels.quantize.nvfp4 import quantize_nvfp4
-from qtrain.quant.gemm_table import Gemm
-from qtrain.quant.quantizers import Former
 from qtrain.quant.scheme import SCHEMES, LowBitScheme
-from qtrain.quant.tensor_roles import BOTH, DelayedScale, NeedsOperand, TensorName
-from qtrain.tensors.quantized_tensor import OperandFormat, Operands, QuantizedTensor
+from qtrain.quant.tensor_roles import Gemm
+from qtrain.tensors.quantized_tensor import OperandFormat
 
 Arithmetic = Literal["nvfp4", "bf16"]
 NVFP4 = OperandFormat("e2m1", "1x16", torch.float8_e4m3fn)
@@ -44,6 +37,8 @@ class NvFp4(LowBitScheme):
     stochastic_rounding: bool = True
     hadamard: bool | None = None  # None: if grad_weight is NVFP4
 
+    rounded_tensors = ("dy",)
+
     def __post_init__(self) -> None:
         """UserError for a rotation that no GEMM reads."""
         if self.hadamard is None:
@@ -58,26 +53,5 @@ class NvFp4(LowBitScheme):
         return lacks_fp8(device)
 
     def low_bit_formats(self, gemm: Gemm) -> tuple[OperandFormat, OperandFormat]:
-        return NVFP4, NVFP4
-
-    def rounding(self, name: TensorName, key: Tensor | None) -> Rounding:
-        return super().rounding(name, key) if name == "dy" else NEAREST
-
-    def _operands(
-        self,
-        t: Tensor | GatheredRows,
-        name: TensorName,
-        key: Tensor | None,
-        needs: NeedsOperand = BOTH,
-        delayed: DelayedScale | None = None,
-        groups: BlockGroups | None = None,
-        former: Former | None = None,
-    ) -> Operands:
-        if not (self.hadamard and needs.columns and name in ("x", "dy")):
-            return super()._operands(t, name, key, needs, groups=groups, former=former)
-        t, rounding = in_memory(t), self.rounding(name, key)
-        codes, scale, tensor_scale = quantize_nvfp4(
-            t, rounding.column_key, rounding.role, transposed=True, hadamard=True
-        )
-        rows = super()._operands(t, name, key, needs._replace(columns=False), groups=groups).rows
-        return Operands(rows, QuantizedTensor(codes, scale, NVFP4, tensor_scale))
+        fmt = NVFP4._replace(hadamard=self.hadamard and gemm == "grad_weight")
+        return fmt, fmt

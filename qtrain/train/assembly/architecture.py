@@ -13,6 +13,7 @@ from qtrain.core.hardware import Hardware
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.parallel.full_shard import Unit
 from qtrain.quant import LinearChoice
+from qtrain.quant.swap import SharedWeight
 from qtrain.train.checked_settings import CheckedSettings
 from qtrain.train.plan.plan import Plan
 
@@ -80,6 +81,10 @@ class Architecture(ABC):
     def defers_layers(self) -> bool:
         """Whether `build` can leave the values of the layers to be made one by one, where they are divided."""
         return False
+
+    def shared_weight(self, name: str) -> SharedWeight | None:
+        """How the weight of the linear `name` is shared with other processes; None: not at all."""
+        return None
 
     def notes(self, linears: Sequence[LinearChoice]) -> list[str]:
         """Lines to print below the list of linears."""

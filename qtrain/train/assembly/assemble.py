@@ -31,7 +31,7 @@ def build_quantized(prepared: Prepared) -> tuple[nn.Module, QuantizedModel]:
         quantize_head=settings.quantize_lm_head,
         min_size=settings.quantize_min_size,
         keep_codes=not prepared.reshards,
-        tensor=prepared.mesh.tensor_group,
+        shared=architecture.shared_weight,
     )
     assert quantized.choices == list(prepared.linears), "the swap is not the planned one"
     return model, quantized
@@ -69,7 +69,7 @@ def assemble(
     for group in groups:
         group["params"] = [parallel.master(p) for p in group["params"]]
     optimizer = prepared.optimizer.build(groups, settings.lr, seed=settings.seed)
-    quantized.watch(optimizer)
+    quantized.track_versions(optimizer)
     if not settings.optimizer_in_backward:
         share_amax(optimizer, quantized, parallel)
     ema = Ema(model, ema_decay, parallel) if ema_decay else None

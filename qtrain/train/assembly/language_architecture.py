@@ -7,7 +7,6 @@ from functools import cached_property
 from torch import nn
 
 from qtrain.comm.mesh import Mesh
-from qtrain.comm.tensor_group import TensorGroup
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import Hardware
 from qtrain.models import (
@@ -22,12 +21,12 @@ from qtrain.models import (
 )
 from qtrain.models.cost.parameters import layer_linears, linear_key
 from qtrain.models.cost.trained import TrainedPart
-from qtrain.models.native.expert_parallel import check_experts_divisible
-from qtrain.models.native.tensor_parallel import check_divisible, planned_config
 from qtrain.parallel.full_shard import Unit, decoder_units
-from qtrain.quant import LinearChoice, gathers_codes
-from qtrain.quant.convert import find_linears
-from qtrain.quant.token_gather import gathers_routed_codes
+from qtrain.parallel.layers.exchange import gathers_codes, gathers_routed_codes
+from qtrain.parallel.layers.local_config import check_divisible, check_experts_divisible, local_config
+from qtrain.parallel.layers.place import ModelParallel
+from qtrain.quant import LinearChoice
+from qtrain.quant.swap import SharedWeight, find_linears
 from qtrain.train.assembly.architecture import Architecture, refuse_absurd
 from qtrain.train.checked_settings import CheckedSettings
 from qtrain.train.plan.language_plan import plan_language_run
@@ -37,16 +36,14 @@ from qtrain.train.settings import LanguageSettings
 
 @dataclasses.dataclass(frozen=True)
 class LanguageArchitecture(Architecture):
-    """A causal language model. config: None for one that only transformers knows (--model_impl hf). tensor: the ranks
-    that compute it together; sequence: its stream is divided over them; experts: the ranks that divide its experts."""
+    """A causal language model. config: None for one that only transformers knows (--model_impl hf). parts: how ranks
+    divide it, with --tp or --ep."""
 
     source: ModelSource
     impl: str
     seq_len: int
     config: ModelConfig | None
-    tensor: TensorGroup | None = None
-    sequence: bool = True
-    experts: TensorGroup | None = None
+    parts: ModelParallel | None = None
 
     @classmethod
     def of(cls, settings: LanguageSettings, mesh: Mesh) -> "LanguageArchitecture":
@@ -60,14 +57,28 @@ class LanguageArchitecture(Architecture):
             check_divisible(config, mesh.tensor, settings.sequence_parallel)
         if settings.ep > 1:
             check_experts_divisible(config, settings.ep, settings.model)
-        experts = None if mesh.of_experts is None else mesh.of_experts.tensor_group
-        sequence = settings.sequence_parallel
-        return cls(source, settings.model_impl, settings.seq_len, config, mesh.tensor_group, sequence, experts)
+        parts = None
+        if mesh.part_group is not None:
+            parts = ModelParallel(config, mesh.part_group, mesh.of_experts is not None, settings.sequence_parallel)
+        return cls(source, settings.model_impl, settings.seq_len, config, parts)
 
     @property
     def rank_config(self) -> ModelConfig | None:
         """`config`, with --tp of one rank's part."""
-        return self.config and planned_config(self.config, self.tensor.ranks if self.tensor else 1, 1)
+        return self.config and local_config(self.config, self.tp, 1)
+
+    @property
+    def tp(self) -> int:
+        """The ranks that compute every layer together."""
+        return 1 if self.parts is None or self.parts.experts_only else self.parts.group.ranks
+
+    @property
+    def ep(self) -> int:
+        """The ranks that divide the experts and read micro-batches of their own."""
+        return self.parts.group.ranks if self.parts is not None and self.parts.experts_only else 1
+
+    def shared_weight(self, name: str) -> SharedWeight | None:
+        return None if self.parts is None else self.parts.shared_weight(name)
 
     @property
     def reads_linears_only(self) -> bool:
@@ -84,7 +95,7 @@ class LanguageArchitecture(Architecture):
 
     @cached_property
     def empty(self) -> nn.Module:
-        model = empty_model(self.source, self.impl, self.tensor, self.sequence, self.experts)
+        model = empty_model(self.source, self.impl, self.parts and self.parts.place)
         limit = getattr(model, "max_positions", None)
         if limit is not None and self.seq_len > limit:
             raise UserError(
@@ -115,9 +126,7 @@ class LanguageArchitecture(Architecture):
             dtype=checked.dtype,
             pretrained=settings.pretrained,
             seed=settings.seed,
-            tensor=self.tensor,
-            sequence=self.sequence,
-            experts=self.experts,
+            place=self.parts and self.parts.place,
             defer_layers=self.defers_layers and checked.reshards,
         )
         if self.impl == "hf" and settings.doc_mask:
@@ -136,9 +145,9 @@ class LanguageArchitecture(Architecture):
         compile_layers(model)
 
     def notes(self, linears: Sequence[LinearChoice]) -> list[str]:
-        notes = [] if self.tensor is None or not self.sequence else [_how_inputs_travel(linears)]
-        if self.experts is not None:
-            notes.append(_how_tokens_travel(self.config, linears, self.experts.ranks))
+        notes = [_how_inputs_travel(linears)] if self.tp > 1 and self.parts.sequence else []
+        if self.ep > 1:
+            notes.append(_how_tokens_travel(self.config, linears, self.ep))
         if self.impl == "hf" and any(linear.scheme for linear in linears):
             notes += _stacked_parameters_stay(self.empty)
         positions = self.positions
@@ -155,8 +164,7 @@ class LanguageArchitecture(Architecture):
         if self.config is None or self.config.mixture is None:
             return None
         head, of_layers = self.head(self.empty), layer_linears(self.config)
-        ranks = self.experts.ranks if self.experts else 1  # whose tokens an expert sees
-        shares = {key: n.share * (ranks if n.groups > 1 else 1) for key, n in of_layers.items()}
+        shares = {key: n.share * (self.ep if n.groups > 1 else 1) for key, n in of_layers.items()}
         return {
             names[0]: self.seq_len * (1.0 if linear is head else shares[linear_key(names[0])])
             for linear, names in find_linears(self.empty).items()

@@ -89,5 +89,5 @@ def prepare(
 def _rounds_experts(mesh: Mesh, linears: Sequence[LinearChoice]) -> bool:
     """Whether processes that hold different experts round their weights stochastically."""
     schemes = [linear.scheme for linear in linears if linear.groups > 1 and linear.scheme is not None]
-    rounded = any(s.stored_format is not None or s.rounds_stochastically("w") for s in schemes)
+    rounded = any(s.stored_format is not None or any(s.rounds("w")) for s in schemes)
     return mesh.of_experts is not None and rounded

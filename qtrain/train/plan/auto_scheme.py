@@ -12,7 +12,7 @@ from torch import nn
 
 from qtrain.comm.ranks import from_rank_0
 from qtrain.core.checks import check_fields
-from qtrain.quant import Auto, PerShape, choose_per_shape, linear_shapes
+from qtrain.quant.schemes.auto import Auto, PerShape, choose_per_shape, linear_shapes
 from qtrain.train.checked_settings import CheckedSettings
 from qtrain.train.state.checkpoint import read_meta
 

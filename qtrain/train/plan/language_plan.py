@@ -13,14 +13,17 @@ from qtrain.models.cost.memory import MemoryEstimate, RankShare, StepShape, all_
 from qtrain.models.cost.parameters import ParameterGroup, count_parameters, flops_per_token, layer_linears, linear_key
 from qtrain.models.cost.saved_activations import LinearBytes, LowBitBytes
 from qtrain.models.cost.trained import TrainedPart
-from qtrain.models.native.tensor_parallel import planned_config
 from qtrain.optim import ParameterShape
+from qtrain.parallel.layers.local_config import local_config
 from qtrain.quant import LinearChoice, LowBitScheme
+from qtrain.quant.execute import rowwise_swiglu
+from qtrain.quant.weight_codes import reads_codes_only, wire_format
 from qtrain.train.checked_settings import CheckedSettings
 from qtrain.train.log.units import TOKENS
 from qtrain.train.plan.fullest_rank import fullest_share
 from qtrain.train.plan.linears import shares
 from qtrain.train.plan.plan import Plan
+from qtrain.train.plan.scheme_bytes import code_bytes, kept_input_bytes, weight_bytes
 from qtrain.train.plan.speed_of_light import emulated_arithmetics, shortest_seconds
 from qtrain.train.plan.traffic import (
     EXCHANGES_A_HALF,
@@ -80,7 +83,7 @@ def plan_language_run(
 
     def memory_on(mesh: Mesh, reshards: bool) -> dict[str, int]:
         planned = replace(checked, mesh=mesh, reshards=reshards)
-        config = planned_config(model_config, settings.tp, settings.ep)
+        config = local_config(model_config, settings.tp, settings.ep)
         return language_memory(planned, config, linears, trained).at_peak
 
     world = None
@@ -110,7 +113,7 @@ def _traffic(
 ) -> Traffic:
     """What the ranks of any mesh send each other."""
     adapted = trained is not None and bool(trained.adapters)
-    trained = trained or all_of(planned_config(model_config, checked.settings.tp, 1), checked.dtype.itemsize)
+    trained = trained or all_of(local_config(model_config, checked.settings.tp, 1), checked.dtype.itemsize)
     own_head = trained.head and not model_config.tie_word_embeddings
     alone = [] if adapted else [linear for linear in linears if own_head or not linear.is_head]
     matrix = model_config.vocab_size * model_config.hidden_size
@@ -246,7 +249,7 @@ def language_memory(
                 for name in layer_linears(model_config)
             },
             head=None if head is None else _linear_bytes(head, element, adapted, frozen_in_full),
-            down_input_recomputed=bool(in_one_function and down.rowwise_swiglu("x") and up.rowwise_swiglu("dy")),
+            down_input_recomputed=bool(in_one_function and rowwise_swiglu(down, "x") and rowwise_swiglu(up, "dy")),
         ),
         trained=trained,
         share=_rank_share(
@@ -259,7 +262,7 @@ def language_memory(
 
 def _codes_only(linear: LinearChoice, adapted: bool) -> bool:
     """Whether codes are all that is read of the weight: where masters are sharded, there is no full one."""
-    return linear.scheme is not None and linear.scheme.reads_codes_only and not adapted
+    return linear.scheme is not None and reads_codes_only(linear.scheme) and not adapted
 
 
 def _rank_share(
@@ -303,14 +306,14 @@ def _linear_bytes(scheme: LowBitScheme | None, element: int, adapted: bool, in_f
     beside codes of it."""
     if scheme is None:
         return LinearBytes(element)
-    kept = scheme.kept_input_bytes(element)
-    wire = scheme.wire_format()
+    kept = kept_input_bytes(scheme, element)
+    wire = wire_format(scheme)
     of_w = [scheme.operand_formats(gemm) for gemm in ("output", "grad_input")]
     return LinearBytes(
-        weight=scheme.weight_bytes(element),
-        codes=scheme.code_bytes(),
+        weight=weight_bytes(scheme, element),
+        codes=code_bytes(scheme),
         kept_input=None if adapted or kept == element else kept,
-        codes_only=scheme.reads_codes_only and not in_full,
-        wire=wire.bytes_per_element if wire and scheme.reads_codes_only else 0.0,
+        codes_only=reads_codes_only(scheme) and not in_full,
+        wire=wire.bytes_per_element if wire and reads_codes_only(scheme) else 0.0,
         dequantized=any(other is None and w is not None for other, w in of_w),
     )

@@ -13,7 +13,7 @@ inputs and outputs of every layer's two halves travel between the ranks that com
 (`models/native/tensor_parallel.py`).
 
 With --ep each rank has a part of the experts, whose gradients and weights travel between the ranks that hold the same
-part, and the tokens of every micro-batch travel to the experts (`quant/parallel_experts.py`).
+part, and the tokens of every micro-batch travel to the experts (`parallel/layers/experts.py`).
 """
 
 import math
@@ -24,9 +24,11 @@ from qtrain.comm.mesh import Mesh
 from qtrain.comm.wire import ALONE_BYTES, BUCKET_BYTES
 from qtrain.kernels.numerics.formats import FORMATS
 from qtrain.parallel.gradient_wire import GRADIENT_WIRES
+from qtrain.parallel.layers.exchange import gathers_codes, gathers_routed_codes, gathers_second_codes
 from qtrain.quant import LinearChoice, LowBitScheme
-from qtrain.quant.token_gather import gathers_codes, gathers_routed_codes, gathers_second_codes
+from qtrain.quant.weight_codes import reads_codes_only, wire_format
 from qtrain.train.plan.cluster import Cluster, Cost, Ranks
+from qtrain.train.plan.scheme_bytes import weight_bytes
 
 EXCHANGES_A_LAYER = 7
 """Collectives between experts: routes, their weights, x and y; in backward dout, dx and the weights' gradients."""
@@ -140,7 +142,7 @@ def routed_bytes_per_token(
 ) -> float:
     """`ExpertTraffic.bytes_per_token`. scheme: of gate_up; recomputed: the forward pass runs twice."""
     codes = scheme is not None and gathers_routed_codes(scheme)
-    x = width * (1 / FORMATS[scheme.input_formats()[0].fmt].packing if codes else element)
+    x = width * (1 / FORMATS[scheme.formats_of("x")[0].fmt].packing if codes else element)
     forward = x + width * element + 8 * per_token  # an expert's number and weight are four bytes each
     return forward * (1 + recomputed) + 2 * width * element + 4 * per_token
 
@@ -156,7 +158,7 @@ def divided_half_bytes(
     else:
         given, ends, second = width * element, width * element, 0.0
         if scheme is not None and gathers_codes(scheme):
-            rows, columns = scheme.input_formats()
+            rows, columns = scheme.formats_of("x")
             given = width / FORMATS[rows.fmt].packing + 4 * (rows.granularity == "rowwise")
             second = width / FORMATS[columns.fmt].packing if gathers_second_codes(scheme) else 0.0
         backward = 2 * width * element + second
@@ -169,8 +171,8 @@ def weight_bytes_on_wire(scheme: LowBitScheme | None, element: int, codes_only: 
     if scheme is None:
         return element
     if scheme.stored_format is not None:
-        return scheme.weight_bytes(element)
-    codes = scheme.wire_format() if codes_only and scheme.reads_codes_only else None
+        return weight_bytes(scheme, element)
+    codes = wire_format(scheme) if codes_only and reads_codes_only(scheme) else None
     return element if codes is None else 1 / FORMATS[codes.fmt].packing
 
 

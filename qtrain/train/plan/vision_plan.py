@@ -18,6 +18,7 @@ from qtrain.train.log.units import IMAGES
 from qtrain.train.plan.fullest_rank import fullest_share
 from qtrain.train.plan.linears import shares
 from qtrain.train.plan.plan import Plan
+from qtrain.train.plan.scheme_bytes import code_bytes, kept_input_bytes, weight_bytes
 from qtrain.train.plan.speed_of_light import emulated_arithmetics, shortest_seconds
 from qtrain.train.plan.traffic import Traffic, weights_on_wire
 from qtrain.train.plan.world import Work, plan_world, refuse_world
@@ -104,9 +105,9 @@ def _memory(
     for linear in linears:
         if linear.scheme is not None:
             inputs = cost.linear_rows.get(linear.name, 0) * linear.in_features
-            kept += inputs * (linear.scheme.kept_input_bytes(element) - element)
-            weights += linear.weights * (linear.scheme.weight_bytes(element) - element)
-            codes += linear.weights * linear.scheme.code_bytes()
+            kept += inputs * (kept_input_bytes(linear.scheme, element) - element)
+            weights += linear.weights * (weight_bytes(linear.scheme, element) - element)
+            codes += linear.weights * code_bytes(linear.scheme)
     blocks = len(repeated_blocks(model))
     if settings.activation_checkpointing == "full" and blocks:
         width = max((linear.in_features for linear in linears if not linear.is_head), default=0)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from qtrain.comm.split import Split
 from qtrain.comm.tensor_group import TensorGroup
 from qtrain.core.errors import UserError
 from qtrain.parallel.shards import as_bytes, as_shard
+from qtrain.tensors.partition import Partition
 from qtrain.train.state.state_dict import Master, itself, model_tensors
 
 
@@ -23,7 +23,7 @@ def fingerprint(model: nn.Module, group: TensorGroup | None = None, master: Mast
     """
     frozen = model_tensors(model, trains=False, master=master)
     sums = [_sum_of_bits(tensor) for tensor in frozen.values()]
-    splits = {name: group and model.split(name) for name in frozen}
+    splits = {name: group and model.partition(name) for name in frozen}
     if sums and group is not None:
         parts = group.gathered(torch.stack(sums)[None])
         sums = [parts[:, i].sum() if splits[name] else sums[i] for i, name in enumerate(frozen)]
@@ -34,8 +34,8 @@ def fingerprint(model: nn.Module, group: TensorGroup | None = None, master: Mast
     }
 
 
-def _shape(tensor: Tensor, split: Split | None) -> list[int]:
-    return list(split.whole_shape(tensor.shape) if split else tensor.shape)
+def _shape(tensor: Tensor, split: Partition | None) -> list[int]:
+    return list(split.full_shape(tensor.shape) if split else tensor.shape)
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:

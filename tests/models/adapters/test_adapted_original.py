@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM
 from qtrain.core.errors import UserError
 from qtrain.models import AdaptedOriginal, Lora, add_lora, build_model, export_hf, read_model_source, save_adapter
 from qtrain.models.adapters.lora import lora_linears
-from qtrain.quant import base_scheme, quantize_linears
+from qtrain.quant import quantize_linears
+from qtrain.quant.schemes.frozen_base import base_scheme
 from tests.models.families import batch
 from tests.models.hf.test_io import transformers_model
 

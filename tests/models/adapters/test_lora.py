@@ -25,7 +25,8 @@ from qtrain.models import (
     save_adapter,
 )
 from qtrain.models.adapters.peft_format import adapter_tensors
-from qtrain.quant import BASES, base_scheme, quantize_linears
+from qtrain.quant import quantize_linears
+from qtrain.quant.schemes.frozen_base import BASES, base_scheme
 from tests.models.beside_peft import train_beside_peft
 from tests.system import TINY
 
@@ -160,7 +161,7 @@ def test_a_frozen_base_in_low_bits_keeps_its_codes_and_trains_adapters(folder, b
     assert 0 < error < {"nf4": 0.25, "int8": 0.05, "fp8": 0.1}[base]
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, 1e-2)
-    quantized.watch(optimizer)
+    quantized.track_versions(optimizer)
     found = []
     for _ in range(8):
         quantized.assert_fresh()

@@ -20,7 +20,8 @@ from qtrain.models.cost.parameters import LAYER_LINEARS, count_parameters
 from qtrain.models.cost.saved_activations import LinearBytes, LowBitBytes, rows_per_token, saved_per_token
 from qtrain.models.cost.trained import only_adapters
 from qtrain.models.native.rope import rope_tables
-from qtrain.quant import SCHEMES, base_scheme, quantize_linears
+from qtrain.quant import SCHEMES, quantize_linears
+from qtrain.quant.schemes.frozen_base import base_scheme
 from qtrain.tensors.stored_weight import StoredWeight
 from tests.cases import sampled
 from tests.models.families import drawn, source_of

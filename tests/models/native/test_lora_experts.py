@@ -23,7 +23,8 @@ from qtrain.models.adapters.peft_format import adapter_tensors
 from qtrain.models.cost.trained import only_adapters
 from qtrain.models.native.lora_experts import LoraExperts
 from qtrain.optim.parameter_groups import hidden_matrices
-from qtrain.quant import base_scheme, quantize_linears
+from qtrain.quant import quantize_linears
+from qtrain.quant.schemes.frozen_base import base_scheme
 from tests.models.beside_peft import train_beside_peft
 from tests.models.families import batch, drawn, source_of
 

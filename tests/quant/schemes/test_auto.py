@@ -5,15 +5,9 @@ import torch
 from torch import nn
 
 from qtrain.core.errors import UserError
-from qtrain.quant import (
-    SCHEMES,
-    LowBitLinear,
-    choose_per_shape,
-    describe_choices,
-    linear_shapes,
-    quantize_linears,
-)
+from qtrain.quant import SCHEMES, LowBitLinear, describe_choices, quantize_linears
 from qtrain.quant.schemes import auto
+from qtrain.quant.schemes.auto import choose_per_shape, linear_shapes
 from tests.cases import matrix
 
 CPU = torch.device("cpu")

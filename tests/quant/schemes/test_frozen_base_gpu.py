@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from qtrain.quant import BASES, base_scheme, quantize_linears
+from qtrain.quant import quantize_linears
+from qtrain.quant.schemes.frozen_base import BASES, base_scheme
 from tests.cases import matrix
 
 pytestmark = pytest.mark.gpu

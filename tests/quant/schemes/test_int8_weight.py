@@ -6,6 +6,7 @@ from torch import nn
 
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.tensors.stored_weight import StoredWeight
+from qtrain.train.plan.scheme_bytes import code_bytes, weight_bytes
 from tests.cases import matrix
 
 NAMES = ["int8_weight", "int4_weight"]
@@ -51,7 +52,7 @@ def test_nothing_of_high_precision_is_left(name):
         model, _ = swapped(name, 512, 256, activations=activations)
         scheme = model[0].scheme
         tensors = {t.data_ptr(): t for t in (*model[0].weight.inner.values(), *model[0].buffers()) if t.ndim == 2}
-        expected = 512 * 256 * (scheme.weight_bytes(2) + scheme.code_bytes())
+        expected = 512 * 256 * (weight_bytes(scheme, 2) + code_bytes(scheme))
         assert sum(t.nbytes for t in tensors.values()) == expected
 
 

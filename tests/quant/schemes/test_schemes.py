@@ -12,6 +12,7 @@ from qtrain.models import Decoder, ModelConfig, apply_activation_checkpointing
 from qtrain.models.native.rope import rope_tables
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, LowBitLinear, LowBitScheme, quantize_linears
+from qtrain.train.plan.scheme_bytes import code_bytes, kept_input_bytes
 from tests.cases import matrix
 from tests.models.families import drawn, source_of
 from tests.quant.emulation import POWER_OF_TWO, TABLE, EmulatedLinear, cosine, draw_alike, emulate, same
@@ -267,15 +268,15 @@ def test_memory_is_what_the_plan_counts(name, options):
     m, k, n = 1024, 512, 256
     model = nn.Sequential(nn.Linear(k, n, bias=False))
     swap(model, name, **options)
-    operands = {t.data_ptr(): t for t in model[0].low_bit_weight.buffers()}.values()
+    operands = {t.data_ptr(): t for t in model[0].weight_codes.buffers()}.values()
     beside = sum(t.numel() * t.element_size() for t in operands) / (n * k)
-    assert beside == pytest.approx(scheme(name, **options).code_bytes(), rel=0.02)
+    assert beside == pytest.approx(code_bytes(scheme(name, **options)), rel=0.02)
     own = {t.data_ptr() for t in (*model[0].buffers(), *model[0].parameters())}
     kept = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
         model(matrix(m, k, 0).requires_grad_())
     of_input = sum(t.numel() * t.element_size() for at, t in kept.items() if at not in own) / (m * k)
-    assert of_input == pytest.approx(scheme(name, **options).kept_input_bytes(4), rel=0.02)
+    assert of_input == pytest.approx(kept_input_bytes(scheme(name, **options), 4), rel=0.02)
 
 
 @pytest.mark.parametrize("name", LOW_BIT)
@@ -329,7 +330,7 @@ def test_a_small_model_learns(name):
     model = small_model()
     quantized = quantize_linears(model, scheme(name), seed=0, head=model.lm_head)
     optimizer = OPTIMIZERS.make("adamw", {}, "--optim").build(parameter_groups(model, 0.0), 1e-2, seed=0)
-    quantized.watch(optimizer)
+    quantized.track_versions(optimizer)
     ids = torch.arange(4 * 33).remainder(11).view(4, 33)
     losses = []
     for step in range(8):

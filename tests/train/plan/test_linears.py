@@ -180,6 +180,6 @@ def test_planned_bytes_of_weights_are_those_of_the_swapped_model(scheme, min_siz
     model = Decoder(config).to(torch.bfloat16)
     quantize_linears(model, checked.scheme, seed=0, head=model.lm_head, min_size=min_size)
     held = [t for p in model.parameters() for t in (p.inner.values() if isinstance(p, StoredWeight) else [p])]
-    held += [t for name, t in model.named_buffers() if "low_bit_weight" in name]
+    held += [t for name, t in model.named_buffers() if "weight_codes" in name]
     sizes = {id(t): t.nbytes for t in held if t.dtype != torch.float32}
     assert plan_for(checked, config).memory["weights"] == sum(sizes.values())

@@ -13,7 +13,8 @@ from qtrain.models import Decoder, Lora, ModelConfig, add_lora, list_models, rea
 from qtrain.models.cost.parameters import count_parameters
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.optim import OPTIMIZERS, ParameterShape
-from qtrain.quant import LinearChoice, Scheme, base_scheme, quantize_linears
+from qtrain.quant import LinearChoice, Scheme, quantize_linears
+from qtrain.quant.schemes.frozen_base import base_scheme
 from qtrain.tensors.stored_weight import StoredWeight
 from qtrain.train.checked_settings import CheckedSettings, check_settings
 from qtrain.train.freezing import freeze_embedding, trained_part
@@ -237,7 +238,7 @@ def test_planned_bytes_with_frozen_weights_are_those_of_the_model(part):
     ids = torch.randint(0, 96, (1, 9))
     model(ids[:, :-1], ids[:, 1:].contiguous()).loss.backward()
     held = [t for p in model.parameters() for t in (p.inner.values() if isinstance(p, StoredWeight) else [p])]
-    held += [t for name, t in model.named_buffers() if "squares" in name or ("low_bit_weight" in name and t.ndim == 2)]
+    held += [t for name, t in model.named_buffers() if "squares" in name or ("weight_codes" in name and t.ndim == 2)]
     rows = [t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, StoredWeight)]
     scales = {id(t.scale): t.scale.nbytes for t in rows if t.scale.ndim == 1}
     trains = [p for p in model.parameters() if p.requires_grad]

@@ -10,14 +10,15 @@ import torch
 from qtrain.comm.mesh import make_mesh, planned_mesh
 from qtrain.models import Decoder, Lora, ModelConfig, ModelSource, add_lora, build_model
 from qtrain.models.cost.trained import only_adapters
-from qtrain.models.native.tensor_parallel import planned_config
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.optim.state_layout import local
 from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.full_shard import decoder_units
+from qtrain.parallel.layers.local_config import local_config
 from qtrain.parallel.shards import Sharded, local_tensors
-from qtrain.quant import SCHEMES, base_scheme, quantize_linears
-from qtrain.quant.linear import LowBitWeight
+from qtrain.quant import SCHEMES, quantize_linears
+from qtrain.quant.schemes.frozen_base import base_scheme
+from qtrain.quant.weight_codes import WeightCodes
 from qtrain.tensors.deferred import plain_tensors
 from qtrain.tensors.stored_weight import StoredWeight
 from qtrain.train.plan.language_plan import language_memory
@@ -65,7 +66,7 @@ def test_planned_bytes_are_those_of_the_tensors(case):
     optimizer.step()
     quantized.refresh()
     weights = [t for p in model.parameters() for t in (p.inner.values() if isinstance(p, StoredWeight) else [p])]
-    codes = chain.from_iterable(m.buffers() for m in model.modules() if isinstance(m, LowBitWeight))
+    codes = chain.from_iterable(m.buffers() for m in model.modules() if isinstance(m, WeightCodes))
     assert planned.weights == pytest.approx(held([*weights, *codes]), rel=0.01)
     states = [t for state in optimizer.state.values() for key, t in state.items() if key not in ON_HOST]
     assert planned.optimizer == pytest.approx(held(states), rel=0.01, abs=0.01 * planned.weights)
@@ -83,7 +84,7 @@ def _on_mesh(
     shape = shape | MIXTURE if ep > 1 else shape
     config = ModelConfig.from_hf(shape)
     trained = only_adapters(config, lora) if lora else None
-    planned = language_memory(checked, planned_config(config, 1, ep), linears_of(checked, config), trained)
+    planned = language_memory(checked, local_config(config, 1, ep), linears_of(checked, config), trained)
     # Those of adapters in the model's dtype, which a step makes.
     copies = trained.added_bytes(2) - trained.added_bytes(4) if trained else 0
     mesh = make_mesh(1, ranks, "cpu", ep=ep)
@@ -111,7 +112,7 @@ def _on_mesh(
     weights = [t for p in model.parameters() for t in plain_tensors(p)]
     weights += parallel.kept_codes
     weights += [t for sharded in parallel.parameters + parallel.frozen for t in masters(sharded, stored=True)]
-    codes = chain.from_iterable(m.buffers() for m in model.modules() if isinstance(m, LowBitWeight))
+    codes = chain.from_iterable(m.buffers() for m in model.modules() if isinstance(m, WeightCodes))
     states = [local(t) for state in optimizer.state.values() for key, t in state.items() if key not in ON_HOST]
     return planned.weights - copies, held([*weights, *codes]), planned.optimizer, held(states)
 

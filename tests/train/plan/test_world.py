@@ -17,7 +17,7 @@ from qtrain.models import (
     read_model_source,
 )
 from qtrain.models.cost.parameters import count_parameters
-from qtrain.models.native.tensor_parallel import planned_config
+from qtrain.parallel.layers.local_config import local_config
 from qtrain.train.plan.cluster import Cluster, Ranks
 from qtrain.train.plan.language_plan import plan_language_run
 from qtrain.train.plan.wires import IN_NODE, START_SECONDS, WIRES
@@ -38,7 +38,7 @@ def world_of(model: str | dict, world: int, **options) -> WorldPlan:
     chosen = {"seq_len": 1024, "batch_size": 32 * world, "gpu": "h200", "dry_run": True, "world_size": world}
     checked = checked_of(LanguageSettings(**{**chosen, **options}))
     hardware = planned_hardware(checked.settings, checked.device)
-    linears = linears_of(checked, planned_config(config, checked.settings.tp, 1))
+    linears = linears_of(checked, local_config(config, checked.settings.tp, 1))
     return plan_language_run(checked, config, linears, hardware, ()).world
 
 

@@ -23,7 +23,8 @@ from qtrain.optim import parameter_groups
 from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.full_shard import decoder_units
 from qtrain.parallel.gradient_wire import GRADIENT_WIRES
-from qtrain.quant import SCHEMES, base_scheme, quantize_linears
+from qtrain.quant import SCHEMES, quantize_linears
+from qtrain.quant.schemes.frozen_base import base_scheme
 from qtrain.train.language import language_forward
 from qtrain.train.plan.language_plan import plan_language_run
 from qtrain.train.plan.traffic import weight_bytes_on_wire

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import llm_pretrain
-from qtrain.comm.split import Split
 from qtrain.parallel.split_tensor import SplitTensor
+from qtrain.tensors.partition import Partition
 from qtrain.train.loop import Training
 from qtrain.train.state.background_save import BackgroundSave
 from qtrain.train.state.checkpoint import Checkpoints
@@ -51,8 +51,8 @@ def test_a_copy_is_bit_equal_and_stays_as_it_was():
 def test_a_copy_of_a_split_tensor_has_copies_of_its_pieces():
     """Rows 2 and 3 and rows 6 and 7 of 8; and a rank that has none."""
     own = torch.arange(8.0).view(4, 2)
-    split = SplitTensor.of(own, Split(0, 8, ((2, 4), (6, 8))))
-    nothing = SplitTensor.of(torch.zeros(0, 2), Split(0, 8, ()))
+    split = SplitTensor.of(own, Partition(0, 8, ((2, 4), (6, 8))))
+    nothing = SplitTensor.of(torch.zeros(0, 2), Partition(0, 8, ()))
     copied = HostCopy().of({"split": split, "nothing": nothing, "plain": torch.ones(3)})
     own.zero_()
     assert [offset for offset, _ in copied["split"].pieces] == [(2, 0), (6, 0)]

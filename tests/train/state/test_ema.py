@@ -46,7 +46,7 @@ def test_it_replaces_the_weights_and_restores_every_bit(scheme):
     net = model()
     quantized = quantize_linears(net, SCHEMES.make(scheme, {}, "--quantize"), seed=0)
     optimizer = OPTIMIZERS.make("adamw", {}, "--optim").build(parameter_groups(net, 0.0), 0.1, seed=0)
-    quantized.watch(optimizer)
+    quantized.track_versions(optimizer)
     ema, images = average(net, quantized, 0.5), torch.randn(6, 8)
     for step in range(1, 4):
         net(images).square().sum().backward()

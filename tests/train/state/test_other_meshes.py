@@ -44,7 +44,7 @@ def _hop(scheme: str, optimizer_name: str, mesh_shape: str, source: Path | None,
     for group in groups:
         group["params"] = [parallel.master(p) for p in group["params"]]
     optimizer = spec.build(groups, 1e-3, seed=3)
-    quantized.watch(optimizer)
+    quantized.track_versions(optimizer)
     settings = LanguageSettings(n_steps=10, device="cpu")
     run = Run(
         settings, "script", RunFolder(folder, source), torch.device("cpu"), model, quantized, optimizer, TrainState()

@@ -48,7 +48,7 @@ def new_run(folder: RunFolder, seed: int = 0, **changes) -> Run:
     chosen = settings(**changes)
     spec = OPTIMIZERS.make("adamw", chosen.optim_kwargs or {}, "--optim")
     optimizer = spec.build(parameter_groups(model, chosen.weight_decay), lr=0.01)
-    quantized.watch(optimizer)
+    quantized.track_versions(optimizer)
     return Run(chosen, "script", folder, torch.device("cpu"), model, quantized, optimizer, TrainState())
 
 
@@ -248,7 +248,7 @@ def test_a_restored_run_equals_an_uninterrupted_one():
     weights = zip(run.model.parameters(), resumed.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in weights)
     codes = zip(run.quantized.linears, resumed.quantized.linears, strict=True)
-    assert all(torch.equal(a.low_bit_weight.output_codes, b.low_bit_weight.output_codes) for a, b in codes)
+    assert all(torch.equal(a.weight_codes.output_codes, b.weight_codes.output_codes) for a, b in codes)
 
 
 def test_without_a_checkpoint_restoring_changes_nothing():

@@ -5,30 +5,17 @@ numbers: the maximum of its logits, the sum of exponentials below it, and the la
 those of all ranks everyone computes the same logsumexp and loss. In PyTorch's operations on all devices.
 """
 
-import functools
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qtrain.comm.tensor_group import TensorGroup
 from qtrain.kernels.cross_entropy import IGNORED
-from qtrain.models.native.loss import LossSums, linear_cross_entropy
-from qtrain.models.native.tensor_parallel import TensorParallel
 
 STATISTICS = "loss statistics"
 """The kind of message."""
 
 
-def parallel_cross_entropy(
-    hidden: Tensor, head: nn.Module, labels: Tensor, tensor: TensorParallel, chunks: int = 0, z_loss: float = 0.0
-) -> LossSums:
-    """As `linear_cross_entropy`, with the rank's rows of the head. hidden [T, C], labels [T]: of all tokens, on all
-    ranks; the gradient of hidden is this rank's term."""
-    entropy = functools.partial(divided_cross_entropy, group=tensor.group, first=tensor.first_token)
-    return linear_cross_entropy(hidden, head, labels, chunks, z_loss, entropy)
-
-
-def divided_cross_entropy(
+def sharded_cross_entropy(
     logits: Tensor, labels: Tensor, z_loss: float, with_grad: bool, group: TensorGroup, first: int
 ) -> Tensor:
     """logits [t, rows of this rank], which begin at the token `first` -> fp32 [2, t]: loss and nll of each row.

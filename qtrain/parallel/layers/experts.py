@@ -1,7 +1,7 @@
 """Experts that several ranks hold: each computes its own for the tokens of all, and the ranks add what they found.
 
 Rank j of N holds the experts [j * E / N, (j + 1) * E / N). Every rank routes its own tokens; then the ranks gather all
-tokens with their routes, as codes where the scheme allows it (`token_gather.py`), and send back sums. A token meets
+tokens with their routes, as codes where the scheme allows it (`exchange.py`), and send back sums. A token meets
 nearly all ranks where it has many routes, so this is less than a message for every route; shapes do not depend on the
 routing, and the host reads nothing back.
 
@@ -10,7 +10,7 @@ routing, and the host reads nothing back.
     in order   tokens of each rank are a batch of their own, as they would be on a process that holds all experts: the
                same rows, codes and random bits. What travels back is the output of every route, to which other ranks
                add zeros, and the tokens' own rank adds the k routes. Gradients of weights are kept for each rank's
-               tokens (`ExpertRanks.terms`). Then everything is what that process computes, bit for bit, at k times the
+               tokens (`EPExperts.terms`). Then everything is what that process computes, bit for bit, at k times the
                bytes.
 """
 
@@ -18,13 +18,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qtrain.comm.tensor_group import TENSOR_RANK_NUMBERS, TensorGroup
 from qtrain.kernels.grouped.permute import combine_rows, route_weight_grad, weights_of_rows
 from qtrain.kernels.grouped.row_groups import RowGroups, group_rows, group_rows_of
 from qtrain.kernels.quantize.gather_rows import gather_rows
-from qtrain.quant.linear import LinearArguments, save_operands, saved_operands
+from qtrain.models.native.mixture import Experts
+from qtrain.parallel.layers.exchange import ScaleExchange, quantize_routed
+from qtrain.quant.arguments import LinearArguments, save_operands, saved_operands
+from qtrain.quant.experts import expert_arguments
 from qtrain.quant.swiglu_mlp import NeedsGradient, mlp_backward, mlp_forward
 from qtrain.quant.tensor_roles import NeedsOperand
 
@@ -32,12 +35,37 @@ ROUTES = "routes"
 """Kind of message: experts and weights of tokens, and the weights' gradients."""
 
 
-class ExpertRanks(NamedTuple):
-    """The ranks that hold a layer's experts. terms: in order; they receive the gradients of gate_up and of down_proj,
-    [N, *shape] of them, one for the tokens of each rank, in place of the parameters."""
+class EPExperts(Experts):
+    """This rank's experts. Every rank calls it with its own tokens."""
 
-    group: TensorGroup
-    terms: tuple[Tensor, Tensor] | None = None
+    def __init__(self, experts: Experts, group: TensorGroup):
+        nn.Module.__init__(self)
+        self.__dict__.update(experts.__dict__)
+        self.group = group
+        self.terms: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
+        """In order: what receives the gradients of gate_up and of down_proj in place of the parameters, [N, *shape],
+        one for the tokens of each rank."""
+
+    def keep_in_order(self) -> dict[int, Tensor]:
+        """From now on compute as a process with all experts would, bit for bit. Returns `terms` by id of a weight, of
+        no memory."""
+        weights = self.gate_up.weight, self.down_proj.weight
+        self.terms = tuple(w.new_zeros(()).expand(self.group.ranks, *w.shape).requires_grad_() for w in weights)
+        return {id(w): terms for w, terms in zip(weights, self.terms, strict=True)}
+
+    def compute(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        return ParallelExpertsFunction.apply(
+            x,
+            weights,
+            self.gate_up.weight,
+            self.down_proj.weight,
+            *self.terms,
+            experts,
+            expert_arguments(self.gate_up),
+            expert_arguments(self.down_proj),
+            self.group,
+            torch.is_grad_enabled(),
+        )
 
 
 class _Batch(NamedTuple):
@@ -80,13 +108,12 @@ class ParallelExpertsFunction(torch.autograd.Function):
             ctx.batches = _in_order(*routes, count, up, down, group)
             every = group.gathered(x).split(len(x))
             operands = [
-                batch.up.quantize_input(gather_rows(tokens, batch.groups.token_of_row), of_x)
+                batch.up.quantize("x", gather_rows(tokens, batch.groups.token_of_row), of_x)
                 for batch, tokens in zip(ctx.batches, every, strict=True)
             ]
         else:
             ctx.batches = [_added(*routes, count, up, down, group)]
-            gathering = ctx.batches[0].up._replace(gather=group)
-            operands = [gathering.quantize_input(x, of_x)]
+            operands = [quantize_routed(ctx.batches[0].up, x, of_x, group)]
         found = [
             mlp_forward(rows, w_up, w_down, batch.up, batch.down, ctx.needs, x.dtype)
             for batch, rows in zip(ctx.batches, operands, strict=True)
@@ -145,7 +172,7 @@ def _in_order(
     ):
         groups = group_rows(chosen, count * group.ranks).part(group.rank * count, count)
         own = [
-            linear._replace(groups=groups, spans=group, key=_key_of_source(linear.key, source, group))
+            linear._replace(groups=groups, exchange=ScaleExchange(group), key=_key_of_source(linear.key, source, group))
             for linear in (up, down)
         ]
         batches.append(_Batch(factors, groups, *own))

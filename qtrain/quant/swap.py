@@ -6,18 +6,20 @@ the input of every linear, the model may have a method `add_sub_norms`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from qtrain.comm.tensor_group import TENSOR_RANK_NUMBERS, TensorGroup
 from qtrain.kernels.optim.weight_amax import WeightAmax
 from qtrain.kernels.quantize.column_groups import BLOCK_ROWS
 from qtrain.quant.delayed_scaling import AmaxHistory
 from qtrain.quant.grouped_linear import GroupedLinear, groups_of
 from qtrain.quant.grouped_table import emulates_grouped
 from qtrain.quant.linear import LowBitLinear
+from qtrain.quant.scales import Reduce
 from qtrain.quant.scheme import SCHEMES, LowBitScheme, Scheme
+from qtrain.quant.weight_codes import scales_by_amax
 from qtrain.tensors.deferred import defer, initial_value, is_deferred, with_zeros
 from qtrain.tensors.stored_weight import StoredWeight
 
@@ -33,6 +35,15 @@ quantizations of the input and keeps one. The shared bits never meet in one prod
 
 
 NOTHING = "the scheme quantizes nothing"
+
+
+class SharedWeight(NamedTuple):
+    """How a linear's weight is shared with other processes that hold other parts of it."""
+
+    first_number: int
+    """Added to the number of the linear in its Philox key: parts must not draw the same bits."""
+    reduce: Reduce
+    """Of statistics over those processes."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +98,8 @@ class QuantizedModel:
     linears: list[LowBitLinear]
     keys: Tensor  # int64 [linears, 3]: seed, micro-step, number of the linear; SIBLINGS hold the row of the first
     amax: AmaxHistory | None = None
+    reduce_amax: Callable[[Tensor], None] | None = None
+    """Takes the maximum over processes of what delayed scaling has seen, in place; None: one process."""
 
     @property
     def step(self) -> int:
@@ -98,7 +111,7 @@ class QuantizedModel:
         self.keys[:, 1].fill_(step)
 
     @property
-    def changes(self) -> bool:
+    def needs_refresh(self) -> bool:
         """Whether `refresh` has anything to do after a step."""
         return self.amax is not None or any(linear.weight.requires_grad for linear in self.linears)
 
@@ -106,15 +119,15 @@ class QuantizedModel:
         """Requantize every trained weight and update delayed scales; to be called after each optimizer step, and after
         a checkpoint is loaded. Codes of frozen weights stay those that the model was built with."""
         if self.amax is not None:
-            self.amax.roll()
+            self.amax.roll(self.reduce_amax)
         self.refresh_weights()
 
     def refresh_weights(self) -> None:
         """Requantize weights without a step of delayed scaling: where averaged weights are swapped in and out."""
         stale = [linear for linear in self.linears if linear.weight.requires_grad]
-        LowBitLinear.refresh_divided([linear for linear in stale if linear.group is not None])
+        LowBitLinear.refresh_spanning([linear for linear in stale if linear.reduce is not None])
         for linear in stale:
-            if linear.group is None:
+            if linear.reduce is None:
                 linear.refresh()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -126,7 +139,7 @@ class QuantizedModel:
         for linear in self.linears:
             linear.mark_fresh()
 
-    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+    def track_versions(self, optimizer: torch.optim.Optimizer) -> None:
         """Increment the weights' versions after each optimizer step where it did not, as torch's fused optimizers."""
         trained = [linear for linear in self.linears if linear.weight.requires_grad]
 
@@ -136,11 +149,11 @@ class QuantizedModel:
         if trained:
             optimizer.register_step_post_hook(after_step)
 
-    def take_amax(self, record: Callable[[LowBitLinear], WeightAmax | None]) -> None:
+    def use_optimizer_amax(self, record: Callable[[LowBitLinear], WeightAmax | None]) -> None:
         """Compute scales from the absmax that the optimizer leaves of a weight. record: where it leaves that of a
         linear's weight; None: nowhere."""
         for linear in self.linears:
-            if linear.weight.requires_grad and linear.scheme.scales_weight_by_amax:
+            if linear.weight.requires_grad and scales_by_amax(linear.scheme):
                 linear.weight_amax = record(linear)
 
     def known_amax(self) -> frozenset[int]:
@@ -198,36 +211,35 @@ def quantize_linears(
     quantize_head: bool = False,
     min_size: int = 0,
     keep_codes: bool = True,
-    tensor: TensorGroup | None = None,
+    shared: Callable[[str], SharedWeight | None] = lambda name: None,
 ) -> QuantizedModel:
     """Swap the linears of `model` in place, except its output head `head` unless `quantize_head`.
 
     min_size: linears with fewer in- or out-features stay in high precision. keep_codes: False where codes are computed
     again before they are read: those of trained weights take no memory now. A scheme that stores weights in low bits
     replaces parameters, so the optimizer must be built afterwards. UserError where a scheme requires norms that this
-    model cannot have. tensor: the ranks that hold the other parts of every linear; a GroupedLinear names its own.
+    model cannot have. shared: the linears of which other processes hold other parts, by name.
     """
     if isinstance(scheme, LowBitScheme) and scheme.sub_norm and hasattr(model, "add_sub_norms"):
         model.add_sub_norms("--quantize")
     device = next(model.parameters()).device
     linears, key_of_group = find_linears(model), {}
     choices = choose_linears(model, scheme, device=device, head=head, quantize_head=quantize_head, min_size=min_size)
-    taken = [linear for linear, choice in zip(linears, choices, strict=True) if choice.reason is None]
-    groups = [linear.ranks or tensor if isinstance(linear, GroupedLinear) else tensor for linear in taken]
-    numbers = [(group.rank if group else 0) * TENSOR_RANK_NUMBERS + number for number, group in enumerate(groups)]
+    parts = [shared(choice.name) for choice in choices if choice.reason is None]
+    numbers = [(part.first_number if part else 0) + number for number, part in enumerate(parts)]
     keys = torch.tensor([[seed, 0, number] for number in numbers], dtype=torch.int64, device=device)
     quantized = QuantizedModel(choices, [], keys.view(-1, 3))
     for (linear, names), choice in zip(linears.items(), choices, strict=True):
         if choice.reason is None:
             number = len(quantized.linears)
             key = key_of_group.setdefault(_key_group(names[0]), quantized.keys[number])
-            swapped = _swap(linear, choice.scheme, key, groups[number])
+            swapped = _swap(linear, choice.scheme, key, parts[number])
             for name in names:
                 model.set_submodule(name, swapped)
             quantized.linears.append(swapped)
             computed = swapped.scheme.stored_format is None and swapped.weight.requires_grad
             if is_deferred(swapped.weight) or (computed and not keep_codes):
-                swapped.low_bit_weight.free()
+                swapped.weight_codes.free()
     delayed = [linear for linear in quantized.linears if linear.scheme.amax_history]
     if delayed:
         quantized.amax = AmaxHistory(delayed)
@@ -240,14 +252,14 @@ def _key_group(name: str) -> tuple[str, int | str]:
     return parent, next((i for i, names in enumerate(SIBLINGS) if own in names), own)
 
 
-def _swap(linear: nn.Linear, scheme: LowBitScheme, key: Tensor, tensor: TensorGroup | None) -> LowBitLinear:
+def _swap(linear: nn.Linear, scheme: LowBitScheme, key: Tensor, shared: SharedWeight | None) -> LowBitLinear:
     """A deferred weight stays deferred: its codes are those of zeros, until it has a value."""
     plain = linear.weight
     with with_zeros(plain):
         if scheme.stored_format is not None:
             stored = StoredWeight.from_value(plain, scheme.stored_format)
             linear.weight = nn.Parameter(stored, plain.requires_grad)
-        swapped = LowBitLinear(linear, scheme, key, tensor).train(linear.training)
+        swapped = LowBitLinear(linear, scheme, key, shared and shared.reduce).train(linear.training)
     if is_deferred(plain) and linear.weight is not plain:
         defer(linear.weight, lambda: StoredWeight.from_value(initial_value(plain), scheme.stored_format))
     return swapped

@@ -1,0 +1,151 @@
+"""What the ranks of a group add to a low-bit linear: codes instead of activations on the wire, scales of all tokens.
+
+    x of a rank      [T / ranks, K], in high precision
+    output           reads row codes [T, K]: all-gathered in forward
+    grad_weight      reads transposed codes [K, T]: those of the rank's own tokens are saved, and all-gathered in
+                     backward; where they are the row codes (one scale for the tensor), these are saved and nothing is
+                     gathered
+
+Scales that cover tokens of several ranks, of the tensor or of a column, follow from the absmax over all ranks: the
+codes are those of the full input, with stochastic rounding drawn anew by each rank. Bytes an element: as many as the
+codes have, at most two, as bf16 has; backward keeps a rank's share of the second codes. Formats whose scales cover a
+block of tokens, and schemes whose `grad_weight` reads x in high precision, gather x itself.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qtrain.comm.tensor_group import CODES, TensorGroup
+from qtrain.kernels.gemm.transpose import transpose_8bit
+from qtrain.kernels.grouped.row_groups import RowGroups
+from qtrain.kernels.numerics.formats import FORMATS, LINEAR_FORMATS
+from qtrain.kernels.quantize.gather_rows import gather_rows
+from qtrain.quant.arguments import LinearArguments
+from qtrain.quant.execute import OperandRequest, operands_under_scale
+from qtrain.quant.quantizers import quantize_columns, quantize_rows
+from qtrain.quant.scales import scale_of_statistic, spanning_scale
+from qtrain.quant.scheme import LowBitScheme
+from qtrain.quant.tensor_roles import BOTH, NeedsOperand, TensorName
+from qtrain.tensors.quantized_tensor import OperandFormat, Operands, QuantizedTensor
+
+
+def gathers_codes(scheme: LowBitScheme) -> bool:
+    """Whether an input in this scheme can be gathered as codes."""
+    rows, columns = scheme.formats_of("x")
+    return _takes(rows) and columns is not None and (columns.sum_dim == 0 or _takes(columns))
+
+
+def gathers_second_codes(scheme: LowBitScheme) -> bool:
+    """Whether `grad_weight` reads other codes than `output`, which are gathered in backward."""
+    rows, columns = scheme.formats_of("x")
+    one_scale = rows == columns and rows.granularity == "tensorwise" and FORMATS[rows.fmt].packing == 1
+    rounded_rows, rounded_columns = scheme.rounds("x")
+    return columns.sum_dim != 0 and not (one_scale and rounded_rows == rounded_columns)
+
+
+def gathers_routed_codes(scheme: LowBitScheme, needs: NeedsOperand = BOTH) -> bool:
+    """Whether tokens of other ranks, whose rows are sorted by expert, can be gathered as one set of codes: those of
+    `grad_weight` are the same ones, or none. Scales of (expert, column) need the values."""
+    rows, columns = scheme.formats_of("x")
+    if not _takes(rows):
+        return False
+    if not needs.columns:
+        return True
+    if columns is None or columns.sum_dim == 0:
+        return columns is not None
+    return not gathers_second_codes(scheme)
+
+
+def _takes(fmt: OperandFormat | None) -> bool:
+    return fmt is not None and fmt.fmt in LINEAR_FORMATS and fmt.granularity in ("tensorwise", "rowwise")
+
+
+@dataclass(frozen=True)
+class TokenExchange:
+    """Of a column-parallel linear whose input is divided along tokens: an `Exchange` of a scheme that
+    `gathers_codes`."""
+
+    group: TensorGroup
+
+    def covers(self, scheme: LowBitScheme, name: TensorName, needs: NeedsOperand) -> bool:
+        return name == "x"
+
+    def quantize(self, scheme: LowBitScheme, t: Tensor, request: OperandRequest) -> Operands:
+        """The operands of all ranks' tokens; the second one of this rank's, until `regather`."""
+        rows, columns = scheme.formats_of("x")
+        rounding, power_of_two, group = scheme.rounding("x", request.key), scheme.power_of_two, self.group
+        scale = None
+        if "tensorwise" in (rows.granularity, columns.granularity):
+            scale = spanning_scale(t, rows, group.maximum, power_of_two, request.delayed)
+        given = scale if rows.granularity == "tensorwise" else None
+        own = quantize_rows(t, rows, rounding, power_of_two, given)
+        row_scale = group.gathered(own.scale, CODES) if rows.granularity == "rowwise" else own.scale
+        row_codes = own._replace(codes=group.gathered(own.codes, CODES), scale=row_scale)
+        if not request.needs.columns:
+            return Operands(row_codes, None)
+        if columns.sum_dim == 0:
+            return Operands(row_codes, row_codes.summed_over_rows())
+        if rows == columns and given is not None and rounding.same and FORMATS[rows.fmt].packing == 1:
+            return Operands(row_codes, row_codes._replace(codes=transpose_8bit(row_codes.codes)))
+        if columns.granularity == "rowwise":
+            amax = group.maximum(t.abs().amax(dim=0).float())
+            scale = scale_of_statistic(amax, columns, (t.shape[1], t.shape[0]), power_of_two)
+        return Operands(row_codes, quantize_columns(t, columns, rounding, power_of_two, scale=scale))
+
+    def regather(self, saved: QuantizedTensor, rows: int) -> QuantizedTensor:
+        columns = saved.codes.shape[1]
+        if saved.format.sum_dim == 0 or columns * FORMATS[saved.format.fmt].packing >= rows:
+            return saved
+        codes = self.group.gathered(saved.codes, CODES).view(self.group.ranks, -1, columns)
+        return saved._replace(codes=codes.transpose(0, 1).reshape(-1, self.group.ranks * columns))
+
+    def reduce_dx(self, dx: Tensor) -> Tensor:
+        return self.group.scattered_sum(dx)
+
+
+@dataclass(frozen=True)
+class ScaleExchange:
+    """Of a linear whose x and dy have rows on every rank, under one tensorwise scale for all; each rank multiplies its
+    own rows."""
+
+    group: TensorGroup
+
+    def covers(self, scheme: LowBitScheme, name: TensorName, needs: NeedsOperand) -> bool:
+        return any(fmt is not None and fmt.granularity == "tensorwise" for fmt in scheme.formats_of(name, needs))
+
+    def quantize(self, scheme: LowBitScheme, t: Tensor, request: OperandRequest) -> Operands:
+        formats = [fmt for fmt in scheme.formats_of(request.name, request.needs) if fmt is not None]
+        assert all(fmt.granularity == "tensorwise" for fmt in formats), "other scales beside it"
+        scale = spanning_scale(t, formats[0], self.group.maximum, scheme.power_of_two, request.delayed)
+        return operands_under_scale(scheme, t, request, scale)
+
+    def regather(self, saved: QuantizedTensor, rows: int) -> QuantizedTensor:
+        return saved
+
+    def reduce_dx(self, dx: Tensor) -> Tensor:
+        return dx
+
+
+def quantize_routed(linear: LinearArguments, x: Tensor, needs: NeedsOperand, group: TensorGroup) -> Operands:
+    """The operands of the rows of `linear.groups`, which are of all ranks' tokens, given this rank's tokens x."""
+    scheme, groups = linear.scheme, linear.groups
+    if not gathers_routed_codes(scheme, needs):
+        return linear.quantize("x", gather_rows(group.gathered(x), groups.token_of_row), needs)
+    request = linear._replace(groups=None).request("x", NeedsOperand(columns=False))
+    rows = _routed_rows(TokenExchange(group).quantize(scheme, x, request).rows, groups)
+    _, columns = scheme.formats_of("x", needs)
+    if columns is None:
+        return Operands(rows, None)
+    if columns.sum_dim == 0:
+        return Operands(rows, rows.summed_over_rows())
+    return Operands(rows, rows._replace(codes=transpose_8bit(rows.codes)))
+
+
+def _routed_rows(tokens: QuantizedTensor, groups: RowGroups) -> QuantizedTensor:
+    codes = gather_rows(tokens.codes.view(torch.int8), groups.token_of_row).view(tokens.codes.dtype)
+    scale = tokens.scale
+    if tokens.format.granularity == "rowwise":
+        scale = gather_rows(scale.view(-1, 1), groups.token_of_row).view(-1)
+    return tokens._replace(codes=codes, scale=scale)

@@ -1,0 +1,194 @@
+"""Which part of each parameter a rank holds under tensor and expert parallelism, and the modules that compute with it.
+
+    column     rows of the weight are divided: a rank's heads of q, k, v; its slices of gate and up
+    row        columns are divided: partial sums, which the ranks add; rank 0 adds the bias
+    vocab      rows of the vocabulary are divided: the embedding, the head
+    heads      a norm over all heads, or over the whole intermediate size: divided like qkv, gate_up
+    expert     some of the experts
+    (others)   every rank has all of it: norms, routers and shared experts
+
+A decoder is declared for one process, with full shapes on the meta device. `place` gives the parameters of TABLE their
+local shapes and replaces modules by their parallel kinds under the same names. Where a degree is 1 it replaces nothing,
+so that the compiler sees the same graph.
+
+    Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from qtrain.comm.tensor_group import TENSOR_RANK_NUMBERS, TensorGroup
+from qtrain.models import Decoder
+from qtrain.models.config.model import ModelConfig
+from qtrain.models.native.attention import Attention
+from qtrain.models.native.mixture import Experts, MixtureMLP
+from qtrain.models.native.mlp import MLP
+from qtrain.parallel.layers.experts import EPExperts
+from qtrain.parallel.layers.local_config import check_divisible, check_experts_divisible
+from qtrain.parallel.layers.tensor_parallel import (
+    TPMLP,
+    Stream,
+    TPAttention,
+    TPEmbedding,
+    TPMixtureMLP,
+    TPOutput,
+    TPRMSNorm,
+)
+from qtrain.quant.swap import SharedWeight
+from qtrain.tensors.partition import Partition
+
+Kind = Literal["column", "row", "vocab", "heads", "expert"]
+
+TABLE: dict[tuple[str, str], Kind] = {
+    ("", "embed_tokens"): "vocab",
+    ("", "lm_head"): "vocab",
+    ("attn", "qkv"): "column",
+    ("attn", "q_norm"): "heads",  # where it is over all heads (OLMoE)
+    ("attn", "k_norm"): "heads",
+    ("attn", "sub_norm"): "heads",
+    ("attn", "o_proj"): "row",
+    ("mlp", "gate_up"): "column",
+    ("mlp", "sub_norm"): "heads",
+    ("mlp", "down_proj"): "row",
+    ("experts", "gate_up"): "expert",
+    ("experts", "down_proj"): "expert",
+}
+"""(parent module, module) -> how its parameters are divided."""
+
+VOCABULARY_ALIGNMENT = 64
+"""Ranks' rows of a large vocabulary begin at multiples of it, which GEMMs and shards read best."""
+
+
+@dataclass(frozen=True)
+class ModelParallel:
+    """How the ranks of a group divide a decoder: with --tp everything in TABLE, with --ep the experts alone."""
+
+    config: ModelConfig
+    """Of the full model."""
+    group: TensorGroup
+    experts_only: bool = False
+    sequence: bool = True
+    """Whether the residual stream is divided along tokens between the layers' parts (sequence parallelism)."""
+
+    def __post_init__(self) -> None:
+        if self.experts_only:
+            check_experts_divisible(self.config, self.group.ranks, "the model")
+        else:
+            check_divisible(self.config, self.group.ranks, self.sequence)
+
+    @cached_property
+    def vocabulary(self) -> list[tuple[int, int]]:
+        """Rows of the vocabulary of every rank."""
+        size, ranks = self.config.vocab_size, self.group.ranks
+        unit = VOCABULARY_ALIGNMENT if size >= 8 * ranks * VOCABULARY_ALIGNMENT else 1
+        cuts = [min(size, -(-size * r // (ranks * unit)) * unit) for r in range(ranks + 1)]
+        return list(pairwise(cuts))
+
+    def kind(self, name: str) -> Kind | None:
+        """How the parameter `name` is divided; None: every rank has all of it."""
+        parent, module, _ = ["", "", *name.split(".")][-3:]
+        kind = TABLE.get((parent if parent in ("attn", "mlp", "experts", "shared") else "", module))
+        if self.experts_only and kind != "expert":
+            return None
+        return None if module in ("q_norm", "k_norm") and self.config.qk_norm != "whole" else kind
+
+    def partition(self, name: str) -> Partition | None:
+        """Which part of the parameter `name` this rank holds; None: all of it."""
+        kind, config = self.kind(name), self.config
+        ranks, rank = self.group.ranks, self.group.rank
+        module, own = name.split(".")[-2:] if kind else ("", "")
+        if kind is None:
+            return None
+        if kind == "expert":
+            rows = 2 * config.mixture.width if module == "gate_up" else config.hidden_size
+            return Partition.evenly(0, (config.mixture.experts * rows,), ranks, rank)
+        if kind == "vocab":
+            return Partition(0, config.vocab_size, (self.vocabulary[rank],))
+        if kind == "row" and own == "bias":
+            return Partition(0, config.hidden_size, ((0, config.hidden_size),), held=rank == 0)
+        sizes: dict[tuple[str, str], tuple[int, ...]] = {
+            ("attn", "qkv"): (config.q_size, config.kv_size, config.kv_size),
+            ("attn", "k_norm"): (config.kv_size,),
+            ("mlp", "gate_up"): (config.intermediate_size,) * 2,
+        }
+        parent = name.split(".")[-3]
+        whole = config.q_size if parent == "attn" else config.intermediate_size
+        return Partition.evenly(int(kind == "row"), sizes.get((parent, module), (whole,)), ranks, rank)
+
+    def has_partial_gradient(self, name: str) -> bool:
+        """Whether each rank computes a term of the gradient of a parameter that all have: norms, routers and shared
+        experts, of its heads or its tokens."""
+        if self.experts_only or self.partition(name) is not None:
+            return False
+        return self.sequence or name.split(".")[-2] in ("q_norm", "k_norm")
+
+    def shared_weight(self, name: str) -> SharedWeight | None:
+        """How the swap shares the weight of the linear `name` with other ranks; None: not at all."""
+        if self.experts_only and self.kind(f"{name}.weight") is None:
+            return None
+        return SharedWeight(self.group.rank * TENSOR_RANK_NUMBERS, self._reduce)
+
+    def _reduce(self, statistics: Tensor) -> Tensor:
+        """Statistics of scales (`quant/scales.py`) over the ranks."""
+        exact = statistics.dtype is torch.float64
+        return self.group.total_exactly(statistics) if exact else self.group.maximum(statistics)
+
+    def place(self, model: Decoder) -> None:
+        """Make a decoder on the meta device that of this rank."""
+        for name, module in list(model.named_modules()):
+            for own, p in list(module.named_parameters(recurse=False)):
+                part = self.partition(f"{name}.{own}")
+                if part is not None:
+                    shape = part.local_shape(p.shape)
+                    setattr(
+                        module, own, nn.Parameter(torch.empty(shape, dtype=p.dtype, device="meta"), p.requires_grad)
+                    )
+                    _set_sizes(module, shape)
+        model.parts = self
+        stream = Stream(self.group, self.sequence)
+        for name, module in list(model.named_modules()):
+            if (parallel := self._parallel_kind(name, module, stream)) is not None:
+                model.set_submodule(name, parallel)
+        if not self.experts_only:
+            model.shards_sequence = self.sequence
+            model.kv_heads //= self.group.ranks
+            model.make_norm = partial(TPRMSNorm, group=self.group)
+        model.tie()
+
+    def _parallel_kind(self, name: str, module: nn.Module, stream: Stream) -> nn.Module | None:
+        """What replaces a module; None: it stays."""
+        if isinstance(module, Experts):
+            return EPExperts(module, self.group)
+        if self.experts_only or name.endswith(".shared"):  # every rank has all of a shared expert
+            return None
+        if isinstance(module, Attention):
+            sizes = [length for _, _, length in self.partition(f"{name}.qkv.weight").pieces()]
+            return TPAttention(module, stream, sizes)
+        if isinstance(module, MLP):
+            return TPMLP(module, stream)
+        if isinstance(module, MixtureMLP):
+            return TPMixtureMLP(module, stream)
+        if name == "embed_tokens":
+            return TPEmbedding(module, stream, self.vocabulary[self.group.rank][0])
+        if name == "output":
+            return TPOutput(stream, self.vocabulary)
+        if isinstance(module, nn.RMSNorm) and self.kind(f"{name}.weight") == "heads":
+            return TPRMSNorm(module.weight.shape[0], module.eps, self.group)  # on meta, like everything
+        return None
+
+
+def _set_sizes(module: nn.Module, shape: torch.Size) -> None:
+    """Attributes of a module that say how large its weight is."""
+    if len(shape) == 1:
+        return
+    if isinstance(module, nn.Embedding):
+        module.num_embeddings = shape[0]
+        return
+    if hasattr(module, "groups"):
+        module.groups = module.groups * shape[0] // module.out_features
+    module.out_features, module.in_features = shape

@@ -1,0 +1,168 @@
+"""The modules of the native decoder under tensor parallelism (TP), with or without sequence parallelism (SP).
+
+With SP the residual stream and the norms are divided along the tokens of the micro-batch: ranks all-gather the tokens
+where attention, the MLP and the head begin (`Stream.enter`), and reduce-scatter where they end (`Stream.leave`). That
+is half the bytes of the all-reduce that two of them replace, and the stream takes a rank's share of the memory. Tokens
+that do not divide are padded with zeros. Low-bit linears gather codes instead (`exchange.py`).
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qtrain.comm.tensor_group import TensorGroup
+from qtrain.kernels.grouped.row_groups import routes_per_group
+from qtrain.models.native.attention import Attention, SequenceInfo
+from qtrain.models.native.decoder import Embedding, Output
+from qtrain.models.native.loss import LossSums, linear_cross_entropy
+from qtrain.models.native.mixture import MixtureMLP
+from qtrain.models.native.mlp import MLP
+from qtrain.models.native.router import Routing, TokenSum
+from qtrain.parallel.layers.exchange import TokenExchange, gathers_codes
+from qtrain.parallel.layers.loss import sharded_cross_entropy
+from qtrain.quant import LowBitLinear
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The residual stream of a group. sequence: whether it is divided along tokens."""
+
+    group: TensorGroup
+    sequence: bool
+
+    def enter(self, x: Tensor, info: SequenceInfo | None) -> Tensor:
+        """Where a part begins that all ranks compute together: x [T / ranks, C] -> [B, S, C]. Where the stream is not
+        divided, x is [B, S, C] on all ranks already."""
+        if info is None or not info.sharded:
+            return self.group.copy(x)
+        return self.group.gather(x)[: info.batch * info.seq_len].unflatten(0, (info.batch, info.seq_len))
+
+    def leave(self, x: Tensor, sharded: bool) -> Tensor:
+        """Where it ends: the sum over the ranks of x [..., C], of which each keeps its tokens, [T / ranks, C]."""
+        if not sharded:
+            return self.group.reduce(x)
+        x = x.flatten(0, -2)
+        if padding := -x.shape[0] % self.group.ranks:
+            x = F.pad(x, (0, 0, 0, padding))
+        return self.group.scatter_sum(x)
+
+    def exchange(self, linear: nn.Module, x: Tensor, info: SequenceInfo) -> TokenExchange | None:
+        """If `linear` itself takes the ranks' tokens and gathers them as codes; else None."""
+        codes = info.sharded and isinstance(linear, LowBitLinear) and gathers_codes(linear.scheme)
+        return TokenExchange(self.group) if codes and x.shape[0] % 2 == 0 else None  # two 4-bit codes share a byte
+
+
+def _become(new: nn.Module, module: nn.Module) -> None:
+    """Give `new` the submodules, parameters and attributes of `module`, which it replaces."""
+    nn.Module.__init__(new)
+    new.__dict__.update(module.__dict__)
+
+
+class TPAttention(Attention):
+    """Attention over this rank's heads. split_sizes: rows of q, k, v."""
+
+    def __init__(self, attention: Attention, stream: Stream, split_sizes: list[int]):
+        _become(self, attention)
+        self.stream, self.split_sizes = stream, split_sizes
+        self.fused_rows = {"qkv": split_sizes}
+
+    def forward(self, x: Tensor, info: SequenceInfo) -> Tensor:
+        if exchange := self.stream.exchange(self.qkv, x, info):
+            tokens = info.batch, info.seq_len
+            qkv = self.qkv(x, exchange)[: info.batch * info.seq_len].unflatten(0, tokens)
+        else:
+            qkv = self.qkv(self.stream.enter(x, info))
+        return self.stream.leave(self.attend(qkv, info), info.sharded)
+
+
+class TPMLP(MLP):
+    """The MLP over this rank's slice of the intermediate size."""
+
+    def __init__(self, mlp: MLP, stream: Stream):
+        _become(self, mlp)
+        self.stream = stream
+        self.fused_rows = {"gate_up": [mlp.gate_up.weight.shape[0] // 2] * 2}
+
+    def forward(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor:
+        exchange = self.stream.exchange(self.gate_up, x, info)
+        y = self.compute(x if exchange else self.stream.enter(x, info), exchange)
+        return self.stream.leave(y, info.sharded)
+
+
+class TPMixtureMLP(MixtureMLP):
+    """A mixture whose experts the ranks divide; each routes its own tokens."""
+
+    def __init__(self, mixture: MixtureMLP, stream: Stream):
+        _become(self, mixture)
+        self.stream = stream
+
+    def statistics(self, routing: Routing, info: SequenceInfo) -> tuple[Tensor, Tensor]:
+        """Of all ranks' tokens."""
+        if not info.sharded:  # generation: all ranks route the same tokens
+            return super().statistics(routing, info)
+        group, tokens, rows = self.stream.group, info.batch * info.seq_len, len(routing.experts)
+        routing = routing.first(max(0, min(rows, tokens - group.rank * rows)))  # the others are padding
+        load = group.summed(routes_per_group(routing.experts, self.router.mixture.experts))
+        return load, self.losses.of(routing, load, TokenSum(group.reduce, tokens))
+
+
+class TPEmbedding(Embedding):
+    """The embedding of this rank's rows of the vocabulary, which begin at `first`."""
+
+    def __init__(self, embedding: Embedding, stream: Stream, first: int):
+        _become(self, embedding)
+        self.stream, self.first = stream, first
+
+    def forward(self, ids: Tensor, sharded: bool = False) -> Tensor:
+        own = ids - self.first
+        missing = (own < 0) | (own >= self.num_embeddings)
+        found = F.embedding(own.masked_fill(missing, 0), self.weight)
+        return self.stream.leave(found.masked_fill(missing.unsqueeze(-1), 0.0), sharded)
+
+
+class TPOutput(Output):
+    """Logits and loss of a head of which each rank has the rows `vocabulary[rank]`."""
+
+    def __init__(self, stream: Stream, vocabulary: list[tuple[int, int]]):
+        super().__init__()
+        self.stream, self.vocabulary = stream, vocabulary
+
+    def forward(
+        self,
+        x: Tensor,
+        head: nn.Module,
+        info: SequenceInfo | None = None,
+        labels: Tensor | None = None,
+        chunks: int = 0,
+        z_loss: float = 0.0,
+    ) -> Tensor | LossSums:
+        group = self.stream.group
+        x = self.stream.enter(x, info)
+        if labels is None:
+            return self._logits(head(x).detach())
+        entropy = partial(sharded_cross_entropy, group=group, first=self.vocabulary[group.rank][0])
+        return linear_cross_entropy(x.flatten(0, -2), head, labels, chunks, z_loss, entropy)
+
+    def _logits(self, own: Tensor) -> Tensor:
+        """Logits [..., V] of the full vocabulary on all ranks; not differentiable."""
+        sizes = [stop - start for start, stop in self.vocabulary]
+        padded = F.pad(own, (0, max(sizes) - own.shape[-1])).movedim(-1, 0)
+        every = self.stream.group.gathered(padded).movedim(0, -1).split(max(sizes), dim=-1)
+        return torch.cat([part[..., :size] for part, size in zip(every, sizes, strict=True)], dim=-1)
+
+
+class TPRMSNorm(nn.Module):
+    """RMSNorm over a dimension of which every rank has `size` elements: ranks add their squares."""
+
+    def __init__(self, size: int, eps: float, group: TensorGroup, **like: torch.device | torch.dtype | None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, **like))
+        self.eps, self.group, self.full = eps, group, size * group.ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        square = self.group.total(wide.square().sum(-1, keepdim=True)) / self.full
+        return (wide * torch.rsqrt(square + self.eps) * self.weight).to(x.dtype)

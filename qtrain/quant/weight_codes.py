@@ -1,0 +1,186 @@
+"""The codes of a weight: derived from the master, never saved, refreshed once per optimizer step and only read by
+forward, backward and recompute.
+
+Where both operands follow from one set of codes, processes may exchange those in place of the weight (`wire_format`).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from qtrain.kernels.gemm.transpose import transpose_8bit
+from qtrain.kernels.numerics.formats import EIGHT_BITS, FORMATS, GRANULARITIES
+from qtrain.kernels.numerics.packing import unpack
+from qtrain.kernels.numerics.rounding import NEAREST
+from qtrain.kernels.quantize.column_groups import BlockGroups
+from qtrain.quant.execute import OperandRequest, operands_under_scale, quantize_operands
+from qtrain.quant.quantizers import ReuseBuffers, quantize_columns, quantize_dual_layout, quantize_rows
+from qtrain.quant.scales import Reduce, reduce_all, scale_of_statistic, tensor_statistic
+from qtrain.quant.scheme import LowBitScheme
+from qtrain.tensors.deferred import allocate
+from qtrain.tensors.quantized_tensor import (
+    OperandFormat,
+    Operands,
+    QuantizedTensor,
+    flatten_operands,
+    unflatten_operands,
+)
+from qtrain.tensors.stored_weight import STORED_FORMATS, StoredWeight
+
+
+class WeightCodes(nn.Module):
+    """The operands of `output` and `grad_input` in non-persistent buffers, whose addresses CUDA graphs rely on."""
+
+    FIELDS = ("codes", "scale", "tensor_scale")
+
+    def __init__(self, operands: Operands, version: int):
+        super().__init__()
+        tensors, self._layouts = flatten_operands(operands)
+        self._names = [f"{gemm}_{field}" for gemm in ("output", "grad_input") for field in self.FIELDS]
+        for name, tensor in zip(self._names, tensors, strict=True):
+            self.register_buffer(name, tensor, persistent=False)
+        self.version = version
+        """Of the master weight when the codes were computed; a different one means that they are stale."""
+
+    def operands(self) -> Operands:
+        """What `output` and `grad_input` read; None for a GEMM that reads the master weight."""
+        return Operands(*unflatten_operands([getattr(self, name) for name in self._names], self._layouts))
+
+    def free(self) -> None:
+        """Free the codes' memory; the buffers stay, and the scales."""
+        for name, buffer in self.named_buffers():
+            if name.endswith("_codes"):
+                buffer.untyped_storage().resize_(0)
+
+    def allocate(self) -> None:
+        """Allocate memory for codes that have been freed; their values are undefined."""
+        for buffer in self.buffers():
+            allocate(buffer)
+
+    def update(self, operands: Operands, version: int) -> None:
+        """Copy new codes into the buffers."""
+        for name, tensor in zip(self._names, flatten_operands(operands)[0], strict=True):
+            buffer = getattr(self, name)
+            if buffer is not None and buffer is not tensor:  # codes may be in place, or those of a stored weight
+                buffer.copy_(tensor)
+        self.version = version
+
+
+# ---- what a declaration says of a weight's codes ---------------------------------------------------------------------
+
+
+def wire_format(scheme: LowBitScheme) -> OperandFormat | None:
+    """The format of codes that both operands of a weight follow from; None: they follow from no single set, as under
+    one scale per row and another per column."""
+    if scheme.packed_weight is not None:
+        return scheme.packed_weight
+    rows, columns = scheme.formats_of("w")
+    if rows is None or columns is None or any(scheme.rounds("w")):
+        return None
+    group_rows, group_columns = GRANULARITIES[rows.granularity]
+    square = group_rows == group_columns and FORMATS[rows.fmt].packing == 1
+    return rows if columns.sum_dim == 0 or (rows == columns and square) else None
+
+
+def reads_codes_only(scheme: LowBitScheme) -> bool:
+    """Whether no GEMM reads a weight itself, but only codes that are computed from it."""
+    return scheme.stored_format is None and None not in scheme.formats_of("w")
+
+
+def scales_by_amax(scheme: LowBitScheme) -> bool:
+    """Whether all that the scale of a weight's codes depends on is its absmax."""
+    rows, columns = [wire_format(scheme)] * 2 if wire_format(scheme) else scheme.formats_of("w")
+    if scheme.stored_format is not None or rows is None or rows != columns:
+        return False
+    return rows.granularity == "tensorwise" and rows.fmt in EIGHT_BITS
+
+
+def spans_weight(scheme: LowBitScheme) -> bool:
+    """Whether a scale covers all of a weight, other processes' parts of it too."""
+    formats = [wire_format(scheme)] if wire_format(scheme) else scheme.formats_of("w")
+    tensorwise = any(fmt is not None and fmt.granularity == "tensorwise" for fmt in formats)
+    return scheme.stored_format is None and tensorwise
+
+
+# ---- computing them --------------------------------------------------------------------------------------------------
+
+
+def operands_of_codes(scheme: LowBitScheme, codes: QuantizedTensor, in_features: int) -> Operands:
+    """The operands of a weight from its codes in `wire_format`: those that `quantize_weight` returns."""
+    if codes.format.fmt == "ternary":  # as int8 in {-1, 0, 1}: not packed, INT8 tensor cores multiply them
+        unpacked = unpack(codes.codes, "ternary", in_features)
+        codes = QuantizedTensor(unpacked, codes.scale, OperandFormat("int8", "tensorwise"))
+    columns = scheme.formats_of("w")[1]
+    if columns is not None and columns.sum_dim == 0:
+        return Operands(codes, codes.summed_over_rows())
+    scale = codes.scale if codes.scale.ndim == 1 else codes.scale.t()
+    return Operands(codes, codes._replace(codes=transpose_8bit(codes.codes), scale=scale))
+
+
+class WeightRequest(NamedTuple):
+    """A weight to quantize."""
+
+    scheme: LowBitScheme
+    weight: Tensor
+    """[N, K], plain or stored in low bits."""
+    key: Tensor | None
+    """The Philox key of stochastic rounding; None: nearest even."""
+    groups: BlockGroups | None = None
+    """The rows of each matrix, if the weight holds several (`grouped_linear.py`)."""
+    reuse: ReuseBuffers | None = None
+
+
+def quantize_weight(request: WeightRequest) -> Operands:
+    """The operands of (output, grad_input); None where a GEMM reads the weight itself."""
+    scheme, w, key, groups, reuse = request
+    if isinstance(w, StoredWeight):
+        return _stored_operands(scheme, w, groups)
+    if scheme.packed_weight is not None:
+        return operands_of_codes(scheme, quantize_rows(w, scheme.packed_weight, NEAREST, False), w.shape[1])
+    rows, columns = scheme.formats_of("w")
+    if rows and columns and columns.sum_dim == 1:
+        rounding = scheme.rounding("w", key)
+        return Operands(*quantize_dual_layout(w, rows, columns, rounding, scheme.power_of_two, groups, reuse))
+    own_rows, own_columns = quantize_operands(scheme, w, OperandRequest("w", key=key, groups=groups))
+    return Operands(None if own_rows is w else own_rows, None if own_columns is w else own_columns)
+
+
+def _stored_operands(scheme: LowBitScheme, w: StoredWeight, groups: BlockGroups | None) -> Operands:
+    """The stored codes where a GEMM reads those; else codes of the dequantized weight, to nearest even."""
+    rows, columns = scheme.formats_of("w")
+    if columns.sum_dim == 0:
+        return Operands(w.quantized, w.quantized.summed_over_rows())
+    if rows == STORED_FORMATS[w.format]:
+        return Operands(w.quantized, quantize_columns(w.dequantize(), columns, NEAREST, False, groups))
+    return Operands(*quantize_dual_layout(w.dequantize(), rows, columns, NEAREST, False, groups))
+
+
+def quantize_spanning_weights(requests: Sequence[WeightRequest], reduce: Reduce) -> list[Operands]:
+    """`quantize_weight` of parts of weights whose scales cover the other processes' parts too (`spans_weight`), with
+    one reduction for all. Then a part's codes are its part of the whole weight's codes. Scales that cover less, of a
+    row, a column or a block, are those of the part: equal to the whole's where no cut crosses them, else finer."""
+    formats = [_spanning_format(request.scheme) for request in requests]
+    statistics = [
+        tensor_statistic(request.weight, fmt, request.reuse and request.reuse.amax)
+        for request, fmt in zip(requests, formats, strict=True)
+    ]
+    found = []
+    for (scheme, w, key, groups, _), fmt, statistic in zip(
+        requests, formats, reduce_all(statistics, reduce), strict=True
+    ):
+        assert not isinstance(w, StoredWeight)
+        scale = scale_of_statistic(statistic, fmt, w.shape, scheme.power_of_two)
+        if (wire := wire_format(scheme)) is not None:
+            codes = quantize_rows(w, wire, NEAREST, False, scale)
+            found.append(operands_of_codes(scheme, codes, w.shape[1]))
+            continue
+        rows, columns = operands_under_scale(scheme, w, OperandRequest("w", key=key, groups=groups), scale)
+        found.append(Operands(None if rows is w else rows, None if columns is w else columns))
+    return found
+
+
+def _spanning_format(scheme: LowBitScheme) -> OperandFormat:
+    """The tensorwise one of the weight's formats."""
+    formats = [wire_format(scheme)] if wire_format(scheme) else scheme.formats_of("w")
+    return next(fmt for fmt in formats if fmt is not None and fmt.granularity == "tensorwise")
