@@ -170,7 +170,7 @@ def test_each_expert_is_a_dense_linear_of_its_own_rows(scheme, kwargs):
     dy[groups.token_of_row < 0] = 0
     arguments = linear.arguments()._replace(groups=groups)
     w = arguments.weight
-    xs, dys = arguments.quantize_input(x, BOTH), arguments.quantize_grad(dy, BOTH)
+    xs, dys = arguments.quantize("x", x, BOTH), arguments.quantize("dy", dy, BOTH)
     y = arguments.multiply("output", xs.rows, w.rows, torch.float32)
     dx = arguments.multiply("grad_input", dys.rows, w.columns, torch.float32)
     dw = arguments.multiply("grad_weight", dys.columns, xs.columns, torch.float32)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from qtrain.models.native.tensor_parallel import TensorParallel, check_divisible
 from torch import Tensor
 
 from qtrain.bench.mesh_equality import CONFIG as SMALL
@@ -32,6 +31,9 @@ from qtrain.models import (
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.full_shard import decoder_units
+from qtrain.parallel.layers.exchange import TokenExchange
+from qtrain.parallel.layers.local_config import check_divisible
+from qtrain.parallel.layers.place import ModelParallel
 from qtrain.quant import SCHEMES, quantize_linears, swiglu_mlp
 from qtrain.train.freezing import freeze_embedding
 from qtrain.train.language import language_forward
@@ -73,16 +75,27 @@ LOSS_BOUNDS = dict.fromkeys(SCHEME_NAMES, 2e-3) | {"bf16": 1e-5, "int4": 1e-2, "
 STEPS = 2
 
 
+def parts_of(source: ModelSource, mesh: Mesh, sequence: bool = True) -> ModelParallel | None:
+    group = mesh.tensor_group
+    return None if group is None else ModelParallel(source.model_config(), group, sequence=sequence)
+
+
 def model_of(config: dict[str, Any], mesh: Mesh, sequence: bool = True) -> torch.nn.Module:
     """Biases are random too, the same for any mesh."""
-    model = build_model(ModelSource("s", config, "--model"), seed=1, tensor=mesh.tensor_group, sequence=sequence)
+    source = ModelSource("s", config, "--model")
+    parts = parts_of(source, mesh, sequence)
+    model = build_model(source, seed=1, place=parts and parts.place)
     for name, p in model.named_parameters():
         if name.endswith("bias"):
-            split = model.tensor and model.tensor.split(name)
+            split = model.partition(name)
             shape = split.full_shape(p.shape) if split else p.shape
             whole = torch.randn(shape, generator=torch.Generator().manual_seed(len(name)))
             p.data.copy_(split.take(whole) if split else whole)
     return model
+
+
+def shared_weights_of(model: torch.nn.Module) -> dict[str, Any]:
+    return {} if model.parts is None else {"shared": model.parts.shared_weight}
 
 
 def tokens(rows: int, length: int, seed: int = 0) -> Tensor:
@@ -93,11 +106,11 @@ def whole(model: torch.nn.Module, tensors: dict[str, Tensor]) -> dict[str, list]
     """This rank's term of every whole tensor; those that all ranks have count once."""
     found = {}
     for name, own in tensors.items():
-        split = model.tensor and model.tensor.split(name)
+        split = model.partition(name)
         if split:
             target = torch.zeros(split.full_shape(own.shape))
             split.put(target, own)
-        elif model.tensor and model.tensor.group.rank:
+        elif model.parts and model.parts.group.rank:
             target = torch.zeros_like(own)
         else:
             target = own
@@ -172,9 +185,9 @@ def test_loss_gradients_logits_and_text_are_those_of_one_process():
 
 def _loaded(folder: str) -> dict[str, list]:
     source = read_model_source(folder)
-    model = build_model(source, pretrained=True, tensor=make_mesh(0, 0, "cpu", 2).tensor_group)
+    model = build_model(source, pretrained=True, place=parts_of(source, make_mesh(0, 0, "cpu", 2)).place)
     assert freeze_embedding(model)
-    prints = fingerprint(model, model.tensor.group)
+    prints = fingerprint(model, model.parts.group)
     return {"weights": whole(model, {n: p.data for n, p in model.named_parameters()}), "frozen": prints}
 
 
@@ -208,7 +221,7 @@ def _train(
         sent.clear()
         model = model_of(config, mesh)
         scheme = SCHEMES.make(name, options or {}, "--quantize")
-        quantized = quantize_linears(model, scheme, seed=0, head=model.lm_head, tensor=mesh.tensor_group)
+        quantized = quantize_linears(model, scheme, seed=0, head=model.lm_head, **shared_weights_of(model))
         codes = {
             f"{i} {n}": t.float().tolist()
             for i, x in enumerate(quantized.linears)
@@ -301,7 +314,7 @@ def test_codes_of_tensorwise_weights_are_those_of_the_whole(scheme):
     for number, name in enumerate(("layers.0.attn.qkv.weight", "layers.0.attn.o_proj.weight")):
         for rank, of_rank in enumerate(of_two(scheme)):
             group = dataclasses.replace(_Group, rank=rank)
-            split = TensorParallel(config, group).split(name)
+            split = ModelParallel(config, group).partition(name)
             codes = torch.tensor(one[f"{number} output_codes"])
             assert torch.equal(split.take(codes), torch.tensor(of_rank["codes"][f"{number} output_codes"]))
             key = f"{number} output_scale"
@@ -378,7 +391,7 @@ def _gathered_mlp(scheme: str) -> list[Any]:
         model = torch.nn.Sequential(up, down)
         quantize_linears(model, SCHEMES.make(scheme, {"stochastic_rounding": False}, "-"), seed=0)
         leaf = own.clone().requires_grad_()
-        y = swiglu_mlp(model[0], model[1], leaf, group if len(own) < len(x) else None)
+        y = swiglu_mlp(model[0], model[1], leaf, TokenExchange(group) if len(own) < len(x) else None)
         y.backward(torch.ones_like(y) * x)
         dx = leaf.grad if len(own) < len(x) else (2 * leaf.grad).chunk(2)[group.rank]  # both ranks have the same term
         results.append([t.tolist() for t in (y, dx, model[0].weight.grad, model[1].weight.grad)])
@@ -434,8 +447,8 @@ def test_sizes_that_do_not_divide_are_refused(ranks, changes, says):
 
 def test_no_rank_of_a_large_vocabulary_begins_between_multiples_of_64():
     config = ModelConfig.from_hf({**CONFIG, "vocab_size": 151_936})
-    rows = TensorParallel(config, dataclasses.replace(_Group, ranks=2)).vocabulary
+    rows = ModelParallel(config, dataclasses.replace(_Group, ranks=2)).vocabulary
     assert rows == [(0, 75_968), (75_968, 151_936)] and 75_968 % 64 == 0
-    rows = TensorParallel(ModelConfig.from_hf({**CONFIG, "vocab_size": 50_257}), _Group).vocabulary
+    rows = ModelParallel(ModelConfig.from_hf({**CONFIG, "vocab_size": 50_257}), _Group).vocabulary
     assert rows == [(0, 25_152), (25_152, 50_257)]
-    assert TensorParallel(ModelConfig.from_hf(CONFIG), _Group).vocabulary == [(0, 132), (132, 263)]
+    assert ModelParallel(ModelConfig.from_hf(CONFIG), _Group).vocabulary == [(0, 132), (132, 263)]

@@ -131,12 +131,7 @@ class ModelParallel:
         """How the swap shares the weight of the linear `name` with other ranks; None: not at all."""
         if self.experts_only and self.kind(f"{name}.weight") is None:
             return None
-        return SharedWeight(self.group.rank * TENSOR_RANK_NUMBERS, self._reduce)
-
-    def _reduce(self, statistics: Tensor) -> Tensor:
-        """Statistics of scales (`quant/scales.py`) over the ranks."""
-        exact = statistics.dtype is torch.float64
-        return self.group.total_exactly(statistics) if exact else self.group.maximum(statistics)
+        return shared_over(self.group)
 
     def place(self, model: Decoder) -> None:
         """Make a decoder on the meta device that of this rank."""
@@ -180,6 +175,15 @@ class ModelParallel:
         if isinstance(module, nn.RMSNorm) and self.kind(f"{name}.weight") == "heads":
             return TPRMSNorm(module.weight.shape[0], module.eps, self.group)  # on meta, like everything
         return None
+
+
+def shared_over(group: TensorGroup) -> SharedWeight:
+    """A weight of which each rank of the group has a part."""
+
+    def reduce(statistics: Tensor) -> Tensor:  # as `quant/scales.py` asks for
+        return group.total_exactly(statistics) if statistics.dtype is torch.float64 else group.maximum(statistics)
+
+    return SharedWeight(group.rank * TENSOR_RANK_NUMBERS, reduce)
 
 
 def _set_sizes(module: nn.Module, shape: torch.Size) -> None:

@@ -23,6 +23,7 @@ from qtrain.optim import parameter_groups
 from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.full_shard import decoder_units
 from qtrain.parallel.gradient_wire import GRADIENT_WIRES
+from qtrain.parallel.layers.place import ModelParallel
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.schemes.frozen_base import base_scheme
 from qtrain.train.language import language_forward
@@ -154,7 +155,8 @@ def _sent_with_divided_layers(scheme: str, sequence: bool, checkpointing: str, s
     """Bytes that this rank sends in a step of two micro-batches."""
     mesh = make_mesh(0, 0, "cpu", 2)
     source = ModelSource("small", shape, "--model")
-    model = build_model(source, dtype=torch.bfloat16, tensor=mesh.tensor_group, sequence=sequence)
+    parts = ModelParallel(source.model_config(), mesh.tensor_group, sequence=sequence)
+    model = build_model(source, dtype=torch.bfloat16, place=parts.place)
     apply_activation_checkpointing(model, checkpointing)
     quantized = quantize_linears(model, SCHEMES.make(scheme, {}, "-"), seed=0, head=model.lm_head)
     parallel, forward = DataParallel(model, quantized, mesh), language_forward(model, None)

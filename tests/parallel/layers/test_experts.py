@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from qtrain.quant.parallel_experts import ExpertRanks
 from torch import Tensor
 
 from qtrain.comm.mesh import make_mesh
 from qtrain.comm.tensor_group import TensorGroup
 from qtrain.comm.wire import sent
+from qtrain.parallel.layers.experts import EPExperts
+from qtrain.parallel.layers.place import shared_over
 from qtrain.quant import SCHEMES, quantize_linears
-from qtrain.quant.experts import experts_mlp
 from qtrain.quant.grouped_linear import GroupedLinear
 from tests.cases import sampled
 from tests.quant.test_experts import EXPERTS, INNER, PER_TOKEN, C, Experts, module, routing
@@ -28,21 +28,22 @@ SAMPLE = ("int8", "fp8_tensorwise")
 IN_ORDER = {**{name: {} for name in CASES if name != "nvfp4"}, "int8 tensorwise": {"granularity": "tensorwise"}}
 
 
-def _part(whole: Experts, group: TensorGroup) -> Experts:
+def _part(whole: Experts, group: TensorGroup) -> EPExperts:
     """The experts of this rank."""
     count = EXPERTS // RANKS
     part = Experts.__new__(Experts)
     torch.nn.Module.__init__(part)
-    part.gate_up = GroupedLinear(count, C, 2 * INNER, group)
-    part.down_proj = GroupedLinear(count, INNER, C, group)
+    part.gate_up = GroupedLinear(count, C, 2 * INNER)
+    part.down_proj = GroupedLinear(count, INNER, C)
     for own, of in ((part.gate_up, whole.gate_up), (part.down_proj, whole.down_proj)):
         own.weight.data = of.weight.data.chunk(RANKS)[group.rank].clone()
-    return part
+    return EPExperts(part, group)
 
 
-def _quantized(m: Experts, name: str, options: dict[str, Any], rank: int) -> Experts:
-    """With the keys of a rank's micro-batch."""
-    quantized = quantize_linears(m, SCHEMES.make(name, options, "--quantize"), seed=0)
+def _quantized(m: torch.nn.Module, name: str, options: dict[str, Any], rank: int, group: TensorGroup | None = None):
+    """With the keys of a rank's micro-batch. group: the ranks that have the other experts."""
+    shared = None if group is None else shared_over(group)
+    quantized = quantize_linears(m, SCHEMES.make(name, options, "--quantize"), seed=0, shared=lambda name: shared)
     quantized.set_step(STEP + rank)
     return m
 
@@ -71,15 +72,11 @@ def _gradients(m: Experts) -> list[Tensor]:
 def _of_rank(name: str, options: dict[str, Any], in_order: bool) -> dict[str, Any]:
     """For each routing: largest relative error against one process, or whether all is equal; and the bytes sent."""
     group = make_mesh(0, 0, "cpu", ep=RANKS).of_experts.tensor_group
-    part, found = _quantized(_part(module(), group), name, options, group.rank), {}
-    terms = None
-    if in_order:
-        weights = part.gate_up.weight, part.down_proj.weight
-        terms = tuple(torch.zeros(()).expand(RANKS, *w.shape).requires_grad_() for w in weights)
-    ranks = ExpertRanks(group, terms)
+    part, found = _quantized(_part(module(), group), name, options, group.rank, group), {}
+    terms = tuple(part.keep_in_order().values()) if in_order else None
     for kind in KINDS:
         sent.clear()
-        own = _run(lambda *a: experts_mlp(part.gate_up, part.down_proj, *a, ranks), _tokens(kind, group.rank))
+        own = _run(part, _tokens(kind, group.rank))
         kinds = dict(sent)
         of_weights = [t.grad for t in terms] if in_order else _gradients(part)
         one, dw = [], []
