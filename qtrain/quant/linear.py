@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from qtrain.comm.tensor_group import TensorGroup
 from qtrain.kernels.grouped.row_groups import RowGroups
-from qtrain.kernels.optim.weight_amax import WeightAmax
+from qtrain.kernels.optim.update_rules import WeightAmax
 from qtrain.kernels.quantize.column_groups import BlockGroups, equal_groups
 from qtrain.kernels.quantize.gather_rows import GatheredRows, gather_rows
 from qtrain.kernels.swiglu.quantize import activation_dots

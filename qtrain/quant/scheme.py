@@ -24,11 +24,10 @@ from torch import Tensor
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import lacks_fp8
 from qtrain.core.registry import Registry
-from qtrain.kernels.gemm.transpose import transpose_8bit
+from qtrain.kernels.gemm.persistent import transpose_8bit
 from qtrain.kernels.grouped.row_groups import RowGroups
 from qtrain.kernels.numerics.formats import EIGHT_BITS, FORMATS, GRANULARITIES
-from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
-from qtrain.kernels.numerics.rounding import NEAREST, Rounding
+from qtrain.kernels.numerics.philox import NEAREST, ROUNDED_TENSORS, Rounding
 from qtrain.kernels.quantize.column_groups import NO_GROUPS, BlockGroups
 from qtrain.kernels.quantize.gather_rows import GatheredRows, in_memory
 from qtrain.kernels.swiglu.quantize import (

@@ -21,7 +21,7 @@ from typing import Literal
 from torch import Tensor
 
 from qtrain.core.errors import UserError
-from qtrain.kernels.numerics.packing import unpack
+from qtrain.kernels.numerics.formats import unpack
 from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.kernels.quantize.operators import quantize
 from qtrain.quant.gemm_table import Gemm

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.numerics.formats import FORMATS
-from qtrain.kernels.numerics.rounding import NEAREST
+from qtrain.kernels.numerics.philox import NEAREST
 from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.quantizers import Former, quantize_columns, quantize_dual_layout

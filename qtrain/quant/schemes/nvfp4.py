@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import lacks_fp8
-from qtrain.kernels.numerics.rounding import NEAREST, Rounding
+from qtrain.kernels.numerics.philox import NEAREST, Rounding
 from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.kernels.quantize.gather_rows import GatheredRows, in_memory
 from qtrain.kernels.quantize.nvfp4 import quantize_nvfp4
