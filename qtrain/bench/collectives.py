@@ -31,7 +31,7 @@ from qtrain.core.checks import Range, shown, user_path
 from qtrain.core.config import parse, run_script
 from qtrain.core.errors import UserError, first_line
 from qtrain.core.hardware import describe_hardware
-from qtrain.kernels.ordered_sum import add_in_order
+from qtrain.kernels.elementwise import add_in_order
 from qtrain.parallel.gradient_wire import FIRST_NUMBER, GRADIENT_WIRES, GradientWire
 from qtrain.train.device import choose_device
 

@@ -19,9 +19,9 @@ from qtrain.core.hardware import FP8_CAPABILITY, Hardware, compute_capability
 from qtrain.kernels.grouped.grouped_blockwise_mm import grouped_rows_blockwise_mm, grouped_sums_blockwise_mm
 from qtrain.kernels.grouped.grouped_mm import grouped_rows_mm, grouped_sums_mm
 from qtrain.kernels.grouped.grouped_plain_mm import grouped_rows_plain_mm, grouped_sums_plain_mm
-from qtrain.kernels.grouped.reference import matrices, unstack
+from qtrain.kernels.grouped.per_group import matrices, unstack
 from qtrain.kernels.grouped.row_groups import RowGroups, group_rows
-from qtrain.kernels.numerics.dequantize import dequantize
+from qtrain.kernels.numerics.formats import dequantize
 from qtrain.kernels.quantize.column_groups import equal_groups
 from qtrain.kernels.quantize.operators import quantize, quantize_transposed
 

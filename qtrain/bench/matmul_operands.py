@@ -10,7 +10,7 @@ from torch import Tensor
 from qtrain.bench.case import Case, UnavailableError, check_product
 from qtrain.bench.matmuls import Problem
 from qtrain.core.hardware import FP8_CAPABILITY, MX_CAPABILITY
-from qtrain.kernels.numerics.dequantize import dequantize
+from qtrain.kernels.numerics.formats import dequantize
 from qtrain.kernels.quantize.operators import quantize
 
 FP32_SUM, BF16_SUM, FP8_SUM = 2.0**-20, 2.0**-12, 2.0**-10

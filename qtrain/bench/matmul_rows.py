@@ -21,14 +21,12 @@ from qtrain.bench.matmul_operands import (
 from qtrain.bench.matmuls import BF16, ROWS, Problem, Row, row
 from qtrain.core.hardware import FP8_CAPABILITY
 from qtrain.kernels.gemm.blockwise_mm import blockwise_mm, blockwise_mm_names
-from qtrain.kernels.gemm.fp16_mm import STEP_K, fp16_mm
+from qtrain.kernels.gemm.float_mm import STEP_K, fp16_mm
 from qtrain.kernels.gemm.int4_mm import int4_mm, scaled_int4_mm
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K, int8_mm
-from qtrain.kernels.gemm.mx_mm import mx_mm, tiled_scale
 from qtrain.kernels.gemm.scaled_mm import scaled_mm, scaled_mm_names
-from qtrain.kernels.numerics.dequantize import dequantize_mx
-from qtrain.kernels.numerics.formats import E2M1_VALUES
-from qtrain.kernels.quantize.mx import quantize_mx
+from qtrain.kernels.numerics.formats import E2M1_VALUES, dequantize_mx
+from qtrain.kernels.quantize.mx import mx_mm, quantize_mx, tiled_scale
 from qtrain.kernels.quantize.operators import quantize
 
 FAMILIES = {"cuBLAS": "cublas", "Triton": "triton", "qtrain": None}

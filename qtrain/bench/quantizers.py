@@ -15,9 +15,8 @@ from qtrain.bench.case import Case, Check, Report, UnavailableError, WrongResult
 from qtrain.bench.tables import Cell, Table
 from qtrain.bench.timing import copy_bandwidth
 from qtrain.core.hardware import Hardware
-from qtrain.kernels.gemm.transpose import transpose_8bit
-from qtrain.kernels.numerics.dequantize import dequantize, expand_scale
-from qtrain.kernels.numerics.formats import FORMATS
+from qtrain.kernels.gemm.persistent import transpose_8bit
+from qtrain.kernels.numerics.formats import FORMATS, dequantize, expand_scale
 from qtrain.kernels.quantize.column_groups import BLOCK_ROWS
 from qtrain.kernels.quantize.operators import quantize, quantize_dual
 from qtrain.train.log.status import three_digits

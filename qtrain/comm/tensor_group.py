@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qtrain.comm.wire import all_gather_single, exchange, gather, sent
-from qtrain.kernels.ordered_sum import add_in_order
+from qtrain.kernels.elementwise import add_in_order
 
 _GROUPS: dict[str, dist.ProcessGroup] = {}
 """Process groups by name: custom ops take no objects."""

@@ -1,11 +1,9 @@
 """Optimizers and learning-rate schedules. Importing this package registers every optimizer and library."""
 
 # Imported to register themselves.
-from qtrain.optim import adamw, apollo, galore, library, lion, muon, schedule_free, sgd  # noqa: F401
-from qtrain.optim.optimizer import Optimizer, adapted
-from qtrain.optim.parameter_groups import parameter_groups
-from qtrain.optim.partitioned_optimizer import PartitionedOptimizer
-from qtrain.optim.registry import OPTIMIZERS, OptimizerSpec, ParameterShape
+from qtrain.optim import adamw, apollo, galore, library, momentum, muon, schedule_free  # noqa: F401
+from qtrain.optim.optimizer import Optimizer, PartitionedOptimizer, adapted
+from qtrain.optim.registry import OPTIMIZERS, OptimizerSpec, ParameterShape, parameter_groups
 from qtrain.optim.schedule import LRSchedule, make_schedule
 
 __all__ = [

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from qtrain.core.checks import Range
-from qtrain.kernels.numerics.normal import normal
+from qtrain.kernels.numerics.philox import normal
 from qtrain.kernels.optim.state_formats import state_format
-from qtrain.optim.batched_states import read_states, state_shapes, write_states
 from qtrain.optim.matrix_optimizer import Matrix, MatrixOptimizer, MatrixOptimizerSpec
-from qtrain.optim.optimizer import StateShapes
 from qtrain.optim.registry import OPTIMIZERS
+from qtrain.optim.state_layout import StateShapes, read_states, state_shapes, write_states
 
 MAX_GROWTH, TINY = 1.01, 1e-8
 FP32 = state_format("fp32", signed=True)

@@ -21,16 +21,15 @@ from qtrain.core.checks import Range
 from qtrain.core.errors import UserError
 from qtrain.kernels.optim.fused_update import SIGNED_STATES, FusedUpdate, Slot
 from qtrain.kernels.optim.state_formats import StateFormat, dequantize_state, quantize_state, zero_state
-from qtrain.kernels.optim.update_rules import LowBitWeight
-from qtrain.kernels.optim.weight_amax import WeightAmax
+from qtrain.kernels.optim.update_rules import LowBitWeight, WeightAmax
 from qtrain.optim.offload import OffloadedUpdate, host_sizes, staging_bytes
-from qtrain.optim.optimizer import Optimizer, StateShapes, check_finite
-from qtrain.optim.partitioned_optimizer import PartitionedOptimizer
+from qtrain.optim.optimizer import Optimizer, PartitionedOptimizer, check_finite
 from qtrain.optim.registry import OptimizerSpec, ParameterShape
 from qtrain.optim.state_layout import (
     MASTER,
     FormatChoice,
     StateOptions,
+    StateShapes,
     as_sharded,
     first_element,
     local,

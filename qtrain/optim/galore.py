@@ -13,16 +13,50 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.core.checks import Range
-from qtrain.kernels.numerics.dequantize import dequantize
-from qtrain.kernels.numerics.normal import normal
+from qtrain.kernels.numerics.formats import dequantize
+from qtrain.kernels.numerics.philox import normal
 from qtrain.kernels.optim.fused_update import FusedUpdate, Slot
 from qtrain.kernels.optim.state_formats import state_format
 from qtrain.kernels.quantize.operators import quantize
-from qtrain.optim.batched_states import state_shapes, state_size, state_tensors
 from qtrain.optim.matrix_optimizer import Matrix, MatrixOptimizer, MatrixOptimizerSpec, Rest
-from qtrain.optim.optimizer import StateShapes
 from qtrain.optim.registry import OPTIMIZERS
-from qtrain.optim.subspace import Method, leading_subspace, sketch_columns
+from qtrain.optim.state_layout import StateShapes, state_shapes, state_size, state_tensors
+
+Method = Literal["randomized", "svd"]
+
+OVERSAMPLING, POWER_ITERATIONS = 8, 2
+
+
+def leading_subspace(matrix: Tensor, rank: int, method: Method, sketch: Tensor | None = None) -> Tensor:
+    """matrix [..., R, C] -> orthonormal rows [..., min(rank, R, C), C], strongest first, in fp32 or wider.
+
+    "svd" decomposes the whole matrix, which takes seconds per layer at a billion parameters. "randomized" needs matrix
+    products only: two power iterations on `sketch` [..., C, at least rank] of random numbers (Halko, Martinsson, Tropp
+    2011, arXiv:0909.4061, algorithm 4.4), then the singular vectors of the matrix restricted to that basis.
+    """
+    matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+    rank = min(rank, *matrix.shape[-2:])
+    if method == "svd":
+        return _signed(torch.linalg.svd(matrix, full_matrices=False).Vh[..., :rank, :])
+    assert sketch is not None
+    basis = sketch.to(matrix.dtype)
+    for _ in range(POWER_ITERATIONS):
+        basis = torch.linalg.qr(matrix.mT @ (matrix @ basis)).Q
+    sketched = matrix @ basis  # [..., R, columns of the sketch]
+    order = torch.linalg.eigh(sketched.mT @ sketched).eigenvectors.flip(-1)  # eigenvalues ascend
+    return _signed((basis @ order[..., :rank]).mT)
+
+
+def _signed(rows: Tensor) -> Tensor:
+    """Each row with the sign that makes its largest element positive: a decomposition does not determine the sign."""
+    largest = rows.gather(-1, rows.abs().argmax(dim=-1, keepdim=True))
+    return (rows * largest.sign()).contiguous()
+
+
+def sketch_columns(rank: int, rows: int, columns: int) -> int:
+    """Columns of the sketch that `leading_subspace` needs for a matrix [rows, columns]."""
+    return min(rank + OVERSAMPLING, rows, columns)
+
 
 NO_COSINE = -1.0
 _NEXT, _GAP = 0, 1

@@ -19,12 +19,10 @@ from torch.distributed.tensor import DTensor
 from qtrain.core.checks import Range
 from qtrain.core.errors import UserError
 from qtrain.kernels.optim.fused_update import FusedUpdate, Slot
-from qtrain.optim.batched_states import BATCH_ELEMENTS, batches_by_shape
 from qtrain.optim.elementwise import LowBitOptimizer
-from qtrain.optim.optimizer import Optimizer, StateShapes, check_finite
-from qtrain.optim.partitioned_optimizer import PartitionedOptimizer
+from qtrain.optim.optimizer import Optimizer, PartitionedOptimizer, check_finite
 from qtrain.optim.registry import OPTIMIZERS, OptimizerSpec, ParameterShape
-from qtrain.optim.state_layout import first_element, whole_shape
+from qtrain.optim.state_layout import BATCH_ELEMENTS, StateShapes, batches_by_shape, first_element, whole_shape
 
 Groups = list[dict[str, Any]]
 

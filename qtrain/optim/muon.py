@@ -1,18 +1,38 @@
-"""Muon: orthogonalized momentum (Keller Jordan 2024, kellerjordan.github.io/posts/muon)."""
+"""Muon: orthogonalized momentum (Keller Jordan 2024, kellerjordan.github.io/posts/muon).
+
+The orthogonalization is a Newton-Schulz iteration, matrix products only: x <- a·x + (b·xxᵀ + c·(xxᵀ)²)·x. The quintic's
+coefficients trade exactness for a steep slope at zero: after five steps singular values are between 0.7 and 1.2.
+"""
 
 import math
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from qtrain.core.checks import Range
 from qtrain.kernels.optim.state_formats import state_format
-from qtrain.optim.batched_states import read_states, state_shapes, state_size, write_states
 from qtrain.optim.matrix_optimizer import Matrix, MatrixOptimizer, MatrixOptimizerSpec
-from qtrain.optim.newton_schulz import newton_schulz
-from qtrain.optim.optimizer import StateShapes
 from qtrain.optim.registry import OPTIMIZERS
+from qtrain.optim.state_layout import StateShapes, read_states, state_shapes, state_size, write_states
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+def newton_schulz(x: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
+    """x [B, R, C] -> [B, R, C], with singular values near one. Computed in x's dtype."""
+    a, b, c = COEFFICIENTS
+    tall = x.shape[-2] > x.shape[-1]
+    if tall:
+        x = x.mT
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    x = x * norm.clamp(min=eps).reciprocal().to(x.dtype)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
 
 Adjust = Literal["none", "spectral", "match_rms"]
 

@@ -1,21 +1,23 @@
-"""What training, evaluation and checkpoints may ask of any optimizer: the base class, and the adapter for foreign ones.
+"""What training, evaluation and checkpoints may ask of any optimizer, and the base classes of this project's own.
 
-Every capability is a method with a default that suits an optimizer of another library, so callers never probe for
-attributes.
+    Optimizer             every capability as a method, with a default that suits an optimizer of another library
+    ResumableOptimizer    loads states exactly, from this optimizer or one of another kind: checked first, never cast
+    PartitionedOptimizer  can update a model one partition of its parameters at a time
+
+An update within the backward pass (`train.in_backward`) needs the last: a partition is updated as soon as its gradients
+are complete, so the gradients of two partitions never exist at once.
 """
 
-from collections.abc import Mapping
-from typing import ClassVar
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from qtrain.core.errors import UserError
-from qtrain.kernels.optim.weight_amax import WeightAmax
-from qtrain.optim.state_layout import local
-
-StateShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Key of each of a parameter's states -> its shape and dtype."""
+from qtrain.kernels.optim.update_rules import WeightAmax
+from qtrain.optim.state_layout import StateShapes, local
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -76,3 +78,102 @@ def check_finite(key: str, value: Tensor, name: str) -> None:
 def adapted(cls: type[torch.optim.Optimizer]) -> type[Optimizer]:
     """The optimizer class `cls` of another library with the defaults of `Optimizer`, under its own name."""
     return type(cls.__name__, (cls, Optimizer), {"__doc__": cls.__doc__})
+
+
+class ResumableOptimizer(Optimizer):
+    """Loads states in their own dtypes, where torch's `load_state_dict` casts them to the weights'."""
+
+    @abstractmethod
+    def check_saved(self, name: str, parameter: Tensor, saved: StateShapes) -> None: ...
+
+    @abstractmethod
+    def adopt_states(self, names: Mapping[Tensor, str]) -> list[str]: ...
+
+    def state_device(self, key: str, parameter: Tensor, saved_on_host: bool = False) -> torch.device:
+        """The device that the optimizer keeps the state on, wherever it was saved."""
+        return parameter.device
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the `state_dict` of this or another optimizer, as far as `check_saved` allows. UserError, with nothing
+        changed, for a state that does not fit."""
+        groups, saved = state_dict["param_groups"], state_dict["state"]
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
+            raise UserError("--resume: the saved optimizer groups its parameters differently.")
+        index_of = {
+            p: index
+            for group, other in zip(self.param_groups, groups, strict=True)
+            for p, index in zip(group["params"], other["params"], strict=True)
+        }
+        names = {p: f"parameter {index}" for p, index in index_of.items()}
+        before = dict(self.state)
+        try:
+            self.state.clear()
+            for p, index in index_of.items():
+                if state := saved.get(index, {}):
+                    self._load_state(p, names[p], state)
+            self.adopt_states(names)
+        except UserError:
+            self.state.clear()
+            self.state.update(before)
+            raise
+        for group, other in zip(self.param_groups, groups, strict=True):
+            for key, value in other.items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].copy_(torch.as_tensor(value))  # in place: kernels and CUDA graphs hold its address
+                elif key != "params":
+                    group[key] = value
+
+    def _load_state(self, p: Tensor, name: str, state: Mapping[str, Any]) -> None:
+        if not all(isinstance(value, Tensor) for value in state.values()):
+            raise UserError(f"--resume: the optimizer state of {name} is not tensors.")
+        self.check_saved(name, p, {key: (tuple(value.shape), value.dtype) for key, value in state.items()})
+        self.state[p] = {key: value.to(self.state_device(key, p), copy=True) for key, value in state.items()}
+
+
+class PartitionedOptimizer(ResumableOptimizer):
+    """A step is `begin_step`, then `step_partition` of every partition in any order; `step` does all of it.
+
+    Without `partition` all parameters are one partition. grad_scale: fp32 scalar on the device that the next step
+    multiplies the gradients with as it reads them, which saves a pass over them.
+    """
+
+    grad_scale: Tensor | None = None
+    _partitions: list[list[Tensor]] | None = None
+
+    @property
+    def partitions(self) -> list[list[Tensor]]:
+        """The parameters of every partition, in the order of `parameters`."""
+        return [self.parameters()] if self._partitions is None else self._partitions
+
+    def partition(self, partitions: Sequence[Sequence[Tensor]]) -> None:
+        """Set the partitions. Each parameter is in exactly one; a partition may be empty. States are kept."""
+        index_of = {p: index for index, members in enumerate(partitions) for p in members}
+        assert len(index_of) == sum(map(len, partitions)) and index_of.keys() == set(self.parameters()), (
+            "not a partition"
+        )
+        self._partitions = [[] for _ in partitions]
+        for p in self.parameters():
+            self._partitions[index_of[p]].append(p)
+
+    def clip_gradients(self, norm: Tensor, max_norm: float) -> None:
+        self.grad_scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+    def begin_step(self) -> None:
+        """Count a step, where it is not counted per parameter."""
+
+    def step_partition(self, index: int) -> None:
+        """Update the parameters of one partition that have gradients."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.begin_step()
+        for index in range(len(self.partitions)):
+            self.step_partition(index)
+        self.grad_scale = None
+        return loss

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from qtrain.core.checks import Range
 from qtrain.kernels.optim.fused_update import FusedUpdate, Slot
-from qtrain.optim.batched_states import BATCH_ELEMENTS
 from qtrain.optim.elementwise import LowBitOptimizer, state_bytes
 from qtrain.optim.optimizer import Optimizer
 from qtrain.optim.registry import OPTIMIZERS, OptimizerSpec, ParameterShape
-from qtrain.optim.state_layout import StateOptions, local
+from qtrain.optim.state_layout import BATCH_ELEMENTS, StateOptions, local
 from qtrain.tensors.stored_weight import StoredWeight
 
 PlainFormat = Literal["weight", "fp32", "bf16"]

@@ -28,7 +28,7 @@ from torch import Tensor
 from qtrain.comm.mesh import Mesh
 from qtrain.comm.tensor_group import TENSOR_RANK_NUMBERS
 from qtrain.comm.wire import ALONE_BYTES, exchange, gather, in_buckets
-from qtrain.kernels.ordered_sum import add_in_order
+from qtrain.kernels.elementwise import add_in_order
 from qtrain.parallel.gradient_wire import FIRST_NUMBER, GradientWire
 from qtrain.parallel.shards import Sharded, by_mesh
 

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from qtrain.kernels.gemm.blockwise_mm import blockwise_mm
 from qtrain.kernels.gemm.int4_mm import scaled_int4_mm
-from qtrain.kernels.gemm.mx_mm import mx_mm
 from qtrain.kernels.gemm.scaled_mm import scaled_mm
 from qtrain.kernels.numerics.formats import FORMATS
+from qtrain.kernels.quantize.mx import mx_mm
 from qtrain.quant.tensor_roles import Gemm
 from qtrain.tensors.quantized_tensor import Operand, OperandFormat, QuantizedTensor
 from qtrain.tensors.stored_weight import read_again

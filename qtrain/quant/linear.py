@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from qtrain.kernels.optim.weight_amax import WeightAmax
+from qtrain.kernels.optim.update_rules import WeightAmax
 from qtrain.kernels.quantize.column_groups import BlockGroups, equal_groups
 from qtrain.quant.arguments import Exchange, LinearArguments, codes_or, save_operands, saved_operands
 from qtrain.quant.grouped_linear import GroupedLinear

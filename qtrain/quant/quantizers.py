@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qtrain.kernels.numerics.rounding import Rounding
+from qtrain.kernels.numerics.philox import Rounding
 from qtrain.kernels.quantize.column_groups import NO_GROUPS, BlockGroups
 from qtrain.kernels.quantize.gather_rows import GatheredRows, in_memory, with_index
 from qtrain.kernels.quantize.mx import quantize_mx

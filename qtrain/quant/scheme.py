@@ -20,8 +20,7 @@ from qtrain.core.errors import UserError
 from qtrain.core.hardware import lacks_fp8
 from qtrain.core.registry import Registry
 from qtrain.kernels.numerics.formats import FORMATS
-from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
-from qtrain.kernels.numerics.rounding import NEAREST, Rounding
+from qtrain.kernels.numerics.philox import NEAREST, ROUNDED_TENSORS, Rounding
 from qtrain.quant.tensor_roles import BOTH, HIGH_PRECISION, READERS, FormatPair, Gemm, NeedsOperand, TensorName
 from qtrain.tensors.quantized_tensor import OperandFormat
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qtrain.kernels.optim.weight_amax import WeightAmax
+from qtrain.kernels.optim.update_rules import WeightAmax
 from qtrain.kernels.quantize.column_groups import BLOCK_ROWS
 from qtrain.quant.delayed_scaling import AmaxHistory
 from qtrain.quant.grouped_linear import GroupedLinear, groups_of

@@ -4,7 +4,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from qtrain.kernels.numerics.rounding import Rounding
+from qtrain.kernels.numerics.philox import Rounding
 from qtrain.tensors.quantized_tensor import OperandFormat, Operands
 
 Gemm = Literal["output", "grad_input", "grad_weight"]

@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from qtrain.kernels.gemm.transpose import transpose_8bit
-from qtrain.kernels.numerics.formats import EIGHT_BITS, FORMATS, GRANULARITIES
-from qtrain.kernels.numerics.packing import unpack
-from qtrain.kernels.numerics.rounding import NEAREST
+from qtrain.kernels.gemm.persistent import transpose_8bit
+from qtrain.kernels.numerics.formats import EIGHT_BITS, FORMATS, GRANULARITIES, unpack
+from qtrain.kernels.numerics.philox import NEAREST
 from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.quant.execute import OperandRequest, operands_under_scale, quantize_operands
 from qtrain.quant.quantizers import ReuseBuffers, quantize_columns, quantize_dual_layout, quantize_rows

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qtrain.kernels.numerics.dequantize import dequantize
-from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES
+from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, dequantize
 from qtrain.kernels.quantize.nf4 import dequantize_nf4
 
 

@@ -1,6 +1,6 @@
 """Joins the optimizer, which has the weights in registers when it writes them, and the quantizers of those weights."""
 
-from qtrain.kernels.optim.weight_amax import WeightAmax
+from qtrain.kernels.optim.update_rules import WeightAmax
 from qtrain.optim import Optimizer
 from qtrain.parallel.data_parallel import DataParallel
 from qtrain.quant import LowBitLinear, QuantizedModel

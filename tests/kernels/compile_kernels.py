@@ -22,38 +22,34 @@ from triton.runtime.jit import JITFunction
 
 from qtrain.core import hardware
 from qtrain.kernels.cross_entropy import launch_cross_entropy
-from qtrain.kernels.gemm import blockwise_mm, fp16_mm, int4_mm, int8_mm, scaled_mm
+from qtrain.kernels.elementwise import launch_add_in_order, launch_scaled
+from qtrain.kernels.gemm import blockwise_mm, float_mm, int4_mm, int8_mm, scaled_mm
 from qtrain.kernels.gemm.blockwise_wgmma import WGMMA_TILINGS, launch_blockwise_wgmma
-from qtrain.kernels.gemm.transpose import launch_transpose_8bit
+from qtrain.kernels.gemm.persistent import launch_transpose_8bit
 from qtrain.kernels.grouped import grouped_mm, grouped_plain_mm
 from qtrain.kernels.grouped.grouped_blockwise_mm import launch_grouped_rows_blockwise, launch_grouped_sums_blockwise
 from qtrain.kernels.grouped.grouped_int4_mm import launch_unpack_int4
+from qtrain.kernels.grouped.per_group import launch_zero_empty, launch_zero_tail, matrices
 from qtrain.kernels.grouped.permute import launch_combine_rows, launch_route_weight_grad
 from qtrain.kernels.grouped.persistent import launch_grouped_rows, launch_grouped_sums, launch_long_sums
-from qtrain.kernels.grouped.reference import matrices
 from qtrain.kernels.grouped.row_groups import launch_group_rows
-from qtrain.kernels.grouped.zeros import launch_zero_empty, launch_zero_tail
 from qtrain.kernels.norm.qk_norm_rope import launch_qk_norm_rope, launch_qk_norm_rope_backward
 from qtrain.kernels.numerics.encode import encoding
-from qtrain.kernels.numerics.rounding import NEAREST, Rounding
+from qtrain.kernels.numerics.philox import NEAREST, Rounding
 from qtrain.kernels.optim.fused_update import SIGNED_STATES, FusedUpdate, Slot
 from qtrain.kernels.optim.state_formats import BLOCKS, state_format, zero_state
 from qtrain.kernels.optim.sum_of_squares import SumOfSquares
-from qtrain.kernels.optim.weight_amax import WeightAmax
-from qtrain.kernels.ordered_sum import launch_add_in_order
+from qtrain.kernels.optim.update_rules import WeightAmax
 from qtrain.kernels.quantize.absmax import launch_absmax
 from qtrain.kernels.quantize.column_groups import BlockGroups
-from qtrain.kernels.quantize.delayed_scale import launch_delayed_scale, launch_record_amax
+from qtrain.kernels.quantize.delayed_scale import launch_delayed_scale, launch_record_amax, launch_swiglu_delayed_scale
 from qtrain.kernels.quantize.dual_bf16x2 import BLOCK_PAIRS, PAIRS, launch_dual_bf16x2
 from qtrain.kernels.quantize.gather_rows import RowIndex, launch_gather_rows
 from qtrain.kernels.quantize.mx import launch_quantize_mx
 from qtrain.kernels.quantize.nf4 import launch_dequantize_nf4, nf4_table
-from qtrain.kernels.quantize.rowwise import launch_rowwise
-from qtrain.kernels.quantize.rowwise_bf16x2 import launch_rowwise_bf16x2
+from qtrain.kernels.quantize.rowwise import launch_rowwise, launch_rowwise_bf16x2
 from qtrain.kernels.quantize.tiled import launch_tiled
-from qtrain.kernels.scaled import launch_scaled
 from qtrain.kernels.swiglu.backward import launch_quantize_swiglu_backward
-from qtrain.kernels.swiglu.delayed_scale import launch_swiglu_delayed_scale
 from qtrain.kernels.swiglu.rowwise import launch_quantize_swiglu_rowwise
 from qtrain.kernels.swiglu.swiglu import launch_swiglu, launch_swiglu_backward
 from qtrain.tensors.stored_weight import StoredWeight
@@ -247,9 +243,9 @@ def gemms() -> Iterator[Case]:
     for number, t in enumerate(int8_mm.TILINGS.values()):
         x = zeros(512, 512, dtype=INT8)
         yield number == 0, lambda t=t, x=x: int8_mm.launch_int8_mm(x, x, t)
-    for number, t in enumerate(fp16_mm.TILINGS.values()):
+    for number, t in enumerate(float_mm.TILINGS.values()):
         x = zeros(512, 512, dtype=torch.float16)
-        yield number == 0, lambda t=t, x=x: fp16_mm.launch_fp16_mm(x, x, t)
+        yield number == 0, lambda t=t, x=x: float_mm.launch_fp16_mm(x, x, t)
     for number, t in enumerate(int4_mm.FUSED.values()):
         x, scale = zeros(512, 512, dtype=torch.uint8), zeros(512, dtype=FP32)
         yield number == 1, lambda t=t, x=x: int4_mm.launch_int4_mm(x, x, None, torch.int32, t)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from qtrain.kernels.numerics.normal import normal
+from qtrain.kernels.numerics.philox import normal
 from qtrain.optim.matrix_optimizer import MAX_PROJECTIONS
 from tests.optim.problems import Small, adamw, assert_weights, drive, follow, make
 

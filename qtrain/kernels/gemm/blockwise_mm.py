@@ -22,8 +22,7 @@ from qtrain.core.hardware import has_fp8, sm_count
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.gemm.blockwise_wgmma import WGMMA_TILINGS, WgmmaTiling, launch_blockwise_wgmma, supports_wgmma
-from qtrain.kernels.gemm.tiling import tile_of
-from qtrain.kernels.gemm.transpose import k_major
+from qtrain.kernels.gemm.persistent import k_major, tile_of
 from qtrain.kernels.numerics.formats import GRANULARITIES
 
 BLOCKS: dict[str, tuple[int, int]] = {name: GRANULARITIES[name] for name in ("1x128", "128x128", "32x32")}

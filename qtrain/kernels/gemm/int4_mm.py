@@ -19,9 +19,9 @@ from qtrain.core.hardware import has_ptx, sm_count
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.gemm.int8_mm import int8_mm, int8_mm_ref
+from qtrain.kernels.gemm.persistent import Tiling, scale_tile, store_tile, tile_of
 from qtrain.kernels.gemm.scaled_mm import scaled_mm, scaled_mm_ref
-from qtrain.kernels.gemm.tiling import Tiling, scale_tile, store_tile, tile_of
-from qtrain.kernels.numerics.packing import unpack
+from qtrain.kernels.numerics.formats import unpack
 
 LONGEST_FUSED_K = (2**31 - 1) // (256 * 64)
 

@@ -15,8 +15,7 @@ from torch.nn import functional as F
 from qtrain.core.hardware import product_rate
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import triton
-from qtrain.kernels.gemm.persistent import launch_persistent_mm
-from qtrain.kernels.gemm.tiling import Tiling
+from qtrain.kernels.gemm.persistent import Tiling, launch_persistent_mm
 
 LONGEST_EXACT_K = (2**31 - 1) // (127 * 127)
 """The longest K whose sums fit in int32: 127 * 127 * K < 2**31."""

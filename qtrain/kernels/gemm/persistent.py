@@ -1,15 +1,90 @@
-"""The persistent GEMM that INT8, FP8 and FP16 share: out = A · Bᵀ, as it is accumulated or with scales.
+"""The frame of the GEMMs of codes, and the persistent kernel that INT8, FP8 and FP16 share: out = A · Bᵀ.
 
-INT8 accumulates in int32, exactly; FP8 in fp32, or in what the tensor cores keep of it (fast accumulation); FP16 in
-FP16.
+Operands: Hopper's 8-bit tensor cores read both K-major only. An operand that is stored the other way is transposed by
+a kernel first (`k_major`), at 2 bytes per element: coalesced accesses of 16 bytes per thread on both sides, the
+transposition in shared memory.
+
+Tiles: each CTA of a persistent kernel loops over output tiles, in groups of rows of tiles so that operands stay in the
+L2 cache; the loads (TMA descriptors) of its next tile overlap with the epilogue of this one. INT8 accumulates in int32,
+exactly; FP8 in fp32, or in what the tensor cores keep of it (fast accumulation); FP16 in FP16.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from qtrain.core.hardware import sm_count
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.gemm.tiling import Tiling, scale_tile, store_tile, tile_of
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A configuration of a GEMM kernel: the output tile, the K per pipeline stage, warps, stages."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    group_m: int = 8
+    subtiles: int = 2
+    """A tile is stored in this many slices of columns: the whole of it in shared memory would cost a pipeline stage."""
+    per_sm: int = 1
+    """CTAs per SM: with two, one multiplies while the other stores, which pays for short K."""
+    split: bool = False
+    """Whether the tiles of a partial last wave are split along K (`split_k.py`)."""
+
+    @property
+    def name(self) -> str:
+        tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
+        two = f" x{self.per_sm}" if self.per_sm > 1 else ""
+        split = " split" if self.split else ""
+        return f"triton {tile} w{self.warps} s{self.stages} g{self.group_m} e{self.subtiles}{two}{split}"
+
+
+@triton.jit
+def tile_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """Index of a tile -> its row and column, down groups of GROUP_M rows."""
+    group_size = GROUP_M * tiles_n
+    first_m = tile // group_size * GROUP_M
+    rows = min(tiles_m - first_m, GROUP_M)
+    return first_m + tile % group_size % rows, tile % group_size // rows
+
+
+@triton.jit
+def scale_tile(
+    total, row, column, scale_a_ptr, scale_b_ptr, bias_ptr, m, n, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr
+):
+    """The epilogue: sums of products of codes, a tile at (row, column) -> fp32, times the scales, plus the bias [n] if
+    bias_ptr is not None. ROWS_A, ROWS_B: a scale per row of the operand, or one for all."""
+    rows, columns = row + tl.arange(0, total.shape[0]), column + tl.arange(0, total.shape[1])
+    out = total.to(tl.float32)
+    if ROWS_A:
+        out *= tl.load(scale_a_ptr + rows, rows < m, 0.0)[:, None]
+    else:
+        out *= tl.load(scale_a_ptr)
+    if ROWS_B:
+        out *= tl.load(scale_b_ptr + columns, columns < n, 0.0)[None, :]
+    else:
+        out *= tl.load(scale_b_ptr)
+    if bias_ptr is not None:
+        out += tl.load(bias_ptr + columns, columns < n, 0.0).to(tl.float32)[None, :]
+    return out
+
+
+@triton.jit
+def store_tile(c_desc, out, row, column, SUBTILES: tl.constexpr):
+    """Stores a tile [BLOCK_M, BLOCK_N] in SUBTILES (1, 2 or 4) slices of its columns."""
+    BLOCK_M: tl.constexpr = out.shape[0]
+    BLOCK_N: tl.constexpr = out.shape[1]
+    if SUBTILES == 1:
+        c_desc.store([row, column], out.to(c_desc.dtype))
+    else:
+        left, right = tl.split(tl.permute(tl.reshape(out, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+        store_tile(c_desc, left, row, column, SUBTILES // 2)
+        store_tile(c_desc, right, row, column + BLOCK_N // 2, SUBTILES // 2)
+
 
 ACCUMULATORS = {
     torch.int8: "int32",
@@ -81,3 +156,53 @@ def launch_persistent_mm(
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return out
+
+
+BLOCK = 128
+
+
+def transpose_8bit_ref(x: Tensor) -> Tensor:
+    """x [R, C] of any one-byte dtype -> [C, R] contiguous, the same bits."""
+    return x.t().clone(memory_format=torch.contiguous_format)
+
+
+@triton.jit
+def _transpose_8bit_kernel(x_ptr, out_ptr, rows, columns, stride, BLOCK: tl.constexpr):
+    # A tile's row is 128 bytes, one cache line, on both sides.
+    row = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    column = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    tile = tl.load(x_ptr + row[:, None] * stride + column[None, :], inside)
+    tl.store(out_ptr + column[:, None] * rows + row[None, :], tile.T, inside.T)
+
+
+def launch_transpose_8bit(x: Tensor) -> Tensor:
+    """The kernel for `transpose_8bit_ref`; rows of x are contiguous."""
+    (rows, columns), out = x.shape, torch.empty(x.shape[1], x.shape[0], dtype=x.dtype, device=x.device)
+    if x.numel():
+        grid = (triton.cdiv(columns, BLOCK), triton.cdiv(rows, BLOCK))
+        bits = x.view(torch.uint8)
+        _transpose_8bit_kernel[grid](bits, out.view(torch.uint8), rows, columns, x.stride(0), BLOCK, num_warps=8)
+    return out
+
+
+@torch.library.custom_op("qtrain::transpose_8bit", mutates_args=())
+def transpose_8bit(x: Tensor) -> Tensor:
+    """x [R, C] of int8, uint8 or an 8-bit float -> contiguous [C, R]. TypeError for wider elements."""
+    if x.dtype.itemsize != 1:
+        raise TypeError(f"transpose_8bit takes elements of one byte, not {x.dtype}")
+    if not x.is_cuda or x.t().is_contiguous():  # the latter is a plain copy
+        return transpose_8bit_ref(x)
+    return launch_transpose_8bit(x.contiguous())
+
+
+@transpose_8bit.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[1], x.shape[0])
+
+
+def k_major(x: Tensor) -> Tensor:
+    """An operand [R, K] of one-byte elements with contiguous rows: x itself, or a copy."""
+    if x.is_contiguous():
+        return x
+    return transpose_8bit(x.t()) if x.t().is_contiguous() else x.contiguous()

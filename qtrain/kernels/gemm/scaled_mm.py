@@ -24,10 +24,8 @@ from qtrain.core.hardware import has_fp8, sm_count
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.compiler import triton
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K, int8_mm, int8_mm_ref
-from qtrain.kernels.gemm.persistent import launch_persistent_mm
+from qtrain.kernels.gemm.persistent import Tiling, k_major, launch_persistent_mm
 from qtrain.kernels.gemm.split_k import launch_split_tiles, split_of
-from qtrain.kernels.gemm.tiling import Tiling
-from qtrain.kernels.gemm.transpose import k_major
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SUMS_BYTES = 2**26

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.gemm.tiling import Tiling, scale_tile, store_tile, tile_of
+from qtrain.kernels.gemm.persistent import Tiling, scale_tile, store_tile, tile_of
 
 MIN_STEPS = 8
 """Least steps of BLOCK_K per slice: fewer do not fill the pipeline of loads."""

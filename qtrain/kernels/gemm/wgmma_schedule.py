@@ -5,7 +5,7 @@ Stages are a ring in shared memory that goes on from one tile to the next.
 """
 
 from qtrain.kernels.compiler import gl, gluon
-from qtrain.kernels.gemm.tiling import tile_of as _tile_of_triton
+from qtrain.kernels.gemm.persistent import tile_of as _tile_of_triton
 
 FIRST_BARRIER = 8
 """Of the named barriers that a kernel may take for itself, 8 to 15."""

@@ -25,8 +25,9 @@ from qtrain.kernels.gemm.blockwise_mm import (
     tilings_for,
 )
 from qtrain.kernels.gemm.blockwise_wgmma import WgmmaTiling, launch_blockwise_wgmma
-from qtrain.kernels.gemm.tiling import tile_of
+from qtrain.kernels.gemm.persistent import tile_of
 from qtrain.kernels.grouped.grouped_mm import check_operands, columns_of_output, kernels_take
+from qtrain.kernels.grouped.per_group import check_groups, matrices, multiply_rows, own_columns, unstack
 from qtrain.kernels.grouped.persistent import (
     launch_longest_first,
     load_matrix,
@@ -35,7 +36,6 @@ from qtrain.kernels.grouped.persistent import (
     zero_empty,
     zero_tail,
 )
-from qtrain.kernels.grouped.reference import check_groups, matrices, multiply_rows, own_columns, unstack
 
 # ---- definition ------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from qtrain.kernels.autotune import forced
 from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.grouped.grouped_mm import columns_of_output, grouped_rows_mm, grouped_sums_mm
-from qtrain.kernels.numerics.packing import unpack
+from qtrain.kernels.numerics.formats import unpack
 
 BLOCK = 4096
 

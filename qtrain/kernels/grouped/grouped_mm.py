@@ -14,11 +14,17 @@ from torch import Tensor
 from qtrain.core.hardware import has_fp8
 from qtrain.kernels.autotune import choose, forced
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K
+from qtrain.kernels.gemm.persistent import Tiling
 from qtrain.kernels.gemm.scaled_mm import FP8, scaled_mm_ref
-from qtrain.kernels.gemm.tiling import Tiling
+from qtrain.kernels.grouped.per_group import (
+    check_groups,
+    launch_zero_empty,
+    launch_zero_tail,
+    matrices,
+    multiply_rows,
+    own_columns,
+)
 from qtrain.kernels.grouped.persistent import launch_grouped_rows, launch_grouped_sums
-from qtrain.kernels.grouped.reference import check_groups, matrices, multiply_rows, own_columns
-from qtrain.kernels.grouped.zeros import launch_zero_empty, launch_zero_tail
 
 # ---- definition ------------------------------------------------------------------------------------------------------
 

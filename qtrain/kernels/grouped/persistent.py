@@ -18,9 +18,8 @@ from torch import Tensor
 
 from qtrain.core.hardware import sm_count
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.gemm.persistent import ACCUMULATORS
+from qtrain.kernels.gemm.persistent import ACCUMULATORS, Tiling, scale_tile, store_tile, tile_of
 from qtrain.kernels.gemm.scaled_mm import SPAN
-from qtrain.kernels.gemm.tiling import Tiling, scale_tile, store_tile, tile_of
 
 
 @triton.jit

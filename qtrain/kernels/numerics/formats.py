@@ -1,14 +1,19 @@
-"""Low-bit number formats and scale granularities: which codes exist, and which elements share a scale.
+"""Low-bit number formats and scale granularities: which codes exist, how they are packed, which elements share a scale.
 
 A value is code * scale, with the scale in fp32. Symmetric: a scale is its group's absmax * (1 / largest code), which
 maps the absmax to the largest code. Ternary is the exception: its scale is the group's mean |x|, the rule of BitNet
-b1.58 (Ma et al., "The Era of 1-bit LLMs", 2024). Packed formats are packed along the last dimension.
+b1.58 (Ma et al., "The Era of 1-bit LLMs", 2024).
+
+INT4 codes are two per byte and ternary codes four per byte, along the last dimension, the first code in the lowest
+bits. A row whose length is not a multiple of the packing is padded with codes of zero. Codes are two's complement, INT4
+in -7..7, ternary in -1..1: unpacking is a left shift and an arithmetic right shift.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 SCALE_EPS = 1e-12
 """The smallest scale, that of a group of zeros."""
@@ -121,3 +126,67 @@ def empty_codes(
     if groups > 1 and granularity == "rowwise":
         return codes, x.new_empty(groups * shape[0], dtype=torch.float32)
     return codes, empty_scale(granularity, *shape, x)
+
+
+def _pack_ref(codes: Tensor, per_byte: int) -> Tensor:
+    bits = 8 // per_byte
+    fields = F.pad(codes, (0, -codes.shape[-1] % per_byte)).unflatten(-1, (-1, per_byte)).view(torch.uint8)
+    packed = fields[..., 0] & (2**bits - 1)
+    for i in range(1, per_byte):
+        packed = packed | ((fields[..., i] & (2**bits - 1)) << (bits * i))
+    return packed
+
+
+def _unpack_ref(packed: Tensor, columns: int, per_byte: int) -> Tensor:
+    bits = 8 // per_byte
+    fields = torch.stack([packed << (8 - bits * (i + 1)) for i in range(per_byte)], dim=-1)
+    return (fields.view(torch.int8) >> (8 - bits)).flatten(-2)[..., :columns].contiguous()
+
+
+def pack(codes: Tensor, fmt: str) -> Tensor:
+    """Codes int8 or fp8 [..., K] -> as the format stores them."""
+    return codes if FORMATS[fmt].packing == 1 else _pack_ref(codes, FORMATS[fmt].packing)
+
+
+def unpack(stored: Tensor, fmt: str, columns: int) -> Tensor:
+    """Stored codes -> one code per element [..., K], int8 or fp8; the fp32 values where codes index a table."""
+    if FORMATS[fmt].packing == 1:
+        return stored
+    codes = _unpack_ref(stored, columns, FORMATS[fmt].packing)
+    if FORMATS[fmt].values is None:
+        return codes
+    # Filled on the device: a copy of the table from the host would synchronize.
+    values = torch.cat([torch.full((1,), value, device=codes.device) for value in FORMATS[fmt].values])
+    return values[codes.int() & 15]
+
+
+MX_GROUP = 32
+"""Elements along K that share a scale in the OCP microscaling (MX) formats."""
+
+
+def expand_scale(scale: Tensor, granularity: str, shape: tuple[int, int]) -> Tensor:
+    """One scale per group (`scale_shape`) -> a tensor that broadcasts with [M, K] = shape."""
+    if granularity == "tensorwise":
+        return scale
+    if granularity == "rowwise":
+        return scale[:, None]
+    (m, k), (group_m, group_k) = shape, group_shape(granularity, *shape)
+    return scale.repeat_interleave(group_m, 0)[:m].repeat_interleave(group_k, 1)[:, :k]
+
+
+def dequantize(
+    codes: Tensor,
+    scale: Tensor,
+    fmt: str,
+    granularity: str,
+    shape: tuple[int, int],
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """codes and scale of a matrix of this shape, as `quantize` returns them -> values [M, K] in dtype, rounded once."""
+    return (unpack(codes, fmt, shape[1]).float() * expand_scale(scale, granularity, shape)).to(dtype)
+
+
+def dequantize_mx(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """codes fp8 [M, K], scale float8_e8m0fnu [M, ceil(K / 32)] -> values [M, K]."""
+    expanded = scale.float().repeat_interleave(MX_GROUP, 1)[:, : codes.shape[1]]
+    return (codes.float() * expanded).to(dtype)

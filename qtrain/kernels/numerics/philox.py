@@ -1,4 +1,4 @@
-"""Philox4x32-7, the counter-based random generator behind every stochastic rounding.
+"""Philox4x32-7, the counter-based random generator behind every stochastic rounding, and what draws from it.
 
 Random bits are a pure function of (seed, step, tensor, element): there is no state, a resumed run draws the same bits,
 and so does a run that is sharded differently. The counter's four words are (element // 8 low, element // 8 high,
@@ -8,6 +8,9 @@ are the fewest that pass BigCrush.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
+
+import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,3 +125,64 @@ def philox_bits(block, key_ptr, role, PTX: tl.constexpr):
     seed, step, tensor = philox_key(key_ptr, role)
     words = philox_words(block, seed, step, tensor, PTX)
     return tl.reshape(tl.join(words & 0xFFFF, words >> 16), (block.shape[0], block.shape[1] * 8))
+
+
+class Rounding(NamedTuple):
+    """How the codes of one tensor [M, K] are rounded. Custom ops take it unpacked: `quantize_dual(..., *rounding)`.
+
+    key: int64 [3] on the tensor's device: seed, step, tensor number; None: both layouts to nearest even.
+    role: index into `philox.ROUNDED_TENSORS`.
+    rows, columns: whether the row codes, the transposed (column) codes are rounded stochastically, given a key.
+    """
+
+    key: Tensor | None
+    role: int
+    rows: bool = True
+    columns: bool = True
+
+    @property
+    def row_key(self) -> Tensor | None:
+        """Key of the row codes; None: nearest even."""
+        return self.key if self.rows else None
+
+    @property
+    def column_key(self) -> Tensor | None:
+        """Key of the transposed codes; None: nearest even."""
+        return self.key if self.columns else None
+
+    @property
+    def same(self) -> bool:
+        """Whether both layouts are rounded the same way."""
+        return self.key is None or self.rows == self.columns
+
+    def bits(self, shape: torch.Size | tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
+        """16 random bits per element, int32 [M, K] = shape, for row codes and for column codes; None: nearest even."""
+        if self.row_key is None and self.column_key is None:
+            return None, None
+        bits = random_bits_ref(shape, self.key, self.role)
+        return (bits if self.rows else None), (bits if self.columns else None)
+
+
+NEAREST = Rounding(None, 0)
+"""Both layouts to nearest even."""
+
+
+SALT = 0x6E6F726D << 32
+"""XORed into the seed, so that no number here shares its bits with a stochastic rounding."""
+
+
+def normal(keys: Tensor, count: int) -> Tensor:
+    """keys int64 [B, 3] (seed, step, number) -> fp32 [B, count], standard normal.
+
+    The Box-Muller transform: two numbers from two words of 32 random bits.
+    """
+    seed, step, number = (keys[:, i : i + 1] for i in range(3))
+    seed = seed ^ SALT
+    block = torch.arange((count + 3) // 4, device=keys.device)[None]
+    words = philox_ref((block, torch.zeros_like(block), number & WORD, step & WORD), (seed & WORD, (seed >> 32) & WORD))
+    uniform = [(word.double() + 0.5) * 2.0**-32 for word in words]  # [B, blocks] each
+    numbers = []
+    for first, second in (uniform[:2], uniform[2:]):
+        radius, angle = torch.sqrt(-2 * torch.log(first)), 2 * math.pi * second
+        numbers += [radius * torch.cos(angle), radius * torch.sin(angle)]
+    return torch.stack(numbers, dim=2).flatten(1)[:, :count].float()

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtrain.kernels.numerics.packing import pack, unpack
+from qtrain.kernels.numerics.formats import pack, unpack
 
 FormatName = Literal["fp32", "bf16", "fp8", "int8", "int4"]
 BLOCKS = {"fp8": 128, "int8": 256, "int4": 128}

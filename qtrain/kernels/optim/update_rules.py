@@ -1,12 +1,13 @@
-"""What a fused update is given: a rule, a group's hyperparameters, and tensors with what is updated beside them."""
+"""What a fused update is given: a rule, a group's hyperparameters, and tensors with what is updated with them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
 from qtrain.kernels.optim.state_formats import StateFormat
-from qtrain.kernels.optim.weight_amax import WeightAmax
 
 SIGNED_STATES = {"adamw": (True, False), "lion": (True,), "sgd": (True,), "sgd_nesterov": (True,), "apply": ()}
 """Rules, each with its states: whether they are signed."""
@@ -36,6 +37,29 @@ class LowBitWeight:
     def store_(self, value: Tensor, key: Tensor, role: int) -> object:
         """Requantize `value` in place with stochastic rounding (`philox.random_bits_ref`)."""
         raise NotImplementedError
+
+
+class WeightAmax:
+    """Of one weight. versions_of: the tensors whose version counters count its changes, itself first."""
+
+    def __init__(self, versions_of: Sequence[Tensor], device: torch.device):
+        self.bits = torch.zeros(1, dtype=torch.int32, device=device)
+        """int32 [1], the absmax as bits of fp32, NaN above Inf; of the weight as it is stored, in its own dtype."""
+        self._versions_of = versions_of
+        self._versions: list[int] | None = None
+
+    def record(self) -> None:
+        """State that the weight was updated and that `bits` are those of its new value."""
+        torch.autograd.graph.increment_version(self._versions_of[0])  # kernels do not
+        self._versions = self._present_versions()
+
+    @property
+    def known(self) -> bool:
+        """Whether `bits` are those of the weight's present value."""
+        return self._versions == self._present_versions()
+
+    def _present_versions(self) -> list[int]:
+        return [t._version for t in self._versions_of]
 
 
 @dataclass

@@ -17,31 +17,36 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.numerics.bf16x2 import max_of_halves, reduce_max_bf16x2, zero_nonfinite_bf16x2
-from qtrain.kernels.numerics.bf16x2_encode import (
+from qtrain.kernels.numerics.bf16x2 import (
     draw_bf16x2,
     fast_inv_scale,
+    max_of_halves,
     pack_four_codes,
     pack_two_codes,
     pack_two_halves,
     pack_two_rows,
+    reduce_max_bf16x2,
     scale_bf16x2,
+    zero_nonfinite_bf16x2,
 )
 from qtrain.kernels.numerics.encode import encoding, inv_scale_of, scale_from_amax
 from qtrain.kernels.numerics.formats import EIGHT_BITS, FORMATS, empty_scale
-from qtrain.kernels.numerics.philox import philox_key
-from qtrain.kernels.numerics.rounding import NEAREST, Rounding
+from qtrain.kernels.numerics.philox import NEAREST, Rounding, philox_key
 from qtrain.kernels.quantize.absmax import launch_absmax
 from qtrain.kernels.quantize.column_groups import BlockGroups, group_of_row, launch_group_scales
-from qtrain.kernels.quantize.dual_load import inside_of_tile, load_tile, offset_of_tile, rows_inside, words_inside
-from qtrain.kernels.quantize.dual_scales import (
+from qtrain.kernels.quantize.dual_tile import (
     block_column_scales,
     block_row_scales,
+    inside_of_tile,
+    load_tile,
     max_of_four,
     max_of_tile,
+    offset_of_tile,
     record_amax,
     row_amax,
+    rows_inside,
     whole_row_scales,
+    words_inside,
 )
 from qtrain.kernels.quantize.gather_rows import EVERY_ROW, RowIndex
 

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtrain.kernels.numerics.formats import FORMATS, SCALE_EPS
-from qtrain.kernels.numerics.minifloat import encode_minifloat
-from qtrain.kernels.numerics.packing import pack
+from qtrain.kernels.numerics.formats import FORMATS, SCALE_EPS, pack
 from qtrain.kernels.numerics.philox import random_bits_ref
+from qtrain.kernels.quantize.reference import encode_minifloat
 
 GROUP = 16
 E2M1, E4M3 = FORMATS["e2m1"], FORMATS["e4m3"]

@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.numerics.formats import empty_codes
-from qtrain.kernels.numerics.rounding import Rounding
+from qtrain.kernels.numerics.philox import Rounding
 from qtrain.kernels.quantize.absmax import absmax_ref
 from qtrain.kernels.quantize.column_groups import BlockGroups, block_groups
 from qtrain.kernels.quantize.delayed_scale import delayed_scale, launch_delayed_scale
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2, supports_dual_bf16x2
 from qtrain.kernels.quantize.gather_rows import EVERY_ROW, RowIndex
 from qtrain.kernels.quantize.reference import group_scale_ref, quantize_ref, quantize_transposed_ref, scale_ref
-from qtrain.kernels.quantize.rowwise import launch_rowwise
-from qtrain.kernels.quantize.rowwise_bf16x2 import launch_rowwise_bf16x2, supports_rowwise_bf16x2
+from qtrain.kernels.quantize.rowwise import launch_rowwise, launch_rowwise_bf16x2, supports_rowwise_bf16x2
 from qtrain.kernels.quantize.tiled import launch_tiled
 
 

@@ -25,8 +25,7 @@ from qtrain.kernels.numerics.encode import (
     zero_nonfinite,
 )
 from qtrain.kernels.numerics.formats import GRANULARITIES, empty_codes, empty_scale
-from qtrain.kernels.numerics.philox import philox_bits
-from qtrain.kernels.numerics.rounding import NEAREST, Rounding
+from qtrain.kernels.numerics.philox import NEAREST, Rounding, philox_bits
 from qtrain.kernels.quantize.absmax import launch_absmax
 from qtrain.kernels.quantize.column_groups import BlockGroups, group_of_row, launch_group_scales
 

@@ -12,18 +12,20 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.numerics.bf16x2 import abs_bf16x2, max_bf16x2, reduce_max_bf16x2, row_max_bf16x2
-from qtrain.kernels.numerics.bf16x2_encode import (
+from qtrain.kernels.numerics.bf16x2 import (
+    abs_bf16x2,
     encode_bf16x2,
     fast_inv_scale,
+    max_bf16x2,
     pack_four_codes,
     pack_two_halves,
     pack_two_rows,
+    reduce_max_bf16x2,
+    row_max_bf16x2,
 )
 from qtrain.kernels.numerics.encode import encoding, scale_from_amax
 from qtrain.kernels.numerics.formats import empty_codes
-from qtrain.kernels.numerics.philox import philox_key
-from qtrain.kernels.numerics.rounding import NEAREST, Rounding
+from qtrain.kernels.numerics.philox import NEAREST, Rounding, philox_key
 from qtrain.kernels.numerics.silu import gate_grad_bf16x2, sum_of_pairs, swiglu_bf16x2, up_grad_bf16x2
 from qtrain.kernels.quantize.absmax import atomic_max_bf16x2
 from qtrain.kernels.quantize.column_groups import BlockGroups, group_of_row, launch_group_scales

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.numerics.formats import EIGHT_BITS, empty_codes
-from qtrain.kernels.numerics.rounding import Rounding
+from qtrain.kernels.numerics.philox import Rounding
 from qtrain.kernels.quantize.absmax import column_absmax_ref
 from qtrain.kernels.quantize.column_groups import block_groups
+from qtrain.kernels.quantize.delayed_scale import launch_swiglu_delayed_scale
 from qtrain.kernels.quantize.dual_bf16x2 import BLOCK, BLOCK_PAIRS, launch_dual_bf16x2, supports_dual_bf16x2
 from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_dual_delayed, quantize_transposed
 from qtrain.kernels.swiglu.backward import launch_quantize_swiglu_backward
-from qtrain.kernels.swiglu.delayed_scale import launch_swiglu_delayed_scale
 from qtrain.kernels.swiglu.rowwise import launch_quantize_swiglu_rowwise
 from qtrain.kernels.swiglu.swiglu import empty_row_dots, swiglu, swiglu_backward, swiglu_backward_dots
 

@@ -10,16 +10,21 @@ from torch import Tensor
 
 from qtrain.core.hardware import sm_count
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.numerics.bf16x2 import abs_bf16x2, max_bf16x2, max_of_halves, reduce_max_bf16x2
-from qtrain.kernels.numerics.bf16x2_encode import fast_inv_scale, store_codes_bf16x2
+from qtrain.kernels.numerics.bf16x2 import (
+    abs_bf16x2,
+    fast_inv_scale,
+    max_bf16x2,
+    max_of_halves,
+    reduce_max_bf16x2,
+    store_codes_bf16x2,
+)
 from qtrain.kernels.numerics.encode import encoding, scale_from_amax
 from qtrain.kernels.numerics.formats import FORMATS, empty_scale
-from qtrain.kernels.numerics.philox import philox_key
-from qtrain.kernels.numerics.rounding import NEAREST, Rounding
+from qtrain.kernels.numerics.philox import NEAREST, Rounding, philox_key
 from qtrain.kernels.numerics.silu import swiglu_bf16x2
 from qtrain.kernels.quantize.absmax import atomic_max_bf16x2
 from qtrain.kernels.quantize.column_groups import BlockGroups, group_of_row
-from qtrain.kernels.quantize.rowwise_bf16x2 import row_blocks
+from qtrain.kernels.quantize.rowwise import row_blocks
 
 WORDS_PER_THREAD = 24
 """Words of a row per thread, and as many column maxima; more only where a CTA has the most warps that it can have."""

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from qtrain.kernels.cross_entropy import cross_entropy
-from qtrain.kernels.ordered_sum import add_in_order
-from qtrain.kernels.scaled import scaled
+from qtrain.kernels.elementwise import add_in_order, scaled
 
 
 class LossSums(NamedTuple):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qtrain.kernels.gemm.fp32_mm import fp32_mm
+from qtrain.kernels.gemm.float_mm import fp32_mm
 from qtrain.models.config.mixture import Mixture
 
 

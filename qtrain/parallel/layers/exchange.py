@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qtrain.comm.tensor_group import CODES, TensorGroup
-from qtrain.kernels.gemm.transpose import transpose_8bit
+from qtrain.kernels.gemm.persistent import transpose_8bit
 from qtrain.kernels.grouped.row_groups import RowGroups
 from qtrain.kernels.numerics.formats import FORMATS, LINEAR_FORMATS
 from qtrain.kernels.quantize.gather_rows import gather_rows

@@ -13,8 +13,8 @@ from qtrain.kernels.gemm.int4_mm import (
     scaled_int4_mm,
     unpack_halves_ref,
 )
-from qtrain.kernels.gemm.tiling import Tiling
-from qtrain.kernels.numerics.packing import pack
+from qtrain.kernels.gemm.persistent import Tiling
+from qtrain.kernels.numerics.formats import pack
 
 SHAPES = [(1, 1, 1), (1, 8, 32), (5, 7, 3), (17, 130, 257), (64, 48, 1000), (0, 8, 8)]
 

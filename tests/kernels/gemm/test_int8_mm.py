@@ -13,7 +13,7 @@ from qtrain.kernels.gemm.int8_mm import (
     int8_mm_ref,
     launch_int8_mm,
 )
-from qtrain.kernels.gemm.tiling import Tiling
+from qtrain.kernels.gemm.persistent import Tiling
 
 SHAPES = [(1, 1, 1), (16, 32, 1), (1, 8, 16), (5, 7, 3), (17, 130, 257), (64, 48, 1000), (0, 8, 8), (3, 4, 0)]
 

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from qtrain.kernels.gemm import scaled_mm as module
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K, int8_mm_ref, launch_int8_mm
+from qtrain.kernels.gemm.persistent import Tiling
 from qtrain.kernels.gemm.scaled_mm import SPAN, TILINGS, launch_scaled_mm, scaled_mm, scaled_mm_ref, sum_over_spans
-from qtrain.kernels.gemm.tiling import Tiling
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = [(torch.int8, torch.int8), (E4M3, E4M3), (E5M2, E4M3)]

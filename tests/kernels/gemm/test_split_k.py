@@ -8,9 +8,9 @@ from torch import Tensor
 
 from qtrain.core.hardware import sm_count
 from qtrain.kernels.gemm import scaled_mm as module
+from qtrain.kernels.gemm.persistent import Tiling
 from qtrain.kernels.gemm.scaled_mm import TILINGS, launch_scaled_mm, scaled_mm_names, scaled_mm_ref
 from qtrain.kernels.gemm.split_k import MIN_STEPS, split_of
-from qtrain.kernels.gemm.tiling import Tiling
 from tests.cases import FULL_SWEEP
 from tests.kernels.gemm.test_scaled_mm import DTYPES, E4M3, codes, operands, truth
 

@@ -15,7 +15,7 @@ from qtrain.kernels.grouped.grouped_blockwise_mm import (
     rows_tilings,
     sums_tilings,
 )
-from qtrain.kernels.grouped.reference import matrices, unstack
+from qtrain.kernels.grouped.per_group import matrices, unstack
 from qtrain.kernels.numerics.formats import empty_scale
 from tests.kernels.gemm.test_scaled_mm import E4M3, codes
 from tests.kernels.grouped.cases import ROUTINGS, expected_and_size, matrix_of, routed, scales, spans

@@ -5,7 +5,7 @@ import torch
 
 from qtrain.kernels.grouped.grouped_int4_mm import grouped_rows_int4_mm, grouped_sums_int4_mm, launch_unpack_int4
 from qtrain.kernels.grouped.grouped_mm import grouped_rows_mm_ref, grouped_sums_mm_ref
-from qtrain.kernels.numerics.packing import pack, unpack
+from qtrain.kernels.numerics.formats import pack, unpack
 from tests.kernels.gemm.test_scaled_mm import DTYPES
 from tests.kernels.grouped.cases import ROUTINGS, routed, rows_operands, sums_operands
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from qtrain.kernels.gemm.persistent import Tiling
 from qtrain.kernels.gemm.scaled_mm import scaled_mm
-from qtrain.kernels.gemm.tiling import Tiling
 from qtrain.kernels.grouped import grouped_mm as module
 from qtrain.kernels.grouped.grouped_mm import (
     ROWS_TILINGS,
@@ -14,13 +14,13 @@ from qtrain.kernels.grouped.grouped_mm import (
     grouped_sums_mm,
     grouped_sums_mm_ref,
 )
+from qtrain.kernels.grouped.per_group import matrices
 from qtrain.kernels.grouped.persistent import (
     launch_grouped_rows,
     launch_grouped_sums,
     launch_long_sums,
     launch_longest_first,
 )
-from qtrain.kernels.grouped.reference import matrices
 from qtrain.kernels.grouped.row_groups import ALIGNMENT
 from tests.kernels.gemm.test_scaled_mm import DTYPES, truth
 from tests.kernels.grouped.cases import (

@@ -4,18 +4,17 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from qtrain.kernels.gemm.mx_mm import mx_mm
-from qtrain.kernels.gemm.tiling import Tiling
+from qtrain.kernels.gemm.persistent import Tiling
 from qtrain.kernels.grouped.grouped_plain_mm import (
     ROWS_TILINGS,
     SUMS_TILINGS,
     grouped_rows_plain_mm,
     grouped_sums_plain_mm,
 )
+from qtrain.kernels.grouped.per_group import matrices
 from qtrain.kernels.grouped.persistent import launch_grouped_rows, launch_grouped_sums
-from qtrain.kernels.grouped.reference import matrices
-from qtrain.kernels.numerics.dequantize import dequantize_mx
-from qtrain.kernels.quantize.mx import quantize_mx
+from qtrain.kernels.numerics.formats import dequantize_mx
+from qtrain.kernels.quantize.mx import mx_mm, quantize_mx
 from tests.kernels.grouped.cases import ROUTINGS, routed, spans
 
 

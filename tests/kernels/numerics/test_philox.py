@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtrain.kernels.numerics.philox import philox_ref, random_bits_ref
+from qtrain.kernels.numerics.philox import NEAREST, Rounding, normal, philox_ref, random_bits_ref
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,40 @@ def test_uniform_is_uniform():
     assert abs(u.var() - 1 / 12) < 5 * (1 / 180 / u.numel()) ** 0.5
     counts = torch.histc(u, bins=64, min=0, max=1)
     assert ((counts - u.numel() / 64) ** 2 / (u.numel() / 64)).sum() < 63 + 5 * (2 * 63) ** 0.5
+
+
+KEY, SHAPE = torch.tensor([7, 3, 2]), (3, 16)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("columns", [False, True])
+def test_layouts(rows, columns):
+    rounding = Rounding(KEY, 2, rows, columns)
+    assert (rounding.row_key is KEY, rounding.column_key is KEY) == (rows, columns)
+    assert rounding.same == (rows == columns)
+    for bits, stochastic in zip(rounding.bits(SHAPE), (rows, columns), strict=True):
+        assert torch.equal(bits, random_bits_ref(SHAPE, KEY, 2)) if stochastic else bits is None
+
+
+def test_nearest():
+    for rounding in (NEAREST, Rounding(None, 1, True, False)):
+        assert rounding.row_key is rounding.column_key is None and rounding.same
+        assert rounding.bits(SHAPE) == (None, None)
+
+
+def test_is_standard_normal():
+    x = normal(torch.tensor([[3, 0, 0], [3, 0, 1]]), 50_000).double().flatten()
+    assert abs(x.mean()) < 0.01 and abs(x.std() - 1) < 0.01
+    assert abs((x**4).mean() - 3) < 0.1 and abs((x**3).mean()) < 0.05
+    levels = torch.tensor([-2.0, -1.0, 0.0, 0.5, 1.5], dtype=torch.float64)
+    expected = torch.special.ndtr(levels)
+    assert ((x[:, None] < levels).double().mean(0) - expected).abs().max() < 0.006
+
+
+def test_a_key_is_a_vector_and_a_count_a_prefix():
+    keys = torch.tensor([[3, 0, 0], [3, 0, 1], [3, 1, 0], [4, 0, 0]])
+    x = normal(keys, 1001)
+    assert torch.equal(normal(keys[2:3], 1001)[0], x[2])
+    correlation = torch.corrcoef(x) - torch.eye(4)
+    assert correlation.abs().max() < 0.15
+    assert torch.equal(normal(keys, 10), x[:, :10])

@@ -5,7 +5,7 @@ import torch
 
 from qtrain.kernels.optim.fused_update import SIGNED_STATES, FusedUpdate, Slot
 from qtrain.kernels.optim.state_formats import dequantize_state, state_format, zero_state
-from qtrain.kernels.optim.weight_amax import WeightAmax
+from qtrain.kernels.optim.update_rules import WeightAmax
 from qtrain.tensors.stored_weight import StoredWeight
 from tests.cases import sampled
 

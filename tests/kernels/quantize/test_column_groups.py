@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from qtrain.kernels.grouped.row_groups import ALIGNMENT
-from qtrain.kernels.numerics.formats import LINEAR_FORMATS
-from qtrain.kernels.numerics.packing import unpack
-from qtrain.kernels.numerics.rounding import NEAREST, Rounding
+from qtrain.kernels.numerics.formats import LINEAR_FORMATS, unpack
+from qtrain.kernels.numerics.philox import NEAREST, Rounding
 from qtrain.kernels.quantize.absmax import column_absmax_ref, launch_absmax
 from qtrain.kernels.quantize.column_groups import BLOCK_ROWS, BlockGroups, equal_groups
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2

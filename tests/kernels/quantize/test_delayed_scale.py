@@ -7,11 +7,13 @@ from qtrain.kernels.quantize.delayed_scale import (
     delayed_scale,
     launch_delayed_scale,
     launch_record_amax,
+    launch_swiglu_delayed_scale,
     record_amax,
     record_amax_ref,
 )
 from qtrain.kernels.quantize.reference import scale_ref
 from tests.cases import matrix
+from tests.kernels.swiglu.test_quantize import gate_and_gradient, reference_output
 
 
 def check(function, device: str) -> None:
@@ -71,3 +73,26 @@ def test_kernel():
     x = matrix(4096, 4096, 0).cuda().bfloat16()
     zero = torch.zeros(1, device="cuda")
     assert torch.equal(delayed_scale(x, zero, "e4m3"), scale_ref(x, "e4m3", "tensorwise"))
+
+
+def check_swiglu(device: str) -> None:
+    """Of y and of the gradient of x: of any shape, and with a NaN."""
+    known = torch.tensor([0.37], device=device)
+    for m, width, kind in ((16, 128, "outlier"), (3, 50, "normal"), (16, 128, "nonfinite")):
+        x, dy = gate_and_gradient(m, width, 0, kind, device)
+        for d in (None, dy):
+            own = launch_swiglu_delayed_scale(x, d, torch.zeros_like(known), "e4m3", False)[0]
+            expected = scale_ref(reference_output(x, d), "e4m3", "tensorwise")
+            assert torch.equal(own.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0)), (m, kind, d is None)
+            scale, amax = launch_swiglu_delayed_scale(x, d, known, "e4m3", False)
+            assert torch.equal(scale, known) and amax.tolist() == [0]
+
+
+@pytest.mark.interpreter
+def test_swiglu_kernel_in_the_interpreter():
+    check_swiglu("cpu")
+
+
+@pytest.mark.gpu
+def test_kernel_on_gpu():
+    check_swiglu("cuda")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qtrain.kernels.numerics.formats import FORMATS
-from qtrain.kernels.numerics.rounding import NEAREST, Rounding
+from qtrain.kernels.numerics.philox import NEAREST, Rounding
 from qtrain.kernels.quantize import operators
 from qtrain.kernels.quantize.absmax import absmax_ref
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2, supports_dual_bf16x2

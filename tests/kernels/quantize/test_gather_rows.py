@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtrain.kernels.numerics.rounding import NEAREST, Rounding
+from qtrain.kernels.numerics.philox import NEAREST, Rounding
 from qtrain.kernels.quantize.absmax import launch_absmax
 from qtrain.kernels.quantize.column_groups import BLOCK_ROWS, BlockGroups
 from qtrain.kernels.quantize.delayed_scale import delayed_scale, launch_delayed_scale

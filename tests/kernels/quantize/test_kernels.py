@@ -4,13 +4,11 @@ import pytest
 import torch
 
 from qtrain.kernels.numerics.formats import LINEAR_FORMATS
-from qtrain.kernels.numerics.philox import random_bits_ref
-from qtrain.kernels.numerics.rounding import Rounding
+from qtrain.kernels.numerics.philox import Rounding, random_bits_ref
 from qtrain.kernels.quantize.absmax import absmax_ref
 from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_dual_delayed, quantize_transposed
 from qtrain.kernels.quantize.reference import quantize_ref, quantize_transposed_ref, scale_ref
-from qtrain.kernels.quantize.rowwise import launch_rowwise
-from qtrain.kernels.quantize.rowwise_bf16x2 import launch_rowwise_bf16x2, row_blocks, supports_rowwise_bf16x2
+from qtrain.kernels.quantize.rowwise import launch_rowwise, launch_rowwise_bf16x2, row_blocks, supports_rowwise_bf16x2
 from qtrain.kernels.quantize.tiled import Tile, launch_tiled
 from tests.cases import KINDS, SHAPES, matrix, without_e5m2
 

@@ -3,19 +3,19 @@
 import pytest
 import torch
 
-from qtrain.kernels.numerics.dequantize import dequantize, expand_scale
 from qtrain.kernels.numerics.formats import (
     FORMATS,
     GRANULARITIES,
     LINEAR_FORMATS,
     codes_shape,
+    dequantize,
     empty_scale,
+    expand_scale,
     group_shape,
     scale_shape,
+    unpack,
 )
-from qtrain.kernels.numerics.packing import unpack
-from qtrain.kernels.numerics.philox import random_bits_ref
-from qtrain.kernels.numerics.rounding import Rounding
+from qtrain.kernels.numerics.philox import Rounding, random_bits_ref
 from qtrain.kernels.quantize.delayed_scale import delayed_scale
 from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_dual_delayed, quantize_transposed
 from qtrain.kernels.quantize.reference import quantize_ref, quantize_transposed_ref

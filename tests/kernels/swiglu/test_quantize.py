@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from qtrain.kernels.numerics.philox import ROUNDED_TENSORS
-from qtrain.kernels.numerics.rounding import NEAREST, Rounding
+from qtrain.kernels.numerics.philox import NEAREST, ROUNDED_TENSORS, Rounding
 from qtrain.kernels.quantize.absmax import absmax_ref, column_absmax_ref
 from qtrain.kernels.quantize.dual_bf16x2 import launch_dual_bf16x2
 from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_dual_delayed, quantize_transposed

@@ -22,7 +22,7 @@ from qtrain.models import (
 from qtrain.models.adapters.peft_format import adapter_tensors
 from qtrain.models.cost.trained import only_adapters
 from qtrain.models.native.lora_experts import LoraExperts
-from qtrain.optim.parameter_groups import hidden_matrices
+from qtrain.optim.registry import hidden_matrices
 from qtrain.quant import quantize_linears
 from qtrain.quant.schemes.frozen_base import base_scheme
 from tests.models.beside_peft import train_beside_peft

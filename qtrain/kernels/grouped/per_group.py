@@ -1,7 +1,10 @@
-"""What the definitions of all grouped products share: the dense product of each group's own rows.
+"""What all grouped products share: the definition by dense products of each group's rows, and zeros where it is empty.
 
 On a CPU a group's rows are sliced. Elsewhere, for shapes and formats that no kernel takes, the host does not read where
 groups begin: every group's product runs over all rows, and those of other groups are not taken, or are zero.
+
+PyTorch's grouped products write nothing in rows after the last group, and in sums of groups without rows: two kernels
+fill them with zeros.
 """
 
 import itertools
@@ -10,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from qtrain.kernels.compiler import tl, triton
 from qtrain.kernels.grouped.row_groups import ALIGNMENT
 
 
@@ -56,3 +60,34 @@ def own_columns(t: Tensor, starts: Tensor, group: int, block: int = 1) -> Tensor
 def check_groups(rows: int, group_of_block: Tensor) -> None:
     blocks = group_of_block.shape[0]
     assert rows == ALIGNMENT * blocks, f"{rows} rows are not {blocks} blocks of {ALIGNMENT}"
+
+
+@triton.jit
+def _zero_tail_kernel(out_ptr, group_ptr, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    if tl.load(group_ptr + tl.program_id(0)) >= 0:
+        return
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    for row in range(ROWS):
+        tl.store(out_ptr + (first + row) * columns + column, tl.zeros((BLOCK,), tl.float32), column < columns)
+
+
+@triton.jit
+def _zero_empty_kernel(out_ptr, starts_ptr, numel, BLOCK: tl.constexpr):
+    group = tl.program_id(0)
+    if tl.load(starts_ptr + group) < tl.load(starts_ptr + group + 1):
+        return
+    for start in range(tl.program_id(1) * BLOCK, numel, tl.num_programs(1) * BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        tl.store(out_ptr + group.to(tl.int64) * numel + index, tl.zeros((BLOCK,), tl.float32), index < numel)
+
+
+def launch_zero_tail(out: Tensor, group_of_block: Tensor) -> None:
+    """Zeros in the rows of `out` [R, N], contiguous, whose block is of no group."""
+    grid = (out.shape[0] // ALIGNMENT, triton.cdiv(out.shape[1], 2048))
+    _zero_tail_kernel[grid](out, group_of_block, out.shape[1], ALIGNMENT, 2048, num_warps=8)
+
+
+def launch_zero_empty(out: Tensor, starts: Tensor) -> None:
+    """Zeros in the matrices of `out` [groups, N, K], contiguous, whose group has no rows."""
+    _zero_empty_kernel[(out.shape[0], 16)](out, starts, out.shape[1] * out.shape[2], 4096, num_warps=8)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtrain.kernels.numerics.packing import pack, unpack
+from qtrain.kernels.numerics.formats import pack, unpack
 
 
 def test_first_code_in_the_lowest_bits():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qtrain.kernels.gemm.transpose import k_major, launch_transpose_8bit, transpose_8bit
+from qtrain.kernels.gemm.persistent import k_major, launch_transpose_8bit, transpose_8bit
 from tests.cases import SHAPES
 
 DTYPES = [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu]

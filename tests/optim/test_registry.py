@@ -6,7 +6,7 @@ from torch import nn
 from qtrain.models import ModelSource, build_model
 from qtrain.models.cost.parameters import parameter_shapes
 from qtrain.optim import parameter_groups
-from qtrain.optim.parameter_groups import hidden_matrices
+from qtrain.optim.registry import hidden_matrices
 from qtrain.quant import SCHEMES, quantize_linears
 from tests.system import TINY
 

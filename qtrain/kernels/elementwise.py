@@ -1,0 +1,90 @@
+"""Elementwise operations in one pass over memory that PyTorch does in several.
+
+    add_in_order   total += terms[0]; total += terms[1]; ...   fp32, one read and one write of the total
+    scaled         x * factor, the factor on the device        fp32, rounded once; one read and one write
+
+`add_in_order` fixes the order of additions, so the sum has the same bits wherever the terms were computed. `scaled`
+multiplies in fp32: PyTorch rounds an fp32 scalar to bf16 before it multiplies bf16; done exactly it takes three passes
+and a copy in fp32.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from qtrain.kernels.autotune import forced
+from qtrain.kernels.compiler import tl, triton
+
+BLOCK = 2048
+
+
+def add_in_order_ref(total: Tensor, terms: Iterable[Tensor]) -> None:
+    """total [L] fp32 += terms [R, L] of any float dtype, in place, row by row."""
+    for term in terms:
+        total += term
+
+
+@triton.jit(do_not_specialize=["length"])
+def _add_in_order_kernel(total_ptr, terms_ptr, length, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < length
+    total = tl.load(total_ptr + at, inside)
+    for row in tl.static_range(ROWS):
+        total += tl.load(terms_ptr + row * length.to(tl.int64) + at, inside).to(tl.float32)
+    tl.store(total_ptr + at, total, inside)
+
+
+def launch_add_in_order(total: Tensor, terms: Tensor) -> None:
+    """The kernel for `add_in_order_ref`; both contiguous, at most 64 rows."""
+    if total.numel():
+        grid = (triton.cdiv(total.numel(), BLOCK),)
+        _add_in_order_kernel[grid](total, terms, total.numel(), len(terms), BLOCK, num_warps=8)
+
+
+def add_in_order(total: Tensor, terms: Tensor | list[Tensor]) -> Tensor:
+    """total [L] fp32 += terms, [R, L] or R tensors of [L], in place, one after the other. Returns `total`."""
+    if total.is_cuda and isinstance(terms, Tensor) and terms.is_contiguous() and len(terms) <= 64:
+        launch_add_in_order(total, terms)
+    else:
+        add_in_order_ref(total, terms)
+    return total
+
+
+BLOCK = 2048
+"""Elements of a CTA: of bf16, two loads of 16 bytes a thread."""
+
+
+def scaled_ref(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x fp32 or bf16, factor an fp32 scalar -> x * factor in dtype."""
+    return (x.float() * factor).to(dtype)
+
+
+@triton.jit
+def _scaled_kernel(x_ptr, factor_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + element, element < size, 0.0).to(tl.float32)
+    tl.store(out_ptr + element, (x * tl.load(factor_ptr)).to(out_ptr.dtype.element_ty), element < size)
+
+
+def launch_scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The kernel for `scaled_ref`; x contiguous."""
+    out = torch.empty_like(x, dtype=dtype)
+    if x.numel():
+        grid = (triton.cdiv(x.numel(), BLOCK),)
+        _scaled_kernel[grid](x, factor, out, x.numel(), BLOCK, num_warps=4)
+    return out
+
+
+@torch.library.custom_op("qtrain::scaled", mutates_args=())
+def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x fp32 or bf16, of any shape, factor an fp32 scalar on its device -> x * factor in dtype, rounded once."""
+    x = x.contiguous()
+    if not x.is_cuda or forced() == "ref":
+        return scaled_ref(x, factor, dtype)
+    return launch_scaled(x, factor, dtype)
+
+
+@scaled.register_fake
+def _(x, factor, dtype):
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
