@@ -24,7 +24,7 @@ from qtrain.data.text.manifest import FILE_NAME, Manifest, read_manifest, write_
 from qtrain.data.text.tokenize import check_finished_shards, dtype_for, tokenize
 from qtrain.data.tokenizers.sentencepiece_model import convert_sentencepiece, train_tokenizer
 from qtrain.data.tokenizers.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
-from qtrain.train.listing import listing
+from qtrain.train.settings.listing import listing
 
 TRAINED = "tokenizer.model"
 QUICKSTART_VOCAB = 4096

@@ -22,12 +22,12 @@ from qtrain.models.native.expert_parallel import check_experts_divisible
 from qtrain.optim import OPTIMIZERS
 from qtrain.parallel.data_parallel import DataParallel
 from qtrain.quant import SCHEMES, quantize_linears
-from qtrain.train.checked_settings import check_settings
-from qtrain.train.language import language_forward
-from qtrain.train.model_parallel_checks import check_expert_parallel
-from qtrain.train.plan.resharding import reshards
-from qtrain.train.settings import LanguageSettings, VisionSettings
-from qtrain.train.step import compute_gradients
+from qtrain.train.plan.checked_settings import check_settings
+from qtrain.train.plan.sharding import reshards
+from qtrain.train.settings.exclusions import check_expert_parallel
+from qtrain.train.settings.settings import LanguageSettings, VisionSettings
+from qtrain.train.step.forward import language_forward
+from qtrain.train.step.step import compute_gradients
 from tests.cases import FULL_SWEEP, sampled
 from tests.worlds import run_ranks
 

@@ -13,7 +13,7 @@ from qtrain.core.hardware import Hardware
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.parallel.full_shard import Unit
 from qtrain.quant import LinearChoice
-from qtrain.train.checked_settings import CheckedSettings
+from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.plan import Plan
 
 

@@ -29,10 +29,10 @@ from qtrain.quant import LinearChoice, gathers_codes
 from qtrain.quant.convert import find_linears
 from qtrain.quant.token_gather import gathers_routed_codes
 from qtrain.train.assembly.architecture import Architecture, refuse_absurd
-from qtrain.train.checked_settings import CheckedSettings
+from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.language_plan import plan_language_run
 from qtrain.train.plan.plan import Plan
-from qtrain.train.settings import LanguageSettings
+from qtrain.train.settings.settings import LanguageSettings
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,12 +16,12 @@ from qtrain.models.cost.trained import TrainedPart
 from qtrain.models.native.tensor_parallel import planned_config
 from qtrain.optim import ParameterShape
 from qtrain.quant import LinearChoice, LowBitScheme
-from qtrain.train.checked_settings import CheckedSettings
-from qtrain.train.log.units import TOKENS
-from qtrain.train.plan.fullest_rank import fullest_share
+from qtrain.train.log.metrics import TOKENS
+from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.linears import shares
 from qtrain.train.plan.plan import Plan
-from qtrain.train.plan.speed_of_light import emulated_arithmetics, shortest_seconds
+from qtrain.train.plan.sharding import fullest_share
+from qtrain.train.plan.step_time import emulated_arithmetics, shortest_seconds
 from qtrain.train.plan.traffic import (
     EXCHANGES_A_HALF,
     EXCHANGES_A_LAYER,

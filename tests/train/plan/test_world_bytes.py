@@ -24,12 +24,12 @@ from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.full_shard import decoder_units
 from qtrain.parallel.gradient_wire import GRADIENT_WIRES
 from qtrain.quant import SCHEMES, base_scheme, quantize_linears
-from qtrain.train.language import language_forward
 from qtrain.train.plan.language_plan import plan_language_run
 from qtrain.train.plan.traffic import weight_bytes_on_wire
-from qtrain.train.planned_machine import planned_hardware
-from qtrain.train.settings import LanguageSettings
-from qtrain.train.step import compute_gradients
+from qtrain.train.settings.machine import planned_hardware
+from qtrain.train.settings.settings import LanguageSettings
+from qtrain.train.step.forward import language_forward
+from qtrain.train.step.step import compute_gradients
 from tests.train.plan.test_plan import checked_of, linears_of
 from tests.train.plan.test_world import ZERO3, world_of
 from tests.worlds import run_ranks

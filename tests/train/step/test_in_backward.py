@@ -17,11 +17,12 @@ from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.parallel.data_parallel import DataParallel
 from qtrain.quant import SCHEMES, QuantizedModel, quantize_linears
 from qtrain.tensors.stored_weight import StoredWeight
-from qtrain.train.in_backward import OptimizerInBackward, check_in_backward, model_partitions
-from qtrain.train.language import language_forward
-from qtrain.train.settings import LanguageSettings, batch_geometry
+from qtrain.train.settings.exclusions import check_in_backward
+from qtrain.train.settings.settings import LanguageSettings, batch_geometry
 from qtrain.train.state.state_dict import optimizer_tensors
-from qtrain.train.step import apply_gradients, compute_gradients, set_lr
+from qtrain.train.step.forward import language_forward
+from qtrain.train.step.in_backward import OptimizerInBackward, model_partitions
+from qtrain.train.step.step import apply_gradients, compute_gradients, set_lr
 from tests.cases import sampled
 from tests.data.corpora import write_jsonl
 from tests.system import TINY, call, contents, flags, losses, only_run, write_model

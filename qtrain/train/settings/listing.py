@@ -33,13 +33,13 @@ def listing(vision: bool = False) -> str:
 
 def _gpus() -> list[tuple[str, str]]:
     from qtrain.core.hardware import MEMORY_GIB, planned_gpus
-    from qtrain.train.plan.wires import IN_NODE
+    from qtrain.train.settings.machine import IN_NODE
 
     return [(name, f"{p}, {MEMORY_GIB[p]} GiB, {IN_NODE[p]} in a machine") for name, p in planned_gpus().items()]
 
 
 def _wires() -> list[tuple[str, str]]:
-    from qtrain.train.plan.wires import WIRES
+    from qtrain.train.settings.machine import WIRES
 
     return [(name, f"{wire.bandwidth / 1e9:.3g} GB/s a GPU and direction") for name, wire in WIRES.items()]
 

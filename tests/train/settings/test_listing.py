@@ -12,7 +12,7 @@ from qtrain.data import DATASETS, IMAGE_SETS, TOKENIZERS
 from qtrain.models import list_models
 from qtrain.optim import OPTIMIZERS
 from qtrain.quant import SCHEMES
-from qtrain.train.listing import listing
+from qtrain.train.settings.listing import listing
 
 
 def block(title: str) -> list[str]:

@@ -24,35 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from qtrain.comm.ranks import all_gather, from_rank_0
-from qtrain.core.errors import UserError
 from qtrain.models import repeated_blocks
-from qtrain.optim import OptimizerSpec, PartitionedOptimizer
+from qtrain.optim import PartitionedOptimizer
 from qtrain.parallel.data_parallel import DataParallel
-from qtrain.train.settings import BatchGeometry, TrainSettings
-
-
-def check_in_backward(settings: TrainSettings, geometry: BatchGeometry, optimizer: OptimizerSpec) -> None:
-    """UserError for settings that --optimizer_in_backward cannot be combined with."""
-    if not settings.optimizer_in_backward:
-        return
-    if settings.deterministic:
-        raise UserError(
-            "--optimizer_in_backward: with --deterministic weights change only after all gradients are summed; leave "
-            "it out."
-        )
-    flag, micro = "--optimizer_in_backward", geometry.micro_batch_size * geometry.gradient_accumulation
-    if geometry.gradient_accumulation > 1:
-        raise UserError(
-            f"{flag}: a micro-batch's gradients are freed before the next one's could be added; give "
-            f"--gradient_accumulation 1 --micro_batch_size {micro}, or a smaller --batch_size."
-        )
-    if settings.clip_grad_norm:
-        raise UserError(
-            f"{flag}: weights change before the norm of all gradients is known, so it cannot be clipped to "
-            f"{settings.clip_grad_norm:g}; give --clip_grad_norm 0."
-        )
-    if reason := optimizer.refuses_partitions():
-        raise UserError(f"{flag}: {reason}")
 
 
 def model_partitions(model: nn.Module) -> dict[str, list[nn.Parameter]]:

@@ -9,10 +9,9 @@ from qtrain.models import ModelSource, build_model, compile_layers
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.parallel.data_parallel import DataParallel
 from qtrain.quant import SCHEMES, quantize_linears
-from qtrain.train.cuda_graphs import WARM_UP, StepGraphs
-from qtrain.train.language import language_forward
-from qtrain.train.step import apply_gradients, compute_gradients
-from qtrain.train.weight_amax import share_amax
+from qtrain.train.step.cuda_graphs import WARM_UP, StepGraphs
+from qtrain.train.step.forward import language_forward
+from qtrain.train.step.step import apply_gradients, compute_gradients, share_amax
 from tests.system import TINY
 
 STEPS = WARM_UP + 4

@@ -9,12 +9,11 @@ from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.parallel.data_parallel import DataParallel
 from qtrain.quant import SCHEMES, LowBitLinear, QuantizedModel, quantize_linears, quantizers
-from qtrain.train.language import language_forward
 from qtrain.train.state.ema import Ema
-from qtrain.train.step import apply_gradients, compute_gradients, eval_weights
-from qtrain.train.weight_amax import share_amax
+from qtrain.train.step.forward import language_forward
+from qtrain.train.step.step import apply_gradients, compute_gradients, eval_weights, share_amax
 from tests.system import TINY
-from tests.train.test_step import masked_batch
+from tests.train.step.test_step import masked_batch
 
 
 def small_model(scheme: str, options: dict, optim: str) -> tuple[torch.nn.Module, QuantizedModel, object]:

@@ -1,15 +1,45 @@
-"""The share of the trained parameters on the rank of a shard group that holds most of them.
+"""What ZeRO and full sharding leave on a rank: whether layers are sharded too (--reshard_after_forward), and the share
+of the trained parameters on the rank of a shard group that holds most of them.
 
-Rows divide unevenly: 4,608 rows over 1,024 ranks are 5 rows each on the first 921 of them. As
-`parallel/shards.py` divides; checked against real shards by `bench/fake_world.py`.
+Rows are sharded unevenly: 4,608 rows over 1,024 ranks are 5 rows each on the first 921 of them. As
+`parallel/shards.py` does it; checked against real shards by `bench/fake_world.py`.
 """
 
 import heapq
 import math
 from collections.abc import Callable, Sequence
 
+from torch import nn
+
+from qtrain.comm.mesh import Mesh
+from qtrain.core.errors import UserError
 from qtrain.optim import ParameterShape
 from qtrain.parallel.shards import ALIGNMENT
+from qtrain.train.plan.checked_settings import CheckedSettings
+
+
+def resharded(mode: str, mesh: Mesh, memory: float, have: int | None) -> bool:
+    """Whether --reshard_after_forward `mode` shards layers fully on `mesh`. memory: bytes per GPU if it does not; have:
+    those of a GPU."""
+    too_large = bool(have) and memory > have
+    return mesh.shard > 1 and (mode == "always" or (mode == "auto" and too_large))
+
+
+def reshards(
+    checked: CheckedSettings, memory: float, have: int | None, model: nn.Module, blocks: list[nn.Module]
+) -> bool:
+    """`resharded` on the run's mesh. blocks: the layers of `model`. Raises UserError where --reshard_after_forward
+    always cannot be done."""
+    mode, mesh = checked.settings.reshard_after_forward, checked.mesh
+    if mode == "always" and mesh.world > 1:
+        if mesh.shard == 1:
+            raise UserError(
+                f"--reshard_after_forward: always, but --dp_replicate {mesh.replicate} leaves nothing to divide; give "
+                "a smaller --dp_replicate."
+            )
+        if not blocks:
+            raise UserError(f"--reshard_after_forward: always, but {type(model).__name__} has no repeated layers.")
+    return bool(blocks) and resharded(mode, mesh, memory, have)
 
 
 def fullest_share(shapes: Sequence[ParameterShape], shards: int, needs_whole: Callable[[bool], bool]) -> float:

@@ -20,8 +20,8 @@ from qtrain.core.errors import first_line
 from qtrain.data import TensorBatch
 from qtrain.parallel.data_parallel import DataParallel
 from qtrain.quant import QuantizedModel
-from qtrain.train.language import Forward
 from qtrain.train.state.run import Run
+from qtrain.train.step.forward import Forward
 
 log = logging.getLogger("qtrain")
 

@@ -4,21 +4,24 @@ import contextlib
 from collections.abc import Iterable, Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from qtrain.comm.mesh import Mesh
 from qtrain.comm.ranks import rank
 from qtrain.data import Batch
+from qtrain.kernels.optim.weight_amax import WeightAmax
+from qtrain.models import Decoder
 from qtrain.optim import Optimizer
 from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.step_sums import Gradients
 from qtrain.parallel.whole_model import gather_whole_model
-from qtrain.quant import QuantizedModel
-from qtrain.train.cuda_graphs import StepGraphs, forward_backward
-from qtrain.train.in_backward import OptimizerInBackward
-from qtrain.train.language import Forward
+from qtrain.quant import LowBitLinear, QuantizedModel
 from qtrain.train.state.ema import Ema
 from qtrain.train.state.run import Run
+from qtrain.train.step.cuda_graphs import StepGraphs, forward_backward
+from qtrain.train.step.forward import Forward
+from qtrain.train.step.in_backward import OptimizerInBackward
 
 
 def compute_gradients(
@@ -155,3 +158,35 @@ def evaluate(model: nn.Module, forward: Forward, batches: Iterable[Batch]) -> fl
         trained += batch.n_trained
     model.train(was_training)
     return float(nll) / max(trained, 1)
+
+
+def share_amax(optimizer: Optimizer, quantized: QuantizedModel, parallel: DataParallel) -> None:
+    """From now on tensorwise scales of weights come from the absmax that the optimizer's step leaves, where it can."""
+
+    def record(linear: LowBitLinear) -> WeightAmax | None:
+        # That of a rank's rows is of use where ranks reduce it, which they do for codes.
+        master = parallel.master(linear.weight)
+        return optimizer.record_amax(master) if master is linear.weight or linear.codes_only else None
+
+    quantized.take_amax(record)
+
+
+class ExpertBalance:
+    """The experts' load in the steps of all ranks; nothing without a mixture. bias_rate: `--router_bias_rate`."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, bias_rate: float):
+        has_experts = isinstance(model, Decoder) and model.expert_load is not None
+        self._model = model if has_experts else None
+        self._mesh, self._bias_rate = mesh, bias_rate
+
+    def end_step(self) -> None:
+        """After an optimizer step; the same on all ranks."""
+        if self._model is None:
+            return
+        if self._mesh.data_world > 1:
+            dist.all_reduce(self._model.expert_load.step, group=self._mesh.data_group)
+        self._model.end_step(self._bias_rate)
+
+    def metrics(self) -> dict[str, float]:
+        """The load since the last call (`ExpertLoad.read`)."""
+        return {} if self._model is None else self._model.expert_load.read()

@@ -9,9 +9,9 @@ import llm_pretrain
 import timm_finetune
 from qtrain.core.config import as_dict
 from qtrain.core.errors import UserError
-from qtrain.train.checked_settings import check_settings
-from qtrain.train.dependent_options import DEPENDENCES
-from qtrain.train.settings import VisionSettings
+from qtrain.train.plan.checked_settings import check_settings
+from qtrain.train.settings.exclusions import DEPENDENCES
+from qtrain.train.settings.settings import VisionSettings
 
 PRETRAIN, FINETUNE = llm_pretrain.PretrainSettings, llm_finetune.FinetuneSettings
 TEXT = {"type": "text", "paths": "x", "tokenizer": "byte"}

@@ -1,4 +1,4 @@
-"""Options that have no effect without another one: one table, checked before anything is allocated.
+"""What --tp and --ep cannot be combined with, and options that have no effect without another one.
 
 An option that contradicts the rest of the command line is refused. One that only lacks something here, such as the
 GPU that a recipe was written for, is answered by a line of the plan.
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from qtrain.core.errors import UserError
-from qtrain.optim import LRSchedule
+from qtrain.optim import OPTIMIZERS, LRSchedule, OptimizerSpec
 from qtrain.quant import LowBitScheme, Scheme
-from qtrain.train.planned_machine import run_world
-from qtrain.train.settings import TrainSettings
+from qtrain.train.settings.machine import run_world
+from qtrain.train.settings.settings import BatchGeometry, LanguageSettings, TrainSettings
 
 
 @dataclass(frozen=True)
@@ -174,3 +174,96 @@ def check_dependences(given: Given) -> tuple[str, ...]:
         if row.refused:
             raise UserError(f"{row.option}: {row.why}{row.fix}.")
     return tuple(f"note    {row.option}: {row.why}" for row in idle)
+
+
+def check_tensor_parallel(settings: TrainSettings, optimizer: OptimizerSpec) -> None:
+    """UserError for settings that --tp cannot be combined with; what depends on the model's sizes comes later."""
+    if settings.tp == 1:
+        return
+    other = "divide the run with --dp_shard or --dp_replicate instead"
+    if not isinstance(settings, LanguageSettings):
+        raise UserError(f"--tp: {settings.tp}, but models of timm are not divided over processes; {other}.")
+    if settings.model_impl != "native":
+        raise UserError(
+            f"--tp: {settings.tp}, but only qtrain's own decoder is divided; use --model_impl native, or {other}."
+        )
+    if getattr(settings, "lora", None) is not None:
+        raise UserError(f"--tp: {settings.tp}, but adapters (--lora) are not divided over processes; {other}.")
+    if settings.quantize == "auto" and settings.quantize_lm_head:
+        raise UserError(
+            f"--tp: {settings.tp}, but --quantize auto times one process's part of the head (--quantize_lm_head), and "
+            "others may have fewer rows; name the scheme, or leave out --quantize_lm_head."
+        )
+    if settings.optimizer_in_backward:
+        raise UserError(
+            f"--tp: {settings.tp}, but --optimizer_in_backward updates a layer before the gradients of its norms are "
+            "summed over its processes; leave one of them out."
+        )
+    if optimizer.needs_whole(hidden=True):
+        known = {name: OPTIMIZERS.make(name, {}, "--optim") for name in OPTIMIZERS.names()}
+        allowed = ", ".join(name for name, spec in known.items() if not spec.needs_whole(hidden=True))
+        raise UserError(
+            f"--tp: {settings.tp}, but --optim {settings.optim} works on whole matrices, and each process has a part; "
+            f"allowed: {allowed}."
+        )
+
+
+def check_expert_parallel(settings: TrainSettings, script: str, optimizer: OptimizerSpec) -> None:
+    """UserError for settings that --ep cannot be combined with; what depends on the model comes later."""
+    if settings.ep == 1:
+        return
+
+    def refuse(why: str) -> UserError:
+        return UserError(f"--ep: {settings.ep}, but {why}.")
+
+    if not isinstance(settings, LanguageSettings):
+        raise refuse("models of timm have no experts; leave it out")
+    if settings.model_impl != "native":
+        raise refuse("only qtrain's own decoder is divided; use --model_impl native, or leave it out")
+    if getattr(settings, "lora", None) is not None:
+        raise refuse("adapters (--lora) are not divided over processes; leave it out")
+    if script == "llm_finetune":
+        raise refuse(
+            "processes that compute experts together need micro-batches of one shape, and those of instructions differ "
+            "in length; leave it out"
+        )
+    if settings.tp > 1:
+        raise refuse(f"--tp {settings.tp} divides the experts among its processes too; leave --ep out")
+    if settings.optimizer_in_backward:
+        raise refuse("--optimizer_in_backward does not know divided experts; leave one of them out")
+    if settings.deterministic and settings.quantize == "nvfp4":
+        raise refuse(
+            "with --deterministic nvfp4 needs a scale of the tokens of all experts, which no process has; leave one of "
+            "them out"
+        )
+    if not optimizer.takes_parts(hidden=True):
+        known = {name: OPTIMIZERS.make(name, {}, "--optim") for name in OPTIMIZERS.names()}
+        allowed = ", ".join(name for name, spec in known.items() if spec.takes_parts(hidden=True))
+        raise refuse(
+            f"--optim {settings.optim} works on the matrices of all experts at once, and each process has a part; "
+            f"allowed: {allowed}"
+        )
+
+
+def check_in_backward(settings: TrainSettings, geometry: BatchGeometry, optimizer: OptimizerSpec) -> None:
+    """UserError for settings that --optimizer_in_backward cannot be combined with."""
+    if not settings.optimizer_in_backward:
+        return
+    if settings.deterministic:
+        raise UserError(
+            "--optimizer_in_backward: with --deterministic weights change only after all gradients are summed; leave "
+            "it out."
+        )
+    flag, micro = "--optimizer_in_backward", geometry.micro_batch_size * geometry.gradient_accumulation
+    if geometry.gradient_accumulation > 1:
+        raise UserError(
+            f"{flag}: a micro-batch's gradients are freed before the next one's could be added; give "
+            f"--gradient_accumulation 1 --micro_batch_size {micro}, or a smaller --batch_size."
+        )
+    if settings.clip_grad_norm:
+        raise UserError(
+            f"{flag}: weights change before the norm of all gradients is known, so it cannot be clipped to "
+            f"{settings.clip_grad_norm:g}; give --clip_grad_norm 0."
+        )
+    if reason := optimizer.refuses_partitions():
+        raise UserError(f"{flag}: {reason}")

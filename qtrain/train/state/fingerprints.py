@@ -1,7 +1,12 @@
-"""Frozen weights are in no checkpoint: the same --model (and --seed, where weights are random) gives them again. A
-checkpoint holds their fingerprints, so that a run is not resumed on other ones."""
+"""What a run needs and no checkpoint holds: its training files and its frozen weights.
 
+A position in the data means nothing in other files, and the same --model (and --seed, where weights are random) gives
+the frozen weights again. A checkpoint holds fingerprints of both, so that a run is not resumed on other ones.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,9 +14,48 @@ from torch.distributed.tensor import DTensor
 
 from qtrain.comm.split import Split
 from qtrain.comm.tensor_group import TensorGroup
+from qtrain.core.checks import shown
+from qtrain.core.checksums import sampled_checksums
 from qtrain.core.errors import UserError
 from qtrain.parallel.shards import as_bytes, as_shard
 from qtrain.train.state.state_dict import Master, itself, model_tensors
+
+MAX_FILES = 1 << 14
+"""The files beyond these are not read."""
+
+
+def files_entry(files: Sequence[Path]) -> dict[str, Any]:
+    """The entry of a checkpoint's meta. UserError for a file that cannot be read."""
+    try:
+        checksums = sampled_checksums(files[:MAX_FILES])
+    except OSError as error:
+        raise UserError(f"--train_ds: cannot read {error.filename}: {error.strerror}.") from None
+    return {"count": len(files), "checksums": checksums}
+
+
+def check_files(saved: Any, files: Sequence[Path], here: Mapping[str, Any], checkpoint: Path) -> Iterator[str]:
+    """Lines for the log, if files of text are not the `saved` ones, as they may be edited. UserError for token shards,
+    which are written once: others of the same size are other data, and the run would go on somewhere in them.
+
+    saved: the entry of `checkpoint`; here: that of `files`.
+    """
+    if not isinstance(saved, dict) or not saved.get("count") or not files:
+        return
+    before, now = saved.get("checksums"), here["checksums"]
+    if not isinstance(before, list) or saved["count"] != here["count"] or len(before) != len(now):
+        raise UserError(
+            f"--train_ds: cannot resume: the run of {checkpoint} read {shown(saved['count'])} files, this one reads "
+            f"{len(files)}. Use the data of the interrupted run."
+        )
+    changed = [file for file, old, new in zip(files, before, now, strict=False) if old != new]
+    for file in changed:
+        if file.suffix == ".bin":
+            raise UserError(
+                f"--train_ds: cannot resume: {file} is not the file that the run of {checkpoint} read: its contents "
+                "differ. Use the data of the interrupted run; to train on these, start a new run from its export."
+            )
+    if changed:
+        yield f"--resume: {len(changed)} of {len(files)} files of --train_ds have changed since, first {changed[0]}"
 
 
 def fingerprint(model: nn.Module, group: TensorGroup | None = None, master: Master = itself) -> dict[str, str]:

@@ -7,9 +7,9 @@ import torch
 
 from qtrain.core.checks import check_fields
 from qtrain.core.errors import UserError
-from qtrain.train.checked_settings import check_settings
-from qtrain.train.device import choose_device, choose_dtype
-from qtrain.train.settings import LanguageSettings, TrainSettings, batch_geometry
+from qtrain.train.plan.checked_settings import check_settings
+from qtrain.train.settings.machine import choose_device, choose_dtype
+from qtrain.train.settings.settings import LanguageSettings, TrainSettings, batch_geometry
 
 
 def geometry(batch: int, micro: int, accumulation: int, world: int = 1) -> tuple[int, int, int]:

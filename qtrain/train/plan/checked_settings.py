@@ -13,19 +13,23 @@ from qtrain.core.config import as_dict, source_digest
 from qtrain.core.errors import UserError
 from qtrain.optim import OPTIMIZERS, LRSchedule, OptimizerSpec, make_schedule
 from qtrain.quant import SCHEMES, Scheme
-from qtrain.train.dependent_options import Given, check_dependences
-from qtrain.train.device import choose_dtype
-from qtrain.train.in_backward import check_in_backward
 from qtrain.train.log.trackers import check_trackers
-from qtrain.train.model_parallel_checks import check_expert_parallel, check_tensor_parallel
-from qtrain.train.planned_machine import (
+from qtrain.train.settings.exclusions import (
+    Given,
+    check_dependences,
+    check_expert_parallel,
+    check_in_backward,
+    check_tensor_parallel,
+)
+from qtrain.train.settings.machine import (
     check_plan_flags,
     check_planned_scheme,
+    choose_dtype,
     mesh_of_world,
     planned_device,
     run_world,
 )
-from qtrain.train.settings import BatchGeometry, TrainSettings, batch_geometry
+from qtrain.train.settings.settings import BatchGeometry, TrainSettings, batch_geometry
 from qtrain.train.state.run_folder import RunFolder, find_run_folder
 
 

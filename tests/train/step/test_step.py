@@ -10,8 +10,8 @@ from qtrain.data import Batch
 from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, QuantizedModel, quantize_linears
-from qtrain.train.language import document_ids, language_forward
-from qtrain.train.step import apply_gradients, compute_gradients, evaluate
+from qtrain.train.step.forward import document_ids, language_forward
+from qtrain.train.step.step import apply_gradients, compute_gradients, evaluate
 from tests.system import TINY
 
 B, S, V = 8, 24, TINY["vocab_size"]

@@ -4,7 +4,8 @@ import torch
 
 from qtrain.data import Batch, load_tokenizer
 from qtrain.models import ModelSource, build_model
-from qtrain.train.language import document_ids, language_forward, sample_texts
+from qtrain.train.eval.language import sample_texts
+from qtrain.train.step.forward import document_ids, language_forward
 from tests.system import TINY
 
 

@@ -17,9 +17,9 @@ from qtrain.parallel import gradients, weights
 from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.shards import local_tensors
 from qtrain.quant import SCHEMES, quantize_linears
-from qtrain.train.in_backward import OptimizerInBackward, model_partitions
-from qtrain.train.language import language_forward
-from qtrain.train.step import apply_gradients, compute_gradients
+from qtrain.train.step.forward import language_forward
+from qtrain.train.step.in_backward import OptimizerInBackward, model_partitions
+from qtrain.train.step.step import apply_gradients, compute_gradients
 from tests.cases import sampled
 from tests.worlds import run_ranks
 
