@@ -9,7 +9,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from qtrain.core.config import JsonDict, parse, run_script
+from qtrain.core.process import prepare
+
+prepare(script=True)  # before imports that take a while
+
+from qtrain.core.config import JsonDict, parse
+from qtrain.core.process import run_script
 from qtrain.train.settings.listing import listing
 from qtrain.train.settings.settings import Count, CountOrZero, LanguageSettings, NotNegative
 

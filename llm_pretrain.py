@@ -8,7 +8,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from qtrain.core.config import command_line, parse, run_script
+from qtrain.core.process import prepare
+
+prepare(script=True)  # before imports that take a while
+
+from qtrain.core.config import parse
+from qtrain.core.process import command_line, run_script
 from qtrain.train.settings.listing import listing
 from qtrain.train.settings.settings import CountOrZero, LanguageSettings
 

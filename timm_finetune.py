@@ -11,8 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qtrain.core.config import parse, run_script
+from qtrain.core.process import prepare
+
+prepare(script=True)  # before imports that take a while
+
+from qtrain.core.config import parse
 from qtrain.core.errors import UserError
+from qtrain.core.process import run_script
 from qtrain.train.log.status import epochs
 from qtrain.train.settings.listing import listing
 from qtrain.train.settings.settings import VisionSettings

@@ -13,10 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from qtrain.core.process import prepare
+
+prepare(script=True)  # before imports that take a while
+
 from qtrain.core.checks import Range, user_path
 from qtrain.core.checksums import sha256_of
-from qtrain.core.config import command_line, parse, run_script
+from qtrain.core.config import parse
 from qtrain.core.errors import UserError, unknown_name
+from qtrain.core.process import command_line, run_script
 from qtrain.data.files import SPLITS, STDLIB
 from qtrain.data.hub_rows import reader_of
 from qtrain.data.text.corpus import Corpus, HubCorpus, LocalCorpus

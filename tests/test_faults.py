@@ -190,7 +190,7 @@ THREADS_IN_CPP = """
 import os, threading
 os.environ |= {"WORLD_SIZE": "2", "RANK": "0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 import torch.distributed as dist
-from qtrain.core.config import run_script
+from qtrain.core.process import run_script
 
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from qtrain.comm.ranks import all_gather, on_all_ranks, rank, world
 from qtrain.core.errors import TrainingStopped, UserError, first_line
-from qtrain.core.portable import sync_to_disk
+from qtrain.core.process import sync_to_disk
 from qtrain.core.reading import read_small
 from qtrain.train.state.checkpoint_files import (
     INDEX,

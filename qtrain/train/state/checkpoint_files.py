@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from qtrain.core.portable import sync_to_disk
+from qtrain.core.process import sync_to_disk
 from qtrain.core.reading import read_small
 
 MARKER = "COMPLETE"

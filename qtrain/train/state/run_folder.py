@@ -21,8 +21,9 @@ from typing import Any
 
 from qtrain import __version__
 from qtrain.core.checks import MAX_JSON, shown, user_path
-from qtrain.core.config import as_dict, command_line, source_digest, versions, write_config
+from qtrain.core.config import as_dict, source_digest, versions, write_config
 from qtrain.core.errors import UserError
+from qtrain.core.process import command_line
 from qtrain.core.reading import read_small
 from qtrain.train.settings.settings import TrainSettings
 from qtrain.train.state.checkpoint import cannot_load, newest_whole

@@ -1,4 +1,5 @@
-"""Without what Windows lacks (SIGUSR1, fcntl, resource, folders that can be opened), a CPU run goes through."""
+"""Importing the package leaves Python as it is; and a CPU run goes through without what Windows lacks (SIGUSR1, fcntl,
+resource, folders that can be opened)."""
 
 import json
 import os
@@ -54,3 +55,24 @@ def test_tokenize_train_and_resume(tmp_path):
     assert "resumed at step 2" in outcome.stdout
     run = only_run(tmp_path / "runs")
     assert (run / "checkpoints" / "00000004").is_dir() and (run / "hf" / "config.json").is_file()
+
+
+IMPORTS = """
+import sys
+hook, finders = sys.excepthook, list(sys.meta_path)
+import qtrain, qtrain.core.config, qtrain.models, qtrain.data, qtrain.train.loop
+added = [finder for finder in sys.meta_path if finder not in finders and type(finder).__module__.startswith("qtrain")]
+assert sys.excepthook is hook and not added, added
+from qtrain.core.process import prepare
+prepare()
+prepare()
+added = [finder for finder in sys.meta_path if type(finder).__module__.startswith("qtrain")]
+assert sys.excepthook is hook and len(added) == 1
+import torchvision.ops
+"""
+
+
+def test_importing_the_package_changes_nothing_for_other_programs():
+    """Only `prepare`, which a program calls itself, lets torchvision be imported with a CPU build of torch."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
