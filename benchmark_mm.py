@@ -12,9 +12,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qtrain.core.process import prepare
+
+prepare(script=True)  # before imports that take a while
+
 from qtrain.bench.benchmark_settings import BenchmarkSettings
-from qtrain.core.config import parse, run_script
-from qtrain.train.listing import listing
+from qtrain.core.config import parse
+from qtrain.core.process import run_script
+from qtrain.train.settings.listing import listing
 
 if TYPE_CHECKING:
     from qtrain.bench.tables import Cell
@@ -33,7 +38,7 @@ def benchmark(settings: BenchmarkSettings) -> None:
     from qtrain.bench.timing import watching_clocks
     from qtrain.core.checks import user_path
     from qtrain.core.hardware import describe_hardware
-    from qtrain.train.device import choose_device
+    from qtrain.train.settings.machine import choose_device
 
     # ---- tables: whatever can be refused is refused here -------------------------------------------------------------
     device = choose_device(settings.device)

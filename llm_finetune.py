@@ -9,9 +9,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from qtrain.core.config import JsonDict, parse, run_script
-from qtrain.train.listing import listing
-from qtrain.train.settings import Count, CountOrZero, LanguageSettings, NotNegative
+from qtrain.core.process import prepare
+
+prepare(script=True)  # before imports that take a while
+
+from qtrain.core.config import JsonDict, parse
+from qtrain.core.process import run_script
+from qtrain.train.settings.listing import listing
+from qtrain.train.settings.settings import Count, CountOrZero, LanguageSettings, NotNegative
 
 SCRIPT = Path(__file__).stem
 
@@ -70,18 +75,23 @@ def train(settings: FinetuneSettings) -> None:
         save_adapter,
     )
     from qtrain.quant.schemes.frozen_base import base_scheme
-    from qtrain.train.assembly.assemble import assemble, build_quantized
+    from qtrain.train.assembly.assemble import (
+        assemble,
+        build_quantized,
+        describe_trained,
+        freeze_embedding,
+        trained_part,
+    )
     from qtrain.train.assembly.language_architecture import LanguageArchitecture
     from qtrain.train.assembly.prepare import prepare
     from qtrain.train.assembly.text import open_text
-    from qtrain.train.checked_settings import check_settings
-    from qtrain.train.cuda_graphs import step_graphs
     from qtrain.train.eval.exact_match import FinetuneEvaluation, load_written_questions
     from qtrain.train.eval.lm_eval import check_lm_eval, run_lm_eval
-    from qtrain.train.freezing import describe_trained, freeze_embedding, trained_part
-    from qtrain.train.language import language_forward
     from qtrain.train.loop import Training, explain_out_of_memory, log_results
-    from qtrain.train.step import evaluate, export_weights
+    from qtrain.train.plan.checked_settings import check_settings
+    from qtrain.train.step.cuda_graphs import step_graphs
+    from qtrain.train.step.forward import language_forward
+    from qtrain.train.step.step import evaluate, export_weights
 
     # ---- plan: whatever can be refused is refused here, before anything is allocated or written ----------------------
     lora = None if settings.lora is None else as_lora(settings.lora)

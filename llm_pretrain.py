@@ -8,9 +8,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from qtrain.core.config import command_line, parse, run_script
-from qtrain.train.listing import listing
-from qtrain.train.settings import CountOrZero, LanguageSettings
+from qtrain.core.process import prepare
+
+prepare(script=True)  # before imports that take a while
+
+from qtrain.core.config import parse
+from qtrain.core.process import command_line, run_script
+from qtrain.train.settings.listing import listing
+from qtrain.train.settings.settings import CountOrZero, LanguageSettings
 
 SCRIPT = Path(__file__).stem
 
@@ -45,13 +50,13 @@ def train(settings: PretrainSettings) -> None:
     from qtrain.train.assembly.language_architecture import LanguageArchitecture
     from qtrain.train.assembly.prepare import prepare
     from qtrain.train.assembly.text import open_text, tokenizer_needed
-    from qtrain.train.checked_settings import check_settings
-    from qtrain.train.cuda_graphs import step_graphs
     from qtrain.train.eval.hellaswag import load_hellaswag
     from qtrain.train.eval.language import LanguageEvaluation
-    from qtrain.train.language import language_forward
     from qtrain.train.loop import Training, explain_out_of_memory, log_results
-    from qtrain.train.step import export_weights
+    from qtrain.train.plan.checked_settings import check_settings
+    from qtrain.train.step.cuda_graphs import step_graphs
+    from qtrain.train.step.forward import language_forward
+    from qtrain.train.step.step import export_weights
 
     # ---- plan: whatever can be refused is refused here, before anything is allocated or written ----------------------
     checked = check_settings(settings, SCRIPT)

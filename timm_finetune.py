@@ -11,11 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qtrain.core.config import parse, run_script
+from qtrain.core.process import prepare
+
+prepare(script=True)  # before imports that take a while
+
+from qtrain.core.config import parse
 from qtrain.core.errors import UserError
-from qtrain.train.listing import listing
+from qtrain.core.process import run_script
 from qtrain.train.log.status import epochs
-from qtrain.train.settings import VisionSettings
+from qtrain.train.settings.listing import listing
+from qtrain.train.settings.settings import VisionSettings
 
 if TYPE_CHECKING:
     from qtrain.data import Images
@@ -45,11 +50,12 @@ def train(settings: VisionSettings) -> None:
     from qtrain.train.assembly.assemble import assemble, build_quantized
     from qtrain.train.assembly.prepare import prepare
     from qtrain.train.assembly.vision_architecture import VisionArchitecture
-    from qtrain.train.checked_settings import check_settings
-    from qtrain.train.cuda_graphs import step_graphs
-    from qtrain.train.eval.vision import VisionEvaluation, vision_forward
+    from qtrain.train.eval.vision import VisionEvaluation
     from qtrain.train.loop import Training, explain_out_of_memory, log_results
-    from qtrain.train.step import export_weights
+    from qtrain.train.plan.checked_settings import check_settings
+    from qtrain.train.step.cuda_graphs import step_graphs
+    from qtrain.train.step.forward import vision_forward
+    from qtrain.train.step.step import export_weights
 
     # ---- plan: whatever can be refused is refused here, before anything is allocated or written ----------------------
     if settings.train_ds is None:

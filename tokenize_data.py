@@ -13,10 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from qtrain.core.process import prepare
+
+prepare(script=True)  # before imports that take a while
+
 from qtrain.core.checks import Range, user_path
 from qtrain.core.checksums import sha256_of
-from qtrain.core.config import command_line, parse, run_script
+from qtrain.core.config import parse
 from qtrain.core.errors import UserError, unknown_name
+from qtrain.core.process import command_line, run_script
 from qtrain.data.files import SPLITS, STDLIB
 from qtrain.data.hub_rows import reader_of
 from qtrain.data.text.corpus import Corpus, HubCorpus, LocalCorpus
@@ -24,7 +29,7 @@ from qtrain.data.text.manifest import FILE_NAME, Manifest, read_manifest, write_
 from qtrain.data.text.tokenize import check_finished_shards, dtype_for, tokenize
 from qtrain.data.tokenizers.sentencepiece_model import convert_sentencepiece, train_tokenizer
 from qtrain.data.tokenizers.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
-from qtrain.train.listing import listing
+from qtrain.train.settings.listing import listing
 
 TRAINED = "tokenizer.model"
 QUICKSTART_VOCAB = 4096

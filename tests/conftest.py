@@ -22,7 +22,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
     quicken_interpreter()
 
-import qtrain  # noqa: F401  (declares torchvision's operators on CPU builds before transformers is imported)
+from qtrain.core.process import prepare
+
+prepare()  # before transformers is imported
 
 gc.disable()  # until all tests are imported: what that makes stays
 

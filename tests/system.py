@@ -25,7 +25,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from qtrain.core import config
-from qtrain.core.config import run_script
+from qtrain.core.process import run_script
 from qtrain.train.log.metrics import read_metrics
 from tests.worlds import environment
 
@@ -159,12 +159,13 @@ import contextlib, io, json, os, sys, time
 import torch
 import llm_finetune, llm_pretrain, timm_finetune, tokenize_data
 import qtrain.train.assembly.assemble, qtrain.train.assembly.prepare, qtrain.train.assembly.text
-import qtrain.train.eval.exact_match, qtrain.train.eval.hellaswag, qtrain.train.eval.language, qtrain.train.freezing
+import qtrain.train.eval.exact_match, qtrain.train.eval.hellaswag, qtrain.train.eval.language
 import qtrain.train.eval.lm_eval, qtrain.train.eval.vision
 import huggingface_hub.file_download, huggingface_hub.serialization, tokenizers, torch._dynamo  # else within a run
 from qtrain.core import hardware
-from qtrain.core.config import run_script, versions
-from qtrain.train.listing import listing
+from qtrain.core.config import versions
+from qtrain.core.process import run_script
+from qtrain.train.settings.listing import listing
 from qtrain.train.loop import Training
 
 torch.set_num_threads(1)

@@ -14,9 +14,9 @@ import llm_pretrain
 import timm_finetune
 import tokenize_data
 from qtrain import SCRIPTS
-from qtrain.core.config import command_line
 from qtrain.core.errors import UserError
 from qtrain.core.flags import completion_script
+from qtrain.core.process import command_line
 from tests.system import ROOT, call
 
 MODULES = (llm_pretrain, llm_finetune, timm_finetune, tokenize_data, benchmark_mm)
@@ -71,7 +71,7 @@ def test_streams_that_are_closed_or_full(redirection, code, says):
 
 
 FIRST_FILE = """
-from qtrain.core.config import run_script
+from qtrain.core.process import run_script
 run_script(lambda _: print(open('x', 'w').fileno() > 2, file=open('y', 'w')))
 """
 

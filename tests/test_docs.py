@@ -11,7 +11,7 @@ from torch.distributed.run import get_args_parser
 
 import llm_pretrain
 from qtrain.core.config import parse
-from qtrain.train.checked_settings import check_settings
+from qtrain.train.plan.checked_settings import check_settings
 from tests.data.corpora import write_raw
 from tests.system import ROOT, call
 

@@ -89,7 +89,7 @@ def test_a_fault_of_one_rank_is_one_message_that_names_it(server, fault, tmp_pat
 
 
 MISTAKE = """
-import qtrain.train.checked_settings as checked_settings
+import qtrain.train.plan.checked_settings as checked_settings
 from qtrain.core.errors import UserError
 from qtrain.parallel.data_parallel import DataParallel
 def fails(*_):
@@ -190,7 +190,7 @@ THREADS_IN_CPP = """
 import os, threading
 os.environ |= {"WORLD_SIZE": "2", "RANK": "0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 import torch.distributed as dist
-from qtrain.core.config import run_script
+from qtrain.core.process import run_script
 
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 

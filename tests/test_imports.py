@@ -48,8 +48,14 @@ INNER = {
     "models.hf": {"models.config", "models.native"},
     "models.adapters": {"models.config", "models.native", "models.hf"},
     "models.cost": {"models.config", "models.native", "models.adapters"},
+    "train.settings": set(),
     "train.log": set(),
-    "train.eval": {"train"},
+    "train.state": {"train.settings", "train.log"},
+    "train.step": {"train.settings", "train.log", "train.state"},
+    "train.plan": {"train.settings", "train.log", "train.state", "train.step"},
+    "train.assembly": {"train.settings", "train.log", "train.state", "train.step", "train.plan"},
+    "train.eval": {"train.settings", "train.step"},
+    "train": {"train.settings", "train.log", "train.state", "train.step", "train.plan"},
 }
 """What a part of a room may import of that room, besides itself; "train": the room's own files, not its folders."""
 

@@ -13,9 +13,9 @@ import llm_finetune
 from qtrain.data import IGNORED, Batch, StreamContext, open_stream
 from qtrain.models import build_model, export_hf, read_model_source
 from qtrain.train.eval.exact_match import WrittenQuestion, ask, final_answer
-from qtrain.train.language import language_forward
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.state.checkpoint import read_meta
+from qtrain.train.step.forward import language_forward
 from tests.cases import sampled
 from tests.data.corpora import write_questions
 from tests.system import call, contents, flags, last_step, losses, only_run, place, serving, tree, write_model

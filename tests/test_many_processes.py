@@ -325,7 +325,7 @@ def test_a_mistake_is_one_message_of_rank_0(server, world, says, settings, tmp_p
         (
             "WORLD_SIZE: rank 1 runs qtrain other and rank 0 ",
             {},
-            "import qtrain.train.checked_settings as c; c.source_digest = lambda: 'other'",
+            "import qtrain.train.plan.checked_settings as c; c.source_digest = lambda: 'other'",
         ),
         (
             "--runs_dir: rank 1 does not see ",

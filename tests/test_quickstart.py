@@ -10,9 +10,9 @@ import torch
 from qtrain.data import dataset_tokenizer, eval_batches
 from qtrain.data.stream import StreamContext
 from qtrain.models import build_model, read_model_source
-from qtrain.train.language import language_forward
 from qtrain.train.log.metrics import read_metrics
-from qtrain.train.step import evaluate
+from qtrain.train.step.forward import language_forward
+from qtrain.train.step.step import evaluate
 from tests.system import ROOT, contents, flags, once, only_run, serving
 
 STDLIB = Path(sysconfig.get_path("stdlib"))

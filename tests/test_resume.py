@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from qtrain.train.state.checkpoint import read_meta
-from qtrain.train.state.checkpoint_marker import newest_complete
+from qtrain.train.state.checkpoint_files import newest_complete
 from tests.cases import sampled
 from tests.data.corpora import functions, write_raw
 from tests.system import (

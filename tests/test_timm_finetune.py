@@ -24,8 +24,8 @@ from qtrain.data.permutation import Permutation
 from qtrain.models import check_vision_model, empty_vision_model
 from qtrain.optim import OPTIMIZERS
 from qtrain.train.log.metrics import read_metrics
-from qtrain.train.settings import VisionSettings
-from qtrain.train.state.checkpoint_marker import newest_complete
+from qtrain.train.settings.settings import VisionSettings
+from qtrain.train.state.checkpoint_files import newest_complete
 from tests.data.images.pictures import png, write_folder, write_table, write_tar
 from tests.system import ROOT, call, contents, flags, last_step, losses, only_run, serving, tree
 

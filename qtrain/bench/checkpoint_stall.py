@@ -27,13 +27,13 @@ from qtrain.core.hardware import describe_hardware
 from qtrain.train.assembly.assemble import assemble, build_quantized
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import prepare
-from qtrain.train.checked_settings import check_settings
-from qtrain.train.language import language_forward
-from qtrain.train.listing import listing
-from qtrain.train.settings import Count, LanguageSettings
+from qtrain.train.plan.checked_settings import check_settings
+from qtrain.train.settings.listing import listing
+from qtrain.train.settings.settings import Count, LanguageSettings
 from qtrain.train.state.background_save import Written
 from qtrain.train.state.run import Run
-from qtrain.train.step import apply_gradients, compute_gradients
+from qtrain.train.step.forward import language_forward
+from qtrain.train.step.step import apply_gradients, compute_gradients
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from qtrain.core.errors import UserError, first_line
 from qtrain.core.hardware import describe_hardware
 from qtrain.kernels.elementwise import add_in_order
 from qtrain.parallel.gradient_wire import FIRST_NUMBER, GRADIENT_WIRES, GradientWire
-from qtrain.train.device import choose_device
+from qtrain.train.settings.machine import choose_device
 
 # torch 2.13 renamed them.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -34,10 +34,10 @@ from qtrain.parallel.shards import local_tensors
 from qtrain.quant import quantize_linears
 from qtrain.quant.weight_codes import WeightCodes
 from qtrain.tensors.deferred import plain_tensors
-from qtrain.train.checked_settings import CheckedSettings, check_settings
+from qtrain.train.plan.checked_settings import CheckedSettings, check_settings
 from qtrain.train.plan.language_plan import language_memory
 from qtrain.train.plan.linears import plan_linears
-from qtrain.train.settings import LanguageSettings
+from qtrain.train.settings.settings import LanguageSettings
 
 GIB = 2**30
 TOLERANCE = 0.01

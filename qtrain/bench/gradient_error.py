@@ -32,11 +32,11 @@ from qtrain.data import Batch, StreamContext, eval_batches
 from qtrain.models import ModelSource, build_model, read_model_source
 from qtrain.quant import SCHEMES, Scheme, quantize_linears
 from qtrain.quant.swap import find_linears
-from qtrain.train.device import choose_device, choose_dtype
-from qtrain.train.language import language_forward
-from qtrain.train.listing import listing
-from qtrain.train.settings import Count
-from qtrain.train.step import compute_gradients
+from qtrain.train.settings.listing import listing
+from qtrain.train.settings.machine import choose_device, choose_dtype
+from qtrain.train.settings.settings import Count
+from qtrain.train.step.forward import language_forward
+from qtrain.train.step.step import compute_gradients
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,9 @@ from qtrain.parallel.shards import Sharded
 from qtrain.parallel.weights import GatheredMaster, gather_weights
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.tensors.deferred import plain_tensors
-from qtrain.train.in_backward import OptimizerInBackward, model_partitions
-from qtrain.train.language import language_forward
-from qtrain.train.step import apply_gradients, compute_gradients
-from qtrain.train.weight_amax import share_amax
+from qtrain.train.step.forward import language_forward
+from qtrain.train.step.in_backward import OptimizerInBackward, model_partitions
+from qtrain.train.step.step import apply_gradients, compute_gradients, share_amax
 
 CONFIG = {
     "model_type": "llama",

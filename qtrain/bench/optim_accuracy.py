@@ -23,8 +23,8 @@ from qtrain.core.config import parse, run_script
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import describe_hardware
 from qtrain.optim import OPTIMIZERS
-from qtrain.train.device import choose_device
-from qtrain.train.settings import Count
+from qtrain.train.settings.machine import choose_device
+from qtrain.train.settings.settings import Count
 
 NAMES = (
     "adamw_8bit", "bnb.AdamW8bit", "torchao.AdamW8bit", "adamw_fp8", "torchao.AdamWFp8", "adamw_4bit",

@@ -25,7 +25,7 @@ from qtrain.core.hardware import describe_hardware
 from qtrain.kernels.optim import update_launch
 from qtrain.models import empty_model, read_model_source
 from qtrain.optim import OPTIMIZERS, Optimizer, parameter_groups
-from qtrain.train.device import choose_device
+from qtrain.train.settings.machine import choose_device
 
 OURS = ("adamw", "adamw_bf16_sr", "adamw_8bit", "adamw_fp8", "adamw_4bit")
 PEERS = ("torch.AdamW", "bnb.AdamW8bit", "torchao.AdamW8bit", "torchao.AdamW4bit", "torchao.AdamWFp8")

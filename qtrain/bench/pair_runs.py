@@ -22,7 +22,7 @@ from qtrain.bench.train_step import child_environment
 from qtrain.core.checks import read_json
 from qtrain.core.config import source_digest
 from qtrain.train.log.metrics import read_metrics
-from qtrain.train.state.checkpoint_marker import newest_complete
+from qtrain.train.state.checkpoint_files import newest_complete
 
 STOP_SECONDS = 60
 """Time to save a checkpoint after --time_limit, before a run is killed."""

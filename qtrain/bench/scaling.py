@@ -30,11 +30,11 @@ from qtrain.models import read_model_source
 from qtrain.quant import SCHEMES
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import prepare
-from qtrain.train.checked_settings import check_settings
-from qtrain.train.device import choose_device
-from qtrain.train.listing import listing
+from qtrain.train.plan.checked_settings import check_settings
 from qtrain.train.plan.world import SizedStep
-from qtrain.train.settings import Count, LanguageSettings
+from qtrain.train.settings.listing import listing
+from qtrain.train.settings.machine import choose_device
+from qtrain.train.settings.settings import Count, LanguageSettings
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"dp_replicate": "all"},

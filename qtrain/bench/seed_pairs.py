@@ -43,9 +43,9 @@ from qtrain.core.config import JsonDict, as_dict, parse, read_recipe, run_script
 from qtrain.core.errors import UserError, unknown_name
 from qtrain.core.hardware import describe_hardware
 from qtrain.quant import SCHEMES
-from qtrain.train.device import choose_device
-from qtrain.train.listing import listing
-from qtrain.train.settings import CountOrZero
+from qtrain.train.settings.listing import listing
+from qtrain.train.settings.machine import choose_device
+from qtrain.train.settings.settings import CountOrZero
 
 OWN = ("quantize", "quantize_kwargs", "seed", "run_name", "runs_dir")
 """Settings that this command gives each run."""

@@ -25,7 +25,7 @@ from qtrain.core.checks import Range, user_path
 from qtrain.core.config import parse, run_script
 from qtrain.core.errors import UserError
 from qtrain.data.text.manifest import FILE_NAME, read_manifest
-from qtrain.train.listing import listing
+from qtrain.train.settings.listing import listing
 from tokenize_data import main as tokenize_data
 
 _LANGUAGES = """

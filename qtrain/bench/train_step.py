@@ -34,11 +34,11 @@ from qtrain.core.hardware import describe_hardware
 from qtrain.models import read_model_source
 from qtrain.optim import OPTIMIZERS
 from qtrain.quant import SCHEMES
-from qtrain.train.device import choose_device
-from qtrain.train.in_backward import check_in_backward
-from qtrain.train.listing import listing
 from qtrain.train.log.status import three_digits
-from qtrain.train.settings import Count, CountOrZero, LanguageSettings, batch_geometry
+from qtrain.train.settings.exclusions import check_in_backward
+from qtrain.train.settings.listing import listing
+from qtrain.train.settings.machine import choose_device
+from qtrain.train.settings.settings import Count, CountOrZero, LanguageSettings, batch_geometry
 
 WORKER = "--cell"
 ROOT = Path(__file__).parents[2]

@@ -11,15 +11,15 @@ from qtrain.data import Batch
 from qtrain.train.assembly.assemble import assemble, build_quantized
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import prepare
-from qtrain.train.checked_settings import check_settings
-from qtrain.train.cuda_graphs import step_graphs
-from qtrain.train.device import choose_device
-from qtrain.train.in_backward import OptimizerInBackward
-from qtrain.train.language import language_forward
 from qtrain.train.log.failures import GIB, is_out_of_memory
 from qtrain.train.loop import peak_memory
-from qtrain.train.settings import LanguageSettings
-from qtrain.train.step import apply_gradients, compute_gradients
+from qtrain.train.plan.checked_settings import check_settings
+from qtrain.train.settings.machine import choose_device
+from qtrain.train.settings.settings import LanguageSettings
+from qtrain.train.step.cuda_graphs import step_graphs
+from qtrain.train.step.forward import language_forward
+from qtrain.train.step.in_backward import OptimizerInBackward
+from qtrain.train.step.step import apply_gradients, compute_gradients
 
 
 def time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Rank 0's output goes to the screen; the others write their warnings there and everything to their logs in the run
 folder. When a process ends by itself with an error, or is killed, the others are ended at once, and this process exits
-with that process's code. When this process is killed, the ranks end themselves (`qtrain.core.launcher_watch`).
+with that process's code. When this process is killed, the ranks end themselves (`qtrain.core.process`).
 """
 
 import os
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from qtrain.comm.ranks import launched_world
 from qtrain.core.errors import UserError
-from qtrain.core.launcher_watch import LAUNCHER
+from qtrain.core.process import LAUNCHER
 
 GRACE_SECONDS = 30
 """How long a process that was asked to end may take, before it is killed."""

@@ -7,7 +7,6 @@ reworded. Keys that begin with an underscore (`_comment`, and `_versions` in a r
 skipped, so the config.json of any run is a recipe.
 """
 
-import atexit
 import contextlib
 import dataclasses
 import functools
@@ -20,13 +19,11 @@ import platform
 import re
 import subprocess
 import sys
-import time
-import traceback
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TextIO, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import tyro
 
@@ -42,9 +39,9 @@ from qtrain.core.checks import (
     shown,
     type_name,
 )
-from qtrain.core.errors import LostRank, TrainingStopped, UserError, explained, nearest
+from qtrain.core.errors import UserError, nearest
 from qtrain.core.flags import Answers, Shell, completion_script, parse_flags
-from qtrain.core.launcher_watch import watch_launcher
+from qtrain.core.process import command_line, run_script  # noqa: F401  (run_script: for qtrain.bench)
 
 C = TypeVar("C")
 
@@ -128,138 +125,6 @@ def _undecoded(argument: str) -> UserError:
         f"{shown(text)}: the locale's encoding, {sys.getfilesystemencoding()}, has no such characters; set "
         "LC_ALL=C.UTF-8, or leave PYTHONUTF8=0 out."
     )
-
-
-CAUSE_SECONDS = 10
-"""How long a process of several keeps an error to itself that rank 0 has too, or that follows from another's."""
-
-
-def run_script(main: Callable[[list[str]], None], interrupted: str = "interrupted") -> None:
-    """Run a script's main on the command line, as `_run_script` says. One of several processes ends without the
-    interpreter's finalization.
-
-    A thread that is in C++ then, as in a call of the store or of gloo, is ended by pthread_exit when it asks for the
-    GIL, and unwinding through a destructor aborts the process: "terminate called without an active exception"."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        _run_script(main, interrupted)
-        return
-    code = 0
-    try:
-        _run_script(main, interrupted)
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    _exit_rank(code)
-
-
-def _exit_rank(code: int) -> NoReturn:
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        _write_error(stream)
-    os._exit(code)
-
-
-def _run_script(main: Callable[[list[str]], None], interrupted: str) -> None:
-    """Run a script's main on the command line. UserError and TrainingStopped are printed on stderr, without traceback;
-    so are errors that a function registered with `errors.explains` knows.
-
-    Text that the console's encoding lacks is escaped. interrupted: the message for a Ctrl-C that main does not handle.
-    """
-    _open_missing_streams()
-    watch_launcher()
-    for stream in (sys.stdout, sys.stderr):
-        if getattr(stream, "errors", None) == "strict":
-            stream.reconfigure(errors="backslashreplace")
-    rank = os.environ.get("RANK", "0") if "WORLD_SIZE" in os.environ else "0"
-    if not rank.isdecimal():
-        rank = "0"  # refused as soon as the settings are read
-    if "WORLD_SIZE" in os.environ:  # else torch, not imported yet, reports each lost connection with a stack of C++
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if rank != "0":  # one of several processes: rank 0 speaks for all
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    try:
-        _check_working_directory()
-        _run(main)
-    except (UserError, TrainingStopped) as error:
-        if rank != "0" or isinstance(error, LostRank):
-            time.sleep(CAUSE_SECONDS)  # rank 0 or the launcher gives the cause; the latter then ends this process
-        if rank != "0":
-            print(f"rank {rank}: ", end="", file=sys.stderr)
-        message = " ".join(str(error).split("\n")) if isinstance(error, UserError) else str(error)
-        print(f"error: {_shortened(message)}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr)
-        sys.exit(130)
-    except OSError:
-        if (error := _write_error(sys.stdout, "\n")) is None:
-            raise  # of another file or pipe, such as a data worker's
-        _exit_unwritten(error)
-    finally:
-        if error := _write_error(sys.stdout):
-            _exit_unwritten(error)
-
-
-def _run(main: Callable[[list[str]], None]) -> None:
-    try:
-        main(sys.argv[1:])
-    except Exception as error:
-        if (message := explained(error)) is None:
-            raise
-        raise message from None
-
-
-def _shortened(message: str) -> str:
-    """A message with words of hundreds of characters, such as a path that was not meant as one, cut in the middle."""
-    return re.sub(r"\S{250,}", lambda word: f"{word[0][:60]}...{word[0][-20:]}", message)
-
-
-def _open_missing_streams() -> None:
-    """The null device for streams that the parent has closed (`>&-`): else Python's are None, and the next file that is
-    opened takes their descriptor, with what libraries print."""
-    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
-        if getattr(sys, name) is not None:
-            continue
-        opened = os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor
-        if opened != descriptor:
-            os.dup2(opened, descriptor)
-            os.close(opened)
-        setattr(sys, name, os.fdopen(descriptor, mode))
-
-
-def _check_working_directory() -> None:
-    try:
-        os.getcwd()
-    except OSError:  # libraries look for their files in it, and end the process
-        raise UserError("the working directory no longer exists; change to another one, and start again.") from None
-
-
-def _write_error(stream: TextIO, text: str = "") -> OSError | None:
-    """Why `text` and what is still buffered cannot be written; None where it can."""
-    try:
-        stream.write(text)
-        stream.flush()
-    except OSError as error:
-        return error
-    return None
-
-
-def _exit_unwritten(error: OSError) -> NoReturn:
-    """Exit as by SIGPIPE where the reader, as `| head`, has ended; else say why nobody reads what was printed."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at exit
-    if isinstance(error, BrokenPipeError):
-        sys.exit(141)
-    print(f"error: stdout cannot be written: {error.strerror}", file=sys.stderr)
-    sys.exit(1)
-
-
-def command_line(prog: str) -> str:
-    """How a user starts the script `prog`: with Python, or by its console command if that is what runs here."""
-    if Path(sys.argv[0]).name.startswith("qtrain-") and prog.endswith(".py"):
-        return f"qtrain-{Path(prog).stem.replace('_', '-')}"
-    return f"python {prog}"
 
 
 def as_dict(config: Any) -> dict[str, Any]:

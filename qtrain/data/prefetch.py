@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from qtrain.core.errors import UserError
-from qtrain.core.portable import GROUP_SIGNALS
+from qtrain.core.process import GROUP_SIGNALS, prepare
 from qtrain.data.batch import TensorBatch
 
 Item = tuple[TensorBatch, dict[str, Any]]
@@ -155,6 +155,7 @@ def _close(producer: weakref.ref) -> None:
 
 def _serve(sender: Connection, pickled: bytes) -> None:
     """The main function of the process. The end (None) and errors are sent like items."""
+    prepare()
     for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # a signal to the process group: training still finishes its step
     with contextlib.suppress(BrokenPipeError):  # the receiver is gone, perhaps with its process

@@ -16,15 +16,11 @@ from qtrain.comm.wire import sent
 from qtrain.core.config import as_dict
 from qtrain.core.errors import TrainingStopped, first_line
 from qtrain.core.hardware import keep_freed_memory
-from qtrain.core.portable import peak_resident_bytes
+from qtrain.core.process import peak_resident_bytes
 from qtrain.data import TensorBatch
 from qtrain.optim import OPTIMIZERS, LRSchedule
 from qtrain.parallel.shards import local_tensors
 from qtrain.parallel.step_sums import Gradients
-from qtrain.train.cuda_graphs import WARM_UP, StepGraphs
-from qtrain.train.expert_balance import ExpertBalance
-from qtrain.train.in_backward import OptimizerInBackward
-from qtrain.train.language import Forward
 from qtrain.train.log.failures import first_nonfinite_tensor, is_out_of_memory, nonfinite, out_of_memory
 from qtrain.train.log.metrics import MetricsLog, Throughput, read_metrics
 from qtrain.train.log.profile import StepProfiler
@@ -32,11 +28,14 @@ from qtrain.train.log.report import write_report
 from qtrain.train.log.status import StatusLine
 from qtrain.train.log.trackers import Trackers, open_trackers
 from qtrain.train.plan.plan import Plan
-from qtrain.train.settings import TrainSettings
+from qtrain.train.settings.settings import TrainSettings
 from qtrain.train.signals import StopSignals
 from qtrain.train.state.run import Run
 from qtrain.train.state.run_folder import resume_command
-from qtrain.train.step import apply_gradients, compute_gradients, eval_weights, set_lr
+from qtrain.train.step.cuda_graphs import WARM_UP, StepGraphs
+from qtrain.train.step.forward import Forward
+from qtrain.train.step.in_backward import OptimizerInBackward
+from qtrain.train.step.step import ExpertBalance, apply_gradients, compute_gradients, eval_weights, set_lr
 
 log = logging.getLogger("qtrain")
 

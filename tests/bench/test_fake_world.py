@@ -8,7 +8,7 @@ import torch.distributed as dist
 from qtrain.bench import fake_world
 from qtrain.bench.fake_world import Bytes, compare, difference
 from qtrain.train.plan import language_plan
-from qtrain.train.settings import LanguageSettings
+from qtrain.train.settings.settings import LanguageSettings
 from tests.system import write_model
 
 SHAPE = {"hidden_size": 1088, "intermediate_size": 1984, "vocab_size": 1031, "tie_word_embeddings": False}

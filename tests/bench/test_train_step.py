@@ -12,7 +12,7 @@ from qtrain.bench.training import time_training
 from qtrain.core.config import parse
 from qtrain.core.errors import UserError
 from qtrain.train.assembly import language_architecture
-from qtrain.train.in_backward import OptimizerInBackward
+from qtrain.train.step.in_backward import OptimizerInBackward
 
 SEVEN = (
     'bf16,\nint8:{"grad_input":"bf16","grad_weight":"bf16"}, int8:{"grad_weight":"bf16"},'

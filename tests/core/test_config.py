@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 import pytest
 
 from qtrain.core.checks import Range, check_value
-from qtrain.core.config import JsonDict, parse, run_script, versions, write_config
+from qtrain.core.config import JsonDict, parse, versions, write_config
 from qtrain.core.errors import UserError
+from qtrain.core.process import run_script
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from qtrain.core import checks
 from qtrain.core.checks import read_json
 from qtrain.core.errors import UserError
 from qtrain.core.reading import read_small, refuse_special, special_file
-from qtrain.train.state.checkpoint_marker import IncompleteCheckpoint, read_marker
+from qtrain.train.state.checkpoint_files import IncompleteCheckpoint, read_marker
 
 
 @pytest.fixture

@@ -12,16 +12,16 @@ from qtrain.core.errors import UserError
 from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, Optimizer, adapted, parameter_groups
 from qtrain.quant import SCHEMES, quantize_linears
-from qtrain.train.language import language_forward
-from qtrain.train.settings import LanguageSettings
+from qtrain.train.settings.settings import LanguageSettings
 from qtrain.train.state.checkpoint import read_meta
 from qtrain.train.state.run import Run
 from qtrain.train.state.run_folder import RunFolder
-from qtrain.train.state.train_state import TrainState
-from qtrain.train.step import apply_gradients, compute_gradients
+from qtrain.train.state.state_dict import TrainState
+from qtrain.train.step.forward import language_forward
+from qtrain.train.step.step import apply_gradients, compute_gradients
 from tests.optim.problems import Small, make
 from tests.system import ROOT, TINY, contents, flags, last_step, only_run, serving, write_model
-from tests.train.test_step import masked_batch
+from tests.train.step.test_step import masked_batch
 
 NAMES = [*OPTIMIZERS.names(), "torch.AdamW", "torch.SGD"]
 OPTIONS = {name: {"rank": 3, "update_proj_gap": 2} for name in ("galore_adamw", "q_galore_adamw")}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qtrain.quant import SCHEMES, quantize_linears
-from qtrain.train.step import eval_weights
+from qtrain.train.step.step import eval_weights
 from tests.optim.problems import Small, assert_weights, drive, follow, make
 
 LR, DECAY, B1, B2, EPS = 0.02, 0.1, 0.9, 0.999, 1e-8

@@ -11,10 +11,10 @@ from qtrain.parallel.checkpoint_layout import refuse_other_tp
 from qtrain.train.assembly.assemble import assemble, build_quantized
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import prepare
-from qtrain.train.checked_settings import check_settings
-from qtrain.train.language import language_forward
-from qtrain.train.settings import LanguageSettings
-from qtrain.train.step import apply_gradients, compute_gradients
+from qtrain.train.plan.checked_settings import check_settings
+from qtrain.train.settings.settings import LanguageSettings
+from qtrain.train.step.forward import language_forward
+from qtrain.train.step.step import apply_gradients, compute_gradients
 from tests.cases import sampled
 from tests.system import contents, write_model
 from tests.worlds import run_ranks

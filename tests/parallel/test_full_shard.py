@@ -16,7 +16,7 @@ from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.full_shard import decoder_units
 from qtrain.quant import quantize_linears
 from qtrain.train.plan.language_plan import language_memory
-from qtrain.train.settings import LanguageSettings
+from qtrain.train.settings.settings import LanguageSettings
 from tests.cases import sampled
 from tests.peak_bytes import PeakBytes
 from tests.train.plan.test_plan import checked_of, linears_of

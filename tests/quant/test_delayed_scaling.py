@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, QuantizedModel, quantize_linears
-from qtrain.train.language import language_forward
-from qtrain.train.settings import LanguageSettings
+from qtrain.train.settings.settings import LanguageSettings
 from qtrain.train.state.run import Run
 from qtrain.train.state.run_folder import RunFolder
-from qtrain.train.state.train_state import TrainState
-from qtrain.train.step import apply_gradients, compute_gradients
+from qtrain.train.state.state_dict import TrainState
+from qtrain.train.step.forward import language_forward
+from qtrain.train.step.step import apply_gradients, compute_gradients
 from tests.cases import matrix
 from tests.quant.emulation import fake_quantize
 from tests.system import TINY
-from tests.train.test_step import masked_batch
+from tests.train.step.test_step import masked_batch
 
 READING = ("e4m3", "tensorwise")
 

@@ -18,9 +18,9 @@ from qtrain.parallel.shards import local_tensors
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.schemes.frozen_base import base_scheme
 from qtrain.tensors.deferred import plain_tensors
-from qtrain.train.language import language_forward
-from qtrain.train.state.frozen_weights import fingerprint
-from qtrain.train.step import apply_gradients, compute_gradients
+from qtrain.train.state.fingerprints import fingerprint
+from qtrain.train.step.forward import language_forward
+from qtrain.train.step.step import apply_gradients, compute_gradients
 from tests.cases import sampled
 from tests.worlds import run_ranks
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from qtrain.models.native.expert_parallel import check_experts_divisible
 
 from qtrain.bench.mesh_equality import CLOSE, CONFIG, MIXTURE, SCHEMES_COMPARED, differences, random_micro_batch, train
 from qtrain.comm.mesh import expert_mesh_shape, make_mesh, planned_mesh
@@ -21,13 +20,15 @@ from qtrain.models import (
 )
 from qtrain.optim import OPTIMIZERS
 from qtrain.parallel.data_parallel import DataParallel
+from qtrain.parallel.layers.local_config import check_experts_divisible
+from qtrain.parallel.layers.place import ModelParallel
 from qtrain.quant import SCHEMES, quantize_linears
-from qtrain.train.checked_settings import check_settings
-from qtrain.train.language import language_forward
-from qtrain.train.model_parallel_checks import check_expert_parallel
-from qtrain.train.plan.resharding import reshards
-from qtrain.train.settings import LanguageSettings, VisionSettings
-from qtrain.train.step import compute_gradients
+from qtrain.train.plan.checked_settings import check_settings
+from qtrain.train.plan.sharding import reshards
+from qtrain.train.settings.exclusions import check_expert_parallel
+from qtrain.train.settings.settings import LanguageSettings, VisionSettings
+from qtrain.train.step.forward import language_forward
+from qtrain.train.step.step import compute_gradients
 from tests.cases import FULL_SWEEP, sampled
 from tests.worlds import run_ranks
 
@@ -164,7 +165,8 @@ def test_fine_tuning_and_what_is_no_mixture_is_refused():
 def _of_compiled(scheme: str, mode: str, compiled: bool, deterministic: bool) -> tuple[float, float]:
     mesh = make_mesh(1, 2, "cpu", ep=2)
     source, group = ModelSource("small", MIXTURE, "--model"), mesh.of_experts.tensor_group
-    model = build_model(source, dtype=torch.bfloat16, seed=1, experts=group)
+    parts = ModelParallel(source.model_config(), group, experts_only=True)
+    model = build_model(source, dtype=torch.bfloat16, seed=1, place=parts.place)
     name, options = SCHEMES_COMPARED[scheme]
     quantized = quantize_linears(model, SCHEMES.make(name, options, "-"), seed=0, head=model.lm_head)
     apply_activation_checkpointing(model, mode)

@@ -16,7 +16,7 @@ from qtrain.data.text import text_dataset
 from qtrain.data.text.documents import DocumentOrder, Documents
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.loop import Training
-from qtrain.train.state.checkpoint import resolve_resume
+from qtrain.train.state.run_folder import resolve_resume
 from tests.cases import sampled
 from tests.data.corpora import functions, write_jsonl
 from tests.system import call, flags, losses, only_run, write_model

@@ -12,14 +12,13 @@ from qtrain.optim import Optimizer
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.schemes import auto
 from qtrain.tensors.stored_weight import StoredWeight
-from qtrain.train.checked_settings import CheckedSettings, check_settings
-from qtrain.train.plan.auto_scheme import resolve_auto_scheme
-from qtrain.train.settings import LanguageSettings
+from qtrain.train.plan.checked_settings import CheckedSettings, check_settings
+from qtrain.train.plan.linears import resolve_auto_scheme
+from qtrain.train.settings.settings import LanguageSettings
 from qtrain.train.state.checkpoint import read_meta
 from qtrain.train.state.run import Run
 from qtrain.train.state.run_folder import find_run_folder
-from qtrain.train.state.state_dict import model_tensors
-from qtrain.train.state.train_state import TrainState
+from qtrain.train.state.state_dict import TrainState, model_tensors
 from tests.system import TINY
 from tests.train.state.test_run import train
 

@@ -35,12 +35,12 @@ from qtrain.parallel.layers.exchange import TokenExchange
 from qtrain.parallel.layers.local_config import check_divisible
 from qtrain.parallel.layers.place import ModelParallel
 from qtrain.quant import SCHEMES, quantize_linears, swiglu_mlp
-from qtrain.train.freezing import freeze_embedding
-from qtrain.train.language import language_forward
-from qtrain.train.model_parallel_checks import check_tensor_parallel
-from qtrain.train.settings import LanguageSettings, VisionSettings
-from qtrain.train.state.frozen_weights import fingerprint
-from qtrain.train.step import apply_gradients, compute_gradients
+from qtrain.train.assembly.assemble import freeze_embedding
+from qtrain.train.settings.exclusions import check_tensor_parallel
+from qtrain.train.settings.settings import LanguageSettings, VisionSettings
+from qtrain.train.state.fingerprints import fingerprint
+from qtrain.train.step.forward import language_forward
+from qtrain.train.step.step import apply_gradients, compute_gradients
 from tests.cases import sampled
 from tests.worlds import run_ranks
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from qtrain.core.checks import Range, check_fields, read_json
 from qtrain.core.checksums import first_changed
 from qtrain.core.errors import UserError
-from qtrain.core.portable import sync_to_disk
+from qtrain.core.process import sync_to_disk
 
 FILE_NAME = "manifest.json"
 DTYPES = {"uint16": 2, "uint32": 4}

@@ -14,7 +14,7 @@ from qtrain.models.cost.trained import TrainedPart
 from qtrain.parallel.full_shard import Unit
 from qtrain.quant import LinearChoice
 from qtrain.quant.swap import SharedWeight
-from qtrain.train.checked_settings import CheckedSettings
+from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.plan import Plan
 
 

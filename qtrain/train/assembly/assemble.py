@@ -3,19 +3,23 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import nn
 
+from qtrain.models import Lora, ModelConfig
+from qtrain.models.cost.parameters import parameter_shapes
+from qtrain.models.cost.trained import TrainedPart, all_but_embedding, only_adapters
 from qtrain.optim import parameter_groups
 from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.gradient_wire import GRADIENT_WIRES
 from qtrain.quant import QuantizedModel, quantize_linears
 from qtrain.train.assembly.prepare import Prepared
-from qtrain.train.in_backward import model_partitions
+from qtrain.train.log.status import short_number
 from qtrain.train.state.ema import Ema
 from qtrain.train.state.run import Run
-from qtrain.train.state.state_dict import seed_rng
-from qtrain.train.state.train_state import TrainState
-from qtrain.train.weight_amax import share_amax
+from qtrain.train.state.state_dict import TrainState, seed_rng
+from qtrain.train.step.in_backward import model_partitions
+from qtrain.train.step.step import share_amax
 
 
 def build_quantized(prepared: Prepared) -> tuple[nn.Module, QuantizedModel]:
@@ -90,3 +94,32 @@ def assemble(
     )
     run.restore()
     return run
+
+
+def freeze_embedding(model: nn.Module) -> list[str]:
+    """Freeze the embedding. Returns the line to print; none for a model without an embedding."""
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    for embedding in embeddings:
+        embedding.weight.requires_grad_(False)
+    frozen = {id(e.weight) for e in embeddings}
+    head = getattr(model, "lm_head", None)
+    tied = head is not None and id(getattr(head, "weight", None)) in frozen
+    return [f"frozen: the embedding{', which is the output head too' if tied else ''}"] if embeddings else []
+
+
+def describe_trained(model: nn.Module) -> str:
+    """How many of the model's parameters train."""
+    total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return f"trained: {short_number(trained)} of {short_number(total)} parameters ({100 * trained / total:.3g}%)"
+
+
+def trained_part(
+    config: ModelConfig | None, lora: Lora | None, freeze_embedding: bool, dtype: torch.dtype
+) -> TrainedPart | None:
+    """What trains, for the plan; None: everything, or a model whose plan has no figures."""
+    if config is None or (lora is None and not freeze_embedding):
+        return None
+    if lora is not None:
+        return only_adapters(config, lora)
+    return all_but_embedding(config, parameter_shapes(config), dtype.itemsize)

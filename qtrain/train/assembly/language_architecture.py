@@ -28,10 +28,10 @@ from qtrain.parallel.layers.place import ModelParallel
 from qtrain.quant import LinearChoice
 from qtrain.quant.swap import SharedWeight, find_linears
 from qtrain.train.assembly.architecture import Architecture, refuse_absurd
-from qtrain.train.checked_settings import CheckedSettings
+from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.language_plan import plan_language_run
 from qtrain.train.plan.plan import Plan
-from qtrain.train.settings import LanguageSettings
+from qtrain.train.settings.settings import LanguageSettings
 
 
 @dataclasses.dataclass(frozen=True)

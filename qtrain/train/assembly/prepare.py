@@ -12,12 +12,11 @@ from qtrain.comm.mesh import Mesh
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.quant import LinearChoice, describe_choices
 from qtrain.train.assembly.architecture import Architecture
-from qtrain.train.checked_settings import CheckedSettings
-from qtrain.train.plan.auto_scheme import resolve_auto_scheme
-from qtrain.train.plan.linears import plan_linears, refuse_no_swap, warn_high_precision
+from qtrain.train.plan.checked_settings import CheckedSettings
+from qtrain.train.plan.linears import plan_linears, refuse_no_swap, resolve_auto_scheme, warn_high_precision
 from qtrain.train.plan.plan import Plan
-from qtrain.train.plan.resharding import reshards
-from qtrain.train.planned_machine import planned_hardware
+from qtrain.train.plan.sharding import reshards
+from qtrain.train.settings.machine import planned_hardware
 
 DETERMINISTIC_TP = (
     "note    --deterministic: the same on any number of processes with this --tp, whose sums have an order of their own"

@@ -24,9 +24,9 @@ from qtrain.data import (
 from qtrain.data.stream import check_kind
 from qtrain.models import ModelSource
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
-from qtrain.train.checked_settings import CheckedSettings
 from qtrain.train.log.status import epochs, short_number
-from qtrain.train.settings import LanguageSettings
+from qtrain.train.plan.checked_settings import CheckedSettings
+from qtrain.train.settings.settings import LanguageSettings
 
 
 @dataclass(frozen=True)

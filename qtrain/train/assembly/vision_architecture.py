@@ -22,7 +22,7 @@ from qtrain.models.cost.trained import TrainedPart
 from qtrain.models.cost.vision import vision_cost
 from qtrain.quant import LinearChoice
 from qtrain.train.assembly.architecture import Architecture, refuse_absurd
-from qtrain.train.checked_settings import CheckedSettings
+from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.plan import Plan
 from qtrain.train.plan.vision_plan import plan_vision_run
 

@@ -1,15 +1,17 @@
 """Evaluation of a language model during training: loss over fixed windows, HellaSwag, and sampled text."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from qtrain.data import Batch, Tokenizer
+from qtrain.models import generate
 from qtrain.train.eval import hellaswag
-from qtrain.train.language import Forward, sample_texts
-from qtrain.train.step import evaluate
+from qtrain.train.step.forward import Forward
+from qtrain.train.step.step import evaluate
 
 
 @dataclass(kw_only=True)
@@ -51,3 +53,26 @@ class LanguageEvaluation:
         )
         self.model.train(was_training)
         return score
+
+
+def sample_texts(
+    model: nn.Module, tokenizer: Tokenizer, prompts: Iterable[str], max_new_tokens: int, seed: int
+) -> list[tuple[str, str]]:
+    """(prompt, continuation) of each prompt: temperature 0.8, top-k 50, deterministic in `seed`."""
+    device = next(model.parameters()).device
+    samples = []
+    for prompt in prompts:
+        start = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+        ids = tokenizer.encode(prompt) or [start or 0]
+        out = generate(
+            model,
+            torch.tensor([ids], device=device),
+            max_new_tokens,
+            temperature=0.8,
+            top_k=50,
+            seed=seed,
+            eos_id=tokenizer.eos_id,
+            vocab_size=tokenizer.vocab_size,
+        )
+        samples.append((prompt, tokenizer.decode(out[0, len(ids) :].tolist())))
+    return samples

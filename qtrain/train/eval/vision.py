@@ -1,6 +1,5 @@
-"""Batches of images through a classifier: the loss for training, and evaluation."""
+"""Loss and accuracy of a classifier over validation images."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -9,23 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qtrain.data import ImageBatch, Images, ImageTransform
+from qtrain.data import Images, ImageTransform
 from qtrain.data.permutation import Permutation
-from qtrain.models import LossSums
-
-
-def vision_forward(model: nn.Module) -> Callable[[ImageBatch], LossSums]:
-    """The function batch -> cross-entropy with its targets, summed over the images."""
-    parameter = next(model.parameters())
-    device, dtype = parameter.device, parameter.dtype
-
-    def forward(batch: ImageBatch) -> LossSums:
-        images = batch.images.to(device, non_blocking=True).to(dtype)
-        logits = model(images).float()
-        loss = F.cross_entropy(logits, batch.targets.to(device, non_blocking=True), reduction="sum")
-        return LossSums(loss, loss.detach())
-
-    return forward
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""metrics.jsonl, and the throughput: tokens per second without compile, evaluation and checkpoint time."""
+"""metrics.jsonl, and the throughput: tokens or images per second without compile, evaluation and checkpoint time."""
 
 import contextlib
 import json
@@ -192,3 +192,19 @@ class Throughput:
         self._count_time()
         window, self._window = self._window, _Sums()
         return window.rate()
+
+
+@dataclass(frozen=True)
+class Unit:
+    """one, many: words for one and several; many is also the key of the total in metrics.jsonl, rate that of the speed.
+    per_second: the unit of the speed. batch: what a batch consists of."""
+
+    one: str
+    many: str
+    rate: str
+    per_second: str
+    batch: str
+
+
+TOKENS = Unit("a token", "tokens", "tok_s", "tok/s", "sequences")
+IMAGES = Unit("an image", "images", "img_s", "img/s", "images")

@@ -16,9 +16,8 @@ from typing import Any
 
 from qtrain.core.checks import MAX_JSON
 from qtrain.core.reading import read_small
-from qtrain.train.log.metrics import read_metrics
+from qtrain.train.log.metrics import IMAGES, TOKENS, Unit, read_metrics
 from qtrain.train.log.status import duration, short_number
-from qtrain.train.log.units import IMAGES, TOKENS, Unit
 
 Points = list[tuple[float, float]]
 

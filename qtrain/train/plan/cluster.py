@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, replace
 
 from qtrain.comm.mesh import Mesh
-from qtrain.train.plan.wires import START_SECONDS, Wire
+from qtrain.train.settings.machine import START_SECONDS, Wire
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from qtrain.parallel.layers.local_config import local_config
 from qtrain.quant import LinearChoice, LowBitScheme
 from qtrain.quant.execute import rowwise_swiglu
 from qtrain.quant.weight_codes import reads_codes_only, wire_format
-from qtrain.train.checked_settings import CheckedSettings
-from qtrain.train.log.units import TOKENS
-from qtrain.train.plan.fullest_rank import fullest_share
+from qtrain.train.log.metrics import TOKENS
+from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.linears import shares
 from qtrain.train.plan.plan import Plan
 from qtrain.train.plan.scheme_bytes import code_bytes, kept_input_bytes, weight_bytes
-from qtrain.train.plan.speed_of_light import emulated_arithmetics, shortest_seconds
+from qtrain.train.plan.sharding import fullest_share
+from qtrain.train.plan.step_time import emulated_arithmetics, shortest_seconds
 from qtrain.train.plan.traffic import (
     EXCHANGES_A_HALF,
     EXCHANGES_A_LAYER,

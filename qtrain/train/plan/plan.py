@@ -6,10 +6,10 @@ from typing import Any
 
 from qtrain.core.config import as_dict
 from qtrain.core.hardware import Hardware
+from qtrain.train.log.metrics import TOKENS, Unit
 from qtrain.train.log.status import duration, short_number, three_digits
-from qtrain.train.log.units import TOKENS, Unit
 from qtrain.train.plan.world import WorldPlan
-from qtrain.train.settings import BatchGeometry, TrainSettings
+from qtrain.train.settings.settings import BatchGeometry, TrainSettings
 
 GIB = 1024**3
 

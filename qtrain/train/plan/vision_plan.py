@@ -12,16 +12,16 @@ from qtrain.kernels.autotune import check_environment
 from qtrain.models import VisionCost, repeated_blocks
 from qtrain.optim import ParameterShape, parameter_groups
 from qtrain.quant import LinearChoice
-from qtrain.train.checked_settings import CheckedSettings
-from qtrain.train.in_backward import model_partitions
-from qtrain.train.log.units import IMAGES
-from qtrain.train.plan.fullest_rank import fullest_share
+from qtrain.train.log.metrics import IMAGES
+from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.linears import shares
 from qtrain.train.plan.plan import Plan
 from qtrain.train.plan.scheme_bytes import code_bytes, kept_input_bytes, weight_bytes
-from qtrain.train.plan.speed_of_light import emulated_arithmetics, shortest_seconds
+from qtrain.train.plan.sharding import fullest_share
+from qtrain.train.plan.step_time import emulated_arithmetics, shortest_seconds
 from qtrain.train.plan.traffic import Traffic, weights_on_wire
 from qtrain.train.plan.world import Work, plan_world, refuse_world
+from qtrain.train.step.in_backward import model_partitions
 
 
 def plan_vision_run(

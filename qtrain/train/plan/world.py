@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from qtrain.comm.mesh import Mesh, planned_mesh
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import Hardware
+from qtrain.train.log.metrics import Unit
 from qtrain.train.log.status import duration, short_number
-from qtrain.train.log.units import Unit
 from qtrain.train.plan.cluster import Cluster, Cost
-from qtrain.train.plan.resharding import resharded
+from qtrain.train.plan.sharding import resharded
 from qtrain.train.plan.step_time import (
     compute_seconds,
     divided_overhead,
@@ -23,8 +23,8 @@ from qtrain.train.plan.step_time import (
     measured_sol,
 )
 from qtrain.train.plan.traffic import Traffic
-from qtrain.train.plan.wires import Wire, find_wire, wire_in_node
-from qtrain.train.settings import TrainSettings
+from qtrain.train.settings.machine import Wire, find_wire, wire_in_node
+from qtrain.train.settings.settings import TrainSettings
 
 GIB, MIB = 1024**3, 1024**2
 SIZES = tuple(2**n for n in range(13))

@@ -38,21 +38,21 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from qtrain.comm.ranks import all_gather, on_all_ranks, rank, world
-from qtrain.core.checks import user_path
 from qtrain.core.errors import TrainingStopped, UserError, first_line
-from qtrain.core.portable import sync_to_disk
+from qtrain.core.process import sync_to_disk
 from qtrain.core.reading import read_small
-from qtrain.train.state.checkpoint_index import INDEX, CheckedReader, read_index
-from qtrain.train.state.checkpoint_marker import (
+from qtrain.train.state.checkpoint_files import (
+    INDEX,
     MARKER,
     MAX_BYTES,
     META,
+    CheckedReader,
     IncompleteCheckpoint,
     Marker,
     checksum,
     complete_checkpoints,
-    incomplete_checkpoints,
     newest_complete,
+    read_index,
     read_marker,
     seal,
 )
@@ -118,13 +118,14 @@ def _first_difference(index: Metadata, wanted: Mapping[str, Tensor]) -> str | No
     return None
 
 
-def _refusal(path: Path, why: str, fix: str = OTHER_STEPS) -> UserError:
+def cannot_load(path: Path, why: str, fix: str = OTHER_STEPS) -> UserError:
+    """The error for a checkpoint that --resume names."""
     return UserError(f"--resume: {path} cannot be loaded: {why}. {fix}")
 
 
 def damaged(path: Path, why: str, fix: str = OTHER_STEPS) -> DamagedCheckpoint:
     """The error for a damaged checkpoint; it survives pickling, as between ranks."""
-    error = DamagedCheckpoint(str(_refusal(path, why, fix)))
+    error = DamagedCheckpoint(str(cannot_load(path, why, fix)))
     error.why = why
     return error
 
@@ -266,7 +267,7 @@ class Checkpoints:
         try:
             dcp.load(known, storage_reader=CheckedReader(path, index))
         except CheckpointException as error:
-            raise _refusal(path, _reason(error)) from None
+            raise cannot_load(path, _reason(error)) from None
         return meta
 
 
@@ -277,7 +278,7 @@ def _checked(path: Path, everywhere: Mapping[str, Tensor]) -> tuple[Metadata, di
     _check_checksums(path, dict(sorted(marker.files.items())[rank() :: world()]))  # each rank checks some files
     index = _index(path, marker)
     if difference := _first_difference(index, everywhere):
-        raise OtherTensors(str(_refusal(path, difference, "Resume with the settings of the run that saved it.")))
+        raise OtherTensors(str(cannot_load(path, difference, "Resume with the settings of the run that saved it.")))
     return index, meta
 
 
@@ -313,52 +314,3 @@ def _reason(error: BaseException) -> str:
             return where + cause.strerror
         cause = cause.__context__
     return where + first_line(error)
-
-
-def without_recovered(name: str) -> str:
-    """The name of a run folder without the suffix of one that replaces a deleted one."""
-    return re.sub(r"-recovered(-\d+)?$", "", name)
-
-
-def resolve_resume(value: str, run_root: Path, run_name: str | None = None) -> Path | None:
-    """The checkpoint that `--resume value` names.
-
-    `auto` is the one saved last by any run in `run_root` (runs/<script>) that is called `run_name`, if given; None, and
-    a printed line, if there is none. A path may be a checkpoint, a folder of checkpoints or a run folder.
-    """
-    if value == "auto":
-        runs = [run for run in run_root.iterdir() if run.is_dir()] if run_root.is_dir() else []
-        if run_name is not None:
-            runs = [run for run in runs if run_name in (run.name, without_recovered(run.name).partition("_")[2])]
-        newest = {run: newest_complete(run / "checkpoints") for run in sorted(runs)}
-        damaged = {run: incomplete_checkpoints(run / "checkpoints") for run, best in newest.items() if not best}
-        if found := [best for best in newest.values() if best]:
-            for path, why in ((path, why) for of_run in damaged.values() for path, why in of_run.items()):
-                print(f"--resume auto: {path} is skipped: {why}")
-            return max(found, key=lambda best: (best[1].saved_at, best[1].step))[0]
-        name = f" of a run named {run_name!r}" if run_name is not None else ""
-        for run, of_run in reversed(damaged.items()):
-            for path, why in of_run.items():
-                fix = (
-                    f"{run.name} has no complete checkpoint. To start from step 0, leave --resume out, or rename {path}"
-                )
-                raise _refusal(path, why, f"{fix}.")
-        print(f"--resume auto: no complete checkpoint{name} in {run_root}; starting from step 0.")
-        return None
-    path = user_path(value, "--resume")
-    if not path.is_dir():
-        raise _refusal(path, "there is no such folder", "Give a checkpoint, a run folder, or auto.")
-    for folder in (path / "checkpoints", path):
-        if best := newest_complete(folder):
-            return best[0]
-        for incomplete, why in incomplete_checkpoints(folder).items():
-            raise _refusal(incomplete, why, f"{folder} has no complete checkpoint.")
-    try:
-        read_marker(path)
-    except IncompleteCheckpoint as reason:
-        if whole := newest_whole(path.parent, {path}):
-            raise _refusal(path, str(reason), f"The newest complete one beside it is {whole}.") from None
-        if (path / INDEX).exists() or path.name.isdigit():
-            raise _refusal(path, str(reason)) from None
-        raise _refusal(path, "there is no complete checkpoint in it", "Give a checkpoint or a run folder.") from None
-    return path

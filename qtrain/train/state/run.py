@@ -26,24 +26,27 @@ from qtrain.quant import QuantizedModel
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.log.report import write_report
 from qtrain.train.log.status import FILE_ONLY, console_of, setup_log
-from qtrain.train.settings import TrainSettings
+from qtrain.train.settings.settings import TrainSettings
 from qtrain.train.state.background_save import BackgroundSave
 from qtrain.train.state.checkpoint import Checkpoints, DamagedCheckpoint, damaged, newest_whole, read_meta
-from qtrain.train.state.checkpoint_marker import complete_checkpoints, incomplete_checkpoints
-from qtrain.train.state.data_files import check_files, files_entry
+from qtrain.train.state.checkpoint_files import complete_checkpoints, incomplete_checkpoints
 from qtrain.train.state.ema import Ema
-from qtrain.train.state.frozen_weights import check_frozen, fingerprint
-from qtrain.train.state.run_config import (
+from qtrain.train.state.fingerprints import check_files, check_frozen, files_entry, fingerprint
+from qtrain.train.state.run_folder import (
+    RunFolder,
     changed_settings,
     changed_versions,
+    make_recovered_folder,
+    make_run_folder,
     result_versions,
     save_run_config,
     shapes,
 )
-from qtrain.train.state.run_folder import RunFolder, make_recovered_folder, make_run_folder
 from qtrain.train.state.run_lock import locked
 from qtrain.train.state.state_dict import (
+    OTHER_VERSION,
     OtherTensors,
+    TrainState,
     finish_optimizer,
     model_tensors,
     optimizer_tensors,
@@ -52,7 +55,6 @@ from qtrain.train.state.state_dict import (
     set_rng_state,
     user_options,
 )
-from qtrain.train.state.train_state import OTHER_VERSION, TrainState
 
 SHARED_SECONDS = 10
 """How long a network file system may take to show a new folder to other machines."""

@@ -2,22 +2,38 @@
 
 Resuming an older checkpoint, or one that lies outside of a run folder, starts a new run: its config.json names the
 parent run and the step, its metrics.jsonl begins with the parent's, and nothing in the parent's folder changes.
+
+config.json is what a run trains with now; config.0.json, config.1.json, ... are what it trained with before it was
+resumed with other settings, oldest first.
 """
 
 import contextlib
+import json
+import os
 import re
 import shlex
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from qtrain.core.checks import shown, user_path
-from qtrain.core.config import command_line
+from qtrain import __version__
+from qtrain.core.checks import MAX_JSON, shown, user_path
+from qtrain.core.config import as_dict, source_digest, versions, write_config
 from qtrain.core.errors import UserError
-from qtrain.train.settings import TrainSettings
-from qtrain.train.state.checkpoint import resolve_resume, without_recovered
-from qtrain.train.state.checkpoint_marker import newest_complete
+from qtrain.core.process import command_line
+from qtrain.core.reading import read_small
+from qtrain.train.settings.settings import TrainSettings
+from qtrain.train.state.checkpoint import cannot_load, newest_whole
+from qtrain.train.state.checkpoint_files import (
+    INDEX,
+    IncompleteCheckpoint,
+    incomplete_checkpoints,
+    newest_complete,
+    read_marker,
+)
 from qtrain.train.state.run_lock import check_unlocked
 
 RUN_NAME_BYTES = 100
@@ -118,4 +134,136 @@ def _free_path(root: Path, run_name: str) -> Path:
     started = time.time()
     while (path := root / f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(started))}_{run_name}").exists():
         started += 1
+    return path
+
+
+NOT_COMPARED = ("resume", "runs_dir", "dry_run", "gpus", "dp_replicate", "dp_shard")
+"""Settings that say where and how a run is started, not what it is."""
+
+
+_SHAPING = frozenset(
+    {"model", "model_impl", "model_kwargs", "pretrained", "lora", "freeze_embedding_layer", "dtype", "optim"}
+    | {"quantize", "quantize_kwargs", "quantize_lm_head", "quantize_min_size", "ema_decay", "optim_kwargs"}
+)
+
+
+def shapes(name: str) -> bool:
+    """Whether the names, shapes or dtypes of a run's tensors depend on a setting, whose name is as `changed_settings`
+    gives it."""
+    return name.partition(".")[0] in _SHAPING
+
+
+def result_versions() -> dict[str, str]:
+    """Versions of what computes a run's results, this package's source among them."""
+    others = {name: version for name, version in versions().items() if version and name not in ("git", "tyro", "wandb")}
+    return {"qtrain": f"{__version__} (source {source_digest()})", **others}
+
+
+def changed_versions(saved: Any, here: Mapping[str, str]) -> list[str]:
+    """A line with the versions that differ from the `saved` ones of a checkpoint, old > new; none where it has none."""
+    if not isinstance(saved, dict):
+        return []
+    changed = [name for name in {**here, **saved} if saved.get(name) != here.get(name)]
+    each = ", ".join(f"{name} {saved.get(name, 'none')} > {here.get(name, 'none')}" for name in changed)
+    return [f"--resume: it was saved with other versions: {each}"] if changed else []
+
+
+def save_run_config(settings: TrainSettings, folder: Path, parent: Mapping[str, Any] | None = None) -> None:
+    """Write config.json; one of other settings or versions becomes the next config.N.json.
+
+    parent: {"run", "step"} that a new run continues; kept when the run itself is resumed."""
+    path, former = folder / "config.json", _read(folder / "config.json")
+    unfinished = folder / ".config.json.tmp"
+    parent = parent or former.get("_parent")
+    write_config(settings, unfinished, {"_command": sys.argv, **({"_parent": parent} if parent else {})})
+    if former and _without_command(former) != _without_command(_read(unfinished)):
+        numbers = (n for n in range(10**6) if not (folder / f"config.{n}.json").exists())
+        os.rename(path, folder / f"config.{next(numbers)}.json")
+    os.replace(unfinished, path)
+
+
+def changed_settings(checkpoint: Path, settings: TrainSettings) -> dict[str, tuple[Any, Any]]:
+    """(old, new) of every setting that differs from the config.json of the run that saved `checkpoint`, by name; the
+    keys of JSON objects apart, as `optim_kwargs.betas`. Nothing where there is no config.json."""
+    in_run = checkpoint.parent.name == "checkpoints"
+    former = _flat(_read(checkpoint.parent.parent / "config.json")) if in_run else {}
+    if not former:
+        return {}
+    current = _flat(json.loads(json.dumps(as_dict(settings))))
+    return {
+        name: (former.get(name), current.get(name))
+        for name in {**former, **current}
+        if former.get(name) != current.get(name)
+        and name not in NOT_COMPARED
+        and (name in former or "." in name)  # a setting that the saved run's version did not have
+    }
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if key.startswith("_"):
+            continue
+        flat |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
+    return flat
+
+
+def _without_command(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != "_command"}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A config; empty where there is none, or none that can be read."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found = json.loads(read_small(path, MAX_JSON))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def without_recovered(name: str) -> str:
+    """The name of a run folder without the suffix of one that replaces a deleted one."""
+    return re.sub(r"-recovered(-\d+)?$", "", name)
+
+
+def resolve_resume(value: str, run_root: Path, run_name: str | None = None) -> Path | None:
+    """The checkpoint that `--resume value` names.
+
+    `auto` is the one saved last by any run in `run_root` (runs/<script>) that is called `run_name`, if given; None, and
+    a printed line, if there is none. A path may be a checkpoint, a folder of checkpoints or a run folder.
+    """
+    if value == "auto":
+        runs = [run for run in run_root.iterdir() if run.is_dir()] if run_root.is_dir() else []
+        if run_name is not None:
+            runs = [run for run in runs if run_name in (run.name, without_recovered(run.name).partition("_")[2])]
+        newest = {run: newest_complete(run / "checkpoints") for run in sorted(runs)}
+        damaged = {run: incomplete_checkpoints(run / "checkpoints") for run, best in newest.items() if not best}
+        if found := [best for best in newest.values() if best]:
+            for path, why in ((path, why) for of_run in damaged.values() for path, why in of_run.items()):
+                print(f"--resume auto: {path} is skipped: {why}")
+            return max(found, key=lambda best: (best[1].saved_at, best[1].step))[0]
+        name = f" of a run named {run_name!r}" if run_name is not None else ""
+        for run, of_run in reversed(damaged.items()):
+            for path, why in of_run.items():
+                fix = (
+                    f"{run.name} has no complete checkpoint. To start from step 0, leave --resume out, or rename {path}"
+                )
+                raise cannot_load(path, why, f"{fix}.")
+        print(f"--resume auto: no complete checkpoint{name} in {run_root}; starting from step 0.")
+        return None
+    path = user_path(value, "--resume")
+    if not path.is_dir():
+        raise cannot_load(path, "there is no such folder", "Give a checkpoint, a run folder, or auto.")
+    for folder in (path / "checkpoints", path):
+        if best := newest_complete(folder):
+            return best[0]
+        for incomplete, why in incomplete_checkpoints(folder).items():
+            raise cannot_load(incomplete, why, f"{folder} has no complete checkpoint.")
+    try:
+        read_marker(path)
+    except IncompleteCheckpoint as reason:
+        if whole := newest_whole(path.parent, {path}):
+            raise cannot_load(path, str(reason), f"The newest complete one beside it is {whole}.") from None
+        if (path / INDEX).exists() or path.name.isdigit():
+            raise cannot_load(path, str(reason)) from None
+        raise cannot_load(path, "there is no complete checkpoint in it", "Give a checkpoint or a run folder.") from None
     return path

@@ -1,9 +1,11 @@
-"""The state of a run (model, optimizer, random generators) as named tensors, and as JSON what is not a tensor."""
+"""The state of a run (progress, model, optimizer, random generators): named tensors, and as JSON what is no tensor."""
 
 import math
 import random
+import uuid
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -12,10 +14,46 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import empty as empty_dtensor
 
 from qtrain.comm.ranks import all_gather, rank
+from qtrain.core.checks import Range, check_value
 from qtrain.core.errors import UserError
 from qtrain.optim import Optimizer
 from qtrain.parallel.shards import is_placeholder
 from qtrain.tensors.stored_weight import StoredWeight
+
+OTHER_VERSION = "--resume: the checkpoint's state is not one of this version; start from its hf/ export."
+_KINDS = {
+    "step": Annotated[int, Range(0)],
+    "tokens": Annotated[int, Range(0)],
+    "data": dict[str, Any] | None,
+    "best_eval_loss": float | None,
+    "run_id": str,
+}
+
+
+@dataclass
+class TrainState:
+    """step: finished optimizer steps; tokens: read so far; data: position of the training stream after them."""
+
+    step: int = 0
+    tokens: int = 0
+    data: dict[str, Any] | None = None
+    best_eval_loss: float | None = None
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+
+    def as_meta(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_meta(cls, meta: dict[str, Any]) -> "TrainState":
+        """The state saved in a checkpoint's meta. UserError if its fields are others."""
+        try:
+            if set(meta) != {f.name for f in fields(cls)}:
+                raise UserError("other fields")
+            for name, kind in _KINDS.items():
+                check_value(name, meta[name], kind)
+        except (UserError, TypeError):
+            raise UserError(OTHER_VERSION) from None
+        return cls(**meta)
 
 
 class OtherTensors(UserError):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from qtrain.models.native.tensor_parallel import check_divisible
 from safetensors.torch import load_file, save_file
 
 from qtrain.core import checksums
@@ -22,6 +21,7 @@ from qtrain.models.config.hf_layout import layout
 from qtrain.models.cost.trained import only_adapters
 from qtrain.models.native.lora_experts import LoraExperts
 from qtrain.models.native.mixture import Experts
+from qtrain.parallel.layers.local_config import check_divisible
 from tests.models.beside_transformers import backward_of_both
 from tests.models.families import MIXTURES, batch, drawn, source_of
 from tests.models.hf.test_io import transformers_model

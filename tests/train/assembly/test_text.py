@@ -11,8 +11,8 @@ from qtrain.data.examples.examples import ExampleDataset
 from qtrain.data.text.text_dataset import TextDataset
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.text import open_text
-from qtrain.train.checked_settings import check_settings
-from qtrain.train.settings import LanguageSettings
+from qtrain.train.plan.checked_settings import check_settings
+from qtrain.train.settings.settings import LanguageSettings
 from tests.data.corpora import write_jsonl, write_questions
 from tests.system import call, flags, write_model
 

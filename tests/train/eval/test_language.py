@@ -7,8 +7,8 @@ from qtrain.data import Batch, load_tokenizer
 from qtrain.models import ModelSource, build_model
 from qtrain.train.eval.hellaswag import HellaSwagQuestion
 from qtrain.train.eval.language import LanguageEvaluation
-from qtrain.train.language import language_forward
-from qtrain.train.step import evaluate
+from qtrain.train.step.forward import language_forward
+from qtrain.train.step.step import evaluate
 from tests.system import TINY
 
 QUESTIONS = [HellaSwagQuestion("a b", ("c", "d e", "f"), 1), HellaSwagQuestion("the end of", ("x", "y"), 0)]

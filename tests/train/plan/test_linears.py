@@ -15,7 +15,7 @@ from qtrain.quant import LowBitLinear, describe_choices, quantize_linears
 from qtrain.tensors.stored_weight import StoredWeight
 from qtrain.train.plan.language_plan import language_memory
 from qtrain.train.plan.plan import Plan
-from qtrain.train.settings import LanguageSettings
+from qtrain.train.settings.settings import LanguageSettings
 from tests.data.corpora import write_jsonl
 from tests.system import TINY, call, flags, only_run, tree, write_model
 from tests.train.plan.test_plan import SHAPE, checked_of, linears_of, plan_for

@@ -16,12 +16,12 @@ from qtrain.optim import OPTIMIZERS, ParameterShape
 from qtrain.quant import LinearChoice, Scheme, quantize_linears
 from qtrain.quant.schemes.frozen_base import base_scheme
 from qtrain.tensors.stored_weight import StoredWeight
-from qtrain.train.checked_settings import CheckedSettings, check_settings
-from qtrain.train.freezing import freeze_embedding, trained_part
+from qtrain.train.assembly.assemble import freeze_embedding, trained_part
+from qtrain.train.plan.checked_settings import CheckedSettings, check_settings
 from qtrain.train.plan.language_plan import language_memory, plan_language_run
 from qtrain.train.plan.linears import plan_linears
 from qtrain.train.plan.plan import Plan
-from qtrain.train.settings import LanguageSettings
+from qtrain.train.settings.settings import LanguageSettings
 
 H200 = Hardware("NVIDIA H200", DATASHEET["H200"], 141 * 10**9, measured=False)
 

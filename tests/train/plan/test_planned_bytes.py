@@ -22,7 +22,7 @@ from qtrain.quant.weight_codes import WeightCodes
 from qtrain.tensors.deferred import plain_tensors
 from qtrain.tensors.stored_weight import StoredWeight
 from qtrain.train.plan.language_plan import language_memory
-from qtrain.train.settings import LanguageSettings
+from qtrain.train.settings.settings import LanguageSettings
 from tests.cases import sampled
 from tests.train.plan.test_plan import checked_of, linears_of
 from tests.worlds import run_ranks

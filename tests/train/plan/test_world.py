@@ -20,10 +20,9 @@ from qtrain.models.cost.parameters import count_parameters
 from qtrain.parallel.layers.local_config import local_config
 from qtrain.train.plan.cluster import Cluster, Ranks
 from qtrain.train.plan.language_plan import plan_language_run
-from qtrain.train.plan.wires import IN_NODE, START_SECONDS, WIRES
 from qtrain.train.plan.world import WorldPlan
-from qtrain.train.planned_machine import planned_hardware
-from qtrain.train.settings import LanguageSettings
+from qtrain.train.settings.machine import IN_NODE, START_SECONDS, WIRES, planned_hardware
+from qtrain.train.settings.settings import LanguageSettings
 from tests.data.corpora import write_raw
 from tests.system import Outcome, call, flags, write_model
 from tests.train.plan.test_plan import checked_of, linears_of

@@ -26,12 +26,12 @@ from qtrain.parallel.gradient_wire import GRADIENT_WIRES
 from qtrain.parallel.layers.place import ModelParallel
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.schemes.frozen_base import base_scheme
-from qtrain.train.language import language_forward
 from qtrain.train.plan.language_plan import plan_language_run
 from qtrain.train.plan.traffic import weight_bytes_on_wire
-from qtrain.train.planned_machine import planned_hardware
-from qtrain.train.settings import LanguageSettings
-from qtrain.train.step import compute_gradients
+from qtrain.train.settings.machine import planned_hardware
+from qtrain.train.settings.settings import LanguageSettings
+from qtrain.train.step.forward import language_forward
+from qtrain.train.step.step import compute_gradients
 from tests.train.plan.test_plan import checked_of, linears_of
 from tests.train.plan.test_world import ZERO3, world_of
 from tests.worlds import run_ranks

@@ -14,9 +14,8 @@ import llm_pretrain
 from qtrain.parallel.split_tensor import SplitTensor
 from qtrain.tensors.partition import Partition
 from qtrain.train.loop import Training
-from qtrain.train.state.background_save import BackgroundSave
+from qtrain.train.state.background_save import BackgroundSave, HostCopy
 from qtrain.train.state.checkpoint import Checkpoints
-from qtrain.train.state.host_copy import HostCopy
 from tests.system import call, contents, only_run
 from tests.train.test_loop import argv, here, interrupt, steps  # noqa: F401  (here: a folder with a model and data)
 

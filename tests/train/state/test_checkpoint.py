@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from qtrain.core.errors import TrainingStopped, UserError
-from qtrain.train.state.checkpoint import Checkpoints, newest_whole, resolve_resume
+from qtrain.train.state.checkpoint import Checkpoints, newest_whole
+from qtrain.train.state.run_folder import resolve_resume
 
 # ---- which checkpoint is kept, and which is chosen ------------------------------------------------------------------
 

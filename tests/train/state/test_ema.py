@@ -10,7 +10,7 @@ from qtrain.parallel.data_parallel import DataParallel
 from qtrain.quant import SCHEMES, QuantizedModel, quantize_linears
 from qtrain.train.state.ema import Ema
 from qtrain.train.state.state_dict import model_tensors
-from qtrain.train.step import eval_weights
+from qtrain.train.step.step import eval_weights
 
 
 def model() -> nn.Module:

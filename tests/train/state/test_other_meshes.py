@@ -15,12 +15,12 @@ from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.parallel.data_parallel import DataParallel
 from qtrain.quant import SCHEMES, quantize_linears
-from qtrain.train.language import language_forward
-from qtrain.train.settings import LanguageSettings
+from qtrain.train.settings.settings import LanguageSettings
 from qtrain.train.state.run import Run
 from qtrain.train.state.run_folder import RunFolder
-from qtrain.train.state.train_state import TrainState
-from qtrain.train.step import apply_gradients, compute_gradients
+from qtrain.train.state.state_dict import TrainState
+from qtrain.train.step.forward import language_forward
+from qtrain.train.step.step import apply_gradients, compute_gradients
 from tests.cases import sampled
 from tests.system import contents
 from tests.worlds import run_ranks

@@ -16,18 +16,18 @@ from qtrain.core.errors import UserError
 from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, quantize_linears
-from qtrain.train.language import language_forward
-from qtrain.train.settings import LanguageSettings
-from qtrain.train.state import run_config
+from qtrain.train.settings.settings import LanguageSettings
+from qtrain.train.state import run_folder
 from qtrain.train.state.checkpoint import Checkpoints
 from qtrain.train.state.run import Run
 from qtrain.train.state.run_folder import RunFolder, find_run_folder, resume_command
-from qtrain.train.state.train_state import TrainState
-from qtrain.train.step import apply_gradients, compute_gradients
+from qtrain.train.state.state_dict import TrainState
+from qtrain.train.step.forward import language_forward
+from qtrain.train.step.step import apply_gradients, compute_gradients
 from tests.cases import sampled
 from tests.system import TINY, tree
 from tests.train.state.test_checkpoint import flip, rewrite
-from tests.train.test_step import masked_batch
+from tests.train.step.test_step import masked_batch
 
 
 @pytest.fixture(autouse=True)
@@ -393,8 +393,8 @@ def test_fewer_steps_than_the_checkpoint_has_are_refused():
 
 def test_other_versions_than_those_that_saved_are_said(monkeypatch, capsys):
     trained_run()
-    monkeypatch.setattr(run_config, "versions", lambda: {"torch": "9.9", "triton": "3", "wandb": "1", "git": "x"})
-    monkeypatch.setattr(run_config, "source_digest", lambda: "feedbeef")
+    monkeypatch.setattr(run_folder, "versions", lambda: {"torch": "9.9", "triton": "3", "wandb": "1", "git": "x"})
+    monkeypatch.setattr(run_folder, "source_digest", lambda: "feedbeef")
     resumed = new_run(find_run_folder(settings(resume="auto"), "script"))
     capsys.readouterr()
     resumed.restore()

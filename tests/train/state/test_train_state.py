@@ -5,7 +5,7 @@ import json
 import pytest
 
 from qtrain.core.errors import UserError
-from qtrain.train.state.train_state import TrainState
+from qtrain.train.state.state_dict import TrainState
 
 
 def test_a_state_survives_json():

@@ -1,0 +1,117 @@
+"""Settings checked against each other and this machine, with the registry entries that they name."""
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+
+from qtrain.comm.launch import check_gpus
+from qtrain.comm.mesh import Mesh, expert_mesh_shape, make_mesh, mesh_shape
+from qtrain.comm.ranks import check_launcher, first_difference, from_rank_0, join_world, launched_world
+from qtrain.core.checks import shown
+from qtrain.core.config import as_dict, source_digest
+from qtrain.core.errors import UserError
+from qtrain.optim import OPTIMIZERS, LRSchedule, OptimizerSpec, make_schedule
+from qtrain.quant import SCHEMES, Scheme
+from qtrain.train.log.trackers import check_trackers
+from qtrain.train.settings.exclusions import (
+    Given,
+    check_dependences,
+    check_expert_parallel,
+    check_in_backward,
+    check_tensor_parallel,
+)
+from qtrain.train.settings.machine import (
+    check_plan_flags,
+    check_planned_scheme,
+    choose_dtype,
+    mesh_of_world,
+    planned_device,
+    run_world,
+)
+from qtrain.train.settings.settings import BatchGeometry, TrainSettings, batch_geometry
+from qtrain.train.state.run_folder import RunFolder, find_run_folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedSettings:
+    """`settings` and what follows from them alone. script: name of the script, without .py."""
+
+    settings: TrainSettings
+    script: str
+    device: torch.device
+    dtype: torch.dtype
+    geometry: BatchGeometry
+    scheme: Scheme
+    optimizer: OptimizerSpec
+    schedule: LRSchedule
+    folder: RunFolder
+    mesh: Mesh
+    reshards: bool = False
+    """Whether layers are gathered when they run (`plan/resharding.py`)."""
+    notes: tuple[str, ...] = ()
+    """Lines for the plan: settings that have no effect."""
+
+
+def _check_alike(settings: TrainSettings) -> None:
+    """UserError naming a rank that was started with other settings than rank 0, or with another version."""
+    if launched_world() == 1:
+        return
+    versions = {"torch": torch.__version__, "qtrain": source_digest()}
+    if found := first_difference({**as_dict(settings), **versions}):
+        number, name, its, first = found
+        if name in versions:
+            raise UserError(
+                f"WORLD_SIZE: rank {number} runs {name} {its} and rank 0 {first}; install the same version for all "
+                "processes."
+            )
+        raise UserError(
+            f"--{name}: it is {shown(its)} on rank {number} and {shown(first)} on rank 0; start all processes with the "
+            "same flags."
+        )
+
+
+def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None = None) -> CheckedSettings:
+    """Check everything that needs neither the model nor the data; creates nothing. Raises UserError.
+
+    scheme: replaces the one that --quantize names.
+    """
+    check_launcher()
+    check_plan_flags(settings)
+    check_gpus(settings.gpus, settings.device)
+    device = planned_device(settings)
+    dtype = choose_dtype(settings.dtype, device)
+    world = run_world(settings)
+    expert_mesh_shape(*mesh_shape(settings.dp_replicate, settings.dp_shard, world, settings.tp), settings.ep)
+    geometry = batch_geometry(settings, world)
+    scheme = scheme or SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")
+    check_planned_scheme(settings, scheme)
+    optimizer = OPTIMIZERS.make(settings.optim, settings.optim_kwargs or {}, "--optim")
+    schedule = make_schedule(settings.lr_schedule_kwargs)
+    notes = check_dependences(Given(settings, device, dtype, scheme, schedule))
+    check_in_backward(settings, geometry, optimizer)
+    check_tensor_parallel(settings, optimizer)
+    check_expert_parallel(settings, script, optimizer)
+    check_trackers(settings.trackers)
+    join_world(device, settings.rank_timeout)
+    _check_alike(settings)
+    planned = mesh_of_world(settings)
+    # The process that starts the ranks of --gpus leaves what --resume finds to rank 0, which prints it.
+    with contextlib.redirect_stdout(None) if planned and not settings.dry_run else contextlib.nullcontext():
+        folder = from_rank_0(lambda: find_run_folder(settings, script))
+    sizes = settings.dp_replicate, settings.dp_shard
+    mesh = planned or make_mesh(*sizes, device.type, settings.tp, settings.ep)
+    optimizer, note = optimizer.for_device(device)
+    return CheckedSettings(
+        settings=settings,
+        script=script,
+        device=device,
+        dtype=dtype,
+        geometry=geometry,
+        scheme=scheme,
+        optimizer=optimizer,
+        schedule=schedule,
+        folder=folder,
+        mesh=mesh,
+        notes=(*notes, f"optim   {note}") if note else notes,
+    )

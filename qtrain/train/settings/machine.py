@@ -1,0 +1,196 @@
+"""The machine of a run: its device and dtype, its processes, and the GPUs and wires of one that is only planned.
+
+A plan may be for processes that are not here: those that --gpus starts after the plan's checks, and those that the
+flags of --dry_run name (--gpu, --world_size, --wire).
+
+Bandwidths of WIRES are per GPU and direction. NVLink and PCIe: of the datasheets (NVLink 3, 4, 5: 12 x 25, 18 x 25,
+18 x 50 GB/s, H800 8 x 25; PCIe: 16 lanes), of which collectives reach ACHIEVED_IN_NODE: NCCL on four H200s moved 305 to
+328 GB/s a GPU of NVLink 4's 450 in all-gathers of 256 MiB to 1 GiB, 323 to 339 in all-to-alls. Networks: the line rate
+of one adapter per GPU, of which ACHIEVED_BETWEEN is assumed, not measured.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from qtrain.comm.mesh import Mesh, mesh_shape, planned_mesh
+from qtrain.comm.ranks import launched_world, local_rank
+from qtrain.core.errors import UserError, unknown_name
+from qtrain.core.hardware import Hardware, datasheet_hardware, describe_hardware, product_of
+from qtrain.quant import LowBitScheme, Scheme
+from qtrain.quant.schemes.auto import Auto
+from qtrain.train.settings.settings import TrainSettings
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that --device names on this machine."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device: cuda was asked for, but torch sees no GPU. Use --device cpu or auto.")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name != "cuda":
+        return torch.device(name)
+    if local_rank() and local_rank() >= torch.cuda.device_count():
+        raise UserError(
+            f"--gpus: process {local_rank()} of this machine has no GPU of its own; torch sees "
+            f"{torch.cuda.device_count()}. Start as many processes as there are GPUs."
+        )
+    return torch.device(name, local_rank())
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype that --dtype names on this device."""
+    if name == "auto":
+        name = "fp32" if device.type == "cpu" else "bf16"
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
+
+
+ACHIEVED_IN_NODE, ACHIEVED_BETWEEN = 0.75, 0.9
+START_SECONDS = 40e-6
+"""Of a collective, however small: NCCL's 1 MiB on four H200s takes 37 us to 58 us."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """line_rate: bytes per second; achieved: the share of it that collectives reach; message_seconds: to start another
+    message of a collective to another rank."""
+
+    name: str
+    line_rate: float
+    achieved: float
+    message_seconds: float
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of a large collective."""
+        return self.line_rate * self.achieved
+
+
+def _wires() -> dict[str, Wire]:
+    # Microseconds a message: assumed of the kind of link. NCCL sends to several peers at once, so that these are less
+    # than a round trip.
+    in_node = {"nvlink3": (300, 1), "nvlink": (450, 1), "nvlink5": (900, 1), "nvlink_h800": (200, 1)}
+    in_node |= {"pcie4": (31.5, 3), "pcie": (63, 3)}
+    between = {f"ib{gbit}": (gbit / 8, 2) for gbit in (200, 400, 800)}
+    between |= {f"ethernet{gbit}": (gbit / 8, 10) for gbit in (10, 25, 100, 200, 400)}
+    kinds = ((in_node, ACHIEVED_IN_NODE), (between, ACHIEVED_BETWEEN))
+    return {
+        name: Wire(name, rate * 1e9, achieved, us * 1e-6)
+        for wires, achieved in kinds
+        for name, (rate, us) in wires.items()
+    }
+
+
+WIRES = _wires()
+"""The choices of --wire. nvlink: of Hopper; pcie: of the fifth generation."""
+
+IN_NODE = {
+    "H100": "nvlink",
+    "H200": "nvlink",
+    "H800": "nvlink_h800",
+    "B200": "nvlink5",
+    "A100": "nvlink3",
+    "H100 PCIe": "pcie",
+    "RTX 5090": "pcie",
+    "A100 PCIe": "pcie4",
+    "L40S": "pcie4",
+    "RTX 4090": "pcie4",
+    "RTX 3090": "pcie4",
+}
+"""What links the GPUs of a machine, by product."""
+
+
+def find_wire(name: str) -> Wire:
+    """The wire of --wire. Raises UserError."""
+    if name.lower() not in WIRES:
+        raise unknown_name("--wire", "wire", name, WIRES)
+    return WIRES[name.lower()]
+
+
+def wire_in_node(hardware: Hardware) -> Wire:
+    """The wire inside a machine of this kind of GPU. Raises UserError for one whose links are not known."""
+    product = product_of(hardware.name)
+    if product not in IN_NODE:
+        raise UserError(
+            f"--world_size: how machines link a {hardware.name} is not known; plan for one of {', '.join(IN_NODE)} "
+            "with --gpu."
+        )
+    return WIRES[IN_NODE[product]]
+
+
+ONLY_IN_PLANS = ("gpu", "world_size")
+NEED_WORLD_SIZE = ("gpus_per_node", "wire", "sol")
+
+
+def check_plan_flags(settings: TrainSettings) -> None:
+    """UserError for flags of a plan where nothing is planned, and for a world that machines cannot make up."""
+    for name in ONLY_IN_PLANS:
+        if getattr(settings, name) is not None and not settings.dry_run:
+            raise UserError(f"--{name}: it plans for other machines than this run's; add --dry_run, or leave it out.")
+    if settings.gpu is not None:
+        datasheet_hardware(settings.gpu)
+        if settings.device == "cpu":
+            raise UserError("--gpu: it names the GPU to plan for, and --device cpu none; leave one of them out.")
+    if settings.world_size is None:
+        defaults = TrainSettings()
+        for name in NEED_WORLD_SIZE:
+            if getattr(settings, name) != getattr(defaults, name):
+                raise UserError(f"--{name}: it needs --world_size, the number of GPUs to plan for; or leave it out.")
+        return
+    if launched_world() > 1 or settings.gpus > 1:
+        raise UserError("--world_size: one process plans for any world; start it without torchrun and --gpus.")
+    world, node = settings.world_size, settings.gpus_per_node
+    if world > node and world % node:
+        raise UserError(
+            f"--gpus_per_node: {node} does not divide --world_size {world}; give the GPUs of each machine, such that "
+            "all machines have as many."
+        )
+    find_wire(settings.wire)
+    mesh_of_world(settings)
+
+
+def planned_device(settings: TrainSettings) -> torch.device:
+    """The device of --device, or of the plan: meta for a GPU that is not here. UserError for a world of CPUs."""
+    if settings.gpu is not None:
+        return torch.device("meta")
+    device = choose_device(settings.device)
+    if settings.world_size is not None and device.type != "cuda":
+        raise UserError("--world_size: there is no GPU here to plan for; name one, such as --gpu h200.")
+    return device
+
+
+def run_world(settings: TrainSettings) -> int:
+    """Processes of the run: of --world_size, of --gpus, or of the launcher that started this one."""
+    return settings.world_size or max(launched_world(), settings.gpus)
+
+
+def mesh_of_world(settings: TrainSettings) -> Mesh | None:
+    """The mesh of --world_size, or in the process that starts the ranks of --gpus, without its processes; None
+    elsewhere. UserError for flags that do not fit."""
+    world = run_world(settings)
+    if world == launched_world():
+        return None
+    shape = mesh_shape(settings.dp_replicate, settings.dp_shard, world, settings.tp)
+    return planned_mesh(*shape, settings.ep, settings.tp)
+
+
+def planned_hardware(settings: TrainSettings, device: torch.device) -> Hardware:
+    """The GPU of --gpu, else the hardware of this machine. UserError where a world of it cannot be planned."""
+    hardware = datasheet_hardware(settings.gpu) if settings.gpu is not None else describe_hardware(device)
+    if settings.world_size is not None:
+        wire_in_node(hardware)
+    return hardware
+
+
+def check_planned_scheme(settings: TrainSettings, scheme: Scheme) -> None:
+    """UserError for a scheme that cannot be planned for --gpu, or that this GPU cannot run."""
+    if settings.gpu is None:
+        return
+    if isinstance(scheme, Auto):
+        raise UserError("--gpu: --quantize auto times the GPU that is here; name a scheme instead.")
+    hardware = datasheet_hardware(settings.gpu)
+    needs = isinstance(scheme, LowBitScheme) and {"fp8", "mxfp8", "nvfp4"} & set(scheme.gemm_dtypes().values())
+    if needs and hardware.emulates("fp8"):
+        raise UserError(
+            f"--gpu: {hardware.name} has no FP8 arithmetic, which {settings.quantize} needs; plan with --quantize int8."
+        )

@@ -1,0 +1,173 @@
+"""A training step recorded as CUDA graphs: one call replays what Python would launch kernel by kernel.
+
+A step of a 0.5B model launches thousands of kernels; with quantization around every GEMM, launching them takes Python
+as long as the GPU takes to run them. Shapes, addresses and order are the same in every step. So after a few ordinary
+steps, which compile and autotune, three graphs are captured: forward and backward of a step's first micro-batch, which
+writes the gradients; of a further one, which adds to them; and the refresh of all weights' codes, with what ranks send
+each other for it. What changes from step to step is read from tensors: tokens, labels, document ids (the attention mask
+is computed inside the graph), the count of trained tokens, the Philox keys of stochastic rounding.
+
+A replay gives the same bits as the ordinary step. A graph reserves as much memory as the ordinary step takes.
+"""
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from qtrain.core.errors import first_line
+from qtrain.data import TensorBatch
+from qtrain.parallel.data_parallel import DataParallel
+from qtrain.quant import QuantizedModel
+from qtrain.train.state.run import Run
+from qtrain.train.step.forward import Forward
+
+log = logging.getLogger("qtrain")
+
+WARM_UP = 3
+"""Ordinary runs before a graph is captured: compiling, autotuning and lazy initialization must not be part of it. None
+is captured in the first step, whose micro-batches may be more: the optimizer's states come after them, and the peak of
+allocated memory, which replays do not change, would leave them out."""
+
+
+def step_graphs(run: Run, forward: Forward, *, recordable: bool = True) -> "StepGraphs | None":
+    """The graphs of a run; None where --cuda_graphs does not apply.
+
+    recordable: whether all micro-batches have one shape, and the model launches the same kernels for each.
+    """
+    settings = run.settings
+    recordable = recordable and settings.compile and settings.cuda_graphs and not settings.optimizer_in_backward
+    # Rounded gradients of fully sharded layers are sent within the graph, with keys that the host makes.
+    recordable = recordable and not (run.parallel.reshards and settings.gradient_wire != "exact")
+    if not recordable or run.device.type != "cuda":
+        return None
+    return StepGraphs(run.model, forward, run.quantized, run.parallel)
+
+
+def forward_backward(
+    forward: Forward, batch: TensorBatch, trained: Tensor, parallel: DataParallel | None = None
+) -> Tensor:
+    """Forward and backward of one micro-batch. Returns the summed negative log-likelihood, detached.
+
+    trained: count of the step's trained tokens, an fp32 scalar on the device. parallel: None: one rank."""
+    sums = forward(batch)
+    (sums.loss / trained).backward()
+    if parallel is not None:
+        parallel.end_backward()
+    return sums.nll
+
+
+class StepGraphs:
+    """The graphs of one model, one shape of micro-batch and one set of trained parameters."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Forward,
+        quantized: QuantizedModel,
+        parallel: DataParallel | None = None,
+    ):
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        if parallel is not None:
+            self._parameters = [sharded.receiver for sharded in parallel.parameters]
+        self._forward, self._quantized = forward, quantized
+        self._parallel = parallel
+        self._requantize = parallel.requantize if parallel else quantized.refresh
+        self._device = self._parameters[0].device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._batch: TensorBatch | None = None  # static inputs of the graphs
+        self._trained = torch.ones((), device=self._device)
+        self._gradients: list[Tensor | None] = []  # static outputs of the graphs
+        self._micro_steps: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by `accumulate`
+        self._refresh: torch.cuda.CUDAGraph | None = None
+        self._recorded_amax: frozenset[int] = frozenset()  # what `known_amax` was when it was captured
+        self._runs: dict[object, int] = {}
+        self._refused = self._updated = False
+
+    def micro_step(self, batch: TensorBatch, trained: Tensor, accumulate: bool) -> Tensor:
+        """`forward_backward`, replayed where possible. accumulate: add to the gradients of this step's earlier ones."""
+        if not self._fits(batch, accumulate):
+            return forward_backward(self._forward, batch, trained, self._parallel)
+        for static, tensor in zip(self._batch.tensors(), batch.tensors(), strict=True):
+            static.copy_(tensor, non_blocking=True)
+        self._trained.copy_(trained)
+        if accumulate not in self._micro_steps:
+            before = [p.grad for p in self._parameters]
+            recorded = self._record(lambda: forward_backward(self._forward, self._batch, self._trained, self._parallel))
+            if recorded is None:
+                for p, gradient in zip(self._parameters, before, strict=True):
+                    p.grad = gradient
+                return forward_backward(self._forward, batch, trained, self._parallel)
+            self._micro_steps[accumulate] = recorded
+            if not accumulate:
+                self._gradients = [p.grad for p in self._parameters]
+        graph, nll = self._micro_steps[accumulate]
+        graph.replay()
+        for p, gradient in zip(self._parameters, self._gradients, strict=True):
+            p.grad = gradient
+        return nll
+
+    def _fits(self, batch: TensorBatch, accumulate: bool) -> bool:
+        """Whether this micro-batch is replayed; warm-up steps and batches of another shape are not."""
+        if self._batch is None:
+            self._batch = batch.each(lambda t: torch.empty_like(t, device=self._device))
+        shapes = [t.shape for t in batch.tensors()]
+        if self._refused or shapes != [t.shape for t in self._batch.tensors()] or not self._warm(accumulate):
+            return False
+        if not accumulate:
+            return True
+        # A graph adds to the static gradients: they must be the parameters' own.
+        current = [p.grad for p in self._parameters]
+        return bool(self._gradients) and all(a is b for a, b in zip(current, self._gradients, strict=True))
+
+    def refresh(self) -> None:
+        """`requantize`, replayed where possible."""
+        self._updated = True
+        if self._refused or not self._quantized.needs_refresh or not self._warm("refresh"):
+            self._requantize()
+            return
+        known = self._quantized.known_amax()
+        if self._refresh is None:
+            recorded = self._record(self._requantize)
+            if recorded is None:
+                self._requantize()
+                return
+            self._refresh, self._recorded_amax = recorded[0], known
+        if not self._recorded_amax <= known:  # the graph reads an absmax that is not this weight's
+            self._requantize()
+            return
+        self._refresh.replay()
+        self._quantized.mark_fresh()
+
+    def release(self) -> None:
+        """Free the graphs: a process group does not end while graphs hold its collectives."""
+        for graph in [*(graph for graph, _ in self._micro_steps.values()), self._refresh]:
+            if graph is not None:
+                graph.reset()
+        self._micro_steps.clear()
+        self._refresh = None
+
+    def _warm(self, kind: object) -> bool:
+        self._runs[kind] = self._runs.get(kind, 0) + 1
+        return self._runs[kind] > WARM_UP and self._updated
+
+    def _record(self, run: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object] | None:
+        """Capture what `run` launches, without running it. None where that fails; it is not tried again then."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # thread_local: the prefetching thread may call CUDA during the capture.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                result = run()
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self._refused = True
+            if self._parallel is not None:
+                self._parallel.break_off()
+            # The generator still believes that it is being captured, and would fail outside of a capture.
+            generator = torch.cuda.default_generators[self._device.index]
+            generator.graphsafe_set_state(generator.clone_state())
+            log.warning("the step cannot be captured as a CUDA graph and runs without (%s)", first_line(error))
+            return None
+        return graph, result

@@ -1,0 +1,192 @@
+"""One optimizer step in two halves, gradients and update; and one evaluation."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from qtrain.comm.mesh import Mesh
+from qtrain.comm.ranks import rank
+from qtrain.data import Batch
+from qtrain.kernels.optim.update_rules import WeightAmax
+from qtrain.models import Decoder
+from qtrain.optim import Optimizer
+from qtrain.parallel.data_parallel import DataParallel
+from qtrain.parallel.step_sums import Gradients
+from qtrain.parallel.whole_model import gather_whole_model
+from qtrain.quant import LowBitLinear, QuantizedModel
+from qtrain.train.state.ema import Ema
+from qtrain.train.state.run import Run
+from qtrain.train.step.cuda_graphs import StepGraphs, forward_backward
+from qtrain.train.step.forward import Forward
+from qtrain.train.step.in_backward import OptimizerInBackward
+
+
+def compute_gradients(
+    model: nn.Module,
+    forward: Forward,
+    quantized: QuantizedModel,
+    batches: list[Batch],
+    step: int,
+    graphs: StepGraphs | None = None,
+    in_backward: OptimizerInBackward | None = None,
+    *,
+    parallel: DataParallel | None = None,
+    stop_signal: int = 0,
+) -> Gradients:
+    """Forward and backward over the micro-batches of one step, launched kernel by kernel or replayed from `graphs`.
+
+    Every micro-batch's loss is divided by the trained tokens of the whole step, so the gradient does not depend on how
+    the step is split, nor over how many ranks. With `in_backward` there is one micro-batch, and the weights are updated
+    on return. parallel: None: one rank. stop_signal: the number of a signal that this rank has received, 0: none.
+    """
+    quantized.assert_fresh()
+    parallel = parallel or DataParallel(model, quantized, Mesh())
+    parallel.begin_step(step, len(batches))
+    trained = parallel.count_trained(sum(batch.n_trained for batch in batches))
+    nll = []
+    if in_backward is not None:
+        in_backward.begin()
+    for index, batch in enumerate(batches):
+        parallel.begin_micro_batch(index)
+        if graphs is None:
+            nll.append(forward_backward(forward, batch, trained, parallel))
+        else:  # a replay writes its result to the same memory again
+            accumulate = index > 0 and parallel.adds_locally
+            nll.append(graphs.micro_step(batch, trained, accumulate=accumulate).clone())
+        parallel.end_micro_batch(index)
+    squares = in_backward.finish() if in_backward is not None else None
+    # The only synchronization of a step: a non-finite gradient must not reach weights that are ever saved.
+    return parallel.sums(nll, trained, sum(batch.size for batch in batches), stop_signal, squares)
+
+
+def apply_gradients(
+    optimizer: Optimizer,
+    quantized: QuantizedModel,
+    gradients: Gradients,
+    *,
+    lr: float,
+    clip_grad_norm: float,
+    graphs: StepGraphs | None = None,
+    in_backward: OptimizerInBackward | None = None,
+    parallel: DataParallel | None = None,
+) -> None:
+    """Clip (0: do not), update the weights with learning rate `lr`, free the gradients, and refresh all weights' codes.
+
+    With `in_backward` only the refresh is left to do.
+    """
+    if in_backward is None:
+        _update_weights(optimizer, gradients, lr, clip_grad_norm)
+    recorded = graphs.refresh if graphs else None
+    if parallel is not None:
+        parallel.refresh(recorded)
+    else:
+        (recorded or quantized.refresh)()
+
+
+def _update_weights(optimizer: Optimizer, gradients: Gradients, lr: float, clip_grad_norm: float) -> None:
+    if clip_grad_norm and gradients.norm_value > clip_grad_norm:
+        optimizer.clip_gradients(gradients.norm, clip_grad_norm)
+    set_lr(optimizer, lr)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Set the learning rate of the next step."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+@contextlib.contextmanager
+def eval_weights(
+    optimizer: Optimizer, quantized: QuantizedModel, ema: Ema | None = None, parallel: DataParallel | None = None
+) -> Iterator[None]:
+    """Inside, the model has the weights that it is evaluated and exported with: those that train, but for schedule-free
+    optimizers and with `ema`, which average them. On exit the training weights are back, bit for bit."""
+    if ema is None and not optimizer.averages_weights:
+        yield
+        return
+    try:
+        with ema.in_place() if ema is not None else _averaged(optimizer, parallel):
+            quantized.refresh_weights()
+            yield
+    finally:
+        quantized.refresh_weights()
+
+
+@contextlib.contextmanager
+def export_weights(run: Run) -> Iterator[nn.Module | None]:
+    """Inside, the model has the weights that it is exported with, all of them in full. Yields the model on the rank
+    that writes, with --tp and --ep the whole one that ranks have parts of; None on the others."""
+    with eval_weights(run.optimizer, run.quantized, run.ema, run.parallel):
+        run.parallel.restore_full_weights()
+        if run.parallel.mesh.part_group is not None:
+            yield gather_whole_model(run.model, run.parallel.mesh)
+        else:
+            yield run.model if rank() == 0 else None
+
+
+@contextlib.contextmanager
+def _averaged(optimizer: Optimizer, parallel: DataParallel | None) -> Iterator[None]:
+    """Inside, the model has a schedule-free optimizer's average."""
+    optimizer.eval()
+    if parallel:
+        parallel.gather()
+    try:
+        yield
+    finally:
+        optimizer.train()
+        if parallel:
+            parallel.gather()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, forward: Forward, batches: Iterable[Batch]) -> float:
+    """Mean loss per trained token over all batches, without z-loss. The model keeps its training mode."""
+    was_training = model.training
+    model.eval()
+    nll = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    trained = 0
+    for batch in batches:
+        nll += forward(batch).nll
+        trained += batch.n_trained
+    model.train(was_training)
+    return float(nll) / max(trained, 1)
+
+
+def share_amax(optimizer: Optimizer, quantized: QuantizedModel, parallel: DataParallel) -> None:
+    """From now on tensorwise scales of weights come from the absmax that the optimizer's step leaves, where it can."""
+
+    def record(linear: LowBitLinear) -> WeightAmax | None:
+        # That of a rank's rows is of use where ranks reduce it, which they do for codes.
+        master = parallel.master(linear.weight)
+        return optimizer.record_amax(master) if master is linear.weight or linear.codes_only else None
+
+    quantized.use_optimizer_amax(record)
+
+
+class ExpertBalance:
+    """The experts' load in the steps of all ranks; nothing without a mixture. bias_rate: `--router_bias_rate`."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, bias_rate: float):
+        has_experts = isinstance(model, Decoder) and model.expert_load is not None
+        self._model = model if has_experts else None
+        self._mesh, self._bias_rate = mesh, bias_rate
+
+    def end_step(self) -> None:
+        """After an optimizer step; the same on all ranks."""
+        if self._model is None:
+            return
+        if self._mesh.data_world > 1:
+            dist.all_reduce(self._model.expert_load.step, group=self._mesh.data_group)
+        self._model.end_step(self._bias_rate)
+
+    def metrics(self) -> dict[str, float]:
+        """The load since the last call (`ExpertLoad.read`)."""
+        return {} if self._model is None else self._model.expert_load.read()

@@ -1,0 +1,170 @@
+"""A replayed step gives the same bits as an ordinary one; a step that cannot be captured runs without graphs."""
+
+import pytest
+import torch
+
+from qtrain.comm.mesh import Mesh
+from qtrain.data import Batch
+from qtrain.models import ModelSource, build_model, compile_layers
+from qtrain.optim import OPTIMIZERS, parameter_groups
+from qtrain.parallel.data_parallel import DataParallel
+from qtrain.quant import SCHEMES, quantize_linears
+from qtrain.train.step.cuda_graphs import WARM_UP, StepGraphs
+from qtrain.train.step.forward import language_forward
+from qtrain.train.step.step import apply_gradients, compute_gradients, share_amax
+from tests.system import TINY
+
+STEPS = WARM_UP + 4
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """Each scheme recompiles the same code, and dynamo limits the variants of a function."""
+    torch.compiler.reset()
+
+
+WIDE = {**TINY, "hidden_size": 256, "intermediate_size": 512}
+
+
+def batches(step: int, count: int, rows: int = 4, length: int = 64, documents: bool = False) -> list[Batch]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, WIDE["vocab_size"], (count, rows, length + 1), generator=generator)
+    tokens[:, 0, 5:20] = -100  # a count of trained tokens that differs from that of all
+    ids = (torch.rand(count, rows, length, generator=generator) < 0.03).cumsum(2) if documents else [None] * count
+    return [Batch(t[:, :-1].clamp(min=0), t[:, 1:], i) for t, i in zip(tokens, ids, strict=True)]
+
+
+def train(
+    scheme: str,
+    options: dict,
+    accumulation: int,
+    graphed: bool,
+    odd_step: int | None = None,
+    compiled=True,
+    changed_step: int | None = None,
+    quantize_head: bool = False,
+    **kind,
+):
+    """(losses, norms, weights) of a few steps. changed_step: in which a weight is doubled and gets no gradient.
+    quantize_head: the output head too; its loss is computed in three chunks."""
+    device = torch.device("cuda")
+    model = build_model(ModelSource("tiny", WIDE, "--model"), seed=1, device=device, dtype=torch.bfloat16)
+    made = SCHEMES.make(scheme, options, "--quantize")
+    quantized = quantize_linears(model, made, seed=0, head=model.lm_head, quantize_head=quantize_head)
+    model.loss_chunks = 3 if quantize_head else 0
+    if compiled:
+        compile_layers(model)
+    optimizer = OPTIMIZERS.make("adamw", {}, "--optim").build(parameter_groups(model, 0.1), 1e-3)
+    quantized.track_versions(optimizer)
+    share_amax(optimizer, quantized, DataParallel(model, quantized, Mesh()))
+    forward = language_forward(model, None)
+    graphs = StepGraphs(model, forward, quantized) if graphed else None
+    seen = []
+    for step in range(STEPS):
+        rows = 2 if step == odd_step else 4
+        found = compute_gradients(model, forward, quantized, batches(step, accumulation, rows, **kind), step, graphs)
+        seen.append((found.loss, found.norm_value))
+        if step == changed_step:
+            with torch.no_grad():
+                quantized.linears[0].weight.mul_(2)
+            quantized.linears[0].weight.grad = None
+        apply_gradients(optimizer, quantized, found, lr=1e-3, clip_grad_norm=1.0, graphs=graphs)
+    return seen, [p.detach().clone() for p in model.parameters()], graphs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "scheme,options",
+    [
+        ("bf16", {}),
+        ("int8", {}),
+        ("int8", {"stochastic_rounding": True}),
+        ("int8", {"granularity": "tensorwise"}),
+        ("fp8_tensorwise", {}),
+        ("fp8_tensorwise", {"scaling": "delayed"}),
+        ("fp8_rowwise", {}),
+        ("fp8_blockwise", {}),
+        ("int8_weight", {}),
+        ("bitnet", {}),
+    ],
+)
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_same_bits_as_the_ordinary_step(scheme, options, accumulation):
+    ordinary, weights, _ = train(scheme, options, accumulation, graphed=False)
+    replayed, weights_replayed, graphs = train(scheme, options, accumulation, graphed=True)
+    assert replayed == ordinary
+    assert all(torch.equal(a, b) for a, b in zip(weights, weights_replayed, strict=True))
+    assert len(graphs._micro_steps) == min(accumulation, 2), "nothing was recorded: this compares a step with itself"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "scheme,options", [("int8", {"stochastic_rounding": True}), ("fp8_tensorwise", {"scaling": "delayed"})]
+)
+def test_same_bits_with_a_quantized_head(scheme, options):
+    """Its loss runs backward within the recorded forward pass."""
+    ordinary, weights, _ = train(scheme, options, 2, graphed=False, quantize_head=True)
+    replayed, weights_replayed, graphs = train(scheme, options, 2, graphed=True, quantize_head=True)
+    assert replayed == ordinary and len(graphs._micro_steps) == 2
+    assert all(torch.equal(a, b) for a, b in zip(weights, weights_replayed, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["bf16", "fp8_tensorwise"])
+def test_the_mask_of_packed_documents_is_part_of_the_graph(scheme):
+    packed = {"length": 256, "documents": True}
+    ordinary, weights, _ = train(scheme, {}, 1, graphed=False, **packed)
+    replayed, weights_replayed, graphs = train(scheme, {}, 1, graphed=True, **packed)
+    assert replayed == ordinary and len(graphs._micro_steps) == 1
+    assert all(torch.equal(a, b) for a, b in zip(weights, weights_replayed, strict=True))
+    without, _, _ = train(scheme, {}, 1, graphed=False, length=256)
+    assert without != ordinary, "the documents made no difference: this test shows nothing"
+
+
+@pytest.mark.gpu
+def test_a_replay_never_takes_the_absmax_of_a_former_weight():
+    """A weight that is changed, and gets no gradient, in a step after the capture: its absmax is computed anew."""
+    ordinary, weights, _ = train("fp8_tensorwise", {}, 1, graphed=False, changed_step=STEPS - 3)
+    replayed, weights_replayed, graphs = train("fp8_tensorwise", {}, 1, graphed=True, changed_step=STEPS - 3)
+    assert graphs._recorded_amax and replayed == ordinary
+    assert all(torch.equal(a, b) for a, b in zip(weights, weights_replayed, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_batch_of_another_shape_runs_without_a_graph():
+    for odd_step in (0, STEPS - 2):
+        ordinary, weights, _ = train("int8", {}, 2, graphed=False, odd_step=odd_step, compiled=False)
+        replayed, weights_replayed, _ = train("int8", {}, 2, graphed=True, odd_step=odd_step, compiled=False)
+        assert replayed == ordinary
+        assert all(torch.equal(a, b) for a, b in zip(weights, weights_replayed, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_step_that_cannot_be_captured_runs_without_graphs(caplog):
+    class Waiting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            float(x.sum())  # waits for the GPU: not allowed while recording
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy
+
+    model = build_model(ModelSource("tiny", WIDE, "--model"), seed=1, device=torch.device("cuda"), dtype=torch.bfloat16)
+    quantized = quantize_linears(model, SCHEMES.make("bf16", {}, "--quantize"), seed=0)
+    inner = language_forward(model, None)
+
+    def forward(batch):
+        sums = inner(batch)
+        return sums._replace(loss=Waiting.apply(sums.loss))
+
+    graphs = StepGraphs(model, forward, quantized)
+    losses = []
+    for _ in range(WARM_UP + 3):
+        model.zero_grad(set_to_none=True)
+        losses.append(compute_gradients(model, forward, quantized, batches(0, 1), 0, graphs).loss)
+        graphs.refresh()
+    assert len(set(losses)) == 1
+    assert "cannot be captured" in caplog.text
+    assert len(torch.rand(64, device="cuda").unique()) > 1, "dropout draws on after a recording that failed"
