@@ -1,7 +1,7 @@
 """The share of the trained parameters on the rank of a shard group that holds most of them.
 
 Rows divide unevenly: 4,608 rows over 1,024 ranks are 5 rows each on the first 921 of them. As
-`parallel/shards.py` divides; checked against real shards by `bench/fake_world.py`.
+`parallel/shards.py` divides; checked against real shards by `benchmarks/fake_world.py`.
 """
 
 import heapq

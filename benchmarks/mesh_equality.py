@@ -1,14 +1,14 @@
-"""Whether training comes out the same on any mesh: `python -m qtrain.bench.mesh_equality`.
+"""Whether training comes out the same on any mesh: `python -m benchmarks.mesh_equality`.
 
 Trains a small model in every scheme x optimizer on one process and on several meshes, with the same twelve
 micro-batches a step, and compares losses, gradient norms, weights, low-bit codes and optimizer states: bit for bit with
 --deterministic, losses within a relative 1e-3 without (1e-5 with --dtype fp32 and nothing quantized). The vocabulary is
 odd, and quantization blocks cross the shards' borders.
 
-    python -m qtrain.bench.mesh_equality                                      on the CPU, the whole matrix
-    python -m qtrain.bench.mesh_equality --full_shard                         layers gathered when they run
-    python -m qtrain.bench.mesh_equality --device cuda --meshes 1x1 1x4 4x1 2x2
-    python -m qtrain.bench.mesh_equality --device cuda --share_gpu            all processes on one GPU
+    python -m benchmarks.mesh_equality                                      on the CPU, the whole matrix
+    python -m benchmarks.mesh_equality --full_shard                         layers gathered when they run
+    python -m benchmarks.mesh_equality --device cuda --meshes 1x1 1x4 4x1 2x2
+    python -m benchmarks.mesh_equality --device cuda --share_gpu            all processes on one GPU
 """
 
 import argparse
@@ -310,7 +310,7 @@ def compare(arguments: argparse.Namespace) -> int:
         for mesh in dict.fromkeys(("1x1", *arguments.meshes)):
             replicate, shard = map(int, mesh.split("x"))
             out, started = Path(folder) / f"{mesh}.json", time.monotonic()
-            command = [sys.executable, "-m", "qtrain.bench.mesh_equality", *sys.argv[1:], "--work", mesh, "--out", out]
+            command = [sys.executable, "-m", "benchmarks.mesh_equality", *sys.argv[1:], "--work", mesh, "--out", out]
             code = run_processes(replicate * shard, list(map(str, command)))
             if not out.exists():
                 print(f"{mesh}: the processes ended with code {code} and no result", file=sys.stderr)
