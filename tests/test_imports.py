@@ -86,6 +86,7 @@ def test_import_direction(path):
     own, imports = room(module_of(path)), imported_modules(path)
     if own != "kernels":
         assert not any(m.split(".")[0] == "triton" for m in imports), "only kernels/ may import triton"
+    assert not any(m.split(".")[0] in ("benchmarks", "tests") for m in imports), "an installed package has neither"
     used = {room(m) for m in imports if m.startswith("qtrain.")} - {own}
     allowed = ROOMS.get(own, set())
     assert not own or used <= allowed, f"{own} may not import {sorted(used - allowed)}"

@@ -21,7 +21,6 @@ import tokenize_data
 from qtrain.core.errors import UserError
 from qtrain.data import StreamContext, dataset_tokenizer, load_tokenizer, open_stream
 from qtrain.data.text import corpus as corpus_module
-from qtrain.data.text import progress as progress_module
 from qtrain.data.text import tokenize as tokenize_module
 from qtrain.data.text.manifest import read_manifest
 from qtrain.data.text.tokenize import dtype_for
@@ -360,8 +359,8 @@ def test_a_recipe_does_the_same(here):
 
 
 def test_progress_without_a_terminal_is_plain_lines(capsys, monkeypatch):
-    monkeypatch.setattr(progress_module, "PLAIN_INTERVAL_S", 0.0)
-    with progress_module.TokenizeProgress("x", 10, 2) as progress:
+    monkeypatch.setattr(tokenize_module, "PLAIN_INTERVAL_S", 0.0)
+    with tokenize_module.TokenizeProgress("x", 10, 2) as progress:
         time.sleep(0.01)
         progress.advance(4, 1000)
     line = capsys.readouterr().out

@@ -3,8 +3,9 @@
 python -m qtrain.bench.scaling --json scaling.json --limit 540          # again and again, until all cells are done
 
 Every number of GPUs is checked before it is timed: losses of a few deterministic steps must be those of one process
-(`mesh_equality.py`). A cell is one command of llm_pretrain.py on random tokens, by the functions that it calls. Each
-result is written at once, and what the file has is not run again; so the table can be made in calls of any length.
+(`benchmarks/mesh_equality.py`). A cell is one command of llm_pretrain.py on random tokens, by the functions that it
+calls. Each result is written at once, and what the file has is not run again; so the table can be made in calls of any
+length.
 
     python -m qtrain.bench.scaling --predict h100                       # what the plan says, for GPUs that are not here
 """
@@ -21,7 +22,7 @@ from typing import Annotated, Any, Literal
 
 from qtrain.bench.arguments import name_and_options, split_list
 from qtrain.bench.tables import Cell, Table, about_run, check_json, write_json
-from qtrain.bench.train_step import run_apart
+from qtrain.bench.train_step import ROOT, child_environment, run_apart
 from qtrain.core.checks import Range, check_fields, read_json
 from qtrain.core.config import as_dict, parse, run_script
 from qtrain.core.errors import UserError, unknown_name
@@ -175,10 +176,12 @@ def _cell(settings: ScalingSettings, gpus: int, model_word: str, scheme_word: st
 def run(cell: ScalingCell, settings: ScalingSettings, device: str) -> dict[str, Any]:
     """{"equal": bool} of a check, else what `time_training` returns, with the plan's rate as predicted_tok_s."""
     if cell.settings is None:
+        if not (ROOT / "benchmarks").is_dir():  # which an installed package lacks
+            return {"reason": "not checked: benchmarks/mesh_equality.py is in a checkout of the repository only"}
         meshes = ["1x1", f"1x{cell.gpus}", f"{cell.gpus}x1"]
-        command = [sys.executable, "-m", "qtrain.bench.mesh_equality", "--device", device, "--steps", "3"]
+        command = [sys.executable, "-m", "benchmarks.mesh_equality", "--device", device, "--steps", "3"]
         command += ["--schemes", "int8", "fp8_tensorwise", "--optimizers", "adamw_8bit", "--meshes", *meshes]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, env=child_environment())
         lines = (done.stdout + done.stderr).strip().splitlines()
         return {"equal": done.returncode == 0, "line": lines[-1][:200] if lines else ""}
     try:

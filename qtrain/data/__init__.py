@@ -14,8 +14,15 @@ _MODULES = {
     "images.image_loader": ("BatchMaker", "ImageBatch", "ImageLoader"),
     "images.images": ("IMAGE_SETS", "Images", "check_same_classes", "open_images"),
     "loader": ("Loader",),
-    "stream": ("DATASETS", "Stream", "StreamContext", "dataset_tokenizer", "open_stream", "with_chat_template"),
-    "text.eval_windows": ("eval_batches",),
+    "stream": (
+        "DATASETS",
+        "Stream",
+        "StreamContext",
+        "dataset_tokenizer",
+        "eval_batches",
+        "open_stream",
+        "with_chat_template",
+    ),
     "tokenizers.tokenizer": ("TOKENIZERS", "Tokenizer", "load_tokenizer"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

@@ -1,4 +1,7 @@
-"""Compressed files by the ending of their names: .gz, .bz2, .xz and .zst; and bounds on what is read of a file."""
+"""Reading within bounds: compressed files by the ending of their names (.gz, .bz2, .xz, .zst), lines and whole files of
+at most so many bytes, and JSON of at most so many levels. A few megabytes of a compressed file can be more than memory
+holds, and pyarrow's JSON parser recurses: beyond some 10,000 levels it ends the process without a word.
+"""
 
 import bz2
 import errno
@@ -10,6 +13,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import numpy as np
 
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 CORRUPT = (EOFError, zlib.error, lzma.LZMAError)
@@ -136,3 +141,41 @@ def _open_zstd(file: Any, mode: str = "rb", **_: Any) -> BinaryIO:
     import pyarrow
 
     return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
+
+
+MAX_DEPTH = 1000
+"""Levels at most, about those of Python's own parser."""
+
+
+def depth_of(data: bytes) -> int:
+    """The most brackets that are open at a time in a line of JSON, those in strings included."""
+    read = np.frombuffer(data, np.uint8)
+    opened = ((read == ord("[")) | (read == ord("{"))).astype(np.int8)
+    change = opened - ((read == ord("]")) | (read == ord("}")))
+    level = np.cumsum(change, dtype=np.int32)
+    starts = np.concatenate([[0], np.flatnonzero(read[:-1] == ord("\n")) + 1])
+    before = np.where(starts > 0, level[starts - 1], 0)
+    return int((np.maximum.reduceat(level, starts) - before).max()) if len(read) else 0
+
+
+def guard_datasets() -> None:
+    """Have the JSON reader of `datasets` refuse such JSON with a RecursionError."""
+    from datasets.packaged_modules.json import json as reader
+
+    if not isinstance(reader.paj, _GuardedReader):
+        reader.paj = _GuardedReader(reader.paj)
+
+
+class _GuardedReader:
+    """pyarrow.json with another `read_json`."""
+
+    def __init__(self, module: Any):
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def read_json(self, source: io.BytesIO, *args: Any, **options: Any) -> Any:
+        if (depth := depth_of(source.getvalue())) > MAX_DEPTH:
+            raise RecursionError(f"a record of JSON opens {depth:,} brackets; at most {MAX_DEPTH:,} are read")
+        return self._module.read_json(source, *args, **options)

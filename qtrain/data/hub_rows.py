@@ -8,22 +8,59 @@ import contextlib
 import glob
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qtrain.core.errors import UserError, first_line, unknown_name
+from qtrain.core.errors import UserError, first_line, nearest, unknown_name
 from qtrain.core.hub import reaching_hub
-from qtrain.data.columns import missing_column, valid_unicode
-from qtrain.data.compression import COMPRESSED, CORRUPT, DAMAGED, open_decompressed, register_openers
+from qtrain.data.compression import COMPRESSED, CORRUPT, DAMAGED, guard_datasets, open_decompressed, register_openers
 from qtrain.data.files import as_list, data_path, match_globs, matches
-from qtrain.data.json_depth import guard_datasets
 from qtrain.data.permutation import Permutation
-from qtrain.data.row_counts import estimate_rows
 
 if TYPE_CHECKING:
     import datasets
+
+
+def missing_column(
+    flag: str, where: str, column: str, columns: list[str], fix: str = "Set text_column to one."
+) -> UserError:
+    """The error for rows of `where` that lack `column`."""
+    close = nearest(column, columns)
+    hint = f" Did you mean {close!r}?" if close else ""
+    return UserError(f"{flag}: {where} has no column {column!r}.{hint} Its columns: {', '.join(columns)}. {fix}")
+
+
+def valid_unicode(text: str) -> str:
+    """`text` with lone surrogates, which JSON can spell but UTF-8 cannot encode, replaced by U+FFFD."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+BEGINNING = 1 << 20
+"""Bytes at the start of a file whose lines are counted."""
+
+
+def estimate_rows(files: Iterable[str]) -> float | None:
+    """Rows of .parquet files as they state them, of text files by the lines in their first bytes; None for others."""
+    total = 0.0
+    for path in map(Path, files):
+        match path.suffix:
+            case ".parquet":
+                import pyarrow.parquet
+
+                total += pyarrow.parquet.read_metadata(path).num_rows
+            case ".jsonl" | ".txt" | ".csv":
+                with path.open("rb") as stream:
+                    beginning = stream.read(BEGINNING)
+                lines = beginning.count(b"\n") + (not beginning.endswith(b"\n"))
+                total += lines * path.stat().st_size / max(len(beginning), 1)
+            case _:
+                return None
+    return total
+
 
 LOCAL_READERS = ("arrow", "csv", "json", "parquet", "text")
 """Dataset names that mean a file format instead of a hub id; the files are in `data_files`."""

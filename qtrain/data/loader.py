@@ -1,22 +1,208 @@
-"""Micro-batches of text, prefetched by a thread or by a separate process.
+"""Prefetching: micro-batches are produced ahead of the training loop by threads or processes, and handed out in order.
 
-One producer per rank reads, tokenizes and packs the samples of all ranks and keeps every `ranks`-th micro-batch: the
-order of samples, and every position, are the same for any number of ranks and workers. With `num_workers` 0 the
-producer is a thread of this process. With N it is a process whose tokenizer runs on N threads, so that the GIL never
-delays the training loop.
+The position that comes with a batch is the one right after it, however far a producer has run ahead, so a run resumes
+exactly. A process sends a batch as the shapes and dtypes of its tensors, then their bytes, which are received in place.
+
+Of text (`Loader`) there is one producer per rank. It reads, tokenizes and packs the samples of all ranks and keeps
+every `ranks`-th micro-batch: the order of samples, and every position, are the same for any number of ranks and
+workers. With `num_workers` 0 the producer is a thread of this process. With N it is a process whose tokenizer runs on N
+threads, so that the GIL never delays the training loop.
+
+Not a torch DataLoader: when one of its workers is killed by a signal to the process group, it raises in the middle of
+whatever the main thread is doing, such as writing a checkpoint.
 """
 
+import atexit
 import contextlib
+import multiprocessing
 import os
+import pickle
+import queue
+import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, Generic, Self, TypeVar
 
-from qtrain.data.batch import Batch
-from qtrain.data.prefetch import PrefetchLoader, PrefetchProcess, PrefetchThread
+import numpy as np
+import torch
+
+from qtrain.core.errors import UserError
+from qtrain.core.process import GROUP_SIGNALS, prepare
+from qtrain.data.batch import Batch, TensorBatch
 from qtrain.data.stream import Stream
 
-Item = tuple[Batch, dict[str, Any]]
+Item = tuple[TensorBatch, dict[str, Any]]
+"""A batch and the position right after it."""
+
+T = TypeVar("T")
+
+
+class PrefetchThread(Generic[T]):
+    """Runs an iterator ahead in a daemon thread. An exception of the iterator is raised by `get`, once."""
+
+    def __init__(self, items: Iterator[T], prefetch: int):
+        self._queue: queue.Queue[T | BaseException] = queue.Queue(maxsize=prefetch)
+        self._stop = threading.Event()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, args=(items,), name="data", daemon=True)
+        self._thread.start()
+        atexit.register(_close, weakref.ref(self))  # an open one would disturb the interpreter's exit
+
+    def _run(self, items: Iterator[T]) -> None:
+        try:
+            for item in items:
+                if not self._put(item):
+                    return
+            self._put(StopIteration())
+        except BaseException as error:
+            self._put(error)
+
+    def _put(self, item: T | BaseException) -> bool:
+        while not self._stop.is_set():
+            try:
+                self._queue.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def __iter__(self) -> Iterator[T]:
+        with contextlib.suppress(StopIteration):
+            while True:
+                yield self.get()
+
+    def get(self) -> T:
+        """The next item. Raises StopIteration at the end."""
+        if self._ended:
+            raise StopIteration
+        item = self._queue.get()
+        if isinstance(item, BaseException):
+            self._ended = True
+            raise item
+        return item
+
+    def close(self) -> None:
+        self._ended = True
+        self._stop.set()
+        with contextlib.suppress(queue.Empty):  # a thread that waits for room goes on, and ends
+            while True:
+                self._queue.get_nowait()
+        self._thread.join(timeout=10)
+
+
+class PrefetchProcess(PrefetchThread[Item]):
+    """Runs `produce(*args)`, a function of a module, in a process; a thread here receives its items.
+
+    They are pickled here: torch would send tensors among them through /dev/shm, which may be read-only or full."""
+
+    def __init__(self, produce: Callable[..., Iterator[Item]], args: tuple, prefetch: int = 2):
+        context = multiprocessing.get_context("spawn")  # a forked process may not use the thread pools of its parent
+        receiver, sender = context.Pipe(duplex=False)
+        self.process = context.Process(
+            target=_serve, args=(sender, pickle.dumps((produce, args))), name="data", daemon=True
+        )
+        self.process.start()
+        sender.close()  # only the process holds it now: when the process dies, receiving ends
+        super().__init__(_receive(receiver), prefetch)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
+        super().close()
+
+
+class PrefetchLoader:
+    """Iterates the items of `producers` in turn. `close`, or `with`, stops them.
+
+    finish: makes the (batch, position) of a produced item, in the thread of the caller; None: it is one. pin_memory:
+    pin batches for copies to the GPU; None: where there is a GPU.
+    """
+
+    def __init__(
+        self,
+        producers: Sequence[PrefetchThread],
+        *,
+        finish: Callable[[Any], Item] | None = None,
+        pin_memory: bool | None = None,
+    ):
+        self.producers, self._finish, self._turn = producers, finish, 0
+        self._pin = torch.cuda.is_available() if pin_memory is None else pin_memory
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Item:
+        item = self.producers[self._turn % len(self.producers)].get()
+        self._turn += 1
+        batch, position = item if self._finish is None else self._finish(item)
+        return (batch.pin_memory() if self._pin else batch), position
+
+    def close(self) -> None:
+        for producer in self.producers:
+            producer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _close(producer: weakref.ref) -> None:
+    if (alive := producer()) is not None:
+        alive.close()
+
+
+# ---- across processes ------------------------------------------------------------------------------------------------
+
+
+def _serve(sender: Connection, pickled: bytes) -> None:
+    """The main function of the process. The end (None) and errors are sent like items."""
+    prepare()
+    for number in GROUP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # a signal to the process group: training still finishes its step
+    with contextlib.suppress(BrokenPipeError):  # the receiver is gone, perhaps with its process
+        try:
+            produce, args = pickle.loads(pickled)
+            for batch, position in produce(*args):
+                _send(sender, batch, position)
+            sender.send(None)
+        except BrokenPipeError:
+            raise
+        except UserError as error:
+            sender.send(error)
+        except BaseException:
+            sender.send(RuntimeError(f"in a data process:\n{traceback.format_exc()}"))
+    os._exit(0)  # the threads of pyarrow and datasets do not survive an orderly exit
+
+
+def _send(sender: Connection, batch: TensorBatch, position: dict[str, Any]) -> None:
+    sender.send((batch.each(lambda t: t.to("meta")), position))
+    for tensor in batch.tensors():
+        sender.send_bytes(memoryview(tensor.contiguous().numpy()).cast("B"))
+
+
+def _receive(receiver: Connection) -> Iterator[Item]:
+    def filled(shape: torch.Tensor) -> torch.Tensor:
+        array = np.empty(shape.shape, torch.empty(0, dtype=shape.dtype).numpy().dtype)
+        receiver.recv_bytes_into(memoryview(array).cast("B"))
+        return torch.from_numpy(array)
+
+    while True:
+        try:
+            item = receiver.recv()
+            if item is None:
+                return
+            if isinstance(item, BaseException):
+                raise item
+            shapes, position = item
+            batch = shapes.each(filled)
+        except (EOFError, OSError):
+            raise RuntimeError("the data process has died; was it killed for memory?") from None
+        yield batch, position
 
 
 class Loader(PrefetchLoader):

@@ -5,6 +5,7 @@ is a small JSON object taken after a sample. Seeking a fresh stream to it gives 
 epoch boundaries.
 """
 
+import dataclasses
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 from qtrain.core.checks import shown
 from qtrain.core.errors import UserError
 from qtrain.core.registry import Registry
-from qtrain.data.batch import Sample
+from qtrain.data.batch import Batch, Sample
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -101,9 +102,8 @@ DATASETS: Registry[Dataset] = Registry(
     modules=[
         "qtrain.data.examples.chat_dataset",
         "qtrain.data.examples.instruct_dataset",
-        "qtrain.data.text.hf_text_dataset",
         "qtrain.data.text.mix_dataset",
-        "qtrain.data.text.text_dataset",
+        "qtrain.data.text.text_datasets",
         "qtrain.data.text.token_dataset",
     ],
 )
@@ -174,3 +174,35 @@ def check_position(position: Mapping[str, Any], expected: Mapping[str, Any], fla
                 f"{flag}: cannot resume: the checkpoint's data position has {key} {position.get(key)!r}, this run has "
                 f"{value!r}. Use the dataset and settings of the interrupted run."
             )
+
+
+EVALUATION_SEED = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalWindows:
+    """`batches`, and the number of windows in them."""
+
+    batches: list[Batch]
+    n_sequences: int
+
+
+def eval_batches(
+    spec: Mapping[str, Any], ctx: StreamContext, micro_batch_size: int, n_sequences: int, flag: str
+) -> EvalWindows:
+    """Up to `n_sequences` windows in a fixed shuffled order, in batches, of which the last may be smaller. Raises
+    UserError when there is no window."""
+    whole = dataclasses.replace(ctx, seed=EVALUATION_SEED, shuffle=True, epochs=1)
+    stream, samples = open_stream(spec, whole, flag), []
+    try:
+        while len(samples) < n_sequences:
+            samples.append(stream.next_sample())
+    except StopIteration:
+        pass
+    if not samples:
+        raise UserError(
+            f"{flag}: it holds less than one window of seq_len+1 = {ctx.seq_len + 1} tokens. Give more data or a "
+            "smaller --seq_len."
+        )
+    starts = range(0, len(samples), micro_batch_size)
+    return EvalWindows([Batch.of(samples[start : start + micro_batch_size]) for start in starts], len(samples))

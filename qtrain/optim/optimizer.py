@@ -4,8 +4,8 @@
     ResumableOptimizer    loads states exactly, from this optimizer or one of another kind: checked first, never cast
     PartitionedOptimizer  can update a model one partition of its parameters at a time
 
-An update within the backward pass (`train.in_backward`) needs the last: a partition is updated as soon as its gradients
-are complete, so the gradients of two partitions never exist at once.
+An update within the backward pass (`train/step/in_backward.py`) needs the last: a partition is updated as soon as its
+gradients are complete, so the gradients of two partitions never exist at once.
 """
 
 from abc import abstractmethod

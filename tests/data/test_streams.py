@@ -15,7 +15,7 @@ from qtrain.core.errors import UserError
 from qtrain.data import DATASETS, Sample, StreamContext, dataset_tokenizer, load_tokenizer, open_stream
 from qtrain.data.stream import check_kind
 from qtrain.data.text import documents as documents_module
-from qtrain.data.text import packing as packing_module
+from qtrain.data.text import text_datasets
 from tests.data.corpora import (
     compress,
     encode,
@@ -64,7 +64,7 @@ def same(a: list[Sample], b: list[Sample]) -> bool:
 @pytest.fixture
 def small_reads(monkeypatch):
     """Few documents at a time and small windows, so that their ends are met often."""
-    monkeypatch.setattr(packing_module, "ENCODE_DOCUMENTS", 5)
+    monkeypatch.setattr(text_datasets, "ENCODE_DOCUMENTS", 5)
     monkeypatch.setattr(documents_module, "CACHE_BYTES", 4000)
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qtrain.bench.fake_world import fake_world
-from qtrain.bench.mesh_equality import SCHEMES_COMPARED, differences
+from benchmarks.fake_world import fake_world
+from benchmarks.mesh_equality import SCHEMES_COMPARED, differences
 from qtrain.comm.mesh import Mesh, make_mesh
 from qtrain.models import ModelSource, build_model
 from qtrain.models.cost.parameters import count_parameters

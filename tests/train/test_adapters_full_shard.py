@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from qtrain.bench.mesh_equality import MIXTURE, UNTIED, differences, random_micro_batch, state_digests
+from benchmarks.mesh_equality import MIXTURE, UNTIED, differences, random_micro_batch, state_digests
 from qtrain.comm.mesh import make_mesh
 from qtrain.comm.ranks import rank
 from qtrain.models import Lora, ModelSource, add_lora, build_model, merge_lora

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from qtrain.bench.mesh_equality import CLOSE, CONFIG, MIXTURE, SCHEMES_COMPARED, differences, random_micro_batch, train
+from benchmarks.mesh_equality import CLOSE, CONFIG, MIXTURE, SCHEMES_COMPARED, differences, random_micro_batch, train
 from qtrain.comm.mesh import expert_mesh_shape, make_mesh, planned_mesh
 from qtrain.core.errors import UserError
 from qtrain.models import (

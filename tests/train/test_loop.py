@@ -12,7 +12,7 @@ import pytest
 
 import llm_pretrain
 from qtrain.data.files import text_files
-from qtrain.data.text import text_dataset
+from qtrain.data.text import text_datasets
 from qtrain.data.text.documents import DocumentOrder, Documents
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.loop import Training
@@ -135,7 +135,7 @@ def test_unreadable_data_loses_no_step(monkeypatch):
     file.write_bytes(b"".join(good))
     settings = {"train_ds": {**TEXT, "paths": "train.jsonl"}, "seq_len": 256, "batch_size": 8, "n_steps": 12}
     assert call(llm_pretrain.main, argv(**settings, runs_dir="whole")).code == 0
-    monkeypatch.setattr(text_dataset, "ESTIMATED_FROM", 10)  # else the plan finds it
+    monkeypatch.setattr(text_datasets, "ESTIMATED_FROM", 10)  # else the plan finds it
     documents = Documents(text_files(str(file), "all", 0.05, "--train_ds"), "text", "--train_ds")
     late = DocumentOrder(documents, seed=42, shuffle=True)(0, 80)
     file.write_bytes(b"".join(b"!" + line[1:] if i == late else line for i, line in enumerate(good)))

@@ -1,4 +1,4 @@
-"""The reduced matrix of `python -m qtrain.bench.mesh_equality`: losses, norms, weights, codes and optimizer states are
+"""The reduced matrix of `python -m benchmarks.mesh_equality`: losses, norms, weights, codes and optimizer states are
 those of one process, bit for bit. The full one is that command."""
 
 import functools
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from qtrain.bench import mesh_equality
-from qtrain.bench.mesh_equality import CONFIG, DTYPES, SCHEMES_COMPARED, UNTIED, differences, promised, train
+from benchmarks import mesh_equality
+from benchmarks.mesh_equality import CONFIG, DTYPES, SCHEMES_COMPARED, UNTIED, differences, promised, train
 from qtrain.comm.mesh import make_mesh
 from qtrain.parallel import gradients, weights
 from tests.cases import sampled
@@ -111,7 +111,7 @@ def test_without_deterministic_losses_are_close(scheme, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("sharding", [[], ["--full_shard"]], ids=["zero2", "zero3"])
 def test_two_processes_on_one_gpu(sharding):
-    command = [sys.executable, "-m", "qtrain.bench.mesh_equality", "--device", "cuda", "--share_gpu", *sharding]
+    command = [sys.executable, "-m", "benchmarks.mesh_equality", "--device", "cuda", "--share_gpu", *sharding]
     command += ["--meshes", "1x2", "--schemes", "fp8_tensorwise", "--optimizers", "adamw_8bit", "--steps", "2"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0 and "DIFFERS" not in done.stdout, done.stdout + done.stderr

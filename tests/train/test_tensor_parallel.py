@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qtrain.bench.mesh_equality import CONFIG as SMALL
+from benchmarks.mesh_equality import CONFIG as SMALL
 from qtrain.comm.mesh import Mesh, make_mesh
 from qtrain.comm.wire import sent
 from qtrain.core.errors import UserError

@@ -6,16 +6,67 @@ for every template that only appends. One that rewrites earlier turns is refused
 sandbox, which bounds a single range but not nested loops, so their time is limited.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import ctypes
+import functools
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from qtrain.core.checks import shown
 from qtrain.core.errors import UserError, first_line, unknown_name
 from qtrain.data.examples.examples import ExampleDataset, Renderer, Segment
-from qtrain.data.examples.time_limit import TimeIsUp, time_limit
 from qtrain.data.stream import DATASETS
 from qtrain.data.tokenizers.tokenizer import Tokenizer
+
+TICK = 0.25
+
+
+class TimeIsUp(BaseException):
+    """Raised in the thread that runs for too long; no Exception, so that the code cannot handle it."""
+
+
+class _Watch:
+    """A thread that counts ticks for each thread with a limit. Ticks, not the clock: a stopped process counts none."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left: dict[int, int] = {}
+        threading.Thread(target=self._run, name="time limit", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(TICK)
+            with self._lock:
+                for thread in list(self._left):
+                    self._left[thread] -= 1
+                    if self._left[thread] < 0:
+                        del self._left[thread]
+                        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeIsUp))
+
+    @contextlib.contextmanager
+    def limit(self, seconds: float) -> Iterator[None]:
+        thread = threading.get_ident()
+        with self._lock:
+            self._left[thread] = round(seconds / TICK)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._left.pop(thread, None)
+
+
+@functools.cache
+def _watch() -> _Watch:
+    return _Watch()
+
+
+def time_limit(seconds: float) -> contextlib.AbstractContextManager[None]:
+    """Raises TimeIsUp from the `with` block once its Python code has run for some `seconds`."""
+    return _watch().limit(seconds)
+
 
 CHAT_TEMPLATES = {
     "chatml": (

@@ -14,10 +14,9 @@ import numpy as np
 from qtrain.core.checks import Range
 from qtrain.core.errors import UserError
 from qtrain.data.batch import Sample
-from qtrain.data.columns import valid_unicode
 from qtrain.data.examples.example_packing import Example, pack, pad
 from qtrain.data.files import split_of
-from qtrain.data.hub_rows import RowReader, RowSource
+from qtrain.data.hub_rows import RowReader, RowSource, valid_unicode
 from qtrain.data.permutation import Permutation
 from qtrain.data.stream import ESTIMATED_FROM, Dataset, Stream, StreamContext, check_position, checked_tokenizer
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer

@@ -20,8 +20,8 @@ from qtrain.core.errors import UserError
 from qtrain.data.batch import TensorBatch
 from qtrain.data.images.augment import ImageTransform, Mixer, restored_generators, seed_generators
 from qtrain.data.images.images import Images
+from qtrain.data.loader import PrefetchLoader, PrefetchProcess, PrefetchThread
 from qtrain.data.permutation import Permutation
-from qtrain.data.prefetch import PrefetchLoader, PrefetchProcess, PrefetchThread
 from qtrain.data.stream import check_position
 
 Item = tuple["ImageBatch", dict[str, int]]

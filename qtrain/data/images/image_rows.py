@@ -11,9 +11,8 @@ from PIL import Image
 
 from qtrain.core.checks import MAX_INT
 from qtrain.core.errors import UserError, unknown_name
-from qtrain.data.columns import missing_column
 from qtrain.data.files import as_list, match_globs
-from qtrain.data.hub_rows import RowSource
+from qtrain.data.hub_rows import RowSource, missing_column
 from qtrain.data.images.images import IMAGE_SETS, Images, ImageSet, class_names, decode
 
 if TYPE_CHECKING:

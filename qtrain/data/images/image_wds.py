@@ -19,8 +19,8 @@ from qtrain.core.errors import UserError, unknown_name
 from qtrain.core.hub import hub_file, reaching_hub
 from qtrain.core.reading import read_small
 from qtrain.data.files import match_globs
-from qtrain.data.images.image_folder import ENDINGS
 from qtrain.data.images.images import IMAGE_SETS, Images, ImageSet, class_names, decode
+from qtrain.data.images.local_images import ENDINGS
 
 FIX = "Check the name, or give local tar files in paths."
 

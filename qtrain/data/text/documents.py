@@ -18,9 +18,9 @@ import numpy as np
 
 from qtrain.core.checks import json_type
 from qtrain.core.errors import UserError, first_line
-from qtrain.data.columns import missing_column, valid_unicode
 from qtrain.data.compression import DAMAGED, MAX_DOCUMENT, MAX_RECORD, open_decompressed
 from qtrain.data.files import TextFile
+from qtrain.data.hub_rows import missing_column, valid_unicode
 from qtrain.data.permutation import Permutation
 from qtrain.data.text.decoded import is_decoded_whole, text_column
 

@@ -12,7 +12,7 @@ from qtrain.core.errors import UserError
 from qtrain.data import DATASETS, IGNORED, Batch, StreamContext, load_tokenizer, open_stream, with_chat_template
 from qtrain.data.examples.chat_dataset import CHAT_TEMPLATES
 from qtrain.data.examples.example_packing import Example, pack, pad
-from qtrain.data.examples.templates import PRESETS, Text, make_template
+from qtrain.data.examples.instruct_dataset import PRESETS, Text, make_template
 from qtrain.data.tokenizers.tokenizer import ByteTokenizer
 from tests.data.corpora import write_questions
 

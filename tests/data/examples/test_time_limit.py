@@ -5,9 +5,8 @@ import threading
 import pytest
 
 from qtrain.core.errors import UserError
-from qtrain.data.examples import chat_dataset, time_limit
-from qtrain.data.examples.chat_dataset import ChatRenderer
-from qtrain.data.examples.time_limit import TimeIsUp
+from qtrain.data.examples import chat_dataset
+from qtrain.data.examples.chat_dataset import ChatRenderer, TimeIsUp
 from qtrain.data.tokenizers.tokenizer import ByteTokenizer
 
 ROW = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -23,7 +22,7 @@ def test_only_the_thread_that_takes_too_long_is_ended():
 
     def run(seconds: float) -> None:
         try:
-            with time_limit.time_limit(seconds):
+            with chat_dataset.time_limit(seconds):
                 endless() if seconds < 1 else released.wait(30)
         except TimeIsUp:
             ended.append(seconds)
@@ -35,7 +34,7 @@ def test_only_the_thread_that_takes_too_long_is_ended():
     released.set()
     threads[1].join(20)
     assert ended == [0.25]
-    with time_limit.time_limit(0.25):
+    with chat_dataset.time_limit(0.25):
         pass
     threading.Event().wait(0.8)  # over in time: nothing is raised later
 

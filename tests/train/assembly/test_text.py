@@ -8,7 +8,7 @@ import llm_finetune
 import llm_pretrain
 from qtrain.data import open_stream
 from qtrain.data.examples.examples import ExampleDataset
-from qtrain.data.text.text_dataset import TextDataset
+from qtrain.data.text.text_datasets import TextDataset
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.text import open_text
 from qtrain.train.plan.checked_settings import check_settings

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from qtrain.bench.mesh_equality import MIXTURE, train
+from benchmarks.mesh_equality import MIXTURE, train
 from qtrain.comm.mesh import make_mesh
 from qtrain.comm.wire import sent
 from qtrain.data import Batch

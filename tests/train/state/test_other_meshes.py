@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from qtrain.bench.mesh_equality import CONFIG, SCHEMES_COMPARED, random_micro_batch, state_digests
+from benchmarks.mesh_equality import CONFIG, SCHEMES_COMPARED, random_micro_batch, state_digests
 from qtrain.comm.mesh import make_mesh
 from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qtrain.bench.mesh_equality import CONFIG, UNTIED, differences, random_micro_batch, train
+from benchmarks.mesh_equality import CONFIG, UNTIED, differences, random_micro_batch, train
 from qtrain.comm.mesh import make_mesh
 from qtrain.comm.ranks import all_gather, rank
 from qtrain.models import ModelSource, build_model

@@ -1,7 +1,7 @@
 """How long training waits for a checkpoint: written at once, and in the background (--async_checkpoint).
 
-    python -m qtrain.bench.checkpoint_stall --model qwen2.5-1.5b --optim adamw_8bit
-    torchrun --nproc_per_node 2 -m qtrain.bench.checkpoint_stall --model qwen2.5-7b
+    python -m benchmarks.checkpoint_stall --model qwen2.5-1.5b --optim adamw_8bit
+    torchrun --nproc_per_node 2 -m benchmarks.checkpoint_stall --model qwen2.5-7b
 
 The steps are those of llm_pretrain.py, on random tokens. The first copy also allocates and locks the host's memory; the
 table's is a later one. Every checkpoint is deleted again.
@@ -61,7 +61,7 @@ class CheckpointStallSettings:
 
 
 def main(argv: list[str]) -> None:
-    settings = parse(CheckpointStallSettings, argv, "-m qtrain.bench.checkpoint_stall", listing)
+    settings = parse(CheckpointStallSettings, argv, "-m benchmarks.checkpoint_stall", listing)
     own = {f.name for f in dataclasses.fields(LanguageSettings)}
     chosen = LanguageSettings(**{key: value for key, value in as_dict(settings).items() if key in own})
     checked = check_settings(chosen, "checkpoint_stall")

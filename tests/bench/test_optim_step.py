@@ -1,12 +1,11 @@
-"""The benchmarks of optimizers run on a CPU, count what there is, and say which libraries are missing."""
+"""The benchmark of optimizer steps runs on a CPU, counts what there is, and says which libraries are missing."""
 
 import json
 import sys
 
 import pytest
-import torch
 
-from qtrain.bench import optim_accuracy, optim_step
+from qtrain.bench import optim_step
 from qtrain.core.errors import UserError
 from tests.system import write_model
 
@@ -55,14 +54,3 @@ def test_a_users_mistake_is_one_message(argv, message):
     with pytest.raises(UserError) as raised:
         optim_step.main(["--device", "cpu", *argv])
     assert message in str(raised.value)
-
-
-def test_accuracy_is_zero_for_fp32_itself_and_small_for_low_bits(tmp_path, capsys):
-    recording = optim_accuracy.record(20, 0.95, torch.device("cpu"))
-    assert max(optim_accuracy.distances("adamw", recording)) < 1e-4
-    assert 1e-4 < max(optim_accuracy.distances("adamw_8bit", recording)) < 0.05
-    argv = ["--steps", "2", "--beta2", "0.9", "--device", "cpu", "--json", str(tmp_path / "a.json")]
-    optim_accuracy.main([*argv, "--names", "adamw_4bit", "torchao.AdamW4bit"])
-    (found,) = figures(tmp_path / "a.json")
-    assert found["adamw_4bit"]["embedding"] > 0 and "pip install torchao" in found["torchao.AdamW4bit"]["embedding"]
-    assert "| adamw_4bit " in capsys.readouterr().out

@@ -1,14 +1,14 @@
-"""Whether training comes out the same on any mesh: `python -m qtrain.bench.mesh_equality`.
+"""Whether training comes out the same on any mesh: `python -m benchmarks.mesh_equality`.
 
 Trains a small model in every scheme x optimizer on one process and on several meshes, with the same twelve
 micro-batches a step, and compares losses, gradient norms, weights, low-bit codes and optimizer states: bit for bit with
 --deterministic, losses within a relative 1e-3 without (1e-5 with --dtype fp32 and nothing quantized). The vocabulary is
 odd, and quantization blocks cross the shards' borders.
 
-    python -m qtrain.bench.mesh_equality                                      on the CPU, the whole matrix
-    python -m qtrain.bench.mesh_equality --full_shard                         layers gathered when they run
-    python -m qtrain.bench.mesh_equality --device cuda --meshes 1x1 1x4 4x1 2x2
-    python -m qtrain.bench.mesh_equality --device cuda --share_gpu            all processes on one GPU
+    python -m benchmarks.mesh_equality                                      on the CPU, the whole matrix
+    python -m benchmarks.mesh_equality --full_shard                         layers gathered when they run
+    python -m benchmarks.mesh_equality --device cuda --meshes 1x1 1x4 4x1 2x2
+    python -m benchmarks.mesh_equality --device cuda --share_gpu            all processes on one GPU
 """
 
 import argparse
@@ -35,6 +35,7 @@ from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.full_shard import decoder_units
+from qtrain.parallel.layers.place import ModelParallel
 from qtrain.parallel.shards import Sharded
 from qtrain.parallel.weights import GatheredMaster, gather_weights
 from qtrain.quant import SCHEMES, quantize_linears
@@ -114,11 +115,15 @@ def train(
     micro_batches: of all ranks, in a step."""
     sent.clear()
     name, options = SCHEMES_COMPARED[scheme]
-    experts = None if mesh.of_experts is None else mesh.of_experts.tensor_group
     source = ModelSource("small", dict(config), "--model")
-    resharded = full_shard and mesh.shard > 1
-    model = build_model(source, device=device, dtype=dtype, seed=1, experts=experts, defer_layers=resharded)
-    quantized = quantize_linears(model, SCHEMES.make(name, options, "--schemes"), seed=0, head=model.lm_head)
+    resharded, parts = full_shard and mesh.shard > 1, None
+    if mesh.of_experts is not None:
+        parts = ModelParallel(source.model_config(), mesh.of_experts.tensor_group, experts_only=True)
+    place = None if parts is None else parts.place
+    model = build_model(source, device=device, dtype=dtype, seed=1, place=place, defer_layers=resharded)
+    shared = {} if parts is None else {"shared": parts.shared_weight}
+    scheme = SCHEMES.make(name, options, "--schemes")
+    quantized = quantize_linears(model, scheme, seed=0, head=model.lm_head, **shared)
     spec = OPTIMIZERS.make(optimizer_name, {}, "--optimizers")
     groups = parameter_groups(model, 0.1)
     hidden = {id(p) for group in groups if group["hidden"] for p in group["params"]}
@@ -309,7 +314,7 @@ def compare(arguments: argparse.Namespace) -> int:
         for mesh in dict.fromkeys(("1x1", *arguments.meshes)):
             replicate, shard = map(int, mesh.split("x"))
             out, started = Path(folder) / f"{mesh}.json", time.monotonic()
-            command = [sys.executable, "-m", "qtrain.bench.mesh_equality", *sys.argv[1:], "--work", mesh, "--out", out]
+            command = [sys.executable, "-m", "benchmarks.mesh_equality", *sys.argv[1:], "--work", mesh, "--out", out]
             code = run_processes(replicate * shard, list(map(str, command)))
             if not out.exists():
                 print(f"{mesh}: the processes ended with code {code} and no result", file=sys.stderr)

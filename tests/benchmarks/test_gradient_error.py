@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from qtrain.bench.gradient_error import gradient_error, main
+from benchmarks.gradient_error import gradient_error, main
 from qtrain.core.errors import UserError
 
 ONE_GEMM = 'int8:{"output":"bf16","grad_input":"bf16"}'
@@ -84,6 +84,6 @@ def test_bad_input(tiny, capsys, flags, message):
 @pytest.mark.sweep  # its message is tested above; a process imports torch for seconds
 def test_command_line():
     done = subprocess.run(
-        [sys.executable, "-m", "qtrain.bench.gradient_error", "--model", "llama-100n"], capture_output=True, text=True
+        [sys.executable, "-m", "benchmarks.gradient_error", "--model", "llama-100n"], capture_output=True, text=True
     )
     assert done.returncode == 2 and "llama-100m" in done.stderr and "Traceback" not in done.stderr

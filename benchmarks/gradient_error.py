@@ -1,6 +1,6 @@
 """Error of the gradient under a scheme: of one step, its noise, and its bias.
 
-python -m qtrain.bench.gradient_error --model runs/llm_pretrain/.../hf --data '{"type":"token","dataset_dir":"DIR"}'
+python -m benchmarks.gradient_error --model runs/llm_pretrain/.../hf --data '{"type":"token","dataset_dir":"DIR"}'
 
 All use one batch and the same weights. g0 is the gradient of the layers' matrices in fp32, g that under a scheme. The
 figures are relative to |g0|:
@@ -122,7 +122,7 @@ def gradients_of(
 
 
 def main(argv: list[str]) -> None:
-    settings = parse(GradientErrorSettings, argv, "-m qtrain.bench.gradient_error", listing)
+    settings = parse(GradientErrorSettings, argv, "-m benchmarks.gradient_error", listing)
     device = choose_device(settings.device)
     schemes = compared_schemes(split_list(settings.schemes))
     if not schemes:

@@ -5,8 +5,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from qtrain.bench import fake_world
-from qtrain.bench.fake_world import Bytes, compare, difference
+from benchmarks import fake_world
+from benchmarks.fake_world import Bytes, compare, difference
 from qtrain.train.plan import language_plan
 from qtrain.train.settings.settings import LanguageSettings
 from tests.system import write_model

@@ -1,6 +1,6 @@
 """How far optimizers with low-bit states end from fp32 AdamW, given the same gradients.
 
-python -m qtrain.bench.optim_accuracy --steps 500
+python -m benchmarks.optim_accuracy --steps 500
 
 The gradients are recorded from a small network that fp32 AdamW trains to predict the next byte of Python's standard
 library: an embedding, whose gradients are sparse, and two matrices. Every optimizer starts from the same weights and
@@ -109,7 +109,7 @@ def accuracy_table(recording: Recording, names: Sequence[str]) -> Table:
 
 
 def main(argv: list[str]) -> None:
-    settings = parse(AccuracySettings, argv, "-m qtrain.bench.optim_accuracy")
+    settings = parse(AccuracySettings, argv, "-m benchmarks.optim_accuracy")
     device, tables = choose_device(settings.device), []
     for beta2 in settings.beta2:
         tables.append(accuracy_table(record(settings.steps, beta2, device), settings.names))

@@ -1,13 +1,13 @@
-"""The plan's memory against the tensors of a world of any size, on a laptop: `python -m qtrain.bench.fake_world`.
+"""The plan's memory against the tensors of a world of any size, on a laptop: `python -m benchmarks.fake_world`.
 
 A fake process group has as many ranks as it is told, and its collectives do nothing. On it the real mesh, the real
 swap, the real shards and the real optimizer are built from tensors without memory, once for every rank looked at, and
 their bytes are counted: of weights, codes and masters, and of optimizer states. (The plan leaves out the scales of
 schemes that have one per row: 5 MiB of a 7B.)
 
-    python -m qtrain.bench.fake_world                                    7B and 70B on 1,024 GPUs
-    python -m qtrain.bench.fake_world --models qwen2.5-32b --world_size 256 --dp_shard 8 --optim adamw_4bit
-    python -m qtrain.bench.fake_world --full_shard                       with two layers gathered
+    python -m benchmarks.fake_world                                    7B and 70B on 1,024 GPUs
+    python -m benchmarks.fake_world --models qwen2.5-32b --world_size 256 --dp_shard 8 --optim adamw_4bit
+    python -m benchmarks.fake_world --full_shard                       with two layers gathered
 """
 
 import argparse
@@ -138,7 +138,7 @@ def difference(planned: Bytes, held: Bytes, fullest: bool) -> str:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m qtrain.bench.fake_world", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fake_world", description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=["qwen2.5-7b", "llama3.1-70b"])
     parser.add_argument("--world_size", type=int, default=1024)
     parser.add_argument("--dp_shard", type=int, default=0)

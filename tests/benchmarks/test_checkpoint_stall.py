@@ -1,6 +1,6 @@
 """The benchmark of checkpoints runs on a CPU, prints its table and leaves nothing behind."""
 
-from qtrain.bench import checkpoint_stall
+from benchmarks import checkpoint_stall
 from tests.system import call, flags, write_model
 
 

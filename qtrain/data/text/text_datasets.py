@@ -1,0 +1,248 @@
+"""Dataset types `text` (local files) and `hf_text` (the Hugging Face hub): tokenized during training, not stored.
+
+Documents are packed into windows: their ids are concatenated, each document ended by eos, and cut every seq_len ids.
+"""
+
+import dataclasses
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import numpy as np
+
+from qtrain.core.checks import Range
+from qtrain.core.errors import UserError
+from qtrain.data.batch import Sample
+from qtrain.data.files import text_files
+from qtrain.data.hub_rows import RowReader, RowSource
+from qtrain.data.permutation import Permutation
+from qtrain.data.stream import (
+    DATASETS,
+    ESTIMATED_FROM,
+    Dataset,
+    Stream,
+    StreamContext,
+    check_position,
+    checked_tokenizer,
+)
+from qtrain.data.text.documents import DocumentOrder, Documents
+from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+
+ENCODE_CHARACTERS = 1 << 17
+ENCODE_DOCUMENTS = 64
+ESTIMATED_CHARACTERS = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """A document, and the cursor from which it is read first."""
+
+    cursor: dict[str, Any]
+    epoch: int
+    text: str
+
+
+class PackedStream(Stream):
+    """Windows of seq_len+1 ids; the last id of one is the first of the next, so every id but the first is a label.
+
+    Position: the cursor of the document that the next window starts in, `token`, the offset inside it, and `fixed`,
+    what the order depends on: resuming with other values is refused. A subclass defines the documents after a
+    cursor."""
+
+    def __init__(
+        self, ctx: StreamContext, tokenizer: Tokenizer, first_cursor: dict[str, Any], fixed: dict[str, Any], flag: str
+    ):
+        self._ctx, self._tokenizer, self._flag = ctx, tokenizer, flag
+        self._fixed = {**fixed, "seed": ctx.seed}
+        self._cursor_keys = tuple(first_cursor)
+        self._start(first_cursor, 0)
+
+    @abstractmethod
+    def documents(self, cursor: Mapping[str, Any]) -> Iterator[Document]:
+        """Documents from `cursor` on, until the end of `ctx.epochs` if it is set."""
+
+    def position(self) -> dict[str, Any]:
+        return {**self._cursor, "token": self._token, **self._fixed}
+
+    def seek(self, position: Mapping[str, Any]) -> None:
+        check_position(position, self._fixed, self._flag)
+        self._start({key: position[key] for key in self._cursor_keys}, position["token"])
+
+    def _start(self, cursor: dict[str, Any], token: int) -> None:
+        self._cursor, self._token = cursor, token
+        self._source = self.documents(cursor)
+        self._buffer: deque[tuple[dict[str, Any], np.ndarray]] = deque()  # from _cursor on; _token is in the first
+        self._buffered = -self._token
+        self._last_epoch_with_text: int | None = None
+
+    def mean_tokens(self, texts: Sequence[str]) -> float:
+        """Tokens of a document, its end token included, on average over `texts`; of long ones by their beginnings."""
+        beginnings = [text[:ESTIMATED_CHARACTERS] for text in texts]
+        total = 0.0
+        for text, beginning, ids in zip(texts, beginnings, self._tokenizer.encode_batch(beginnings), strict=True):
+            total += len(ids) * len(text) / len(beginning) + 1 if text else 0
+        return total / max(len(texts), 1)
+
+    def next_sample(self) -> Sample:
+        length = self._ctx.seq_len + 1
+        while self._buffered < length:
+            self._read_more()
+        pieces, missing, at = [], length, self._token
+        for _, ids in self._buffer:
+            pieces.append(ids[at : at + missing])
+            missing -= len(pieces[-1])
+            if not missing:
+                break
+            at = 0
+        self._advance(self._ctx.seq_len)
+        return Sample(np.concatenate(pieces))
+
+    def _advance(self, count: int) -> None:
+        self._token += count
+        self._buffered -= count
+        while self._token >= len(self._buffer[0][1]):
+            self._token -= len(self._buffer.popleft()[1])
+        self._cursor = self._buffer[0][0]
+
+    def _read_more(self) -> None:
+        """Encode a batch of documents, which a tokenizer may do on several threads."""
+        batch, characters = [], 0
+        for document in self._source:
+            if document.text:
+                batch.append(document)
+                characters += len(document.text)
+                self._last_epoch_with_text = document.epoch
+            elif self._last_epoch_with_text is None:
+                self._last_epoch_with_text = document.epoch
+            elif document.epoch > self._last_epoch_with_text + 1:
+                raise UserError(f"{self._flag}: every document is empty; there is nothing to train on.")
+            if characters >= ENCODE_CHARACTERS or len(batch) >= ENCODE_DOCUMENTS:
+                break
+        if not batch:
+            raise StopIteration
+        eos = self._tokenizer.eos_id
+        for document, ids in zip(batch, self._tokenizer.encode_batch([d.text for d in batch]), strict=True):
+            self._buffer.append((document.cursor, np.array([*ids, eos], dtype=np.int64)))
+            self._buffered += len(ids) + 1
+        if self._token >= len(self._buffer[0][1]):
+            raise UserError(f"{self._flag}: cannot resume: the document in which the position lies is shorter now.")
+
+
+@DATASETS.register("text")
+@dataclass(frozen=True)
+class TextDataset(Dataset):
+    """Local .txt, .py, .jsonl, .json, .csv, .parquet and .arrow files (or python:stdlib), tokenized during training"""
+
+    paths: str | list[str]
+    """files (compressed ones too), globs or folders; python:stdlib is the standard library's source"""
+    tokenizer: str
+    """name, file, folder or hub id of the tokenizer"""
+    split: Literal["all", "train", "validation"] | None = None
+    """which files, by a hash of their path; null: all"""
+    part: Literal["all", "train", "validation"] | None = None
+    """another name for split"""
+    validation_fraction: Annotated[float, Range(0, 1)] = 0.05
+    """share of the files in the validation split"""
+    text_column: str = "text"
+    """column or key that holds the text"""
+
+    def load_tokenizer(self, flag: str) -> Tokenizer:
+        return load_tokenizer(self.tokenizer, flag)
+
+    def open(self, ctx: StreamContext, flag: str) -> Stream:
+        if self.split and self.part and self.split != self.part:
+            raise UserError(f"{flag}: split is {self.split!r} and part is {self.part!r}; they mean the same, give one.")
+        files = text_files(self.paths, self.split or self.part or "all", self.validation_fraction, flag)
+        tokenizer = checked_tokenizer(self.tokenizer, ctx, flag)
+        stream = TextStream(Documents(files, self.text_column, flag), ctx, tokenizer, flag)
+        stream.files = [file.path for file in files]
+        return stream
+
+
+class TextStream(PackedStream):
+    """The documents of the shuffled epochs, epoch after epoch.
+
+    Cursor: `document`, the index in that order, counted over epochs."""
+
+    def __init__(self, documents: Documents, ctx: StreamContext, tokenizer: Tokenizer, flag: str):
+        self._documents = documents
+        self._order = DocumentOrder(documents, ctx.seed, ctx.shuffle)
+        super().__init__(ctx, tokenizer, {"document": 0}, {"documents": len(documents)}, flag)
+
+    def documents(self, cursor: Mapping[str, Any]) -> Iterator[Document]:
+        index, count = cursor["document"], len(self._documents)
+        while self._ctx.epochs is None or index < self._ctx.epochs * count:
+            epoch, place = divmod(index, count)
+            yield Document({"document": index}, epoch, self._documents.read(self._order(epoch, place)))
+            index += 1
+
+    def estimated_samples(self) -> float:
+        count = len(self._documents)
+        first = (self._order(0, place) for place in range(min(count, ESTIMATED_FROM)))
+        return count * self.mean_tokens([self._documents.read(index) for index in first]) / self._ctx.seq_len
+
+
+@DATASETS.register("hf_text")
+@dataclass(frozen=True)
+class HfTextDataset(Dataset):
+    """A Hugging Face dataset, streamed and tokenized during training"""
+
+    dataset: str
+    """hub id; a local file or glob; or json, parquet, csv, text or arrow with data_files"""
+    tokenizer: str
+    """name, file, folder or hub id of the tokenizer"""
+    subset: str | None = None
+    """subset (configuration) of the dataset"""
+    split: str = "train"
+    """split of the dataset"""
+    text_column: str = "text"
+    """column that holds the text"""
+    data_files: str | list[str] | dict[str, str | list[str]] | None = None
+    """files or globs, or an object of them by split"""
+    shuffle_buffer: Annotated[int, Range(1)] = 1000
+    """rows that are shuffled together, after the dataset's files are shuffled"""
+
+    def load_tokenizer(self, flag: str) -> Tokenizer:
+        return load_tokenizer(self.tokenizer, flag)
+
+    def open(self, ctx: StreamContext, flag: str) -> Stream:
+        tokenizer = checked_tokenizer(self.tokenizer, ctx, flag)
+        source = RowSource.of(self.dataset, self.subset, self.split, (self.text_column,), self.data_files)
+        reader = RowReader(source, ctx.seed, ctx.shuffle, flag)
+        return HfTextStream(reader, self.shuffle_buffer, ctx, tokenizer, flag)
+
+
+class HfTextStream(PackedStream):
+    """The rows in windows of `window` rows, each window in a computed order.
+
+    Cursor: RowReader's cursor of the window's start, and `index`, the document's place in the window's order."""
+
+    def __init__(self, reader: RowReader, window: int, ctx: StreamContext, tokenizer: Tokenizer, flag: str):
+        self._reader, self._window = reader, window
+        fixed = {"shards": reader.shards, "shuffle_buffer": window}
+        super().__init__(ctx, tokenizer, {**reader.first_cursor(), "index": 0}, fixed, flag)
+
+    def documents(self, cursor: Mapping[str, Any]) -> Iterator[Document]:
+        start = {key: value for key, value in cursor.items() if key != "index"}
+        index = cursor["index"]
+        while self._ctx.epochs is None or start["epoch"] < self._ctx.epochs:
+            texts, after = self._reader.read(start, self._window)
+            for place in range(index, len(texts)):
+                yield Document({**start, "index": place}, start["epoch"], texts[self._place(start, place, len(texts))])
+            if not texts:  # an epoch without rows: PackedStream counts epochs without text
+                yield Document({**start, "index": 0}, start["epoch"], "")
+            start, index = after, 0
+
+    def _place(self, start: Mapping[str, Any], place: int, count: int) -> int:
+        if not self._ctx.shuffle:
+            return place
+        return Permutation(count, self._ctx.seed, start["epoch"], start["shard"], start["row"])(place)
+
+    def estimated_samples(self) -> float | None:
+        rows = self._reader.estimated_rows()
+        if rows is None:
+            return None
+        texts, _ = self._reader.read(self._reader.first_cursor(), ESTIMATED_FROM)
+        return rows * self.mean_tokens(texts) / self._ctx.seq_len
