@@ -139,6 +139,7 @@ def train(
     for group in groups:
         group["params"] = [parallel.master(p) for p in group["params"]]
     optimizer = spec.build(groups, 1e-3, seed=3)
+    optimizer.place(parallel.placements)
     quantized.track_versions(optimizer)
     if not optimizer_in_backward:
         share_amax(optimizer, quantized, parallel)

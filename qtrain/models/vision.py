@@ -88,10 +88,10 @@ def build_vision_model(
     if pretrained:
         for tensor_name, tensor in model.named_parameters():
             refuse_nonfinite(f"--pretrained ({name})", tensor_name, tensor)
-    for module in model.modules():  # `optim.parameter_groups` reads it
+    for module in model.modules():  # `parameter_groups` reads it
         qkv = getattr(module, "qkv", None)
         if isinstance(qkv, nn.Linear) and qkv.out_features == 3 * qkv.in_features:
-            module.fused_rows = {"qkv": (qkv.in_features,) * 3}
+            module.projections = {"qkv": (qkv.in_features,) * 3}
     return model.to(device=device, dtype=dtype)
 
 

@@ -31,7 +31,6 @@ from qtrain.optim.state_layout import (
     StateOptions,
     StateShapes,
     as_sharded,
-    first_element,
     local,
     plausible,
     saved_format,
@@ -134,8 +133,7 @@ class LowBitOptimizer(PartitionedOptimizer):
         super().add_param_group(param_group)
         self._updates = None
         for p in self.param_groups[-1]["params"]:
-            # Parts of one matrix must not be rounded with the same bits.
-            self.index_of[p] = len(self.index_of) + getattr(p, "first_random_number", 0)
+            self.index_of[p] = len(self.index_of)
             placements = p.placements if isinstance(p, DTensor) else ()
             if not all(isinstance(x, Replicate) or x == Shard(0) for x in placements):
                 raise UserError("--optim: a parameter is sharded along another dimension than its rows.")
@@ -192,7 +190,7 @@ class LowBitOptimizer(PartitionedOptimizer):
 
     def _slot(self, p: Tensor, group: int) -> Slot:
         state, states = self.state[p], []
-        for name, format in self.options.formats_of(p, self.signed).items():
+        for name, format in self.options.formats_of(p, self.signed, self.full_shape(p)).items():
             keys = state_keys(name, format)
             if not set(keys.values()) <= state.keys():
                 state.update({keys[kind]: value for kind, value in self._new_state(p, format).items()})
@@ -204,7 +202,8 @@ class LowBitOptimizer(PartitionedOptimizer):
         master = local(state[MASTER]) if self._has_master(p) else None
         weight = local(p.data) if isinstance(p, DTensor) else p.detach()
         step, amax = state.get("step"), self._amax.get(p)
-        return Slot(weight, tuple(states), step, self.index_of[p], group, master, first_element(p), amax)
+        number = self.index_of[p] + self.placement(p).rng_offset
+        return Slot(weight, tuple(states), step, number, group, master, self.first_element(p), amax)
 
     def _point_to(self, p: Tensor, slot: Slot) -> None:
         """Make the slot's tensors the parameter's states."""
@@ -275,7 +274,7 @@ class LowBitOptimizer(PartitionedOptimizer):
         adopted: dict[str, Tensor] = {"step": state["step"]}
         if not float(state["step"]) >= 0:
             raise UserError(f"--resume: the optimizer state step of {parameter_name} is {float(state['step'])}.")
-        for name, wanted in self.options.formats_of(p, self.signed).items():
+        for name, wanted in self.options.formats_of(p, self.signed, self.full_shape(p)).items():
             format = saved_format({k: (v.shape, v.dtype) for k, v in state.items()}, name)
             tensors = {kind: state[key] for kind, key in state_keys(name, format).items()}
             if not plausible(tensors, format, self.signed[name]):

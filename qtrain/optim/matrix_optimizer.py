@@ -22,7 +22,8 @@ from qtrain.kernels.optim.fused_update import FusedUpdate, Slot
 from qtrain.optim.elementwise import LowBitOptimizer
 from qtrain.optim.optimizer import Optimizer, PartitionedOptimizer, check_finite
 from qtrain.optim.registry import OPTIMIZERS, OptimizerSpec, ParameterShape
-from qtrain.optim.state_layout import BATCH_ELEMENTS, StateShapes, batches_by_shape, first_element, whole_shape
+from qtrain.optim.state_layout import BATCH_ELEMENTS, StateShapes, batches_by_shape
+from qtrain.tensors.partition import Placement
 
 Groups = list[dict[str, Any]]
 
@@ -168,7 +169,7 @@ class MatrixOptimizer(PartitionedOptimizer):
         batches = []
         for indices in batches_by_shape(parameters):
             chosen = [parameters[i] for i in indices]
-            slots = [Slot(p, number=self.index_of[id(p)], first_element=first_element(p)) for p in chosen]
+            slots = [Slot(p, number=self.index_of[id(p)], first_element=self.first_element(p)) for p in chosen]
             batches.append(MatrixBatch(group, chosen, FusedUpdate("apply", slots, seed=self.seed, sr=self.sr)))
         return batches
 
@@ -209,7 +210,7 @@ class MatrixOptimizer(PartitionedOptimizer):
         if not group["parts"]:
             return self.directions(group, [(p, 0) for p in parameters], gradients)
         found = torch.empty_like(gradients, dtype=torch.float32)
-        for rows, projections in equal_projections(projections_of(group, parameters[0])).items():
+        for rows, projections in equal_projections(self.projections_of(group, parameters[0])).items():
             stacked = torch.cat([gradients[:, start : start + rows] for _, start in projections])
             matrices = [(p, index) for index, _ in projections for p in parameters]
             updates = self.directions(group, matrices, stacked).split(len(parameters))
@@ -232,9 +233,19 @@ class MatrixOptimizer(PartitionedOptimizer):
 
     # ---- loading states ----------------------------------------------------------------------------------------------
 
+    def projections_of(self, group: Mapping[str, Any], parameter: Tensor) -> Sequence[int]:
+        """Rows of the projections fused in a parameter; of a rank's part those that it has, which are like the first
+        ones of the whole."""
+        return group["parts"][: len(group["parts"]) * parameter.shape[0] // self.full_shape(parameter)[0]]
+
+    def place(self, placements: Mapping[Tensor, Placement]) -> None:
+        super().place(placements)
+        if self._rest is not None:
+            self._rest.place(placements)
+
     def matrix_shapes(self, group: dict[str, Any], parameter: Tensor) -> list[tuple[int, int]]:
         """Rows and columns of each projection of a parameter."""
-        return [(rows, parameter.shape[1]) for rows in projections_of(group, parameter) or parameter.shape[:1]]
+        return [(rows, parameter.shape[1]) for rows in self.projections_of(group, parameter) or parameter.shape[:1]]
 
     @abstractmethod
     def states_of(self, group: dict[str, Any], parameter: Tensor) -> StateShapes:
@@ -262,12 +273,6 @@ class MatrixOptimizer(PartitionedOptimizer):
                     if value.is_floating_point():
                         check_finite(key, value, names[p])
         return [] if self._rest is None else self._rest.adopt_states(names)
-
-
-def projections_of(group: Mapping[str, Any], parameter: Tensor) -> Sequence[int]:
-    """Rows of the projections fused in a parameter; of a rank's part those that it has, which are like the first ones
-    of the whole."""
-    return group["parts"][: len(group["parts"]) * parameter.shape[0] // whole_shape(parameter)[0]]
 
 
 def equal_projections(rows_of: Sequence[int]) -> dict[int, list[tuple[int, int]]]:

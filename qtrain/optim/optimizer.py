@@ -17,7 +17,8 @@ from torch import Tensor
 
 from qtrain.core.errors import UserError
 from qtrain.kernels.optim.update_rules import WeightAmax
-from qtrain.optim.state_layout import StateShapes, local
+from qtrain.optim.state_layout import StateShapes, first_of_shard, local
+from qtrain.tensors.partition import Placement
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -25,6 +26,24 @@ class Optimizer(torch.optim.Optimizer):
 
     averages_weights: ClassVar[bool] = False
     """Whether `eval` puts other weights into the model than those that training updates."""
+
+    placements: Mapping[Tensor, Placement] = {}
+    """Of parameters that are parts of larger ones (`place`)."""
+
+    def place(self, placements: Mapping[Tensor, Placement]) -> None:
+        """State which parameters are parts of larger ones, and where they lie in them; before anything else."""
+        self.placements = placements
+
+    def placement(self, parameter: Tensor) -> Placement:
+        return self.placements.get(parameter, Placement())
+
+    def full_shape(self, parameter: Tensor) -> torch.Size:
+        """The shape of the matrix that `parameter` is a part of."""
+        return self.placement(parameter).full_shape or parameter.shape
+
+    def first_element(self, parameter: Tensor) -> int:
+        """Index in the full matrix of the first element of this rank's shard."""
+        return self.placement(parameter).first_element + first_of_shard(parameter)
 
     def parameters(self) -> list[Tensor]:
         """All parameters, group by group."""

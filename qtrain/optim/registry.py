@@ -98,7 +98,7 @@ def hidden_matrices(model: nn.Module) -> dict[int, tuple[int, ...]]:
     """id of each trainable 2-D parameter outside the embeddings and the output head -> rows of its fused projections.
 
     The rows are () for a single projection. A module whose linears hold several projections has an attribute
-    `fused_rows`: name of the linear -> rows of each projection.
+    `projections`: name of the linear -> rows of each projection.
     """
     excluded = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     head = getattr(model, "lm_head", None)
@@ -109,7 +109,7 @@ def hidden_matrices(model: nn.Module) -> dict[int, tuple[int, ...]]:
     fused = {
         id(getattr(module, child).weight): tuple(rows)
         for module in model.modules()
-        for child, rows in getattr(module, "fused_rows", {}).items()
+        for child, rows in getattr(module, "projections", {}).items()
     }
     hidden = [p for p in model.parameters() if p.requires_grad and p.ndim == 2 and id(p) not in excluded]
     return {id(p): fused.get(id(p), ()) for p in hidden}

@@ -163,7 +163,9 @@ class ScheduleFreeOptimizer(LowBitOptimizer):
         slots = []
         for p in parameters:
             if "z" not in self.state[p]:
-                self.state[p]["z"] = _dense(p.detach(), self.options.formats_of(p, self.signed)["z"].dtype)
+                self.state[p]["z"] = _dense(
+                    p.detach(), self.options.formats_of(p, self.signed, self.full_shape(p))["z"].dtype
+                )
             slots.append(self._slot(p, 0))
         y = FusedUpdate("apply", [replace(slot, states=()) for slot in slots], seed=self.seed, sr=self.options.sr)
         z, v = (

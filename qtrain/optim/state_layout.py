@@ -51,9 +51,12 @@ class StateOptions:
     small: int = 4096
     offload: bool = False
 
-    def formats_of(self, parameter: Tensor, signed: Mapping[str, bool]) -> dict[str, StateFormat]:
-        """The format of each state of `parameter`. signed: by state, whether it can be negative."""
-        whole = whole_shape(parameter)
+    def formats_of(
+        self, parameter: Tensor, signed: Mapping[str, bool], full_shape: torch.Size | None = None
+    ) -> dict[str, StateFormat]:
+        """The format of each state of `parameter`. signed: by state, whether it can be negative. full_shape: of the
+        matrix that it is a part of; a shard by rows (DTensor) has the shape of its whole anyway."""
+        whole = full_shape or parameter.shape
         is_small = parameter.ndim < 2 or whole.numel() < self.small
         names: dict[str, FormatName] = {}
         for state, choice in self.formats.items():
@@ -71,27 +74,19 @@ def state_keys(name: str, format: StateFormat) -> dict[str, str]:
     return {kind: f"{name}.{format.id}.{kind}" if format.block else name for kind in format.parts(torch.Size([1]))}
 
 
-def whole_shape(parameter: Tensor) -> torch.Size:
-    """The shape of the matrix of which `parameter` is a part, where tensor ranks divide it: it has the attribute
-    `whole_shape`. A shard by rows (DTensor) has the shape of its whole anyway."""
-    return getattr(parameter, "whole_shape", parameter.shape)
-
-
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def first_element(p: Tensor) -> int:
-    """Index in the whole tensor of the first element of this rank's shard. Where ranks have rows of a matrix (experts),
-    a parameter's attribute `first_element` says where they begin."""
-    start = getattr(p, "first_element", 0)
+def first_of_shard(p: Tensor) -> int:
+    """Index of the first element of this rank's shard of a DTensor."""
     if not isinstance(p, DTensor):
-        return start
+        return 0
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-    return start + (offset[0] * (p.numel() // max(p.shape[0], 1)) if offset else 0)
+    return offset[0] * (p.numel() // max(p.shape[0], 1)) if offset else 0
 
 
 def as_sharded(value: Tensor, p: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -79,6 +79,10 @@ class DataParallel:
         self._reduction = None
         groups = [*self.partitions.values()] or _by_unit(self.parameters, units)
         self._parts = TensorParts(model, groups, mesh) if mesh.tensor > 1 else None
+        self.placements = {s.master: s.placement for s in self.parameters if s.placement is not None}
+        """Of masters that are parts of larger parameters."""
+        if self._parts is not None:
+            self.placements |= self._parts.placements
         self.divided_state = DividedState(model, mesh.part_group) if mesh.part_group is not None else None
         if mesh.data_world > 1 or deterministic:
             self._reduction = GradientReduction(

@@ -10,6 +10,7 @@ from qtrain.comm.tensor_group import TENSOR_RANK_NUMBERS
 from qtrain.models import Decoder
 from qtrain.parallel.layers.experts import EPExperts
 from qtrain.parallel.shards import Sharded, shard_parameters
+from qtrain.tensors.partition import Placement
 from qtrain.tensors.stored_weight import StoredWeight
 
 
@@ -31,9 +32,11 @@ def shard_experts(
     found = []
     for sharded in shard_parameters(named, mesh.of_experts, needs_whole, freed):
         split, parameter = model.partition(sharded.name), sharded.parameter
-        sharded.master.whole_shape = split.full_shape(parameter.shape)
-        sharded.master.first_element = split.ranges[0][0] * parameter.shape[1]
-        if isinstance(parameter.data, StoredWeight):  # its update draws bits without regard to the first element
-            sharded.master.first_random_number = mesh.of_experts.tensor_rank * TENSOR_RANK_NUMBERS
-        found.append(dataclasses.replace(sharded, terms=terms.get(id(parameter))))
+        stored = isinstance(parameter.data, StoredWeight)  # its update draws bits without regard to the first element
+        placement = Placement(
+            split.full_shape(parameter.shape),
+            split.ranges[0][0] * parameter.shape[1],
+            mesh.of_experts.tensor_rank * TENSOR_RANK_NUMBERS if stored else 0,
+        )
+        found.append(dataclasses.replace(sharded, terms=terms.get(id(parameter)), placement=placement))
     return found

@@ -23,6 +23,7 @@ from torch.distributed.tensor import Shard as ShardOf
 
 from qtrain.comm.mesh import Mesh
 from qtrain.tensors.deferred import initial_value, is_deferred, materialize, plain_tensors, settle
+from qtrain.tensors.partition import Placement
 from qtrain.tensors.stored_weight import StoredWeight
 
 T = TypeVar("T")
@@ -36,7 +37,7 @@ the last elements of a tensor in another way, with other rounding: they must be 
 class Sharded:
     """A parameter and its master on a mesh. bounds: shard rank s holds the elements [bounds[s], bounds[s + 1]).
     terms: where one rank computes several ranks' micro-batches and keeps their gradients apart, what receives them in
-    place of the parameter, [micro-batches, *shape]."""
+    place of the parameter, [micro-batches, *shape]. placement: of the master, if it is a part of a larger parameter."""
 
     name: str
     parameter: nn.Parameter
@@ -44,6 +45,7 @@ class Sharded:
     bounds: tuple[int, ...]
     mesh: Mesh
     terms: Tensor | None = None
+    placement: Placement | None = None
 
     @property
     def rows(self) -> int:

@@ -8,6 +8,7 @@ from torch import nn
 from qtrain.comm.mesh import Mesh
 from qtrain.comm.tensor_group import TENSOR_RANK_NUMBERS
 from qtrain.parallel.shards import Sharded
+from qtrain.tensors.partition import Placement
 
 
 class TensorParts:
@@ -19,10 +20,12 @@ class TensorParts:
         parameters = [s for group in groups for s in group]
         parts, self._group = model.parts, mesh.tensor_group
         splits = {s.name: parts.partition(s.name) for s in parameters}
-        for s in parameters:
-            if split := splits[s.name]:
-                s.master.whole_shape = split.full_shape(s.parameter.shape)
-                s.master.first_random_number = mesh.tensor_rank * TENSOR_RANK_NUMBERS
+        offset = mesh.tensor_rank * TENSOR_RANK_NUMBERS
+        self.placements = {
+            s.master: Placement(split.full_shape(s.parameter.shape), rng_offset=offset)
+            for s in parameters
+            if (split := splits[s.name])
+        }
         self.counted = [s for s in parameters if splits[s.name] or mesh.tensor_rank == 0]
         self._terms = [[s.parameter for s in group if parts.has_partial_gradient(s.name)] for group in groups]
         # Added by rank 0 for all: they stay zero on the others, where their gradients are those of the sum, too.

@@ -68,6 +68,18 @@ class Partition:
             at += stop - start
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where a parameter of an optimizer lies in the one that it is a part of. Rows of a DTensor are not part of it."""
+
+    full_shape: torch.Size | None = None
+    """Of the full parameter; None: this is all of it."""
+    first_element: int = 0
+    """Index of the first element in the full parameter, which numbers random bits."""
+    rng_offset: int = 0
+    """Added to the parameter's number in Philox keys: parts of one matrix must not be rounded with the same bits."""
+
+
 class Parts(Protocol):
     """How processes divide the parameters of a model."""
 

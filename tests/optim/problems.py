@@ -34,7 +34,7 @@ class Small(nn.Module):
 class _Layer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.fused_rows = {"fused": [8, 4, 8]}
+        self.projections = {"fused": [8, 4, 8]}
         self.fused = nn.Linear(8, 20, bias=False)
         self.square = nn.Linear(8, 8, bias=False)
         self.down = nn.Linear(12, 8, bias=False)

@@ -53,6 +53,7 @@ def _train(case: str, mesh_shape: str, full_shard: bool, micro_batches: int) -> 
     for group in groups:
         group["params"] = [parallel.master(p) for p in group["params"]]
     optimizer = OPTIMIZERS.make("adamw_8bit", {}, "--optim").build(groups, 1e-2, seed=3)
+    optimizer.place(parallel.placements)
     quantized.track_versions(optimizer)
     forward, found = language_forward(model, None), []
     for step in range(3):

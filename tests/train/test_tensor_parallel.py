@@ -238,6 +238,7 @@ def _train(
         for group in groups:
             group["params"] = [parallel.master(p) for p in group["params"]]
         optimizer = spec.build(groups, 1e-3, seed=3)
+        optimizer.place(parallel.placements)
         quantized.track_versions(optimizer)
         forward, steps = language_forward(model, None), []
         for step in range(STEPS):

@@ -98,7 +98,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.split_sizes = [config.q_size, config.kv_size, config.kv_size]
-        self.fused_rows = {"qkv": self.split_sizes}  # `optim.parameter_groups` reads it
+        self.projections = {"qkv": self.split_sizes}  # `parameter_groups` reads it
         self.qkv = nn.Linear(config.hidden_size, config.qkv_size, bias=config.qkv_bias)
         self.norms_heads = config.qk_norm == "heads"
         # Over each head alone, or over all heads.

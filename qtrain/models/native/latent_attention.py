@@ -38,8 +38,8 @@ class LatentAttention(nn.Module):
         self.kv_norm = nn.RMSNorm(latent.kv_rank, eps=LATENT_NORM_EPS)
         self.kv_b = nn.Linear(latent.kv_rank, heads * (latent.plain_dim + latent.value_dim), bias=False)
         self.o_proj = nn.Linear(config.value_size, config.hidden_size, bias=False)
-        # `optim.parameter_groups` reads it; the key's rotated part belongs to the projection of the latent vector.
-        self.fused_rows = {"qkv_a": [self.split_sizes[0], latent.kv_rank + latent.rope_dim]}
+        # `parameter_groups` reads it; the key's rotated part belongs to the projection of the latent vector.
+        self.projections = {"qkv_a": [self.split_sizes[0], latent.kv_rank + latent.rope_dim]}
 
     def forward(self, x: Tensor, info: SequenceInfo) -> Tensor:
         latent = self.latent

@@ -41,8 +41,8 @@ class LoraExperts(nn.Module):
         rows = base.out_features // groups
         self.lora_a = _matrices(groups, base.in_features, rank, base.weight.device)
         self.lora_b = _matrices(groups, rank, rows, base.weight.device)
-        # `optim.parameter_groups` reads it.
-        self.fused_rows = {"lora_a": [rank] * groups, "lora_b": [rows] * groups}
+        # `parameter_groups` reads it.
+        self.projections = {"lora_a": [rank] * groups, "lora_b": [rows] * groups}
 
     @property
     def weight(self) -> Tensor:

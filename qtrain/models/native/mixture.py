@@ -31,8 +31,8 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up = GroupedLinear(experts, hidden_size, 2 * width)
         self.down_proj = GroupedLinear(experts, width, hidden_size)
-        # `optim.parameter_groups` reads it: of all experts, also where a process has some of them.
-        self.fused_rows = {"gate_up": [width, width] * experts, "down_proj": [hidden_size] * experts}
+        # `parameter_groups` reads it: of all experts, also where a process has some of them.
+        self.projections = {"gate_up": [width, width] * experts, "down_proj": [hidden_size] * experts}
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """x [T, C], experts int64 [T, k], weights fp32 [T, k] -> [T, C]."""

@@ -18,7 +18,7 @@ class MLP(nn.Module):
         super().__init__()
         width = width or config.intermediate_size
         self.gate_up = nn.Linear(config.hidden_size, 2 * width, bias=config.mlp_bias)
-        self.fused_rows = {"gate_up": [width] * 2}  # as in `Attention`
+        self.projections = {"gate_up": [width] * 2}  # as in `Attention`
         self.sub_norm = nn.RMSNorm(width, eps=config.rms_norm_eps) if config.sub_norm else None
         self.down_proj = nn.Linear(width, config.hidden_size, bias=config.mlp_bias)
 

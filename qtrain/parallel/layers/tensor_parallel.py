@@ -67,7 +67,7 @@ class TPAttention(Attention):
     def __init__(self, attention: Attention, stream: Stream, split_sizes: list[int]):
         _become(self, attention)
         self.stream, self.split_sizes = stream, split_sizes
-        self.fused_rows = {"qkv": split_sizes}
+        self.projections = {"qkv": split_sizes}
 
     def forward(self, x: Tensor, info: SequenceInfo) -> Tensor:
         if exchange := self.stream.exchange(self.qkv, x, info):
@@ -84,7 +84,7 @@ class TPMLP(MLP):
     def __init__(self, mlp: MLP, stream: Stream):
         _become(self, mlp)
         self.stream = stream
-        self.fused_rows = {"gate_up": [mlp.gate_up.weight.shape[0] // 2] * 2}
+        self.projections = {"gate_up": [mlp.gate_up.weight.shape[0] // 2] * 2}
 
     def forward(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor:
         exchange = self.stream.exchange(self.gate_up, x, info)

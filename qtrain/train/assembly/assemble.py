@@ -73,6 +73,7 @@ def assemble(
     for group in groups:
         group["params"] = [parallel.master(p) for p in group["params"]]
     optimizer = prepared.optimizer.build(groups, settings.lr, seed=settings.seed)
+    optimizer.place(parallel.placements)
     quantized.track_versions(optimizer)
     if not settings.optimizer_in_backward:
         share_amax(optimizer, quantized, parallel)

@@ -110,9 +110,9 @@ def test_each_experts_matrices_are_drawn_alike_and_are_a_projection_each():
     experts = build_model(source).layers[0].mlp.experts
     for name, parts in (("gate_up", 16), ("down_proj", 8)):
         weight = getattr(experts, name).weight
-        assert len(experts.fused_rows[name]) == parts
-        assert sum(experts.fused_rows[name]) == weight.shape[0]
-        for matrix in weight.split(experts.fused_rows[name]):
+        assert len(experts.projections[name]) == parts
+        assert sum(experts.projections[name]) == weight.shape[0]
+        for matrix in weight.split(experts.projections[name]):
             assert matrix.std().item() == pytest.approx(0.05, rel=0.05)
 
 

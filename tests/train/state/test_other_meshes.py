@@ -44,6 +44,7 @@ def _hop(scheme: str, optimizer_name: str, mesh_shape: str, source: Path | None,
     for group in groups:
         group["params"] = [parallel.master(p) for p in group["params"]]
     optimizer = spec.build(groups, 1e-3, seed=3)
+    optimizer.place(parallel.placements)
     quantized.track_versions(optimizer)
     settings = LanguageSettings(n_steps=10, device="cpu")
     run = Run(

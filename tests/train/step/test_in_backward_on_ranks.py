@@ -68,6 +68,7 @@ class Trainee:
         for group in groups:
             group["params"] = [self.parallel.master(p) for p in group["params"]]
         self.optimizer = OPTIMIZERS.make("adamw", {}, "--optim").build(groups, 1e-3, seed=3)
+        self.optimizer.place(self.parallel.placements)
         self.quantized.track_versions(self.optimizer)
         self.in_backward = OptimizerInBackward(self.optimizer, self.parallel) if in_backward else None
 
