@@ -1,4 +1,12 @@
-"""Triton, if it is installed. Without it (no Linux, no GPU) kernels can be defined, and only a launch fails."""
+"""What every kernel file starts from: Triton, if it is installed, and custom ops.
+
+Without Triton (no Linux, no GPU) kernels can be defined, and only a launch fails.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable
+
+import torch
 
 try:
     import triton
@@ -24,4 +32,27 @@ except ImportError:
 
     triton = tl = gluon = gl = hopper = _Absent()
 
-__all__ = ["gl", "gluon", "hopper", "tl", "triton"]
+__all__ = ["gl", "gluon", "hopper", "operator", "tl", "triton"]
+
+
+def operator(name: str, fake: Callable, mutates_args: Iterable[str] = ()) -> Callable:
+    """Register a function as the custom op `qtrain::name`, which `torch.compile` keeps as one call.
+
+    fake: uninitialized results, for tracing. It names only those of the op's arguments that shapes and dtypes depend
+    on, so that a signature is written once.
+    """
+    read = tuple(inspect.signature(fake).parameters)
+
+    def register(function: Callable) -> Callable:
+        op = torch.library.custom_op(f"qtrain::{name}", mutates_args=mutates_args)(function)
+        signature = inspect.signature(function)
+
+        @op.register_fake
+        def _(*args: object, **kwargs: object) -> object:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return fake(*(bound.arguments[argument] for argument in read))
+
+        return op
+
+    return register

@@ -11,7 +11,7 @@ d loss / d logit = softmax * (1 + 2 * z_loss * L) - onehot(label). A row labeled
 import torch
 from torch import Tensor
 
-from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.compiler import operator, tl, triton
 
 IGNORED = -100
 """The label of a position without a loss."""
@@ -89,14 +89,13 @@ def launch_cross_entropy(logits: Tensor, labels: Tensor, z_loss: float, with_gra
     return out
 
 
-@torch.library.custom_op("qtrain::cross_entropy", mutates_args={"logits"})
+def _empty_cross_entropy(logits):
+    return logits.new_empty(2, logits.shape[0], dtype=torch.float32)
+
+
+@operator("cross_entropy", fake=_empty_cross_entropy, mutates_args={"logits"})
 def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float, with_grad: bool) -> Tensor:
     """logits [T, V], labels int64 [T] -> fp32 [2, T] (loss, nll); see the top of the file. Overwrites logits."""
     if logits.is_cuda:
         return launch_cross_entropy(logits, labels, z_loss, with_grad)
     return cross_entropy_ref(logits, labels, z_loss, with_grad)
-
-
-@cross_entropy.register_fake
-def _(logits: Tensor, labels: Tensor, z_loss: float, with_grad: bool) -> Tensor:
-    return logits.new_empty(2, logits.shape[0], dtype=torch.float32)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.autotune import forced
-from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.compiler import operator, tl, triton
 
 BLOCK = 2048
 
@@ -76,15 +76,10 @@ def launch_scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-@torch.library.custom_op("qtrain::scaled", mutates_args=())
+@operator("scaled", fake=lambda x, dtype: torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format))
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """x fp32 or bf16, of any shape, factor an fp32 scalar on its device -> x * factor in dtype, rounded once."""
     x = x.contiguous()
     if not x.is_cuda or forced() == "ref":
         return scaled_ref(x, factor, dtype)
     return launch_scaled(x, factor, dtype)
-
-
-@scaled.register_fake
-def _(x, factor, dtype):
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)

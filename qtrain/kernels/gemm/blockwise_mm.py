@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from qtrain.core.hardware import has_fp8, sm_count
 from qtrain.kernels.autotune import choose, forced
-from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.gemm.blockwise_wgmma import WGMMA_TILINGS, WgmmaTiling, launch_blockwise_wgmma, supports_wgmma
 from qtrain.kernels.gemm.persistent import k_major, tile_of
 from qtrain.kernels.numerics.formats import GRANULARITIES
@@ -243,7 +243,7 @@ def _run(
     return launch_blockwise_mm(a, b, scale_a, scale_b, block_a, block_b, out, ALL_TILINGS[name], bias)
 
 
-@torch.library.custom_op("qtrain::blockwise_mm", mutates_args=())
+@operator("blockwise_mm", fake=lambda a, b, out_dtype: a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype))
 def blockwise_mm(
     a: Tensor,
     b: Tensor,
@@ -268,8 +268,3 @@ def blockwise_mm(
     key = (m, n, a.shape[1], a.dtype, b.dtype, block_a, block_b, out_dtype)
     arguments = (a, b, scale_a, scale_b, block_a, block_b, out_dtype, bias)
     return _run(choose("blockwise_mm", key, names, lambda name: _run(name, *arguments)), *arguments)
-
-
-@blockwise_mm.register_fake
-def _(a, b, scale_a, scale_b, block_a, block_b, out_dtype, bias=None):
-    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.autotune import choose, forced
+from qtrain.kernels.compiler import operator
 from qtrain.kernels.gemm.persistent import Tiling, launch_persistent_mm
 
 STEP_K = 16
@@ -48,7 +49,7 @@ TILINGS = {
 }
 
 
-@torch.library.custom_op("qtrain::fp16_mm", mutates_args=())
+@operator("fp16_mm", fake=lambda a, b: a.new_empty(a.shape[0], b.shape[0]))
 def fp16_mm(a: Tensor, b: Tensor) -> Tensor:
     """A [M, K] fp16 · B [N, K]ᵀ fp16 -> fp16 [M, N], accumulated in FP16. See the top of the file."""
     (m, k), n = a.shape, b.shape[0]
@@ -60,17 +61,12 @@ def fp16_mm(a: Tensor, b: Tensor) -> Tensor:
     return launch_fp16_mm(a, b, TILINGS[name])
 
 
-@fp16_mm.register_fake
-def _(a: Tensor, b: Tensor) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[0])
-
-
 def fp32_mm_ref(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
     """a [M, K] · b [K, N], each fp32 or bf16 -> [M, N], rounded once to out_dtype."""
     return (a.float() @ b.float()).to(out_dtype)
 
 
-@torch.library.custom_op("qtrain::fp32_mm", mutates_args=())
+@operator("fp32_mm", fake=lambda a, b, out_dtype: a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype))
 def fp32_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
     """a [M, K] · b [K, N], each fp32 or bf16 -> [M, N] in out_dtype, fp32 or bf16."""
     if not a.is_cuda or b.dtype != torch.bfloat16:
@@ -88,8 +84,3 @@ def fp32_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.float32) -> Ten
 def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """bf16 operands; the accumulators are rounded once."""
     return torch.mm(a, b, out_dtype=torch.float32) if out_dtype == torch.float32 else torch.mm(a, b)
-
-
-@fp32_mm.register_fake
-def _(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qtrain.core.hardware import has_ptx, sm_count
 from qtrain.kernels.autotune import choose, forced
-from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.gemm.int8_mm import int8_mm, int8_mm_ref
 from qtrain.kernels.gemm.persistent import Tiling, scale_tile, store_tile, tile_of
 from qtrain.kernels.gemm.scaled_mm import scaled_mm, scaled_mm_ref
@@ -189,7 +189,7 @@ def _on_gpu(a: Tensor, b: Tensor) -> bool:
     return a.is_cuda and bool(a.numel() and b.numel()) and forced() != "ref"
 
 
-@torch.library.custom_op("qtrain::int4_mm", mutates_args=())
+@operator("int4_mm", fake=lambda a, b: a.new_empty(a.shape[0], b.shape[0], dtype=torch.int32))
 def int4_mm(a: Tensor, b: Tensor, k: int) -> Tensor:
     """A · Bᵀ of packed codes: A uint8 [M, ceil(K/2)], B uint8 [N, ceil(K/2)] -> int32 [M, N], exact."""
     if not _on_gpu(a, b):
@@ -198,12 +198,7 @@ def int4_mm(a: Tensor, b: Tensor, k: int) -> Tensor:
     return _dispatch("int4_mm", a, b, None, k, torch.int32, int8_mm)
 
 
-@int4_mm.register_fake
-def _(a: Tensor, b: Tensor, k: int) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[0], dtype=torch.int32)
-
-
-@torch.library.custom_op("qtrain::scaled_int4_mm", mutates_args=())
+@operator("scaled_int4_mm", fake=lambda a, b, out_dtype: a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype))
 def scaled_int4_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, k: int, out_dtype: torch.dtype) -> Tensor:
     """(A · Bᵀ) * scale_a * scale_b of packed codes; scales fp32, one a row or [1] -> [M, N] in out_dtype."""
     if not _on_gpu(a, b):
@@ -213,8 +208,3 @@ def scaled_int4_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, k: in
         "scaled_int4_mm", a, b, (scale_a, scale_b), k, out_dtype,
         lambda x, y: scaled_mm(x, y, scale_a, scale_b, out_dtype),
     )  # fmt: skip
-
-
-@scaled_int4_mm.register_fake
-def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, k: int, out_dtype: torch.dtype) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from qtrain.core.hardware import product_rate
 from qtrain.kernels.autotune import choose, forced
-from qtrain.kernels.compiler import triton
+from qtrain.kernels.compiler import operator, triton
 from qtrain.kernels.gemm.persistent import Tiling, launch_persistent_mm
 
 LONGEST_EXACT_K = (2**31 - 1) // (127 * 127)
@@ -89,7 +89,7 @@ def _aligned_rows(x: Tensor) -> Tensor:
     return x if aligned else x.contiguous()
 
 
-@torch.library.custom_op("qtrain::int8_mm", mutates_args=())
+@operator("int8_mm", fake=lambda a, b: a.new_empty(a.shape[0], b.shape[0], dtype=torch.int32))
 def int8_mm(a: Tensor, b: Tensor) -> Tensor:
     """A [M, K] int8 · B [N, K]ᵀ int8 -> int32 [M, N], exact. K at most LONGEST_EXACT_K."""
     (m, k), n = a.shape, b.shape[0]
@@ -97,8 +97,3 @@ def int8_mm(a: Tensor, b: Tensor) -> Tensor:
         return int8_mm_ref(a, b)
     a, b = _aligned_rows(a), _aligned_rows(b)
     return _run(choose("int8_mm", (m, n, k), int8_mm_names(m, n, k), lambda name: _run(name, a, b)), a, b)
-
-
-@int8_mm.register_fake
-def _(a: Tensor, b: Tensor) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[0], dtype=torch.int32)

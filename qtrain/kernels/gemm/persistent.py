@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qtrain.core.hardware import sm_count
-from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.compiler import operator, tl, triton
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def launch_transpose_8bit(x: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op("qtrain::transpose_8bit", mutates_args=())
+@operator("transpose_8bit", fake=lambda x: x.new_empty(x.shape[1], x.shape[0]))
 def transpose_8bit(x: Tensor) -> Tensor:
     """x [R, C] of int8, uint8 or an 8-bit float -> contiguous [C, R]. TypeError for wider elements."""
     if x.dtype.itemsize != 1:
@@ -194,11 +194,6 @@ def transpose_8bit(x: Tensor) -> Tensor:
     if not x.is_cuda or x.t().is_contiguous():  # the latter is a plain copy
         return transpose_8bit_ref(x)
     return launch_transpose_8bit(x.contiguous())
-
-
-@transpose_8bit.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[1], x.shape[0])
 
 
 def k_major(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from qtrain.core.hardware import has_fp8, sm_count
 from qtrain.kernels.autotune import choose, forced
-from qtrain.kernels.compiler import triton
+from qtrain.kernels.compiler import operator, triton
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K, int8_mm, int8_mm_ref
 from qtrain.kernels.gemm.persistent import Tiling, k_major, launch_persistent_mm
 from qtrain.kernels.gemm.split_k import launch_split_tiles, split_of
@@ -174,7 +174,7 @@ def _run(
     return launch_scaled_mm(a, b, scale_a, scale_b, out, TILINGS[name], bias=bias, fast_accum=fast)
 
 
-@torch.library.custom_op("qtrain::scaled_mm", mutates_args=())
+@operator("scaled_mm", fake=lambda a, b, out_dtype: a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype))
 def scaled_mm(
     a: Tensor,
     b: Tensor,
@@ -198,8 +198,3 @@ def scaled_mm(
     key = (m, n, a.shape[1], a.dtype, b.dtype, out_dtype, scale_a.numel() > 1, scale_b.numel() > 1, fast_accum)
     arguments = (a, b, scale_a, scale_b, out_dtype, bias, fast_accum)
     return _run(choose("scaled_mm", key, names, lambda name: _run(name, *arguments)), *arguments)
-
-
-@scaled_mm.register_fake
-def _(a, b, scale_a, scale_b, out_dtype, bias=None, fast_accum=True):
-    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)

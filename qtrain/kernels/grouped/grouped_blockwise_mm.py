@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qtrain.core.hardware import sm_count
 from qtrain.kernels.autotune import choose, forced
-from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.gemm.blockwise_mm import (
     BLOCKS,
     TILINGS,
@@ -26,8 +26,16 @@ from qtrain.kernels.gemm.blockwise_mm import (
 )
 from qtrain.kernels.gemm.blockwise_wgmma import WgmmaTiling, launch_blockwise_wgmma
 from qtrain.kernels.gemm.persistent import tile_of
-from qtrain.kernels.grouped.grouped_mm import check_operands, columns_of_output, kernels_take
-from qtrain.kernels.grouped.per_group import check_groups, matrices, multiply_rows, own_columns, unstack
+from qtrain.kernels.grouped.grouped_mm import check_operands, kernels_take
+from qtrain.kernels.grouped.per_group import (
+    check_groups,
+    empty_rows,
+    empty_sums,
+    matrices,
+    multiply_rows,
+    own_columns,
+    unstack,
+)
 from qtrain.kernels.grouped.persistent import (
     launch_longest_first,
     load_matrix,
@@ -260,7 +268,7 @@ def _check_blocks(block_a: str, block_b: str) -> None:
         raise ValueError(f"blocks {block_a} and {block_b} cut K differently")
 
 
-@torch.library.custom_op("qtrain::grouped_rows_blockwise_mm", mutates_args=())
+@operator("grouped_rows_blockwise_mm", fake=empty_rows)
 def grouped_rows_blockwise_mm(
     a: Tensor,
     b: Tensor,
@@ -297,12 +305,7 @@ def grouped_rows_blockwise_mm(
     return run(choose("grouped_rows_blockwise_mm", key, list(tilings), run))
 
 
-@grouped_rows_blockwise_mm.register_fake
-def _(a, b, scale_a, scale_b, block_a, block_b, group_of_block, starts, out_dtype):
-    return a.new_empty(a.shape[0], columns_of_output(a, b, starts), dtype=out_dtype)
-
-
-@torch.library.custom_op("qtrain::grouped_sums_blockwise_mm", mutates_args=())
+@operator("grouped_sums_blockwise_mm", fake=empty_sums)
 def grouped_sums_blockwise_mm(
     a: Tensor,
     b: Tensor,
@@ -333,8 +336,3 @@ def grouped_sums_blockwise_mm(
 
     key = (*a.shape, k, groups, a.dtype, b.dtype, block_a, block_b, out_dtype)
     return run(choose("grouped_sums_blockwise_mm", key, list(tilings), run)).view(groups * n, k)
-
-
-@grouped_sums_blockwise_mm.register_fake
-def _(a, b, scale_a, scale_b, block_a, block_b, starts, out_dtype):
-    return a.new_empty((starts.shape[0] - 1) * a.shape[0], b.shape[0], dtype=out_dtype)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.autotune import forced
-from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.grouped.grouped_mm import columns_of_output, grouped_rows_mm, grouped_sums_mm
+from qtrain.kernels.compiler import operator, tl, triton
+from qtrain.kernels.grouped.grouped_mm import grouped_rows_mm, grouped_sums_mm
+from qtrain.kernels.grouped.per_group import empty_rows, empty_sums
 from qtrain.kernels.numerics.formats import unpack
 
 BLOCK = 4096
@@ -39,7 +40,7 @@ def _unpacked(packed: Tensor) -> Tensor:
     return unpack(packed, "int4", 2 * packed.shape[1])
 
 
-@torch.library.custom_op("qtrain::grouped_rows_int4_mm", mutates_args=())
+@operator("grouped_rows_int4_mm", fake=empty_rows)
 def grouped_rows_int4_mm(
     a: Tensor,
     b: Tensor,
@@ -54,19 +55,9 @@ def grouped_rows_int4_mm(
     return grouped_rows_mm(*operands, scale_a, scale_b, group_of_block, starts, out_dtype)
 
 
-@grouped_rows_int4_mm.register_fake
-def _(a, b, scale_a, scale_b, group_of_block, starts, out_dtype):
-    return a.new_empty(a.shape[0], columns_of_output(a, b, starts), dtype=out_dtype)
-
-
-@torch.library.custom_op("qtrain::grouped_sums_int4_mm", mutates_args=())
+@operator("grouped_sums_int4_mm", fake=empty_sums)
 def grouped_sums_int4_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, starts: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
     """`grouped_sums_mm` of packed codes: A uint8 [N, R / 2], B uint8 [K, R / 2]."""
     return grouped_sums_mm(_unpacked(a), _unpacked(b), scale_a, scale_b, starts, out_dtype)
-
-
-@grouped_sums_int4_mm.register_fake
-def _(a, b, scale_a, scale_b, starts, out_dtype):
-    return a.new_empty((starts.shape[0] - 1) * a.shape[0], b.shape[0], dtype=out_dtype)

@@ -13,11 +13,14 @@ from torch import Tensor
 
 from qtrain.core.hardware import has_fp8
 from qtrain.kernels.autotune import choose, forced
+from qtrain.kernels.compiler import operator
 from qtrain.kernels.gemm.int8_mm import LONGEST_EXACT_K
 from qtrain.kernels.gemm.persistent import Tiling
 from qtrain.kernels.gemm.scaled_mm import FP8, scaled_mm_ref
 from qtrain.kernels.grouped.per_group import (
     check_groups,
+    empty_rows,
+    empty_sums,
     launch_zero_empty,
     launch_zero_tail,
     matrices,
@@ -160,7 +163,7 @@ def _run_sums(
     return out.view(groups * n, k)
 
 
-@torch.library.custom_op("qtrain::grouped_rows_mm", mutates_args=())
+@operator("grouped_rows_mm", fake=empty_rows)
 def grouped_rows_mm(
     a: Tensor,
     b: Tensor,
@@ -191,17 +194,7 @@ def grouped_rows_mm(
     return _run_rows(choose("grouped_rows_mm", key, names, lambda name: _run_rows(name, *arguments)), *arguments)
 
 
-@grouped_rows_mm.register_fake
-def _(a, b, scale_a, scale_b, group_of_block, starts, out_dtype, fast_accum=True):
-    return a.new_empty(a.shape[0], columns_of_output(a, b, starts), dtype=out_dtype)
-
-
-def columns_of_output(a: Tensor, b: Tensor, starts: Tensor) -> int:
-    """N of a product of rows."""
-    return b.shape[0] // (starts.shape[0] - 1) if b.shape[1] == a.shape[1] else b.shape[0]
-
-
-@torch.library.custom_op("qtrain::grouped_sums_mm", mutates_args=())
+@operator("grouped_sums_mm", fake=empty_sums)
 def grouped_sums_mm(
     a: Tensor,
     b: Tensor,
@@ -225,8 +218,3 @@ def grouped_sums_mm(
     key = (*a.shape, b.shape[0], starts.shape[0] - 1, a.dtype, b.dtype, out_dtype, *per_row, fast_accum)
     arguments = (a, b, scale_a, scale_b, starts, out_dtype, fast_accum)
     return _run_sums(choose("grouped_sums_mm", key, names, lambda name: _run_sums(name, *arguments)), *arguments)
-
-
-@grouped_sums_mm.register_fake
-def _(a, b, scale_a, scale_b, starts, out_dtype, fast_accum=True):
-    return a.new_empty((starts.shape[0] - 1) * a.shape[0], b.shape[0], dtype=out_dtype)

@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qtrain.kernels.autotune import choose, forced
+from qtrain.kernels.compiler import operator
 from qtrain.kernels.gemm.persistent import Tiling
-from qtrain.kernels.grouped.grouped_mm import columns_of_output
 from qtrain.kernels.grouped.per_group import (
     check_groups,
+    empty_rows,
+    empty_sums,
     launch_zero_empty,
     launch_zero_tail,
     matrices,
@@ -79,7 +81,7 @@ def _run_rows(name: str, a: Tensor, w: Tensor, group_of_block: Tensor, starts: T
     return launch_grouped_rows(a, w, out, ROWS_TILINGS[name], group_of_block, starts)
 
 
-@torch.library.custom_op("qtrain::grouped_rows_plain_mm", mutates_args=())
+@operator("grouped_rows_plain_mm", fake=lambda a, b, starts: empty_rows(a, b, starts, a.dtype))
 def grouped_rows_plain_mm(a: Tensor, b: Tensor, group_of_block: Tensor, starts: Tensor) -> Tensor:
     """Rows of A [R, K] times their group's matrix, transposed -> [R, N] in A's dtype, bf16 or fp32.
 
@@ -96,11 +98,6 @@ def grouped_rows_plain_mm(a: Tensor, b: Tensor, group_of_block: Tensor, starts: 
     return _run_rows(choose("grouped_rows_plain_mm", key, names, lambda name: _run_rows(name, *arguments)), *arguments)
 
 
-@grouped_rows_plain_mm.register_fake
-def _(a, b, group_of_block, starts):
-    return a.new_empty(a.shape[0], columns_of_output(a, b, starts))
-
-
 def _run_sums(name: str, a: Tensor, b: Tensor, starts: Tensor, out_dtype: torch.dtype) -> Tensor:
     groups, n, k = starts.shape[0] - 1, a.shape[0], b.shape[0]
     if name == "cublas":
@@ -112,7 +109,7 @@ def _run_sums(name: str, a: Tensor, b: Tensor, starts: Tensor, out_dtype: torch.
     return out.view(groups * n, k)
 
 
-@torch.library.custom_op("qtrain::grouped_sums_plain_mm", mutates_args=())
+@operator("grouped_sums_plain_mm", fake=empty_sums)
 def grouped_sums_plain_mm(a: Tensor, b: Tensor, starts: Tensor, out_dtype: torch.dtype) -> Tensor:
     """A [N, R] · B [K, R]ᵀ over the rows of each of E groups -> [E * N, K] in out_dtype; A and B bf16 or fp32.
 
@@ -128,8 +125,3 @@ def grouped_sums_plain_mm(a: Tensor, b: Tensor, starts: Tensor, out_dtype: torch
     arguments = (a, b, starts, out_dtype)
     key = (*a.shape, b.shape[0], starts.shape[0] - 1, a.stride(1) == 1, b.stride(1) == 1, out_dtype)
     return _run_sums(choose("grouped_sums_plain_mm", key, names, lambda name: _run_sums(name, *arguments)), *arguments)
-
-
-@grouped_sums_plain_mm.register_fake
-def _(a, b, starts, out_dtype):
-    return a.new_empty((starts.shape[0] - 1) * a.shape[0], b.shape[0], dtype=out_dtype)

@@ -32,6 +32,17 @@ def unstack(t: Tensor, groups: int, by_rows: bool) -> Tensor:
     return t.unflatten(1, (groups, t.shape[1] // max(groups, 1))).transpose(0, 1)
 
 
+def empty_rows(a: Tensor, b: Tensor, starts: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Memory for a product of rows [R, N]: of A [R, K] with the matrices in b, as in `matrices`."""
+    n = b.shape[0] // (starts.shape[0] - 1) if b.shape[1] == a.shape[1] else b.shape[0]
+    return a.new_empty(a.shape[0], n, dtype=out_dtype)
+
+
+def empty_sums(a: Tensor, b: Tensor, starts: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Memory for sums over each group's rows [E * N, K]: of A [N, R] with B [K, R]."""
+    return a.new_empty((starts.shape[0] - 1) * a.shape[0], b.shape[0], dtype=out_dtype)
+
+
 def multiply_rows(multiply: Callable[[int, slice], Tensor], out: Tensor, starts: Tensor) -> Tensor:
     """Fills `out` [R, N] of zeros: multiply(group, rows of a) -> [rows, N] gives the rows of a group."""
     if out.device.type == "cpu":

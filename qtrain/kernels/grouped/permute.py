@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.autotune import forced
-from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.grouped.row_groups import RowGroups
 from qtrain.kernels.numerics.silu import sum_of_pairs
 from qtrain.kernels.quantize.gather_rows import grid_of_rows
@@ -66,7 +66,7 @@ def launch_combine_rows(y: Tensor, weights: Tensor | None, row_of_route: Tensor)
     return out
 
 
-@torch.library.custom_op("qtrain::combine_rows", mutates_args=())
+@operator("combine_rows", fake=lambda y, row_of_route: y.new_empty(row_of_route.shape[0], y.shape[1]))
 def combine_rows(y: Tensor, weights: Tensor | None, row_of_route: Tensor) -> Tensor:
     """y [R, C], row_of_route int32 [T, k] -> [T, C] in y's dtype: the sum over k of y[row_of_route[t, k]], each times
     weights[t, k], fp32, where those are given; in fp32, in the order of k, rounded once."""
@@ -74,11 +74,6 @@ def combine_rows(y: Tensor, weights: Tensor | None, row_of_route: Tensor) -> Ten
         return combine_rows_ref(y, weights, row_of_route)
     weights = None if weights is None else weights.contiguous()
     return launch_combine_rows(y.contiguous(), weights, row_of_route.contiguous())
-
-
-@combine_rows.register_fake
-def _(y, weights, row_of_route):
-    return y.new_empty(row_of_route.shape[0], y.shape[1])
 
 
 # ---- gradient of the weights -----------------------------------------------------------------------------------------
@@ -118,7 +113,7 @@ def launch_route_weight_grad(row_dots: Tensor, weights: Tensor, row_of_route: Te
     return out
 
 
-@torch.library.custom_op("qtrain::route_weight_grad", mutates_args=())
+@operator("route_weight_grad", fake=lambda weights: torch.empty_like(weights, memory_format=torch.contiguous_format))
 def route_weight_grad(row_dots: Tensor, weights: Tensor, row_of_route: Tensor) -> Tensor:
     """The gradient of the weights [T, k] in `combine_rows(y, weights, ...)`, y = down(h), h = swiglu(gate_up), fp32
     [T, k].
@@ -129,8 +124,3 @@ def route_weight_grad(row_dots: Tensor, weights: Tensor, row_of_route: Tensor) -
     if not row_dots.is_cuda or forced() == "ref":
         return route_weight_grad_ref(row_dots, weights, row_of_route)
     return launch_route_weight_grad(row_dots, weights.contiguous(), row_of_route.contiguous())
-
-
-@route_weight_grad.register_fake
-def _(row_dots, weights, row_of_route):
-    return torch.empty_like(weights, memory_format=torch.contiguous_format)

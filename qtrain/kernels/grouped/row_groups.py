@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.quantize.column_groups import BLOCK_ROWS
 
 ALIGNMENT = BLOCK_ROWS
@@ -169,18 +169,17 @@ def launch_group_rows(group_of_route: Tensor, groups: int) -> RowGroups:
     return RowGroups(token_of_row, row_of_route.view(tokens, per_token), group_of_block, starts)
 
 
-@torch.library.custom_op("qtrain::group_rows", mutates_args=())
+def _empty_group_rows(group_of_route, groups):
+    rows = padded_rows(group_of_route.numel(), groups)
+    sizes = (rows,), tuple(group_of_route.shape), (rows // ALIGNMENT,), (groups + 1,)
+    return tuple(group_of_route.new_empty(size, dtype=torch.int32) for size in sizes)
+
+
+@operator("group_rows", fake=_empty_group_rows)
 def _group_rows(group_of_route: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if group_of_route.is_cuda and group_of_route.numel():
         return tuple(launch_group_rows(group_of_route.contiguous(), groups))
     return tuple(group_rows_ref(group_of_route, groups))
-
-
-@_group_rows.register_fake
-def _(group_of_route, groups):
-    rows = padded_rows(group_of_route.numel(), groups)
-    sizes = (rows,), tuple(group_of_route.shape), (rows // ALIGNMENT,), (groups + 1,)
-    return tuple(group_of_route.new_empty(size, dtype=torch.int32) for size in sizes)
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from qtrain.core.hardware import sm_count
 from qtrain.kernels.autotune import forced
-from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.compiler import operator, tl, triton
 
 ELEMENTS, WARPS = 1024, 2
 """Of a tile, and of a CTA: a thread holds eight elements of each half."""
@@ -290,7 +290,13 @@ def launch_qk_norm_rope_backward(
 # ---- operators -------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("qtrain::qk_norm_rope", mutates_args=())
+def _empty_qk_norm_rope(qkv, q_weight, heads):
+    batch, seq, width = qkv.shape
+    kv_heads, head_dim = (width // len(q_weight) - heads) // 2, len(q_weight)
+    return qkv.new_empty(batch, seq, heads, head_dim), qkv.new_empty(batch, seq, kv_heads, head_dim)
+
+
+@operator("qk_norm_rope", fake=_empty_qk_norm_rope)
 def _qk_norm_rope(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -299,14 +305,12 @@ def _qk_norm_rope(
     return launch_qk_norm_rope(*_contiguous(qkv, q_weight, k_weight, cos, sin), heads, eps)
 
 
-@_qk_norm_rope.register_fake
-def _(qkv, q_weight, k_weight, cos, sin, heads, eps):
-    batch, seq, width = qkv.shape
-    kv_heads, head_dim = (width // len(q_weight) - heads) // 2, len(q_weight)
-    return qkv.new_empty(batch, seq, heads, head_dim), qkv.new_empty(batch, seq, kv_heads, head_dim)
+def _empty_qk_norm_rope_backward(qkv, q_weight):
+    dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+    return dqkv, qkv.new_empty(2, len(q_weight), dtype=torch.float32)
 
 
-@torch.library.custom_op("qtrain::qk_norm_rope_backward", mutates_args=())
+@operator("qk_norm_rope_backward", fake=_empty_qk_norm_rope_backward)
 def _qk_norm_rope_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
     eps: float,
@@ -315,12 +319,6 @@ def _qk_norm_rope_backward(
         return qk_norm_rope_backward_ref(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps)
     grads = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
     return launch_qk_norm_rope_backward(*grads, *_contiguous(qkv, q_weight, k_weight, cos, sin), eps)
-
-
-@_qk_norm_rope_backward.register_fake
-def _(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps):
-    dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-    return dqkv, qkv.new_empty(2, len(q_weight), dtype=torch.float32)
 
 
 def _contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:

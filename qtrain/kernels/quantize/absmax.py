@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qtrain.core.hardware import has_ptx
-from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.numerics.bf16x2 import (
     abs_bf16x2,
     high_half,
@@ -142,15 +142,10 @@ def launch_absmax(
     return tensor_amax, row_amax, column_amax
 
 
-@torch.library.custom_op("qtrain::absmax", mutates_args=())
+@operator("absmax", fake=lambda x: x.new_empty(1, dtype=torch.float32))
 def absmax(x: Tensor) -> Tensor:
     """x -> its absmax, fp32 [1]; 0 of an empty one. NaN propagates."""
     if x.is_cuda:
         x = x.contiguous()
         return launch_absmax(x.view(-1, x.shape[-1]), tensor=True)[0].view(torch.float32)
     return absmax_ref(x)
-
-
-@absmax.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty(1, dtype=torch.float32)

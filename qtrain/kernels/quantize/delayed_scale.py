@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qtrain.core.hardware import has_ptx
-from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.numerics.bf16x2 import bf16_bits
 from qtrain.kernels.numerics.encode import abs_bits, encoding, scale_from_amax
 from qtrain.kernels.numerics.silu import swiglu_f32, swiglu_grad_f32
@@ -97,7 +97,7 @@ def launch_delayed_scale(
     return launch_select_scale(scale, partial, fmt, power_of_two)
 
 
-@torch.library.custom_op("qtrain::delayed_scale", mutates_args=())
+@operator("delayed_scale", fake=lambda scale: torch.empty_like(scale))
 def delayed_scale(
     x: Tensor,
     scale: Tensor,
@@ -112,11 +112,6 @@ def delayed_scale(
     if x.is_cuda:
         return launch_delayed_scale(x.contiguous(), scale, fmt, power_of_two, index.values)[0]
     return delayed_scale_ref(index.gathered(x), scale, fmt, power_of_two)
-
-
-@delayed_scale.register_fake
-def _(x, scale, fmt, power_of_two=False, token_of_row=None, weight_of_row=None):
-    return torch.empty_like(scale)
 
 
 # ---- after the quantizer ---------------------------------------------------------------------------------------------
@@ -143,16 +138,11 @@ def launch_record_amax(seen: Tensor, amax: Tensor, scale: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op("qtrain::record_amax", mutates_args={"seen"})
+@operator("record_amax", fake=lambda scale: torch.empty_like(scale), mutates_args={"seen"})
 def record_amax(seen: Tensor, amax: Tensor, scale: Tensor) -> Tensor:
     """Add a tensor's absmax to that of the step, `seen`, in place; all fp32 [1]. Returns the scale, made NaN by an
     absmax that is not finite: a given scale would let an Inf saturate."""
     return (launch_record_amax if seen.is_cuda else record_amax_ref)(seen, amax, scale)
-
-
-@record_amax.register_fake
-def _(seen, amax, scale):
-    return torch.empty_like(scale)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.autotune import forced
-from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.numerics.bf16x2 import bf16_bits, multiply_bf16x2
 
 MAX_BLOCK = 2048
@@ -153,7 +153,7 @@ def launch_gather_rows(x: Tensor, token_of_row: Tensor, weight_of_row: Tensor | 
     return out
 
 
-@torch.library.custom_op("qtrain::gather_rows", mutates_args=())
+@operator("gather_rows", fake=lambda x, token_of_row: x.new_empty(token_of_row.shape[0], x.shape[1]))
 def gather_rows(x: Tensor, token_of_row: Tensor, weight_of_row: Tensor | None = None) -> Tensor:
     """x [T, C], token_of_row int32 [R] -> [R, C] in x's dtype; zeros where the token is -1.
 
@@ -162,8 +162,3 @@ def gather_rows(x: Tensor, token_of_row: Tensor, weight_of_row: Tensor | None = 
     if not x.is_cuda or forced() == "ref":
         return gather_rows_ref(x, token_of_row, weight_of_row)
     return launch_gather_rows(x.contiguous(), token_of_row, weight_of_row)
-
-
-@gather_rows.register_fake
-def _(x, token_of_row, weight_of_row=None):
-    return x.new_empty(token_of_row.shape[0], x.shape[1])

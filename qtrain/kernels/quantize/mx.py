@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qtrain.core.hardware import has_mx
-from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.numerics.encode import abs_bits, encode, encoding, zero_nonfinite
 from qtrain.kernels.numerics.formats import FORMATS, MX_GROUP, dequantize_mx
 
@@ -68,18 +68,17 @@ def launch_quantize_mx(x: Tensor, elem: str) -> tuple[Tensor, Tensor]:
     return codes, scale.view(torch.float8_e8m0fnu)
 
 
-@torch.library.custom_op("qtrain::quantize_mx", mutates_args=())
+def _empty_quantize_mx(x, elem):
+    scale = x.new_empty(x.shape[0], -(-x.shape[1] // MX_GROUP), dtype=torch.float8_e8m0fnu)
+    return x.new_empty(x.shape, dtype=FORMATS[elem].dtype), scale
+
+
+@operator("quantize_mx", fake=_empty_quantize_mx)
 def quantize_mx(x: Tensor, elem: str = "e4m3") -> tuple[Tensor, Tensor]:
     """x [M, K] fp32/bf16 -> codes [M, K] in `elem` ("e4m3", "e5m2"), scale float8_e8m0fnu [M, ceil(K / 32)]."""
     if x.is_cuda and x.numel():
         return launch_quantize_mx(x.contiguous(), elem)
     return quantize_mx_ref(x, elem)
-
-
-@quantize_mx.register_fake
-def _(x, elem="e4m3"):
-    scale = x.new_empty(x.shape[0], -(-x.shape[1] // MX_GROUP), dtype=torch.float8_e8m0fnu)
-    return x.new_empty(x.shape, dtype=FORMATS[elem].dtype), scale
 
 
 def mx_mm_ref(
@@ -112,7 +111,7 @@ def _mx_mm_cublas(
     )  # fmt: skip
 
 
-@torch.library.custom_op("qtrain::mx_mm", mutates_args=())
+@operator("mx_mm", fake=lambda a, b, out_dtype: a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype))
 def mx_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
@@ -121,8 +120,3 @@ def mx_mm(
     if aligned and out_dtype == torch.bfloat16 and has_mx(a.device):
         return _mx_mm_cublas(a, b, scale_a, scale_b, out_dtype, bias)
     return mx_mm_ref(a, b, scale_a, scale_b, out_dtype, bias)
-
-
-@mx_mm.register_fake
-def _(a, b, scale_a, scale_b, out_dtype, bias=None):
-    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)

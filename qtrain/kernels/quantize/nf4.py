@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.numerics.formats import NF4_VALUES
 
 BLOCK = 64
@@ -97,15 +97,10 @@ def launch_dequantize_nf4(codes: Tensor, scale: Tensor, table: Tensor, columns: 
     return out
 
 
-@torch.library.custom_op("qtrain::dequantize_nf4", mutates_args=())
+@operator("dequantize_nf4", fake=lambda codes, columns, dtype: codes.new_empty(codes.shape[0], columns, dtype=dtype))
 def dequantize_nf4(codes: Tensor, scale: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """codes uint8 [N, ceil(K / 2)], scale fp32 [N, ceil(K / 64)] -> values
     [N, columns] in `dtype`, fp32 or bf16."""
     if not codes.is_cuda:
         return dequantize_nf4_ref(codes, scale, nf4_table(codes.device), columns, dtype)
     return launch_dequantize_nf4(codes.contiguous(), scale.contiguous(), nf4_table(codes.device), columns, dtype)
-
-
-@dequantize_nf4.register_fake
-def _(codes: Tensor, scale: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    return codes.new_empty(codes.shape[0], columns, dtype=dtype)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qtrain.kernels.compiler import operator
 from qtrain.kernels.numerics.formats import FORMATS, SCALE_EPS, pack
 from qtrain.kernels.numerics.philox import random_bits_ref
 from qtrain.kernels.quantize.reference import encode_minifloat
@@ -69,7 +70,15 @@ def quantize_nvfp4_ref(x: Tensor, bits: Tensor | None = None) -> tuple[Tensor, T
     return pack(codes.view(torch.int8), "int4"), scale, tensor_scale
 
 
-@torch.library.custom_op("qtrain::quantize_nvfp4", mutates_args=())
+def _empty_quantize_nvfp4(x, transposed, hadamard):
+    m = x.shape[0] + -x.shape[0] % GROUP if hadamard else x.shape[0]
+    rows, columns = (x.shape[1], m) if transposed else (m, x.shape[1])
+    codes = x.new_empty(rows, -(-columns // 2), dtype=torch.uint8)
+    scale = x.new_empty(rows, -(-columns // GROUP), dtype=E4M3.dtype)
+    return codes, scale, x.new_empty(1, dtype=torch.float32)
+
+
+@operator("quantize_nvfp4", fake=_empty_quantize_nvfp4)
 def quantize_nvfp4(
     x: Tensor, key: Tensor | None = None, role: int = 0, transposed: bool = False, hadamard: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,12 +92,3 @@ def quantize_nvfp4(
     if transposed:
         x, bits = x.t(), None if bits is None else bits.t()
     return quantize_nvfp4_ref(x, bits)
-
-
-@quantize_nvfp4.register_fake
-def _(x, key=None, role=0, transposed=False, hadamard=False):
-    m = x.shape[0] + -x.shape[0] % GROUP if hadamard else x.shape[0]
-    rows, columns = (x.shape[1], m) if transposed else (m, x.shape[1])
-    codes = x.new_empty(rows, -(-columns // 2), dtype=torch.uint8)
-    scale = x.new_empty(rows, -(-columns // GROUP), dtype=E4M3.dtype)
-    return codes, scale, x.new_empty(1, dtype=torch.float32)

@@ -13,6 +13,7 @@ Here are the ops, their fakes and the choice of a kernel; the definition is in `
 import torch
 from torch import Tensor
 
+from qtrain.kernels.compiler import operator
 from qtrain.kernels.numerics.formats import empty_codes
 from qtrain.kernels.numerics.philox import Rounding
 from qtrain.kernels.quantize.absmax import absmax_ref
@@ -58,7 +59,7 @@ def _launch(
     return launch_tiled(x, fmt, granularity, None, rounding, power_of_two, given)
 
 
-@torch.library.custom_op("qtrain::quantize", mutates_args=())
+@operator("quantize", fake=lambda x, fmt, granularity: empty_codes(x, fmt, granularity))
 def quantize(
     x: Tensor,
     fmt: str,
@@ -81,12 +82,11 @@ def quantize(
     return _launch(x, fmt, granularity, rounding, power_of_two, _given(x, fmt, granularity, scale, power_of_two))
 
 
-@quantize.register_fake
-def _(x, fmt, granularity, key=None, role=0, power_of_two=False, scale=None):
-    return empty_codes(x, fmt, granularity)
+def _empty_quantize_transposed(x, fmt, granularity, groups):
+    return empty_codes(x, fmt, granularity, transposed=True, groups=groups)
 
 
-@torch.library.custom_op("qtrain::quantize_transposed", mutates_args=())
+@operator("quantize_transposed", fake=_empty_quantize_transposed)
 def quantize_transposed(
     x: Tensor,
     fmt: str,
@@ -113,12 +113,13 @@ def quantize_transposed(
     return launch_tiled(x, fmt, None, granularity, rounding, power_of_two, scale_t=given, groups=of)
 
 
-@quantize_transposed.register_fake
-def _(x, fmt, granularity, key=None, role=0, power_of_two=False, scale=None, group_of_block=None, groups=1):
-    return empty_codes(x, fmt, granularity, transposed=True, groups=groups)
+def _empty_quantize_dual(x, fmt, granularity, granularity_t, columns, fmt_t, groups, token_of_row):
+    x = x.new_empty(RowIndex(token_of_row).shape(x))
+    columns = empty_codes(x, fmt_t or fmt, granularity_t, transposed=True, groups=groups)
+    return *empty_codes(x, fmt, granularity), *columns
 
 
-@torch.library.custom_op("qtrain::quantize_dual", mutates_args=())
+@operator("quantize_dual", fake=_empty_quantize_dual)
 def quantize_dual(
     x: Tensor,
     fmt: str,
@@ -165,17 +166,6 @@ def quantize_dual(
     return launch_tiled(x, fmt, granularity, granularity_t, rounding, power_of_two, given, fmt_t, given_t, groups=of)
 
 
-@quantize_dual.register_fake
-def _(
-    x, fmt, granularity, granularity_t,
-    key=None, role=0, rows=True, columns=True, power_of_two=False, scale=None, fmt_t=None,
-    group_of_block=None, groups=1, token_of_row=None, weight_of_row=None,
-):  # fmt: skip
-    x = x.new_empty(RowIndex(token_of_row).shape(x))
-    columns = empty_codes(x, fmt_t or fmt, granularity_t, transposed=True, groups=groups)
-    return *empty_codes(x, fmt, granularity), *columns
-
-
 def quantize_dual_into(
     out: tuple[Tensor, Tensor, Tensor, Tensor],
     x: Tensor,
@@ -199,7 +189,13 @@ def quantize_dual_into(
     return launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, groups=of, out=out, tensor_amax=amax)
 
 
-@torch.library.custom_op("qtrain::quantize_dual_delayed", mutates_args=())
+def _empty_quantize_dual_delayed(x, fmt, token_of_row):
+    x = x.new_empty(RowIndex(token_of_row).shape(x))
+    (codes, scale), codes_t = empty_codes(x, fmt, "tensorwise"), empty_codes(x, fmt, "tensorwise", transposed=True)[0]
+    return codes, codes_t, scale, torch.empty_like(scale)
+
+
+@operator("quantize_dual_delayed", fake=_empty_quantize_dual_delayed)
 def quantize_dual_delayed(
     x: Tensor,
     fmt: str,
@@ -238,13 +234,3 @@ def quantize_dual_delayed(
         codes, _ = launch_tiled(x, fmt, "tensorwise", None, rounding, scale=scale, amax=amax)
         codes_t, _ = launch_tiled(x, fmt, None, "tensorwise", rounding, scale_t=scale)
     return codes, codes_t, scale, amax.view(torch.float32)
-
-
-@quantize_dual_delayed.register_fake
-def _(
-    x, fmt, known,
-    key=None, role=0, rows=True, columns=True, power_of_two=False, token_of_row=None, weight_of_row=None,
-):  # fmt: skip
-    x = x.new_empty(RowIndex(token_of_row).shape(x))
-    (codes, scale), codes_t = empty_codes(x, fmt, "tensorwise"), empty_codes(x, fmt, "tensorwise", transposed=True)[0]
-    return codes, codes_t, scale, torch.empty_like(scale)

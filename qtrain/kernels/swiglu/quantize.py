@@ -16,6 +16,7 @@ for backward.
 import torch
 from torch import Tensor
 
+from qtrain.kernels.compiler import operator
 from qtrain.kernels.numerics.formats import EIGHT_BITS, empty_codes
 from qtrain.kernels.numerics.philox import Rounding
 from qtrain.kernels.quantize.absmax import column_absmax_ref
@@ -62,7 +63,13 @@ def _kernel_takes(x: Tensor, dy: Tensor | None, fmt: str, granularity: str, give
     return takes and x.is_cuda and x.numel() > 0 and x.shape[1] % (2 * width) == 0
 
 
-@torch.library.custom_op("qtrain::quantize_swiglu", mutates_args=())
+def _empty_quantize_swiglu(x, dy, fmt, granularity, granularity_t, columns, groups, row_dots):
+    y = _empty_like(x, dy)
+    columns = empty_codes(y, fmt, granularity_t, transposed=True, groups=groups)
+    return *empty_codes(y, fmt, granularity), *columns, empty_row_dots(x, row_dots)
+
+
+@operator("quantize_swiglu", fake=_empty_quantize_swiglu)
 def quantize_swiglu(
     x: Tensor,
     dy: Tensor | None,
@@ -90,17 +97,13 @@ def quantize_swiglu(
     return *launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, **kernel), dots
 
 
-@quantize_swiglu.register_fake
-def _(
-    x, dy, fmt, granularity, granularity_t,
-    key=None, role=0, rows=True, columns=True, power_of_two=False, group_of_block=None, groups=1, row_dots=False,
-):  # fmt: skip
+def _empty_quantize_swiglu_delayed(x, dy, fmt, row_dots):
     y = _empty_like(x, dy)
-    columns = empty_codes(y, fmt, granularity_t, transposed=True, groups=groups)
-    return *empty_codes(y, fmt, granularity), *columns, empty_row_dots(x, row_dots)
+    (codes, scale), codes_t = empty_codes(y, fmt, "tensorwise"), empty_codes(y, fmt, "tensorwise", transposed=True)[0]
+    return codes, codes_t, scale, torch.empty_like(scale), empty_row_dots(x, row_dots)
 
 
-@torch.library.custom_op("qtrain::quantize_swiglu_delayed", mutates_args=())
+@operator("quantize_swiglu_delayed", fake=_empty_quantize_swiglu_delayed)
 def quantize_swiglu_delayed(
     x: Tensor,
     dy: Tensor | None,
@@ -127,14 +130,12 @@ def quantize_swiglu_delayed(
     return codes, codes_t, scale, amax.view(torch.float32), dots
 
 
-@quantize_swiglu_delayed.register_fake
-def _(x, dy, fmt, known, key=None, role=0, rows=True, columns=True, power_of_two=False, row_dots=False):
-    y = _empty_like(x, dy)
-    (codes, scale), codes_t = empty_codes(y, fmt, "tensorwise"), empty_codes(y, fmt, "tensorwise", transposed=True)[0]
-    return codes, codes_t, scale, torch.empty_like(scale), empty_row_dots(x, row_dots)
+def _empty_quantize_swiglu_rowwise(x, fmt, groups):
+    y = _empty_like(x, None)
+    return *empty_codes(y, fmt, "rowwise"), x.new_empty(groups * y.shape[1], dtype=torch.int32)
 
 
-@torch.library.custom_op("qtrain::quantize_swiglu_rowwise", mutates_args=())
+@operator("quantize_swiglu_rowwise", fake=_empty_quantize_swiglu_rowwise)
 def quantize_swiglu_rowwise(
     x: Tensor,
     fmt: str,
@@ -154,13 +155,12 @@ def quantize_swiglu_rowwise(
     return *quantize(y, fmt, "rowwise", key, role, power_of_two), column_absmax_ref(y, of)
 
 
-@quantize_swiglu_rowwise.register_fake
-def _(x, fmt, key=None, role=0, power_of_two=False, group_of_block=None, groups=1):
-    y = _empty_like(x, None)
-    return *empty_codes(y, fmt, "rowwise"), x.new_empty(groups * y.shape[1], dtype=torch.int32)
+def _empty_quantize_swiglu_backward(x, dy, fmt, fmt_y, groups, row_dots):
+    dual = *empty_codes(x, fmt, "rowwise"), *empty_codes(x, fmt, "rowwise", transposed=True, groups=groups)
+    return *dual, *empty_codes(dy, fmt_y, "rowwise", transposed=True, groups=groups), empty_row_dots(x, row_dots)
 
 
-@torch.library.custom_op("qtrain::quantize_swiglu_backward", mutates_args=())
+@operator("quantize_swiglu_backward", fake=_empty_quantize_swiglu_backward)
 def quantize_swiglu_backward(
     x: Tensor,
     dy: Tensor,
@@ -199,12 +199,3 @@ def quantize_swiglu_backward(
     )
     dual = launch_dual_bf16x2(dx, fmt, "rowwise", rounding, power_of_two, row_column_amax=dx_amax, groups=of)
     return *dual, codes_t, scale_t, dots
-
-
-@quantize_swiglu_backward.register_fake
-def _(
-    x, dy, column_amax, fmt, key, role, rows, columns, power_of_two, fmt_y, key_y, role_y, power_of_two_y,
-    group_of_block=None, groups=1, row_dots=False,
-):  # fmt: skip
-    dual = *empty_codes(x, fmt, "rowwise"), *empty_codes(x, fmt, "rowwise", transposed=True, groups=groups)
-    return *dual, *empty_codes(dy, fmt_y, "rowwise", transposed=True, groups=groups), empty_row_dots(x, row_dots)

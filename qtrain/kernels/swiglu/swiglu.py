@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qtrain.core.hardware import has_ptx
-from qtrain.kernels.compiler import tl, triton
+from qtrain.kernels.compiler import operator, tl, triton
 from qtrain.kernels.numerics.silu import sum_of_pairs, swiglu_f32, swiglu_grad_f32
 
 BLOCK = 1024
@@ -102,39 +102,28 @@ def launch_swiglu_backward(dy: Tensor, x: Tensor, row_dots: Tensor | None = None
     return dx
 
 
-@torch.library.custom_op("qtrain::swiglu", mutates_args=())
+@operator("swiglu", fake=lambda x: x.new_empty(x.shape[0], x.shape[1] // 2))
 def _swiglu(x: Tensor) -> Tensor:
     return launch_swiglu(x.contiguous()) if x.is_cuda else swiglu_ref(x)
 
 
-@_swiglu.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], x.shape[1] // 2)
-
-
-@torch.library.custom_op("qtrain::swiglu_backward", mutates_args=())
+@operator("swiglu_backward", fake=lambda x: torch.empty_like(x, memory_format=torch.contiguous_format))
 def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
     """The gradient of x [M, 2I] from that of swiglu(x), dy [M, I]."""
     return launch_swiglu_backward(dy.contiguous(), x.contiguous()) if x.is_cuda else swiglu_backward_ref(dy, x)
 
 
-@swiglu_backward.register_fake
-def _(dy: Tensor, x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _empty_swiglu_backward_dots(x):
+    return torch.empty_like(x, memory_format=torch.contiguous_format), empty_row_dots(x)
 
 
-@torch.library.custom_op("qtrain::swiglu_backward_dots", mutates_args=())
+@operator("swiglu_backward_dots", fake=_empty_swiglu_backward_dots)
 def swiglu_backward_dots(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """`swiglu_backward`, and `row_dots_ref` from the same read."""
     if not x.is_cuda:
         return swiglu_backward_ref(dy, x), row_dots_ref(dy, x)
     dots = empty_row_dots(x)
     return launch_swiglu_backward(dy.contiguous(), x.contiguous(), dots), dots
-
-
-@swiglu_backward_dots.register_fake
-def _(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x, memory_format=torch.contiguous_format), empty_row_dots(x)
 
 
 _swiglu.register_autograd(
