@@ -68,7 +68,6 @@ def train(settings: FinetuneSettings) -> None:
         AdaptedOriginal,
         add_lora,
         as_lora,
-        check_combination,
         export_hf,
         load_adapter,
         merge_lora,
@@ -95,13 +94,9 @@ def train(settings: FinetuneSettings) -> None:
 
     # ---- plan: whatever can be refused is refused here, before anything is allocated or written ----------------------
     lora = None if settings.lora is None else as_lora(settings.lora)
-    if lora is not None:
-        check_combination(
-            lora, settings.quantize, settings.activation_checkpointing, settings.pretrained, settings.model_impl
-        )
     stores_base = lora is not None and lora.base != "none"
     checked = check_settings(settings, SCRIPT, base_scheme(lora.base, settings.quantize) if stores_base else None)
-    check_lm_eval(settings.lm_eval, settings.export)
+    check_lm_eval(settings.lm_eval)
     architecture = LanguageArchitecture.of(settings, checked.mesh)
     text = open_text(checked, architecture, model_tokenizer=True, seq_len_multiple=settings.seq_len_multiple)
     questions = []

@@ -24,7 +24,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from qtrain.core import config
+from qtrain.core import process
 from qtrain.core.process import run_script
 from qtrain.train.log.metrics import read_metrics
 from tests.worlds import environment
@@ -81,7 +81,7 @@ def call(main: Callable[[list[str]], None], argv: list[str]) -> Outcome:
     torch.set_num_threads(1)  # the models are tiny
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.setattr(sys, "argv", ["script.py", *argv])
-        patch.setattr(config, "_exit_rank", sys.exit)  # the tests' process goes on
+        patch.setattr(process, "_exit_rank", sys.exit)  # the tests' process goes on
         try:
             run_script(main)
         except SystemExit as stop:

@@ -32,13 +32,12 @@ from qtrain.core.config import JsonDict, as_dict, parse, run_script
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import describe_hardware
 from qtrain.models import read_model_source
-from qtrain.optim import OPTIMIZERS
 from qtrain.quant import SCHEMES
 from qtrain.train.log.status import three_digits
-from qtrain.train.settings.exclusions import check_in_backward
+from qtrain.train.settings.exclusions import Options, check_exclusions
 from qtrain.train.settings.listing import listing
 from qtrain.train.settings.machine import choose_device
-from qtrain.train.settings.settings import Count, CountOrZero, LanguageSettings, batch_geometry
+from qtrain.train.settings.settings import Count, CountOrZero, LanguageSettings
 
 WORKER = "--cell"
 ROOT = Path(__file__).parents[2]
@@ -122,8 +121,7 @@ def make_cells(settings: TrainStepSettings) -> dict[tuple[str, str], LanguageSet
             SCHEMES.make(scheme, kwargs, "--schemes")
             values = {**shared, "model": model, "quantize": scheme, "quantize_kwargs": kwargs, **model_options}
             cell = LanguageSettings(**check_fields(LanguageSettings, values, f"--models ({model})"))
-            optimizer = OPTIMIZERS.make(cell.optim, cell.optim_kwargs or {}, "--optim")
-            check_in_backward(cell, batch_geometry(cell), optimizer)
+            check_exclusions(Options(cell), option="--optimizer_in_backward")
             cells[model_word, scheme_word] = cell
     if not cells:
         raise UserError("--models, --schemes: nothing to time; name at least one model and one scheme.")

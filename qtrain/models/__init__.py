@@ -1,7 +1,7 @@
 """Models: the native decoder, Hugging Face load and export, adapters, vision models, and the cost of training them."""
 
 from qtrain.models.adapters.adapted_original import AdaptedOriginal
-from qtrain.models.adapters.lora import Lora, add_lora, check_combination, merge_lora
+from qtrain.models.adapters.lora import Lora, add_lora, merge_lora
 from qtrain.models.adapters.peft_format import as_lora, load_adapter, save_adapter
 from qtrain.models.build import build_model, empty_model
 from qtrain.models.config.model import ModelConfig
@@ -40,7 +40,6 @@ __all__ = [
     "as_lora",
     "build_model",
     "build_vision_model",
-    "check_combination",
     "check_vision_model",
     "compile_layers",
     "compile_vision",

@@ -18,14 +18,13 @@ from qtrain.models import (
     build_model,
     compile_layers,
 )
-from qtrain.optim import OPTIMIZERS
 from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.layers.local_config import check_experts_divisible
 from qtrain.parallel.layers.place import ModelParallel
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.train.plan.checked_settings import check_settings
 from qtrain.train.plan.sharding import reshards
-from qtrain.train.settings.exclusions import check_expert_parallel
+from qtrain.train.settings.exclusions import Options, check_exclusions
 from qtrain.train.settings.settings import LanguageSettings, VisionSettings
 from qtrain.train.step.forward import language_forward
 from qtrain.train.step.step import compute_gradients
@@ -129,9 +128,12 @@ def test_groups_that_do_not_fit_are_refused(mesh, ep, words):
 
 REFUSED = [
     (VisionSettings(ep=2), "models of timm have no experts"),
-    (LanguageSettings(ep=2, model_impl="hf"), "only qtrain's own decoder is divided"),
-    (LanguageSettings(ep=2, tp=2), "--tp 2 divides the experts among its processes too; leave --ep out"),
-    (LanguageSettings(ep=2, optimizer_in_backward=True), "--optimizer_in_backward does not know divided experts"),
+    (LanguageSettings(ep=2, model_impl="hf"), "only qtrain's own decoder has expert parallelism"),
+    (LanguageSettings(ep=2, tp=2), "--tp 2 shards the experts over its ranks too; leave --ep out"),
+    (
+        LanguageSettings(ep=2, optimizer_in_backward=True),
+        "--optimizer_in_backward does not know experts",
+    ),
     (LanguageSettings(ep=2, deterministic=True, quantize="nvfp4"), "nvfp4 needs a scale of the tokens of all experts"),
     (LanguageSettings(ep=2, optim="q_galore_adamw"), "--optim q_galore_adamw works on .*allowed: adamw, .*muon"),
 ]
@@ -139,10 +141,9 @@ REFUSED = [
 
 @pytest.mark.parametrize(("settings", "words"), REFUSED)
 def test_settings_that_divided_experts_do_not_know_are_refused(settings, words):
-    optimizer = OPTIMIZERS.make(settings.optim, {}, "--optim")
     with pytest.raises(UserError, match=rf"^--ep: 2, but .*{words}"):
-        check_expert_parallel(settings, "llm_pretrain", optimizer)
-    check_expert_parallel(dataclasses.replace(settings, ep=1), "llm_pretrain", optimizer)
+        check_exclusions(Options(settings, "llm_pretrain"), option="--ep")
+    check_exclusions(Options(dataclasses.replace(settings, ep=1), "llm_pretrain"), option="--ep")
 
 
 def test_auto_shards_layers_fully_where_the_memory_does_not_suffice():
@@ -153,9 +154,8 @@ def test_auto_shards_layers_fully_where_the_memory_does_not_suffice():
 
 
 def test_fine_tuning_and_what_is_no_mixture_is_refused():
-    adamw = OPTIMIZERS.make("adamw", {}, "--optim")
-    with pytest.raises(UserError, match=r"^--ep: 2, but processes that compute experts together need micro-batches of"):
-        check_expert_parallel(LanguageSettings(ep=2), "llm_finetune", adamw)
+    with pytest.raises(UserError, match=r"^--ep: 2, but ranks that compute experts together need micro-batches of"):
+        check_exclusions(Options(LanguageSettings(ep=2), "llm_finetune"), option="--ep")
     with pytest.raises(UserError, match=r"^--ep: 2, but llama is not a mixture of experts"):
         check_experts_divisible(ModelConfig.from_hf(CONFIG), 2, "llama")
     with pytest.raises(UserError, match=r"^--ep: 3 does not divide the 4 experts of qwen; allowed: 1, 2, 4\."):

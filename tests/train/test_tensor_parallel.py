@@ -36,7 +36,7 @@ from qtrain.parallel.layers.local_config import check_divisible
 from qtrain.parallel.layers.place import ModelParallel
 from qtrain.quant import SCHEMES, quantize_linears, swiglu_mlp
 from qtrain.train.assembly.assemble import freeze_embedding
-from qtrain.train.settings.exclusions import check_tensor_parallel
+from qtrain.train.settings.exclusions import Options, check_exclusions
 from qtrain.train.settings.settings import LanguageSettings, VisionSettings
 from qtrain.train.state.fingerprints import fingerprint
 from qtrain.train.step.forward import language_forward
@@ -411,8 +411,8 @@ def test_gathered_codes_are_those_of_the_gathered_input(scheme):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        (VisionSettings(tp=2), "--tp: 2, but models of timm are not divided"),
-        (LanguageSettings(tp=2, model_impl="hf"), "--tp: 2, but only qtrain's own decoder is divided"),
+        (VisionSettings(tp=2), "--tp: 2, but models of timm have no tensor parallelism"),
+        (LanguageSettings(tp=2, model_impl="hf"), "--tp: 2, but only qtrain's own decoder has tensor parallelism"),
         (LanguageSettings(tp=2, optim="muon"), "--tp: 2, but --optim muon works on whole matrices.*allowed: adamw"),
         (LanguageSettings(tp=2, quantize="auto", quantize_lm_head=True), "--tp: 2, but --quantize auto times one"),
         (LanguageSettings(tp=2, optimizer_in_backward=True), "--tp: 2, but --optimizer_in_backward updates a layer"),
@@ -420,14 +420,14 @@ def test_gathered_codes_are_those_of_the_gathered_input(scheme):
 )
 def test_what_is_not_divided_is_refused(settings, says):
     with pytest.raises(UserError, match=f"^{says}"):
-        check_tensor_parallel(settings, OPTIMIZERS.make(settings.optim, {}, "--optim"))
+        check_exclusions(Options(settings), option="--tp")
 
 
 def test_adapters_are_refused():
     from llm_finetune import FinetuneSettings
 
-    with pytest.raises(UserError, match=r"^--tp: 2, but adapters \(--lora\) are not divided"):
-        check_tensor_parallel(FinetuneSettings(tp=2, lora={}), OPTIMIZERS.make("adamw", {}, "--optim"))
+    with pytest.raises(UserError, match=r"^--tp: 2, but adapters \(--lora\) have no tensor parallelism"):
+        check_exclusions(Options(FinetuneSettings(tp=2, lora={})), option="--tp")
 
 
 @pytest.mark.parametrize(

@@ -233,31 +233,6 @@ def _replace(model: nn.Module, name: str, linear: LoraLinear | LoraExperts) -> L
     return linear
 
 
-def check_combination(
-    lora: Lora, quantize: str, activation_checkpointing: str, pretrained: bool, model_impl: str, flag: str = "--lora"
-) -> None:
-    """UserError for options of --lora that exclude each other or one of these settings."""
-    if lora.dropout and activation_checkpointing != "none":
-        raise UserError("--activation_checkpointing: recomputed layers would drop other values; set dropout to 0.")
-    if lora.dora and lora.dropout:
-        raise UserError(f"{flag}.dropout: {lora.dropout} does not go with DoRA, which scales the whole sum; set 0.")
-    for name in lora.expert_targets:
-        where = f"{flag}.targets: {name!r}"
-        if model_impl != "native":
-            raise UserError(f"{where} needs qtrain's own decoder; use --model_impl native, or take it out.")
-        if lora.dora:
-            raise UserError(
-                f"{where} does not go with DoRA, which experts do not have; take it out, or set dora false."
-            )
-    if lora.dora and quantize != "bf16":
-        raise UserError(
-            f"--quantize: {quantize!r} does not go with DoRA, which needs the norms of the multiplied weights; "
-            f'leave it out, or give {flag} a "base".'
-        )
-    if lora.merge == "original" and not pretrained:
-        raise UserError(f"{flag}.merge: 'original' adds adapters to the weights of --model; leave out --no_pretrained.")
-
-
 def lora_linears(model: nn.Module) -> dict[str, LoraLinear | LoraExperts]:
     kinds = (LoraLinear, LoraExperts)
     return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}

@@ -197,8 +197,6 @@ def _check_routers(settings: LanguageSettings, config: ModelConfig | None) -> No
         "--router_bias_rate": settings.router_bias_rate,
     }
     for flag, value in given.items():
-        if value and settings.model_impl != "native":
-            raise UserError(f"{flag}: it has no effect on transformers' own models; use --model_impl native.")
         if value and not config.mixture_layers:
             raise UserError(f"{flag}: {settings.model} is not a mixture of experts; leave it out.")
     if settings.router_bias_rate and not config.mixture.selection_bias:

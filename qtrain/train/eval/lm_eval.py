@@ -7,16 +7,12 @@ from qtrain.core.checksums import check_checksums
 from qtrain.core.errors import TrainingStopped, UserError, first_line, missing_package, unknown_name
 
 
-def check_lm_eval(tasks: str | None, export: bool) -> None:
-    """Look up the comma-separated `tasks` and load their data, so that neither fails after training. Raises UserError.
-
-    export: whether there will be a model to evaluate."""
+def check_lm_eval(tasks: str | None) -> None:
+    """Look up the comma-separated `tasks` and load their data, so that neither fails after training. UserError."""
     if tasks is None:
         return
     if not _names(tasks):
         raise UserError("--lm_eval: no task is given; name tasks, separated by commas, or leave the flag out.")
-    if not export:
-        raise UserError("--lm_eval: it evaluates the exported model; leave out --no_export, or --lm_eval.")
     if importlib.util.find_spec("lm_eval") is None:
         raise missing_package("lm_eval", f"--lm_eval {tasks}")
     from lm_eval.tasks import TaskManager, get_task_dict

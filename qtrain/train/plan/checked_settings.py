@@ -11,25 +11,17 @@ from qtrain.comm.ranks import check_launcher, first_difference, from_rank_0, joi
 from qtrain.core.checks import shown
 from qtrain.core.config import as_dict, source_digest
 from qtrain.core.errors import UserError
-from qtrain.optim import OPTIMIZERS, LRSchedule, OptimizerSpec, make_schedule
-from qtrain.quant import SCHEMES, Scheme
+from qtrain.optim import LRSchedule, OptimizerSpec
+from qtrain.quant import Scheme
 from qtrain.train.log.trackers import check_trackers
-from qtrain.train.settings.exclusions import (
-    Given,
-    check_dependences,
-    check_expert_parallel,
-    check_in_backward,
-    check_tensor_parallel,
-)
+from qtrain.train.settings.exclusions import PLAN_EXCLUSIONS, Options, check_exclusions
 from qtrain.train.settings.machine import (
     check_plan_flags,
     check_planned_scheme,
-    choose_dtype,
     mesh_of_world,
-    planned_device,
     run_world,
 )
-from qtrain.train.settings.settings import BatchGeometry, TrainSettings, batch_geometry
+from qtrain.train.settings.settings import BatchGeometry, TrainSettings
 from qtrain.train.state.run_folder import RunFolder, find_run_folder
 
 
@@ -76,22 +68,18 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
 
     scheme: replaces the one that --quantize names.
     """
+    options = Options(settings, script, scheme)
     check_launcher()
+    check_exclusions(options, PLAN_EXCLUSIONS)
     check_plan_flags(settings)
     check_gpus(settings.gpus, settings.device)
-    device = planned_device(settings)
-    dtype = choose_dtype(settings.dtype, device)
+    # Each of these refuses what its flags cannot be; the device comes first, which others depend on.
+    device, dtype = options.device, options.dtype
     world = run_world(settings)
     expert_mesh_shape(*mesh_shape(settings.dp_replicate, settings.dp_shard, world, settings.tp), settings.ep)
-    geometry = batch_geometry(settings, world)
-    scheme = scheme or SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")
+    geometry, scheme, optimizer, schedule = options.geometry, options.scheme, options.optimizer, options.schedule
+    notes = check_exclusions(options)
     check_planned_scheme(settings, scheme)
-    optimizer = OPTIMIZERS.make(settings.optim, settings.optim_kwargs or {}, "--optim")
-    schedule = make_schedule(settings.lr_schedule_kwargs)
-    notes = check_dependences(Given(settings, device, dtype, scheme, schedule))
-    check_in_backward(settings, geometry, optimizer)
-    check_tensor_parallel(settings, optimizer)
-    check_expert_parallel(settings, script, optimizer)
     check_trackers(settings.trackers)
     join_world(device, settings.rank_timeout)
     _check_alike(settings)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from torch import nn
 
 from qtrain.comm.mesh import Mesh
-from qtrain.core.errors import UserError
 from qtrain.core.hardware import Hardware
 from qtrain.kernels.autotune import check_environment
 from qtrain.models import VisionCost, repeated_blocks
@@ -60,8 +59,6 @@ def plan_vision_run(
 
     world = None
     if settings.world_size is not None:
-        if settings.reshard_after_forward == "always":
-            raise UserError("--world_size: fully sharded vision models are not planned; leave out always.")
         samples = checked.geometry.micro_batch_size * checked.geometry.gradient_accumulation
         low_bit = any(linear.scheme for linear in linears)
         work = Work(shared["parameters"], seconds, samples, IMAGES, low_bit)

@@ -1,269 +1,354 @@
-"""What --tp and --ep cannot be combined with, and options that have no effect without another one.
+"""What excludes what: one table of options that contradict each other, or that have no effect beside others.
 
-An option that contradicts the rest of the command line is refused. One that only lacks something here, such as the
-GPU that a recipe was written for, is answered by a line of the plan.
+A row that contradicts the rest of the command line is refused, before anything is allocated. One that only lacks
+something here, such as the GPU that a recipe was written for, is answered by a line of the plan. `docs/options.md` has
+the table, as `exclusions_table` writes it. What depends on a model's numbers, such as whether --tp divides its heads,
+is checked where its config has been read.
 """
 
 import dataclasses
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from qtrain.comm.ranks import launched_world
 from qtrain.core.errors import UserError
-from qtrain.optim import OPTIMIZERS, LRSchedule, OptimizerSpec
-from qtrain.quant import LowBitScheme, Scheme
-from qtrain.train.settings.machine import run_world
-from qtrain.train.settings.settings import BatchGeometry, LanguageSettings, TrainSettings
+from qtrain.models import Lora, as_lora
+from qtrain.optim import OPTIMIZERS, LRSchedule, OptimizerSpec, make_schedule
+from qtrain.quant import SCHEMES, LowBitScheme, Scheme
+from qtrain.quant.schemes.auto import Auto
+from qtrain.train.settings.machine import choose_dtype, planned_device, run_world
+from qtrain.train.settings.settings import BatchGeometry, LanguageSettings, TrainSettings, batch_geometry
 
 
 @dataclass(frozen=True)
-class Given:
-    """The settings of a run, and what follows from them."""
+class Options:
+    """The settings of a run, and what follows from them, each worked out when it is first asked. A property raises
+    UserError where its flags cannot be used."""
 
     settings: TrainSettings
-    device: torch.device
-    dtype: torch.dtype
-    scheme: Scheme
-    schedule: LRSchedule
+    script: str = ""
+    base_scheme: Scheme | None = None
+    """The scheme in place of --quantize's: that of a frozen base."""
+
+    @cached_property
+    def device(self) -> torch.device:
+        return planned_device(self.settings)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        return choose_dtype(self.settings.dtype, self.device)
+
+    @cached_property
+    def geometry(self) -> BatchGeometry:
+        return batch_geometry(self.settings, run_world(self.settings))
+
+    @cached_property
+    def scheme(self) -> Scheme:
+        settings = self.settings
+        return self.base_scheme or SCHEMES.make(settings.quantize, settings.quantize_kwargs or {}, "--quantize")
+
+    @cached_property
+    def optimizer(self) -> OptimizerSpec:
+        return OPTIMIZERS.make(self.settings.optim, self.settings.optim_kwargs or {}, "--optim")
+
+    @cached_property
+    def schedule(self) -> LRSchedule:
+        return make_schedule(self.settings.lr_schedule_kwargs)
+
+    @cached_property
+    def lora(self) -> Lora | None:
+        given = getattr(self.settings, "lora", None)
+        return None if given is None else as_lora(given)
 
     def has(self, name: str) -> bool:
         """Whether the script has the flag `name` and its value is not the default."""
         fields = {field.name: field for field in dataclasses.fields(self.settings)}
         return name in fields and getattr(self.settings, name) != fields[name].default
 
+    def get(self, name: str) -> Any:
+        """The value of the flag `name`; None where the script has no such flag."""
+        return getattr(self.settings, name, None)
+
     def key(self, name: str, key: str) -> Any:
         """The value of a key in a flag's JSON object; None where it is not given."""
-        return (getattr(self.settings, name, None) or {}).get(key)
+        return (self.get(name) or {}).get(key)
 
 
 @dataclass(frozen=True)
-class Dependence:
-    """option: a flag, or a key of one. idle: whether it is given and has no effect. why: the rest of the sentence; fix:
-    its end, where `refused`."""
+class Exclusion:
+    """A row of the table."""
 
     option: str
-    idle: Callable[[Given], bool]
+    """The flag, or a key of one, that the message names first: the one to change."""
+    other: str
+    """What it does not go with."""
+    applies: Callable[[Options], bool]
+    """Whether the settings have both."""
     why: str
-    refused: bool = False
-    fix: str = ", or leave it out"
+    """The reason, as the rest of the sentence that begins with the option; {flag} stands for the value of --flag."""
+    fix: str | Callable[[Options], str] = ", or leave it out"
+    """The end of the sentence, where it is refused."""
+    refused: bool = True
+    """False: the option has no effect, which the plan says in a line."""
+
+    def message(self, options: Options) -> str:
+        """The sentence, without a full stop; of a note without a fix."""
+        fix = self.fix(options) if callable(self.fix) else self.fix
+        text = f"{self.option}: {self.why}{fix if self.refused else ''}"
+        return re.sub(r"\{([\w.]+)\}", lambda name: _value(options, name[1]), text)
 
 
-def _without(name: str, needed: str) -> Callable[[Given], bool]:
-    return lambda given: given.has(name) and not getattr(given.settings, needed)
+def _value(options: Options, name: str) -> str:
+    """A flag's value as a message has it, or with `lora.` an option's of --lora; of a list the first."""
+    value = getattr(options.lora, name[5:]) if name.startswith("lora.") else options.get(name)
+    value = value[0] if isinstance(value, list) else value
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _all_bf16(given: Given) -> bool:
-    scheme = given.scheme
+# ---- predicates that several rows share -----------------------------------------------------------------------------
+
+
+def _without(name: str, needed: str) -> Callable[[Options], bool]:
+    return lambda o: o.has(name) and not getattr(o.settings, needed)
+
+
+def _decayless(key: str) -> Callable[[Options], bool]:
+    return lambda o: o.key("lr_schedule_kwargs", key) is not None and o.schedule.decay == 0
+
+
+def _with(name: str, also: Callable[[Options], Any]) -> Callable[[Options], bool]:
+    """name: tp, ep, optimizer_in_backward: a flag whose default (1, False) stands for nothing."""
+    return lambda o: getattr(o.settings, name) > 1 - (name == "optimizer_in_backward") and bool(also(o))
+
+
+def _all_bf16(o: Options) -> bool:
+    scheme = o.scheme
     plain = isinstance(scheme, LowBitScheme) and scheme.stored_format is None and not scheme.latent
     return plain and set(scheme.gemm_dtypes().values()) == {"bf16"}
 
 
-def _stored(given: Given) -> bool:
-    return isinstance(given.scheme, LowBitScheme) and given.scheme.stored_format is not None
+def _stored(o: Options) -> bool:
+    return isinstance(o.scheme, LowBitScheme) and o.scheme.stored_format is not None
 
 
-def _decayless(key: str) -> Callable[[Given], bool]:
-    return lambda given: given.schedule.decay == 0 and given.key("lr_schedule_kwargs", key) is not None
+def _timm(o: Options) -> bool:
+    return not isinstance(o.settings, LanguageSettings)
 
 
-def _fp32(given: Given) -> bool:
-    return given.dtype == torch.float32
+def _transformers(o: Options) -> bool:
+    return isinstance(o.settings, LanguageSettings) and o.settings.model_impl != "native"
 
 
-DEPENDENCES = (
-    Dependence(
-        "--gradient_wire, --deterministic",
-        lambda g: g.has("gradient_wire") and g.settings.deterministic,
-        "the one rounds what the other promises to add exactly",
-        refused=True,
-        fix="; leave one out",
-    ),
-    Dependence(
-        "--gradient_wire",
-        lambda g: g.has("gradient_wire") and run_world(g.settings) == 1,
-        "has no effect on one process",
-    ),
-    Dependence(
-        "--reshard_after_forward",
-        lambda g: g.settings.reshard_after_forward == "always" and run_world(g.settings) == 1,
-        "has no effect on one process",
-    ),
-    Dependence(
-        "--sequence_parallel",
-        lambda g: g.has("sequence_parallel") and g.settings.tp == 1,
-        "has no effect without --tp",
-    ),
-    Dependence(
-        "--gradient_accumulation",
-        lambda g: g.settings.deterministic and g.has("gradient_accumulation") and not g.has("micro_batch_size"),
-        "with it the micro-batch, and so the last bits of a --deterministic loss, depends on the number of processes; "
-        "give --micro_batch_size instead",
-    ),
-    Dependence("--hellaswag_file", _without("hellaswag_file", "hellaswag"), "needs --hellaswag", refused=True),
-    Dependence("--hellaswag_limit", _without("hellaswag_limit", "hellaswag"), "needs --hellaswag", refused=True),
-    Dependence("--eval_images", _without("eval_images", "eval_ds"), "needs --eval_ds", refused=True),
-    Dependence("--eval_sequences", _without("eval_sequences", "eval_ds"), "has no effect without --eval_ds"),
-    Dependence("--sample_tokens", _without("sample_tokens", "sample_prompts"), "has no effect without prompts"),
-    Dependence("--answer_tokens", _without("answer_tokens", "accuracy"), "has no effect without --accuracy"),
-    Dependence(
-        "--augment.mixup_prob",
-        lambda g: g.key("augment", "mixup_prob") is not None
-        and not (g.key("augment", "mixup") or g.key("augment", "cutmix")),
-        'needs "mixup" or "cutmix"',
-        refused=True,
-    ),
-    Dependence("--lr_schedule_kwargs.decay_type", _decayless("decay_type"), 'needs a "decay" above 0', refused=True),
-    Dependence("--lr_schedule_kwargs.final", _decayless("final"), 'needs a "decay" above 0', refused=True),
-    Dependence(
-        "--quantize",
-        _all_bf16,
-        "all three GEMMs are in bf16, so nothing is quantized; use --quantize bf16",
-        refused=True,
-    ),
-    Dependence(
-        "--quantize_kwargs.fast_accum",
-        lambda g: g.device.type == "cpu" and g.key("quantize_kwargs", "fast_accum") not in (None, False, []),
-        "has no effect on a CPU, which accumulates in fp32",
-    ),
-    Dependence(
-        "--freeze_embedding_layer",
-        lambda g: g.has("freeze_embedding_layer") and g.has("lora"),
-        "has no effect with --lora, which freezes all weights",
-    ),
-    Dependence(
-        "--router_bias_rate",
-        lambda g: g.has("router_bias_rate") and g.has("lora"),
-        "routers are frozen with --lora; train all weights",
-        refused=True,
-    ),
-    Dependence(
-        "--optim",
-        lambda g: "." in g.settings.optim and _stored(g) and not g.has("lora"),
-        "other libraries' optimizers cannot update weights that --quantize stores in low bits; use qtrain's, as adamw",
-        refused=True,
-    ),
-    Dependence(
-        "--quantize_lm_head",
-        lambda g: g.settings.quantize_lm_head and g.settings.quantize == "bf16",
-        "has no effect with --quantize bf16",
-    ),
-    Dependence(
-        "--optim_kwargs.master",
-        lambda g: _fp32(g) and g.key("optim_kwargs", "master") == "fp32",
-        "has no effect on fp32 weights",
-    ),
-    Dependence(
-        "--optim_kwargs.sr",
-        lambda g: _fp32(g) and g.key("optim_kwargs", "sr") is True,
-        "has no effect on fp32 weights; it rounds bf16 ones and bf16 states",
-    ),
-    Dependence(
-        "--lr_schedule_kwargs.decay",
-        lambda g: g.settings.optim == "adamw_schedule_free" and g.schedule.decay > 0,
-        'adamw_schedule_free averages instead of decaying; {"decay":0} is usual',
-    ),
+def _adapters(o: Options) -> bool:
+    return o.get("lora") is not None
+
+
+def _one_micro_batch(o: Options) -> str:
+    micro = o.geometry.micro_batch_size * o.geometry.gradient_accumulation
+    return f"; give --gradient_accumulation 1 --micro_batch_size {micro}, or a smaller --batch_size"
+
+
+def _allowed(works: Callable[[OptimizerSpec], bool]) -> Callable[[Options], str]:
+    """The end of a sentence with the optimizers that work."""
+
+    def allowed(_: Options) -> str:
+        return "; allowed: " + ", ".join(n for n in OPTIMIZERS.names() if works(OPTIMIZERS.make(n, {}, "--optim")))
+
+    return allowed
+
+
+def _note(option: str, other: str, applies: Callable[[Options], bool], why: str) -> Exclusion:
+    """A row of an option that has no effect."""
+    return Exclusion(option, other, applies, why, refused=False)
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+LEAVE, SHARD = "; leave it out", "; shard the run with --dp_shard or --dp_replicate instead"
+
+# fmt: off
+PLAN_EXCLUSIONS = (
+    *(Exclusion(f"--{name}", "no --dry_run", lambda o, name=name: o.get(name) is not None and not o.settings.dry_run,
+          "it plans for other machines than this run's", "; add --dry_run, or leave it out")
+      for name in ("gpu", "world_size")),
+    Exclusion("--gpu", "--device cpu", lambda o: o.settings.gpu is not None and o.settings.device == "cpu",
+        "it names the GPU to plan for, and --device cpu none", "; leave one of them out"),
+    *(Exclusion(f"--{name}", "no --world_size", lambda o, name=name: o.settings.world_size is None and o.has(name),
+          "it needs --world_size, the number of GPUs to plan for", "; or leave it out")
+      for name in ("gpus_per_node", "wire", "sol")),
+    Exclusion("--world_size", "torchrun, --gpus",
+        lambda o: o.settings.world_size is not None and (launched_world() > 1 or o.settings.gpus > 1),
+        "one process plans for any world", "; start it without torchrun and --gpus"),
 )
+# fmt: on
+"""Those of plans, checked first: the device of a plan is not that of a run."""
+
+# fmt: off
+RUN_EXCLUSIONS = (
+    # ---- plans ----
+    Exclusion("--gpu", "--quantize auto", lambda o: o.settings.gpu is not None and isinstance(o.scheme, Auto),
+        "--quantize auto times the GPU that is here", "; name a scheme instead"),
+    Exclusion("--world_size", "--reshard_after_forward always (timm)",
+        lambda o: _timm(o) and o.settings.world_size is not None and o.settings.reshard_after_forward == "always",
+        "fully sharded vision models are not planned", "; leave out --reshard_after_forward always"),
+    # ---- adapters ----
+    Exclusion("--activation_checkpointing", "--lora dropout",
+        lambda o: o.lora and o.lora.dropout and o.settings.activation_checkpointing != "none",
+        "recomputed layers would drop other values", "; set dropout to 0"),
+    Exclusion("--lora.dropout", "--lora dora", lambda o: o.lora and o.lora.dora and o.lora.dropout,
+        "{lora.dropout} does not go with DoRA, which scales the whole sum", "; set 0"),
+    Exclusion("--lora.targets", "--model_impl hf", lambda o: o.lora and o.lora.expert_targets and _transformers(o),
+        "'{lora.expert_targets}' needs qtrain's own decoder", "; use --model_impl native, or take it out"),
+    Exclusion("--lora.targets", "--lora dora", lambda o: o.lora and o.lora.expert_targets and o.lora.dora,
+        "'{lora.expert_targets}' does not go with DoRA, which experts do not have", "; take it out, or set dora false"),
+    Exclusion("--quantize", "--lora dora", lambda o: o.lora and o.lora.dora and o.settings.quantize != "bf16",
+        "'{quantize}' does not go with DoRA, which needs the norms of the multiplied weights",
+        '; leave it out, or give --lora a "base"'),
+    Exclusion("--lora.merge", "--no_pretrained",
+        lambda o: o.lora and o.lora.merge == "original" and not o.settings.pretrained,
+        "'original' adds adapters to the weights of --model", "; leave out --no_pretrained"),
+    _note("--freeze_embedding_layer", "--lora", lambda o: o.has("freeze_embedding_layer") and _adapters(o),
+        "has no effect with --lora, which freezes all weights"),
+    Exclusion("--router_bias_rate", "--lora", lambda o: o.has("router_bias_rate") and _adapters(o),
+        "routers are frozen with --lora; train all weights"),
+    *(Exclusion(f"--{name}", "--model_impl hf", lambda o, name=name: bool(o.get(name)) and _transformers(o),
+          "it has no effect on transformers' own models", "; use --model_impl native")
+      for name in ("router_balance_loss", "router_z_loss", "router_bias_rate")),
+    # ---- processes ----
+    Exclusion("--gradient_wire, --deterministic", "each other",
+        lambda o: o.has("gradient_wire") and o.settings.deterministic,
+        "the one rounds what the other promises to add exactly", "; leave one out"),
+    _note("--gradient_wire", "one process", lambda o: o.has("gradient_wire") and run_world(o.settings) == 1,
+        "has no effect on one process"),
+    _note("--reshard_after_forward", "one process",
+        lambda o: o.settings.reshard_after_forward == "always" and run_world(o.settings) == 1,
+        "has no effect on one process"),
+    _note("--sequence_parallel", "no --tp", lambda o: o.has("sequence_parallel") and o.settings.tp == 1,
+        "has no effect without --tp"),
+    _note("--gradient_accumulation", "--deterministic",
+        lambda o: o.settings.deterministic and o.has("gradient_accumulation") and not o.has("micro_batch_size"),
+        "with it the micro-batch, and so the last bits of a --deterministic loss, depends on the number of "
+        "processes; give --micro_batch_size instead"),
+    # ---- evaluation, samples, data ----
+    Exclusion("--hellaswag_file", "no --hellaswag", _without("hellaswag_file", "hellaswag"), "needs --hellaswag"),
+    Exclusion("--hellaswag_limit", "no --hellaswag", _without("hellaswag_limit", "hellaswag"), "needs --hellaswag"),
+    Exclusion("--eval_images", "no --eval_ds", _without("eval_images", "eval_ds"), "needs --eval_ds"),
+    _note("--eval_sequences", "no --eval_ds", _without("eval_sequences", "eval_ds"), "has no effect without --eval_ds"),
+    _note("--sample_tokens", "no --sample_prompts", _without("sample_tokens", "sample_prompts"),
+        "has no effect without prompts"),
+    _note("--answer_tokens", "no --accuracy", _without("answer_tokens", "accuracy"),
+        "has no effect without --accuracy"),
+    Exclusion("--lm_eval", "--no_export", lambda o: o.get("lm_eval") is not None and not o.settings.export,
+        "it evaluates the exported model", "; leave out --no_export, or --lm_eval"),
+    Exclusion("--augment.mixup_prob", "neither mixup nor cutmix",
+        lambda o: o.key("augment", "mixup_prob") is not None
+        and not (o.key("augment", "mixup") or o.key("augment", "cutmix")),
+        'needs "mixup" or "cutmix"'),
+    # ---- schedule, quantization, optimizer ----
+    *(Exclusion(f"--lr_schedule_kwargs.{key}", '"decay":0', _decayless(key), 'needs a "decay" above 0')
+      for key in ("decay_type", "final")),
+    Exclusion("--quantize", "bf16 for all GEMMs", _all_bf16,
+        "all three GEMMs are in bf16, so nothing is quantized; use --quantize bf16"),
+    _note("--quantize_kwargs.fast_accum", "a CPU",
+        lambda o: o.device.type == "cpu" and o.key("quantize_kwargs", "fast_accum") not in (None, False, []),
+        "has no effect on a CPU, which accumulates in fp32"),
+    Exclusion("--optim", "--quantize that stores weights",
+        lambda o: "." in o.settings.optim and _stored(o) and not _adapters(o),
+        "other libraries' optimizers cannot update weights that --quantize stores in low bits; use qtrain's, as adamw"),
+    _note("--quantize_lm_head", "--quantize bf16",
+        lambda o: o.settings.quantize_lm_head and o.settings.quantize == "bf16",
+        "has no effect with --quantize bf16"),
+    _note("--optim_kwargs.master", "fp32 weights",
+        lambda o: o.key("optim_kwargs", "master") == "fp32" and o.dtype == torch.float32,
+        "has no effect on fp32 weights"),
+    _note("--optim_kwargs.sr", "fp32 weights",
+        lambda o: o.key("optim_kwargs", "sr") is True and o.dtype == torch.float32,
+        "has no effect on fp32 weights; it rounds bf16 ones and bf16 states"),
+    _note("--lr_schedule_kwargs.decay", "--optim adamw_schedule_free",
+        lambda o: o.settings.optim == "adamw_schedule_free" and o.schedule.decay > 0,
+        'adamw_schedule_free averages instead of decaying; {"decay":0} is usual'),
+    # ---- the optimizer in the backward pass ----
+    Exclusion("--optimizer_in_backward", "--deterministic",
+        _with("optimizer_in_backward", lambda o: o.settings.deterministic),
+        "with --deterministic weights change only after all gradients are summed", "; leave it out"),
+    Exclusion("--optimizer_in_backward", "--gradient_accumulation",
+        _with("optimizer_in_backward", lambda o: o.geometry.gradient_accumulation > 1),
+        "a micro-batch's gradients are freed before the next one's could be added", _one_micro_batch),
+    Exclusion("--optimizer_in_backward", "--clip_grad_norm",
+        _with("optimizer_in_backward", lambda o: o.settings.clip_grad_norm),
+        "weights change before the norm of all gradients is known, so it cannot be clipped to {clip_grad_norm}",
+        "; give --clip_grad_norm 0"),
+    Exclusion("--optimizer_in_backward", "--optim that updates all parameters at once",
+        _with("optimizer_in_backward", lambda o: o.optimizer.refuses_partitions()),
+        "it updates a part of the model at a time",
+        lambda o: f"; {o.optimizer.refuses_partitions().removesuffix('.')}"),
+    # ---- tensor parallelism ----
+    Exclusion("--tp", "models of timm", _with("tp", _timm),
+        "{tp}, but models of timm have no tensor parallelism", SHARD),
+    Exclusion("--tp", "--model_impl hf", _with("tp", _transformers),
+        "{tp}, but only qtrain's own decoder has tensor parallelism",
+        f"; use --model_impl native, or {SHARD.removeprefix('; ')}"),
+    Exclusion("--tp", "--lora", _with("tp", _adapters),
+        "{tp}, but adapters (--lora) have no tensor parallelism", SHARD),
+    Exclusion("--tp", "--quantize auto --quantize_lm_head",
+        _with("tp", lambda o: o.settings.quantize == "auto" and o.settings.quantize_lm_head),
+        "{tp}, but --quantize auto times one rank's part of the head (--quantize_lm_head), and others may have fewer "
+        "rows", "; name the scheme, or leave out --quantize_lm_head"),
+    Exclusion("--tp", "--optimizer_in_backward", _with("tp", lambda o: o.settings.optimizer_in_backward),
+        "{tp}, but --optimizer_in_backward updates a layer before the gradients of its norms are summed over its "
+        "ranks", "; leave one of them out"),
+    Exclusion("--tp", "--optim of whole matrices", _with("tp", lambda o: o.optimizer.needs_whole(hidden=True)),
+        "{tp}, but --optim {optim} works on whole matrices, and each rank has a part",
+        _allowed(lambda spec: not spec.needs_whole(hidden=True))),
+    # ---- expert parallelism ----
+    Exclusion("--ep", "models of timm", _with("ep", _timm), "{ep}, but models of timm have no experts", LEAVE),
+    Exclusion("--ep", "--model_impl hf", _with("ep", _transformers),
+        "{ep}, but only qtrain's own decoder has expert parallelism", "; use --model_impl native, or leave it out"),
+    Exclusion("--ep", "--lora", _with("ep", _adapters),
+        "{ep}, but adapters (--lora) have no expert parallelism", LEAVE),
+    Exclusion("--ep", "llm_finetune.py", _with("ep", lambda o: o.script == "llm_finetune"),
+        "{ep}, but ranks that compute experts together need micro-batches of one shape, and those of instructions "
+        "differ in length", LEAVE),
+    Exclusion("--ep", "--tp", _with("ep", lambda o: o.settings.tp > 1),
+        "{ep}, but --tp {tp} shards the experts over its ranks too", "; leave --ep out"),
+    Exclusion("--ep", "--optimizer_in_backward", _with("ep", lambda o: o.settings.optimizer_in_backward),
+        "{ep}, but --optimizer_in_backward does not know experts that only some ranks hold", "; leave one of them out"),
+    Exclusion("--ep", "--deterministic --quantize nvfp4",
+        _with("ep", lambda o: o.settings.deterministic and o.settings.quantize == "nvfp4"),
+        "{ep}, but with --deterministic nvfp4 needs a scale of the tokens of all experts, which no rank has",
+        "; leave one of them out"),
+    Exclusion("--ep", "--optim of whole matrices", _with("ep", lambda o: not o.optimizer.takes_parts(hidden=True)),
+        "{ep}, but --optim {optim} works on the matrices of all experts at once, and each rank has a part",
+        _allowed(lambda spec: spec.takes_parts(hidden=True))),
+)
+# fmt: on
+
+EXCLUSIONS = PLAN_EXCLUSIONS + RUN_EXCLUSIONS
 
 
-def check_dependences(given: Given) -> tuple[str, ...]:
-    """Lines for the plan: given options that have no effect. UserError for one that contradicts the others."""
-    idle = [row for row in DEPENDENCES if row.idle(given)]
-    for row in idle:
+def check_exclusions(
+    options: Options, rows: Iterable[Exclusion] = RUN_EXCLUSIONS, option: str | None = None
+) -> tuple[str, ...]:
+    """Lines for the plan: given options that have no effect. UserError for one that contradicts the others.
+
+    option: only the rows of this flag."""
+    found = [row for row in rows if option in (None, row.option) and row.applies(options)]
+    for row in found:
         if row.refused:
-            raise UserError(f"{row.option}: {row.why}{row.fix}.")
-    return tuple(f"note    {row.option}: {row.why}" for row in idle)
+            raise UserError(f"{row.message(options)}.")
+    return tuple(f"note    {row.message(options)}" for row in found)
 
 
-def check_tensor_parallel(settings: TrainSettings, optimizer: OptimizerSpec) -> None:
-    """UserError for settings that --tp cannot be combined with; what depends on the model's sizes comes later."""
-    if settings.tp == 1:
-        return
-    other = "divide the run with --dp_shard or --dp_replicate instead"
-    if not isinstance(settings, LanguageSettings):
-        raise UserError(f"--tp: {settings.tp}, but models of timm are not divided over processes; {other}.")
-    if settings.model_impl != "native":
-        raise UserError(
-            f"--tp: {settings.tp}, but only qtrain's own decoder is divided; use --model_impl native, or {other}."
-        )
-    if getattr(settings, "lora", None) is not None:
-        raise UserError(f"--tp: {settings.tp}, but adapters (--lora) are not divided over processes; {other}.")
-    if settings.quantize == "auto" and settings.quantize_lm_head:
-        raise UserError(
-            f"--tp: {settings.tp}, but --quantize auto times one process's part of the head (--quantize_lm_head), and "
-            "others may have fewer rows; name the scheme, or leave out --quantize_lm_head."
-        )
-    if settings.optimizer_in_backward:
-        raise UserError(
-            f"--tp: {settings.tp}, but --optimizer_in_backward updates a layer before the gradients of its norms are "
-            "summed over its processes; leave one of them out."
-        )
-    if optimizer.needs_whole(hidden=True):
-        known = {name: OPTIMIZERS.make(name, {}, "--optim") for name in OPTIMIZERS.names()}
-        allowed = ", ".join(name for name, spec in known.items() if not spec.needs_whole(hidden=True))
-        raise UserError(
-            f"--tp: {settings.tp}, but --optim {settings.optim} works on whole matrices, and each process has a part; "
-            f"allowed: {allowed}."
-        )
-
-
-def check_expert_parallel(settings: TrainSettings, script: str, optimizer: OptimizerSpec) -> None:
-    """UserError for settings that --ep cannot be combined with; what depends on the model comes later."""
-    if settings.ep == 1:
-        return
-
-    def refuse(why: str) -> UserError:
-        return UserError(f"--ep: {settings.ep}, but {why}.")
-
-    if not isinstance(settings, LanguageSettings):
-        raise refuse("models of timm have no experts; leave it out")
-    if settings.model_impl != "native":
-        raise refuse("only qtrain's own decoder is divided; use --model_impl native, or leave it out")
-    if getattr(settings, "lora", None) is not None:
-        raise refuse("adapters (--lora) are not divided over processes; leave it out")
-    if script == "llm_finetune":
-        raise refuse(
-            "processes that compute experts together need micro-batches of one shape, and those of instructions differ "
-            "in length; leave it out"
-        )
-    if settings.tp > 1:
-        raise refuse(f"--tp {settings.tp} divides the experts among its processes too; leave --ep out")
-    if settings.optimizer_in_backward:
-        raise refuse("--optimizer_in_backward does not know divided experts; leave one of them out")
-    if settings.deterministic and settings.quantize == "nvfp4":
-        raise refuse(
-            "with --deterministic nvfp4 needs a scale of the tokens of all experts, which no process has; leave one of "
-            "them out"
-        )
-    if not optimizer.takes_parts(hidden=True):
-        known = {name: OPTIMIZERS.make(name, {}, "--optim") for name in OPTIMIZERS.names()}
-        allowed = ", ".join(name for name, spec in known.items() if spec.takes_parts(hidden=True))
-        raise refuse(
-            f"--optim {settings.optim} works on the matrices of all experts at once, and each process has a part; "
-            f"allowed: {allowed}"
-        )
-
-
-def check_in_backward(settings: TrainSettings, geometry: BatchGeometry, optimizer: OptimizerSpec) -> None:
-    """UserError for settings that --optimizer_in_backward cannot be combined with."""
-    if not settings.optimizer_in_backward:
-        return
-    if settings.deterministic:
-        raise UserError(
-            "--optimizer_in_backward: with --deterministic weights change only after all gradients are summed; leave "
-            "it out."
-        )
-    flag, micro = "--optimizer_in_backward", geometry.micro_batch_size * geometry.gradient_accumulation
-    if geometry.gradient_accumulation > 1:
-        raise UserError(
-            f"{flag}: a micro-batch's gradients are freed before the next one's could be added; give "
-            f"--gradient_accumulation 1 --micro_batch_size {micro}, or a smaller --batch_size."
-        )
-    if settings.clip_grad_norm:
-        raise UserError(
-            f"{flag}: weights change before the norm of all gradients is known, so it cannot be clipped to "
-            f"{settings.clip_grad_norm:g}; give --clip_grad_norm 0."
-        )
-    if reason := optimizer.refuses_partitions():
-        raise UserError(f"{flag}: {reason}")
+def exclusions_table() -> str:
+    """The table in Markdown, for the documentation."""
+    lines = ["| option | does not go with | because | then |", "|---|---|---|---|"]
+    for row in EXCLUSIONS:
+        why = re.sub(r"^'?\{[\w.]+\}'?(, but)? ", "", row.why)  # the value that the message begins with
+        why = re.sub(r"\{(\w+)\}", lambda name: name[1].upper(), why)
+        lines.append(f"| `{row.option}` | {row.other} | {why} | {'refused' if row.refused else 'a note in the plan'} |")
+    return "\n".join(lines) + "\n"

@@ -18,7 +18,6 @@ from qtrain.comm.ranks import launched_world, local_rank
 from qtrain.core.errors import UserError, unknown_name
 from qtrain.core.hardware import Hardware, datasheet_hardware, describe_hardware, product_of
 from qtrain.quant import LowBitScheme, Scheme
-from qtrain.quant.schemes.auto import Auto
 from qtrain.train.settings.settings import TrainSettings
 
 
@@ -118,27 +117,12 @@ def wire_in_node(hardware: Hardware) -> Wire:
     return WIRES[IN_NODE[product]]
 
 
-ONLY_IN_PLANS = ("gpu", "world_size")
-NEED_WORLD_SIZE = ("gpus_per_node", "wire", "sol")
-
-
 def check_plan_flags(settings: TrainSettings) -> None:
-    """UserError for flags of a plan where nothing is planned, and for a world that machines cannot make up."""
-    for name in ONLY_IN_PLANS:
-        if getattr(settings, name) is not None and not settings.dry_run:
-            raise UserError(f"--{name}: it plans for other machines than this run's; add --dry_run, or leave it out.")
+    """UserError for a GPU that is not known, and for a world that machines cannot make up."""
     if settings.gpu is not None:
         datasheet_hardware(settings.gpu)
-        if settings.device == "cpu":
-            raise UserError("--gpu: it names the GPU to plan for, and --device cpu none; leave one of them out.")
     if settings.world_size is None:
-        defaults = TrainSettings()
-        for name in NEED_WORLD_SIZE:
-            if getattr(settings, name) != getattr(defaults, name):
-                raise UserError(f"--{name}: it needs --world_size, the number of GPUs to plan for; or leave it out.")
         return
-    if launched_world() > 1 or settings.gpus > 1:
-        raise UserError("--world_size: one process plans for any world; start it without torchrun and --gpus.")
     world, node = settings.world_size, settings.gpus_per_node
     if world > node and world % node:
         raise UserError(
@@ -183,11 +167,9 @@ def planned_hardware(settings: TrainSettings, device: torch.device) -> Hardware:
 
 
 def check_planned_scheme(settings: TrainSettings, scheme: Scheme) -> None:
-    """UserError for a scheme that cannot be planned for --gpu, or that this GPU cannot run."""
+    """UserError for a scheme that the GPU of --gpu cannot run."""
     if settings.gpu is None:
         return
-    if isinstance(scheme, Auto):
-        raise UserError("--gpu: --quantize auto times the GPU that is here; name a scheme instead.")
     hardware = datasheet_hardware(settings.gpu)
     needs = isinstance(scheme, LowBitScheme) and {"fp8", "mxfp8", "nvfp4"} & set(scheme.gemm_dtypes().values())
     if needs and hardware.emulates("fp8"):

@@ -12,7 +12,6 @@ from qtrain.models import (
     add_lora,
     as_lora,
     build_model,
-    check_combination,
     export_hf,
     load_adapter,
     merge_lora,
@@ -206,11 +205,6 @@ def test_what_experts_cannot_have_is_refused():
         UserError, match=r"unknown projection 'experts\.gate_proj'.* Did you mean 'experts\.gate_up_pro"
     ):
         only_adapters(mixture, Lora(targets=("experts.gate_proj",)))
-    of_experts = {"quantize": "bf16", "activation_checkpointing": "none", "pretrained": True}
-    with pytest.raises(UserError, match=r"'experts\.down_proj' does not go with DoRA, .* set dora false\.$"):
-        check_combination(Lora(dora=True, targets=EXPERTS[1]), **of_experts, model_impl="native")
-    with pytest.raises(UserError, match=r"'experts\.gate_up_proj' needs qtrain's own decoder; use --model_impl native"):
-        check_combination(Lora(targets=EXPERTS), **of_experts, model_impl="hf")
 
 
 def test_an_adapter_of_other_parameters_is_refused(tmp_path):

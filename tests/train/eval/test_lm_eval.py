@@ -61,12 +61,12 @@ def harness(monkeypatch):
 )
 def test_tasks_that_cannot_run_are_refused_before_training(tasks, message):
     with pytest.raises(UserError, match=message) as raised:
-        check_lm_eval(tasks, export=True)
+        check_lm_eval(tasks)
     assert "\n" not in str(raised.value)
 
 
 def test_results_are_numbers_by_task_and_metric(harness):
-    check_lm_eval("arc_*, arc_easy", export=True)
+    check_lm_eval("arc_*, arc_easy")
     found = run_lm_eval("arc_easy ,", "RUN/hf", "cpu")
     assert found == {f"lm_eval/arc_easy/{k}": v for k, v in (("acc", 0.25), ("acc_stderr", 0.01), ("f1,strict", 1))}
     assert harness.asked == ("hf", "pretrained=RUN/hf,dtype=auto", ["arc_easy"], "cpu")
@@ -108,5 +108,5 @@ def test_results_are_in_the_metrics_the_trackers_and_the_report(tmp_path, monkey
 def test_a_mistake_in_tasks_is_found_before_the_first_step(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_all(tmp_path)
-    done = call(llm_finetune.main, command(lm_eval="nope_task", export=True))
+    done = call(llm_finetune.main, command(lm_eval="nope_task"))
     assert done.code == 2 and done.err.count("\n") == 1 and not Path("runs").exists()

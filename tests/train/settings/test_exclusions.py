@@ -1,4 +1,4 @@
-"""Every option that needs another one: refused or answered by a line without it, silent with it."""
+"""Every row of what excludes what: refused or answered by a line where it applies, silent where it does not."""
 
 import json
 
@@ -10,91 +10,187 @@ import timm_finetune
 from qtrain.core.config import as_dict
 from qtrain.core.errors import UserError
 from qtrain.train.plan.checked_settings import check_settings
-from qtrain.train.settings.exclusions import DEPENDENCES
+from qtrain.train.settings.exclusions import EXCLUSIONS, Options, check_exclusions, exclusions_table
 from qtrain.train.settings.settings import VisionSettings
+from tests.system import ROOT
 
 PRETRAIN, FINETUNE = llm_pretrain.PretrainSettings, llm_finetune.FinetuneSettings
 TEXT = {"type": "text", "paths": "x", "tokenizer": "byte"}
 BF16 = dict.fromkeys(("output", "grad_input", "grad_weight"), "bf16")
 DECAYLESS = {"decay": 0}
 
-# option: (settings, what makes it idle, what gives it an effect)
+LORA, EXPERTS = {"r": 2}, {"targets": ["experts.down_proj"]}
+ALONE = {"optimizer_in_backward": True, "clip_grad_norm": 0.0}
+WORLD = {"dry_run": True, "gpu": "h200", "world_size": 2}
+
+# (option, what it does not go with): (settings, what makes the row apply, what makes it not)
 CASES = {
-    "--gradient_wire, --deterministic": (
+    ("--gpu", "no --dry_run"): (PRETRAIN, {"gpu": "h200"}, {"dry_run": True}),
+    ("--world_size", "no --dry_run"): (PRETRAIN, {"world_size": 2}, WORLD),
+    ("--gpu", "--device cpu"): (PRETRAIN, {"gpu": "h200", "dry_run": True}, {"device": "auto"}),
+    ("--gpus_per_node", "no --world_size"): (PRETRAIN, {"gpus_per_node": 4}, WORLD),
+    ("--wire", "no --world_size"): (PRETRAIN, {"wire": "ib200"}, WORLD),
+    ("--sol", "no --world_size"): (PRETRAIN, {"sol": 0.5}, WORLD),
+    ("--world_size", "torchrun, --gpus"): (PRETRAIN, {**WORLD, "gpus": 2}, {"gpus": 0}),
+    ("--gpu", "--quantize auto"): (PRETRAIN, {**WORLD, "quantize": "auto"}, {"quantize": "int8"}),
+    ("--world_size", "--reshard_after_forward always (timm)"): (
+        VisionSettings,
+        {**WORLD, "reshard_after_forward": "always"},
+        {"reshard_after_forward": "auto"},
+    ),
+    ("--activation_checkpointing", "--lora dropout"): (
+        FINETUNE,
+        {"lora": {"dropout": 0.1}, "activation_checkpointing": "full"},
+        {"lora": LORA},
+    ),
+    ("--lora.dropout", "--lora dora"): (FINETUNE, {"lora": {"dropout": 0.1, "dora": True}}, {"lora": {"dora": True}}),
+    ("--lora.targets", "--model_impl hf"): (FINETUNE, {"lora": EXPERTS, "model_impl": "hf"}, {"model_impl": "native"}),
+    ("--lora.targets", "--lora dora"): (FINETUNE, {"lora": {**EXPERTS, "dora": True}}, {"lora": EXPERTS}),
+    ("--quantize", "--lora dora"): (FINETUNE, {"lora": {"dora": True}, "quantize": "int8"}, {"quantize": "bf16"}),
+    ("--lora.merge", "--no_pretrained"): (
+        FINETUNE,
+        {"lora": {"base": "nf4", "merge": "original"}, "pretrained": False},
+        {"pretrained": True},
+    ),
+    ("--freeze_embedding_layer", "--lora"): (FINETUNE, {"freeze_embedding_layer": True, "lora": {}}, {"lora": None}),
+    ("--router_bias_rate", "--lora"): (FINETUNE, {"router_bias_rate": 0.01, "lora": {}}, {"lora": None}),
+    **{
+        (f"--{name}", "--model_impl hf"): (PRETRAIN, {name: 0.01, "model_impl": "hf"}, {"model_impl": "native"})
+        for name in ("router_balance_loss", "router_z_loss", "router_bias_rate")
+    },
+    ("--gradient_wire, --deterministic", "each other"): (
         PRETRAIN,
         {"gradient_wire": "int8", "deterministic": True},
         {"gradient_wire": "exact"},
     ),
-    "--gradient_wire": (PRETRAIN, {"gradient_wire": "int8"}, {"gradient_wire": "exact"}),
-    "--reshard_after_forward": (PRETRAIN, {"reshard_after_forward": "always"}, {"reshard_after_forward": "auto"}),
-    "--sequence_parallel": (PRETRAIN, {"sequence_parallel": False}, {"sequence_parallel": True}),
-    "--gradient_accumulation": (
+    ("--gradient_wire", "one process"): (PRETRAIN, {"gradient_wire": "int8"}, {"gradient_wire": "exact"}),
+    ("--reshard_after_forward", "one process"): (
+        PRETRAIN,
+        {"reshard_after_forward": "always"},
+        {"reshard_after_forward": "auto"},
+    ),
+    ("--sequence_parallel", "no --tp"): (PRETRAIN, {"sequence_parallel": False}, {"sequence_parallel": True}),
+    ("--gradient_accumulation", "--deterministic"): (
         PRETRAIN,
         {"deterministic": True, "gradient_accumulation": 2},
         {"gradient_accumulation": 0, "micro_batch_size": 2},
     ),
-    "--hellaswag_file": (PRETRAIN, {"hellaswag_file": "x"}, {"hellaswag": True}),
-    "--hellaswag_limit": (PRETRAIN, {"hellaswag_limit": 5}, {"hellaswag": True}),
-    "--eval_images": (VisionSettings, {"n_steps": 1, "eval_images": 5}, {"eval_ds": {"type": "synthetic"}}),
-    "--eval_sequences": (PRETRAIN, {"eval_sequences": 5}, {"eval_ds": TEXT}),
-    "--sample_tokens": (PRETRAIN, {"sample_tokens": 5}, {"sample_prompts": ("a",)}),
-    "--answer_tokens": (FINETUNE, {"answer_tokens": 5}, {"accuracy": 1}),
-    "--augment.mixup_prob": (
+    ("--hellaswag_file", "no --hellaswag"): (PRETRAIN, {"hellaswag_file": "x"}, {"hellaswag": True}),
+    ("--hellaswag_limit", "no --hellaswag"): (PRETRAIN, {"hellaswag_limit": 5}, {"hellaswag": True}),
+    ("--eval_images", "no --eval_ds"): (
+        VisionSettings,
+        {"n_steps": 1, "eval_images": 5},
+        {"eval_ds": {"type": "synthetic"}},
+    ),
+    ("--eval_sequences", "no --eval_ds"): (PRETRAIN, {"eval_sequences": 5}, {"eval_ds": TEXT}),
+    ("--sample_tokens", "no --sample_prompts"): (PRETRAIN, {"sample_tokens": 5}, {"sample_prompts": ("a",)}),
+    ("--answer_tokens", "no --accuracy"): (FINETUNE, {"answer_tokens": 5}, {"accuracy": 1}),
+    ("--lm_eval", "--no_export"): (FINETUNE, {"lm_eval": "x", "export": False}, {"export": True}),
+    ("--augment.mixup_prob", "neither mixup nor cutmix"): (
         VisionSettings,
         {"n_steps": 1, "augment": {"mixup_prob": 0.5}},
         {"augment": {"mixup_prob": 0.5, "cutmix": 1.0}},
     ),
-    "--lr_schedule_kwargs.decay_type": (
+    ("--lr_schedule_kwargs.decay_type", '"decay":0'): (
         PRETRAIN,
         {"lr_schedule_kwargs": {**DECAYLESS, "decay_type": "sqrt"}},
         {"lr_schedule_kwargs": {"decay_type": "sqrt"}},
     ),
-    "--lr_schedule_kwargs.final": (
+    ("--lr_schedule_kwargs.final", '"decay":0'): (
         PRETRAIN,
         {"lr_schedule_kwargs": {**DECAYLESS, "final": 0.1}},
         {"lr_schedule_kwargs": {"final": 0.1}},
     ),
-    "--quantize": (
+    ("--quantize", "bf16 for all GEMMs"): (
         PRETRAIN,
         {"quantize": "int8", "quantize_kwargs": BF16},
         {"quantize_kwargs": {**BF16, "output": "int8"}},
     ),
-    "--quantize_kwargs.fast_accum": (
+    ("--quantize_kwargs.fast_accum", "a CPU"): (
         PRETRAIN,
         {"quantize": "fp8_rowwise", "quantize_kwargs": {"fast_accum": True}},
         {"quantize_kwargs": {}},
     ),
-    "--freeze_embedding_layer": (FINETUNE, {"freeze_embedding_layer": True, "lora": {}}, {"lora": None}),
-    "--router_bias_rate": (FINETUNE, {"router_bias_rate": 0.01, "lora": {}}, {"lora": None}),
-    "--optim": (PRETRAIN, {"optim": "torch.AdamW", "quantize": "int8_weight"}, {"optim": "adamw"}),
-    "--quantize_lm_head": (PRETRAIN, {"quantize_lm_head": True}, {"quantize": "int8"}),
-    "--optim_kwargs.master": (PRETRAIN, {"optim_kwargs": {"master": "fp32"}}, {"dtype": "bf16"}),
-    "--optim_kwargs.sr": (PRETRAIN, {"optim_kwargs": {"sr": True}}, {"dtype": "bf16"}),
-    "--lr_schedule_kwargs.decay": (
+    ("--optim", "--quantize that stores weights"): (
+        PRETRAIN,
+        {"optim": "torch.AdamW", "quantize": "int8_weight"},
+        {"optim": "adamw"},
+    ),
+    ("--quantize_lm_head", "--quantize bf16"): (PRETRAIN, {"quantize_lm_head": True}, {"quantize": "int8"}),
+    ("--optim_kwargs.master", "fp32 weights"): (PRETRAIN, {"optim_kwargs": {"master": "fp32"}}, {"dtype": "bf16"}),
+    ("--optim_kwargs.sr", "fp32 weights"): (PRETRAIN, {"optim_kwargs": {"sr": True}}, {"dtype": "bf16"}),
+    ("--lr_schedule_kwargs.decay", "--optim adamw_schedule_free"): (
         PRETRAIN,
         {"optim": "adamw_schedule_free"},
         {"lr_schedule_kwargs": DECAYLESS},
     ),
+    ("--optimizer_in_backward", "--deterministic"): (
+        PRETRAIN,
+        {**ALONE, "deterministic": True},
+        {"deterministic": False},
+    ),
+    ("--optimizer_in_backward", "--gradient_accumulation"): (
+        PRETRAIN,
+        {**ALONE, "gradient_accumulation": 2},
+        {"gradient_accumulation": 1},
+    ),
+    ("--optimizer_in_backward", "--clip_grad_norm"): (PRETRAIN, {**ALONE, "clip_grad_norm": 0.5}, ALONE),
+    ("--optimizer_in_backward", "--optim that updates all parameters at once"): (
+        PRETRAIN,
+        {**ALONE, "optim": "torch.AdamW"},
+        {"optim": "adamw"},
+    ),
+    ("--tp", "models of timm"): (VisionSettings, {"tp": 2}, {"tp": 1}),
+    ("--tp", "--model_impl hf"): (PRETRAIN, {"tp": 2, "model_impl": "hf"}, {"model_impl": "native"}),
+    ("--tp", "--lora"): (FINETUNE, {"tp": 2, "lora": {}}, {"lora": None}),
+    ("--tp", "--quantize auto --quantize_lm_head"): (
+        PRETRAIN,
+        {"tp": 2, "quantize": "auto", "quantize_lm_head": True},
+        {"quantize_lm_head": False},
+    ),
+    ("--tp", "--optimizer_in_backward"): (PRETRAIN, {"tp": 2, **ALONE}, {"optimizer_in_backward": False}),
+    ("--tp", "--optim of whole matrices"): (PRETRAIN, {"tp": 2, "optim": "muon"}, {"optim": "adamw"}),
+    ("--ep", "models of timm"): (VisionSettings, {"ep": 2}, {"ep": 1}),
+    ("--ep", "--model_impl hf"): (PRETRAIN, {"ep": 2, "model_impl": "hf"}, {"model_impl": "native"}),
+    ("--ep", "--lora"): (FINETUNE, {"ep": 2, "lora": {}}, {"lora": None}),
+    ("--ep", "llm_finetune.py"): (FINETUNE, {"ep": 2}, {"ep": 1}),
+    ("--ep", "--tp"): (PRETRAIN, {"ep": 2, "tp": 2}, {"tp": 1}),
+    ("--ep", "--optimizer_in_backward"): (PRETRAIN, {"ep": 2, **ALONE}, {"optimizer_in_backward": False}),
+    ("--ep", "--deterministic --quantize nvfp4"): (
+        PRETRAIN,
+        {"ep": 2, "deterministic": True, "quantize": "nvfp4"},
+        {"quantize": "mxfp8"},
+    ),
+    ("--ep", "--optim of whole matrices"): (PRETRAIN, {"ep": 2, "optim": "q_galore_adamw"}, {"optim": "muon"}),
 }
 
 
 def test_every_row_has_a_case():
-    assert [row.option for row in DEPENDENCES] == list(CASES)
+    assert [(row.option, row.other) for row in EXCLUSIONS] == list(CASES)
 
 
-@pytest.mark.parametrize("row", DEPENDENCES, ids=lambda row: row.option)
-def test_an_option_without_the_one_that_it_needs_is_answered(row, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    cls, idle, needed = CASES[row.option]
-    settings = {"device": "cpu", "train_ds": TEXT, **idle}
-    line = f"{row.option}: {row.why}"
+@pytest.mark.parametrize("row", EXCLUSIONS, ids=lambda row: f"{row.option}, {row.other}")
+def test_what_excludes_what(row):
+    """A row applies to both options together, says so in one sentence, and not to one of them alone."""
+    cls, both, one = CASES[row.option, row.other]
+    settings = {"device": "cpu", "train_ds": TEXT, "n_steps": 1, **both}
+    script = "llm_finetune" if row.other == "llm_finetune.py" else "llm_pretrain"
+    options = Options(cls(**settings), script)
+    assert row.applies(options)
+    message = row.message(options)
+    assert message.startswith(f"{row.option}: ") and "{" not in message.replace('{"decay"', "") and message[-1] != "."
     if row.refused:
         with pytest.raises(UserError) as raised:
-            check_settings(cls(**settings), "script")
-        assert str(raised.value) == f"{line}{row.fix}."
+            check_exclusions(options, [row])
+        assert str(raised.value) == f"{message}."
     else:
-        assert f"note    {line}" in check_settings(cls(**settings), "script").notes
-    assert not any(row.option + ":" in note for note in check_settings(cls(**{**settings, **needed}), "script").notes)
+        assert check_exclusions(options, [row]) == (f"note    {message}",)
+    assert not row.applies(Options(cls(**{**settings, **one}), script))
+
+
+def test_the_documentation_has_the_table():
+    text = (ROOT / "docs/options.md").read_text()
+    assert text[text.index("| option |") :] == exclusions_table()
 
 
 @pytest.mark.parametrize("cls", [PRETRAIN, FINETUNE, VisionSettings])

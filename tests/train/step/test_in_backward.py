@@ -17,8 +17,8 @@ from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.parallel.data_parallel import DataParallel
 from qtrain.quant import SCHEMES, QuantizedModel, quantize_linears
 from qtrain.tensors.stored_weight import StoredWeight
-from qtrain.train.settings.exclusions import check_in_backward
-from qtrain.train.settings.settings import LanguageSettings, batch_geometry
+from qtrain.train.settings.exclusions import Options, check_exclusions
+from qtrain.train.settings.settings import LanguageSettings
 from qtrain.train.state.state_dict import optimizer_tensors
 from qtrain.train.step.forward import language_forward
 from qtrain.train.step.in_backward import OptimizerInBackward, model_partitions
@@ -239,18 +239,18 @@ def test_a_gpu_holds_the_gradients_of_one_partition(optim):
 )
 def test_incompatible_settings_are_refused_with_the_fix(changes, optim, options, says):
     settings = LanguageSettings(optimizer_in_backward=True, clip_grad_norm=0)
-    settings, spec = dataclasses.replace(settings, **changes), OPTIMIZERS.make(optim, options, "--optim")
+    settings = dataclasses.replace(settings, **changes, optim=optim, optim_kwargs=options)
     with pytest.raises(UserError, match="--optimizer_in_backward: ") as refused:
-        check_in_backward(settings, batch_geometry(settings), spec)
+        check_exclusions(Options(settings), option="--optimizer_in_backward")
     assert says in str(refused.value)
     settings = dataclasses.replace(settings, optimizer_in_backward=False)
-    check_in_backward(settings, batch_geometry(settings), spec)
+    check_exclusions(Options(settings), option="--optimizer_in_backward")
 
 
 def test_every_own_optimizer_supports_it():
-    settings = LanguageSettings(optimizer_in_backward=True, clip_grad_norm=0)
     for name in OPTIMIZERS.names():
-        check_in_backward(settings, batch_geometry(settings), OPTIMIZERS.make(name, {}, "--optim"))
+        settings = LanguageSettings(optimizer_in_backward=True, clip_grad_norm=0, optim=name)
+        check_exclusions(Options(settings), option="--optimizer_in_backward")
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
