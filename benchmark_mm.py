@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qtrain.bench.benchmark_settings import BenchmarkSettings
+from qtrain.bench.arguments import BenchmarkSettings
 from qtrain.core.config import parse, run_script
 from qtrain.train.listing import listing
 

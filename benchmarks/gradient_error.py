@@ -24,7 +24,7 @@ from torch import Tensor
 
 from qtrain.bench.arguments import compared_schemes, split_list
 from qtrain.bench.tables import Cell, Table, about_run, write_json
-from qtrain.bench.training import random_batch
+from qtrain.bench.train_step import random_batch
 from qtrain.core.config import JsonDict, parse, run_script
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import describe_hardware
