@@ -23,7 +23,7 @@ from qtrain.train.settings.listing import listing
 from qtrain.train.settings.settings import VisionSettings
 
 if TYPE_CHECKING:
-    from qtrain.data import Images
+    from qtrain.data.images.images import Images
 
 SCRIPT = Path(__file__).stem
 RESISC45 = {"type": "hf_image", "dataset": "timm/resisc45"}
@@ -36,15 +36,9 @@ def main(argv: list[str]) -> None:
 def train(settings: VisionSettings) -> None:
     # Imported here: torch and what needs it take seconds, which a mistyped flag should not have to wait for.
     from qtrain.comm.launch import launch
-    from qtrain.data import (
-        BatchMaker,
-        ImageLoader,
-        ImageTransform,
-        Mixer,
-        check_same_classes,
-        make_augmentation,
-        open_images,
-    )
+    from qtrain.data.images.augment import ImageTransform, Mixer, make_augmentation
+    from qtrain.data.images.image_loader import BatchMaker, ImageLoader
+    from qtrain.data.images.images import check_same_classes, open_images
     from qtrain.models import check_vision_model, export_timm
     from qtrain.quant import exported_tensors
     from qtrain.train.assembly.assemble import assemble, build_quantized

@@ -1,7 +1,7 @@
 """The plan's memory against the tensors of a world of any size, on a laptop: `python -m benchmarks.fake_world`.
 
-A fake process group has as many ranks as it is told, and its collectives do nothing. On it the real mesh, the real
-swap, the real shards and the real optimizer are built from tensors without memory, once for every rank looked at, and
+A fake process group has as many ranks as it is told, and its collectives do nothing. On it the assembly of
+llm_pretrain.py builds mesh, swap, shards and optimizer from tensors without memory, once for every rank looked at, and
 their bytes are counted: of weights, codes and masters, and of optimizer states. (The plan leaves out the scales of
 schemes that have one per row: 5 MiB of a 7B.)
 
@@ -21,22 +21,21 @@ from itertools import chain
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from qtrain.comm.mesh import Mesh, make_mesh
+from qtrain.comm.mesh import make_mesh
 from qtrain.core.config import run_script
-from qtrain.models import Decoder, ModelConfig, read_model_source
-from qtrain.optim import parameter_groups
+from qtrain.models import Decoder, read_model_source
 from qtrain.optim.state_layout import local
-from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.full_shard import decoder_units
 from qtrain.parallel.shards import local_tensors
-from qtrain.quant import quantize_linears
-from qtrain.quant.weight_codes import WeightCodes
+from qtrain.quant.linear import WeightCodes
 from qtrain.tensors.deferred import plain_tensors
+from qtrain.train.assembly.assemble import assemble, build_quantized
+from qtrain.train.assembly.language_architecture import LanguageArchitecture
+from qtrain.train.assembly.prepare import Prepared, prepare
 from qtrain.train.plan.checked_settings import CheckedSettings, check_settings
 from qtrain.train.plan.language_plan import language_memory
-from qtrain.train.plan.linears import plan_linears
 from qtrain.train.settings.settings import LanguageSettings
 
 GIB = 2**30
@@ -69,32 +68,30 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
             os.environ["WORLD_SIZE"] = before
 
 
-def held_bytes(checked: CheckedSettings, config: ModelConfig, mesh: Mesh) -> Bytes:
-    """What this rank of `mesh` holds, for an optimizer that updates element by element."""
-    settings = checked.settings
-    with torch.device("meta"):
-        model = Decoder(config).to(checked.dtype)
-    quantized = quantize_linears(
-        model, checked.scheme, seed=0, head=model.lm_head, quantize_head=settings.quantize_lm_head
-    )
-    groups = parameter_groups(model, settings.weight_decay)
-    units = decoder_units(model) if checked.reshards else ()
-    needs_whole = checked.optimizer.needs_whole(hidden=True)
-    parallel = DataParallel(model, quantized, mesh, lambda p: needs_whole, units=units)
-    for group in groups:
-        group["params"] = [parallel.master(p) for p in group["params"]]
-    optimizer = checked.optimizer.build(groups, settings.lr)
+class EmptyArchitecture(LanguageArchitecture):
+    """A native decoder whose weights have shapes and no memory."""
+
+    def build(self, checked: CheckedSettings) -> nn.Module:
+        with torch.device("meta"):
+            return Decoder(self.config).to(checked.dtype)
+
+
+def held_bytes(prepared: Prepared) -> Bytes:
+    """What this rank of the prepared run's mesh holds, for an optimizer that updates element by element."""
+    run = assemble(prepared, *build_quantized(prepared))
+    model, parallel, mesh = run.model, run.parallel, prepared.mesh
     for sharded in parallel.parameters:
         elements = sharded.bounds[mesh.shard_rank + 1] - sharded.bounds[mesh.shard_rank]
-        sharded.set_gradient(torch.empty(elements, dtype=checked.dtype, device="meta"))
+        sharded.set_gradient(torch.empty(elements, dtype=prepared.dtype, device="meta"))
     with contextlib.suppress(NotImplementedError):  # the states come first; then there are no values to update
-        optimizer.step()
+        run.optimizer.step()
     # As in the backward pass: a layer runs, and the next one is prefetched.
+    units = decoder_units(model) if prepared.reshards else ()
     parallel.gather_units(i for i, unit in enumerate(units) if unit.called in list(model.layers)[:2])
     codes = chain.from_iterable(m.buffers() for m in model.modules() if isinstance(m, WeightCodes))
     weights = chain.from_iterable(plain_tensors(p) for p in model.parameters())
     masters = [t for sharded in parallel.parameters for t in local_tensors(sharded.master)]
-    states = (t for state in optimizer.state.values() for key, t in state.items() if key != "step")
+    states = (t for state in run.optimizer.state.values() for key, t in state.items() if key != "step")
     return Bytes(
         _size([*weights, *codes, *masters, *parallel.kept_codes]), _size(local(t) for t in states), _size(masters)
     )
@@ -105,25 +102,18 @@ def _size(tensors: Iterable[Tensor]) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def planned_bytes(checked: CheckedSettings, config: ModelConfig) -> Bytes:
-    """What the plan says of the fullest rank."""
-    with torch.device("meta"):
-        model = Decoder(config)
-    linears = plan_linears(model, checked.scheme, checked.settings, head=model.lm_head, device=checked.device)
-    memory = language_memory(checked, config, linears, None)
-    return Bytes(memory.weights, memory.optimizer)
-
-
 def compare(settings: LanguageSettings, ranks: Iterable[int]) -> Iterator[tuple[int, Bytes, Bytes]]:
     """(rank, its planned bytes, its held ones) of `ranks` of the world that `settings` plan."""
     checked = check_settings(settings, "fake_world")
-    checked = replace(checked, reshards=settings.reshard_after_forward == "always")
-    config = read_model_source(settings.model).model_config()
-    planned = planned_bytes(checked, config)
+    source = read_model_source(settings.model)
+    architecture = EmptyArchitecture(source, "native", settings.seq_len, source.model_config())
+    prepared = prepare(checked, architecture, data=())
+    memory = language_memory(prepared, architecture.config, prepared.linears, None)
+    planned = Bytes(memory.weights, memory.optimizer)
     for rank in ranks:
         with fake_world(rank, settings.world_size):
             mesh = make_mesh(settings.dp_replicate, settings.dp_shard, "cpu")
-            yield rank, planned, held_bytes(checked, config, mesh)
+            yield rank, planned, held_bytes(replace(prepared, mesh=mesh))
 
 
 def difference(planned: Bytes, held: Bytes, fullest: bool) -> str:

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +31,21 @@ from qtrain.comm.launch import run_processes
 from qtrain.comm.mesh import Mesh, make_mesh
 from qtrain.comm.ranks import all_gather, join_world, leave_world, local_rank, rank
 from qtrain.comm.wire import sent
-from qtrain.data import Batch
-from qtrain.models import ModelSource, build_model
-from qtrain.optim import OPTIMIZERS, parameter_groups
+from qtrain.data.batch import Batch
+from qtrain.models import ModelSource
 from qtrain.parallel.data_parallel import DataParallel
-from qtrain.parallel.full_shard import decoder_units
-from qtrain.parallel.layers.place import ModelParallel
 from qtrain.parallel.shards import Sharded
 from qtrain.parallel.weights import GatheredMaster, gather_weights
-from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.tensors.deferred import plain_tensors
+from qtrain.train.assembly.assemble import assemble, build_quantized
+from qtrain.train.assembly.language_architecture import LanguageArchitecture
+from qtrain.train.assembly.prepare import prepare
+from qtrain.train.plan.checked_settings import check_settings
+from qtrain.train.settings.settings import LanguageSettings
+from qtrain.train.state.run import Run
 from qtrain.train.step.forward import language_forward
-from qtrain.train.step.in_backward import OptimizerInBackward, model_partitions
-from qtrain.train.step.step import apply_gradients, compute_gradients, share_amax
+from qtrain.train.step.in_backward import OptimizerInBackward
+from qtrain.train.step.step import apply_gradients, compute_gradients
 
 CONFIG = {
     "model_type": "llama",
@@ -72,7 +75,8 @@ MIXTURE = {
     "router_aux_loss_coef": 0.01,
 }
 """For --ep: a dense layer, and one of experts."""
-MICRO_BATCHES = 12
+MICRO_BATCHES, SEQUENCES, TOKENS = 12, 2, 24
+"""In a step, in a micro-batch, in a sequence."""
 CLOSE, CLOSE_FP32 = {"losses": 1e-3, "norms": 1e-2}, {"losses": 1e-5, "norms": 1e-4}
 """Relative differences without --deterministic. One process adds twelve gradients in bf16; each of several processes
 adds fewer, and their sums are added in fp32. In fp32 the order of additions is a difference of 1e-7, which training
@@ -97,6 +101,19 @@ OPTIMIZERS_COMPARED = ("adamw", "adamw_8bit", "adamw_4bit", "muon", "q_galore_ad
 MESHES = ("1x1", "1x2", "2x1", "1x3", "1x4", "2x2")
 
 
+def assembled(settings: LanguageSettings, config: Mapping[str, Any], mesh: Mesh) -> Run:
+    """The run that llm_pretrain.py makes of these settings, on `mesh`, for a model with this config."""
+    checked = check_settings(settings, "mesh_equality")
+    # A GPU's datasheet plans the run: the peaks of a CPU would be measured on every rank.
+    checked = replace(checked, mesh=mesh, settings=replace(settings, gpu="h200"))
+    source = ModelSource("small", dict(config), "--model")
+    experts = None if mesh.of_experts is None else mesh.of_experts.tensor_group
+    model_config = source.model_config()
+    architecture = LanguageArchitecture(source, "native", settings.seq_len, model_config, experts=experts)
+    prepared = prepare(checked, architecture, data=())
+    return assemble(prepared, *build_quantized(prepared))
+
+
 def train(
     scheme: str,
     optimizer_name: str,
@@ -115,59 +132,53 @@ def train(
     micro_batches: of all ranks, in a step."""
     sent.clear()
     name, options = SCHEMES_COMPARED[scheme]
-    source = ModelSource("small", dict(config), "--model")
-    resharded, parts = full_shard and mesh.shard > 1, None
-    if mesh.of_experts is not None:
-        parts = ModelParallel(source.model_config(), mesh.of_experts.tensor_group, experts_only=True)
-    place = None if parts is None else parts.place
-    model = build_model(source, device=device, dtype=dtype, seed=1, place=place, defer_layers=resharded)
-    shared = {} if parts is None else {"shared": parts.shared_weight}
-    scheme = SCHEMES.make(name, options, "--schemes")
-    quantized = quantize_linears(model, scheme, seed=0, head=model.lm_head, **shared)
-    spec = OPTIMIZERS.make(optimizer_name, {}, "--optimizers")
-    groups = parameter_groups(model, 0.1)
-    hidden = {id(p) for group in groups if group["hidden"] for p in group["params"]}
-    parallel = DataParallel(
-        model,
-        quantized,
-        mesh,
-        lambda p: spec.needs_whole(id(p) in hidden),
+    settings = LanguageSettings(
+        quantize=name,
+        quantize_kwargs=options,
+        optim=optimizer_name,
+        lr=1e-3,
+        weight_decay=0.1,
+        clip_grad_norm=clip_grad_norm,
+        optimizer_in_backward=optimizer_in_backward,
+        batch_size=SEQUENCES * micro_batches,
+        micro_batch_size=SEQUENCES,
+        seq_len=TOKENS,
+        dp_replicate=mesh.replicate,
+        dp_shard=mesh.shard,
+        ep=1 if mesh.of_experts is None else mesh.of_experts.tensor,
+        reshard_after_forward="always" if full_shard and mesh.shard > 1 else "never",
         deterministic=deterministic,
-        units=decoder_units(model) if resharded else (),
-        partitions=model_partitions(model) if optimizer_in_backward else None,
+        device=device.type,
+        dtype="fp32" if dtype == torch.float32 else "bf16",
+        seed=1,
     )
-    for group in groups:
-        group["params"] = [parallel.master(p) for p in group["params"]]
-    optimizer = spec.build(groups, 1e-3, seed=3)
-    optimizer.place(parallel.placements)
-    quantized.track_versions(optimizer)
-    if not optimizer_in_backward:
-        share_amax(optimizer, quantized, parallel)
-    in_backward = OptimizerInBackward(optimizer, parallel) if optimizer_in_backward else None
+    run = assembled(settings, config, mesh)
+    model, quantized, parallel = run.model, run.quantized, run.parallel
+    in_backward = OptimizerInBackward(run.optimizer, parallel) if optimizer_in_backward else None
     forward, found = language_forward(model, None), []
-    per_rank = micro_batches // mesh.data_world
     for step in range(steps):
-        batches = [random_micro_batch(step, index * mesh.data_world + mesh.data_rank) for index in range(per_rank)]
+        numbers = range(mesh.data_rank, micro_batches, mesh.data_world)
+        batches = [random_micro_batch(step, number) for number in numbers]
         gradients = compute_gradients(
             model, forward, quantized, batches, step, in_backward=in_backward, parallel=parallel
         )
         apply_gradients(
-            optimizer,
+            run.optimizer,
             quantized,
             gradients,
-            lr=1e-3,
+            lr=settings.lr,
             clip_grad_norm=clip_grad_norm,
             in_backward=in_backward,
             parallel=parallel,
         )
         found.append((gradients.loss, gradients.norm_value))
-    return {"steps": found, "sent": dict(sent), "digests": state_digests(parallel, quantized, optimizer)}
+    return {"steps": found, "sent": dict(sent), "digests": state_digests(parallel, quantized, run.optimizer)}
 
 
 def random_micro_batch(step: int, number: int) -> Batch:
     """2 x 24 random tokens, of which a third is not trained on."""
     generator = torch.Generator().manual_seed(step * MICRO_BATCHES + number)
-    tokens = torch.randint(CONFIG["vocab_size"], (2, 25), generator=generator)
+    tokens = torch.randint(CONFIG["vocab_size"], (SEQUENCES, TOKENS + 1), generator=generator)
     labels = tokens[:, 1:].clone()
     labels[torch.rand(labels.shape, generator=generator) < 1 / 3] = -100
     return Batch(tokens[:, :-1].contiguous(), labels)

@@ -11,8 +11,7 @@ import torch
 
 from qtrain.core.checksums import BLOCK_BYTES, MAX_BLOCKS, NAME, sampled_checksums
 from qtrain.core.errors import UserError
-from qtrain.data import load_tokenizer
-from qtrain.data.tokenizers.tokenizer import ByteTokenizer
+from qtrain.data.tokenizers.tokenizer import ByteTokenizer, load_tokenizer
 from qtrain.models import (
     AdaptedOriginal,
     Lora,

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import llm_finetune
-from qtrain.data import IGNORED, Batch, StreamContext, open_stream
+from qtrain.data.batch import IGNORED, Batch
+from qtrain.data.stream import StreamContext, open_stream
 from qtrain.models import build_model, export_hf, read_model_source
 from qtrain.train.eval.exact_match import WrittenQuestion, ask, final_answer
 from qtrain.train.log.metrics import read_metrics
@@ -105,7 +106,7 @@ def test_final_answers():
 
 
 def test_answers_come_back_in_the_order_of_the_questions(here):
-    from qtrain.data import load_tokenizer
+    from qtrain.data.tokenizers.tokenizer import load_tokenizer
 
     model = build_model(read_model_source("tiny.json"), seed=5)
     tokenizer = load_tokenizer("byte", "--tokenizer")
@@ -155,7 +156,7 @@ def test_a_run_from_a_folder_with_adapters_on_a_4_bit_base(here):
 
 
 def _tokenizer():
-    from qtrain.data import load_tokenizer
+    from qtrain.data.tokenizers.tokenizer import load_tokenizer
 
     return load_tokenizer("byte", "--tokenizer")
 

@@ -18,7 +18,8 @@ import timm_finetune
 import tokenize_data
 from qtrain.core import checksums
 from qtrain.core.config import parse
-from qtrain.data import DATASETS, TOKENIZERS
+from qtrain.data.stream import DATASETS
+from qtrain.data.tokenizers.tokenizer import TOKENIZERS
 from qtrain.models import build_model, export_hf, list_models, read_model_source
 from qtrain.models.hf import initial_values
 from qtrain.optim import OPTIMIZERS

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qtrain.data import dataset_tokenizer, eval_batches
-from qtrain.data.stream import StreamContext
+from qtrain.data.stream import StreamContext, dataset_tokenizer, eval_batches
 from qtrain.models import build_model, read_model_source
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.step.forward import language_forward

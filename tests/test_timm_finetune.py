@@ -19,7 +19,8 @@ import torch
 
 import timm_finetune
 from qtrain.core.config import parse
-from qtrain.data import ImageTransform, open_images
+from qtrain.data.images.augment import ImageTransform
+from qtrain.data.images.images import open_images
 from qtrain.data.permutation import Permutation
 from qtrain.models import check_vision_model, empty_vision_model
 from qtrain.optim import OPTIMIZERS

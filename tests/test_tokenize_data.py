@@ -19,11 +19,12 @@ from tokenizers import models, pre_tokenizers
 
 import tokenize_data
 from qtrain.core.errors import UserError
-from qtrain.data import StreamContext, dataset_tokenizer, load_tokenizer, open_stream
+from qtrain.data.stream import StreamContext, dataset_tokenizer, open_stream
 from qtrain.data.text import corpus as corpus_module
 from qtrain.data.text import tokenize as tokenize_module
 from qtrain.data.text.manifest import read_manifest
 from qtrain.data.text.tokenize import dtype_for
+from qtrain.data.tokenizers.tokenizer import load_tokenizer
 from tests.data.corpora import functions, source_texts, write_files, write_jsonl, write_parquet
 from tests.system import call, flags
 

@@ -7,8 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from qtrain.bench.arguments import compared_schemes, parse_sizes, split_list, wanted_names
-from qtrain.bench.benchmark_settings import BenchmarkSettings
+from qtrain.bench.arguments import BenchmarkSettings, compared_schemes, parse_sizes, split_list, wanted_names
 from qtrain.bench.experts import SHAPES as EXPERT_SHAPES
 from qtrain.bench.experts import experts_table
 from qtrain.bench.grouped import GROUPED_ROWS, GroupedProblem, grouped_table

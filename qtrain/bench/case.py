@@ -1,22 +1,32 @@
-"""A case to measure: its result is checked before it is timed, or there is a reason why it cannot run."""
+"""What the tables of benchmark_mm.py share: a case to measure, and how cells are filled.
+
+A case is checked before it is timed, or there is a reason why it cannot run here. Tables have a row for each
+implementation, or for each scheme.
+"""
 
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from qtrain.bench.tables import Cell
+from qtrain.bench.tables import Cell, Table
 from qtrain.bench.timing import measure
 from qtrain.core.errors import first_line
+from qtrain.core.hardware import Hardware
+from qtrain.quant import LowBitScheme, QuantizedModel, Scheme, quantize_linears
 
 Check = Callable[[object], float]
 """Takes a call's result; returns its largest error as a fraction of the tolerance, or raises WrongResultError."""
 Report = Callable[[str, Cell], None]
 """Called with each cell as it is filled: a table takes minutes."""
+P = TypeVar("P")
+"""A problem: sizes of operands, and the device."""
 
 
 class UnavailableError(Exception):
@@ -79,6 +89,8 @@ def implementation(family: str | None) -> Iterator[None]:
                 os.environ["QTRAIN_IMPL"] = before
 
 
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-23, torch.int32: 0.0}
 """Largest relative error of rounding a result to its dtype; fp32 may be rounded twice."""
 
@@ -107,3 +119,107 @@ def check_product(a: Callable[[], Tensor], b: Callable[[], Tensor], accumulation
         return worst
 
     return check
+
+
+EIGHT_BITS, FOUR_BITS, LATENT = 0.1, 0.5, 1.0
+"""Relative error (Frobenius norm) above which a result is wrong: of 8-bit and 4-bit formats, and of weights that are
+quantized from latent ones."""
+
+
+def check_against(names: Sequence[str], truth: Callable[[], Sequence[Tensor]], scheme: Scheme) -> Check:
+    """The check of results that are called `names`."""
+
+    def check(out: object) -> float:
+        worst, limit = 0.0, _limit(scheme)
+        for name, result, expected in zip(names, out, truth(), strict=True):
+            error = float((result.float() - expected).norm() / expected.norm())
+            if not error <= limit:  # also for NaN
+                raise WrongResultError(f"{name} has a relative error of {error:.3g}, above {limit}")
+            worst = max(worst, error)
+        return worst / limit
+
+    return check
+
+
+def _limit(scheme: Scheme) -> float:
+    if isinstance(scheme, LowBitScheme) and scheme.latent:
+        return LATENT
+    stored = scheme.stored_format if isinstance(scheme, LowBitScheme) else None
+    return FOUR_BITS if {"int4", "nvfp4"} & {stored, *scheme.gemm_dtypes().values()} else EIGHT_BITS
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row(Generic[P]):
+    """A line of a table of rates: how an implementation prepares a problem.
+
+    arithmetic: key of `Hardware.peaks` whose peak bounds it. prepare: raises UnavailableError with the reason why it
+    cannot run here."""
+
+    name: str
+    arithmetic: str
+    prepare: Callable[[P], Case]
+
+
+def fill_rates(
+    table: Table,
+    problems: Mapping[str, P],
+    rows: Sequence[Row[P]],
+    budget_ms: float,
+    hardware: Hardware,
+    report: Report,
+) -> None:
+    """TFLOP/s of every row on every problem, which has `operations` and a `device`."""
+    for row in rows:
+        peak = hardware.peaks.get(row.arithmetic)
+        for column, problem in problems.items():
+
+            def show(_: Case, ms: float, problem: P = problem, peak: float | None = peak) -> Cell:
+                rate = problem.operations / ms / 1e9  # 1e12 operations in 1e3 ms
+                return Cell(rate, details={"share_of_peak": rate / peak if peak else None})
+
+            cell = examine(partial(row.prepare, problem), problem.device, show, budget_ms)
+            table.put(row.name, column, cell)
+            report(f"{row.name}, {column}", cell)
+
+
+UNIT = "ms of forward and backward; speed over bf16; share of the roofline"
+"""Of a table with a row for each scheme."""
+
+
+def swapped(model: nn.Module, scheme: Scheme) -> QuantizedModel:
+    """Quantize the linears of a model under a scheme. UnavailableError where the scheme leaves one in bf16."""
+    quantized = quantize_linears(model, scheme, seed=0)
+    left = next((choice.reason for choice in quantized.choices if choice.reason), None)
+    if isinstance(scheme, LowBitScheme) and left is not None:
+        raise UnavailableError(f"left in bf16: {left}")
+    return quantized
+
+
+def fill_by_scheme(
+    table: Table,
+    problems: Mapping[str, P],
+    schemes: Mapping[str, Scheme],
+    prepare: Callable[[P, Scheme], Case],
+    roofline_ms: Callable[[P, Scheme], float],
+    device: torch.device,
+    budget_ms: float,
+    report: Report,
+) -> None:
+    """A row for each scheme, bf16 first if it is among them, and a column for each problem."""
+    for column, problem in problems.items():
+        plain_ms = None
+        for label, scheme in sorted(schemes.items(), key=lambda item: item[0] != "bf16"):
+
+            def show(_: Case, ms: float, scheme=scheme, problem=problem, plain=plain_ms) -> Cell:
+                roofline = roofline_ms(problem, scheme)
+                over = f", {plain / ms:.2f}x" if plain else ""
+                details = {"over_bf16": plain / ms if plain else None, "roofline_ms": roofline}
+                return Cell(ms, text=f"{ms:.3g}{over}, {100 * roofline / ms:.0f}%", details=details)
+
+            cell = examine(lambda scheme=scheme, problem=problem: prepare(problem, scheme), device, show, budget_ms)
+            plain_ms = cell.value if label == "bf16" else plain_ms
+            table.put(label, column, cell)
+            report(f"{label}, {column}", cell)

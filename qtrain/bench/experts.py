@@ -15,13 +15,12 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from qtrain.bench.by_scheme import UNIT, check_against, fill_by_scheme
-from qtrain.bench.case import Case, Report, UnavailableError
+from qtrain.bench.case import UNIT, Case, Report, check_against, fill_by_scheme, swapped
 from qtrain.bench.tables import Table
 from qtrain.bench.timing import copy_bandwidth
 from qtrain.core.hardware import Hardware
 from qtrain.models.native.mixture import Experts
-from qtrain.quant import LowBitScheme, Scheme, quantize_linears
+from qtrain.quant import Scheme
 from qtrain.train.log.status import three_digits
 
 CODE_BYTES = {"bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "int4": 1, "mxfp8": 1, "nvfp4": 1}
@@ -144,10 +143,7 @@ def roofline_ms(shape: ExpertsShape, scheme: Scheme, hardware: Hardware, bandwid
 def experts_case(problem: ExpertsProblem, scheme: Scheme) -> Case:
     """The experts under a scheme. UnavailableError where it does not quantize them."""
     model = problem.module()
-    quantized = quantize_linears(model, scheme, seed=0)
-    left = next((choice.reason for choice in quantized.choices if choice.reason), None)
-    if isinstance(scheme, LowBitScheme) and left is not None:
-        raise UnavailableError(f"left in bf16: {left}")
+    swapped(model, scheme)
     experts = model[0]
 
     def run(x: Tensor, chosen: Tensor, weights: Tensor, dout: Tensor) -> tuple[Tensor, ...]:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtrain.bench.case import Case, Check, Report, UnavailableError, WrongResultError, check_product, examine
-from qtrain.bench.matmul_operands import BF16_SUM, FP8_SUM, FP32_SUM
-from qtrain.bench.tables import Cell, Table
-from qtrain.core.hardware import FP8_CAPABILITY, Hardware, compute_capability
+from qtrain.bench.case import Case, Check, Report, Row, UnavailableError, WrongResultError, check_product, fill_rates
+from qtrain.bench.matmuls import BF16_SUM, FP8_SUM, FP32_SUM, need_capability
+from qtrain.bench.tables import Table
+from qtrain.core.hardware import FP8_CAPABILITY, Hardware
 from qtrain.kernels.grouped.grouped_blockwise_mm import grouped_rows_blockwise_mm, grouped_sums_blockwise_mm
 from qtrain.kernels.grouped.grouped_mm import grouped_rows_mm, grouped_sums_mm
 from qtrain.kernels.grouped.grouped_plain_mm import grouped_rows_plain_mm, grouped_sums_plain_mm
@@ -159,15 +159,6 @@ def coded_values(p: GroupedProblem, role: str, a: Codes, b: Codes) -> Callable[[
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class GroupedRow:
-    """A line of the table. arithmetic: key of `Hardware.peaks` whose peak bounds it."""
-
-    name: str
-    arithmetic: str
-    prepare: Callable[[GroupedProblem], Case]
-
-
 def _plain(role: str, family: str | None, p: GroupedProblem) -> Case:
     a, b = p.operands(role)
     groups = p.rows.group_of_block, p.rows.starts
@@ -201,15 +192,10 @@ def _without_tail(
     return lambda out: check(out if role == "grad_weight" else out[:last])
 
 
-def _need_fp8(p: GroupedProblem, fmt: str) -> None:
-    if fmt == "e4m3" and p.device.type == "cuda" and compute_capability(p.device) < FP8_CAPABILITY:
-        raise UnavailableError("FP8 needs compute capability 8.9")
-
-
 def _pytorch_fp8(role: str, p: GroupedProblem) -> Case:
     if p.device.type != "cuda":
         raise UnavailableError("PyTorch's scaled grouped products run on a GPU only")
-    _need_fp8(p, "e4m3")
+    need_capability("FP8", FP8_CAPABILITY, p.device)
     a, b = quantized(p, role, "e4m3", ("rowwise", "rowwise"))
     offs = p.rows.starts[1:]
 
@@ -225,7 +211,8 @@ def _pytorch_fp8(role: str, p: GroupedProblem) -> Case:
 
 
 def _coded(role: str, fmt: str, granularities: tuple[str, str], family: str | None, p: GroupedProblem) -> Case:
-    _need_fp8(p, fmt)
+    if fmt == "e4m3":
+        need_capability("FP8", FP8_CAPABILITY, p.device)
     a, b = quantized(p, role, fmt, granularities)
     groups, rowwise = (p.rows.group_of_block, p.rows.starts), granularities[0] == "rowwise"
 
@@ -243,26 +230,26 @@ def _coded(role: str, fmt: str, granularities: tuple[str, str], family: str | No
     return Case((a.codes, b.codes, a.scale, b.scale), run, check, family)
 
 
-def _rows() -> list[GroupedRow]:
+def _rows() -> list[Row[GroupedProblem]]:
     found = []
     for role in ROLES:
         blocks = [("1x128", "128x128"), *([("1x128", "1x128")] if role == "grad_weight" else [])]
         found += [
-            GroupedRow(f"{role}, BF16 PyTorch", "bf16", partial(_pytorch_bf16, role)),
-            GroupedRow(f"{role}, BF16 Triton", "bf16", partial(_plain, role, "triton")),
-            GroupedRow(f"{role}, BF16 qtrain", "bf16", partial(_plain, role, None)),
-            GroupedRow(f"{role}, FP8 PyTorch, rowwise", "fp8", partial(_pytorch_fp8, role)),
+            Row(f"{role}, BF16 PyTorch", "bf16", partial(_pytorch_bf16, role)),
+            Row(f"{role}, BF16 Triton", "bf16", partial(_plain, role, "triton")),
+            Row(f"{role}, BF16 qtrain", "bf16", partial(_plain, role, None)),
+            Row(f"{role}, FP8 PyTorch, rowwise", "fp8", partial(_pytorch_fp8, role)),
         ]
         for fmt, arithmetic in (("e4m3", "fp8"), ("int8", "int8")):
             for who, family in (("Triton", "triton"), ("qtrain", None)) if fmt == "e4m3" else (("qtrain", None),):
                 name = f"{role}, {arithmetic.upper()} {who}"
                 case = partial(_coded, role, fmt, ("rowwise", "rowwise"), family)
-                found.append(GroupedRow(f"{name}, rowwise", arithmetic, case))
+                found.append(Row(f"{name}, rowwise", arithmetic, case))
             for pair in blocks:
                 name = f"{role}, {arithmetic.upper()} qtrain, {' · '.join(pair)}"
-                found.append(GroupedRow(name, arithmetic, partial(_coded, role, fmt, pair, None)))
+                found.append(Row(name, arithmetic, partial(_coded, role, fmt, pair, None)))
         name = f"{role}, INT8 qtrain, 32x32 · 32x32"
-        found.append(GroupedRow(name, "int8", partial(_coded, role, "int8", ("32x32", "32x32"), None)))
+        found.append(Row(name, "int8", partial(_coded, role, "int8", ("32x32", "32x32"), None)))
     return found
 
 
@@ -271,22 +258,12 @@ GROUPED_ROWS = _rows()
 
 def grouped_table(
     problems: dict[str, GroupedProblem],
-    rows: Sequence[GroupedRow],
+    rows: Sequence[Row[GroupedProblem]],
     budget_ms: float,
     hardware: Hardware,
     report: Report,
 ) -> Table:
     """TFLOP/s of every row on every problem; rows of no token are not counted."""
     table = Table("Grouped products, experts x tokens x N x K", "TFLOP/s; TOPS for integers", list(problems))
-    for r in rows:
-        peak = hardware.peaks.get(r.arithmetic)
-        for column, problem in problems.items():
-
-            def show(_: Case, ms: float, problem: GroupedProblem = problem, peak: float | None = peak) -> Cell:
-                rate = problem.operations / ms / 1e9
-                return Cell(rate, details={"share_of_peak": rate / peak if peak else None})
-
-            cell = examine(partial(r.prepare, problem), problem.device, show, budget_ms)
-            table.put(r.name, column, cell)
-            report(f"{r.name}, {column}", cell)
+    fill_rates(table, problems, rows, budget_ms, hardware, report)
     return table

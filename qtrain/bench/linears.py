@@ -10,11 +10,10 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from qtrain.bench.by_scheme import UNIT, check_against, fill_by_scheme
-from qtrain.bench.case import Case, Report, UnavailableError
+from qtrain.bench.case import UNIT, Case, Report, check_against, fill_by_scheme, swapped
 from qtrain.bench.tables import Table
 from qtrain.core.hardware import Hardware
-from qtrain.quant import LowBitScheme, Scheme, quantize_linears
+from qtrain.quant import Scheme
 
 SHAPES = {
     "Llama-3.1-8B qkv": (6144, 4096),
@@ -64,10 +63,7 @@ def linear_case(problem: LinearProblem, scheme: Scheme) -> Case:
     model = nn.Sequential(linear)
     with torch.no_grad():
         linear.weight.copy_(w)
-    quantized = quantize_linears(model, scheme, seed=0)
-    left = quantized.choices[0].reason
-    if isinstance(scheme, LowBitScheme) and left is not None:
-        raise UnavailableError(f"left in bf16: {left}")
+    quantized = swapped(model, scheme)
 
     def run(x: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
         x = x.detach().requires_grad_()

@@ -7,13 +7,16 @@ Quantizing the operands is not timed; converting an operand to K-major is.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from qtrain.bench.case import Case, Report, UnavailableError, examine
+from qtrain.bench.case import Case, Report, Row, UnavailableError, check_product, fill_rates
 from qtrain.bench.tables import Cell, Table
-from qtrain.core.hardware import Hardware, compute_capability
+from qtrain.core.hardware import FP8_CAPABILITY, MX_CAPABILITY, Hardware, compute_capability
+from qtrain.kernels.numerics.formats import dequantize
+from qtrain.kernels.quantize.operators import quantize
 
 BF16 = torch.bfloat16
 
@@ -50,23 +53,15 @@ class Problem:
         if self.a_column_major or self.b_column_major:
             raise UnavailableError(why)
 
-    def need_capability(self, what: str, capability: tuple[int, int]) -> None:
-        """Refuse a GPU below the compute capability; a CPU runs every row's reference."""
-        if self.device.type == "cuda" and compute_capability(self.device) < capability:
-            needs, has = (".".join(map(str, c)) for c in (capability, compute_capability(self.device)))
-            raise UnavailableError(f"{what} needs compute capability {needs}; this GPU has {has}")
+
+def need_capability(what: str, capability: tuple[int, int], device: torch.device) -> None:
+    """Refuse a GPU below the compute capability; a CPU runs every row's reference."""
+    if device.type == "cuda" and compute_capability(device) < capability:
+        needs, has = (".".join(map(str, c)) for c in (capability, compute_capability(device)))
+        raise UnavailableError(f"{what} needs compute capability {needs}; this GPU has {has}")
 
 
-@dataclass(frozen=True)
-class Row:
-    """A line of the table. arithmetic: key of `Hardware.peaks` whose peak bounds it."""
-
-    name: str
-    arithmetic: str
-    prepare: Callable[[Problem], Case]
-
-
-ROWS: list[Row] = []
+ROWS: list[Row[Problem]] = []
 
 
 def row(name: str, arithmetic: str) -> Callable[[Callable[[Problem], Case]], Callable[[Problem], Case]]:
@@ -80,7 +75,7 @@ def row(name: str, arithmetic: str) -> Callable[[Callable[[Problem], Case]], Cal
 
 
 def matmul_table(
-    problems: dict[str, Problem], rows: Sequence[Row], budget_ms: float, hardware: Hardware, report: Report
+    problems: dict[str, Problem], rows: Sequence[Row[Problem]], budget_ms: float, hardware: Hardware, report: Report
 ) -> Table:
     """TFLOP/s of every row on every problem, and the device's peaks."""
     first = next(iter(problems.values()))
@@ -90,19 +85,73 @@ def matmul_table(
         table.notes.append(
             "On a CPU, Triton's rows run their PyTorch references, and cuBLAS's rows PyTorch's own products."
         )
-    for r in rows:
-        peak = hardware.peaks.get(r.arithmetic)
-        for column, problem in problems.items():
-
-            def show(_: Case, ms: float, problem: Problem = problem, peak: float | None = peak) -> Cell:
-                rate = problem.operations / ms / 1e9
-                return Cell(rate, details={"share_of_peak": rate / peak if peak else None})
-
-            cell = examine(lambda r=r, problem=problem: r.prepare(problem), first.device, show, budget_ms)
-            table.put(r.name, column, cell)
-            report(f"{r.name}, {column}", cell)
+    fill_rates(table, problems, rows, budget_ms, hardware, report)
     source = "measured" if hardware.measured else "datasheet, dense"
     for arithmetic in sorted({r.arithmetic for r in rows} & hardware.peaks.keys()):
         for column in problems:
             table.put(f"peak {arithmetic.upper()} ({source})", column, Cell(hardware.peaks[arithmetic]))
     return table
+
+
+FP32_SUM, BF16_SUM, FP8_SUM = 2.0**-20, 2.0**-12, 2.0**-10
+"""Error of a sum relative to the sum of magnitudes: in fp32; with partial sums over K added in bf16; in FP8 tensor
+cores, which keep about 13 bits below the largest product."""
+K_MAJOR_ONLY = "cuBLAS takes FP8 operands K-major only"
+
+
+class Operand(NamedTuple):
+    """Codes, laid out as the problem says, with their scale. values: what they encode, fp64."""
+
+    codes: Tensor
+    scale: Tensor
+    values: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """A [M, K] and B [N, K]."""
+
+    a: Operand
+    b: Operand
+
+    def case(self, run: Callable[..., Tensor], accumulation: float, family: str | None = None) -> Case:
+        """run(codes of A, codes of B, scale of A, scale of B), checked against the product of the values."""
+        inputs = (self.a.codes, self.b.codes, self.a.scale, self.b.scale)
+        return Case(inputs, run, check_product(self.a.values, self.b.values, accumulation), family)
+
+
+def quantized(p: Problem, fmt: str, granularity_a: str, granularity_b: str) -> Operands:
+    """Random operands in a format, each at its granularity."""
+    if fmt == "e4m3":
+        need_capability("FP8", FP8_CAPABILITY, p.device)
+    granularities = granularity_a, granularity_b
+    pairs = [quantize(x, fmt, granularity) for x, granularity in zip(p.normal(), granularities, strict=True)]
+    stored = p.stored(*(codes for codes, _ in pairs))
+    return Operands(
+        *(
+            Operand(layout, scale, lambda c=codes, s=scale, g=granularity: encoded(c, s, fmt, g, p.k))
+            for layout, (codes, scale), granularity in zip(stored, pairs, granularities, strict=True)
+        )
+    )
+
+
+def encoded(codes: Tensor, scale: Tensor, fmt: str, granularity: str, k: int) -> Tensor:
+    """The values of codes and scale, fp64."""
+    return dequantize(codes, scale, fmt, granularity, (codes.shape[0], k), torch.float64)
+
+
+def need_family(names: Sequence[str], family: str | None, p: Problem) -> None:
+    """Refuse a family that has no implementation for these operands: the dispatch would silently use another."""
+    if p.device.type == "cuda" and family and not any(name.startswith(family) for name in names):
+        raise UnavailableError(f"{family} does not take this shape: K and N need more factors of two")
+
+
+def need_gpu(p: Problem, what: str) -> None:
+    if p.device.type != "cuda":
+        raise UnavailableError(f"{what} run on a GPU only")
+
+
+def need_blackwell(p: Problem, what: str) -> None:
+    need_gpu(p, f"{what} tensor cores")
+    need_capability(what, MX_CAPABILITY, p.device)
+    p.only_k_major(f"{what} operands are K-major")

@@ -17,7 +17,7 @@ from qtrain.core.config import as_dict
 from qtrain.core.errors import TrainingStopped, first_line
 from qtrain.core.hardware import keep_freed_memory
 from qtrain.core.process import peak_resident_bytes
-from qtrain.data import TensorBatch
+from qtrain.data.batch import TensorBatch
 from qtrain.optim import OPTIMIZERS, LRSchedule
 from qtrain.parallel.shards import local_tensors
 from qtrain.parallel.step_sums import Gradients

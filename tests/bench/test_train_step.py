@@ -6,9 +6,8 @@ import subprocess
 import pytest
 import torch
 
-from qtrain.bench import train_step, training
-from qtrain.bench.train_step import TrainStepSettings, main, make_cells, run_apart
-from qtrain.bench.training import time_training
+from qtrain.bench import train_step
+from qtrain.bench.train_step import TrainStepSettings, main, make_cells, run_apart, time_training
 from qtrain.core.config import parse
 from qtrain.core.errors import UserError
 from qtrain.train.assembly import language_architecture
@@ -56,7 +55,7 @@ def test_the_optimizer_within_the_backward_pass(tiny, monkeypatch):
             finished.append(self)
             return super().finish()
 
-    monkeypatch.setattr(training, "OptimizerInBackward", Watched)
+    monkeypatch.setattr(train_step, "OptimizerInBackward", Watched)
     options = [{"clip_grad_norm": 0}, {"clip_grad_norm": 0, "optimizer_in_backward": True}]
     models = ",".join(f"{tiny}:{json.dumps(o)}" for o in options)
     ordinary, within = (time_training(c, 3) for c in cells(models, "--schemes", "bf16", "--optim", "adamw").values())

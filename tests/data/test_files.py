@@ -6,8 +6,8 @@ import os
 import pytest
 
 from qtrain.core.errors import UserError
-from qtrain.data import open_images
 from qtrain.data.files import STDLIB, match_files, match_globs, split_of, stdlib_files, text_files
+from qtrain.data.images.images import open_images
 
 
 @pytest.fixture

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from qtrain.core.errors import UserError
-from qtrain.data import IGNORED, Batch, Loader, Sample, StreamContext, open_stream
+from qtrain.data.batch import IGNORED, Batch, Sample
+from qtrain.data.loader import Loader
+from qtrain.data.stream import StreamContext, open_stream
 from tests.cases import sampled
 from tests.data.corpora import specs, write_raw
 

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from qtrain.core.errors import UserError
-from qtrain.data import DATASETS, Sample, StreamContext, dataset_tokenizer, load_tokenizer, open_stream
-from qtrain.data.stream import check_kind
+from qtrain.data.batch import Sample
+from qtrain.data.stream import DATASETS, StreamContext, check_kind, dataset_tokenizer, open_stream
 from qtrain.data.text import documents as documents_module
 from qtrain.data.text import text_datasets
+from qtrain.data.tokenizers.tokenizer import load_tokenizer
 from tests.data.corpora import (
     compress,
     encode,

@@ -16,7 +16,7 @@ from benchmarks.mesh_equality import CONFIG as SMALL
 from qtrain.comm.mesh import Mesh, make_mesh
 from qtrain.comm.wire import sent
 from qtrain.core.errors import UserError
-from qtrain.data import Batch
+from qtrain.data.batch import Batch
 from qtrain.models import (
     ModelConfig,
     ModelSource,

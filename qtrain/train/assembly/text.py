@@ -9,19 +9,18 @@ from qtrain.comm.mesh import Mesh
 from qtrain.comm.ranks import first_difference
 from qtrain.core.checks import shown
 from qtrain.core.errors import UserError
-from qtrain.data import (
-    Batch,
-    Loader,
+from qtrain.data.batch import Batch
+from qtrain.data.loader import Loader
+from qtrain.data.stream import (
     Stream,
     StreamContext,
-    Tokenizer,
+    check_kind,
     dataset_tokenizer,
     eval_batches,
-    load_tokenizer,
     open_stream,
     with_chat_template,
 )
-from qtrain.data.stream import check_kind
+from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from qtrain.models import ModelSource
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.log.status import epochs, short_number

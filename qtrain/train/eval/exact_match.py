@@ -10,7 +10,9 @@ from typing import Any
 from torch import nn
 
 from qtrain.core.errors import UserError
-from qtrain.data import DATASETS, ExampleDataset, StreamContext, Tokenizer
+from qtrain.data.examples.examples import ExampleDataset
+from qtrain.data.stream import DATASETS, StreamContext
+from qtrain.data.tokenizers.tokenizer import Tokenizer
 from qtrain.models import answer, rows_at_once
 
 _MARKED = (

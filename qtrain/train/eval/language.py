@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from qtrain.data import Batch, Tokenizer
+from qtrain.data.batch import Batch
+from qtrain.data.tokenizers.tokenizer import Tokenizer
 from qtrain.models import generate
 from qtrain.train.eval import hellaswag
 from qtrain.train.step.forward import Forward

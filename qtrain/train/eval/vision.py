@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qtrain.data import Images, ImageTransform
+from qtrain.data.images.augment import ImageTransform
+from qtrain.data.images.images import Images
 from qtrain.data.permutation import Permutation
 
 

@@ -10,7 +10,9 @@ def listing(vision: bool = False) -> str:
 
     vision: timm's models instead of the language models."""
     # Imported here: a command that lists nothing need not wait for torch.
-    from qtrain.data import DATASETS, IMAGE_SETS, TOKENIZERS
+    from qtrain.data.images.images import IMAGE_SETS
+    from qtrain.data.stream import DATASETS
+    from qtrain.data.tokenizers.tokenizer import TOKENIZERS
     from qtrain.models import list_models
     from qtrain.optim import OPTIMIZERS
     from qtrain.quant import SCHEMES

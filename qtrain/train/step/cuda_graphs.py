@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.core.errors import first_line
-from qtrain.data import TensorBatch
+from qtrain.data.batch import TensorBatch
 from qtrain.parallel.data_parallel import DataParallel
 from qtrain.quant import QuantizedModel
 from qtrain.train.state.run import Run

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qtrain.data import Batch, ImageBatch
+from qtrain.data.batch import Batch
+from qtrain.data.images.image_loader import ImageBatch
 from qtrain.models import LossSums
 
 Forward = Callable[[Batch], LossSums]

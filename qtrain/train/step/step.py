@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qtrain.comm.mesh import Mesh
 from qtrain.comm.ranks import rank
-from qtrain.data import Batch
+from qtrain.data.batch import Batch
 from qtrain.kernels.optim.update_rules import WeightAmax
 from qtrain.models import Decoder
 from qtrain.optim import Optimizer

@@ -9,11 +9,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 
 from qtrain.core.errors import UserError
-from qtrain.data import DATASETS, IGNORED, Batch, StreamContext, load_tokenizer, open_stream, with_chat_template
+from qtrain.data.batch import IGNORED, Batch
 from qtrain.data.examples.chat_dataset import CHAT_TEMPLATES
 from qtrain.data.examples.example_packing import Example, pack, pad
 from qtrain.data.examples.instruct_dataset import PRESETS, Text, make_template
-from qtrain.data.tokenizers.tokenizer import ByteTokenizer
+from qtrain.data.stream import DATASETS, StreamContext, open_stream, with_chat_template
+from qtrain.data.tokenizers.tokenizer import ByteTokenizer, load_tokenizer
 from tests.data.corpora import write_questions
 
 FLAG = "--train_ds"

@@ -8,8 +8,9 @@ import pytest
 from PIL import Image
 
 from qtrain.core.errors import UserError
-from qtrain.data import BatchMaker, ImageTransform, Mixer, make_augmentation, open_images
-from qtrain.data.images.augment import seed_generators
+from qtrain.data.images.augment import ImageTransform, Mixer, make_augmentation, seed_generators
+from qtrain.data.images.image_loader import BatchMaker
+from qtrain.data.images.images import open_images
 from tests.data.images.pictures import picture, write_folder
 
 pytest.importorskip("timm")

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from qtrain.core.errors import UserError
-from qtrain.data import BatchMaker, ImageLoader, ImageTransform, Mixer, make_augmentation, open_images
+from qtrain.data.images.augment import ImageTransform, Mixer, make_augmentation
+from qtrain.data.images.image_loader import BatchMaker, ImageLoader
+from qtrain.data.images.images import open_images
 from tests.data.images.pictures import write_folder
 
 pytest.importorskip("timm")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qtrain.core.errors import UserError
-from qtrain.data import IMAGE_SETS, check_same_classes, open_images
+from qtrain.data.images.images import IMAGE_SETS, check_same_classes, open_images
 from tests.data.images.pictures import CLASSES, picture, write_folder, write_table, write_tar
 
 pytest.importorskip("timm")

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from qtrain.core.errors import UserError
-from qtrain.data import StreamContext, eval_batches
+from qtrain.data.stream import StreamContext, eval_batches
 from tests.data.corpora import specs, write_raw
 
 

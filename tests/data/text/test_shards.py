@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qtrain.core.errors import UserError
-from qtrain.data import StreamContext, open_stream
+from qtrain.data.stream import StreamContext, open_stream
 from qtrain.data.text.manifest import Manifest, ShardEntry
 from qtrain.data.text.shards import TokenArray, find_shards
 from tests.data.corpora import write_llmc, write_llmq, write_raw

@@ -6,8 +6,8 @@ import pytest
 
 import llm_finetune
 import llm_pretrain
-from qtrain.data import open_stream
 from qtrain.data.examples.examples import ExampleDataset
+from qtrain.data.stream import open_stream
 from qtrain.data.text.text_datasets import TextDataset
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.text import open_text

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from qtrain.data import Batch, load_tokenizer
+from qtrain.data.batch import Batch
+from qtrain.data.tokenizers.tokenizer import load_tokenizer
 from qtrain.models import ModelSource, build_model
 from qtrain.train.eval.hellaswag import HellaSwagQuestion
 from qtrain.train.eval.language import LanguageEvaluation

@@ -7,7 +7,7 @@ import torch
 from benchmarks.mesh_equality import MIXTURE, train
 from qtrain.comm.mesh import make_mesh
 from qtrain.comm.wire import sent
-from qtrain.data import Batch
+from qtrain.data.batch import Batch
 from qtrain.models import (
     Decoder,
     Lora,

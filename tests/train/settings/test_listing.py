@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from qtrain.core.registry import Registry, field_docs
-from qtrain.data import DATASETS, IMAGE_SETS, TOKENIZERS
+from qtrain.data.images.images import IMAGE_SETS
+from qtrain.data.stream import DATASETS
+from qtrain.data.tokenizers.tokenizer import TOKENIZERS
 from qtrain.models import list_models
 from qtrain.optim import OPTIMIZERS
 from qtrain.quant import SCHEMES

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qtrain.comm.mesh import Mesh
-from qtrain.data import Batch
+from qtrain.data.batch import Batch
 from qtrain.models import ModelSource, build_model, compile_layers
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.parallel.data_parallel import DataParallel

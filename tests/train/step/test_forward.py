@@ -2,7 +2,8 @@
 
 import torch
 
-from qtrain.data import Batch, load_tokenizer
+from qtrain.data.batch import Batch
+from qtrain.data.tokenizers.tokenizer import load_tokenizer
 from qtrain.models import ModelSource, build_model
 from qtrain.train.eval.language import sample_texts
 from qtrain.train.step.forward import document_ids, language_forward

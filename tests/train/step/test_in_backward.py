@@ -11,7 +11,7 @@ import torch
 import llm_pretrain
 from qtrain.comm.mesh import Mesh
 from qtrain.core.errors import UserError
-from qtrain.data import Batch
+from qtrain.data.batch import Batch
 from qtrain.models import ModelSource, apply_activation_checkpointing, build_model, compile_layers
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.parallel.data_parallel import DataParallel
