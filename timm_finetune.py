@@ -94,8 +94,8 @@ def train(settings: VisionSettings) -> None:
         "--train_ds",
         num_workers=settings.num_workers,
         position=run.state.data,
-        rank=prepared.mesh.data_rank,
-        ranks=prepared.mesh.data_world,
+        rank=prepared.mesh.dp_rank,
+        ranks=prepared.mesh.dp_size,
     )
     forward = vision_forward(model)
     evaluation = VisionEvaluation(

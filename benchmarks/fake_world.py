@@ -23,14 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from qtrain.comm.mesh import make_mesh
 from qtrain.core.config import run_script
 from qtrain.models import Decoder, read_model_source
 from qtrain.optim.state_layout import local
 from qtrain.parallel.full_shard import decoder_units
+from qtrain.parallel.mesh import make_mesh
 from qtrain.parallel.shards import local_tensors
 from qtrain.quant.linear import WeightCodes
-from qtrain.tensors.deferred import plain_tensors
+from qtrain.tensors.lazy import plain_tensors
 from qtrain.train.assembly.assemble import assemble, build_quantized
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import Prepared, prepare

@@ -28,15 +28,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from qtrain.comm.launch import run_processes
-from qtrain.comm.mesh import Mesh, make_mesh
 from qtrain.comm.ranks import all_gather, join_world, leave_world, local_rank, rank
 from qtrain.comm.wire import sent
 from qtrain.data.batch import Batch
 from qtrain.models import ModelSource
 from qtrain.parallel.data_parallel import DataParallel
+from qtrain.parallel.mesh import Mesh, make_mesh
 from qtrain.parallel.shards import Sharded
 from qtrain.parallel.weights import GatheredMaster, gather_weights
-from qtrain.tensors.deferred import plain_tensors
+from qtrain.tensors.lazy import plain_tensors
 from qtrain.train.assembly.assemble import assemble, build_quantized
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import prepare
@@ -107,7 +107,7 @@ def assembled(settings: LanguageSettings, config: Mapping[str, Any], mesh: Mesh)
     # A GPU's datasheet plans the run: the peaks of a CPU would be measured on every rank.
     checked = replace(checked, mesh=mesh, settings=replace(settings, gpu="h200"))
     source = ModelSource("small", dict(config), "--model")
-    experts = None if mesh.of_experts is None else mesh.of_experts.tensor_group
+    experts = None if mesh.expert_mesh is None else mesh.expert_mesh.tp_group
     model_config = source.model_config()
     architecture = LanguageArchitecture(source, "native", settings.seq_len, model_config, experts=experts)
     prepared = prepare(checked, architecture, data=())
@@ -145,7 +145,7 @@ def train(
         seq_len=TOKENS,
         dp_replicate=mesh.replicate,
         dp_shard=mesh.shard,
-        ep=1 if mesh.of_experts is None else mesh.of_experts.tensor,
+        ep=1 if mesh.expert_mesh is None else mesh.expert_mesh.tp,
         reshard_after_forward="always" if full_shard and mesh.shard > 1 else "never",
         deterministic=deterministic,
         device=device.type,
@@ -157,7 +157,7 @@ def train(
     in_backward = OptimizerInBackward(run.optimizer, parallel) if optimizer_in_backward else None
     forward, found = language_forward(model, None), []
     for step in range(steps):
-        numbers = range(mesh.data_rank, micro_batches, mesh.data_world)
+        numbers = range(mesh.dp_rank, micro_batches, mesh.dp_size)
         batches = [random_micro_batch(step, number) for number in numbers]
         gradients = compute_gradients(
             model, forward, quantized, batches, step, in_backward=in_backward, parallel=parallel
@@ -188,7 +188,7 @@ def state_digests(parallel: DataParallel, quantized, optimizer) -> dict[str, str
     """A digest of each weight, of the codes of each linear and of each optimizer state, of full shape; of experts one
     for each expert."""
     found: dict[str, str] = {}
-    group = parallel.mesh.part_group
+    group = parallel.mesh.model_group
     first, count = (0, EXPERTS) if group is None else (group.rank * EXPERTS // group.ranks, EXPERTS // group.ranks)
 
     def add(name: str, tensor: Tensor, *, of_experts: bool, dim: int = 0) -> None:
@@ -199,7 +199,7 @@ def state_digests(parallel: DataParallel, quantized, optimizer) -> dict[str, str
 
     def add_weight(sharded: Sharded, tensors: list[Tensor]) -> None:
         for i, tensor in enumerate(tensors):
-            add(f"weight {sharded.name} {i}", tensor, of_experts=".experts." in sharded.name)
+            add(f"weight {sharded.name} {i}", tensor, expert_mesh=".experts." in sharded.name)
 
     gather_weights([GatheredMaster(s, add_weight) for s in parallel.parameters if s.mesh.shard > 1])
     for sharded in parallel.parameters:
@@ -209,7 +209,7 @@ def state_digests(parallel: DataParallel, quantized, optimizer) -> dict[str, str
     for index, linear in enumerate(quantized.linears):
         for name, tensor in linear.weight_codes.named_buffers(remove_duplicate=False):
             along_columns = name.startswith("grad_input") and tensor.ndim == 2
-            add(f"codes {index} {name}", tensor, of_experts=linear.groups is not None, dim=int(along_columns))
+            add(f"codes {index} {name}", tensor, expert_mesh=linear.groups is not None, dim=int(along_columns))
     names = {id(sharded.master): sharded.name for sharded in parallel.parameters}
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -221,7 +221,7 @@ def state_digests(parallel: DataParallel, quantized, optimizer) -> dict[str, str
                     if of_experts and number.isdigit():  # of one projection
                         key = f"{state}_{int(number) + first * len(group['parts']) // EXPERTS}"
                         of_experts = False
-                    add(f"state {name} {key}", whole, of_experts=of_experts)
+                    add(f"state {name} {key}", whole, expert_mesh=of_experts)
     return {name: digest for of_rank in all_gather(found) for name, digest in of_rank.items()}
 
 

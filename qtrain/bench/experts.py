@@ -19,7 +19,7 @@ from qtrain.bench.case import UNIT, Case, Report, check_against, fill_by_scheme,
 from qtrain.bench.tables import Table
 from qtrain.bench.timing import copy_bandwidth
 from qtrain.core.hardware import Hardware
-from qtrain.models.native.mixture import Experts
+from qtrain.models.native.moe import Experts
 from qtrain.quant import Scheme
 from qtrain.train.log.status import three_digits
 

@@ -150,7 +150,7 @@ def make_cells(settings: ScalingSettings) -> Iterator[ScalingCell]:
 def _applies(layout: str, model_word: str, gpus: int) -> bool:
     """Whether so many GPUs, and this kind of model, can be divided so."""
     own, model = LAYOUTS[layout], name_and_options(model_word, "--models")[0]
-    mixture = read_model_source(model, "--models").model_config().mixture is not None
+    mixture = read_model_source(model, "--models").model_config().moe is not None
     if ("tp" in own and mixture) or ("ep" in own and not mixture):
         return False
     return max(own.get("tp", 1), own.get("ep", 1)) <= gpus and (layout != "hsdp" or gpus >= 4)

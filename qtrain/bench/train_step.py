@@ -82,7 +82,7 @@ def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, A
     forward = language_forward(model, None)
     graphs = step_graphs(run, forward)
     in_backward = OptimizerInBackward(run.optimizer, run.parallel) if settings.optimizer_in_backward else None
-    generator = torch.Generator().manual_seed(settings.seed + prepared.mesh.data_rank)
+    generator = torch.Generator().manual_seed(settings.seed + prepared.mesh.dp_rank)
     marks, loss = [_mark(device)], float("nan")
     for step in range(warmup_steps + settings.n_steps):
         batches = [

@@ -12,7 +12,7 @@ from qtrain.models.hf.impl import build_hf_model
 from qtrain.models.hf.initial_values import DrawnValues, InitialValues, LoadedValues
 from qtrain.models.hf.source import ModelSource
 from qtrain.models.native.decoder import Decoder
-from qtrain.tensors.deferred import defer, is_deferred
+from qtrain.tensors.lazy import is_lazy, make_lazy
 
 MODEL_IMPLS = {
     "native": "qtrain's own decoder",
@@ -29,13 +29,13 @@ def build_model(
     pretrained: bool = False,
     seed: int = 0,
     place: Callable[[Decoder], None] | None = None,
-    defer_layers: bool = False,
+    lazy_layers: bool = False,
 ) -> nn.Module:
     """A model on `device` in `dtype`, with weights: drawn from `seed` or, with `pretrained`, loaded from the source.
 
     place: replaces modules of an empty native model by parallel kinds of them, with the sizes of this process; values
-    are then parts of those of the full model. defer_layers: the matrices of a native model's layers have no memory
-    (`tensors/deferred.py`): their values are made when they are divided.
+    are then parts of those of the full model. lazy_layers: the matrices of a native model's layers have no memory
+    (`tensors/lazy.py`): their values are made when they are divided.
 
     Raises UserError for an architecture that is not covered, and for weights that are missing or do not fit.
     """
@@ -52,12 +52,12 @@ def build_model(
     values = LoadedValues(model, source) if pretrained else DrawnValues(model, seed)
     for name, module in model.named_modules():
         module.to_empty(device=device, recurse=False)
-        if defer_layers and name.startswith("layers."):
-            _defer_matrices(name, module, values)
+        if lazy_layers and name.startswith("layers."):
+            _make_matrices_lazy(name, module, values)
     model.tie()
     model.reset_buffers()
     for name, parameter in model.named_parameters():
-        if not is_deferred(parameter):
+        if not is_lazy(parameter):
             values.fill(name, parameter)
     if pretrained:
         for name, buffer in model.named_buffers():
@@ -65,7 +65,7 @@ def build_model(
     return model
 
 
-def _defer_matrices(name: str, module: nn.Module, values: InitialValues) -> None:
+def _make_matrices_lazy(name: str, module: nn.Module, values: InitialValues) -> None:
     """Leave the matrices that `module` holds itself to be made from `values`."""
 
     def make(own: str, shape: torch.Size, like: dict) -> torch.Tensor:
@@ -75,7 +75,7 @@ def _defer_matrices(name: str, module: nn.Module, values: InitialValues) -> None
 
     for own, p in module.named_parameters(recurse=False):
         if p.ndim > 1:
-            defer(p, functools.partial(make, own, p.shape, {"dtype": p.dtype, "device": p.device}))
+            make_lazy(p, functools.partial(make, own, p.shape, {"dtype": p.dtype, "device": p.device}))
 
 
 def empty_model(source: ModelSource, impl: str = "native", place: Callable[[Decoder], None] | None = None) -> nn.Module:

@@ -84,7 +84,7 @@ def answer(
 def _cacheable(model: nn.Module, places: int) -> bool:
     """Whether the model can use the cache, which has no mask for a sliding window shorter than the text, and none of
     latent vectors."""
-    if not isinstance(model, Decoder) or model.config.latent is not None:
+    if not isinstance(model, Decoder) or model.config.mla is not None:
         return False
     return model.config.sliding_window is None or places <= model.config.sliding_window
 

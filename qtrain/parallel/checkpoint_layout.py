@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from qtrain.comm.rank_group import RankGroup
 from qtrain.comm.ranks import all_gather
-from qtrain.comm.tensor_group import TensorGroup
 from qtrain.core.errors import UserError
 from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES
 from qtrain.kernels.optim.state_formats import parse_format
@@ -45,7 +45,7 @@ class _Projection(NamedTuple):
 class DividedState:
     """Converts between a rank's tensors and whole ones. model: its part of a decoder; group: the ranks of all parts."""
 
-    def __init__(self, model: nn.Module, group: TensorGroup):
+    def __init__(self, model: nn.Module, group: RankGroup):
         self._group, self._inexact = group, set()
         named = dict(model.named_parameters())
         self._splits = {name: split for name in named if (split := model.partition(name))}

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qtrain.comm.mesh import Mesh
 from qtrain.comm.wire import gather_rows, maximum_over_ranks
 from qtrain.kernels.optim.sum_of_squares import SumOfSquares
 from qtrain.parallel.checkpoint_layout import DividedState
@@ -22,6 +21,7 @@ from qtrain.parallel.expert_masters import shard_experts
 from qtrain.parallel.full_shard import Unit
 from qtrain.parallel.gradient_wire import GradientWire
 from qtrain.parallel.gradients import GradientReduction
+from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.model_weights import ModelWeights
 from qtrain.parallel.shards import Sharded, by_mesh, shard_frozen, shard_parameters
 from qtrain.parallel.step_sums import Gradients
@@ -62,7 +62,7 @@ class DataParallel:
         self._device = next(model.parameters()).device
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         in_units = {id(p) for unit in units for p in unit.holder.parameters()}
-        split = {name for name, _ in trained if mesh.of_experts is not None and model.partition(name)}
+        split = {name for name, _ in trained if mesh.expert_mesh is not None and model.partition(name)}
         of_data, of_experts = ([(n, p) for n, p in trained if (n in split) == kind] for kind in (False, True))
         how = mesh, needs_whole, lambda p: id(p) in in_units
         self.parameters = shard_parameters(of_data, *how)
@@ -78,13 +78,13 @@ class DataParallel:
         """The index of each unit's partition; None where it has none."""
         self._reduction = None
         groups = [*self.partitions.values()] or _by_unit(self.parameters, units)
-        self._parts = TensorParts(model, groups, mesh) if mesh.tensor > 1 else None
+        self._parts = TensorParts(model, groups, mesh) if mesh.tp > 1 else None
         self.placements = {s.master: s.placement for s in self.parameters if s.placement is not None}
         """Of masters that are parts of larger parameters."""
         if self._parts is not None:
             self.placements |= self._parts.placements
-        self.divided_state = DividedState(model, mesh.part_group) if mesh.part_group is not None else None
-        if mesh.data_world > 1 or deterministic:
+        self.divided_state = DividedState(model, mesh.model_group) if mesh.model_group is not None else None
+        if mesh.dp_size > 1 or deterministic:
             self._reduction = GradientReduction(
                 groups,
                 every_micro_batch=not (self.adds_locally or self.partitions),
@@ -121,7 +121,7 @@ class DataParallel:
 
     def begin_step(self, step: int, micro_batches: int) -> None:
         """The next gradients are those of `step`, from this many micro-batches of each rank."""
-        self._first_micro_step, self._micro_batches = step * micro_batches * self.mesh.data_world, micro_batches
+        self._first_micro_step, self._micro_batches = step * micro_batches * self.mesh.dp_size, micro_batches
 
     def begin_micro_batch(self, index: int) -> None:
         """Key random bits with the number of this rank's micro-batch `index` among those of the run."""
@@ -129,13 +129,13 @@ class DataParallel:
         self._quantized.set_step(self._micro_step(index))
 
     def _micro_step(self, index: int) -> int:
-        return self._first_micro_step + index * self.mesh.data_world + self.mesh.data_rank
+        return self._first_micro_step + index * self.mesh.dp_size + self.mesh.dp_rank
 
     def count_trained(self, own: int) -> Tensor:
         """Trained tokens of the step over all ranks, at least 1: an fp32 scalar on the device."""
         trained = torch.full((), float(own), dtype=torch.float64, device=self._device)
-        if self.mesh.data_world > 1:
-            torch.distributed.all_reduce(trained, group=self.mesh.data_group)
+        if self.mesh.dp_size > 1:
+            torch.distributed.all_reduce(trained, group=self.mesh.dp_group)
         return trained.clamp_(min=1).float()
 
     def end_backward(self) -> None:
@@ -143,7 +143,7 @@ class DataParallel:
         if self._full_shard is not None:
             self._full_shard.end_backward()
 
-    def break_off(self) -> None:
+    def abort_micro_batch(self) -> None:
         """A forward or backward pass has failed and will be run again."""
         if self._full_shard is not None:
             self._full_shard.free()
@@ -182,13 +182,13 @@ class DataParallel:
         counts = torch.tensor([tokens, stop_signal], dtype=torch.float64, device=self._device)
         own = torch.cat([torch.stack([*nll, trained, *(of_mesh for _, of_mesh in summed)]).double(), counts])
         of_ranks = self._gather(own)
-        every = of_ranks[:: self.mesh.tensor]  # the ranks of a tensor group have the same loss and tokens
+        every = of_ranks[:: self.mesh.tp]  # the ranks of a tensor group have the same loss and tokens
         loss = np.float32(0)
         for of_micro_batch in every.T[: len(nll)]:
             for value in of_micro_batch:
                 loss = np.float32(loss + np.float32(value))
         # The first replica's, with all tensor ranks' parts.
-        copies = [of_ranks[: mesh.shard * mesh.tensor, len(nll) + 1 + i] for i, (mesh, _) in enumerate(summed)]
+        copies = [of_ranks[: mesh.shard * mesh.tp, len(nll) + 1 + i] for i, (mesh, _) in enumerate(summed)]
         value = math.sqrt(sum(square for of_copy in copies for square in of_copy))
         return Gradients(
             loss=float(np.float32(loss / np.float32(every[0, len(nll)]))),
@@ -216,7 +216,7 @@ class DataParallel:
     def refresh(self, recorded: Callable[[], None] | None = None) -> None:
         """After the optimizer's step: `requantize`, or the replay of it."""
         # The number of the last micro-batch of all ranks keys the rounding of weights, as it does on one rank.
-        self._quantized.set_step(self._first_micro_step + self._micro_batches * self.mesh.data_world - 1)
+        self._quantized.set_step(self._first_micro_step + self._micro_batches * self.mesh.dp_size - 1)
         (recorded or self.requantize)()
 
     def requantize(self) -> None:

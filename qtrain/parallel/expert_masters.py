@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
-from qtrain.comm.mesh import Mesh
-from qtrain.comm.tensor_group import TENSOR_RANK_NUMBERS
+from qtrain.comm.rank_group import RANK_RNG_OFFSET
 from qtrain.models import Decoder
 from qtrain.parallel.layers.experts import EPExperts
+from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.shards import Sharded, shard_parameters
 from qtrain.tensors.partition import Placement
 from qtrain.tensors.stored_weight import StoredWeight
@@ -30,13 +30,13 @@ def shard_experts(
         if isinstance(module, EPExperts):
             terms |= module.keep_in_order()
     found = []
-    for sharded in shard_parameters(named, mesh.of_experts, needs_whole, freed):
+    for sharded in shard_parameters(named, mesh.expert_mesh, needs_whole, freed):
         split, parameter = model.partition(sharded.name), sharded.parameter
         stored = isinstance(parameter.data, StoredWeight)  # its update draws bits without regard to the first element
         placement = Placement(
             split.full_shape(parameter.shape),
             split.ranges[0][0] * parameter.shape[1],
-            mesh.of_experts.tensor_rank * TENSOR_RANK_NUMBERS if stored else 0,
+            mesh.expert_mesh.tp_rank * RANK_RNG_OFFSET if stored else 0,
         )
         found.append(dataclasses.replace(sharded, terms=terms.get(id(parameter)), placement=placement))
     return found

@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qtrain.comm.mesh import Mesh
-from qtrain.comm.tensor_group import TENSOR_RANK_NUMBERS
+from qtrain.comm.rank_group import RANK_RNG_OFFSET
 from qtrain.comm.wire import ALONE_BYTES, exchange, gather, in_buckets
 from qtrain.kernels.elementwise import add_in_order
 from qtrain.parallel.gradient_wire import FIRST_NUMBER, GradientWire
+from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.shards import Sharded, by_mesh
 
 
@@ -99,7 +99,7 @@ class _Bucket:
         self, members: list[Sharded], mesh: Mesh, wire: GradientWire | None = None, *, by_machine: bool = True
     ):
         self._members, self._mesh, self._wire = members, mesh, wire
-        self.messages, self.first_number = mesh.data_world, FIRST_NUMBER + mesh.tensor_rank * TENSOR_RANK_NUMBERS
+        self.messages, self.first_number = mesh.dp_size, FIRST_NUMBER + mesh.tp_rank * RANK_RNG_OFFSET
         self.sums: Tensor | None = None  # in the same memory in every step: recorded steps add to it
         self._dtype = members[0].parameter.dtype
         lengths = [sum(m.bounds[s + 1] - m.bounds[s] for m in members) for s in range(mesh.shard)]
@@ -117,23 +117,23 @@ class _Bucket:
 
     def _plan_stages(self, by_machine: bool) -> tuple[list[_Stage], Sequence[int]]:
         """The all-to-alls, and the order in which the first one sends the parts of all ranks."""
-        machines, sizes, me = self._mesh.machines, self._sizes, self._mesh.data_rank
-        world = range(self._mesh.data_world)
+        machines, sizes, me = self._mesh.machines, self._sizes, self._mesh.dp_rank
+        world = range(self._mesh.dp_size)
         if machines is None or not by_machine:
-            return [_Stage(self._mesh.data_group, tuple(sizes), sizes[me])], world
+            return [_Stage(self._mesh.dp_group, tuple(sizes), sizes[me])], world
         counterparts = [world[n :: machines.ranks] for n in range(machines.ranks)]  # those that neighbor n adds for
         of_neighbors = tuple(sum(sizes[d] for d in ranks) for ranks in counterparts)
         number = me % machines.ranks
-        inside = _Stage(machines.neighbors, of_neighbors, of_neighbors[number])
+        inside = _Stage(machines.intra_node_group, of_neighbors, of_neighbors[number])
         of_counterparts = tuple(sizes[d] for d in counterparts[number])
-        between = _Stage(machines.counterparts, of_counterparts, sizes[me], "gradients of machines", machines.ranks)
+        between = _Stage(machines.inter_node_group, of_counterparts, sizes[me], "gradients of machines", machines.ranks)
         return [inside, between], [d for ranks in counterparts for d in ranks]
 
     def exchange(self, key: tuple[int, int, int]) -> Tensor | list[Tensor]:
         """Terms to be added, [n] each, whose sum is that of all ranks' gradients of the elements that this rank sums.
         key: Philox's of the first message."""
         message, terms = self._message()
-        if self._mesh.data_world == 1:
+        if self._mesh.dp_size == 1:
             return message.view(terms, self._sizes[0])
         *first, last = self._stages
         for stage in first:

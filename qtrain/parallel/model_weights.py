@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from qtrain.comm.mesh import Mesh
 from qtrain.parallel.full_shard import FullShard, ShardedBlock, Unit
+from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharded_codes import ShardedCodes, update_codes
 from qtrain.parallel.shards import Sharded
 from qtrain.parallel.weights import GatheredMaster, gather_weights
 from qtrain.quant import LowBitLinear, QuantizedModel
 from qtrain.quant.swap import shared_weights
 from qtrain.quant.weight_codes import reads_codes_only, wire_format
-from qtrain.tensors.deferred import plain_tensors
+from qtrain.tensors.lazy import plain_tensors
 from qtrain.tensors.stored_weight import StoredWeight
 
 
@@ -160,7 +160,7 @@ class ModelWeights:
 
     def _restore(self, sharded: Sharded, tensors: list[Tensor]) -> None:
         parameter, from_block = sharded.parameter, id(sharded.parameter) in self._in_blocks
-        if from_block and sharded.mesh.data_rank:
+        if from_block and sharded.mesh.dp_rank:
             return
         linear = self._linear_of.get(id(parameter))
         if isinstance(parameter.data, StoredWeight):

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qtrain.comm.mesh import Mesh
 from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, codes_shape, empty_scale, scale_shape
 from qtrain.kernels.quantize.operators import quantize
 from qtrain.kernels.quantize.reference import amax_ref
+from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.shards import Sharded, by_mesh, local_tensors
 from qtrain.parallel.weights import gather_weights
 from qtrain.quant.linear import LowBitLinear
@@ -162,7 +162,7 @@ def _update_scales(weights: Sequence[ShardedCodes], mesh: Mesh) -> None:
         own = [weight.statistics() for weight in group]
         flat = torch.cat(own)
         dist.all_reduce(flat.view(torch.int32) if op is dist.ReduceOp.MAX else flat, op, group=mesh.shard_group)
-        if mesh.tensor_group is not None:
+        if mesh.tp_group is not None:
             flat = _over_tensor_ranks(flat, [(len(s), w.spans_ranks) for s, w in zip(own, group, strict=True)], mesh)
         for weight, statistics in zip(group, flat.split([len(s) for s in own]), strict=True):
             weight.set_scale(statistics)
@@ -172,7 +172,7 @@ def _over_tensor_ranks(flat: Tensor, sizes: Sequence[tuple[int, bool]], mesh: Me
     """The statistics `flat` of several weights, each (length, whether its scale covers other tensor ranks' parts)."""
     if not any(spans for _, spans in sizes):
         return flat
-    group, is_mean = mesh.tensor_group, flat.dtype is torch.float64
-    reduced = group.total_exactly(flat) if is_mean else group.maximum(flat)
+    group, is_mean = mesh.tp_group, flat.dtype is torch.float64
+    reduced = group.all_reduce_fp64(flat) if is_mean else group.all_reduce_max(flat)
     spanning = torch.cat([torch.full((n,), spans, device=flat.device) for n, spans in sizes])
     return torch.where(spanning, reduced, flat)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardOf
 
-from qtrain.comm.mesh import Mesh
-from qtrain.tensors.deferred import initial_value, is_deferred, materialize, plain_tensors, settle
+from qtrain.parallel.mesh import Mesh
+from qtrain.tensors.lazy import drop_initializer, initial_value, is_lazy, materialize, plain_tensors
 from qtrain.tensors.partition import Placement
 from qtrain.tensors.stored_weight import StoredWeight
 
@@ -111,7 +111,7 @@ def shard_parameters(
         for name, p in parameters
     ]
     for _, p in parameters:
-        settle(p)
+        drop_initializer(p)
     return sharded
 
 
@@ -120,7 +120,7 @@ def shard_frozen(named: Iterable[tuple[str, nn.Parameter]], mesh: Mesh) -> list[
     parameters = list(named)
     sharded = [_frozen_rows(name, p, mesh) for name, p in parameters]
     for _, p in parameters:
-        settle(p)
+        drop_initializer(p)
     return sharded
 
 
@@ -156,7 +156,7 @@ def _owned(name: str, p: nn.Parameter, owner: int, mesh: Mesh, copy: bool) -> Sh
     bounds = tuple(p.numel() * (s > owner) for s in range(mesh.shard + 1))
     if mesh.shard_rank == owner:
         value = initial_value(p)
-        return Sharded(name, p, nn.Parameter(value.clone() if copy and not is_deferred(p) else value), bounds, mesh)
+        return Sharded(name, p, nn.Parameter(value.clone() if copy and not is_lazy(p) else value), bounds, mesh)
     return Sharded(name, p, nn.Parameter(p.new_empty(0, *p.shape[1:])), bounds, mesh)
 
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from qtrain.comm.mesh import Mesh
-from qtrain.comm.tensor_group import TENSOR_RANK_NUMBERS
+from qtrain.comm.rank_group import RANK_RNG_OFFSET
+from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.shards import Sharded
 from qtrain.tensors.partition import Placement
 
@@ -18,15 +18,15 @@ class TensorParts:
 
     def __init__(self, model: nn.Module, groups: Sequence[Sequence[Sharded]], mesh: Mesh):
         parameters = [s for group in groups for s in group]
-        parts, self._group = model.parts, mesh.tensor_group
+        parts, self._group = model.parts, mesh.tp_group
         splits = {s.name: parts.partition(s.name) for s in parameters}
-        offset = mesh.tensor_rank * TENSOR_RANK_NUMBERS
+        offset = mesh.tp_rank * RANK_RNG_OFFSET
         self.placements = {
             s.master: Placement(split.full_shape(s.parameter.shape), rng_offset=offset)
             for s in parameters
             if (split := splits[s.name])
         }
-        self.counted = [s for s in parameters if splits[s.name] or mesh.tensor_rank == 0]
+        self.counted = [s for s in parameters if splits[s.name] or mesh.tp_rank == 0]
         self._terms = [[s.parameter for s in group if parts.has_partial_gradient(s.name)] for group in groups]
         # Added by rank 0 for all: they stay zero on the others, where their gradients are those of the sum, too.
         zeros = {s.name for s in parameters if splits[s.name] and not splits[s.name].held}
@@ -37,7 +37,7 @@ class TensorParts:
         """Sum those gradients of a group of which every rank has a term."""
         terms = [p.grad for p in self._terms[index] if p.grad is not None]
         if terms:
-            total = self._group.summed(torch.cat([g.flatten() for g in terms]), "gradients of norms")
+            total = self._group.all_reduce_no_grad(torch.cat([g.flatten() for g in terms]), "gradients of norms")
             torch._foreach_copy_([g.view(-1) for g in terms], list(total.split([g.numel() for g in terms])))
         for p in self._zeros[index]:
             if p.grad is not None:

@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from qtrain.comm.mesh import Mesh
 from qtrain.comm.wire import ALONE_BYTES, gather, gather_into, in_buckets
+from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.shards import Sharded, as_bytes, by_mesh, byte_slices, local_tensors
-from qtrain.tensors.deferred import plain_tensors
+from qtrain.tensors.lazy import plain_tensors
 
 
 class Gathered(Protocol):

@@ -5,8 +5,8 @@ import dataclasses
 import torch
 from torch import nn
 
-from qtrain.comm.mesh import Mesh
 from qtrain.models import Decoder
+from qtrain.parallel.mesh import Mesh
 from qtrain.quant import exported_tensors
 
 
@@ -14,9 +14,9 @@ from qtrain.quant import exported_tensors
 def gather_whole_model(model: Decoder, mesh: Mesh) -> nn.Module | None:
     """On rank 0 the decoder of which `model` is a part, dense and in its dtype, one parameter gathered at a time; None
     on the others. Every rank calls it."""
-    if (mesh.of_experts or mesh).data_rank:
+    if (mesh.expert_mesh or mesh).dp_rank:
         return None
-    config, group, device = model.config, mesh.part_group, model.norm.weight.device
+    config, group, device = model.config, mesh.model_group, model.norm.weight.device
     parts = [dataclasses.replace(model.parts, group=dataclasses.replace(group, rank=r)) for r in range(group.ranks)]
     whole = None
     if mesh.rank == 0:
@@ -34,7 +34,7 @@ def gather_whole_model(model: Decoder, mesh: Mesh) -> nn.Module | None:
         own = exported()
         shapes = [[*own.shape[: s.dim], s.length, *own.shape[s.dim + 1 :]] for s in splits]
         sizes = [torch.Size(shape).numel() for shape in shapes]
-        flat = group.all(own.to(device).contiguous().flatten(), sizes, "exported weights")
+        flat = group.all_gather_ragged(own.to(device).contiguous().flatten(), sizes, "exported weights")
         if whole is not None:
             for split, row, shape in zip(splits, flat, shapes, strict=True):
                 split.put(targets[name], row.view(shape))

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.weight_codes import WeightRequest, quantize_weight
-from qtrain.tensors.deferred import initial_value
+from qtrain.tensors.lazy import initial_value
 from qtrain.tensors.stored_weight import StoredWeight
 
 

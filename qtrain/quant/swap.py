@@ -20,7 +20,7 @@ from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.scales import Reduce
 from qtrain.quant.scheme import SCHEMES, LowBitScheme, Scheme
 from qtrain.quant.weight_codes import scales_by_amax
-from qtrain.tensors.deferred import defer, initial_value, is_deferred, with_zeros
+from qtrain.tensors.lazy import initial_value, is_lazy, make_lazy, with_zeros
 from qtrain.tensors.stored_weight import StoredWeight
 
 SIBLINGS = (
@@ -238,7 +238,7 @@ def quantize_linears(
                 model.set_submodule(name, swapped)
             quantized.linears.append(swapped)
             computed = swapped.scheme.stored_format is None and swapped.weight.requires_grad
-            if is_deferred(swapped.weight) or (computed and not keep_codes):
+            if is_lazy(swapped.weight) or (computed and not keep_codes):
                 swapped.weight_codes.free()
     delayed = [linear for linear in quantized.linears if linear.scheme.amax_history]
     if delayed:
@@ -260,8 +260,8 @@ def _swap(linear: nn.Linear, scheme: LowBitScheme, key: Tensor, shared: SharedWe
             stored = StoredWeight.from_value(plain, scheme.stored_format)
             linear.weight = nn.Parameter(stored, plain.requires_grad)
         swapped = LowBitLinear(linear, scheme, key, shared and shared.reduce).train(linear.training)
-    if is_deferred(plain) and linear.weight is not plain:
-        defer(linear.weight, lambda: StoredWeight.from_value(initial_value(plain), scheme.stored_format))
+    if is_lazy(plain) and linear.weight is not plain:
+        make_lazy(linear.weight, lambda: StoredWeight.from_value(initial_value(plain), scheme.stored_format))
     return swapped
 
 

@@ -17,7 +17,7 @@ from qtrain.quant.execute import OperandRequest, operands_under_scale, quantize_
 from qtrain.quant.quantizers import ReuseBuffers, quantize_columns, quantize_dual_layout, quantize_rows
 from qtrain.quant.scales import Reduce, reduce_all, scale_of_statistic, tensor_statistic
 from qtrain.quant.scheme import LowBitScheme
-from qtrain.tensors.deferred import allocate
+from qtrain.tensors.lazy import allocate
 from qtrain.tensors.quantized_tensor import (
     OperandFormat,
     Operands,

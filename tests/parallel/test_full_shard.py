@@ -8,12 +8,12 @@ import torch
 
 from benchmarks.fake_world import fake_world
 from benchmarks.mesh_equality import SCHEMES_COMPARED, differences
-from qtrain.comm.mesh import Mesh, make_mesh
 from qtrain.models import ModelSource, build_model
 from qtrain.models.cost.parameters import count_parameters
 from qtrain.optim import parameter_groups
 from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.full_shard import decoder_units
+from qtrain.parallel.mesh import Mesh, make_mesh
 from qtrain.quant import quantize_linears
 from qtrain.train.plan.language_plan import language_memory
 from qtrain.train.settings.settings import LanguageSettings
@@ -60,7 +60,7 @@ def test_a_build_takes_a_rank_its_shard_and_one_matrix(options):
     planned = sum(language_memory(checked, config, linears_of(checked, config), None).build.values())
     with fake_world(0, 8), PeakBytes() as counted:
         mesh = make_mesh(1, 8, "cpu")
-        model = build_model(source, dtype=torch.bfloat16, defer_layers=True)
+        model = build_model(source, dtype=torch.bfloat16, lazy_layers=True)
         quantized = quantize_linears(model, checked.scheme, seed=0, head=model.lm_head)
         hidden = {id(p) for group in parameter_groups(model, 0.1) if group["hidden"] for p in group["params"]}
         needs_whole = checked.optimizer.needs_whole

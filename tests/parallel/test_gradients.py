@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from qtrain.comm.mesh import make_mesh
 from qtrain.comm.wire import sent
 from qtrain.parallel import gradients
 from qtrain.parallel.gradient_wire import GRADIENT_WIRES
 from qtrain.parallel.gradients import GradientReduction
+from qtrain.parallel.mesh import make_mesh
 from qtrain.parallel.shards import local_tensors, shard_parameters
 from tests.worlds import run_ranks
 

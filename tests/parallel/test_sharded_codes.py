@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from qtrain.comm.mesh import make_mesh
 from qtrain.comm.wire import sent
+from qtrain.parallel.mesh import make_mesh
 from qtrain.parallel.sharded_codes import ShardedCodes, update_codes
 from qtrain.parallel.shards import shard_parameters
 from qtrain.quant import SCHEMES

@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from benchmarks.mesh_equality import MIXTURE, UNTIED, differences, random_micro_batch, state_digests
-from qtrain.comm.mesh import make_mesh
 from qtrain.comm.ranks import rank
 from qtrain.models import Lora, ModelSource, add_lora, build_model, merge_lora
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.parallel import weights
 from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.full_shard import decoder_units
+from qtrain.parallel.mesh import make_mesh
 from qtrain.parallel.shards import local_tensors
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.schemes.frozen_base import base_scheme
-from qtrain.tensors.deferred import plain_tensors
+from qtrain.tensors.lazy import plain_tensors
 from qtrain.train.state.fingerprints import fingerprint
 from qtrain.train.step.forward import language_forward
 from qtrain.train.step.step import apply_gradients, compute_gradients
@@ -44,7 +44,7 @@ def _train(case: str, mesh_shape: str, full_shard: bool, micro_batches: int) -> 
     scheme = SCHEMES.make(quantize, options, "--quantize") if lora.base == "none" else base_scheme(lora.base, quantize)
     config = {**(MIXTURE if "experts" in case else UNTIED), "tie_word_embeddings": False}
     source = ModelSource("small", config, "--model")
-    model = build_model(source, dtype=torch.bfloat16, seed=1, defer_layers=full_shard)
+    model = build_model(source, dtype=torch.bfloat16, seed=1, lazy_layers=full_shard)
     quantized = quantize_linears(model, scheme, seed=0, head=model.lm_head)
     add_lora(model, lora, 5)
     units = decoder_units(model) if full_shard else ()
@@ -58,8 +58,7 @@ def _train(case: str, mesh_shape: str, full_shard: bool, micro_batches: int) -> 
     forward, found = language_forward(model, None), []
     for step in range(3):
         batches = [
-            random_micro_batch(step, i * mesh.data_world + mesh.data_rank)
-            for i in range(micro_batches // mesh.data_world)
+            random_micro_batch(step, i * mesh.dp_size + mesh.dp_rank) for i in range(micro_batches // mesh.dp_size)
         ]
         gradients = compute_gradients(model, forward, quantized, batches, step, parallel=parallel)
         apply_gradients(optimizer, quantized, gradients, lr=1e-2, clip_grad_norm=0.5, parallel=parallel)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from benchmarks.mesh_equality import CLOSE, CONFIG, MIXTURE, SCHEMES_COMPARED, differences, random_micro_batch, train
-from qtrain.comm.mesh import expert_mesh_shape, make_mesh, planned_mesh
 from qtrain.core.errors import UserError
 from qtrain.models import (
     ModelConfig,
@@ -21,6 +20,7 @@ from qtrain.models import (
 from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.layers.local_config import check_experts_divisible
 from qtrain.parallel.layers.place import ModelParallel
+from qtrain.parallel.mesh import expert_mesh_shape, make_mesh, planned_mesh
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.train.plan.checked_settings import check_settings
 from qtrain.train.plan.sharding import reshards
@@ -164,7 +164,7 @@ def test_fine_tuning_and_what_is_no_mixture_is_refused():
 
 def _of_compiled(scheme: str, mode: str, compiled: bool, deterministic: bool) -> tuple[float, float]:
     mesh = make_mesh(1, 2, "cpu", ep=2)
-    source, group = ModelSource("small", MIXTURE, "--model"), mesh.of_experts.tensor_group
+    source, group = ModelSource("small", MIXTURE, "--model"), mesh.expert_mesh.tp_group
     parts = ModelParallel(source.model_config(), group, experts_only=True)
     model = build_model(source, dtype=torch.bfloat16, seed=1, place=parts.place)
     name, options = SCHEMES_COMPARED[scheme]
@@ -173,7 +173,7 @@ def _of_compiled(scheme: str, mode: str, compiled: bool, deterministic: bool) ->
     if compiled:
         compile_layers(model)
     parallel = DataParallel(model, quantized, mesh, deterministic=deterministic)
-    batches = [random_micro_batch(0, 2 * i + mesh.data_rank) for i in range(2)]
+    batches = [random_micro_batch(0, 2 * i + mesh.dp_rank) for i in range(2)]
     forward = language_forward(model, None)
     gradients = compute_gradients(model, forward, quantized, batches, 0, parallel=parallel)
     return gradients.loss, gradients.norm_value

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.mesh_equality import CONFIG as SMALL
-from qtrain.comm.mesh import Mesh, make_mesh
 from qtrain.comm.wire import sent
 from qtrain.core.errors import UserError
 from qtrain.data.batch import Batch
@@ -34,6 +33,7 @@ from qtrain.parallel.full_shard import decoder_units
 from qtrain.parallel.layers.exchange import TokenExchange
 from qtrain.parallel.layers.local_config import check_divisible
 from qtrain.parallel.layers.place import ModelParallel
+from qtrain.parallel.mesh import Mesh, make_mesh
 from qtrain.quant import SCHEMES, quantize_linears, swiglu_mlp
 from qtrain.train.assembly.assemble import freeze_embedding
 from qtrain.train.settings.exclusions import Options, check_exclusions
@@ -76,7 +76,7 @@ STEPS = 2
 
 
 def parts_of(source: ModelSource, mesh: Mesh, sequence: bool = True) -> ModelParallel | None:
-    group = mesh.tensor_group
+    group = mesh.tp_group
     return None if group is None else ModelParallel(source.model_config(), group, sequence=sequence)
 
 
@@ -242,7 +242,7 @@ def _train(
         quantized.track_versions(optimizer)
         forward, steps = language_forward(model, None), []
         for step in range(STEPS):
-            numbers = range(mesh.data_rank, 2, mesh.data_world)
+            numbers = range(mesh.dp_rank, 2, mesh.dp_size)
             batches = [
                 Batch(*map(Tensor.contiguous, (t[:, :-1], t[:, 1:])))
                 for t in (tokens(2, 13, 2 * step + n) for n in numbers)
@@ -383,7 +383,7 @@ def test_delayed_scales_are_those_of_all_ranks():
 
 def _gathered_mlp(scheme: str) -> list[Any]:
     """The fused MLP of half of the tokens that gathers codes, and of all tokens."""
-    group = make_mesh(0, 0, "cpu", 2).tensor_group
+    group = make_mesh(0, 0, "cpu", 2).tp_group
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
     results = []
     for own in (x.chunk(2)[group.rank], x):

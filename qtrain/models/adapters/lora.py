@@ -28,7 +28,7 @@ from qtrain.models.config.hf_layout import Projection, layout
 from qtrain.models.hf.initial_values import named_generator
 from qtrain.models.native.decoder import Decoder
 from qtrain.models.native.lora_experts import EXPERT_TARGETS, LoraExperts
-from qtrain.models.native.mixture import Experts
+from qtrain.models.native.moe import Experts
 from qtrain.quant.export import exported_weight
 from qtrain.quant.linear import LowBitLinear
 
@@ -217,7 +217,7 @@ def add_lora(model: nn.Module, lora: Lora, seed: int, flag: str = "--lora") -> l
         owner, _, own = name.rpartition(".")
         if EXPERT_TARGETS[own] in targets:
             hf_name = f"model.{owner.removesuffix('experts')}{EXPERT_TARGETS[own]}"
-            base, count = model.get_submodule(name), model.config.mixture.experts
+            base, count = model.get_submodule(name), model.config.moe.experts
             linear = LoraExperts(base, count, hf_name, of_experts, lora.r, lora.scale, lora.dropout)
             _initialize(linear.lora_a.weight, seed, hf_name)
             added.append(_replace(model, name, linear))

@@ -60,7 +60,7 @@ def save_adapter(model: nn.Module, lora: Lora, base: str, folder: Path | str) ->
     names = [p.hf_name for m in lora_linears(model).values() if isinstance(m, LoraLinear) for p in m.adapted]
     experts = [name for name in EXPERT_TARGETS.values() if name in lora.names]
     # PEFT takes a module of a mixture named gate_proj, up_proj or down_proj for experts.
-    mixture = isinstance(model, Decoder) and bool(model.config.mixture_layers) and not lora.dora
+    mixture = isinstance(model, Decoder) and bool(model.config.moe_layers) and not lora.dora
     weights = [name for name in names if mixture and name.endswith(_NAMES_OF_EXPERTS)]
     parameters = sorted({".".join(name.split(".")[-2:]) + ".weight" for name in weights}) + experts
     config = {

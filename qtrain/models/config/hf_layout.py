@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from qtrain.models.config.mixture import MIXTURES
 from qtrain.models.config.model import ModelConfig
+from qtrain.models.config.moe import MIXTURES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Projection:
 def layout(config: ModelConfig) -> Iterator[TensorSlice]:
     """Every tensor of a checkpoint, without a tied head."""
     yield TensorSlice("model.embed_tokens.weight", "embed_tokens.weight")
-    routed = set(config.mixture_layers)
+    routed = set(config.moe_layers)
     for i in range(config.num_hidden_layers):
         here, there = f"layers.{i}.", f"model.layers.{i}."
         yield TensorSlice(there + "input_layernorm.weight", here + "attn_norm.weight")
         yield TensorSlice(there + "post_attention_layernorm.weight", here + "mlp_norm.weight")
-        attention = _attention if config.latent is None else _latent_attention
+        attention = _attention if config.mla is None else _latent_attention
         yield from attention(config, there + "self_attn.", here + "attn.")
         if i in routed:
             yield from _mixture(config, there, here + "mlp.")
@@ -96,11 +96,11 @@ def _attention(config: ModelConfig, there: str, here: str) -> Iterator[TensorSli
 
 
 def _latent_attention(config: ModelConfig, there: str, here: str) -> Iterator[TensorSlice]:
-    q = config.latent.q_rank or config.q_size
-    first = "q_a_proj" if config.latent.q_rank else "q_proj"
+    q = config.mla.q_rank or config.q_size
+    first = "q_a_proj" if config.mla.q_rank else "q_proj"
     yield TensorSlice(f"{there}{first}.weight", here + "qkv_a.weight", 0, q)
     yield TensorSlice(there + "kv_a_proj_with_mqa.weight", here + "qkv_a.weight", q, None)
-    if config.latent.q_rank:
+    if config.mla.q_rank:
         yield TensorSlice(there + "q_a_layernorm.weight", here + "q_norm.weight")
         yield TensorSlice(there + "q_b_proj.weight", here + "q_b.weight")
     yield TensorSlice(there + "kv_a_layernorm.weight", here + "kv_norm.weight")
@@ -117,7 +117,7 @@ def _mlp(there: str, here: str, width: int, bias: bool = False) -> Iterator[Tens
 
 def _mixture(config: ModelConfig, layer: str, here: str) -> Iterator[TensorSlice]:
     """All experts' rows of one parameter come one after the other."""
-    mixture, keys, c = config.mixture, MIXTURES[config.model_type], config.hidden_size
+    mixture, keys, c = config.moe, MIXTURES[config.model_type], config.hidden_size
     there = f"{layer}{keys.block}."
     yield TensorSlice(there + "gate.weight", here + "router.weight")
     if mixture.selection_bias:

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 from qtrain.core.checks import Range, check_value, type_name
 from qtrain.core.errors import UserError, unknown_name
 from qtrain.models.config.families import FAMILIES, Family
-from qtrain.models.config.latent import Latent
-from qtrain.models.config.mixture import MIXTURES, Mixture
+from qtrain.models.config.mla import MLAConfig
+from qtrain.models.config.moe import MIXTURES, MoEConfig
 from qtrain.models.config.reading import USE_HF, Count, Layers, NotNegative, read, refuse_other_values
 from qtrain.models.config.rope import Rope
 
@@ -48,26 +48,26 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
-    mixture: Mixture | None = None
+    moe: MoEConfig | None = None
     """The layers' mixtures of experts; None: every layer has a plain MLP."""
-    latent: Latent | None = None
+    mla: MLAConfig | None = None
     """The sizes of multi-head latent attention; None: plain attention."""
 
     @property
-    def mixture_layers(self) -> tuple[int, ...]:
+    def moe_layers(self) -> tuple[int, ...]:
         """The layers that have a mixture."""
-        dense = range(self.num_hidden_layers) if self.mixture is None else self.mixture.dense_layers
+        dense = range(self.num_hidden_layers) if self.moe is None else self.moe.dense_layers
         return tuple(i for i in range(self.num_hidden_layers) if i not in dense)
 
     @property
     def rope_dim(self) -> int:
         """Rotated elements of a head."""
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+        return self.head_dim if self.mla is None else self.mla.rope_dim
 
     @property
     def value_size(self) -> int:
         """Width of what attention computes for all query heads together."""
-        return self.num_attention_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
+        return self.num_attention_heads * (self.head_dim if self.mla is None else self.mla.value_dim)
 
     @property
     def q_size(self) -> int:
@@ -104,7 +104,7 @@ class ModelConfig:
         qkv_bias = family.qkv_bias or (family.qkv_bias_key and own("qkv_bias", bool, True))
         max_positions = own("max_position_embeddings", Count, family.max_positions)
         layers = own("num_hidden_layers", Layers)
-        latent = Latent.from_hf(values, where) if family.latent else None
+        latent = MLAConfig.from_hf(values, where) if family.latent else None
         return cls(
             model_type=model_type,
             vocab_size=own("vocab_size", Count),
@@ -125,8 +125,8 @@ class ModelConfig:
             bos_token_id=own("bos_token_id", int, None),
             eos_token_id=own("eos_token_id", int | list[int], None),
             pad_token_id=own("pad_token_id", int, None),
-            mixture=mixture.read(values, layers, where) if mixture else None,
-            latent=latent,
+            moe=mixture.read(values, layers, where) if mixture else None,
+            mla=latent,
         )
 
     def with_sub_norms(self, flag: str) -> "ModelConfig":
@@ -138,7 +138,7 @@ class ModelConfig:
             return self
         heads = f"heads of {self.q_size} elements together for a width of {self.hidden_size}"
         features = {
-            "a mixture of experts": self.mixture is not None,
+            "a mixture of experts": self.moe is not None,
             "QK-norm": self.qk_norm is not None,
             "biases in its MLP": self.mlp_bias,
             "a sliding window": self.sliding_window is not None,
@@ -165,14 +165,14 @@ class ModelConfig:
             "attention_dropout": 0.0,
             **self.rope.to_hf(),
         }
-        if self.latent is not None:
-            config |= self.latent.to_hf()
+        if self.mla is not None:
+            config |= self.mla.to_hf()
             if self.model_type == "deepseek_v3":
-                config["rope_interleave"] = self.latent.interleaved
+                config["rope_interleave"] = self.mla.interleaved
         elif self.model_type not in ("qwen2", "qwen2_moe", "olmoe") or self.q_size != self.hidden_size:
             config["head_dim"] = self.head_dim
-        if self.mixture is not None:
-            config |= MIXTURES[self.model_type].write(self.mixture)
+        if self.moe is not None:
+            config |= MIXTURES[self.model_type].write(self.moe)
         if family.qkv_bias_key:
             config["qkv_bias"] = self.qkv_bias
         if family.attention_bias:
@@ -189,7 +189,7 @@ class ModelConfig:
         return config
 
 
-def _read_heads(values: Mapping[str, Any], model_type: str, latent: Latent | None, where: str) -> dict[str, int]:
+def _read_heads(values: Mapping[str, Any], model_type: str, latent: MLAConfig | None, where: str) -> dict[str, int]:
     """The width and the sizes of the attention heads."""
     hidden, heads = (read(values, key, Count, where) for key in ("hidden_size", "num_attention_heads"))
     if model_type != "llama" and "num_key_value_heads" not in values:  # the classes of transformers differ here

@@ -7,7 +7,7 @@ What backward needs is in `saved_activations.py`.
 The peak is one of these moments (`MemoryEstimate.moments`):
 - build: all weights in the model's dtype, also those that are then stored in low bits, and the largest one in fp32, in
   which random weights are drawn, or as loaded; with full sharding what lies outside of layers, the rank's masters, and
-  one matrix of a layer, from which a master is cut (`tensors/deferred.py`);
+  one matrix of a layer, from which a master is cut (`tensors/lazy.py`);
 - loss: the kept tensors of every layer, and the loss: final hidden states, their gradient, the head's gradient in fp32
   (4·V·C) and one chunk of logits, of a quantized head with the codes of their gradient;
 - backward: at its start (all kept tensors, and either the head's gradient in fp32 and again in the weight's dtype, or
@@ -287,9 +287,9 @@ def _backward_bytes(
         in_mlp = inner * (1 + 3 * element + 4)
     if rows := rows_per_token(config, tokens):
         # The same of all rows, and their gradients before they are added up to those of tokens, with those of adapters.
-        own = rows * (in_mlp / inner * config.mixture.width + (1 + trained.adapts_experts) * c * element)
-        in_mlp = max(own, in_mlp if len(config.mixture_layers) < config.num_hidden_layers else 0)
-    of_inputs = config.qkv_size if config.latent is None else 2 * q + config.value_size
+        own = rows * (in_mlp / inner * config.moe.width + (1 + trained.adapts_experts) * c * element)
+        in_mlp = max(own, in_mlp if len(config.moe_layers) < config.num_hidden_layers else 0)
+    of_inputs = config.qkv_size if config.mla is None else 2 * q + config.value_size
     in_attention = q * (4 + 2 * element) + of_inputs * element
     if not rows:
         in_attention -= (3 * inner + c) * element

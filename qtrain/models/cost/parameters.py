@@ -100,11 +100,11 @@ class LayerLinear(NamedTuple):
 
 def layer_linears(config: ModelConfig) -> dict[str, LayerLinear]:
     """The linears of the layers, by their keys."""
-    mixture, layers = config.mixture, config.num_hidden_layers
-    found = _latent_linears(config) if config.latent else _attention_linears(config)
-    if dense := layers - len(config.mixture_layers):
+    mixture, layers = config.moe, config.num_hidden_layers
+    found = _latent_linears(config) if config.mla else _attention_linears(config)
+    if dense := layers - len(config.moe_layers):
         found |= _mlp_linears("", config.hidden_size, config.intermediate_size, dense)
-    if routed := len(config.mixture_layers):
+    if routed := len(config.moe_layers):
         groups = mixture.experts, mixture.per_token
         found |= _mlp_linears("experts.", config.hidden_size, mixture.width, routed, *groups)
         if mixture.shared_width:
@@ -121,7 +121,7 @@ def _attention_linears(config: ModelConfig) -> dict[str, LayerLinear]:
 
 
 def _latent_linears(config: ModelConfig) -> dict[str, LayerLinear]:
-    c, latent, heads, layers = config.hidden_size, config.latent, config.num_attention_heads, config.num_hidden_layers
+    c, latent, heads, layers = config.hidden_size, config.mla, config.num_attention_heads, config.num_hidden_layers
     of_q = {"q_a_proj": latent.q_rank} if latent.q_rank else {"q_proj": config.q_size}
     found = {"qkv_a": LayerLinear(c, {**of_q, "kv_a_proj_with_mqa": latent.kv_rank + latent.rope_dim}, layers)}
     if latent.q_rank:
@@ -147,26 +147,26 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     norms = 2 * c
     if config.qk_norm:
         norms += 2 * config.head_dim if config.qk_norm == "heads" else config.q_size + config.kv_size
-    if config.latent:
-        norms += (config.latent.q_rank or 0) + config.latent.kv_rank
+    if config.mla:
+        norms += (config.mla.q_rank or 0) + config.mla.kv_rank
     biases = config.qkv_size * config.qkv_bias + c * config.o_bias + (2 * inner + c) * config.mlp_bias
     other = layers * (norms + biases + (config.q_size + inner) * config.sub_norm) + c
-    other += sum(rows * c for rows, _ in _router_shapes(config)) * len(config.mixture_layers)
+    other += sum(rows * c for rows, _ in _router_shapes(config)) * len(config.moe_layers)
     matrices = 1 if config.tie_word_embeddings else 2
     return ParameterCount(matrices * config.vocab_size * c, linear, other, inactive)
 
 
 def _router_shapes(config: ModelConfig) -> list[tuple[int, int]]:
     """The matrices of a mixture that are no linears: its router, and the gate of its shared experts."""
-    if config.mixture is None:
+    if config.moe is None:
         return []
-    return [(config.mixture.experts, config.hidden_size)] + [(1, config.hidden_size)] * config.mixture.shared_gate
+    return [(config.moe.experts, config.hidden_size)] + [(1, config.hidden_size)] * config.moe.shared_gate
 
 
 def parameter_shapes(config: ModelConfig) -> list[ParameterGroup]:
     """All parameters. Biases and norms are one entry, as a vector."""
     matrices = [ParameterGroup(n.shape, n.layers, True, n.parts) for n in layer_linears(config).values()]
-    routed = len(config.mixture_layers)
+    routed = len(config.moe_layers)
     routers = [ParameterGroup(shape, routed, True) for shape in _router_shapes(config)]
     vector = count_parameters(config).other - sum(rows * c for rows, c in _router_shapes(config)) * routed
     embedding = ParameterGroup((config.vocab_size, config.hidden_size), 1 if config.tie_word_embeddings else 2)

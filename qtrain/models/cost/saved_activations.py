@@ -102,14 +102,14 @@ class LayerKind(NamedTuple):
 
 def layer_kinds(config: ModelConfig, tokens: int) -> list[LayerKind]:
     """The layers of a model that reads micro-batches of this many tokens."""
-    routed = len(config.mixture_layers)
+    routed = len(config.moe_layers)
     kinds = [LayerKind(config.num_hidden_layers - routed), LayerKind(routed, rows_per_token(config, tokens))]
     return [kind for kind in kinds if kind.count]
 
 
 def rows_per_token(config: ModelConfig, tokens: int) -> float:
     """Rows that a mixture's experts compute for each of `tokens`, with padding; 0 without a mixture."""
-    mixture = config.mixture
+    mixture = config.moe
     return 0.0 if mixture is None else padded_rows(tokens * mixture.per_token, mixture.experts) / tokens
 
 
@@ -127,7 +127,7 @@ def saved_per_token(
     kept: dict[str, float] = {"layer input": config.hidden_size * element}
     if checkpointing == "full":
         return kept
-    attention = _latent_attention if config.latent else _attention
+    attention = _latent_attention if config.mla else _attention
     mlp = _mixture if rows else _mlp
     kept["after attention"] = config.hidden_size * element
     kept |= attention(config, checkpointing, element, low_bit)
@@ -191,7 +191,7 @@ def _mlp(
 def _mixture(
     config: ModelConfig, checkpointing: str, compiled: bool, element: int, low_bit: LowBitBytes, rows: float
 ) -> dict[str, float]:
-    mixture, c, shared = config.mixture, config.hidden_size, config.mixture.shared_width
+    mixture, c, shared = config.moe, config.hidden_size, config.moe.shared_width
     kept: dict[str, float] = {"experts' gate_up output": rows * 2 * mixture.width * element}
     kept["shared gate_up output"] = 2 * shared * element
     kept["shared down output"] = c * element * mixture.shared_gate

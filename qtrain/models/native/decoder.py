@@ -16,10 +16,10 @@ from qtrain.kernels.cross_entropy import IGNORED
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.native.attention import Attention, SequenceInfo, attention_mask
 from qtrain.models.native.expert_load import ExpertLoad
-from qtrain.models.native.latent_attention import LatentAttention
 from qtrain.models.native.loss import LossSums, linear_cross_entropy
-from qtrain.models.native.mixture import MixtureMLP, Routed
+from qtrain.models.native.mla import MultiHeadLatentAttention
 from qtrain.models.native.mlp import MLP
+from qtrain.models.native.moe import MoE, Routed
 from qtrain.models.native.rope import document_positions, rope_tables
 from qtrain.models.native.router import RouterLosses
 from qtrain.models.native.selective_recompute import selective_contexts
@@ -35,9 +35,9 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, router_losses: RouterLosses | None = None):
         super().__init__()
         self.attn_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.attn = Attention(config) if config.latent is None else LatentAttention(config)
+        self.attn = Attention(config) if config.mla is None else MultiHeadLatentAttention(config)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = MLP(config) if router_losses is None else MixtureMLP(config, router_losses)
+        self.mlp = MLP(config) if router_losses is None else MoE(config, router_losses)
         self.recompute: Recompute = "none"
 
     def forward(self, x: Tensor, info: SequenceInfo) -> Tensor | Routed:
@@ -100,14 +100,14 @@ class Decoder(nn.Module):
         self.router_losses = RouterLosses()
         self.kv_heads = config.num_key_value_heads
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        routed = set(config.mixture_layers)
+        routed = set(config.moe_layers)
         self.layers = nn.ModuleList(
             DecoderLayer(config, self.router_losses if i in routed else None) for i in range(config.num_hidden_layers)
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.output = Output()
-        self.expert_load = ExpertLoad(len(routed), config.mixture.experts) if routed else None
+        self.expert_load = ExpertLoad(len(routed), config.moe.experts) if routed else None
         self.parts: Parts | None = None
         """How processes divide the parameters; None: this one holds all."""
         self.shards_sequence = False
@@ -134,7 +134,7 @@ class Decoder(nn.Module):
 
     def _router_biases(self) -> list[Tensor]:
         """The routers' biases, none where they have none."""
-        routers = [layer.mlp.router for layer in self.layers if isinstance(layer.mlp, MixtureMLP)]
+        routers = [layer.mlp.router for layer in self.layers if isinstance(layer.mlp, MoE)]
         return [router.bias for router in routers if router.bias is not None]
 
     def end_step(self, bias_rate: float = 0.0) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.kernels.gemm.float_mm import fp32_mm
-from qtrain.models.config.mixture import Mixture
+from qtrain.models.config.moe import MoEConfig
 
 
 class Routing(NamedTuple):
@@ -74,9 +74,9 @@ class RouterLosses:
 class Router(nn.Module):
     """x [T, C] -> Routing. Its weight is no nn.Linear's: schemes leave it alone."""
 
-    def __init__(self, mixture: Mixture, hidden_size: int):
+    def __init__(self, mixture: MoEConfig, hidden_size: int):
         super().__init__()
-        self.mixture = mixture
+        self.moe = mixture
         self.weight = nn.Parameter(torch.empty(mixture.experts, hidden_size))
         self.bias: Tensor | None
         self.register_buffer("bias", torch.zeros(mixture.experts) if mixture.selection_bias else None)
@@ -90,7 +90,7 @@ class Router(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Routing:
-        mixture = self.mixture
+        mixture = self.moe
         logits = _RouterLogits.apply(x, self.weight)
         if mixture.scores == "softmax":
             scores = probabilities = logits.softmax(dim=-1)
@@ -106,7 +106,7 @@ class Router(nn.Module):
     @torch.no_grad()
     def select(self, scores: Tensor) -> Tensor:
         """The experts int64 [T, k] of scores [T, E], the best one first; of equal ones the lower number."""
-        mixture = self.mixture
+        mixture = self.moe
         if self.bias is not None:
             scores = scores + self.bias
         if mixture.groups > 1:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtrain.comm.tensor_group import CODES, TensorGroup
+from qtrain.comm.rank_group import CODES, RankGroup
 from qtrain.kernels.gemm.persistent import transpose_8bit
 from qtrain.kernels.grouped.row_groups import RowGroups
 from qtrain.kernels.numerics.formats import FORMATS, LINEAR_FORMATS
@@ -67,7 +67,7 @@ class TokenExchange:
     """Of a column-parallel linear whose input is divided along tokens: an `Exchange` of a scheme that
     `gathers_codes`."""
 
-    group: TensorGroup
+    group: RankGroup
 
     def covers(self, scheme: LowBitScheme, name: TensorName, needs: NeedsOperand) -> bool:
         return name == "x"
@@ -78,11 +78,11 @@ class TokenExchange:
         rounding, power_of_two, group = scheme.rounding("x", request.key), scheme.power_of_two, self.group
         scale = None
         if "tensorwise" in (rows.granularity, columns.granularity):
-            scale = spanning_scale(t, rows, group.maximum, power_of_two, request.delayed)
+            scale = spanning_scale(t, rows, group.all_reduce_max, power_of_two, request.delayed)
         given = scale if rows.granularity == "tensorwise" else None
         own = quantize_rows(t, rows, rounding, power_of_two, given)
-        row_scale = group.gathered(own.scale, CODES) if rows.granularity == "rowwise" else own.scale
-        row_codes = own._replace(codes=group.gathered(own.codes, CODES), scale=row_scale)
+        row_scale = group.all_gather_no_grad(own.scale, CODES) if rows.granularity == "rowwise" else own.scale
+        row_codes = own._replace(codes=group.all_gather_no_grad(own.codes, CODES), scale=row_scale)
         if not request.needs.columns:
             return Operands(row_codes, None)
         if columns.sum_dim == 0:
@@ -90,7 +90,7 @@ class TokenExchange:
         if rows == columns and given is not None and rounding.same and FORMATS[rows.fmt].packing == 1:
             return Operands(row_codes, row_codes._replace(codes=transpose_8bit(row_codes.codes)))
         if columns.granularity == "rowwise":
-            amax = group.maximum(t.abs().amax(dim=0).float())
+            amax = group.all_reduce_max(t.abs().amax(dim=0).float())
             scale = scale_of_statistic(amax, columns, (t.shape[1], t.shape[0]), power_of_two)
         return Operands(row_codes, quantize_columns(t, columns, rounding, power_of_two, scale=scale))
 
@@ -98,11 +98,11 @@ class TokenExchange:
         columns = saved.codes.shape[1]
         if saved.format.sum_dim == 0 or columns * FORMATS[saved.format.fmt].packing >= rows:
             return saved
-        codes = self.group.gathered(saved.codes, CODES).view(self.group.ranks, -1, columns)
+        codes = self.group.all_gather_no_grad(saved.codes, CODES).view(self.group.ranks, -1, columns)
         return saved._replace(codes=codes.transpose(0, 1).reshape(-1, self.group.ranks * columns))
 
     def reduce_dx(self, dx: Tensor) -> Tensor:
-        return self.group.scattered_sum(dx)
+        return self.group.reduce_scatter_no_grad(dx)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class ScaleExchange:
     """Of a linear whose x and dy have rows on every rank, under one tensorwise scale for all; each rank multiplies its
     own rows."""
 
-    group: TensorGroup
+    group: RankGroup
 
     def covers(self, scheme: LowBitScheme, name: TensorName, needs: NeedsOperand) -> bool:
         return any(fmt is not None and fmt.granularity == "tensorwise" for fmt in scheme.formats_of(name, needs))
@@ -118,7 +118,7 @@ class ScaleExchange:
     def quantize(self, scheme: LowBitScheme, t: Tensor, request: OperandRequest) -> Operands:
         formats = [fmt for fmt in scheme.formats_of(request.name, request.needs) if fmt is not None]
         assert all(fmt.granularity == "tensorwise" for fmt in formats), "other scales beside it"
-        scale = spanning_scale(t, formats[0], self.group.maximum, scheme.power_of_two, request.delayed)
+        scale = spanning_scale(t, formats[0], self.group.all_reduce_max, scheme.power_of_two, request.delayed)
         return operands_under_scale(scheme, t, request, scale)
 
     def regather(self, saved: QuantizedTensor, rows: int) -> QuantizedTensor:
@@ -128,11 +128,11 @@ class ScaleExchange:
         return dx
 
 
-def quantize_routed(linear: LinearArguments, x: Tensor, needs: NeedsOperand, group: TensorGroup) -> Operands:
+def quantize_routed(linear: LinearArguments, x: Tensor, needs: NeedsOperand, group: RankGroup) -> Operands:
     """The operands of the rows of `linear.groups`, which are of all ranks' tokens, given this rank's tokens x."""
     scheme, groups = linear.scheme, linear.groups
     if not gathers_routed_codes(scheme, needs):
-        return linear.quantize("x", gather_rows(group.gathered(x), groups.token_of_row), needs)
+        return linear.quantize("x", gather_rows(group.all_gather_no_grad(x), groups.token_of_row), needs)
     request = linear._replace(groups=None).request("x", NeedsOperand(columns=False))
     rows = _routed_rows(TokenExchange(group).quantize(scheme, x, request).rows, groups)
     _, columns = scheme.formats_of("x", needs)

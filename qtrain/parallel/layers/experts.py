@@ -20,11 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qtrain.comm.tensor_group import TENSOR_RANK_NUMBERS, TensorGroup
+from qtrain.comm.rank_group import RANK_RNG_OFFSET, RankGroup
 from qtrain.kernels.grouped.permute import combine_rows, route_weight_grad, weights_of_rows
 from qtrain.kernels.grouped.row_groups import RowGroups, group_rows, group_rows_of
 from qtrain.kernels.quantize.gather_rows import gather_rows
-from qtrain.models.native.mixture import Experts
+from qtrain.models.native.moe import Experts
 from qtrain.parallel.layers.exchange import ScaleExchange, quantize_routed
 from qtrain.quant.arguments import LinearArguments, save_operands, saved_operands
 from qtrain.quant.experts import expert_arguments
@@ -38,7 +38,7 @@ ROUTES = "routes"
 class EPExperts(Experts):
     """This rank's experts. Every rank calls it with its own tokens."""
 
-    def __init__(self, experts: Experts, group: TensorGroup):
+    def __init__(self, experts: Experts, group: RankGroup):
         nn.Module.__init__(self)
         self.__dict__.update(experts.__dict__)
         self.group = group
@@ -93,7 +93,7 @@ class ParallelExpertsFunction(torch.autograd.Function):
         experts: Tensor,  # int64 [T, k]
         up: LinearArguments,
         down: LinearArguments,
-        group: TensorGroup,
+        group: RankGroup,
         grad_enabled: bool,
     ) -> Tensor:
         ctx.in_order, ctx.group = up_terms is not None, group
@@ -102,11 +102,11 @@ class ParallelExpertsFunction(torch.autograd.Function):
         needs_dup, needs_ddown = (grad_enabled and (needs[i] or needs[i + 2]) for i in (2, 3))
         ctx.needs = NeedsGradient(needs_dx, needs_dup or needs_dweights, needs_ddown)
         of_x = NeedsOperand(True, ctx.needs.up)
-        routes = group.gathered(experts.int(), ROUTES).long(), group.gathered(weights, ROUTES)
+        routes = group.all_gather_no_grad(experts.int(), ROUTES).long(), group.all_gather_no_grad(weights, ROUTES)
         count = w_down.shape[0] // x.shape[1]
         if ctx.in_order:
             ctx.batches = _in_order(*routes, count, up, down, group)
-            every = group.gathered(x).split(len(x))
+            every = group.all_gather_no_grad(x).split(len(x))
             operands = [
                 batch.up.quantize("x", gather_rows(tokens, batch.groups.token_of_row), of_x)
                 for batch, tokens in zip(ctx.batches, every, strict=True)
@@ -128,7 +128,7 @@ class ParallelExpertsFunction(torch.autograd.Function):
         batches, group = ctx.batches, ctx.group
         saved = saved_operands(ctx)
         each = len(saved) // len(batches)
-        every = group.gathered(dout).chunk(len(batches))
+        every = group.all_gather_no_grad(dout).chunk(len(batches))
         gradients = []
         for i, (batch, tokens, mlp) in enumerate(zip(batches, every, ctx.mlps, strict=True)):
             dy = gather_rows(tokens, batch.groups.token_of_row, weights_of_rows(batch.weights, batch.groups))
@@ -142,7 +142,7 @@ class ParallelExpertsFunction(torch.autograd.Function):
                 route_weight_grad(g.row_dots, batch.weights, batch.groups.row_of_route)
                 for g, batch in zip(gradients, batches, strict=True)
             ]
-            dweights = group.scattered_sum(torch.cat(of_routes), ROUTES)
+            dweights = group.reduce_scatter_no_grad(torch.cat(of_routes), ROUTES)
         needs_up, needs_down = (ctx.needs_input_grad[i] or ctx.needs_input_grad[i + 2] for i in (2, 3))
         if needs_up:
             dup = [g.up for g in gradients]
@@ -155,7 +155,7 @@ class ParallelExpertsFunction(torch.autograd.Function):
 
 
 def _added(
-    experts: Tensor, weights: Tensor, count: int, up: LinearArguments, down: LinearArguments, group: TensorGroup
+    experts: Tensor, weights: Tensor, count: int, up: LinearArguments, down: LinearArguments, group: RankGroup
 ) -> _Batch:
     """All ranks' tokens, of which this rank computes `count` experts."""
     groups = group_rows_of(experts, count * group.ranks, group.rank * count, count)
@@ -163,7 +163,7 @@ def _added(
 
 
 def _in_order(
-    experts: Tensor, weights: Tensor, count: int, up: LinearArguments, down: LinearArguments, group: TensorGroup
+    experts: Tensor, weights: Tensor, count: int, up: LinearArguments, down: LinearArguments, group: RankGroup
 ) -> list[_Batch]:
     """Each rank's tokens, with the rows and keys of a process that holds all experts."""
     batches = []
@@ -179,12 +179,12 @@ def _in_order(
     return batches
 
 
-def _key_of_source(key: Tensor | None, source: int, group: TensorGroup) -> Tensor | None:
+def _key_of_source(key: Tensor | None, source: int, group: RankGroup) -> Tensor | None:
     """The key that a process which holds all experts would have for the micro-batch of rank `source`: neighbors' micro-
     batches have consecutive numbers, and a rank's linears have numbers of their own."""
     if key is None:
         return None
-    return torch.stack([key[0], key[1] + (source - group.rank), key[2] - group.rank * TENSOR_RANK_NUMBERS])
+    return torch.stack([key[0], key[1] + (source - group.rank), key[2] - group.rank * RANK_RNG_OFFSET])
 
 
 def _to_tokens(ctx, of_rows: Sequence[Tensor], weights: bool) -> Tensor:
@@ -192,10 +192,10 @@ def _to_tokens(ctx, of_rows: Sequence[Tensor], weights: bool) -> Tensor:
     if not ctx.in_order:
         batch = ctx.batches[0]
         sums = combine_rows(of_rows[0], batch.weights if weights else None, batch.groups.row_of_route)
-        return ctx.group.scattered_sum(sums)
+        return ctx.group.reduce_scatter_no_grad(sums)
     of_routes = [
         gather_rows(rows, batch.groups.row_of_route.flatten()) for rows, batch in zip(of_rows, ctx.batches, strict=True)
     ]
-    own = ctx.group.scattered_sum(torch.cat(of_routes))
+    own = ctx.group.reduce_scatter_no_grad(torch.cat(of_routes))
     routes = torch.arange(len(own), dtype=torch.int32, device=own.device).view_as(ctx.weights)
     return combine_rows(own, ctx.weights if weights else None, routes)

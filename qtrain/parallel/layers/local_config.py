@@ -8,15 +8,15 @@ from qtrain.models.config.model import ModelConfig
 
 def check_divisible(config: ModelConfig, ranks: int, sequence: bool = True) -> None:
     """UserError where `--tp ranks` does not divide what it must, or where layers cannot be divided at all."""
-    if config.mixture is not None and not sequence:
+    if config.moe is not None and not sequence:
         raise UserError("--no_sequence_parallel: ranks of --tp route their own tokens to experts; leave it out.")
-    if config.latent is not None:
+    if config.mla is not None:
         raise UserError("--tp: a model with latent attention cannot be divided by tensor parallelism; leave it out.")
     sizes = {"attention heads": config.num_attention_heads, "key-value heads": config.num_key_value_heads}
-    if len(config.mixture_layers) < config.num_hidden_layers:
+    if len(config.moe_layers) < config.num_hidden_layers:
         sizes["intermediate size"] = config.intermediate_size
-    if config.mixture is not None:
-        sizes["experts"] = config.mixture.experts
+    if config.moe is not None:
+        sizes["experts"] = config.moe.experts
     for what, size in sizes.items():
         if size % ranks:
             allowed = [d for d in range(1, 1025) if not any(each % d for each in sizes.values())]
@@ -29,9 +29,9 @@ def check_divisible(config: ModelConfig, ranks: int, sequence: bool = True) -> N
 
 def check_experts_divisible(config: ModelConfig | None, ranks: int, model: str) -> None:
     """UserError where `--ep ranks` does not divide the experts of --model, or where there are none."""
-    if config is None or not config.mixture_layers:
+    if config is None or not config.moe_layers:
         raise UserError(f"--ep: {ranks}, but {model} is not a mixture of experts; leave it out.")
-    if (experts := config.mixture.experts) % ranks:
+    if (experts := config.moe.experts) % ranks:
         allowed = ", ".join(str(d) for d in range(1, experts + 1) if experts % d == 0)
         raise UserError(f"--ep: {ranks} does not divide the {experts} experts of {model}; allowed: {allowed}.")
 
@@ -53,8 +53,8 @@ def local_config(config: ModelConfig, tp: int, ep: int) -> ModelConfig:
 def _local_experts(config: ModelConfig, ranks: int, micro_batches: int) -> ModelConfig:
     """With the experts of one of `ranks`, and the most routes to them that the tokens of its group's micro-batches can
     have, counted for each token of one."""
-    if ranks == 1 or config.mixture is None:
+    if ranks == 1 or config.moe is None:
         return config
-    own = config.mixture.experts // ranks
-    per_token = micro_batches * min(config.mixture.per_token, own)
-    return dataclasses.replace(config, mixture=dataclasses.replace(config.mixture, experts=own, per_token=per_token))
+    own = config.moe.experts // ranks
+    per_token = micro_batches * min(config.moe.per_token, own)
+    return dataclasses.replace(config, moe=dataclasses.replace(config.moe, experts=own, per_token=per_token))

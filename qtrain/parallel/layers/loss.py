@@ -8,7 +8,7 @@ those of all ranks everyone computes the same logsumexp and loss. In PyTorch's o
 import torch
 from torch import Tensor
 
-from qtrain.comm.tensor_group import TensorGroup
+from qtrain.comm.rank_group import RankGroup
 from qtrain.kernels.cross_entropy import IGNORED
 
 STATISTICS = "loss statistics"
@@ -16,7 +16,7 @@ STATISTICS = "loss statistics"
 
 
 def sharded_cross_entropy(
-    logits: Tensor, labels: Tensor, z_loss: float, with_grad: bool, group: TensorGroup, first: int
+    logits: Tensor, labels: Tensor, z_loss: float, with_grad: bool, group: RankGroup, first: int
 ) -> Tensor:
     """logits [t, rows of this rank], which begin at the token `first` -> fp32 [2, t]: loss and nll of each row.
 
@@ -28,7 +28,7 @@ def sharded_cross_entropy(
     label_logit = torch.where(own, x.gather(-1, target).squeeze(-1), 0.0)
     peak = x.amax(dim=-1)
     below = (x - peak.unsqueeze(-1)).exp_().sum(dim=-1)
-    every = group.gathered(torch.stack([peak, below, label_logit])[None], STATISTICS)  # [ranks, 3, t]
+    every = group.all_gather_no_grad(torch.stack([peak, below, label_logit])[None], STATISTICS)  # [ranks, 3, t]
     top = every[:, 0].amax(dim=0)
     log_total = top + (every[:, 1] * (every[:, 0] - top).exp()).sum(dim=0).log()
     nll = torch.where(trained, log_total - every[:, 2].sum(dim=0), 0.0)

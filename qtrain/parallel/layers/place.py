@@ -22,12 +22,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from qtrain.comm.tensor_group import TENSOR_RANK_NUMBERS, TensorGroup
+from qtrain.comm.rank_group import RANK_RNG_OFFSET, RankGroup
 from qtrain.models import Decoder
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.native.attention import Attention
-from qtrain.models.native.mixture import Experts, MixtureMLP
 from qtrain.models.native.mlp import MLP
+from qtrain.models.native.moe import Experts, MoE
 from qtrain.parallel.layers.experts import EPExperts
 from qtrain.parallel.layers.local_config import check_divisible, check_experts_divisible
 from qtrain.parallel.layers.tensor_parallel import (
@@ -35,7 +35,7 @@ from qtrain.parallel.layers.tensor_parallel import (
     Stream,
     TPAttention,
     TPEmbedding,
-    TPMixtureMLP,
+    TPMoE,
     TPOutput,
     TPRMSNorm,
 )
@@ -70,7 +70,7 @@ class ModelParallel:
 
     config: ModelConfig
     """Of the full model."""
-    group: TensorGroup
+    group: RankGroup
     experts_only: bool = False
     sequence: bool = True
     """Whether the residual stream is divided along tokens between the layers' parts (sequence parallelism)."""
@@ -105,8 +105,8 @@ class ModelParallel:
         if kind is None:
             return None
         if kind == "expert":
-            rows = 2 * config.mixture.width if module == "gate_up" else config.hidden_size
-            return Partition.evenly(0, (config.mixture.experts * rows,), ranks, rank)
+            rows = 2 * config.moe.width if module == "gate_up" else config.hidden_size
+            return Partition.evenly(0, (config.moe.experts * rows,), ranks, rank)
         if kind == "vocab":
             return Partition(0, config.vocab_size, (self.vocabulary[rank],))
         if kind == "row" and own == "bias":
@@ -166,8 +166,8 @@ class ModelParallel:
             return TPAttention(module, stream, sizes)
         if isinstance(module, MLP):
             return TPMLP(module, stream)
-        if isinstance(module, MixtureMLP):
-            return TPMixtureMLP(module, stream)
+        if isinstance(module, MoE):
+            return TPMoE(module, stream)
         if name == "embed_tokens":
             return TPEmbedding(module, stream, self.vocabulary[self.group.rank][0])
         if name == "output":
@@ -177,13 +177,15 @@ class ModelParallel:
         return None
 
 
-def shared_over(group: TensorGroup) -> SharedWeight:
+def shared_over(group: RankGroup) -> SharedWeight:
     """A weight of which each rank of the group has a part."""
 
     def reduce(statistics: Tensor) -> Tensor:  # as `quant/scales.py` asks for
-        return group.total_exactly(statistics) if statistics.dtype is torch.float64 else group.maximum(statistics)
+        return (
+            group.all_reduce_fp64(statistics) if statistics.dtype is torch.float64 else group.all_reduce_max(statistics)
+        )
 
-    return SharedWeight(group.rank * TENSOR_RANK_NUMBERS, reduce)
+    return SharedWeight(group.rank * RANK_RNG_OFFSET, reduce)
 
 
 def _set_sizes(module: nn.Module, shape: torch.Size) -> None:

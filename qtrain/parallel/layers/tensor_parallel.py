@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qtrain.comm.tensor_group import TensorGroup
+from qtrain.comm.rank_group import RankGroup
 from qtrain.kernels.grouped.row_groups import routes_per_group
 from qtrain.models.native.attention import Attention, SequenceInfo
 from qtrain.models.native.decoder import Embedding, Output
 from qtrain.models.native.loss import LossSums, linear_cross_entropy
-from qtrain.models.native.mixture import MixtureMLP
 from qtrain.models.native.mlp import MLP
+from qtrain.models.native.moe import MoE
 from qtrain.models.native.router import Routing, TokenSum
 from qtrain.parallel.layers.exchange import TokenExchange, gathers_codes
 from qtrain.parallel.layers.loss import sharded_cross_entropy
@@ -30,7 +30,7 @@ from qtrain.quant import LowBitLinear
 class Stream:
     """The residual stream of a group. sequence: whether it is divided along tokens."""
 
-    group: TensorGroup
+    group: RankGroup
     sequence: bool
 
     def enter(self, x: Tensor, info: SequenceInfo | None) -> Tensor:
@@ -38,16 +38,16 @@ class Stream:
         divided, x is [B, S, C] on all ranks already."""
         if info is None or not info.sharded:
             return self.group.copy(x)
-        return self.group.gather(x)[: info.batch * info.seq_len].unflatten(0, (info.batch, info.seq_len))
+        return self.group.all_gather(x)[: info.batch * info.seq_len].unflatten(0, (info.batch, info.seq_len))
 
     def leave(self, x: Tensor, sharded: bool) -> Tensor:
         """Where it ends: the sum over the ranks of x [..., C], of which each keeps its tokens, [T / ranks, C]."""
         if not sharded:
-            return self.group.reduce(x)
+            return self.group.all_reduce(x)
         x = x.flatten(0, -2)
         if padding := -x.shape[0] % self.group.ranks:
             x = F.pad(x, (0, 0, 0, padding))
-        return self.group.scatter_sum(x)
+        return self.group.reduce_scatter(x)
 
     def exchange(self, linear: nn.Module, x: Tensor, info: SequenceInfo) -> TokenExchange | None:
         """If `linear` itself takes the ranks' tokens and gathers them as codes; else None."""
@@ -92,10 +92,10 @@ class TPMLP(MLP):
         return self.stream.leave(y, info.sharded)
 
 
-class TPMixtureMLP(MixtureMLP):
+class TPMoE(MoE):
     """A mixture whose experts the ranks divide; each routes its own tokens."""
 
-    def __init__(self, mixture: MixtureMLP, stream: Stream):
+    def __init__(self, mixture: MoE, stream: Stream):
         _become(self, mixture)
         self.stream = stream
 
@@ -105,8 +105,8 @@ class TPMixtureMLP(MixtureMLP):
             return super().statistics(routing, info)
         group, tokens, rows = self.stream.group, info.batch * info.seq_len, len(routing.experts)
         routing = routing.first(max(0, min(rows, tokens - group.rank * rows)))  # the others are padding
-        load = group.summed(routes_per_group(routing.experts, self.router.mixture.experts))
-        return load, self.losses.of(routing, load, TokenSum(group.reduce, tokens))
+        load = group.all_reduce_no_grad(routes_per_group(routing.experts, self.router.moe.experts))
+        return load, self.losses.of(routing, load, TokenSum(group.all_reduce, tokens))
 
 
 class TPEmbedding(Embedding):
@@ -150,19 +150,19 @@ class TPOutput(Output):
         """Logits [..., V] of the full vocabulary on all ranks; not differentiable."""
         sizes = [stop - start for start, stop in self.vocabulary]
         padded = F.pad(own, (0, max(sizes) - own.shape[-1])).movedim(-1, 0)
-        every = self.stream.group.gathered(padded).movedim(0, -1).split(max(sizes), dim=-1)
+        every = self.stream.group.all_gather_no_grad(padded).movedim(0, -1).split(max(sizes), dim=-1)
         return torch.cat([part[..., :size] for part, size in zip(every, sizes, strict=True)], dim=-1)
 
 
 class TPRMSNorm(nn.Module):
     """RMSNorm over a dimension of which every rank has `size` elements: ranks add their squares."""
 
-    def __init__(self, size: int, eps: float, group: TensorGroup, **like: torch.device | torch.dtype | None):
+    def __init__(self, size: int, eps: float, group: RankGroup, **like: torch.device | torch.dtype | None):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size, **like))
         self.eps, self.group, self.full = eps, group, size * group.ranks
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        square = self.group.total(wide.square().sum(-1, keepdim=True)) / self.full
+        square = self.group.all_reduce_with_grad(wide.square().sum(-1, keepdim=True)) / self.full
         return (wide * torch.rsqrt(square + self.eps) * self.weight).to(x.dtype)

@@ -46,7 +46,7 @@ class Architecture(ABC):
     @abstractmethod
     def build(self, checked: CheckedSettings) -> nn.Module:
         """The model on the device, with weights; those of layers deferred, where they will be divided and
-        `defers_layers`. UserError for weights that are missing or do not fit."""
+        `lazy_layers`. UserError for weights that are missing or do not fit."""
 
     @abstractmethod
     def recompute(self, model: nn.Module, mode: str) -> None:
@@ -78,7 +78,7 @@ class Architecture(ABC):
         return False
 
     @property
-    def defers_layers(self) -> bool:
+    def lazy_layers(self) -> bool:
         """Whether `build` can leave the values of the layers to be made one by one, where they are divided."""
         return False
 

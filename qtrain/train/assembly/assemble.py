@@ -78,8 +78,8 @@ def assemble(
     if not settings.optimizer_in_backward:
         share_amax(optimizer, quantized, parallel)
     ema = Ema(model, ema_decay, parallel) if ema_decay else None
-    if prepared.mesh.data_rank:
-        seed_rng(settings.seed + prepared.mesh.data_rank)  # else all ranks drop out the same activations
+    if prepared.mesh.dp_rank:
+        seed_rng(settings.seed + prepared.mesh.dp_rank)  # else all ranks drop out the same activations
     run = Run(
         settings,
         prepared.script,

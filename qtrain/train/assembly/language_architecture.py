@@ -6,7 +6,6 @@ from functools import cached_property
 
 from torch import nn
 
-from qtrain.comm.mesh import Mesh
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import Hardware
 from qtrain.models import (
@@ -25,6 +24,7 @@ from qtrain.parallel.full_shard import Unit, decoder_units
 from qtrain.parallel.layers.exchange import gathers_codes, gathers_routed_codes
 from qtrain.parallel.layers.local_config import check_divisible, check_experts_divisible, local_config
 from qtrain.parallel.layers.place import ModelParallel
+from qtrain.parallel.mesh import Mesh
 from qtrain.quant import LinearChoice
 from qtrain.quant.swap import SharedWeight, find_linears
 from qtrain.train.assembly.architecture import Architecture, refuse_absurd
@@ -53,13 +53,13 @@ class LanguageArchitecture(Architecture):
         config = source.model_config() if settings.model_impl == "native" else None
         refuse_absurd(source.config, "--model")
         _check_routers(settings, config)
-        if mesh.tensor > 1:
-            check_divisible(config, mesh.tensor, settings.sequence_parallel)
+        if mesh.tp > 1:
+            check_divisible(config, mesh.tp, settings.sequence_parallel)
         if settings.ep > 1:
             check_experts_divisible(config, settings.ep, settings.model)
         parts = None
-        if mesh.part_group is not None:
-            parts = ModelParallel(config, mesh.part_group, mesh.of_experts is not None, settings.sequence_parallel)
+        if mesh.model_group is not None:
+            parts = ModelParallel(config, mesh.model_group, mesh.expert_mesh is not None, settings.sequence_parallel)
         return cls(source, settings.model_impl, settings.seq_len, config, parts)
 
     @property
@@ -85,7 +85,7 @@ class LanguageArchitecture(Architecture):
         return self.impl == "native"
 
     @property
-    def defers_layers(self) -> bool:
+    def lazy_layers(self) -> bool:
         return self.impl == "native"
 
     @property
@@ -127,14 +127,14 @@ class LanguageArchitecture(Architecture):
             pretrained=settings.pretrained,
             seed=settings.seed,
             place=self.parts and self.parts.place,
-            defer_layers=self.defers_layers and checked.reshards,
+            lazy_layers=self.lazy_layers and checked.reshards,
         )
         if self.impl == "hf" and settings.doc_mask:
             model.check_documents()
         model.loss_chunks, model.z_loss = settings.loss_chunks, settings.z_loss
-        if self.config is not None and self.config.mixture is not None:
+        if self.config is not None and self.config.moe is not None:
             weight = settings.router_balance_loss
-            model.router_losses.balance = self.config.mixture.aux_loss if weight is None else weight
+            model.router_losses.balance = self.config.moe.aux_loss if weight is None else weight
             model.router_losses.z = settings.router_z_loss
         return model
 
@@ -161,7 +161,7 @@ class LanguageArchitecture(Architecture):
 
     @property
     def linear_rows(self) -> Mapping[str, float] | None:
-        if self.config is None or self.config.mixture is None:
+        if self.config is None or self.config.moe is None:
             return None
         head, of_layers = self.head(self.empty), layer_linears(self.config)
         shares = {key: n.share * (self.ep if n.groups > 1 else 1) for key, n in of_layers.items()}
@@ -197,9 +197,9 @@ def _check_routers(settings: LanguageSettings, config: ModelConfig | None) -> No
         "--router_bias_rate": settings.router_bias_rate,
     }
     for flag, value in given.items():
-        if value and not config.mixture_layers:
+        if value and not config.moe_layers:
             raise UserError(f"{flag}: {settings.model} is not a mixture of experts; leave it out.")
-    if settings.router_bias_rate and not config.mixture.selection_bias:
+    if settings.router_bias_rate and not config.moe.selection_bias:
         raise UserError(
             f"--router_bias_rate: the routers of {settings.model} select without a bias, which only DeepSeek-V3's "
             "have; use --router_balance_loss."
@@ -239,6 +239,6 @@ def _how_tokens_travel(config: ModelConfig, linears: Sequence[LinearChoice], ran
     codes = all(scheme is not None and gathers_routed_codes(scheme) for scheme in inputs)
     how = "as codes (with --deterministic in the model's dtype)" if codes else "in the model's dtype"
     return (
-        f"experts {config.mixture.experts // ranks} of {config.mixture.experts} on each process; tokens are gathered "
+        f"experts {config.moe.experts // ranks} of {config.moe.experts} on each process; tokens are gathered "
         f"{how}, sums and gradients travel in the model's dtype"
     )

@@ -8,8 +8,8 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qtrain.comm.mesh import Mesh
 from qtrain.models.cost.trained import TrainedPart
+from qtrain.parallel.mesh import Mesh
 from qtrain.quant import LinearChoice, describe_choices
 from qtrain.train.assembly.architecture import Architecture
 from qtrain.train.plan.checked_settings import CheckedSettings
@@ -70,9 +70,9 @@ def prepare(
     lines = [
         *plan.lines(),
         *([f"mesh    {checked.mesh.describe(checked.reshards)}"] if checked.mesh.world > 1 else []),
-        *([DETERMINISTIC_TP] if checked.mesh.tensor > 1 and checked.settings.deterministic else []),
+        *([DETERMINISTIC_TP] if checked.mesh.tp > 1 and checked.settings.deterministic else []),
         *([DETERMINISTIC_EP] if checked.settings.deterministic and _rounds_experts(checked.mesh, linears) else []),
-        *([BUILT_IN_FULL] if checked.reshards and not architecture.defers_layers else []),
+        *([BUILT_IN_FULL] if checked.reshards and not architecture.lazy_layers else []),
         *checked.notes,
         *auto_lines,
         "linears",
@@ -89,4 +89,4 @@ def _rounds_experts(mesh: Mesh, linears: Sequence[LinearChoice]) -> bool:
     """Whether processes that hold different experts round their weights stochastically."""
     schemes = [linear.scheme for linear in linears if linear.groups > 1 and linear.scheme is not None]
     rounded = any(s.stored_format is not None or any(s.rounds("w")) for s in schemes)
-    return mesh.of_experts is not None and rounded
+    return mesh.expert_mesh is not None and rounded

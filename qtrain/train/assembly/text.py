@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qtrain.comm.mesh import Mesh
 from qtrain.comm.ranks import first_difference
 from qtrain.core.checks import shown
 from qtrain.core.errors import UserError
@@ -22,6 +21,7 @@ from qtrain.data.stream import (
 )
 from qtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from qtrain.models import ModelSource
+from qtrain.parallel.mesh import Mesh
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.log.status import epochs, short_number
 from qtrain.train.plan.checked_settings import CheckedSettings
@@ -69,8 +69,8 @@ class TextData:
                 self.micro_batch_size,
                 num_workers=self.settings.num_workers,
                 position=position,
-                rank=self.mesh.data_rank,
-                ranks=self.mesh.data_world,
+                rank=self.mesh.dp_rank,
+                ranks=self.mesh.dp_size,
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             if position is None:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 
 from qtrain.comm.launch import check_gpus
-from qtrain.comm.mesh import Mesh, expert_mesh_shape, make_mesh, mesh_shape
 from qtrain.comm.ranks import check_launcher, first_difference, from_rank_0, join_world, launched_world
 from qtrain.core.checks import shown
 from qtrain.core.config import as_dict, source_digest
 from qtrain.core.errors import UserError
 from qtrain.optim import LRSchedule, OptimizerSpec
+from qtrain.parallel.mesh import Mesh, expert_mesh_shape, make_mesh, mesh_shape
 from qtrain.quant import Scheme
 from qtrain.train.log.trackers import check_trackers
 from qtrain.train.settings.exclusions import PLAN_EXCLUSIONS, Options, check_exclusions

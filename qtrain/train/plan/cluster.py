@@ -12,7 +12,7 @@ two: bytes over bandwidth, and the start of every message.
 import math
 from dataclasses import dataclass, replace
 
-from qtrain.comm.mesh import Mesh
+from qtrain.parallel.mesh import Mesh
 from qtrain.train.settings.machine import START_SECONDS, Wire
 
 

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
-from qtrain.comm.mesh import Mesh
 from qtrain.core.hardware import Hardware
 from qtrain.kernels.autotune import check_environment
 from qtrain.models import ModelConfig
@@ -15,6 +14,7 @@ from qtrain.models.cost.saved_activations import LinearBytes, LowBitBytes
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.optim import ParameterShape
 from qtrain.parallel.layers.local_config import local_config
+from qtrain.parallel.mesh import Mesh
 from qtrain.quant import LinearChoice, LowBitScheme
 from qtrain.quant.execute import rowwise_swiglu
 from qtrain.quant.weight_codes import reads_codes_only, wire_format
@@ -90,8 +90,8 @@ def plan_language_run(
     if settings.world_size is not None:
         samples = checked.geometry.micro_batch_size * checked.geometry.gradient_accumulation * settings.seq_len
         traffic = _traffic(checked, model_config, linears, trained)
-        low_bit, mixture = any(linear.scheme for linear in linears), model_config.mixture is not None
-        step_work = Work(parameters, seconds, samples, TOKENS, low_bit, mixture)
+        low_bit, moe = any(linear.scheme for linear in linears), model_config.moe is not None
+        step_work = Work(parameters, seconds, samples, TOKENS, low_bit, moe)
         resharding = settings.reshard_after_forward
         world = plan_world(settings, checked.mesh, hardware, step_work, traffic, memory_on, resharding)
     return Plan(
@@ -148,15 +148,15 @@ def _traffic(
         return replace(of(trained.shapes, alone, linears), tensor=_tensor_traffic(checked, model_config, linears))
     if checked.settings.ep == 1:
         return of(trained.shapes, alone, linears)
-    of_experts = _shapes_of_experts(model_config)
+    expert_shapes = _shapes_of_experts(model_config)
 
     def part(*, experts: bool) -> Traffic:
         every = trained.shapes, alone, linears
-        return of(*([x for x in found if (x.shape in of_experts) == experts] for found in every))
+        return of(*([x for x in found if (x.shape in expert_shapes) == experts] for found in every))
 
     experts = ExpertTraffic(
         part(experts=True),
-        layers=len(model_config.mixture_layers),
+        layers=len(model_config.moe_layers),
         tokens=checked.geometry.micro_batch_size * checked.settings.seq_len,
         bytes_per_token=_routed_bytes(checked, model_config, linears),
     )
@@ -168,7 +168,7 @@ def _tensor_traffic(
 ) -> TensorTraffic:
     """What the ranks of --tp exchange in a micro-batch."""
     settings, element, width = checked.settings, checked.dtype.itemsize, model_config.hidden_size
-    layers, mixtures = model_config.num_hidden_layers, len(model_config.mixture_layers)
+    layers, mixtures = model_config.num_hidden_layers, len(model_config.moe_layers)
 
     def half(kind: str, *, last: bool) -> float:
         scheme = next(linear.scheme for linear in linears if linear_key(linear.name) == kind)
@@ -193,7 +193,7 @@ def _tensor_traffic(
 def _routed_bytes(checked: CheckedSettings, model_config: ModelConfig, linears: Sequence[LinearChoice]) -> float:
     return routed_bytes_per_token(
         model_config.hidden_size,
-        model_config.mixture.per_token,
+        model_config.moe.per_token,
         checked.dtype.itemsize,
         next(linear.scheme for linear in linears if linear_key(linear.name) == "experts.gate_up"),
         recomputed=checked.settings.activation_checkpointing == "full",
@@ -218,11 +218,11 @@ def language_memory(
     frozen_in_full = adapted and not checked.reshards
     head = next((linear.scheme for linear in linears if linear.is_head), None)
     # As `quant.swiglu_mlp` decides it, which takes no bias and no norm between the two linears.
-    main = "experts." if model_config.mixture_layers else ""
+    main = "experts." if model_config.moe_layers else ""
     up, down = schemes[f"{main}gate_up"], schemes[f"{main}down_proj"]
     in_one_function = up and down and not (model_config.mlp_bias or model_config.sub_norm or adapted)
     trained = trained or all_of(model_config, element)
-    of_experts = _shapes_of_experts(model_config)
+    expert_shapes = _shapes_of_experts(model_config)
     stored = {linear.shape for linear in linears if linear.stored and not linear.is_head}
     shapes = [
         ParameterShape(*found, stored=not adapted and found.hidden and found.shape in stored)
@@ -253,7 +253,7 @@ def language_memory(
         ),
         trained=trained,
         share=_rank_share(
-            checked, shapes, {linear.shape for linear in linears if _codes_only(linear, adapted)}, of_experts
+            checked, shapes, {linear.shape for linear in linears if _codes_only(linear, adapted)}, expert_shapes
         ),
         reshards=checked.reshards,
         whole_matrices=checked.optimizer.needs_whole(hidden=True),
@@ -269,36 +269,36 @@ def _rank_share(
     checked: CheckedSettings,
     shapes: Sequence[ParameterShape],
     codes_only: Set[tuple[int, ...]],
-    of_experts: Set[tuple[int, ...]],
+    expert_shapes: Set[tuple[int, ...]],
 ) -> RankShare:
     """What the fullest rank holds. codes_only: shapes of the weights of which ranks hold codes and a master;
-    of_experts: those of experts, which are divided over fewer ranks with --ep."""
+    expert_shapes: those of experts, which are divided over fewer ranks with --ep."""
     mesh, needs_whole = checked.mesh, checked.optimizer.needs_whole
     apart = [s for s in shapes if not s.stored and (not s.hidden or not needs_whole(True) or s.shape in codes_only)]
 
     def of_kinds(chosen: Sequence[ParameterShape], whole: float) -> tuple[float, float]:
         """Of experts and of all others. whole: the share of what is not divided."""
-        experts, others = ([s for s in chosen if (s.shape in of_experts) == kind] for kind in (True, False))
-        own = whole if _is_whole(mesh) else fullest_share(experts, mesh.of_experts.shard, needs_whole)
+        experts, others = ([s for s in chosen if (s.shape in expert_shapes) == kind] for kind in (True, False))
+        own = whole if _is_whole(mesh) else fullest_share(experts, mesh.expert_mesh.shard, needs_whole)
         return own, fullest_share(others, mesh.shard, needs_whole)
 
     def fullest(chosen: Sequence[ParameterShape], *, whole: float = 1.0) -> float:
-        if mesh.of_experts is None:
+        if mesh.expert_mesh is None:
             return fullest_share(chosen, mesh.shard, needs_whole)
         own, of_others = of_kinds(chosen, whole)
-        held = sum(s.elements * (own if s.shape in of_experts else of_others) for s in chosen)
+        held = sum(s.elements * (own if s.shape in expert_shapes else of_others) for s in chosen)
         return held / max(sum(s.elements for s in chosen), 1)
 
     # Experts that are not divided further keep their gradients, as all else does without shards.
     gradients = 0.0 if mesh.shard == 1 else fullest(shapes, whole=0.0)
     states = fullest(shapes)
-    own, of_others = (states, states) if mesh.of_experts is None else of_kinds(shapes, 1.0)
+    own, of_others = (states, states) if mesh.expert_mesh is None else of_kinds(shapes, 1.0)
     return RankShare(states, fullest(apart, whole=0.0), gradients, None if _is_whole(mesh) else own, of_others)
 
 
 def _is_whole(mesh: Mesh, key: str = "experts.") -> bool:
     """Whether a rank's part of the linear `key` is not divided further, though all else is."""
-    return key.startswith("experts.") and mesh.of_experts is not None and mesh.of_experts.shard == 1
+    return key.startswith("experts.") and mesh.expert_mesh is not None and mesh.expert_mesh.shard == 1
 
 
 def _linear_bytes(scheme: LowBitScheme | None, element: int, adapted: bool, in_full: bool) -> LinearBytes:

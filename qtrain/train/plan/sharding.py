@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from qtrain.comm.mesh import Mesh
 from qtrain.core.errors import UserError
 from qtrain.optim import ParameterShape
+from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.shards import ALIGNMENT
 from qtrain.train.plan.checked_settings import CheckedSettings
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from qtrain.comm.mesh import Mesh
 from qtrain.core.hardware import Hardware
+from qtrain.parallel.mesh import Mesh
 from qtrain.quant import LinearChoice, LowBitScheme
 from qtrain.train.log.metrics import IMAGES, TOKENS, Unit
 from qtrain.train.plan.cluster import Cost
@@ -132,8 +132,8 @@ def exchange_overhead(traffic: Traffic, mesh: Mesh, reshards: bool = False) -> f
     if traffic.tensor is not None:
         return exchange_overhead(replace(traffic, tensor=None), Mesh(mesh.replicate, mesh.shard), reshards)
     if traffic.experts is not None:
-        part, of_experts = traffic.experts.part(mesh.of_experts.tensor), mesh.of_experts
-        of_part = exchange_overhead(part, Mesh(of_experts.replicate, of_experts.shard), reshards)
+        part, expert_mesh = traffic.experts.part(mesh.expert_mesh.tp), mesh.expert_mesh
+        of_part = exchange_overhead(part, Mesh(expert_mesh.replicate, expert_mesh.shard), reshards)
         return of_part + exchange_overhead(replace(traffic, experts=None), mesh, reshards)
     per_matrix = GRADIENT_MATRIX_SECONDS + WEIGHT_MATRIX_SECONDS * (mesh.shard > 1)
     times = traffic.micro_batches if reshards else 1

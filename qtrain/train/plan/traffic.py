@@ -20,11 +20,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from qtrain.comm.mesh import Mesh
 from qtrain.comm.wire import ALONE_BYTES, BUCKET_BYTES
 from qtrain.kernels.numerics.formats import FORMATS
 from qtrain.parallel.gradient_wire import GRADIENT_WIRES
 from qtrain.parallel.layers.exchange import gathers_codes, gathers_routed_codes, gathers_second_codes
+from qtrain.parallel.mesh import Mesh
 from qtrain.quant import LinearChoice, LowBitScheme
 from qtrain.quant.weight_codes import reads_codes_only, wire_format
 from qtrain.train.plan.cluster import Cluster, Cost, Ranks
@@ -47,9 +47,9 @@ class ExpertTraffic:
     tokens: int
     bytes_per_token: float
 
-    def costs(self, of_experts: Mesh, cluster: Cluster, reshards: bool) -> dict[str, Cost]:
-        ranks, node = of_experts.tensor, cluster.gpus_per_node
-        found = self.part(ranks).costs(Mesh(of_experts.replicate, of_experts.shard), cluster.every(ranks), reshards)
+    def costs(self, expert_mesh: Mesh, cluster: Cluster, reshards: bool) -> dict[str, Cost]:
+        ranks, node = expert_mesh.tp, cluster.gpus_per_node
+        found = self.part(ranks).costs(Mesh(expert_mesh.replicate, expert_mesh.shard), cluster.every(ranks), reshards)
         volume, calls = ranks * self.layers * self.tokens * self.bytes_per_token, self.layers * EXCHANGES_A_LAYER
         tokens = cluster.all_gather(Ranks(ranks, min(ranks, node)), volume, calls)
         return found | {"tokens of experts": tokens * self.parameters.micro_batches}
@@ -109,12 +109,12 @@ class Traffic:
     def costs(self, mesh: Mesh, cluster: Cluster, reshards: bool = False) -> dict[str, Cost]:
         """By what travels. A mesh of one rank sends nothing."""
         if self.experts is not None:
-            found, others = self.experts.costs(mesh.of_experts, cluster, reshards), replace(self, experts=None)
+            found, others = self.experts.costs(mesh.expert_mesh, cluster, reshards), replace(self, experts=None)
             return found | {what: cost + found[what] for what, cost in others.costs(mesh, cluster, reshards).items()}
         if self.tensor is not None:
-            activations = self.tensor.cost(mesh.tensor, cluster) * self.micro_batches
+            activations = self.tensor.cost(mesh.tp, cluster) * self.micro_batches
             data, own = Mesh(mesh.replicate, mesh.shard), replace(self, tensor=None)
-            of_data = own.costs(data, cluster.every(mesh.tensor), reshards)
+            of_data = own.costs(data, cluster.every(mesh.tp), reshards)
             return of_data | {"activations": activations}
         plain = self.parameters * self.element
         calls, shard_group = self._calls(plain), cluster.shard_group(mesh)

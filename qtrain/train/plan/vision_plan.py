@@ -5,11 +5,11 @@ from dataclasses import replace
 
 from torch import nn
 
-from qtrain.comm.mesh import Mesh
 from qtrain.core.hardware import Hardware
 from qtrain.kernels.autotune import check_environment
 from qtrain.models import VisionCost, repeated_blocks
 from qtrain.optim import ParameterShape, parameter_groups
+from qtrain.parallel.mesh import Mesh
 from qtrain.quant import LinearChoice
 from qtrain.train.log.metrics import IMAGES
 from qtrain.train.plan.checked_settings import CheckedSettings

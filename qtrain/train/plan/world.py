@@ -8,9 +8,9 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from qtrain.comm.mesh import Mesh, planned_mesh
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import Hardware
+from qtrain.parallel.mesh import Mesh, planned_mesh
 from qtrain.train.log.metrics import Unit
 from qtrain.train.log.status import duration, short_number
 from qtrain.train.plan.cluster import Cluster, Cost
@@ -56,7 +56,7 @@ class SizedStep:
     @property
     def rate(self) -> float:
         """Tokens or images per second of all GPUs."""
-        return self.samples * self.mesh.data_world / self.seconds
+        return self.samples * self.mesh.dp_size / self.seconds
 
     @property
     def efficiency(self) -> float:
@@ -66,14 +66,14 @@ class SizedStep:
 @dataclass(frozen=True)
 class Work:
     """What one GPU computes in a step, with --tp several together. parameters: of the model; seconds: shortest time per
-    sample by kind; samples: tokens or images; low_bit: a scheme has swapped linears; mixture: of experts."""
+    sample by kind; samples: tokens or images; low_bit: a scheme has swapped linears; moe: a mixture of experts."""
 
     parameters: int
     seconds: Mapping[str, float]
     samples: int
     unit: Unit
     low_bit: bool
-    mixture: bool = False
+    moe: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class WorldPlan:
             costs=costs,
             compute=self.compute,
             exposed=exposed_seconds(costs, self.compute, reshards),
-            overhead=exchange_overhead(self.traffic, mesh, reshards) + divided_overhead(self.compute, mesh.tensor),
+            overhead=exchange_overhead(self.traffic, mesh, reshards) + divided_overhead(self.compute, mesh.tp),
             samples=self.samples,
         )
 
@@ -160,17 +160,17 @@ class WorldPlan:
         """Those of the table: shard groups of the same size as asked for, or, where no flag says their size, of all
         ranks."""
         found, node = [], self.cluster.gpus_per_node
-        tensor = self.mesh.tensor
+        tensor = self.mesh.tp
         for world in sorted({*SIZES, self.mesh.world}):
             data = world // tensor
             shard = min(self.mesh.shard, data) if self.keeps_shard else data
             if world % tensor or not data or data % shard or (world > node and world % node):
                 continue
-            if self.mesh.of_experts is None:
+            if self.mesh.expert_mesh is None:
                 found.append(planned_mesh(data // shard, shard, tp=tensor))
-            elif world % self.mesh.of_experts.tensor == 0:
+            elif world % self.mesh.expert_mesh.tp == 0:
                 with contextlib.suppress(UserError):  # groups that cross the borders of shard groups
-                    found.append(planned_mesh(world // shard, shard, self.mesh.of_experts.tensor))
+                    found.append(planned_mesh(world // shard, shard, self.mesh.expert_mesh.tp))
         return found
 
 
@@ -186,7 +186,7 @@ def plan_world(
     """The plan of `mesh`, made up of GPUs like `hardware`. Raises UserError."""
     sol, source = settings.sol, "--sol"
     if sol is None:
-        sol, source = measured_sol(work.unit, work.parameters, low_bit=work.low_bit, mixture=work.mixture)
+        sol, source = measured_sol(work.unit, work.parameters, low_bit=work.low_bit, moe=work.moe)
         source += f"; assumed of {hardware.name}" if "H200" not in hardware.name else ""
     return WorldPlan(
         mesh=mesh,
@@ -198,7 +198,7 @@ def plan_world(
         resharding=resharding,
         samples=work.samples,
         unit=work.unit,
-        compute=compute_seconds(work.seconds, work.samples, sol, settings.activation_checkpointing) / mesh.tensor,
+        compute=compute_seconds(work.seconds, work.samples, sol, settings.activation_checkpointing) / mesh.tp,
         sol=sol,
         sol_source=source,
     )
@@ -216,7 +216,7 @@ def refuse_world(settings: TrainSettings) -> None:
 def _cells(step: SizedStep, have: int) -> list[str]:
     return [
         f"{step.mesh.world:,}",
-        f"{step.mesh.replicate} x {step.mesh.shard}{f' x {tensor}' if (tensor := step.mesh.tensor) > 1 else ''}"
+        f"{step.mesh.replicate} x {step.mesh.shard}{f' x {tensor}' if (tensor := step.mesh.tp) > 1 else ''}"
         f"{', ZeRO-3' if step.reshards else ''}",
         f"{step.memory / GIB:.1f}{'*' if step.memory > have else ' '}",
         f"{step.sent.bytes / GIB:.2f}",

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from qtrain.comm.mesh import Mesh, mesh_shape, planned_mesh
 from qtrain.comm.ranks import launched_world, local_rank
 from qtrain.core.errors import UserError, unknown_name
 from qtrain.core.hardware import Hardware, datasheet_hardware, describe_hardware, product_of
+from qtrain.parallel.mesh import Mesh, mesh_shape, planned_mesh
 from qtrain.quant import LowBitScheme, Scheme
 from qtrain.train.settings.settings import TrainSettings
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from qtrain.comm.tensor_group import TensorGroup
+from qtrain.comm.rank_group import RankGroup
 from qtrain.core.checks import shown
 from qtrain.core.checksums import sampled_checksums
 from qtrain.core.errors import UserError
@@ -58,7 +58,7 @@ def check_files(saved: Any, files: Sequence[Path], here: Mapping[str, Any], chec
         yield f"--resume: {len(changed)} of {len(files)} files of --train_ds have changed since, first {changed[0]}"
 
 
-def fingerprint(model: nn.Module, group: TensorGroup | None = None, master: Master = itself) -> dict[str, str]:
+def fingerprint(model: nn.Module, group: RankGroup | None = None, master: Master = itself) -> dict[str, str]:
     """Dtype, shape and checksum of every frozen parameter by name; of weights stored in low bits, of codes and scales.
 
     The checksum is the sum of the bits, read as integers: exact, independent of the order, bound by memory bandwidth.
@@ -69,7 +69,7 @@ def fingerprint(model: nn.Module, group: TensorGroup | None = None, master: Mast
     sums = [_sum_of_bits(tensor) for tensor in frozen.values()]
     splits = {name: group and model.partition(name) for name in frozen}
     if sums and group is not None:
-        parts = group.gathered(torch.stack(sums)[None])
+        parts = group.all_gather_no_grad(torch.stack(sums)[None])
         sums = [parts[:, i].sum() if splits[name] else sums[i] for i, name in enumerate(frozen)]
     totals = torch.stack(sums).tolist() if sums else []
     return {

@@ -15,13 +15,13 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from qtrain.comm.mesh import Mesh
 from qtrain.comm.ranks import from_rank_0, leave_world, on_all_ranks, rank
 from qtrain.core.checks import shown
 from qtrain.core.errors import TrainingStopped, UserError, explained, first_line
 from qtrain.optim import Optimizer
 from qtrain.parallel.checkpoint_layout import refuse_other_tp
 from qtrain.parallel.data_parallel import DataParallel
+from qtrain.parallel.mesh import Mesh
 from qtrain.quant import QuantizedModel
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.log.report import write_report
@@ -111,7 +111,7 @@ class Run:
 
     @cached_property
     def _frozen(self) -> dict[str, str]:
-        return fingerprint(self.model, self.parallel.mesh.part_group, self.parallel.master)
+        return fingerprint(self.model, self.parallel.mesh.model_group, self.parallel.master)
 
     def save(self) -> Path:
         """Write a checkpoint of everything but frozen weights. Returns its folder."""

@@ -164,7 +164,7 @@ class StepGraphs:
         except RuntimeError as error:
             self._refused = True
             if self._parallel is not None:
-                self._parallel.break_off()
+                self._parallel.abort_micro_batch()
             # The generator still believes that it is being captured, and would fail outside of a capture.
             generator = torch.cuda.default_generators[self._device.index]
             generator.graphsafe_set_state(generator.clone_state())

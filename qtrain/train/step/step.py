@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from qtrain.comm.mesh import Mesh
 from qtrain.comm.ranks import rank
 from qtrain.data.batch import Batch
 from qtrain.kernels.optim.update_rules import WeightAmax
 from qtrain.models import Decoder
 from qtrain.optim import Optimizer
 from qtrain.parallel.data_parallel import DataParallel
+from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.step_sums import Gradients
 from qtrain.parallel.whole_model import gather_whole_model
 from qtrain.quant import LowBitLinear, QuantizedModel
@@ -126,7 +126,7 @@ def export_weights(run: Run) -> Iterator[nn.Module | None]:
     that writes, with --tp and --ep the whole one that ranks have parts of; None on the others."""
     with eval_weights(run.optimizer, run.quantized, run.ema, run.parallel):
         run.parallel.restore_full_weights()
-        if run.parallel.mesh.part_group is not None:
+        if run.parallel.mesh.model_group is not None:
             yield gather_whole_model(run.model, run.parallel.mesh)
         else:
             yield run.model if rank() == 0 else None
@@ -183,8 +183,8 @@ class ExpertBalance:
         """After an optimizer step; the same on all ranks."""
         if self._model is None:
             return
-        if self._mesh.data_world > 1:
-            dist.all_reduce(self._model.expert_load.step, group=self._mesh.data_group)
+        if self._mesh.dp_size > 1:
+            dist.all_reduce(self._model.expert_load.step, group=self._mesh.dp_group)
         self._model.end_step(self._bias_rate)
 
     def metrics(self) -> dict[str, float]:

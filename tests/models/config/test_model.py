@@ -120,7 +120,7 @@ def test_bad_mixtures_are_refused_by_file_and_key(case):
 
 def test_layers_that_are_no_mixtures():
     def dense(family: str, **changes) -> tuple[int, ...]:
-        return ModelConfig.from_hf({**MIXTURES[family], **changes}).mixture.dense_layers
+        return ModelConfig.from_hf({**MIXTURES[family], **changes}).moe.dense_layers
 
     assert dense("qwen3_moe") == () and dense("qwen2_moe") == (1,)
     assert dense("qwen3_moe", decoder_sparse_step=2) == (0, 2)
@@ -130,7 +130,7 @@ def test_layers_that_are_no_mixtures():
 
 def test_the_number_of_experts_has_the_name_that_transformers_5_writes_too():
     values = {k: v for k, v in MIXTURES["qwen3_moe"].items() if k != "num_experts"}
-    assert ModelConfig.from_hf({**values, "num_local_experts": 5}).mixture.experts == 5
+    assert ModelConfig.from_hf({**values, "num_local_experts": 5}).moe.experts == 5
 
 
 @pytest.mark.parametrize("case", BAD)

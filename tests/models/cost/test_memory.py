@@ -146,7 +146,7 @@ def test_a_mixture_keeps_what_the_table_says(scheme, lora):
         saved = only_adapters(model.config, lora).kept(saved, 2, rows)
         assert (saved["mlp_norm output"] > 0) == (lora.targets == EXPERT_ADAPTERS)
     expected = {name: size for name, size in saved.items() if "experts" in name or name == "routing"}
-    expected["routing"] -= 4 * rows + 4 * model.config.mixture.per_token  # indices of rows are no saved tensors
+    expected["routing"] -= 4 * rows + 4 * model.config.moe.per_token  # indices of rows are no saved tensors
     x = torch.randn(2, 256, 128, dtype=torch.bfloat16, requires_grad=True)
     own = {t.untyped_storage().data_ptr() for t in (x, *model.parameters(), *model.buffers())}
     found: dict[int, int] = {}

@@ -40,10 +40,10 @@ def test_parameter_counts_are_those_of_the_module(name):
 @pytest.mark.parametrize("name", MIXTURES)
 def test_active_parameters_are_those_of_a_model_with_no_more_experts_than_a_token_uses(name):
     config = CONFIGS[name]
-    fewer = dataclasses.replace(config.mixture, experts=config.mixture.per_token)
-    counted, active = count_parameters(config), count_parameters(dataclasses.replace(config, mixture=fewer))
+    fewer = dataclasses.replace(config.moe, experts=config.moe.per_token)
+    counted, active = count_parameters(config), count_parameters(dataclasses.replace(config, moe=fewer))
     assert counted.active < counted.total and active.inactive == 0
-    routers = len(config.mixture_layers) * (config.mixture.experts - fewer.experts) * config.hidden_size
+    routers = len(config.moe_layers) * (config.moe.experts - fewer.experts) * config.hidden_size
     assert counted.active == active.total + routers
     assert flops_per_token(config, 64).blocks == 6 * active.linear
 

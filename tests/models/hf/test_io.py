@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from qtrain.core.errors import TrainingStopped, UserError
 from qtrain.models import build_model, export_hf, read_model_source
 from qtrain.models.hf import io as hf
-from qtrain.tensors.deferred import initial_value
+from qtrain.tensors.lazy import initial_value
 from tests.models.families import FAMILIES, MIXTURES, batch, drawn, source_of
 
 
@@ -62,7 +62,7 @@ def test_sharded_both_ways(tmp_path, monkeypatch):
     again = build_model(read_model_source(str(tmp_path / "ours")), pretrained=True, dtype=torch.bfloat16)
     for a, b in zip(ours.parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b)
-    deferred = build_model(source, pretrained=True, dtype=torch.bfloat16, defer_layers=True)
+    deferred = build_model(source, pretrained=True, dtype=torch.bfloat16, lazy_layers=True)
     assert sum(p.untyped_storage().nbytes() for p in deferred.layers.parameters() if p.ndim > 1) == 0
     for a, b in zip(ours.parameters(), deferred.parameters(), strict=True):
         assert torch.equal(a, initial_value(b))

@@ -192,8 +192,8 @@ def test_an_expert_costs_only_the_tokens_that_use_it():
     """FLOPs of adapters: of the experts of a token, not of all."""
     config = source_of("mixtral").model_config()
     part = only_adapters(config, Lora(r=4, targets=EXPERTS))
-    active = config.mixture.per_token * (config.hidden_size + 2 * config.mixture.width)
-    active += config.mixture.per_token * (config.mixture.width + config.hidden_size)
+    active = config.moe.per_token * (config.hidden_size + 2 * config.moe.width)
+    active += config.moe.per_token * (config.moe.width + config.hidden_size)
     assert part.flops({"blocks": 3.0, "head": 3.0})["adapters"] == 6 * 4 * 3 * active
 
 

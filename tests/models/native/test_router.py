@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from qtrain.kernels.grouped.row_groups import routes_per_group
-from qtrain.models.config.mixture import Mixture
+from qtrain.models.config.moe import MoEConfig
 from qtrain.models.native.expert_load import ExpertLoad
 from qtrain.models.native.router import Router, balance_loss, best, z_loss
 from tests.models.families import batch, drawn, source_of
 
-SOFTMAX = Mixture(experts=8, per_token=3, width=4)
+SOFTMAX = MoEConfig(experts=8, per_token=3, width=4)
 SIGMOID = dataclasses.replace(SOFTMAX, scores="sigmoid", groups=4, groups_per_token=2, normalize=True, scaling=2.5)
 
 
-def router_of(mixture: Mixture, hidden: int = 16, dtype: torch.dtype = torch.float32) -> Router:
+def router_of(mixture: MoEConfig, hidden: int = 16, dtype: torch.dtype = torch.float32) -> Router:
     router = Router(mixture, hidden).to(dtype)
     with torch.no_grad():
         router.weight.normal_(generator=torch.Generator().manual_seed(0))
@@ -41,7 +41,7 @@ def test_weights_are_the_softmax_of_the_best_and_sum_to_one_if_normalized():
     values, order = expected.topk(3)
     assert torch.equal(routing.experts, order)
     assert torch.allclose(routing.weights.double(), values, rtol=1e-5)
-    router.mixture = dataclasses.replace(SOFTMAX, normalize=True, scaling=1.5)
+    router.moe = dataclasses.replace(SOFTMAX, normalize=True, scaling=1.5)
     assert torch.allclose(router(x).weights.sum(-1), torch.full((40,), 1.5))
 
 
@@ -60,12 +60,12 @@ def test_a_token_stays_within_its_best_groups():
     groups = router(x).experts // 2
     assert all(len(set(row)) <= 2 for row in groups.tolist())
     free = dataclasses.replace(SIGMOID, groups=1, groups_per_token=1)
-    router.mixture = free
+    router.moe = free
     assert any(len(set(row)) == 3 for row in (router(x).experts // 2).tolist())
     # V3 adds a group's two best, V2 takes its best: here group 0 wins by the sum, group 1 by the best.
     scores = torch.tensor([[0.5, 0.5, 0.6, 0.1, 0.0, 0.0, 0.0, 0.0]])
     one = {"per_token": 1, "groups": 4, "groups_per_token": 1}
-    router.mixture = dataclasses.replace(SIGMOID, **one)
+    router.moe = dataclasses.replace(SIGMOID, **one)
     assert router.select(scores).tolist() == [[0]]
     router = router_of(dataclasses.replace(SOFTMAX, **one))
     assert router.select(scores).tolist() == [[2]]

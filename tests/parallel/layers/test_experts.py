@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from qtrain.comm.mesh import make_mesh
-from qtrain.comm.tensor_group import TensorGroup
+from qtrain.comm.rank_group import RankGroup
 from qtrain.comm.wire import sent
 from qtrain.parallel.layers.experts import EPExperts
 from qtrain.parallel.layers.place import shared_over
+from qtrain.parallel.mesh import make_mesh
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.grouped_linear import GroupedLinear
 from tests.cases import sampled
@@ -28,7 +28,7 @@ SAMPLE = ("int8", "fp8_tensorwise")
 IN_ORDER = {**{name: {} for name in CASES if name != "nvfp4"}, "int8 tensorwise": {"granularity": "tensorwise"}}
 
 
-def _part(whole: Experts, group: TensorGroup) -> EPExperts:
+def _part(whole: Experts, group: RankGroup) -> EPExperts:
     """The experts of this rank."""
     count = EXPERTS // RANKS
     part = Experts.__new__(Experts)
@@ -40,7 +40,7 @@ def _part(whole: Experts, group: TensorGroup) -> EPExperts:
     return EPExperts(part, group)
 
 
-def _quantized(m: torch.nn.Module, name: str, options: dict[str, Any], rank: int, group: TensorGroup | None = None):
+def _quantized(m: torch.nn.Module, name: str, options: dict[str, Any], rank: int, group: RankGroup | None = None):
     """With the keys of a rank's micro-batch. group: the ranks that have the other experts."""
     shared = None if group is None else shared_over(group)
     quantized = quantize_linears(m, SCHEMES.make(name, options, "--quantize"), seed=0, shared=lambda name: shared)
@@ -71,7 +71,7 @@ def _gradients(m: Experts) -> list[Tensor]:
 
 def _of_rank(name: str, options: dict[str, Any], in_order: bool) -> dict[str, Any]:
     """For each routing: largest relative error against one process, or whether all is equal; and the bytes sent."""
-    group = make_mesh(0, 0, "cpu", ep=RANKS).of_experts.tensor_group
+    group = make_mesh(0, 0, "cpu", ep=RANKS).expert_mesh.tp_group
     part, found = _quantized(_part(module(), group), name, options, group.rank, group), {}
     terms = tuple(part.keep_in_order().values()) if in_order else None
     for kind in KINDS:

@@ -6,13 +6,13 @@ import math
 import pytest
 import torch
 
-from qtrain.comm.mesh import Mesh
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import DATASHEET, Hardware
 from qtrain.models import Decoder, Lora, ModelConfig, add_lora, list_models, read_model_source
 from qtrain.models.cost.parameters import count_parameters
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.optim import OPTIMIZERS, ParameterShape
+from qtrain.parallel.mesh import Mesh
 from qtrain.quant import LinearChoice, Scheme, quantize_linears
 from qtrain.quant.schemes.frozen_base import base_scheme
 from qtrain.tensors.stored_weight import StoredWeight
@@ -66,7 +66,7 @@ def by_hand(config: ModelConfig, seq_len: int) -> dict[str, float]:
 SHAPES = {name: read_model_source(name).model_config() for name, _ in list_models()}
 
 
-@pytest.mark.parametrize("name", [name for name, config in SHAPES.items() if config.mixture is None])
+@pytest.mark.parametrize("name", [name for name, config in SHAPES.items() if config.moe is None])
 def test_the_work_is_the_designs_formula(name):
     found, config = plan_of(name), SHAPES[name]
     assert config.q_size == config.hidden_size

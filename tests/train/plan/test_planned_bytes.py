@@ -7,7 +7,6 @@ from itertools import chain
 import pytest
 import torch
 
-from qtrain.comm.mesh import make_mesh, planned_mesh
 from qtrain.models import Decoder, Lora, ModelConfig, ModelSource, add_lora, build_model
 from qtrain.models.cost.trained import only_adapters
 from qtrain.optim import OPTIMIZERS, parameter_groups
@@ -15,11 +14,12 @@ from qtrain.optim.state_layout import local
 from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.full_shard import decoder_units
 from qtrain.parallel.layers.local_config import local_config
+from qtrain.parallel.mesh import make_mesh, planned_mesh
 from qtrain.parallel.shards import Sharded, local_tensors
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.schemes.frozen_base import base_scheme
 from qtrain.quant.weight_codes import WeightCodes
-from qtrain.tensors.deferred import plain_tensors
+from qtrain.tensors.lazy import plain_tensors
 from qtrain.tensors.stored_weight import StoredWeight
 from qtrain.train.plan.language_plan import language_memory
 from qtrain.train.settings.settings import LanguageSettings
@@ -88,7 +88,7 @@ def _on_mesh(
     # Those of adapters in the model's dtype, which a step makes.
     copies = trained.added_bytes(2) - trained.added_bytes(4) if trained else 0
     mesh = make_mesh(1, ranks, "cpu", ep=ep)
-    experts = mesh.of_experts.tensor_group if ep > 1 else None
+    experts = mesh.expert_mesh.tp_group if ep > 1 else None
     model = build_model(ModelSource("small", shape, "--model"), dtype=torch.bfloat16, experts=experts)
     quantized = quantize_linears(model, checked.scheme, seed=0, head=model.lm_head)
     if lora:

@@ -11,13 +11,13 @@ import llm_finetune
 import llm_pretrain
 import timm_finetune
 from qtrain.bench.results import RESULTS
-from qtrain.comm.mesh import Mesh
 from qtrain.models import (
     ModelConfig,
     read_model_source,
 )
 from qtrain.models.cost.parameters import count_parameters
 from qtrain.parallel.layers.local_config import local_config
+from qtrain.parallel.mesh import Mesh
 from qtrain.train.plan.cluster import Cluster, Ranks
 from qtrain.train.plan.language_plan import plan_language_run
 from qtrain.train.plan.world import WorldPlan
@@ -100,7 +100,7 @@ def test_worlds_of_divided_layers():
     """The table has what --tp divides: shard groups of the data ranks, memory of a rank's part."""
     plan = world_of("qwen2.5-7b", 16, tp=4, batch_size=64, optim="adamw_8bit", **FP8)
     worlds = {mesh.world: mesh for mesh in plan.meshes()}
-    assert min(worlds) == 4 and (worlds[16].shard, worlds[16].tensor) == (4, 4)
+    assert min(worlds) == 4 and (worlds[16].shard, worlds[16].tp) == (4, 4)
     assert "1 x 4 x 4" in plan.table()[4]
     whole = world_of("qwen2.5-7b", 4, batch_size=64, optim="adamw_8bit", **FP8)
     assert plan.step(plan.mesh).memory < 0.5 * whole.step(whole.mesh).memory
@@ -111,7 +111,7 @@ def test_worlds_of_divided_experts():
     """The table has what --ep divides, and a GPU of more of them holds fewer experts."""
     plan = world_of("qwen3-30b-a3b", 8, ep=4, batch_size=64, optim="adamw_8bit", **FP8)
     worlds = {mesh.world: mesh for mesh in plan.meshes()}
-    assert min(worlds) == 4 and worlds[8].of_experts == Mesh(1, 2, tensor=4)
+    assert min(worlds) == 4 and worlds[8].expert_mesh == Mesh(1, 2, tp=4)
     more = world_of("qwen3-30b-a3b", 8, ep=8, batch_size=64, optim="adamw_8bit", **FP8)
     weights = [p.memory_on(p.mesh, False)["weights"] for p in (plan, more)]
     assert weights[1] < 0.75 * weights[0]

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from benchmarks.mesh_equality import MIXTURE, train
-from qtrain.comm.mesh import make_mesh
 from qtrain.comm.wire import sent
 from qtrain.data.batch import Batch
 from qtrain.models import (
@@ -24,6 +23,7 @@ from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.full_shard import decoder_units
 from qtrain.parallel.gradient_wire import GRADIENT_WIRES
 from qtrain.parallel.layers.place import ModelParallel
+from qtrain.parallel.mesh import make_mesh
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.schemes.frozen_base import base_scheme
 from qtrain.train.plan.language_plan import plan_language_run
@@ -113,7 +113,7 @@ def test_the_planned_bytes_between_machines_are_those_that_ranks_send(replicate,
 def _sent_with_experts(scheme: str, replicate: int, shard: int, ep: int, full_shard: bool) -> dict[str, int]:
     """Bytes that this rank sends in a step of one micro-batch."""
     mesh, device = make_mesh(replicate, shard, "cpu", ep=ep), torch.device("cpu")
-    return train(scheme, "adamw", mesh, device, 1, False, mesh.data_world, full_shard, MIXTURE)["sent"]
+    return train(scheme, "adamw", mesh, device, 1, False, mesh.dp_size, full_shard, MIXTURE)["sent"]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def _sent_with_divided_layers(scheme: str, sequence: bool, checkpointing: str, s
     """Bytes that this rank sends in a step of two micro-batches."""
     mesh = make_mesh(0, 0, "cpu", 2)
     source = ModelSource("small", shape, "--model")
-    parts = ModelParallel(source.model_config(), mesh.tensor_group, sequence=sequence)
+    parts = ModelParallel(source.model_config(), mesh.tp_group, sequence=sequence)
     model = build_model(source, dtype=torch.bfloat16, place=parts.place)
     apply_activation_checkpointing(model, checkpointing)
     quantized = quantize_linears(model, SCHEMES.make(scheme, {}, "-"), seed=0, head=model.lm_head)
@@ -195,7 +195,7 @@ def test_the_planned_bytes_of_divided_layers_are_those_that_ranks_send(scheme, s
 
 def _sent_with_frozen_layers(lora: Lora, quantize: str) -> dict[str, int]:
     """Bytes that this rank sends in a step of two micro-batches, layers fully sharded."""
-    model = build_model(ModelSource("small", SHAPE, "--model"), dtype=torch.bfloat16, defer_layers=True)
+    model = build_model(ModelSource("small", SHAPE, "--model"), dtype=torch.bfloat16, lazy_layers=True)
     scheme = SCHEMES.make(quantize, {}, "-") if lora.base == "none" else base_scheme(lora.base, quantize)
     quantized = quantize_linears(model, scheme, seed=0, head=model.lm_head)
     add_lora(model, lora, seed=0)

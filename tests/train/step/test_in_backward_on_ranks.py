@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.mesh_equality import CONFIG, UNTIED, differences, random_micro_batch, train
-from qtrain.comm.mesh import make_mesh
 from qtrain.comm.ranks import all_gather, rank
 from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.parallel import gradients, weights
 from qtrain.parallel.data_parallel import DataParallel
+from qtrain.parallel.mesh import make_mesh
 from qtrain.parallel.shards import local_tensors
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.train.step.forward import language_forward
@@ -37,7 +37,7 @@ def _both_ways(scheme: str, optimizer: str, mesh: str, full_shard: bool) -> list
     gradients.ALONE_BYTES = weights.ALONE_BYTES = 1 << 14
     made = make_mesh(*map(int, mesh.split("x")), "cpu")
     config = UNTIED if full_shard else CONFIG
-    run = partial(train, scheme, optimizer, made, torch.device("cpu"), 3, False, made.data_world, full_shard, config)
+    run = partial(train, scheme, optimizer, made, torch.device("cpu"), 3, False, made.dp_size, full_shard, config)
     return [run(clip_grad_norm=0.0, optimizer_in_backward=chosen) for chosen in (False, True)]
 
 

@@ -47,12 +47,12 @@ class Experts(nn.Module):
         return experts_mlp(self.gate_up, self.down_proj, x, experts, weights)
 
 
-class MixtureMLP(nn.Module):
+class MoE(nn.Module):
     """[B, S, C] -> Routed. losses: shared with the other layers."""
 
     def __init__(self, config: ModelConfig, losses: RouterLosses):
         super().__init__()
-        mixture, hidden = config.mixture, config.hidden_size
+        mixture, hidden = config.moe, config.hidden_size
         self.losses = losses
         self.router = Router(mixture, hidden)
         self.experts = Experts(mixture.experts, hidden, mixture.width)
@@ -73,5 +73,5 @@ class MixtureMLP(nn.Module):
 
     def statistics(self, routing: Routing, info: SequenceInfo) -> tuple[Tensor, Tensor]:
         """Load and losses."""
-        load = routes_per_group(routing.experts, self.router.mixture.experts)
+        load = routes_per_group(routing.experts, self.router.moe.experts)
         return load, self.losses.of(routing, load)

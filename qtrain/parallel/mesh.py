@@ -1,15 +1,16 @@
-"""The mesh of a run: `replicate` x `shard` x `tensor` ranks.
+"""The mesh of a run: `replicate` x `shard` x `tp` ranks, a DeviceMesh of PyTorch and the groups that it lacks.
 
     replicate   groups that hold the same shards (DDP where shard is 1, HSDP where both are more than 1)
-    shard       ranks that divide optimizer states and master weights among them (ZeRO-2), and with full sharding the
-                weights of layers that do not run (ZeRO-3)
-    tensor      ranks that divide every layer among them and read the same micro-batches; neighbors, as they send most
+    shard       ranks that shard optimizer states and master weights (ZeRO-2), and with full sharding the weights of
+                layers that do not run (ZeRO-3, FSDP)
+    tp          ranks that divide every layer among them and read the same micro-batches (tensor parallelism);
+                consecutive ones, as they send most
 
-The first two are the data dimensions: `data_rank` numbers the micro-batches that are read at once. A run without a
+The first two are the data dimensions: `dp_rank` numbers the micro-batches that are read at once. A run without a
 launcher is a mesh of one rank and needs no process group.
 
-Expert parallelism is a second mesh of the data ranks, for the parameters of experts alone (`of_experts`): its tensor
-ranks are neighbors that hold different experts and compute all of their micro-batches together.
+Expert parallelism (EP) is a second mesh of the data-parallel ranks, for the parameters of experts alone
+(`expert_mesh`): its `tp` ranks are consecutive, hold different experts and compute all of their micro-batches together.
 """
 
 from dataclasses import dataclass
@@ -17,69 +18,73 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from qtrain.comm.rank_group import RankGroup
 from qtrain.comm.ranks import all_gather, launched_on_machine, launched_world, rank
-from qtrain.comm.tensor_group import TensorGroup
 from qtrain.core.errors import UserError
 
 
 @dataclass(frozen=True)
 class Machines:
-    """The data ranks of a mesh by machine, `ranks` neighbors on each. neighbors: those of this rank's machine;
-    counterparts: one of each machine, with the same number among its neighbors as this rank."""
+    """The data-parallel ranks of a mesh by machine."""
 
     ranks: int
-    neighbors: dist.ProcessGroup
-    counterparts: dist.ProcessGroup
+    """On each machine, which are consecutive."""
+    intra_node_group: dist.ProcessGroup
+    """Those of this rank's machine."""
+    inter_node_group: dist.ProcessGroup
+    """One of each machine: those with the same number on theirs as this rank."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks by dimension. device_mesh: the data dimensions "replicate" and "shard", of this rank's tensor rank;
-    None for one process. tensor_group: None where one rank computes whole layers. data_group: the ranks that read other
-    micro-batches with the same part of every layer; None: all ranks. of_experts: the mesh of experts' parameters; None:
-    they are divided as all others are. machines: None where data ranks share one machine, or each has its own."""
+    """The ranks by dimension. A run of one process is a mesh of one rank."""
 
     replicate: int = 1
     shard: int = 1
     device_mesh: DeviceMesh | None = None
-    tensor: int = 1
-    tensor_group: TensorGroup | None = None
-    data_group: dist.ProcessGroup | None = None
-    of_experts: "Mesh | None" = None
+    """The data dimensions "replicate" and "shard", of this rank's TP rank; None for one process."""
+    tp: int = 1
+    tp_group: RankGroup | None = None
+    """The ranks that compute every layer together; None where one rank computes whole layers."""
+    dp_group: dist.ProcessGroup | None = None
+    """The ranks that read other micro-batches with the same part of every layer; None: all ranks."""
+    expert_mesh: "Mesh | None" = None
+    """Of the experts' parameters, with --ep; None: they are divided as all others are."""
     machines: Machines | None = None
+    """None where the data-parallel ranks share one machine, or each has its own."""
 
     @property
     def world(self) -> int:
         """All processes."""
-        return self.data_world * self.tensor
+        return self.dp_size * self.tp
 
     @property
     def rank(self) -> int:
         """Among all processes."""
-        return self.data_rank * self.tensor + self.tensor_rank
+        return self.dp_rank * self.tp + self.tp_rank
 
     @property
-    def data_world(self) -> int:
+    def dp_size(self) -> int:
         """How many micro-batches are read at once."""
         return self.replicate * self.shard
 
     @property
-    def data_rank(self) -> int:
+    def dp_rank(self) -> int:
         """replicate rank * shard + shard rank, which also numbers the micro-batches that are read at once."""
-        return rank() // self.tensor if self.device_mesh is not None else 0
+        return rank() // self.tp if self.device_mesh is not None else 0
 
     @property
-    def tensor_rank(self) -> int:
-        return self.tensor_group.rank if self.tensor_group is not None else 0
+    def tp_rank(self) -> int:
+        return self.tp_group.rank if self.tp_group is not None else 0
 
     @property
     def shard_rank(self) -> int:
-        return self.data_rank % self.shard
+        return self.dp_rank % self.shard
 
     @property
-    def part_group(self) -> TensorGroup | None:
+    def model_group(self) -> RankGroup | None:
         """The ranks that hold the parts of one model; None where each holds all of it."""
-        return self.of_experts.tensor_group if self.of_experts is not None else self.tensor_group
+        return self.expert_mesh.tp_group if self.expert_mesh is not None else self.tp_group
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
@@ -94,16 +99,16 @@ class Mesh:
     def describe(self, reshards: bool) -> str:
         kind = "DDP" if self.shard == 1 else "ZeRO-3: layers are gathered when they run" if reshards else "ZeRO-2"
         kind = f"HSDP, {kind}" if self.replicate > 1 and self.shard > 1 else kind
-        if self.of_experts is not None:
-            kind += f"; experts over groups of {self.of_experts.tensor}, their states over {self.of_experts.shard}"
+        if self.expert_mesh is not None:
+            kind += f"; experts over groups of {self.expert_mesh.tp}, their states over {self.expert_mesh.shard}"
         if self.machines is not None:
-            kind += f"; {self.data_world // self.machines.ranks} machines of {self.machines.ranks}"
-        if self.tensor == 1:
+            kind += f"; {self.dp_size // self.machines.ranks} machines of {self.machines.ranks}"
+        if self.tp == 1:
             return f"{self.replicate} x {self.shard} (replicate x shard, {kind})"
-        kind = f"{kind} of {self.data_world}, " if self.data_world > 1 else ""
+        kind = f"{kind} of {self.dp_size}, " if self.dp_size > 1 else ""
         return (
-            f"{self.replicate} x {self.shard} x {self.tensor} (replicate x shard x tensor, {kind}every layer on "
-            f"{self.tensor} ranks)"
+            f"{self.replicate} x {self.shard} x {self.tp} (replicate x shard x tensor, {kind}every layer on "
+            f"{self.tp} ranks)"
         )
 
 
@@ -149,10 +154,10 @@ def expert_mesh_shape(replicate: int, shard: int, ep: int) -> tuple[int, int]:
 def planned_mesh(replicate: int, shard: int, ep: int = 1, tp: int = 1) -> Mesh:
     """The mesh of the first rank, without any processes. UserError where --ep does not fit it."""
     if tp > 1:
-        return Mesh(replicate, shard, tensor=tp, tensor_group=TensorGroup("planned", tp, 0))
+        return Mesh(replicate, shard, tp=tp, tp_group=RankGroup("planned", tp, 0))
     if ep == 1:
         return Mesh(replicate, shard)
-    return Mesh(replicate, shard, of_experts=Mesh(*expert_mesh_shape(replicate, shard, ep), tensor=ep))
+    return Mesh(replicate, shard, expert_mesh=Mesh(*expert_mesh_shape(replicate, shard, ep), tp=ep))
 
 
 def make_mesh(dp_replicate: int, dp_shard: int, device_type: str, tp: int = 1, ep: int = 1) -> Mesh:
@@ -168,31 +173,31 @@ def make_mesh(dp_replicate: int, dp_shard: int, device_type: str, tp: int = 1, e
 
 
 def _of_data(replicate: int, shard: int, ep: int, device_type: str) -> Mesh:
-    of_experts = _with_parts(*expert_mesh_shape(replicate, shard, ep), ep, device_type) if ep > 1 else None
+    expert_mesh = _with_parts(*expert_mesh_shape(replicate, shard, ep), ep, device_type) if ep > 1 else None
     device_mesh = init_device_mesh(device_type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
     machines = _machines(replicate * shard, 1, device_type)
-    return Mesh(replicate, shard, device_mesh, of_experts=of_experts, machines=machines)
+    return Mesh(replicate, shard, device_mesh, expert_mesh=expert_mesh, machines=machines)
 
 
 def _with_parts(replicate: int, shard: int, ranks: int, device_type: str) -> Mesh:
     """A mesh on which neighboring ranks hold different parts of the same parameters."""
-    names = ("replicate", "shard", "tensor")
+    names = ("replicate", "shard", "tp")
     whole = init_device_mesh(device_type, (replicate, shard, ranks), mesh_dim_names=names)
     data = whole["replicate", "shard"]
-    tensor_group = TensorGroup.of(whole.get_group("tensor"))
-    data_group, machines = data._flatten("data").get_group(), _machines(replicate * shard, ranks, device_type)
-    return Mesh(replicate, shard, data, ranks, tensor_group, data_group, machines=machines)
+    tp_group = RankGroup.of(whole.get_group("tp"))
+    dp_group, machines = data._flatten("data").get_group(), _machines(replicate * shard, ranks, device_type)
+    return Mesh(replicate, shard, data, ranks, tp_group, dp_group, machines=machines)
 
 
-def _machines(data_world: int, tensor: int, device_type: str) -> Machines | None:
-    """Where the data ranks are, each of which is `tensor` neighboring processes."""
+def _machines(dp_size: int, tp: int, device_type: str) -> Machines | None:
+    """Where the data ranks are, each of which is `tp` consecutive processes."""
     of_ranks = set(all_gather(launched_on_machine()))
     if len(of_ranks) > 1 or of_ranks == {None}:  # only some ranks may have been told
         return None
     (processes,) = of_ranks
-    ranks = processes // tensor
-    if ranks <= 1 or processes % tensor or ranks == data_world or data_world % ranks:
+    ranks = processes // tp
+    if ranks <= 1 or processes % tp or ranks == dp_size or dp_size % ranks:
         return None
-    shape, names = (data_world // ranks, ranks, tensor), ("machine", "neighbor", "part")
+    shape, names = (dp_size // ranks, ranks, tp), ("machine", "neighbor", "part")
     groups = init_device_mesh(device_type, shape, mesh_dim_names=names)
     return Machines(ranks, groups.get_group("neighbor"), groups.get_group("machine"))

@@ -9,7 +9,7 @@ from qtrain.models.config.reading import Count, read, refuse_other_values
 
 
 @dataclasses.dataclass(frozen=True)
-class Latent:
+class MLAConfig:
     """Keys and values are computed from a latent vector per token; a part of each query and key is rotated."""
 
     q_rank: int | None
@@ -30,7 +30,7 @@ class Latent:
         return self.plain_dim + self.rope_dim
 
     @classmethod
-    def from_hf(cls, values: Mapping[str, Any], where: str) -> "Latent":
+    def from_hf(cls, values: Mapping[str, Any], where: str) -> "MLAConfig":
         refuse_other_values(values, {"attention_bias": (False, None), "mlp_bias": (False, None)}, where)
         heads, kv_heads = (read(values, f"num_{kind}_heads", Count, where) for kind in ("attention", "key_value"))
         if kv_heads != heads:

@@ -14,7 +14,7 @@ from qtrain.models.config.reading import Count, CountOrZero, NotNegative, Positi
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixture:
+class MoEConfig:
     """The layers' mixtures of experts; sizes in elements."""
 
     experts: int
@@ -50,12 +50,12 @@ class Mixture:
 class MixtureKeys:
     """How a `model_type` names its experts' tensors in a checkpoint, and how its config is read and written.
 
-    block, gate, up, down, shared: parts of tensor names. read: (values, layers, where) -> Mixture. write: the reverse,
-    without what `ModelConfig` writes.
+    block, gate, up, down, shared: parts of tensor names. read: (values, layers, where) -> MoEConfig.
+    write: the reverse, without what `ModelConfig` writes.
     """
 
-    read: Callable[[Mapping[str, Any], int, str], Mixture]
-    write: Callable[[Mixture], dict[str, Any]]
+    read: Callable[[Mapping[str, Any], int, str], MoEConfig]
+    write: Callable[[MoEConfig], dict[str, Any]]
     block: str = "mlp"
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -82,9 +82,9 @@ def _aux_loss(values: Mapping[str, Any], where: str, default: float) -> float:
     return read(values, "router_aux_loss_coef", NotNegative, where, default)
 
 
-def _read_mixtral(values: Mapping[str, Any], layers: int, where: str) -> Mixture:
+def _read_mixtral(values: Mapping[str, Any], layers: int, where: str) -> MoEConfig:
     refuse_other_values(values, {"router_jitter_noise": (0, None)}, where)
-    return Mixture(
+    return MoEConfig(
         **_routed(values, "num_local_experts", where, experts=8, per_token=2),
         width=read(values, "intermediate_size", Count, where),
         normalize=True,
@@ -92,13 +92,13 @@ def _read_mixtral(values: Mapping[str, Any], layers: int, where: str) -> Mixture
     )
 
 
-def _write_mixtral(mixture: Mixture) -> dict[str, Any]:
+def _write_mixtral(mixture: MoEConfig) -> dict[str, Any]:
     return {"num_local_experts": mixture.experts, "router_jitter_noise": 0.0, **_write_common(mixture)}
 
 
-def _read_olmoe(values: Mapping[str, Any], layers: int, where: str) -> Mixture:
+def _read_olmoe(values: Mapping[str, Any], layers: int, where: str) -> MoEConfig:
     refuse_other_values(values, {"clip_qkv": (None,)}, where)
-    return Mixture(
+    return MoEConfig(
         **_routed(values, "num_experts", where, experts=64, per_token=8),
         width=read(values, "intermediate_size", Count, where),
         normalize=read(values, "norm_topk_prob", bool, where, False),
@@ -106,15 +106,15 @@ def _read_olmoe(values: Mapping[str, Any], layers: int, where: str) -> Mixture:
     )
 
 
-def _write_olmoe(mixture: Mixture) -> dict[str, Any]:
+def _write_olmoe(mixture: MoEConfig) -> dict[str, Any]:
     return {"num_experts": mixture.experts, "norm_topk_prob": mixture.normalize, **_write_common(mixture)}
 
 
-def _read_qwen(values: Mapping[str, Any], layers: int, where: str) -> Mixture:
+def _read_qwen(values: Mapping[str, Any], layers: int, where: str) -> MoEConfig:
     """Qwen3-MoE's. Every `decoder_sparse_step`-th layer is a mixture, unless it is among `mlp_only_layers`."""
     step = read(values, "decoder_sparse_step", Count, where, 1)
     dense = read(values, "mlp_only_layers", list[int], where, None) or []
-    return Mixture(
+    return MoEConfig(
         **_routed(values, "num_experts", where, experts=128, per_token=8),
         width=read(values, "moe_intermediate_size", Count, where, 768),
         normalize=read(values, "norm_topk_prob", bool, where, False),
@@ -123,7 +123,7 @@ def _read_qwen(values: Mapping[str, Any], layers: int, where: str) -> Mixture:
     )
 
 
-def _write_qwen(mixture: Mixture) -> dict[str, Any]:
+def _write_qwen(mixture: MoEConfig) -> dict[str, Any]:
     return {
         **_write_olmoe(mixture),
         "moe_intermediate_size": mixture.width,
@@ -132,7 +132,7 @@ def _write_qwen(mixture: Mixture) -> dict[str, Any]:
     }
 
 
-def _read_qwen2(values: Mapping[str, Any], layers: int, where: str) -> Mixture:
+def _read_qwen2(values: Mapping[str, Any], layers: int, where: str) -> MoEConfig:
     found = _read_qwen(
         {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, **values}, layers, where
     )
@@ -140,16 +140,16 @@ def _read_qwen2(values: Mapping[str, Any], layers: int, where: str) -> Mixture:
     return dataclasses.replace(found, shared_width=shared, shared_gate=True)
 
 
-def _write_qwen2(mixture: Mixture) -> dict[str, Any]:
+def _write_qwen2(mixture: MoEConfig) -> dict[str, Any]:
     return {**_write_qwen(mixture), "shared_expert_intermediate_size": mixture.shared_width}
 
 
-def _read_deepseek(values: Mapping[str, Any], layers: int, where: str, defaults: Mapping[str, Any]) -> Mixture:
+def _read_deepseek(values: Mapping[str, Any], layers: int, where: str, defaults: Mapping[str, Any]) -> MoEConfig:
     """What V2 and V3 share: the first layers are dense, and `n_shared_experts` experts are one MLP."""
     refuse_other_values(values, {"moe_layer_freq": (1, None), "ep_size": (1, None)}, where)
     values = {**defaults, **{key: value for key, value in values.items() if value is not None}}
     width = read(values, "moe_intermediate_size", Count, where)
-    return Mixture(
+    return MoEConfig(
         **_routed(values, "n_routed_experts", where),
         width=width,
         shared_width=width * read(values, "n_shared_experts", Count, where),
@@ -176,7 +176,7 @@ _V3 = {
 }
 
 
-def _read_deepseek_v2(values: Mapping[str, Any], layers: int, where: str) -> Mixture:
+def _read_deepseek_v2(values: Mapping[str, Any], layers: int, where: str) -> MoEConfig:
     # transformers ignores norm_topk_prob here; DeepSeek's own code does not.
     refuse_other_values(values, {"norm_topk_prob": (False, None), "scoring_func": ("softmax", None)}, where)
     found = _read_deepseek(values, layers, where, _V2)
@@ -184,7 +184,7 @@ def _read_deepseek_v2(values: Mapping[str, Any], layers: int, where: str) -> Mix
     return found if method == "greedy" else dataclasses.replace(found, **_groups(values, found, where))
 
 
-def _read_deepseek_v3(values: Mapping[str, Any], layers: int, where: str) -> Mixture:
+def _read_deepseek_v3(values: Mapping[str, Any], layers: int, where: str) -> MoEConfig:
     refuse_other_values(values, {"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)}, where)
     found = _read_deepseek(values, layers, where, _V3)
     groups = _groups({"n_group": 8, "topk_group": 4, **values}, found, where)
@@ -194,7 +194,7 @@ def _read_deepseek_v3(values: Mapping[str, Any], layers: int, where: str) -> Mix
     return dataclasses.replace(found, scores="sigmoid", normalize=normalize, **groups)
 
 
-def _groups(values: Mapping[str, Any], mixture: Mixture, where: str) -> dict[str, int]:
+def _groups(values: Mapping[str, Any], mixture: MoEConfig, where: str) -> dict[str, int]:
     groups = read(values, "n_group", Count, where)
     chosen = read(values, "topk_group", Annotated[int, Range(1, groups)], where)
     if mixture.experts % groups:
@@ -206,7 +206,7 @@ def _groups(values: Mapping[str, Any], mixture: Mixture, where: str) -> dict[str
     return {"groups": groups, "groups_per_token": chosen}
 
 
-def _write_deepseek(mixture: Mixture) -> dict[str, Any]:
+def _write_deepseek(mixture: MoEConfig) -> dict[str, Any]:
     return {
         "n_routed_experts": mixture.experts,
         "n_shared_experts": mixture.shared_width // mixture.width,
@@ -221,16 +221,16 @@ def _write_deepseek(mixture: Mixture) -> dict[str, Any]:
     }
 
 
-def _write_deepseek_v2(mixture: Mixture) -> dict[str, Any]:
+def _write_deepseek_v2(mixture: MoEConfig) -> dict[str, Any]:
     limited = mixture.groups > 1
     return {**_write_deepseek(mixture), "topk_method": "group_limited_greedy" if limited else "greedy"}
 
 
-def _write_deepseek_v3(mixture: Mixture) -> dict[str, Any]:
+def _write_deepseek_v3(mixture: MoEConfig) -> dict[str, Any]:
     return {**_write_deepseek(mixture), "topk_method": "noaux_tc"}
 
 
-def _write_common(mixture: Mixture) -> dict[str, Any]:
+def _write_common(mixture: MoEConfig) -> dict[str, Any]:
     return {"num_experts_per_tok": mixture.per_token, "router_aux_loss_coef": mixture.aux_loss}
 
 

@@ -21,36 +21,36 @@ def plain_tensors(p: Tensor) -> list[Tensor]:
     return list(p.inner.values()) if isinstance(p, StoredWeight) else [p]
 
 
-def defer(p: nn.Parameter, make: Callable[[], Tensor]) -> None:
+def make_lazy(p: nn.Parameter, make: Callable[[], Tensor]) -> None:
     """Free the memory of `p`. make: returns its value, in new memory."""
     for tensor in plain_tensors(p):
         tensor.untyped_storage().resize_(0)
     setattr(p, _MAKER, make)
 
 
-def is_deferred(p: Tensor) -> bool:
+def is_lazy(p: Tensor) -> bool:
     return hasattr(p, _MAKER)
 
 
 def initial_value(p: Tensor) -> Tensor:
     """The value that training begins with: of a deferred parameter in new memory, else its own."""
-    return getattr(p, _MAKER)() if is_deferred(p) else p.data
+    return getattr(p, _MAKER)() if is_lazy(p) else p.data
 
 
-def settle(p: nn.Parameter) -> None:
+def drop_initializer(p: nn.Parameter) -> None:
     """Forget how the value is made: whoever needs it has it, and training changes it there."""
-    if is_deferred(p):
+    if is_lazy(p):
         delattr(p, _MAKER)
 
 
 def materialize(p: nn.Parameter) -> None:
     """Allocate a deferred parameter and give it its value; others are left alone."""
-    if not is_deferred(p):
+    if not is_lazy(p):
         return
     for own, value in zip(plain_tensors(p), plain_tensors(initial_value(p)), strict=True):
         allocate(own)
         own.copy_(value)
-    settle(p)
+    drop_initializer(p)
 
 
 def allocate(tensor: Tensor) -> None:
@@ -62,7 +62,7 @@ def allocate(tensor: Tensor) -> None:
 @contextlib.contextmanager
 def with_zeros(p: nn.Parameter) -> Iterator[None]:
     """Inside, a deferred plain parameter has memory and is zero; others are left alone."""
-    if not is_deferred(p):
+    if not is_lazy(p):
         yield
         return
     allocate(p)

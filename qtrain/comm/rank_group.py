@@ -24,7 +24,7 @@ from qtrain.kernels.elementwise import add_in_order
 _GROUPS: dict[str, dist.ProcessGroup] = {}
 """Process groups by name: custom ops take no objects."""
 
-TENSOR_RANK_NUMBERS = 1 << 21
+RANK_RNG_OFFSET = 1 << 21
 """Philox numbers of one tensor rank: ranks round different elements, and must not draw the same bits for them."""
 
 ACTIVATIONS, CODES, SCALES = "activations", "activation codes", "scales"
@@ -32,7 +32,7 @@ ACTIVATIONS, CODES, SCALES = "activations", "activation codes", "scales"
 
 
 @dataclass(frozen=True)
-class TensorGroup:
+class RankGroup:
     """The ranks that compute a layer together. name: of the process group."""
 
     name: str
@@ -40,47 +40,47 @@ class TensorGroup:
     rank: int
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> "TensorGroup":
+    def of(cls, group: dist.ProcessGroup) -> "RankGroup":
         _GROUPS[group.group_name] = group
         return cls(group.group_name, dist.get_world_size(group), dist.get_rank(group))
 
     # ---- differentiable ----------------------------------------------------------------------------------------------
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         return _Gather.apply(x, self.name, self.ranks)
 
-    def scatter_sum(self, x: Tensor) -> Tensor:
+    def reduce_scatter(self, x: Tensor) -> Tensor:
         return _ScatterSum.apply(x, self.name, self.ranks)
 
     def copy(self, x: Tensor) -> Tensor:
         return _Copy.apply(x, self.name, self.ranks)
 
-    def reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         return _Reduce.apply(x, self.name, self.ranks)
 
-    def total(self, x: Tensor) -> Tensor:
+    def all_reduce_with_grad(self, x: Tensor) -> Tensor:
         return _Total.apply(x, self.name, self.ranks)
 
     # ---- not differentiable ------------------------------------------------------------------------------------------
 
-    def gathered(self, x: Tensor, kind: str = ACTIVATIONS) -> Tensor:
+    def all_gather_no_grad(self, x: Tensor, kind: str = ACTIVATIONS) -> Tensor:
         return group_gather(x, self.name, self.ranks, kind)
 
-    def scattered_sum(self, x: Tensor, kind: str = ACTIVATIONS) -> Tensor:
+    def reduce_scatter_no_grad(self, x: Tensor, kind: str = ACTIVATIONS) -> Tensor:
         return group_scatter_sum(x, self.name, self.ranks, kind)
 
-    def summed(self, x: Tensor, kind: str = ACTIVATIONS) -> Tensor:
+    def all_reduce_no_grad(self, x: Tensor, kind: str = ACTIVATIONS) -> Tensor:
         return group_sum(x, self.name, self.ranks, kind)
 
-    def maximum(self, x: Tensor) -> Tensor:
+    def all_reduce_max(self, x: Tensor) -> Tensor:
         """The largest of every rank's fp32 values, NaN above all."""
         return group_maximum(x, self.name, self.ranks)
 
-    def total_exactly(self, x: Tensor) -> Tensor:
+    def all_reduce_fp64(self, x: Tensor) -> Tensor:
         """The sum over the ranks of fp64 values, in their order."""
         return group_gather(x[None], self.name, self.ranks, SCALES).sum(dim=0)
 
-    def all(self, own: Tensor, sizes: list[int], kind: str) -> list[Tensor]:
+    def all_gather_ragged(self, own: Tensor, sizes: list[int], kind: str) -> list[Tensor]:
         """1-D messages of `sizes` elements, one of each rank."""
         return gather(own, sizes, _GROUPS[self.name], kind)
 

@@ -8,11 +8,11 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from qtrain.comm import mesh as meshes
 from qtrain.comm import ranks
-from qtrain.comm.mesh import Mesh, make_mesh, mesh_shape
 from qtrain.comm.ranks import _meet
 from qtrain.core.errors import UserError
+from qtrain.parallel import mesh as meshes
+from qtrain.parallel.mesh import Mesh, make_mesh, mesh_shape
 from tests.worlds import run_ranks
 
 
@@ -70,8 +70,8 @@ def _place(replicate: int, shard: int) -> tuple:
 
 def _machines(tp: int, ep: int) -> list:
     mesh = make_mesh(0, 0, "cpu", tp, ep)
-    found = [mesh.machines, mesh.of_experts and mesh.of_experts.machines]
-    return [m and [*map(dist.get_process_group_ranks, (m.neighbors, m.counterparts))] for m in found]
+    found = [mesh.machines, mesh.expert_mesh and mesh.expert_mesh.machines]
+    return [m and [*map(dist.get_process_group_ranks, (m.intra_node_group, m.inter_node_group))] for m in found]
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ def _tensor_place() -> tuple:
     import torch.distributed as dist
 
     mesh = make_mesh(0, 0, "cpu", 2)
-    group = dist.get_process_group_ranks(mesh.data_group)
-    return mesh.rank, mesh.data_rank, mesh.tensor_rank, mesh.shard_rank, group, mesh.tensor_group.ranks
+    group = dist.get_process_group_ranks(mesh.dp_group)
+    return mesh.rank, mesh.dp_rank, mesh.tp_rank, mesh.shard_rank, group, mesh.tp_group.ranks
 
 
 def test_ranks_of_a_tensor_group_are_neighbors_and_read_the_same_micro_batches():

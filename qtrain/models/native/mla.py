@@ -21,14 +21,14 @@ LATENT_NORM_EPS = 1e-6
 """Of the norms of latent vectors, which do not follow the config's."""
 
 
-class LatentAttention(nn.Module):
+class MultiHeadLatentAttention(nn.Module):
     """[B, S, C] -> [B, S, C]."""
 
     cache: KVCache | None = None  # keys and values are not cached
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        latent, heads = config.latent, config.num_attention_heads
+        latent, heads = config.mla, config.num_attention_heads
         self.latent = latent
         self.scale = config.rope.logit_scale * latent.head_dim**-0.5
         self.split_sizes = [latent.q_rank or config.q_size, latent.kv_rank, latent.rope_dim]

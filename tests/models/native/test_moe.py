@@ -20,7 +20,7 @@ from qtrain.models.adapters.lora import LoraLinear
 from qtrain.models.config.hf_layout import layout
 from qtrain.models.cost.trained import only_adapters
 from qtrain.models.native.lora_experts import LoraExperts
-from qtrain.models.native.mixture import Experts
+from qtrain.models.native.moe import Experts
 from qtrain.parallel.layers.local_config import check_divisible
 from tests.models.beside_transformers import backward_of_both
 from tests.models.families import MIXTURES, batch, drawn, source_of
