@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qtrain.core.process import prepare
+from qtrain.core.process import prepare_process
 
-prepare(script=True)  # before imports that take a while
+prepare_process(script=True)  # before imports that take a while
 
 from qtrain.bench.arguments import BenchmarkSettings
 from qtrain.core.config import parse, run_script

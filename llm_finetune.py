@@ -9,9 +9,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from qtrain.core.process import prepare
+from qtrain.core.process import prepare_process
 
-prepare(script=True)  # before imports that take a while
+prepare_process(script=True)  # before imports that take a while
 
 from qtrain.core.config import JsonDict, parse
 from qtrain.core.process import run_script
@@ -85,12 +85,13 @@ def train(settings: FinetuneSettings) -> None:
     from qtrain.train.assembly.prepare import prepare
     from qtrain.train.assembly.text import open_text
     from qtrain.train.eval.exact_match import FinetuneEvaluation, load_written_questions
+    from qtrain.train.eval.language import mean_loss
     from qtrain.train.eval.lm_eval import check_lm_eval, run_lm_eval
     from qtrain.train.loop import Training, explain_out_of_memory, log_results
     from qtrain.train.plan.checked_settings import check_settings
     from qtrain.train.step.cuda_graphs import step_graphs
     from qtrain.train.step.forward import language_forward
-    from qtrain.train.step.step import evaluate, export_weights
+    from qtrain.train.step.step import export_weights
 
     # ---- plan: whatever can be refused is refused here, before anything is allocated or written ----------------------
     lora = None if settings.lora is None else as_lora(settings.lora)
@@ -131,7 +132,7 @@ def train(settings: FinetuneSettings) -> None:
     # ---- data --------------------------------------------------------------------------------------------------------
     loader = text.loader(run.state.data)
     forward = language_forward(model, text.tokenizer.eos_id if settings.doc_mask else None)
-    validation_loss = (lambda: evaluate(model, forward, text.eval_windows)) if text.eval_windows else None
+    validation_loss = (lambda: mean_loss(model, forward, text.eval_windows)) if text.eval_windows else None
     evaluation = FinetuneEvaluation(
         model=model,
         validation_loss=validation_loss,

@@ -8,9 +8,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from qtrain.core.process import prepare
+from qtrain.core.process import prepare_process
 
-prepare(script=True)  # before imports that take a while
+prepare_process(script=True)  # before imports that take a while
 
 from qtrain.core.config import parse
 from qtrain.core.process import command_line, run_script

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qtrain.core.process import prepare
+from qtrain.core.process import prepare_process
 
-prepare(script=True)  # before imports that take a while
+prepare_process(script=True)  # before imports that take a while
 
 from qtrain.core.config import parse
 from qtrain.core.errors import UserError

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from qtrain.core.process import prepare
+from qtrain.core.process import prepare_process
 
-prepare(script=True)  # before imports that take a while
+prepare_process(script=True)  # before imports that take a while
 
 from qtrain.core.checks import Range, user_path
 from qtrain.core.checksums import sha256_of

@@ -22,9 +22,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
     quicken_interpreter()
 
-from qtrain.core.process import prepare
+from qtrain.core.process import prepare_process
 
-prepare()  # before transformers is imported
+prepare_process()  # before transformers is imported
 
 gc.disable()  # until all tests are imported: what that makes stays
 

@@ -221,7 +221,9 @@ def make_cells(settings: TrainStepSettings) -> dict[tuple[str, str], LanguageSet
             SCHEMES.make(scheme, kwargs, "--schemes")
             values = {**shared, "model": model, "quantize": scheme, "quantize_kwargs": kwargs, **model_options}
             cell = LanguageSettings(**check_fields(LanguageSettings, values, f"--models ({model})"))
-            check_exclusions(Options(cell), option="--optimizer_in_backward")
+            options = Options(cell)
+            _ = options.geometry, options.optimizer  # refuse what their flags cannot be
+            check_exclusions(options, option="--optimizer_in_backward")
             cells[model_word, scheme_word] = cell
     if not cells:
         raise UserError("--models, --schemes: nothing to time; name at least one model and one scheme.")

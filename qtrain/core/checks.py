@@ -87,6 +87,7 @@ def _coerce(value: Any, annotation: Any) -> Any:
         return _coerce(value, args[0])
     if origin in (typing.Union, types.UnionType):
         return (
+            # A value that is a member's already stays as it is: 1 is an int for int | float.
             value
             if any(_matches(value, a) for a in args)
             else next((c for a in args if _matches(c := _coerce(value, a), a)), value)
@@ -106,6 +107,7 @@ def _matches(value: Any, annotation: Any) -> bool:
     if origin in (typing.Union, types.UnionType):
         return any(_matches(value, a) for a in args)
     if origin is list:
+        # typeguard would take the bools in a list of int.
         return isinstance(value, list) and all(_matches(v, args[0]) for v in value)
     if annotation in (int, float) and isinstance(value, bool):
         return False  # a bool is an int in Python, but true is not 1
@@ -119,6 +121,7 @@ def _matches(value: Any, annotation: Any) -> bool:
 def check_value(flag: str, value: Any, annotation: Any) -> Any:
     """`value` converted to `annotation`. UserError naming the flag, the value and what is allowed."""
     if not isinstance(value, float):  # its Range refuses inf and NaN
+        # First, so that a NUL or a number beyond 64 bits has the same message for every type.
         _check_contents(flag, value)
     value = _coerce(value, annotation)
     bounds = _bounds(annotation)
@@ -178,6 +181,7 @@ def check_fields(cls: type, values: Mapping[str, Any], flag: str) -> dict[str, A
     hints = typing.get_type_hints(cls, include_extras=True)
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
     for key in values:
+        # Unknown keys before missing ones: a typing error makes both, and names its nearest match.
         if key not in fields:
             raise unknown_name(flag, "key", key, fields)
     for name, field in fields.items():
@@ -231,6 +235,7 @@ def read_json(path: str | Path, flag: str) -> Any:
     try:
         text = read_small(path, MAX_JSON, FIFO_SECONDS).decode("utf-8-sig")
     except FileNotFoundError:
+        # A link to nowhere, or to itself, is there and does not exist.
         if kind := special_file(path):
             raise UserError(f"{flag}: {path} is {kind}.") from None
         close = nearest(str(path), [str(p) for p in path.parent.glob("*.json")])

@@ -1,6 +1,6 @@
 """Checksums of files that a user may have changed, swapped or damaged.
 
-An exported folder has the sha256 of its files in one beside them, which is compared whenever the folder is loaded. A
+An exported folder has a file with the sha256 of the others, which are compared whenever the folder is loaded. A
 folder without that file, such as one from elsewhere, loads unchecked. Training data, which may be terabytes, are told
 apart by samples of their bytes.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 from qtrain.core.checks import check_value, read_json
 from qtrain.core.errors import UserError
+from qtrain.core.reading import refuse_other
 
 NAME = "checksums.json"
 
@@ -41,6 +42,7 @@ def first_changed(folder: Path, expected: Mapping[str, str]) -> Path | None:
         alike = zip(expected, threads.map(same, expected), strict=True)
         return next((folder / name for name, unchanged in alike if not unchanged), None)
     finally:
+        # The first difference decides: what is not hashed yet need not be.
         threads.shutdown(cancel_futures=True)
 
 
@@ -58,6 +60,7 @@ def sampled_checksums(paths: Sequence[Path], max_reads: int = 4096) -> list[str]
 def _sampled(path: Path, blocks: int) -> str:
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
+        # A short file is read whole, so that any change in it is seen.
         if size <= blocks * BLOCK_BYTES:
             return f"{size} {zlib.crc32(file.read()):08x}"
         crc = 0
@@ -81,8 +84,7 @@ def check_checksums(folder: Path, flag: str, concerns: Callable[[str], bool] = l
         return
     fix = f"Copy the folder again; if the change is wanted, delete {path}."
     try:
-        if path.exists() and not path.is_file():
-            raise UserError(f"{flag}: {path} is not a file.")
+        refuse_other(path, flag)
         expected = _files(read_json(path, flag), f"{flag} ({path}): files")
     except UserError as error:
         raise UserError(f"{str(error).removesuffix('.')}. {fix}") from None

@@ -89,10 +89,13 @@ def parse(cls: type[C], argv: list[str], prog: str, listing: Callable[[], str] |
     if shell:
         shell = check_value("--completion", shell, Shell)
         _print_and_exit(completion_script(cls, shell, Path(sys.argv[0]).name, answers))
+    # The recipe becomes the defaults of the flags, so flags win. tyro does not check defaults: check_fields does, and
+    # its messages name the file.
     recipe_path, argv = _take_option(argv, "--config", "file")
     recipe = {}
     if recipe_path:
         recipe = check_fields(cls, read_recipe(recipe_path, "--config"), f"--config ({recipe_path})")
+    # tyro names unknown flags less well, and takes what follows a switch for a positional argument.
     _refuse_unknown_flags(cls, argv, prog, answers)
     errors = io.StringIO()
     try:
@@ -103,6 +106,7 @@ def parse(cls: type[C], argv: list[str], prog: str, listing: Callable[[], str] |
             raise
         raise _reworded(cls, argv, errors.getvalue(), prog) from None
     hints = typing.get_type_hints(cls, include_extras=True)
+    # tyro checks types; ranges, 64 bits and Unicode are checked here, for flags and recipes alike.
     values = {f.name: check_value(f"--{f.name}", given[f.name], hints[f.name]) for f in _fields(cls)}
     for field in _fields(cls):
         if field.name != "sample_prompts" and values[field.name] != field.default:  # an empty prompt has no text yet
@@ -141,6 +145,7 @@ def write_config(config: Any, path: Path, notes: Mapping[str, Any]) -> None:
 
 def source_digest() -> str:
     """A digest of this package's source."""
+    # Of the source itself: a checkout without git, or with changes, has another digest than the release.
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
@@ -188,6 +193,7 @@ def _take_option(argv: list[str], option: str, what: str) -> tuple[str | None, l
 
 def read_recipe(path: str, flag: str) -> dict[str, Any]:
     """The settings in a recipe, comments left out. UserError naming `flag` for a file that is none."""
+    # An installed package has its recipes next to it, and users stand in other folders.
     own = Path(__file__).parents[2] / path
     shipped = Path(path).parts[:1] == ("configs",) and not Path(path).exists() and own.is_file()
     recipe = read_json(own if shipped else path, flag)  # of an installed package, from any folder
@@ -219,6 +225,7 @@ def _refuse_unknown_flags(cls: type, argv: list[str], prog: str, answers: Sequen
 
 def _reworded(cls: type, argv: list[str], box: str, prog: str) -> UserError:
     """tyro's boxed error message as one line."""
+    # tyro 1 reports errors to its console only; its structured ones are in a private module.
     lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()[1:]]
     # A rule ends the message. Where the output is not UTF-8, rules consist of dashes, and one comes first too.
     message = itertools.dropwhile(lambda line: not line.strip("─-"), lines)

@@ -44,6 +44,7 @@ def first_line(error: BaseException | str) -> str:
 
 def nearest(given: str, allowed: Iterable[str]) -> str | None:
     """The allowed name closest in spelling to `given`, or None when nothing is close."""
+    # Case and hyphens are no difference. Much longer inputs are not misspellings.
     by_folded = {name.lower().replace("-", "_"): name for name in allowed if len(given) <= 2 * max(len(name), 2)}
     found = difflib.get_close_matches(given.lower().replace("-", "_"), by_folded, n=1, cutoff=0.5)
     return by_folded[found[0]] if found else None

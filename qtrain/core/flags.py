@@ -99,6 +99,7 @@ def _cli(
         args=argv,
         prog=prog,
         description=(cls.__doc__ or "").strip(),
+        # OmitArgPrefixes: --lr and not --group_3.lr. Comments in the source are not help.
         config=(tyro.conf.HelptextFromCommentsOff, tyro.conf.OmitArgPrefixes),
         use_underscores=True,
     )
@@ -113,6 +114,7 @@ def _flags(cls: type, names: Sequence[str], defaults: Mapping[str, Any]) -> type
         factory = fields[name].default_factory
         value = defaults.get(name, fields[name].default)
         if value is not dataclasses.MISSING:
+            # A copy each time: the default may be a dict.
             factory = functools.partial(copy.copy, value)
         help_line = tyro.conf.arg(help=docs.get(name))
         made.append((name, Annotated[hints[name], help_line], dataclasses.field(default_factory=factory)))

@@ -15,36 +15,40 @@ import torch
 
 from qtrain.core.errors import unknown_name
 
-# Dense datasheet peaks in TFLOP/s (TOPS for int8), fp32 accumulation, and memory bandwidth in TB/s, by product name
-# (`product_of`). Products that are not listed are measured: laptop, NVL and other variants have peaks of their own.
-DATASHEET: dict[str, dict[str, float]] = {
-    "H100 PCIe": {"bf16": 756.4, "fp8": 1512.9, "int8": 1512.9, "fp32": 51.2, "bandwidth": 2.0},
-    "H100": {"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "fp32": 66.9, "bandwidth": 3.35},
-    "H200": {"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "fp32": 66.9, "bandwidth": 4.8},
-    "H800": {"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "fp32": 66.9, "bandwidth": 3.35},
-    "B200": {"bf16": 2250.0, "fp8": 4500.0, "mxfp8": 4500.0, "int8": 4500.0, "fp32": 75.0, "bandwidth": 8.0},
-    "A100": {"bf16": 311.9, "int8": 623.7, "fp32": 19.5, "bandwidth": 2.04},
-    "A100 PCIe": {"bf16": 311.9, "int8": 623.7, "fp32": 19.5, "bandwidth": 1.94},
-    "L40S": {"bf16": 362.1, "fp8": 733.0, "int8": 733.0, "fp32": 91.6, "bandwidth": 0.864},
-    "RTX 4090": {"bf16": 165.2, "fp8": 330.3, "int8": 660.6, "fp32": 82.6, "bandwidth": 1.008},
-    "RTX 5090": {"bf16": 209.5, "fp8": 419.0, "mxfp8": 419.0, "int8": 838.0, "fp32": 104.8, "bandwidth": 1.792},
-    "RTX 3090": {"bf16": 71.0, "int8": 284.0, "fp32": 35.6, "bandwidth": 0.936},
-}
 
-MEMORY_GIB = {
-    "H100 PCIe": 79.1,
-    "H100": 79.1,
-    "H200": 139.8,
-    "H800": 79.1,
-    "B200": 178.4,
-    "A100": 79.3,
-    "A100 PCIe": 79.3,
-    "L40S": 44.4,
-    "RTX 4090": 23.5,
-    "RTX 5090": 31.4,
-    "RTX 3090": 23.6,
+@dataclass(frozen=True)
+class Gpu:
+    """A product's datasheet."""
+
+    peaks: dict[str, float]
+    """Dense TFLOP/s (TOPS for int8) with fp32 accumulation, and memory bandwidth in TB/s."""
+    memory_gib: float
+    """As torch reports it; of A100 and H100 the one with 80 GB."""
+    link: str
+    """What links the GPUs of a machine as they are sold: a name of `train/settings/machine.py`'s WIRES."""
+
+
+# By product name (`product_of`). Products that are not listed are measured: laptop, NVL and other variants have peaks
+# of their own.
+DATASHEET = {
+    "H100 PCIe": Gpu({"bf16": 756.4, "fp8": 1512.9, "int8": 1512.9, "fp32": 51.2, "bandwidth": 2.0}, 79.1, "pcie"),
+    "H100": Gpu({"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "fp32": 66.9, "bandwidth": 3.35}, 79.1, "nvlink"),
+    "H200": Gpu({"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "fp32": 66.9, "bandwidth": 4.8}, 139.8, "nvlink"),
+    "H800": Gpu({"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "fp32": 66.9, "bandwidth": 3.35}, 79.1, "nvlink_h800"),
+    "B200": Gpu(
+        {"bf16": 2250.0, "fp8": 4500.0, "mxfp8": 4500.0, "int8": 4500.0, "fp32": 75.0, "bandwidth": 8.0},
+        178.4,
+        "nvlink5",
+    ),
+    "A100": Gpu({"bf16": 311.9, "int8": 623.7, "fp32": 19.5, "bandwidth": 2.04}, 79.3, "nvlink3"),
+    "A100 PCIe": Gpu({"bf16": 311.9, "int8": 623.7, "fp32": 19.5, "bandwidth": 1.94}, 79.3, "pcie4"),
+    "L40S": Gpu({"bf16": 362.1, "fp8": 733.0, "int8": 733.0, "fp32": 91.6, "bandwidth": 0.864}, 44.4, "pcie4"),
+    "RTX 4090": Gpu({"bf16": 165.2, "fp8": 330.3, "int8": 660.6, "fp32": 82.6, "bandwidth": 1.008}, 23.5, "pcie4"),
+    "RTX 5090": Gpu(
+        {"bf16": 209.5, "fp8": 419.0, "mxfp8": 419.0, "int8": 838.0, "fp32": 104.8, "bandwidth": 1.792}, 31.4, "pcie"
+    ),
+    "RTX 3090": Gpu({"bf16": 71.0, "int8": 284.0, "fp32": 35.6, "bandwidth": 0.936}, 23.6, "pcie4"),
 }
-"""Memory of the products of DATASHEET as torch reports it; of A100 and H100 those with 80 GB."""
 
 RUNS_AS = {"int4": "int8"}
 """Arithmetic that this package runs on the tensor cores of another: packed INT4 codes are unpacked to INT8."""
@@ -63,19 +67,20 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Constants of glibc's malloc.h."""
 
 
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""Of version 2 and version 1."""
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # version 2, version 1
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device and its peaks. peaks: TFLOP/s by arithmetic; memory_bytes: of the GPU, for a CPU of the host; measured:
-    timed here, not from a datasheet."""
+    """A device and its peaks."""
 
     name: str
     peaks: dict[str, float]
+    """TFLOP/s by arithmetic."""
     memory_bytes: int | None
+    """Of the GPU; of the host for a CPU."""
     measured: bool
+    """Whether the peaks were timed here; else they are of a datasheet."""
 
     def peak(self, arithmetic: str) -> float:
         """TFLOP/s of an arithmetic. One that the device lacks is emulated at the bf16 or fp32 rate."""
@@ -130,9 +135,9 @@ def describe_hardware(device: torch.device) -> Hardware:
         name = f"CPU, {torch.get_num_threads()} threads"
         return Hardware(name, _measured_peaks(device), host_memory(), measured=True)
     properties = torch.cuda.get_device_properties(device)
-    peaks = DATASHEET.get(product_of(properties.name))
-    measured = peaks is None
-    return Hardware(properties.name, _measured_peaks(device) if measured else peaks, properties.total_memory, measured)
+    known = DATASHEET.get(product_of(properties.name))
+    peaks = _measured_peaks(device) if known is None else known.peaks
+    return Hardware(properties.name, peaks, properties.total_memory, measured=known is None)
 
 
 def planned_gpus() -> dict[str, str]:
@@ -145,7 +150,8 @@ def datasheet_hardware(name: str, flag: str = "--gpu") -> Hardware:
     product = planned_gpus().get(name.lower())
     if product is None:
         raise unknown_name(flag, "GPU", name, planned_gpus())
-    return Hardware(product, DATASHEET[product], int(MEMORY_GIB[product] * 2**30), measured=False)
+    found = DATASHEET[product]
+    return Hardware(product, found.peaks, int(found.memory_gib * 2**30), measured=False)
 
 
 def host_memory() -> int | None:
@@ -171,12 +177,14 @@ def _measured_peaks(device: torch.device) -> dict[str, float]:
     """TFLOP/s by arithmetic, of square products of random data."""
     if device.type != "cuda":
         return _cpu_peaks(torch.get_num_threads())
+    # The fastest of four: the first call of each also selects and loads its kernel.
     rates = {name: max(product_rate(*product) for _ in range(4)) for name, product in _products(8192, device).items()}
     if has_fp8(device):
         a, one = torch.randn(8192, 8192, device=device).to(torch.float8_e4m3fn), torch.ones((), device=device)
         multiply = functools.partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
         rates["fp8"] = max(product_rate(multiply, a) for _ in range(4))
     if has_mx(device):
+        # The datasheets have one rate for both.
         rates["mxfp8"] = rates["fp8"]
     return rates
 

@@ -37,6 +37,7 @@ def hub_reachable() -> bool:
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return False
     seconds = hub_timeout()
+    # The libraries read their environment at import, which has been: their constants are set as well.
     for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):
         if TIMEOUT in os.environ and name not in os.environ:
             os.environ[name] = str(math.ceil(seconds))  # for worker processes
@@ -87,6 +88,7 @@ def reaching_hub(flag: str, what: str, fix: str) -> Iterator[None]:
         RepositoryNotFoundError,
     )
 
+    # Before hub_reachable, which may switch to offline itself.
     asked_offline = _offline_by_setting()
     reachable = hub_reachable()
     waited = "" if asked_offline else f" within {hub_timeout():g} s ({TIMEOUT} sets the seconds)"

@@ -1,7 +1,7 @@
 """This process: how it starts and ends as a script, and what of POSIX it does without on Windows.
 
-`prepare` comes first in a program, `run_script` runs its main: errors that are messages, Ctrl-C, closed streams and
-pipes, exit codes, one of several ranks.
+`prepare_process` comes first in a program, `run_script` runs its main: errors that are messages, Ctrl-C, closed streams
+and pipes, exit codes, one of several ranks.
 """
 
 import atexit
@@ -46,7 +46,7 @@ class _TorchvisionOnCPU(MetaPathFinder):
                     self.declared.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
-def prepare(*, script: bool = False) -> None:
+def prepare_process(*, script: bool = False) -> None:
     """Let timm and transformers, imported after this call, import torchvision with a CPU build of torch. Where torch
     has CUDA nothing changes.
 
@@ -107,7 +107,7 @@ def _run_script(main: Callable[[list[str]], None], interrupted: str) -> None:
     Text that the console's encoding lacks is escaped. interrupted: the message for a Ctrl-C that main does not handle.
     """
     _open_missing_streams()
-    prepare()
+    prepare_process()
     watch_launcher()
     for stream in (sys.stdout, sys.stderr):
         if getattr(stream, "errors", None) == "strict":

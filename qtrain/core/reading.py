@@ -40,6 +40,13 @@ def refuse_special(path: str | Path, flag: str) -> None:
         raise UserError(f"{flag}: {str(path)!r} is {kind}.{fix}")
 
 
+def refuse_other(path: str | Path, flag: str, fix: str = "") -> None:
+    """UserError naming `flag` for what is at `path` in place of a file: a folder, a FIFO, a device. Reading it may fail
+    or never end."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f"{flag}: {path} is not a file{fix}.")
+
+
 def read_small(path: str | Path, most: int, fifo_seconds: float = 0) -> bytes:
     """The contents of a regular file of at most `most` bytes. OSError for another one, whose strerror says why.
 
@@ -48,6 +55,7 @@ def read_small(path: str | Path, most: int, fifo_seconds: float = 0) -> bytes:
     if kind and not (fifo_seconds and "FIFO" in kind):
         raise OSError(errno.EINVAL, f"it is {kind}")
     with open(path, "rb", opener=_open_at_once) as file:
+        # One byte more than allowed tells a file that is too long from one that just fits.
         data = _read_fifo(file.fileno(), most, fifo_seconds) if kind else file.read(most + 1)
     if len(data) > most:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes")

@@ -35,6 +35,7 @@ class Registry(Generic[T]):
     @property
     def _entries(self) -> dict[str, type[T]]:
         while self._modules:
+            # Taken out first: a module that asks the registry while it is imported must not be imported again.
             importlib.import_module(self._modules.pop(0))
         return self._registered
 
@@ -43,6 +44,7 @@ class Registry(Generic[T]):
 
         def add(cls: type[T]) -> type[T]:
             assert name not in self._registered, f"{self.kind} {name!r} is registered twice"
+            # It is the entry's line in --list.
             assert cls.__doc__, f"{self.kind} {name!r} has no docstring"
             self._registered[name] = cls
             return cls
@@ -96,6 +98,7 @@ class Registry(Generic[T]):
 def field_docs(cls: type) -> Mapping[str, str]:
     """The docstring under each field of a dataclass, those of its bases included, on one line."""
     found: dict[str, str] = {}
+    # Python keeps no docstrings of fields: they are read from the source. A subclass's replaces its base's.
     for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
         for field, below in itertools.pairwise(body):

@@ -40,8 +40,8 @@ from qtrain.train.step.step import ExpertBalance, apply_gradients, compute_gradi
 log = logging.getLogger("qtrain")
 
 SAVE_ENDED = 1000
-"""Beyond the numbers of signals: what ranks tell each other in a step when a checkpoint written in the background is on
-disk, or could not be written. All of them then finish it after the same step."""
+"""Sentinel above all signal numbers: in a step's all-reduce of stop signals it says that a checkpoint written in the
+background is on disk, or could not be written. All ranks then finish it after the same step."""
 
 Evaluation = Callable[[], dict[str, Any]]
 """Evaluates the model in its current state. Returns metrics by name, `eval_loss` among them if there is one."""
@@ -105,6 +105,7 @@ class Training:
                 stop = stack.enter_context(StopSignals(collective=run.parallel.mesh.world > 1))
                 status = stack.enter_context(StatusLine(settings.n_steps, log, unit=self.plan.unit.per_second))
                 profiler = stack.enter_context(StepProfiler(run.folder.path, log, enabled=settings.profile))
+                # Before the first step, or the evaluation that a stop signal has skipped.
                 if self._evaluation_due() and not self._evaluated:
                     self._evaluate()
                 while run.state.step < settings.n_steps and not stop.requested:
@@ -118,6 +119,7 @@ class Training:
         finally:
             if self.graphs is not None:
                 self.graphs.release()
+            # Also when training fails: a checkpoint that is under way is still worth its disk space.
             self._settle_save()
             self.metrics.close()
             self.trackers.close()
@@ -142,6 +144,7 @@ class Training:
         run, settings, state = self.run, self.run.settings, self.run.state
         batches, positions = zip(*self._next_batches(), strict=True)
         lr = settings.lr * self.schedule.factor(state.step, settings.n_steps)
+        # The backward pass below updates the weights itself.
         if self.in_backward is not None:
             set_lr(run.optimizer, lr)
         gradients = compute_gradients(
@@ -155,6 +158,7 @@ class Training:
             parallel=run.parallel,
             stop_signal=SAVE_ENDED if run.background.ended else stop.number,
         )
+        # Before the update, so that no weight has seen it; in backward it is too late, which the message says.
         if not gradients.finite:
             raise self._nonfinite(gradients)
         apply_gradients(
@@ -171,10 +175,12 @@ class Training:
         state.step += 1
         note_step(state.step)
         state.tokens += gradients.tokens
+        # Where the stream stands after this step: a resumed run begins there.
         state.data = positions[-1]
         if run.ema is not None:
             run.ema.update(state.step)
         self.throughput.step(gradients.tokens)
+        # Agreed on by all ranks in this step's reduction: whoever saw it first, all act after the same step.
         self._save_ended = gradients.stop_signal == SAVE_ENDED
         if not self._save_ended:
             stop.agree(gradients.stop_signal)
@@ -288,6 +294,7 @@ class Training:
             with contextlib.suppress(TrainingStopped):
                 self.run.background.finish()
         if rank() == 0:
+            # The lines so far are still readable through the open file.
             self.metrics.move(self._metrics_path)
         self.trackers.close()
         self.trackers = self._open_trackers()
@@ -296,11 +303,13 @@ class Training:
 
     def _evaluate(self) -> None:
         run, state = self.run, self.run.state
+        # The weights that are exported: averages, where the optimizer or --ema_decay keeps them.
         with self.throughput.pause(), eval_weights(run.optimizer, run.quantized, run.ema, run.parallel):
             found = self.evaluation()
         if not found:
             return
         loss = found.get("eval_loss")
+        # In the state, so that a resumed run compares with the best so far.
         if loss is not None and (state.best_eval_loss is None or loss < state.best_eval_loss):
             state.best_eval_loss = loss
         self._record({"step": state.step, self.plan.unit.many: state.tokens, **found})
@@ -359,6 +368,7 @@ def explain_out_of_memory(
         if not is_out_of_memory(error):
             raise
         capacity = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+        # Advice starts from the sizes in force, not from the zeros that stand for defaults.
         in_force = plan.settings_in_force(settings)
         names = OPTIMIZERS.names()
         raise out_of_memory(step(), in_force, plan.memory, peak_memory(device), capacity, names) from None

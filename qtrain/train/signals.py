@@ -28,7 +28,7 @@ class StopSignals:
                     save(); break
 
     Schedulers send SIGUSR1 before a preemption, a terminal that closes SIGHUP, unless nohup has it ignored. A second
-    Ctrl-C ends the process at once. To be entered in the main thread; on exit the former handlers are restored.
+    Ctrl-C ends the process at once. To be entered in the main thread; on exit the previous handlers are restored.
     collective: stop only on what all ranks `agree` on.
     """
 
@@ -42,6 +42,7 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         hang_up = getattr(signal, "SIGHUP", None)
+        # nohup has SIGHUP ignored: it stays so.
         for number in STOP_SIGNALS:
             if number != hang_up or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._handle)

@@ -37,7 +37,7 @@ def test_only_the_very_product_has_the_peaks_of_its_datasheet(name, product, mon
     monkeypatch.setattr(hardware, "_measured_peaks", lambda device: {"bf16": 1.0})
     found = describe_hardware(GPU)
     assert found.measured == (product is None) and found.name == name
-    assert found.peaks == ({"bf16": 1.0} if product is None else DATASHEET[product])
+    assert found.peaks == ({"bf16": 1.0} if product is None else DATASHEET[product].peaks)
 
 
 class BusyMachine:

@@ -63,9 +63,9 @@ hook, finders = sys.excepthook, list(sys.meta_path)
 import qtrain, qtrain.core.config, qtrain.models, qtrain.data, qtrain.train.loop
 added = [finder for finder in sys.meta_path if finder not in finders and type(finder).__module__.startswith("qtrain")]
 assert sys.excepthook is hook and not added, added
-from qtrain.core.process import prepare
-prepare()
-prepare()
+from qtrain.core.process import prepare_process
+prepare_process()
+prepare_process()
 added = [finder for finder in sys.meta_path if type(finder).__module__.startswith("qtrain")]
 assert sys.excepthook is hook and len(added) == 1
 import torchvision.ops
@@ -73,6 +73,6 @@ import torchvision.ops
 
 
 def test_importing_the_package_changes_nothing_for_other_programs():
-    """Only `prepare`, which a program calls itself, lets torchvision be imported with a CPU build of torch."""
+    """Only `prepare_process`, which a program calls itself, lets torchvision be imported with a CPU build of torch."""
     done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

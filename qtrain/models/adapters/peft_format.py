@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from qtrain.core.checks import check_fields, check_value, json_type, read_json, shown, user_path
 from qtrain.core.checksums import check_checksums
 from qtrain.core.errors import UserError
+from qtrain.core.reading import refuse_other
 from qtrain.models.adapters.lora import ALL, Lora, LoraLinear, lora_linears
 from qtrain.models.hf.io import refuse_nonfinite
 from qtrain.models.hf.writing import finish_export, writing_export
@@ -150,8 +151,7 @@ def load_adapter(model: nn.Module, folder: str, flag: str = "--lora", base: str 
 
     where = f"{flag}.adapter"
     path = user_path(folder, where) / WEIGHTS
-    if path.exists() and not path.is_file():
-        raise UserError(f"{where}: {path} is not a file.")
+    refuse_other(path, where)
     try:
         saved = load_file(path)
     except (OSError, SafetensorError) as error:

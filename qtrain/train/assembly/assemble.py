@@ -70,6 +70,7 @@ def assemble(
         units=architecture.units(model) if prepared.reshards else (),
         partitions=model_partitions(model) if settings.optimizer_in_backward else None,
     )
+    # The optimizer updates masters, which may be shards; the model's parameters are gathered from them.
     for group in groups:
         group["params"] = [parallel.master(p) for p in group["params"]]
     optimizer = prepared.optimizer.build(groups, settings.lr, seed=settings.seed)
@@ -99,6 +100,7 @@ def assemble(
 
 def freeze_embedding(model: nn.Module) -> list[str]:
     """Freeze the embedding. Returns the line to print; none for a model without an embedding."""
+    # A tied head is frozen with it: they are one matrix.
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     for embedding in embeddings:
         embedding.weight.requires_grad_(False)

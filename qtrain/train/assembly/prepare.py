@@ -36,12 +36,13 @@ BUILT_IN_FULL = (
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared(CheckedSettings):
-    """A run that can be built. text: the plan and the list of linears, as printed."""
+    """A run that can be built."""
 
     architecture: Architecture
     linears: tuple[LinearChoice, ...]
     plan: Plan
     text: str
+    """The plan and the list of linears, as printed."""
 
 
 def prepare(

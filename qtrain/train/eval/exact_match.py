@@ -37,6 +37,7 @@ class WrittenQuestion:
 
 def final_answer(text: str) -> str | None:
     """The final answer of a solution: what follows a marker (####, "The answer is:", a box), else the last number."""
+    # The last one counts: a solution may repeat the marker in its reasoning.
     for pattern in _MARKED:
         if found := pattern.findall(text):
             return _normalized(found[-1])
@@ -61,6 +62,7 @@ def load_written_questions(
     UserError without a dataset, or one without prompts and answers, or none whose answer can be checked."""
     if spec is None:
         raise UserError("--accuracy: questions come from --eval_ds; give that, or leave --accuracy out.")
+    # The same questions at every evaluation, whatever the seed of the run.
     flag, ctx = "--eval_ds", dataclasses.replace(ctx, seed=0, shuffle=False)
     dataset = DATASETS.make_typed(spec, flag)
     if not isinstance(dataset, ExampleDataset):
@@ -68,6 +70,7 @@ def load_written_questions(
     found = (parts for parts in dataset.examples(ctx, flag) if final_answer(_last_answer(parts)) is not None)
     texts = [("".join(p.text for p in parts[: _last(parts)]), _last_answer(parts)) for parts in islice(found, count)]
     prompts = ctx.tokenizer.encode_batch([prompt for prompt, _ in texts])
+    # As the training data begin their examples.
     begin = [ctx.tokenizer.bos_id] if dataset.begin_token and ctx.tokenizer.bos_id is not None else []
     pairs = zip(texts, prompts, strict=True)
     questions = [WrittenQuestion(prompt, begin + ids, gold) for (prompt, gold), ids in pairs if 0 < len(ids) < longest]

@@ -136,6 +136,8 @@ def _candidates(questions: Sequence[HellaSwagQuestion], tokenizer: Encoder, max_
         n_context = len(tokenizer.encode(asked.context.rstrip()))  # a space at the end belongs to the ending
         for which, ending in enumerate(asked.endings):
             tokens = tokenizer.encode(f"{asked.context} {ending}")
+            # Context and ending are encoded together, as the model would read them: tokens after the context's are the ending.
+            # A long text loses its beginning, never its ending.
             n_ending = max(1, min(len(tokens) - n_context, len(tokens) - 1, max_len))
             found.append(_Candidate(number, which, tokens[-(max_len + 1) :], n_ending))
     return found
@@ -154,6 +156,7 @@ def _log_likelihoods(
     logits: Callable[[Tensor], Tensor], batch: list[_Candidate], size: int, max_len: int, device: torch.device
 ) -> list[float]:
     longest = max(len(c.tokens) - 1 for c in batch)
+    # Few different lengths: each one is compiled once.
     length = min(-(-longest // PAD_TO) * PAD_TO, max_len)
     ids = torch.zeros(size, length, dtype=torch.int64)  # padded on the right, where a causal model does not look
     for row, candidate in enumerate(batch):
@@ -162,6 +165,7 @@ def _log_likelihoods(
     sums = []
     for row, candidate in enumerate(batch):
         end = len(candidate.tokens) - 1
+        # Logits at position t predict token t + 1: those of the ending begin one before it.
         scored = out[row, end - candidate.n_ending : end].float()  # [n_ending, V]
         targets = torch.tensor(candidate.tokens[-candidate.n_ending :], device=device)
         picked = scored.gather(1, targets[:, None])[:, 0] - scored.logsumexp(dim=1)
@@ -169,7 +173,7 @@ def _log_likelihoods(
     return torch.stack(sums).tolist()
 
 
-def evaluate(
+def evaluate_hellaswag(
     logits: Callable[[Tensor], Tensor],
     tokenizer: Encoder,
     questions: Sequence[HellaSwagQuestion],
@@ -189,6 +193,7 @@ def evaluate(
             scores[candidate.question][candidate.ending] = score
     right = right_norm = 0
     for asked, plain in zip(questions, scores, strict=True):
+        # Longer endings have lower likelihoods: the normalized score is per character, as in lm-evaluation-harness.
         per_character = [score / max(len(ending), 1) for score, ending in zip(plain, asked.endings, strict=True)]
         right += plain.index(max(plain)) == asked.answer
         right_norm += per_character.index(max(per_character)) == asked.answer

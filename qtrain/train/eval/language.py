@@ -1,4 +1,4 @@
-"""Evaluation of a language model during training: loss over fixed windows, HellaSwag, and sampled text."""
+"""Evaluation of a language model: the mean loss over validation windows, HellaSwag, sampled text."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,6 @@ from qtrain.data.tokenizers.tokenizer import Tokenizer
 from qtrain.models import generate
 from qtrain.train.eval import hellaswag
 from qtrain.train.step.forward import Forward
-from qtrain.train.step.step import evaluate
 
 
 @dataclass(kw_only=True)
@@ -33,7 +32,7 @@ class LanguageEvaluation:
         """`eval_loss`, `hellaswag` and `hellaswag_norm` (accuracies), `samples` [(prompt, continuation)]."""
         found: dict[str, Any] = {}
         if self.windows:
-            found["eval_loss"] = evaluate(self.model, self.forward, self.windows)
+            found["eval_loss"] = mean_loss(self.model, self.forward, self.windows)
         if self.questions:
             score = self._hellaswag()
             found |= {"hellaswag": score.accuracy, "hellaswag_norm": score.accuracy_norm}
@@ -44,7 +43,7 @@ class LanguageEvaluation:
     def _hellaswag(self) -> hellaswag.Score:
         was_training = self.model.training
         self.model.eval()
-        score = hellaswag.evaluate(
+        score = hellaswag.evaluate_hellaswag(
             self.model,
             self.tokenizer,
             self.questions,
@@ -77,3 +76,17 @@ def sample_texts(
         )
         samples.append((prompt, tokenizer.decode(out[0, len(ids) :].tolist())))
     return samples
+
+
+@torch.no_grad()
+def mean_loss(model: nn.Module, forward: Forward, batches: Iterable[Batch]) -> float:
+    """Mean loss per trained token over all batches, without z-loss. The model keeps its training mode."""
+    was_training = model.training
+    model.eval()
+    nll = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    trained = 0
+    for batch in batches:
+        nll += forward(batch).nll
+        trained += batch.n_trained
+    model.train(was_training)
+    return float(nll) / max(trained, 1)

@@ -15,16 +15,17 @@ from qtrain.data.permutation import Permutation
 
 @dataclass
 class VisionEvaluation:
-    """Called by the training loop: loss and accuracy over validation images, the same ones each time.
-
-    images: None: nothing is evaluated. limit: number of images; 0: all. threads: for reading and decoding."""
+    """Called by the training loop: loss and accuracy over validation images, the same ones each time."""
 
     model: nn.Module
     images: Images | None
+    """None: nothing is evaluated."""
     transform: ImageTransform
     batch_size: int
     limit: int
+    """Number of images; 0: all."""
     threads: int
+    """Threads that read and decode."""
 
     def __call__(self) -> dict[str, Any]:
         """`eval_loss` (mean cross-entropy), `top1` and `top5` (fractions)."""
@@ -43,6 +44,7 @@ class VisionEvaluation:
 
     def _batches(self):
         """(images [B, C, H, W], labels [B]), prefetched by one batch."""
+        # A sample of all classes: folders list their images class by class.
         order = Permutation(len(self.images), 0).all()[: self._count] if self.limit else range(self._count)
         starts = range(0, self._count, self.batch_size)
         with ThreadPoolExecutor(self.threads, "evaluation") as pool:

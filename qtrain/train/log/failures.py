@@ -66,6 +66,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that the memory of the device or of the host is exhausted."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
+    # CUDA's allocator has a type of its own; the host's, and cuBLAS's workspace, only a text.
     messages = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, RuntimeError) and any(message in str(error) for message in messages)
 
@@ -82,6 +83,7 @@ def memory_advice(settings: Mapping[str, Any], optimizers: Iterable[str] = ()) -
     """
     advice, names = [], list(optimizers)
     micro = settings.get("micro_batch_size", 1)
+    # The cheapest first: smaller micro-batches change neither the result nor, by much, the speed.
     if micro > 1 and not settings.get("optimizer_in_backward"):  # it cannot accumulate
         smaller = _largest_divisor(micro, micro // 2)
         accumulation = settings.get("gradient_accumulation", 0) * micro // smaller
@@ -92,6 +94,7 @@ def memory_advice(settings: Mapping[str, Any], optimizers: Iterable[str] = ()) -
         advice.append("--activation_checkpointing selective (now none; a little slower)")
     if kept in ("none", "selective"):
         advice.append(f"--activation_checkpointing full (now {kept}; about a quarter slower)")
+    # As the table of exclusions: not with --tp, --ep, --deterministic or accumulation.
     own, one_pass = settings.get("optim") in names, settings.get("gradient_accumulation") == 1
     parts = settings.get("tp", 1) > 1 or settings.get("ep", 1) > 1
     if own and one_pass and not (parts or settings.get("deterministic") or settings.get("optimizer_in_backward")):

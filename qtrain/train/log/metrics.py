@@ -54,12 +54,14 @@ class MetricsLog:
     def __init__(self, path: Path, resumed_step: int | None = None):
         self.path = Path(path)
         if resumed_step is not None and self.path.is_file():
+            # Steps after the checkpoint are trained again, and logged again.
             self._truncate(resumed_step)
         self._file = self.path.open("ab+", buffering=0)
         self._pending = b""
 
     def _truncate(self, last_step: int) -> None:
         with self.path.open("rb") as file:
+            # A copy that replaces the log at once: a kill in between loses nothing.
             kept = [line for line in file if (record := _record(line)) and record["step"] <= last_step]
         shorter = self.path.with_name(f".{self.path.name}.tmp")
         with shorter.open("wb") as file:
@@ -75,6 +77,7 @@ class MetricsLog:
         self._append(line.encode())
 
     def _append(self, data: bytes) -> None:
+        # One write of whole lines: a kill leaves at most the last one truncated.
         first, self._pending = not self._pending, self._pending + data
         try:
             while self._pending:
@@ -89,7 +92,7 @@ class MetricsLog:
         return self._pending.count(b"\n")
 
     def move(self, path: Path) -> None:
-        """Continue in the new file `path`, which begins with the lines so far, also where the former one is deleted."""
+        """Continue in the new file `path`, which begins with the lines so far, also where the file is deleted."""
         lines = b""
         with contextlib.suppress(OSError):  # a network file system may not give a deleted file's content
             self._file.seek(0)
@@ -189,22 +192,27 @@ class Throughput:
 
     def read(self) -> Rate | None:
         """Speed since the last `read`; None if no step has been counted since."""
+        # Synchronizes: the steps that were counted have run.
         self._count_time()
         window, self._window = self._window, _Sums()
         return window.rate()
 
 
 @dataclass(frozen=True)
-class Unit:
-    """one, many: words for one and several; many is also the key of the total in metrics.jsonl, rate that of the speed.
-    per_second: the unit of the speed. batch: what a batch consists of."""
+class SampleUnit:
+    """What a run counts: tokens or images."""
 
     one: str
+    """Words for one of them."""
     many: str
+    """The word for several, and the key of the total in metrics.jsonl."""
     rate: str
+    """The key of the speed in metrics.jsonl."""
     per_second: str
+    """The unit of the speed."""
     batch: str
+    """What a batch consists of."""
 
 
-TOKENS = Unit("a token", "tokens", "tok_s", "tok/s", "sequences")
-IMAGES = Unit("an image", "images", "img_s", "img/s", "images")
+TOKENS = SampleUnit("a token", "tokens", "tok_s", "tok/s", "sequences")
+IMAGES = SampleUnit("an image", "images", "img_s", "img/s", "images")

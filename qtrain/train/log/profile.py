@@ -23,6 +23,7 @@ class StepProfiler:
     ):
         self._logger = logger
         self._trace = Path(run_dir) / "profile" / f"trace_rank{rank}.json.gz"
+        # skip: steps that compile; one more warms the profiler up.
         self._remaining = self._needed = skip + 1 + steps if enabled else 0
         self._profiler = None
         if enabled:

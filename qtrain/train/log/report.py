@@ -16,7 +16,7 @@ from typing import Any
 
 from qtrain.core.checks import MAX_JSON
 from qtrain.core.reading import read_small
-from qtrain.train.log.metrics import IMAGES, TOKENS, Unit, read_metrics
+from qtrain.train.log.metrics import IMAGES, TOKENS, SampleUnit, read_metrics
 from qtrain.train.log.status import duration, short_number
 
 Points = list[tuple[float, float]]
@@ -65,6 +65,7 @@ def _averaged_points(points: Points) -> Points:
     """At most MAX_POINTS points: means over intervals of equally many."""
     if len(points) <= MAX_POINTS:
         return points
+    # A run has more steps than a chart has pixels.
     size = -(-len(points) // MAX_POINTS)
     runs = [points[start : start + size] for start in range(0, len(points), size)]
     return [(sum(x for x, _ in run) / len(run), sum(y for _, y in run) / len(run)) for run in runs]
@@ -74,6 +75,7 @@ def axis_ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Round numbers within [low, high], 1, 2 or 5 times a power of ten apart."""
     raw = (high - low) / about
     power = 10.0 ** math.floor(math.log10(raw))
+    # 0.999: rounding must not skip a gap that fits exactly.
     gap = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
     return [gap * n for n in range(math.ceil(low / gap - 1e-9), math.floor(high / gap + 1e-9) + 1)]
 
@@ -121,11 +123,12 @@ def _chart(title: str, series: Sequence[tuple[str, Points]]) -> str:
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def _training_seconds(records: Iterable[Mapping[str, Any]], unit: Unit) -> float:
+def _training_seconds(records: Iterable[Mapping[str, Any]], unit: SampleUnit) -> float:
     """Time spent training: each record's new tokens (or images) over its speed."""
     seconds, tokens_before = 0.0, 0
     for record in records:
         if _number(tokens := record.get(unit.many)):
+            # The log has speeds, not times: pauses for evaluation and checkpoints are left out of them.
             if _number(speed := record.get(unit.rate)) and speed > 0:
                 seconds += max(tokens - tokens_before, 0) / speed
             tokens_before = tokens
@@ -221,5 +224,6 @@ def write_report(run_dir: Path, failure: str | None = None) -> Path:
     )
     unfinished = run_dir / ".report.html.tmp"
     unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")
+    # A browser that reloads finds a whole page.
     os.replace(unfinished, run_dir / "report.html")
     return run_dir / "report.html"

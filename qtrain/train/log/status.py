@@ -33,6 +33,7 @@ class TolerantStream:
 
     def write(self, text: str) -> int:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        # Characters that the encoding lacks are escaped rather than refused.
         self._attempt(lambda: self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding)))
         return len(text)
 
@@ -88,6 +89,7 @@ def setup_log(run_dir: Path | None, console: Console | None = None, rank: int = 
     Calling it again replaces the handlers. Ranks other than 0 show only warnings, and write train.rank<N>.log.
     """
     logger = logging.getLogger("qtrain")
+    # Called again when the run folder is known, and when it has moved.
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
@@ -188,6 +190,7 @@ class StatusLine:
         """Seconds per step over the window that ends with the steps since the last update."""
         steps = max(step - self._last_step, 1)
         self._window.append((steps, steps * step_s))
+        # At least the newest entry stays, however long it took.
         while sum(seconds for _, seconds in self._window) - self._window[0][1] > ETA_SECONDS:
             self._window.popleft()
         return sum(seconds for _, seconds in self._window) / sum(steps for steps, _ in self._window)

@@ -122,6 +122,7 @@ class Trackers:
 
     def log(self, record: Mapping[str, Any], step: int) -> None:
         """Send the numbers and the `samples` of a record; other text, lists and nulls are in metrics.jsonl only."""
+        # Numbers alone: a bool is an int, but no tracker draws it.
         values = {
             key: value
             for key, value in record.items()

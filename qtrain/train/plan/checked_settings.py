@@ -27,10 +27,11 @@ from qtrain.train.state.run_folder import RunFolder, find_run_folder
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedSettings:
-    """`settings` and what follows from them alone. script: name of the script, without .py."""
+    """`settings` and what follows from them alone."""
 
     settings: TrainSettings
     script: str
+    """Name of the script, without .py."""
     device: torch.device
     dtype: torch.dtype
     geometry: BatchGeometry
@@ -40,7 +41,7 @@ class CheckedSettings:
     folder: RunFolder
     mesh: Mesh
     reshards: bool = False
-    """Whether layers are gathered when they run (`plan/resharding.py`)."""
+    """Whether layers are gathered when they run (`plan/sharding.py`)."""
     notes: tuple[str, ...] = ()
     """Lines for the plan: settings that have no effect."""
 
@@ -81,8 +82,10 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
     notes = check_exclusions(options)
     check_planned_scheme(settings, scheme)
     check_trackers(settings.trackers)
+    # Every process refuses its own mistakes before it joins; from here on they talk to each other.
     join_world(device, settings.rank_timeout)
     _check_alike(settings)
+    # None where this process is a rank of the run itself.
     planned = mesh_of_world(settings)
     # The process that starts the ranks of --gpus leaves what --resume finds to rank 0, which prints it.
     with contextlib.redirect_stdout(None) if planned and not settings.dry_run else contextlib.nullcontext():

@@ -18,19 +18,23 @@ from qtrain.train.settings.machine import START_SECONDS, Wire
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a collective. in_node: how many of them share a machine."""
+    """The ranks of a collective."""
 
     count: int
     in_node: int
+    """How many of them share a machine."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one GPU and step: bytes that it sends inside its machine and to others, and how long that takes."""
+    """Communication of one GPU in a step."""
 
     inside: float = 0.0
+    """Bytes sent intra-node."""
     between: float = 0.0
+    """Bytes sent inter-node."""
     seconds: float = 0.0
+    """Time on the wires: the slower of the two kinds, latency included."""
 
     @property
     def bytes(self) -> float:
@@ -45,17 +49,19 @@ class Cost:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines of `gpus_per_node` GPUs. inside, between: the wires of each GPU."""
+    """Machines of equally many GPUs."""
 
     gpus_per_node: int
     inside: Wire
+    """Each GPU's intra-node link."""
     between: Wire
+    """Each GPU's inter-node link."""
 
     def nodes(self, world: int) -> int:
         return -(-world // self.gpus_per_node)
 
     def every(self, step: int) -> "Cluster":
-        """As those ranks see it that are so many apart."""
+        """The cluster of every `step`-th rank, as for groups of --tp or --ep ranks that count as one."""
         return replace(self, gpus_per_node=max(self.gpus_per_node // step, 1))
 
     def world(self, mesh: Mesh) -> Ranks:
@@ -63,6 +69,7 @@ class Cluster:
 
     def shard_group(self, mesh: Mesh) -> Ranks:
         """Consecutive ranks."""
+        # The largest groups of consecutive ranks that never cross the border of a machine.
         together = self.world(mesh).in_node
         return Ranks(mesh.shard, min(mesh.shard, math.gcd(mesh.shard, together)))
 
@@ -73,8 +80,8 @@ class Cluster:
 
     def all_to_all(self, ranks: Ranks, volume: float, calls: int) -> Cost:
         """volume: bytes that each rank has for all ranks together, itself included."""
-        near, far = ranks.in_node - 1, ranks.count - ranks.in_node
-        message = volume / ranks.count
+        near, far = ranks.in_node - 1, ranks.count - ranks.in_node  # peers intra-node, inter-node
+        message = volume / ranks.count  # what a rank has for itself is not sent
         return self._cost(ranks, calls, near * message, far * message, near, far)
 
     def reduction(self, ranks: Ranks, volume: float, calls: int, by_machine: bool) -> Cost:
@@ -83,12 +90,14 @@ class Cluster:
         machines = ranks.count // ranks.in_node
         if not by_machine or 1 in (machines, ranks.in_node):
             return self.all_to_all(ranks, volume, calls)
+        # Reduced inside the machine first, each GPU has 1/in_node of the sums to exchange with its peers elsewhere.
         inside = self.all_to_all(Ranks(ranks.in_node, ranks.in_node), volume, calls)
         return inside + self.all_to_all(Ranks(machines, 1), volume / ranks.in_node, calls)
 
     def all_gather(self, ranks: Ranks, volume: float, calls: int) -> Cost:
         """volume: bytes that each rank has afterwards."""
         part, nodes = volume / ranks.count, ranks.count // ranks.in_node
+        # Each part from elsewhere enters a machine once, over one of its in_node adapters, and goes round inside.
         between = (ranks.count - ranks.in_node) * part / ranks.in_node
         inside = (ranks.count - 1) * part - between
         return self._cost(ranks, calls, inside, between, ranks.in_node - 1, nodes - 1)
@@ -96,6 +105,7 @@ class Cluster:
     def _cost(self, ranks: Ranks, calls: int, inside: float, between: float, near: int, far: int) -> Cost:
         if ranks.count == 1:
             return Cost()
+        # Both kinds of wire are busy at once: a collective takes as long as the slower one.
         seconds = max(
             inside / self.inside.bandwidth + calls * near * self.inside.message_seconds,
             between / self.between.bandwidth + calls * far * self.between.message_seconds,

@@ -31,7 +31,7 @@ from qtrain.train.plan.traffic import (
     ExpertTraffic,
     TensorTraffic,
     Traffic,
-    divided_half_bytes,
+    half_layer_bytes,
     routed_bytes_per_token,
     weights_on_wire,
 )
@@ -63,12 +63,14 @@ def plan_language_run(
     if model_config is None:
         refuse_world(settings)
         return Plan(**shared)
+    # BitNet adds norms before the output projections, whose weights count.
     if isinstance(checked.scheme, LowBitScheme) and checked.scheme.sub_norm:
         model_config = model_config.with_sub_norms("--quantize")
     found = flops_per_token(model_config, settings.seq_len)
     flops = {"blocks": found.blocks, "head": found.head, "attention": found.attention}
     flops = flops if trained is None else trained.flops(flops)
     of_layers = layer_linears(model_config)
+    # A mixture's token uses some of the experts: their GEMMs count with the share that runs.
     work = {n.name: n.weights if n.is_head else of_layers[linear_key(n.name)].used for n in linears}
     blocks, head = ([linear for linear in linears if linear.is_head == is_head] for is_head in (False, True))
     counted = count_parameters(model_config)
@@ -81,6 +83,7 @@ def plan_language_run(
         frozen=trained is not None and bool(trained.adapters),
     )
 
+    # The table of sizes asks for many meshes: the same settings with another mesh.
     def memory_on(mesh: Mesh, reshards: bool) -> dict[str, int]:
         planned = replace(checked, mesh=mesh, reshards=reshards)
         config = local_config(model_config, settings.tp, settings.ep)
@@ -113,8 +116,11 @@ def _traffic(
 ) -> Traffic:
     """What the ranks of any mesh send each other."""
     adapted = trained is not None and bool(trained.adapters)
+    # With --tp a rank's part, which its data-parallel peers have too; with --ep all, of which experts are told apart
+    # below.
     trained = trained or all_of(local_config(model_config, checked.settings.tp, 1), checked.dtype.itemsize)
     own_head = trained.head and not model_config.tie_word_embeddings
+    # A tied head is the embedding: its weight is not the linear's alone. Under adapters all linears are frozen.
     alone = [] if adapted else [linear for linear in linears if own_head or not linear.is_head]
     matrix = model_config.vocab_size * model_config.hidden_size
     ends, trained_end = 2 * matrix * (not model_config.tie_word_embeddings), sum(trained_ends(model_config, trained))
@@ -128,15 +134,15 @@ def _traffic(
         of_layers = weights_on_wire(sum(n.weights for n in in_layers), in_layers, element)
         of_adapters = adapted * trained.element * sum(math.prod(group.shape) * group.count for group in matrices)
         weights = weights_on_wire(parameters, alone, trained.element)
-        # With full sharding: what is updated in layers and at their ends travels when it is read.
-        divided = weights_on_wire(trained_end * matrix, at_end if own_head else (), element) if at_end else 0.0
-        divided += of_adapters if adapted else of_layers
+        # With full sharding: updated weights of layers, embedding and head are gathered when they are read.
+        sharded = weights_on_wire(trained_end * matrix, at_end if own_head else (), element) if at_end else 0.0
+        sharded += of_adapters if adapted else of_layers
         return Traffic(
             parameters=parameters,
             matrices=sum(group.count for group in matrices),
             element=trained.element,
             weights=weights,
-            outside=weights - divided,
+            outside=weights - sharded,
             in_layers=of_layers + of_adapters,
             at_ends=weights_on_wire(ends, at_end, element) if ends and at_end else 0.0,
             micro_batches=checked.geometry.gradient_accumulation,
@@ -144,6 +150,7 @@ def _traffic(
             deterministic=checked.settings.deterministic,
         )
 
+    # Activations come on top: every layer's inputs and outputs.
     if checked.settings.tp > 1:
         return replace(of(trained.shapes, alone, linears), tensor=_tensor_traffic(checked, model_config, linears))
     if checked.settings.ep == 1:
@@ -174,7 +181,7 @@ def _tensor_traffic(
         scheme = next(linear.scheme for linear in linears if linear_key(linear.name) == kind)
         recomputed = settings.activation_checkpointing == "full"
         sequence = settings.sequence_parallel
-        return divided_half_bytes(width, element, scheme, sequence=sequence, recomputed=recomputed, last=last)
+        return half_layer_bytes(width, element, scheme, sequence=sequence, recomputed=recomputed, last=last)
 
     of_token, calls = layers * half("qkv", last=False), layers * EXCHANGES_A_HALF
     if layers > mixtures:
@@ -210,19 +217,23 @@ def language_memory(
     linears: Sequence[LinearChoice],
     trained: TrainedPart | None,
 ) -> MemoryEstimate:
-    """Bytes by kind at each moment of a step. model_config: with --tp and --ep, of one rank's part; that tokens are
-    divided too with --tp is not counted."""
+    """Bytes by kind at each moment of a step. model_config: with --tp and --ep, of one rank's part; that --tp
+    shards the tokens too is not counted."""
     settings, element = checked.settings, checked.dtype.itemsize
+    # Layers are alike: the scheme of a linear is that of its kind.
     schemes = {linear_key(linear.name): linear.scheme for linear in linears if not linear.is_head}
+    # Frozen linears keep no input for grad_weight; adapters keep it for theirs.
     adapted = trained is not None and bool(trained.adapters)
     frozen_in_full = adapted and not checked.reshards
     head = next((linear.scheme for linear in linears if linear.is_head), None)
     # As `quant.swiglu_mlp` decides it, which takes no bias and no norm between the two linears.
+    # Of a mixture the experts decide, which are most of the layer.
     main = "experts." if model_config.moe_layers else ""
     up, down = schemes[f"{main}gate_up"], schemes[f"{main}down_proj"]
     in_one_function = up and down and not (model_config.mlp_bias or model_config.sub_norm or adapted)
     trained = trained or all_of(model_config, element)
     expert_shapes = _shapes_of_experts(model_config)
+    # Optimizer states of weights stored in low bits have no fp32 master.
     stored = {linear.shape for linear in linears if linear.stored and not linear.is_head}
     shapes = [
         ParameterShape(*found, stored=not adapted and found.hidden and found.shape in stored)
@@ -272,12 +283,13 @@ def _rank_share(
     expert_shapes: Set[tuple[int, ...]],
 ) -> RankShare:
     """What the fullest rank holds. codes_only: shapes of the weights of which ranks hold codes and a master;
-    expert_shapes: those of experts, which are divided over fewer ranks with --ep."""
+    expert_shapes: those of experts, which are sharded over fewer ranks with --ep."""
     mesh, needs_whole = checked.mesh, checked.optimizer.needs_whole
+    # Parameters of which a rank keeps a master besides what the layers read.
     apart = [s for s in shapes if not s.stored and (not s.hidden or not needs_whole(True) or s.shape in codes_only)]
 
     def of_kinds(chosen: Sequence[ParameterShape], whole: float) -> tuple[float, float]:
-        """Of experts and of all others. whole: the share of what is not divided."""
+        """Of experts and of all others. whole: the share of what is not sharded."""
         experts, others = ([s for s in chosen if (s.shape in expert_shapes) == kind] for kind in (True, False))
         own = whole if _is_whole(mesh) else fullest_share(experts, mesh.expert_mesh.shard, needs_whole)
         return own, fullest_share(others, mesh.shard, needs_whole)
@@ -289,7 +301,8 @@ def _rank_share(
         held = sum(s.elements * (own if s.shape in expert_shapes else of_others) for s in chosen)
         return held / max(sum(s.elements for s in chosen), 1)
 
-    # Experts that are not divided further keep their gradients, as all else does without shards.
+    # Of two kinds with --ep: experts over the expert-parallel ranks, all else over the data-parallel ones.
+    # Experts that are not sharded further keep their gradients, as all else does without shards.
     gradients = 0.0 if mesh.shard == 1 else fullest(shapes, whole=0.0)
     states = fullest(shapes)
     own, of_others = (states, states) if mesh.expert_mesh is None else of_kinds(shapes, 1.0)
@@ -297,13 +310,13 @@ def _rank_share(
 
 
 def _is_whole(mesh: Mesh, key: str = "experts.") -> bool:
-    """Whether a rank's part of the linear `key` is not divided further, though all else is."""
+    """Whether a rank's part of the linear `key` is not sharded further, though all else is."""
     return key.startswith("experts.") and mesh.expert_mesh is not None and mesh.expert_mesh.shard == 1
 
 
 def _linear_bytes(scheme: LowBitScheme | None, element: int, adapted: bool, in_full: bool) -> LinearBytes:
     """adapted: the linear is frozen and keeps nothing; its adapters keep the input itself. in_full: it keeps the weight
-    beside codes of it."""
+    as well as codes of it."""
     if scheme is None:
         return LinearBytes(element)
     kept = kept_input_bytes(scheme, element)

@@ -42,6 +42,7 @@ def refuse_no_swap(linears: Sequence[LinearChoice], scheme: Scheme, quantize: st
     --quantize says."""
     if not isinstance(scheme, LowBitScheme) or any(linear.scheme for linear in linears):
         return
+    # A scheme with a name is that of a frozen base; --quantize's has none.
     flag, fix = ("--lora.base", '"base":"none"') if scheme.name else ("--quantize", "--quantize bf16")
     raise UserError(
         f"{flag}: {scheme.name or quantize!r} quantizes none of the model's {len(linears)} linears: "
@@ -97,7 +98,9 @@ def resolve_auto_scheme(
         return checked, []
     saved = (read_meta(resumed_from).get("quantize_kwargs") or {}) if resumed_from else {}
     if "chosen" in saved:
+        # A resumed run keeps its schemes: its states and codes have their formats.
         scheme = dataclasses.replace(scheme, **check_fields(Auto, {"chosen": saved["chosen"]}, "--resume"))
+    # One choice for all ranks: timings differ between them.
     per_shape, lines = from_rank_0(
         lambda: choose_per_shape(
             scheme,

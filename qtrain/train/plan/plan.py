@@ -6,7 +6,7 @@ from typing import Any
 
 from qtrain.core.config import as_dict
 from qtrain.core.hardware import Hardware
-from qtrain.train.log.metrics import TOKENS, Unit
+from qtrain.train.log.metrics import TOKENS, SampleUnit
 from qtrain.train.log.status import duration, short_number, three_digits
 from qtrain.train.plan.world import WorldPlan
 from qtrain.train.settings.settings import BatchGeometry, TrainSettings
@@ -16,15 +16,7 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a run.
-
-    data: lines that describe the data. parameters: None for a model that only transformers knows (--model_impl hf);
-    flops, seconds and memory are empty then. active: those that a token uses, in a mixture of experts. flops: per
-    token, forward and backward, by kind of work. seconds: the shortest time per token by kind, each kind at the dense
-    peak of the arithmetic that it runs in. memory: bytes at the peak, by kind. emulated: arithmetic of the swapped
-    linears that the device lacks, or lacks for products of experts ("grouped"). unit: tokens; images for a vision
-    model, in every field that says token. world: where --world_size plans for GPUs that are not those that run.
-    """
+    """The plan of a run. A token is an image in the plan of a vision model."""
 
     model: str
     scheme: str
@@ -33,20 +25,29 @@ class Plan:
     tokens_per_step: int
     hardware: Hardware
     data: Sequence[str]
+    """Lines that describe the data."""
     parameters: int | None = None
+    """None for a model that only transformers knows (--model_impl hf); flops, seconds and memory are empty then."""
     active: int | None = None
+    """Parameters that a token uses, in a mixture of experts (MoE)."""
     flops: dict[str, float] = field(default_factory=dict)
+    """Per token, forward and backward, by kind of work."""
     seconds: dict[str, float] = field(default_factory=dict)
+    """The shortest time per token by kind of work, each at the dense peak of the arithmetic that it runs in."""
     memory: dict[str, int] = field(default_factory=dict)
+    """Bytes at the peak, by kind."""
     emulated: tuple[str, ...] = ()
-    unit: Unit = TOKENS
+    """Arithmetic of the swapped linears that the device lacks, or lacks for grouped GEMMs ("grouped")."""
+    unit: SampleUnit = TOKENS
     world: WorldPlan | None = None
+    """With --world_size."""
 
     def efficiency(self, tok_s: float) -> dict[str, float | None]:
         """`sol`: fraction of the speed of light; `mfu`: of the dense bf16 peak. None if the FLOPs are unknown."""
         if not self.flops:
             return {"sol": None, "mfu": None}
         per_device = tok_s / self.geometry.devices
+        # MFU is over the dense bf16 peak whatever the scheme, as papers report it; sol is over the arithmetic in use.
         peak = self.hardware.peak("bf16") * 1e12
         return {"sol": per_device * sum(self.seconds.values()), "mfu": per_device * sum(self.flops.values()) / peak}
 
@@ -99,6 +100,7 @@ class Plan:
 
     def _fix(self, have: int) -> str:
         """What to change so that the run fits into `have` bytes."""
+        # Smaller micro-batches shrink activations and logits only.
         fixed = sum(self.memory.get(kind, 0) for kind in ("weights", "gradients", "optimizer"))
         if fixed > have:
             return "weights, gradients and optimizer alone are larger; take a smaller --model or --optim adamw_8bit"

@@ -34,7 +34,7 @@ def reshards(
     if mode == "always" and mesh.world > 1:
         if mesh.shard == 1:
             raise UserError(
-                f"--reshard_after_forward: always, but --dp_replicate {mesh.replicate} leaves nothing to divide; give "
+                f"--reshard_after_forward: always, but --dp_replicate {mesh.replicate} leaves nothing to shard; give "
                 "a smaller --dp_replicate."
             )
         if not blocks:
@@ -50,9 +50,11 @@ def fullest_share(shapes: Sequence[ParameterShape], shards: int, needs_whole: Ca
         return 1.0
     rows, vectors, whole = 0, 0, []
     for shape in shapes:
+        # Small vectors have owners that balance out: an equal share each.
         if len(shape.shape) < 2:  # many small ones, which plans of decoders have as a single one
             vectors += shape.elements
             continue
+        # Rows are sharded where the optimizer works on rows; else the whole matrix has one owner.
         own = None if shape.stored or needs_whole(shape.hidden) else _rows_of_first(shape.shape, shards)
         if own is None:
             whole += [math.prod(shape.shape)] * shape.count
@@ -62,8 +64,9 @@ def fullest_share(shapes: Sequence[ParameterShape], shards: int, needs_whole: Ca
 
 
 def _rows_of_first(shape: tuple[int, ...], shards: int) -> int | None:
-    """Elements of the first rank's rows, which has most; None for a parameter that is not divided."""
+    """Elements of the first rank's rows, which has most; None for a parameter that is not sharded."""
     width, per_rank = math.prod(shape[1:]), -(-shape[0] // shards)
+    # Shards begin at multiples of ALIGNMENT elements, or the parameter stays whole.
     cuts = {min(rank * per_rank, shape[0]) for rank in range(shards)}
     return per_rank * width if all(cut * width % ALIGNMENT == 0 for cut in cuts) else None
 

@@ -2,7 +2,7 @@
 
 The speed of light is the shortest time of a run's FLOPs, each GEMM at the dense peak of its dtype. Computation runs at
 a fraction of it that was measured on one H200; another GPU, and a model that is larger than the measured ones, are
-assumed to reach the same. The exchange's own cost beside the wire, copies in memory and launches from Python, was
+assumed to reach the same. The exchange's own cost apart from the wire, copies in memory and launches from Python, was
 measured on two H200s.
 """
 
@@ -16,7 +16,7 @@ import torch
 from qtrain.core.hardware import Hardware
 from qtrain.parallel.mesh import Mesh
 from qtrain.quant import LinearChoice, LowBitScheme
-from qtrain.train.log.metrics import IMAGES, TOKENS, Unit
+from qtrain.train.log.metrics import IMAGES, TOKENS, SampleUnit
 from qtrain.train.plan.cluster import Cost
 from qtrain.train.plan.traffic import Traffic
 
@@ -39,6 +39,7 @@ def shortest_seconds(
     """
     plain = "bf16" if dtype == torch.bfloat16 else "fp32"
 
+    # The three GEMMs of a linear have equal FLOPs: each takes an equal share of the work, at the peak of its dtype.
     def seconds_of(work: float, scheme: LowBitScheme | None) -> float:
         gemms = {} if scheme is None else scheme.gemm_dtypes()
         names = [name for gemm, name in gemms.items() if not (frozen and gemm == "grad_weight")] or [plain]
@@ -65,14 +66,16 @@ def emulated_arithmetics(linears: Iterable[LinearChoice], hardware: Hardware) ->
 
 @dataclass(frozen=True)
 class Measured:
-    """Fractions of the speed of light that one H200 reached. fractions: by scheme, then by parameters of the model."""
+    """Fractions of the speed of light that one H200 reached."""
 
     models: str
+    """The models that were measured, in words."""
     fractions: dict[str, dict[float, float]]
+    """By scheme, then by parameters of the model."""
 
 
 MEASURED = {
-    # docs/results/train_steps.json, and a former run of distributed.json: compiled, sequence 1024, 32,768 or 65,536
+    # docs/results/train_steps.json, and an earlier run of distributed.json: compiled, sequence 1024, 32,768 or 65,536
     # tokens a step.
     TOKENS: Measured(
         "Qwen2.5 of 0.5B to 7B",
@@ -94,21 +97,21 @@ MIXTURES = Measured(
 GRADIENT_MATRIX_SECONDS, WEIGHT_MATRIX_SECONDS = 0.020e-3, 0.055e-3
 PARAMETER_SECONDS = 4.7e-12
 """docs/results/distributed.json: over a step of the 0.5B two H200s take 12 ms (ZeRO-2) and 11 ms (DDP) longer than one,
-of which 6 and 11 ms are on the wire; over one of the 7B 201 ms (ZeRO-2), 45 of them on the wire. Taken as launches, so
-many per matrix whose gradient, and whose weight, travels, and as traffic of memory per parameter; about half of the
-7B's is left unexplained."""
+of which 6 and 11 ms are on the wire; over one of the 7B 201 ms (ZeRO-2), 45 of them on the wire. Taken as launches,
+so many per matrix whose gradient is reduced, and whose weight is gathered, and as memory traffic per parameter; about
+half of the 7B's is left unexplained."""
 
 
-DIVIDED = 1.134
+TENSOR_PARALLEL = 1.134
 """How much longer halves of all layers take than half of the layers' time: smaller GEMMs, sums of partial products:
 docs/results/distributed.json, --tp 2 of the 7B on two H200s, less its wires. Further halves are assumed to cost as much
 again."""
 CONTENTION = 0.57
-"""Seconds that a second of collectives costs the computation beside it, in multiprocessors and memory bandwidth:
-docs/results/distributed.json, ZeRO-3 of the 7B, less the above."""
+"""Seconds that a second of collectives costs the computation that overlaps with it, in multiprocessors and memory
+bandwidth: docs/results/distributed.json, ZeRO-3 of the 7B, less the above."""
 
 
-def measured_sol(unit: Unit, parameters: int, *, low_bit: bool, mixture: bool = False) -> tuple[float, str]:
+def measured_sol(unit: SampleUnit, parameters: int, *, low_bit: bool, mixture: bool = False) -> tuple[float, str]:
     """(fraction of the speed of light for a model of this many parameters, what that was measured on). Between the
     measured models it is linear in the logarithm of their size, beyond them that of the nearest."""
     measured, scheme = MIXTURES if mixture else MEASURED[unit], "fp8_tensorwise" if low_bit else "bf16"
@@ -120,6 +123,7 @@ def measured_sol(unit: Unit, parameters: int, *, low_bit: bool, mixture: bool = 
 def compute_seconds(seconds: Mapping[str, float], samples: int, sol: float, checkpointing: str) -> float:
     """Of one GPU's micro-batches of a step. seconds: shortest time per sample by kind; samples: tokens or images.
     Full activation checkpointing computes the layers' forward pass, a third of their work, again."""
+    # Forward is one of three equal parts (forward, grad_input, grad_weight); the head is not recomputed.
     again = sum(s for kind, s in seconds.items() if kind != "head") / 3 if checkpointing == "full" else 0.0
     return samples * (sum(seconds.values()) + again) / sol
 
@@ -135,24 +139,26 @@ def exchange_overhead(traffic: Traffic, mesh: Mesh, reshards: bool = False) -> f
         part, expert_mesh = traffic.experts.part(mesh.expert_mesh.tp), mesh.expert_mesh
         of_part = exchange_overhead(part, Mesh(expert_mesh.replicate, expert_mesh.shard), reshards)
         return of_part + exchange_overhead(replace(traffic, experts=None), mesh, reshards)
+    # Without shards, as in DDP, no weights are gathered.
     per_matrix = GRADIENT_MATRIX_SECONDS + WEIGHT_MATRIX_SECONDS * (mesh.shard > 1)
     times = traffic.micro_batches if reshards else 1
     return traffic.matrices * per_matrix + times * traffic.parameters * PARAMETER_SECONDS
 
 
-def divided_overhead(compute: float, ranks: int) -> float:
+def tp_overhead(compute: float, ranks: int) -> float:
     """What computing a part of every layer takes longer than its share of `compute` seconds."""
-    return compute * (DIVIDED ** math.log2(ranks) - 1)
+    return compute * (TENSOR_PARALLEL ** math.log2(ranks) - 1)
 
 
 def exposed_seconds(costs: Mapping[str, Cost], compute: float, reshards: bool) -> float:
-    """Seconds on the wire that a GPU waits for, with `compute` seconds of computation beside them.
+    """Seconds on the wire that a GPU waits for, where `compute` seconds of computation may overlap.
 
-    Gradients and weights travel after the last micro-batch, so nothing overlaps. With full sharding layers are
+    Gradients and weights are exchanged after the last micro-batch, so nothing overlaps. With full sharding layers are
     gathered, and gradients reduced, while another layer computes: what takes longer than that is exposed, and at least
-    what collectives cost the computation beside them."""
+    what collectives cost the computation meanwhile."""
+    # ZeRO-2 communicates after the last micro-batch, when nothing is left to compute.
     every = sum(cost.seconds for cost in costs.values())
     if not reshards:
         return every
-    beside = costs["gradients"].seconds + costs["weights of layers"].seconds
-    return every - beside + max(CONTENTION * beside, beside - compute)
+    overlapping = costs["gradients"].seconds + costs["weights of layers"].seconds
+    return every - overlapping + max(CONTENTION * overlapping, overlapping - compute)

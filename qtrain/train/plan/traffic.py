@@ -1,19 +1,18 @@
-"""What the ranks of a mesh send each other in a step, from what trains: gradients there, updated weights back.
+"""Communication volume of a step on a mesh: gradients are reduce-scattered, updated weights all-gathered.
 
-The gradients of all ranks meet once a step, after the last micro-batch, in an all-to-all inside each machine and one
-between machines (`parallel/gradients.py`), with --deterministic after every micro-batch in one of all ranks;
-replicas then gather the sums of their shards. Ranks of a shard group gather the updated
-weights: codes where a scheme's codes may travel, else the values themselves (`parallel/sharded_codes.py`).
+Gradients are reduced once a step, after the last micro-batch, by an all-to-all intra-node and one inter-node
+(`parallel/gradients.py`); with --deterministic after every micro-batch, by one all-to-all of all ranks. Replicas then
+all-gather the sums of their shards. Shard groups all-gather the updated weights: quantized where the scheme allows it,
+else the values themselves (`parallel/sharded_codes.py`).
 
-With full sharding (`parallel/full_shard.py`) layers are gathered before their forward and before their backward pass
-of every micro-batch, an embedding and a head of their own before their forward pass, and gradients meet after each.
+Full sharding (FSDP, `parallel/full_shard.py`) all-gathers layers before the forward and before the backward pass of
+every micro-batch, an embedding and a head of their own before the forward pass, and reduces gradients after each.
 
-With --tp ranks have parts of all layers, whose gradients and weights travel between those that hold the same parts, and
-inputs and outputs of every layer's two halves travel between the ranks that compute it together
-(`models/native/tensor_parallel.py`).
+--tp partitions all layers. Ranks that hold the same part reduce its gradients and gather its weights; the ranks of a
+tensor-parallel group exchange inputs and outputs of attention and MLP.
 
-With --ep each rank has a part of the experts, whose gradients and weights travel between the ranks that hold the same
-part, and the tokens of every micro-batch travel to the experts (`parallel/layers/experts.py`).
+--ep shards the experts of a mixture. Ranks that hold the same experts reduce their gradients and gather their weights;
+the ranks of an expert-parallel group gather the tokens of every micro-batch.
 """
 
 import math
@@ -31,21 +30,25 @@ from qtrain.train.plan.cluster import Cluster, Cost, Ranks
 from qtrain.train.plan.scheme_bytes import weight_bytes
 
 EXCHANGES_A_LAYER = 7
-"""Collectives between experts: routes, their weights, x and y; in backward dout, dx and the weights' gradients."""
+"""Collectives of an expert-parallel layer: routes, their weights, x and y; in backward dout, dx and the gradients of
+the routes' weights."""
 EXCHANGES_A_HALF = 4
-"""Collectives of --tp: where attention, or the MLP, begins and ends, in both directions. As many for embedding and head
-together: where the one ends and the other begins."""
+"""Collectives of --tp at attention, or the MLP: at its input and at its output, forward and backward. As many for
+embedding and head together: the output of the one, the input of the other."""
 
 
 @dataclass(frozen=True)
 class ExpertTraffic:
-    """Of experts that --ep divides. parameters: of all experts, as if none was divided; layers: mixtures; tokens: of a
-    rank's micro-batch; bytes_per_token: that reach each other rank, in one layer, forward and backward."""
+    """Communication of experts that --ep shards."""
 
     parameters: "Traffic"
+    """That of all experts' parameters, as if --ep was 1."""
     layers: int
+    """Layers that are mixtures of experts."""
     tokens: int
+    """Of a rank's micro-batch."""
     bytes_per_token: float
+    """Bytes that reach each other rank, in one layer, forward and backward."""
 
     def costs(self, expert_mesh: Mesh, cluster: Cluster, reshards: bool) -> dict[str, Cost]:
         ranks, node = expert_mesh.tp, cluster.gpus_per_node
@@ -55,7 +58,7 @@ class ExpertTraffic:
         return found | {"tokens of experts": tokens * self.parameters.micro_batches}
 
     def part(self, ranks: int) -> "Traffic":
-        """Of one rank's experts."""
+        """The traffic of one rank's experts."""
         whole = self.parameters
         weights, in_layers, outside = (size / ranks for size in (whole.weights, whole.in_layers, whole.outside))
         return replace(
@@ -65,53 +68,63 @@ class ExpertTraffic:
 
 @dataclass(frozen=True)
 class TensorTraffic:
-    """Of layers that --tp divides. tokens: of a micro-batch; bytes_per_token: that one has in all exchanges, each of
-    which moves (ranks - 1) / ranks of them; calls: how many these are."""
+    """Communication of activations in a tensor-parallel group."""
 
     tokens: int
+    """Of a micro-batch."""
     bytes_per_token: float
+    """Of a token in all collectives of a micro-batch, each of which moves (ranks - 1) / ranks of them."""
     calls: int
+    """How many collectives these are."""
 
     def cost(self, ranks: int, cluster: Cluster) -> Cost:
-        """Of a micro-batch."""
+        """The cost of a micro-batch."""
         group = Ranks(ranks, min(ranks, cluster.gpus_per_node))
         return cluster.all_gather(group, self.tokens * self.bytes_per_token, self.calls)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of a step of the whole model, with --tp of a rank's part. parameters: that train; matrices: that these make up;
-    element: bytes of each parameter and of its gradient; weights: bytes of all updated weights as they travel, outside:
-    of those that full sharding does not divide; in_layers, at_ends: of all weights that it gathers, frozen ones too, of
-    layers, and of an embedding and a head; micro_batches: of a rank; gradient_wire: see --gradient_wire; deterministic:
-    gradients are added in the order of the micro-batches; experts: with --ep, and all else is then without them;
-    tensor: with --tp."""
+    """What is communicated in a step of the whole model; with --tp of a rank's part."""
 
     parameters: int
+    """Those that train."""
     matrices: int
+    """How many matrices they make up."""
     element: int
+    """Bytes of a parameter, and of its gradient."""
     weights: float
+    """Bytes of all updated weights as they are sent: quantized where the scheme allows it."""
     in_layers: float = 0.0
+    """With full sharding: bytes of the layers' weights that are gathered, frozen ones included."""
     outside: float = 0.0
+    """With full sharding: bytes of the updated weights that it leaves whole."""
     at_ends: float = 0.0
+    """With full sharding: bytes of an embedding and a head that are gathered."""
     micro_batches: int = 1
+    """Of a rank."""
     gradient_wire: str = "exact"
+    """--gradient_wire."""
     deterministic: bool = False
+    """Whether gradients are added in the order of the micro-batches."""
     experts: ExpertTraffic | None = None
+    """With --ep; all other fields then leave experts out."""
     tensor: TensorTraffic | None = None
+    """With --tp."""
 
     @property
     def gradients(self) -> float:
-        """Bytes of all gradients as they travel."""
+        """Bytes of all gradients as they are sent."""
         wire = GRADIENT_WIRES[self.gradient_wire]
         return self.parameters * (self.element if wire is None else wire.bytes_per_element)
 
     def costs(self, mesh: Mesh, cluster: Cluster, reshards: bool = False) -> dict[str, Cost]:
-        """By what travels. A mesh of one rank sends nothing."""
+        """Costs by what is sent. A mesh of one rank sends nothing."""
         if self.experts is not None:
             found, others = self.experts.costs(mesh.expert_mesh, cluster, reshards), replace(self, experts=None)
             return found | {what: cost + found[what] for what, cost in others.costs(mesh, cluster, reshards).items()}
         if self.tensor is not None:
+            # Tensor-parallel ranks are consecutive: the data-parallel peers of one are `mesh.tp` apart.
             activations = self.tensor.cost(mesh.tp, cluster) * self.micro_batches
             data, own = Mesh(mesh.replicate, mesh.shard), replace(self, tensor=None)
             of_data = own.costs(data, cluster.every(mesh.tp), reshards)
@@ -124,6 +137,7 @@ class Traffic:
         if not reshards:
             weights = cluster.all_gather(shard_group, self.weights, self._calls(self.weights))
             return {"gradients": gradients + sums, "weights": weights}
+        # Twice: before the forward and before the backward pass; what ends the model is kept for the latter.
         of_layers = cluster.all_gather(shard_group, self.in_layers, self._calls(self.in_layers)) * 2
         of_layers += cluster.all_gather(shard_group, self.at_ends, math.ceil(self.at_ends / BUCKET_BYTES))
         return {
@@ -133,7 +147,7 @@ class Traffic:
         }
 
     def _calls(self, size: float) -> int:
-        """Collectives for `size` bytes of all matrices: large ones travel alone, small ones together."""
+        """Collectives for `size` bytes of all matrices: one for each large one, one for each bucket of small ones."""
         return self.matrices if size >= self.matrices * ALONE_BYTES else math.ceil(size / BUCKET_BYTES)
 
 
@@ -142,17 +156,21 @@ def routed_bytes_per_token(
 ) -> float:
     """`ExpertTraffic.bytes_per_token`. scheme: of gate_up; recomputed: the forward pass runs twice."""
     codes = scheme is not None and gathers_routed_codes(scheme)
+    # The forward pass gathers x, as codes where the scheme allows it, and reduces y; backward gathers dout and reduces
+    # dx, both in the model's dtype.
     x = width * (1 / FORMATS[scheme.formats_of("x")[0].fmt].packing if codes else element)
     forward = x + width * element + 8 * per_token  # an expert's number and weight are four bytes each
     return forward * (1 + recomputed) + 2 * width * element + 4 * per_token
 
 
-def divided_half_bytes(
+def half_layer_bytes(
     width: int, element: int, scheme: LowBitScheme | None, *, sequence: bool, recomputed: bool, last: bool
 ) -> float:
-    """That a token has in the exchanges of attention, or of a plain MLP. scheme: of qkv, of gate_up; sequence: tokens
-    are divided; recomputed: the forward pass runs twice, but for the last exchange of a layer, whose result backward
-    does not need."""
+    """Bytes of a token in the collectives of attention, or of a plain MLP.
+
+    scheme: of qkv, or of gate_up. sequence: --sequence_parallel. recomputed: the forward pass runs twice, but for the
+    last collective of a layer (`last`), whose result backward does not need."""
+    # With --sequence_parallel an all-gather at the input and a reduce-scatter at the output; without it all-reduces.
     if not sequence:  # what begins a half is there already; what ends it is added in two exchanges, also in backward
         given, ends, backward = 0.0, 2 * width * element, 2 * width * element
     else:
@@ -170,6 +188,7 @@ def weight_bytes_on_wire(scheme: LowBitScheme | None, element: int, codes_only: 
     all that is read."""
     if scheme is None:
         return element
+    # Weights stored in low bits are sent as they are stored.
     if scheme.stored_format is not None:
         return weight_bytes(scheme, element)
     codes = wire_format(scheme) if codes_only and reads_codes_only(scheme) else None

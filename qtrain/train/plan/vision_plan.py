@@ -97,6 +97,7 @@ def _memory(
         for group in parameter_groups(model, 0.0)
         for p in group["params"]
     ]
+    # Measured on the meta device in the model's dtype there; scaled to the run's.
     kept = cost.kept * element / next(model.parameters()).element_size()
     weights, codes = element * parameters, 0.0
     for linear in linears:
@@ -108,6 +109,7 @@ def _memory(
     blocks = len(repeated_blocks(model))
     if settings.activation_checkpointing == "full" and blocks:
         width = max((linear.in_features for linear in linears if not linear.is_head), default=0)
+        # One block's activations at a time, and the input of each.
         kept = kept / blocks + blocks * cost.rows * width * element
     share = fullest_share(shapes, checked.mesh.shard, checked.optimizer.needs_whole)
     if share < 1:
@@ -115,6 +117,7 @@ def _memory(
         weights += element * share * in_full  # the masters
     gradients = parameters
     if settings.optimizer_in_backward:
+        # Those of the largest partition exist at once.
         gradients = max(sum(p.numel() for p in members) for members in model_partitions(model).values())
     found = {
         "weights": weights,

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import Hardware
 from qtrain.parallel.mesh import Mesh, planned_mesh
-from qtrain.train.log.metrics import Unit
+from qtrain.train.log.metrics import SampleUnit
 from qtrain.train.log.status import duration, short_number
 from qtrain.train.plan.cluster import Cluster, Cost
 from qtrain.train.plan.sharding import resharded
 from qtrain.train.plan.step_time import (
     compute_seconds,
-    divided_overhead,
     exchange_overhead,
     exposed_seconds,
     measured_sol,
+    tp_overhead,
 )
 from qtrain.train.plan.traffic import Traffic
 from qtrain.train.settings.machine import Wire, find_wire, wire_in_node
@@ -33,17 +33,23 @@ SIZES = tuple(2**n for n in range(13))
 
 @dataclass(frozen=True)
 class SizedStep:
-    """A step on a mesh. memory: bytes per GPU at the peak; seconds: of the step, `compute` of them computation and
-    `exposed` waiting for wires; reshards: layers exist in full only while they run."""
+    """A step on a mesh."""
 
     mesh: Mesh
     reshards: bool
+    """Whether layers are fully sharded: they exist in full only while they run."""
     memory: int
+    """Bytes per GPU at the peak."""
     costs: dict[str, Cost]
+    """Communication by what is sent."""
     compute: float
+    """Seconds of computation."""
     exposed: float
+    """Seconds of communication that do not overlap with it."""
     overhead: float
+    """Seconds of copies and launches of the exchange."""
     samples: int
+    """Tokens or images of a data-parallel rank."""
 
     @property
     def seconds(self) -> float:
@@ -65,41 +71,48 @@ class SizedStep:
 
 @dataclass(frozen=True)
 class Work:
-    """What one GPU computes in a step, with --tp several together. parameters: of the model; seconds: shortest time per
-    sample by kind; samples: tokens or images; low_bit: a scheme has swapped linears; moe: a mixture of experts."""
+    """What one GPU computes in a step, with --tp several together."""
 
     parameters: int
+    """Of the whole model."""
     seconds: Mapping[str, float]
+    """Speed of light: shortest time per sample, by kind of work."""
     samples: int
-    unit: Unit
+    """Tokens or images."""
+    unit: SampleUnit
     low_bit: bool
+    """Whether a scheme has swapped linears."""
     moe: bool = False
+    """Whether it is a mixture of experts (MoE)."""
 
 
 @dataclass(frozen=True)
 class WorldPlan:
-    """The plan for a mesh on a cluster, and for others.
-
-    compute: seconds of a GPU's computation in a step, of `samples` tokens or images, which tensor ranks share; sol: the
-    fraction of the speed of light that it assumes, sol_source: where that is from. memory_on: bytes per GPU by kind on
-    a mesh, with layers fully sharded or not. resharding: whether they are, as --reshard_after_forward. keeps_shard: the
-    meshes of the table have shard groups of the same size, else of all ranks."""
+    """The plan for a mesh on a cluster, and for other sizes of it."""
 
     mesh: Mesh
     keeps_shard: bool
+    """Whether the meshes of the table have shard groups of this mesh's size; else of all ranks."""
     cluster: Cluster
     hardware: Hardware
     traffic: Traffic
     memory_on: Callable[[Mesh, bool], Mapping[str, int]]
+    """Bytes per GPU by kind on a mesh, with layers fully sharded or not."""
     resharding: str
+    """--reshard_after_forward."""
     samples: int
-    unit: Unit
+    """Tokens or images of a data-parallel rank's step."""
+    unit: SampleUnit
     compute: float
+    """Seconds of a GPU's computation in a step; --tp ranks share that of one."""
     sol: float
+    """The fraction of the speed of light that `compute` assumes."""
     sol_source: str
+    """Where `sol` is from."""
 
     def step(self, mesh: Mesh) -> SizedStep:
         """A step on `mesh` with the same micro-batches per GPU."""
+        # Weak scaling: the compute of a GPU stays, so only memory and communication depend on the mesh.
         memory = sum(self.memory_on(mesh, False).values())
         reshards = resharded(self.resharding, mesh, memory, self.hardware.memory_bytes)
         costs = self.traffic.costs(mesh, self.cluster, reshards)
@@ -110,7 +123,7 @@ class WorldPlan:
             costs=costs,
             compute=self.compute,
             exposed=exposed_seconds(costs, self.compute, reshards),
-            overhead=exchange_overhead(self.traffic, mesh, reshards) + divided_overhead(self.compute, mesh.tp),
+            overhead=exchange_overhead(self.traffic, mesh, reshards) + tp_overhead(self.compute, mesh.tp),
             samples=self.samples,
         )
 
@@ -165,7 +178,7 @@ class WorldPlan:
             data = world // tensor
             shard = min(self.mesh.shard, data) if self.keeps_shard else data
             if world % tensor or not data or data % shard or (world > node and world % node):
-                continue
+                continue  # no whole groups, or a machine that is not full
             if self.mesh.expert_mesh is None:
                 found.append(planned_mesh(data // shard, shard, tp=tensor))
             elif world % self.mesh.expert_mesh.tp == 0:
@@ -184,6 +197,7 @@ def plan_world(
     resharding: str,
 ) -> WorldPlan:
     """The plan of `mesh`, made up of GPUs like `hardware`. Raises UserError."""
+    # A user's own fraction, or the nearest measurement, with the name of what was measured.
     sol, source = settings.sol, "--sol"
     if sol is None:
         sol, source = measured_sol(work.unit, work.parameters, low_bit=work.low_bit, moe=work.moe)

@@ -34,10 +34,10 @@ def listing(vision: bool = False) -> str:
 
 
 def _gpus() -> list[tuple[str, str]]:
-    from qtrain.core.hardware import MEMORY_GIB, planned_gpus
-    from qtrain.train.settings.machine import IN_NODE
+    from qtrain.core.hardware import DATASHEET, planned_gpus
 
-    return [(name, f"{p}, {MEMORY_GIB[p]} GiB, {IN_NODE[p]} in a machine") for name, p in planned_gpus().items()]
+    gpus = ((name, product, DATASHEET[product]) for name, product in planned_gpus().items())
+    return [(name, f"{product}, {gpu.memory_gib} GiB, {gpu.link} in a machine") for name, product, gpu in gpus]
 
 
 def _wires() -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ import torch
 
 from qtrain.comm.ranks import launched_world, local_rank
 from qtrain.core.errors import UserError, unknown_name
-from qtrain.core.hardware import Hardware, datasheet_hardware, describe_hardware, product_of
+from qtrain.core.hardware import DATASHEET, Hardware, datasheet_hardware, describe_hardware, product_of
 from qtrain.parallel.mesh import Mesh, mesh_shape, planned_mesh
 from qtrain.quant import LowBitScheme, Scheme
 from qtrain.train.settings.settings import TrainSettings
@@ -29,6 +29,7 @@ def choose_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name != "cuda":
         return torch.device(name)
+    # torch would fail at the rank's first kernel, without naming a flag.
     if local_rank() and local_rank() >= torch.cuda.device_count():
         raise UserError(
             f"--gpus: process {local_rank()} of this machine has no GPU of its own; torch sees "
@@ -51,13 +52,15 @@ START_SECONDS = 40e-6
 
 @dataclass(frozen=True)
 class Wire:
-    """line_rate: bytes per second; achieved: the share of it that collectives reach; message_seconds: to start another
-    message of a collective to another rank."""
+    """A link of one GPU, in one direction."""
 
     name: str
     line_rate: float
+    """Bytes per second."""
     achieved: float
+    """The fraction of the line rate that large collectives reach."""
     message_seconds: float
+    """Latency of each further message of a collective, to another rank."""
 
     @property
     def bandwidth(self) -> float:
@@ -66,8 +69,8 @@ class Wire:
 
 
 def _wires() -> dict[str, Wire]:
-    # Microseconds a message: assumed of the kind of link. NCCL sends to several peers at once, so that these are less
-    # than a round trip.
+    # (GB/s, microseconds per message). The latter are assumed of the kind of link: NCCL sends to several peers at once,
+    # so that they are less than a round trip.
     in_node = {"nvlink3": (300, 1), "nvlink": (450, 1), "nvlink5": (900, 1), "nvlink_h800": (200, 1)}
     in_node |= {"pcie4": (31.5, 3), "pcie": (63, 3)}
     between = {f"ib{gbit}": (gbit / 8, 2) for gbit in (200, 400, 800)}
@@ -83,21 +86,6 @@ def _wires() -> dict[str, Wire]:
 WIRES = _wires()
 """The choices of --wire. nvlink: of Hopper; pcie: of the fifth generation."""
 
-IN_NODE = {
-    "H100": "nvlink",
-    "H200": "nvlink",
-    "H800": "nvlink_h800",
-    "B200": "nvlink5",
-    "A100": "nvlink3",
-    "H100 PCIe": "pcie",
-    "RTX 5090": "pcie",
-    "A100 PCIe": "pcie4",
-    "L40S": "pcie4",
-    "RTX 4090": "pcie4",
-    "RTX 3090": "pcie4",
-}
-"""What links the GPUs of a machine, by product."""
-
 
 def find_wire(name: str) -> Wire:
     """The wire of --wire. Raises UserError."""
@@ -109,12 +97,12 @@ def find_wire(name: str) -> Wire:
 def wire_in_node(hardware: Hardware) -> Wire:
     """The wire inside a machine of this kind of GPU. Raises UserError for one whose links are not known."""
     product = product_of(hardware.name)
-    if product not in IN_NODE:
+    if product not in DATASHEET:
         raise UserError(
-            f"--world_size: how machines link a {hardware.name} is not known; plan for one of {', '.join(IN_NODE)} "
+            f"--world_size: how machines link a {hardware.name} is not known; plan for one of {', '.join(DATASHEET)} "
             "with --gpu."
         )
-    return WIRES[IN_NODE[product]]
+    return WIRES[DATASHEET[product].link]
 
 
 def check_plan_flags(settings: TrainSettings) -> None:

@@ -53,33 +53,31 @@ class TrainSettings:
     """Dtype of weights, gradients and activations; auto: bf16 on a GPU, fp32 on a CPU."""
 
     gpus: Annotated[int, Range(0, 1024)] = 0
-    """GPUs of this machine to train on, one process each (with --device cpu: processes); 0: as many processes as
-    torchrun has started, or one."""
+    """GPUs of this machine to train on, one rank each (with --device cpu: processes); 0: as many ranks as torchrun has
+    started, or one."""
     dp_replicate: Annotated[int, Range(0, 10**5)] = 0
-    """Copies of the optimizer states and master weights, each divided over --dp_shard processes; 0: automatic."""
+    """Replicas of optimizer states and master weights, each sharded over --dp_shard ranks (HSDP); 0: automatic."""
     dp_shard: Annotated[int, Range(0, 10**5)] = 0
-    """Processes that divide optimizer states and master weights among them (ZeRO-2); 0: all that --dp_replicate
-    leaves."""
+    """Ranks that shard optimizer states and master weights (ZeRO-2); 0: all that --dp_replicate leaves."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
-    """Divide the weights of layers, embedding and head too, and gather them when they run (ZeRO-3): less memory, more
-    communication. auto: if the plan does not fit into the GPUs' memory otherwise."""
+    """Shard the weights of layers, embedding and head too, and all-gather them when they run (FSDP, ZeRO-3): less
+    memory, more communication. auto: if the plan does not fit into the GPUs' memory otherwise."""
     rank_timeout: Annotated[int, Range(1, 10**6)] = 600
-    """Seconds that processes wait for one that does not go on, such as one that compiles, before all end with its name;
-    one that does not even answer is named after 25."""
+    """Collective timeout in seconds, compile time included. A rank without heartbeat is reported after 25 s."""
     tp: Annotated[int, Range(1, 1024)] = 1
-    """Processes that compute every layer together, each a part of it, on the same sequences (tensor parallelism)."""
+    """Tensor-parallel degree (Megatron): ranks that hold a part of every layer and read the same sequences."""
     sequence_parallel: bool = True
-    """With --tp, also divide the tokens between attention and MLP over these processes: less memory, the same bytes."""
+    """With --tp, also shard the tokens between attention and MLP over its ranks: less memory, the same bytes sent."""
     ep: Annotated[int, Range(1, 1024)] = 1
-    """Processes that divide the experts of a mixture among them and compute them for each other's sequences (expert
-    parallelism); all else is divided as without it."""
+    """Expert-parallel degree: ranks that shard the experts of a mixture (MoE) and compute them for each other's
+    sequences; all else is sharded as without it."""
     deterministic: bool = False
-    """Give the same losses and weights, bit for bit, on any number of processes that divides the step's micro-batches,
-    with one --micro_batch_size; costs an exchange of gradients per micro-batch."""
+    """Give the same losses and weights, bit for bit, on any number of ranks that divides the step's micro-batches, with
+    one --micro_batch_size; costs an exchange of gradients per micro-batch."""
 
     gradient_wire: Literal["exact", "int8", "fp8", "int4"] = "exact"
-    """Format in which processes send each other gradients; exact: their own dtype; the others are rounded
-    stochastically, with one scale for 256 elements (int4: 64). Sums are in fp32 with all of them."""
+    """Dtype of gradients in the reduce-scatter; exact: their own; the others are rounded stochastically, with one scale
+    per 256 elements (int4: 64). Sums are in fp32 with all of them."""
 
     quantize: str = "bf16"
     """Scheme that the matrix products of linear layers run in; --list shows all, bf16 quantizes nothing."""
@@ -162,8 +160,8 @@ class TrainSettings:
     gpu: str | None = None
     """Plan for this GPU (h100, h200, b200, a100, l40s, 4090, ...) instead of the one here; needs --dry_run."""
     world_size: Annotated[int, Range(1, 10**5)] | None = None
-    """Plan for this many GPUs: memory, bytes on each wire, step time, and a table for 1 to 4,096 GPUs; needs --dry_run.
-    None: for the processes that run."""
+    """Plan for this many GPUs: memory, communication volume, step time, and a table for 1 to 4,096 GPUs; needs
+    --dry_run. None: for the ranks that run."""
     gpus_per_node: Annotated[int, Range(1, 1024)] = 8
     """GPUs of a machine, with --world_size; they are linked as GPUs of this kind are sold (NVLink or PCIe)."""
     wire: str = "ib400"
@@ -247,13 +245,16 @@ class VisionSettings(TrainSettings):
 
 @dataclass(frozen=True)
 class BatchGeometry:
-    """How the sequences of an optimizer step are divided: batch = micro x accumulation x world. tp: processes that read
-    the same sequences; `world` counts them once."""
+    """How an optimizer step's batch is made up: batch = micro_batch_size x gradient_accumulation x world."""
 
     micro_batch_size: int
+    """Sequences (images) per forward pass of a rank."""
     gradient_accumulation: int
+    """Micro-batches per optimizer step of a rank."""
     world: int
+    """Ranks that read data of their own: the tensor-parallel ranks of a group count once."""
     tp: int = 1
+    """Ranks that read the same sequences."""
 
     @property
     def devices(self) -> int:

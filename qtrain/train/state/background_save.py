@@ -34,7 +34,7 @@ PORTABLE = 1
 
 
 class HostCopy:
-    """Copies tensors into a buffer that lasts; a new copy replaces the former one."""
+    """Copies tensors into a buffer that lasts; a new copy replaces the previous one."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -54,6 +54,7 @@ class HostCopy:
             copies.append(memory.view(tensor.dtype).view(tensor.shape))
             copies[-1].copy_(tensor, non_blocking=True)
             offset += size
+        # Copies from the GPU are asynchronous where the buffer is page-locked.
         if self._locked:
             torch.cuda.synchronize()
         remaining = iter(copies)
@@ -102,15 +103,18 @@ NOTICEABLE = 0.05
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint that was written in the background. copy_s: seconds for which training waited for the copy of
-    `nbytes`; waited_s: for which it waited later, until they were written, in write_s."""
+    """A checkpoint that was written in the background."""
 
     step: int
     path: Path
     nbytes: int
+    """Bytes of host memory that the copy takes."""
     copy_s: float
+    """Seconds for which training waited for the copy."""
     write_s: float
+    """Seconds that the thread took to write it."""
     waited_s: float = 0.0
+    """Seconds for which training waited later, for the writing to end."""
 
     def describe(self, now: int) -> str:
         """A line for the log of step `now`."""
@@ -131,12 +135,14 @@ class BackgroundSave:
         self._writing: Future[Written] | None = None
 
     def begin(self, folder: Path, keep: int, step: int, tensors: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        """Copy the state, which may change on return, and start to write it. The former save must be finished."""
+        """Copy the state, which may change on return, and start to write it. The previous save must be finished."""
         assert self._writing is None
         if self._thread is None:
+            # Made at the first save: a run without --async_checkpoint has neither thread nor process group.
             self._thread = ThreadPoolExecutor(1, "checkpoint")
             self._group = host_group()
         start = time.perf_counter()
+        # Complete on return: the next step overwrites the originals in place.
         copied, meta = self._host.of(flatten(tensors)), copy.deepcopy(meta)
         copy_s = time.perf_counter() - start
         checkpoints = Checkpoints(folder, keep, self._group)

@@ -91,6 +91,7 @@ def _free_gib(folder: Path) -> float:
 def newest_whole(folder: Path, other_than: Collection[Path] = ()) -> Path | None:
     """The newest checkpoint in `folder` that can be read and whose files have the right checksums, all of which are
     read."""
+    # Reads all files of each candidate: sizes alone do not show flipped bits.
     for path, marker in complete_checkpoints(folder):
         if not any(path.samefile(other) for other in other_than if other.exists()):
             with contextlib.suppress(DamagedCheckpoint):
@@ -172,13 +173,16 @@ class Checkpoints:
         """
         flat, meta_text, group = flatten(tensors), json.dumps(meta), self._group
         final = self.folder / f"{step:08d}"
+        # All ranks write into one folder, named by rank 0's process: `_prune` can tell whether that is alive.
         pid = all_gather(os.getpid(), group)[0]
         temporary = self.folder / f".tmp-{step}-{pid}"
         try:
             on_all_ranks(lambda: self._start(temporary), group=group)
+            # Not synced by DCP: `seal` does it, and reads the checksum of what is on disk.
             writer = dcp.FileSystemWriter(temporary, sync_files=False)
             dcp.save(flat, storage_writer=writer, process_group=group)
             written = temporary.glob(f"__{rank()}_*.distcp")
+            # Each rank seals the files that it has written; rank 0 then writes all sums into the marker.
             own = on_all_ranks(lambda: {path.name: seal(path) for path in written}, group=group)
             files = {name: sealed for of_rank in all_gather(own, group) for name, sealed in of_rank.items()}
             on_all_ranks(lambda: self._finish(step, temporary, final, files, meta_text), group=group)
@@ -202,6 +206,7 @@ class Checkpoints:
     def _finish(self, step: int, temporary: Path, final: Path, files: dict[str, Any], meta: str) -> None:
         if rank() != 0:
             return
+        # The order matters (see the top): files, marker, folder, rename.
         (temporary / META).write_text(meta, encoding="utf-8")
         files |= {name: seal(temporary / name) for name in (META, INDEX)}
         marker = temporary / MARKER
@@ -260,9 +265,11 @@ class Checkpoints:
         fails midway.
         """
         path, flat = Path(path), flatten(tensors)
+        # What is wanted is known by all ranks together: each has the names of its own shards only.
         shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in flat.items()}
         everywhere = {name: tensor for of_rank in all_gather(shapes) for name, tensor in of_rank.items()}
         index, meta = on_all_ranks(lambda: _checked(path, everywhere))
+        # All but generator states of ranks that the saved run did not have.
         known = {name: tensor for name, tensor in flat.items() if name in index.state_dict_metadata}
         try:
             dcp.load(known, storage_reader=CheckedReader(path, index))

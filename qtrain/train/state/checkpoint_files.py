@@ -22,16 +22,18 @@ from qtrain.core.reading import read_small
 MARKER = "COMPLETE"
 META = "meta.json"
 MAX_BYTES = 1 << 28
-"""Of a marker or a meta at most: what is longer, such as a link to /dev/zero, is none."""
+"""A marker or a meta is not longer; what is, such as a link to /dev/zero, is not one."""
 
 
 @dataclass(frozen=True)
 class Marker:
-    """The content of COMPLETE. `files` maps a name to (bytes, CRC-32)."""
+    """The content of COMPLETE."""
 
     step: int
     saved_at: float
+    """Seconds since 1970."""
     files: dict[str, tuple[int, int]]
+    """(bytes, CRC-32) of each file, by name."""
 
 
 class IncompleteCheckpoint(Exception):
@@ -84,7 +86,7 @@ def complete_checkpoints(folder: Path) -> list[tuple[Path, Marker]]:
     """The complete checkpoints in `folder`, the highest step first. Checksums are not read."""
     found = []
     for path in sorted(folder.iterdir(), reverse=True) if folder.is_dir() else ():
-        # .old-* is the former checkpoint of a step that is being replaced, complete until the new one has the name.
+        # .old-* is the previous checkpoint of a step that is being replaced, complete until the new one has the name.
         if path.name.isdigit() or path.name.startswith(".old-"):
             with contextlib.suppress(IncompleteCheckpoint):
                 found.append((path, read_marker(path)))
@@ -149,11 +151,13 @@ def read_index(path: Path, files: Mapping[str, Any]) -> Metadata:
     for name, entry in index.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise ValueError(f"{name} is not a tensor")
+        # A chunk that is missing would leave a part of the tensor as it was allocated.
         if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
             raise ValueError(f"{name} is not covered by its chunks")
     for chunk, stored in index.storage_data.items():
         if not isinstance(chunk, MetadataIndex) or not isinstance(stored, _StorageInfo):
             raise ValueError("the description of a chunk has another type")
+        # A path out of the folder would read other files; a transformation would run code on them.
         if stored.relative_path not in files or stored.transform_descriptors:
             raise ValueError(f"{chunk.fqn} lies outside the checkpoint")
     return index

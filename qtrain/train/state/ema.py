@@ -4,7 +4,7 @@ average = decay · average + (1 - decay) · weights after every step, in fp32. T
 (1 + step) / (10 + step), as in TensorFlow's ExponentialMovingAverage, so that the average of a short run is not
 dominated by the initial weights.
 
-Where ranks divide the master weights they divide the average alike: each element has the same values on any mesh. The
+Where master weights are sharded the average is sharded alike: each element has the same values on any mesh. The
 model gets it as it gets the weights of a step, gathered from the masters.
 """
 
@@ -43,6 +43,7 @@ class Ema:
         """Add the weights after `step` (counted from 1) to the average."""
         decay = min(self.decay, (1 + step) / (10 + step))
         for name, average in self._average.items():
+            # Of sharded masters this rank's rows: the average needs no communication.
             local(average).mul_(decay).add_(_value(local(self._live[name])), alpha=1 - decay)
 
     @contextlib.contextmanager

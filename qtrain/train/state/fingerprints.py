@@ -69,6 +69,7 @@ def fingerprint(model: nn.Module, group: RankGroup | None = None, master: Master
     sums = [_sum_of_bits(tensor) for tensor in frozen.values()]
     splits = {name: group and model.partition(name) for name in frozen}
     if sums and group is not None:
+        # A partitioned weight is the sum of its parts; one that all ranks hold counts once.
         parts = group.all_gather_no_grad(torch.stack(sums)[None])
         sums = [parts[:, i].sum() if splits[name] else sums[i] for i, name in enumerate(frozen)]
     totals = torch.stack(sums).tolist() if sums else []
@@ -83,13 +84,14 @@ def _shape(tensor: Tensor, split: Partition | None) -> list[int]:
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
+    # Four bytes at a time where that leaves no rest; int64 sums of int32 cannot overflow below 2^32 elements.
     flat = _bytes(tensor.detach()).flatten()
     wide = flat.numel() % 4 == 0
     return flat.view(torch.int32 if wide else torch.uint8).sum(dtype=torch.int64)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """All of a tensor's bytes; of one that is divided by rows gathered, whatever its dtype."""
+    """All of a tensor's bytes; of one that is sharded by rows gathered, whatever its dtype."""
     if not isinstance(tensor, DTensor):
         return as_bytes(tensor)
     rows, width = tensor.to_local().contiguous(), tensor.shape[1:].numel() * tensor.element_size()

@@ -119,6 +119,7 @@ class Run:
 
     def begin_save(self) -> None:
         """Start to write a checkpoint of the state as it is now; `background.finish` ends it."""
+        # The contents are a view of the live state: `begin` copies it before it returns.
         self.background.begin(self.folder.checkpoints, self._keep, self.state.step, *self._contents())
 
     def _contents(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -144,9 +145,14 @@ class Run:
             "files": self._files,
             "versions": self._versions,
         }
+        # With --tp and --ep each rank has parts, saved as slices of the whole tensors, which other degrees load.
         if divided := self.parallel.divided_state:
             tensors |= {"model": divided.model(tensors["model"]), "optim": divided.states(tensors["optim"])}
-            meta |= {"optim": divided.whole_meta(optim_meta), "tp": self.settings.tp, "tp_only": divided.inexact()}
+            meta |= {
+                "optim": divided.whole_meta(optim_meta),
+                "tp": self.settings.tp,
+                "tp_only": divided.inexact(),
+            }
         return tensors, meta
 
     def restore(self) -> None:
@@ -157,6 +163,7 @@ class Run:
         if self.folder.resumed_from is None:
             return
         given, at_fault = user_options(self.optimizer), {}
+        # The newest checkpoint that is whole. A damaged one must not end the run, unless it was named itself.
         while True:
             try:
                 converted = self._load(path := self.folder.resumed_from)
@@ -167,8 +174,10 @@ class Run:
                 if self._names_checkpoint or not older:
                     raise self._none_whole(path, error) from None
                 self.folder = dataclasses.replace(self.folder, resumed_from=older[0])
+        # Newer ones that were not even complete are told too, and set aside later.
         if not self._names_checkpoint:
             at_fault |= incomplete_checkpoints(path.parent, self.state.step)
+        # Not written yet: train.log gets them once the folder is this process's.
         self.notes = [f"--resume: {other} is skipped: {why}" for other, why in at_fault.items()]
         self._damaged = tuple(at_fault)
         self.notes += [f"resumed at step {self.state.step} from {path}", *self._consequences()]
@@ -241,6 +250,7 @@ class Run:
             Checkpoints.load(path, tensors)
         except OtherTensors as error:
             raise UserError(f"{error}{self._other_settings(path, meta)}") from None
+        # The masters are filled now; the model's weights and then their codes follow from them.
         converted = finish_optimizer(self.optimizer, self.model, master)
         set_rng_state(rng)
         self.quantized.set_step(meta["quantized_step"])  # keys the stochastic rounding of the weights' codes
@@ -264,6 +274,7 @@ class Run:
         self.folder = from_rank_0(lambda: make_run_folder(self.folder, self.settings.run_name))
         self._text = text
         with contextlib.ExitStack() as self._locks:
+            # Rank 0 takes the lock and writes config.json; the others go on once they see it.
             from_rank_0(self._take_folder)
             on_all_ranks(self._see_folder)
             if self.folder.is_resumed:
@@ -289,6 +300,7 @@ class Run:
                 write_report(self.folder.path, failure=said)
 
     def _take_folder(self) -> None:
+        # A new run that continues an older checkpoint names it, and starts with the curves so far.
         parent = self.folder.parent and {"run": str(self.folder.parent), "step": self.state.step}
         try:
             self._locks.enter_context(locked(self.folder.path))
@@ -310,7 +322,7 @@ class Run:
             time.sleep(0.2)
 
     def recover_folder(self) -> bool:
-        """If the run folder was deleted or moved away, continue in a new one beside it. Returns whether it was. Raises
+        """If the run folder was deleted or moved away, continue in a new one next to it. Returns whether it was. Raises
         TrainingStopped where none can be made."""
         lost = self.folder.path
         if from_rank_0((lost / "config.json").exists):

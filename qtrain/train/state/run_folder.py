@@ -24,7 +24,7 @@ from qtrain.core.checks import MAX_JSON, shown, user_path
 from qtrain.core.config import as_dict, source_digest, versions, write_config
 from qtrain.core.errors import UserError
 from qtrain.core.process import command_line
-from qtrain.core.reading import read_small
+from qtrain.core.reading import read_small, refuse_other
 from qtrain.train.settings.settings import TrainSettings
 from qtrain.train.state.checkpoint import cannot_load, newest_whole
 from qtrain.train.state.checkpoint_files import (
@@ -82,19 +82,14 @@ def find_run_folder(settings: TrainSettings, script: str) -> RunFolder:
     root = user_path(settings.runs_dir, "--runs_dir") / script
     checkpoint = None if settings.resume is None else resolve_resume(settings.resume, root, settings.run_name)
     if checkpoint and (run := run_of(checkpoint)):
-        _check_files(run)
+        for name in ("config.json", "metrics.jsonl", "train.log", "run.lock"):
+            refuse_other(run / name, "--resume", "; move it away")
+        # An older checkpoint starts a new run: this one's later steps stay as they are.
         newest = newest_complete(checkpoint.parent)
         if newest and newest[0].samefile(checkpoint):
             check_unlocked(run)
             return RunFolder(run, checkpoint)
     return RunFolder(_free_path(root, settings.run_name), checkpoint)
-
-
-def _check_files(run: Path) -> None:
-    """UserError for a folder, a FIFO or a device in place of a file of the run: reading it may fail or never end."""
-    for name in ("config.json", "metrics.jsonl", "train.log", "run.lock"):
-        if (path := run / name).exists() and not path.is_file():
-            raise UserError(f"--resume: {path} is not a file; move it away.")
 
 
 def make_run_folder(folder: RunFolder, run_name: str) -> RunFolder:
@@ -112,7 +107,7 @@ def make_run_folder(folder: RunFolder, run_name: str) -> RunFolder:
 
 
 def make_recovered_folder(folder: RunFolder) -> RunFolder:
-    """Make <name>-recovered (or -recovered-2, ...) beside a run folder that is gone. Raises OSError."""
+    """Make <name>-recovered (or -recovered-2, ...) next to a run folder that is gone. Raises OSError."""
     name = without_recovered(folder.path.name)
     for suffix in ("", *(f"-{number}" for number in range(2, 10_000))):
         path = folder.path.with_name(f"{name}-recovered{suffix}")
@@ -172,13 +167,14 @@ def save_run_config(settings: TrainSettings, folder: Path, parent: Mapping[str, 
     """Write config.json; one of other settings or versions becomes the next config.N.json.
 
     parent: {"run", "step"} that a new run continues; kept when the run itself is resumed."""
-    path, former = folder / "config.json", _read(folder / "config.json")
+    path, before = folder / "config.json", _read(folder / "config.json")
     unfinished = folder / ".config.json.tmp"
-    parent = parent or former.get("_parent")
+    parent = parent or before.get("_parent")
     write_config(settings, unfinished, {"_command": sys.argv, **({"_parent": parent} if parent else {})})
-    if former and _without_command(former) != _without_command(_read(unfinished)):
+    if before and _without_command(before) != _without_command(_read(unfinished)):
         numbers = (n for n in range(10**6) if not (folder / f"config.{n}.json").exists())
         os.rename(path, folder / f"config.{next(numbers)}.json")
+    # Atomic: a reader finds the old file or the new one.
     os.replace(unfinished, path)
 
 
@@ -186,16 +182,16 @@ def changed_settings(checkpoint: Path, settings: TrainSettings) -> dict[str, tup
     """(old, new) of every setting that differs from the config.json of the run that saved `checkpoint`, by name; the
     keys of JSON objects apart, as `optim_kwargs.betas`. Nothing where there is no config.json."""
     in_run = checkpoint.parent.name == "checkpoints"
-    former = _flat(_read(checkpoint.parent.parent / "config.json")) if in_run else {}
-    if not former:
+    before = _flat(_read(checkpoint.parent.parent / "config.json")) if in_run else {}
+    if not before:
         return {}
     current = _flat(json.loads(json.dumps(as_dict(settings))))
     return {
-        name: (former.get(name), current.get(name))
-        for name in {**former, **current}
-        if former.get(name) != current.get(name)
+        name: (before.get(name), current.get(name))
+        for name in {**before, **current}
+        if before.get(name) != current.get(name)
         and name not in NOT_COMPARED
-        and (name in former or "." in name)  # a setting that the saved run's version did not have
+        and (name in before or "." in name)  # a setting that the saved run's version did not have
     }
 
 
@@ -253,6 +249,7 @@ def resolve_resume(value: str, run_root: Path, run_name: str | None = None) -> P
     path = user_path(value, "--resume")
     if not path.is_dir():
         raise cannot_load(path, "there is no such folder", "Give a checkpoint, a run folder, or auto.")
+    # A run folder, or a folder of checkpoints; else the path itself is a checkpoint, or nothing that is known.
     for folder in (path / "checkpoints", path):
         if best := newest_complete(folder):
             return best[0]
@@ -262,7 +259,7 @@ def resolve_resume(value: str, run_root: Path, run_name: str | None = None) -> P
         read_marker(path)
     except IncompleteCheckpoint as reason:
         if whole := newest_whole(path.parent, {path}):
-            raise cannot_load(path, str(reason), f"The newest complete one beside it is {whole}.") from None
+            raise cannot_load(path, str(reason), f"The newest complete one there is {whole}.") from None
         if (path / INDEX).exists() or path.name.isdigit():
             raise cannot_load(path, str(reason)) from None
         raise cannot_load(path, "there is no complete checkpoint in it", "Give a checkpoint or a run folder.") from None

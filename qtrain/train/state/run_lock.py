@@ -29,12 +29,12 @@ NAME = "run.lock"
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that holds a run folder. started: its start time in the kernel's clock ticks; None where the system
-    does not tell."""
+    """The process that holds a run folder."""
 
     pid: Annotated[int, Range(1, 2**31 - 1)]
     host: str
     started: int | None
+    """Its start time in the kernel's clock ticks; None where the system does not tell."""
     since: str
     """When it took the lock, for people."""
 
@@ -87,6 +87,7 @@ def _acquire(folder: Path) -> Owner:
     owner = Owner(pid, socket.gethostname(), _start_time(pid), time.strftime("%Y-%m-%d %H:%M:%S"))
     with _turn(folder):
         check_unlocked(folder)
+        # Nobody alive holds it: check_unlocked has refused that.
         (folder / NAME).unlink(missing_ok=True)
         try:
             descriptor = os.open(folder / NAME, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)

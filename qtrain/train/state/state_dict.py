@@ -32,11 +32,14 @@ _KINDS = {
 
 @dataclass
 class TrainState:
-    """step: finished optimizer steps; tokens: read so far; data: position of the training stream after them."""
+    """The progress of a run: one explicit object, saved with every checkpoint."""
 
     step: int = 0
+    """Finished optimizer steps."""
     tokens: int = 0
+    """Tokens (images) read so far, of all ranks."""
     data: dict[str, Any] | None = None
+    """Position of the training stream after them."""
     best_eval_loss: float | None = None
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 
@@ -70,7 +73,7 @@ Master = Callable[[Tensor], Tensor]
 
 
 def itself(parameter: Tensor) -> Tensor:
-    """The `Master` of parameters that are not divided."""
+    """The `Master` of parameters that are not sharded."""
     return parameter
 
 
@@ -108,6 +111,7 @@ def rng_state() -> dict[str, dict[str, Tensor]]:
     _, python_key, python_gauss = random.getstate()
     _, numpy_key, numpy_position, has_gauss, numpy_gauss = np.random.get_state()
     state = {
+        # The Mersenne Twister's 624 words and the position in them; the Gaussian drawn in advance, if there is one.
         "python": torch.tensor(python_key, dtype=torch.int64),  # [625]
         "python_gauss": torch.tensor([python_gauss is not None, python_gauss or 0.0], dtype=torch.float64),
         "numpy": torch.tensor([*map(int, numpy_key), numpy_position], dtype=torch.int64),  # [625]
@@ -153,6 +157,7 @@ def optimizer_tensors(
         options = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k not in _HOW}
         groups.append({"params": [names[id(p)] for p in group["params"]], "options": options})
         for parameter in group["params"]:
+            # A placeholder stands for a parameter that another rank owns whole: it has no state here.
             name = names[id(parameter)]
             if is_placeholder(parameter):
                 continue
@@ -168,6 +173,7 @@ def optimizer_tensors(
                 described[key] = {
                     "shape": list(value.shape),
                     "dtype": str(value.dtype).removeprefix("torch."),
+                    # Step counts of torch's optimizers: on the GPU, reading one would synchronize.
                     "on_host": value.device.type == "cpu" and parameter.device.type != "cpu",
                 }
     states = {name: state for of_rank in all_gather(states) for name, state in of_rank.items()}
@@ -188,6 +194,7 @@ def prepare_optimizer(
     try:
         before = [group["params"] for group in saved["groups"]]
         now = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        # States are filled by name, options by the position of their group: both must agree.
         if before != now:
             flat_before, flat_now = {n for g in before for n in g}, {n for g in now for n in g}
             in_one = sorted(flat_before ^ flat_now)
@@ -195,6 +202,7 @@ def prepare_optimizer(
             raise OtherTensors(
                 f"--resume: the checkpoint's optimizer and this one differ: {why}. Use the run's settings."
             )
+        # In place of what the optimizer made: states of the saved shapes and formats, which DCP then fills.
         optimizer.state.clear()
         tensors: dict[str, dict[str, Tensor]] = {}
         for group, saved_group in zip(optimizer.param_groups, saved["groups"], strict=True):
@@ -269,6 +277,7 @@ def _empty_state(
     described: Mapping[str, Any], parameter: Tensor, device: torch.device, scalars_on_device: bool
 ) -> Tensor:
     shape, dtype = torch.Size(described["shape"]), getattr(torch, described["dtype"])
+    # A damaged description must not allocate without bounds.
     if shape.numel() > 8 * max(parameter.numel(), 1024) or not isinstance(dtype, torch.dtype):
         raise ValueError(f"a state of {described['dtype']} with shape {list(shape)}")
     if not shape:

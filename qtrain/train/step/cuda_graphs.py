@@ -68,6 +68,7 @@ class StepGraphs:
         quantized: QuantizedModel,
         parallel: DataParallel | None = None,
     ):
+        # Where gradients are reduced, autograd adds to the receivers of `parallel`, not to the model's parameters.
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         if parallel is not None:
             self._parameters = [sharded.receiver for sharded in parallel.parameters]
@@ -89,9 +90,11 @@ class StepGraphs:
         """`forward_backward`, replayed where possible. accumulate: add to the gradients of this step's earlier ones."""
         if not self._fits(batch, accumulate):
             return forward_backward(self._forward, batch, trained, self._parallel)
+        # A graph reads fixed addresses: this micro-batch goes into its static inputs.
         for static, tensor in zip(self._batch.tensors(), batch.tensors(), strict=True):
             static.copy_(tensor, non_blocking=True)
         self._trained.copy_(trained)
+        # Capturing runs nothing: the replay below computes this micro-batch too.
         if accumulate not in self._micro_steps:
             before = [p.grad for p in self._parameters]
             recorded = self._record(lambda: forward_backward(self._forward, self._batch, self._trained, self._parallel))
@@ -104,6 +107,7 @@ class StepGraphs:
                 self._gradients = [p.grad for p in self._parameters]
         graph, nll = self._micro_steps[accumulate]
         graph.replay()
+        # The optimizer has set them to None; the graph has written to the memory that they had.
         for p, gradient in zip(self._parameters, self._gradients, strict=True):
             p.grad = gradient
         return nll
@@ -154,6 +158,7 @@ class StepGraphs:
 
     def _record(self, run: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object] | None:
         """Capture what `run` launches, without running it. None where that fails; it is not tried again then."""
+        # All graphs of a step share a memory pool: they never run at the same time.
         graph = torch.cuda.CUDAGraph()
         try:
             # thread_local: the prefetching thread may call CUDA during the capture.

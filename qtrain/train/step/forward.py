@@ -28,6 +28,7 @@ def language_forward(model: nn.Module, doc_mask_eos: int | None) -> Forward:
     def forward(batch: Batch) -> LossSums:
         input_ids = batch.input_ids.to(device, non_blocking=True)
         labels = batch.labels.to(device, non_blocking=True)
+        # Packed examples come with their ids; of plain text they follow from the end tokens.
         doc_ids = None if doc_mask_eos is None else document_ids(input_ids, doc_mask_eos)
         if batch.doc_ids is not None:
             doc_ids = batch.doc_ids.to(device, non_blocking=True)
@@ -43,7 +44,7 @@ def vision_forward(model: nn.Module) -> Callable[[ImageBatch], LossSums]:
 
     def forward(batch: ImageBatch) -> LossSums:
         images = batch.images.to(device, non_blocking=True).to(dtype)
-        logits = model(images).float()
+        logits = model(images).float()  # the loss of bf16 logits would be rounded before it is summed
         loss = F.cross_entropy(logits, batch.targets.to(device, non_blocking=True), reduction="sum")
         return LossSums(loss, loss.detach())
 

@@ -61,6 +61,7 @@ class OptimizerInBackward:
         self._missing: list[int] = []  # by partition: gradients that backward has not produced yet
         self._completed: list[int] = []  # partitions, in the order in which backward did
         self._squares: dict[int, Tensor] = {}  # by partition, in the order of the updates: of this rank's gradients
+        # Full sharding reduces a unit's gradients behind its backward pass, and calls back there.
         if parallel.reshards:
             parallel.after_unit = self._after_unit
             return
@@ -80,6 +81,7 @@ class OptimizerInBackward:
         for index in self._order:
             if index not in self._squares:
                 self._update(index)
+        # The order of the first backward pass, as rank 0 has seen it, holds on all ranks from now on.
         if not self._order_is_known:
             late = [index for index in self._order if index not in self._completed]
             self._order = from_rank_0(lambda: self._completed + late)
@@ -105,6 +107,7 @@ class OptimizerInBackward:
         assert self._missing[index], f"a second gradient of {self._names[index]} in one step"
         self._missing[index] -= 1
         if not self._missing[index]:
+            # Reductions are collectives, issued in one order on all ranks: a partition waits for those before it.
             self._completed.append(index)
             while (done := len(self._squares)) < len(self._order) and not self._missing[self._order[done]]:
                 self._update(self._order[done])
@@ -112,6 +115,7 @@ class OptimizerInBackward:
     @torch.no_grad()
     def _update(self, index: int) -> None:
         members = self._members[index]
+        # Sum over the ranks, norm, update: the gradients of this partition exist in between only.
         self._parallel.reduce_group(index)
         self._squares[index] = self._parallel.squares(members)
         self.optimizer.step_partition(index)

@@ -1,9 +1,8 @@
-"""One optimizer step in two halves, gradients and update; and one evaluation."""
+"""One optimizer step in two halves, gradients and update; and the weights that are evaluated and exported."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -42,9 +41,11 @@ def compute_gradients(
     the step is split, nor over how many ranks. With `in_backward` there is one micro-batch, and the weights are updated
     on return. parallel: None: one rank. stop_signal: the number of a signal that this rank has received, 0: none.
     """
+    # Codes of the weights are made once per step, after the update: stale ones would train on old weights.
     quantized.assert_fresh()
     parallel = parallel or DataParallel(model, quantized, Mesh())
     parallel.begin_step(step, len(batches))
+    # Summed over ranks before the first backward pass: each micro-batch's loss is divided by it.
     trained = parallel.count_trained(sum(batch.n_trained for batch in batches))
     nll = []
     if in_backward is not None:
@@ -79,6 +80,7 @@ def apply_gradients(
     """
     if in_backward is None:
         _update_weights(optimizer, gradients, lr, clip_grad_norm)
+    # A recorded refresh includes what ranks gather for it.
     recorded = graphs.refresh if graphs else None
     if parallel is not None:
         parallel.refresh(recorded)
@@ -87,6 +89,7 @@ def apply_gradients(
 
 
 def _update_weights(optimizer: Optimizer, gradients: Gradients, lr: float, clip_grad_norm: float) -> None:
+    # norm_value is on the host already, from the step's one synchronization.
     if clip_grad_norm and gradients.norm_value > clip_grad_norm:
         optimizer.clip_gradients(gradients.norm, clip_grad_norm)
     set_lr(optimizer, lr)
@@ -144,20 +147,6 @@ def _averaged(optimizer: Optimizer, parallel: DataParallel | None) -> Iterator[N
         optimizer.train()
         if parallel:
             parallel.gather()
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, forward: Forward, batches: Iterable[Batch]) -> float:
-    """Mean loss per trained token over all batches, without z-loss. The model keeps its training mode."""
-    was_training = model.training
-    model.eval()
-    nll = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
-    trained = 0
-    for batch in batches:
-        nll += forward(batch).nll
-        trained += batch.n_trained
-    model.train(was_training)
-    return float(nll) / max(trained, 1)
 
 
 def share_amax(optimizer: Optimizer, quantized: QuantizedModel, parallel: DataParallel) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from qtrain.core.errors import UserError
-from qtrain.train.eval.hellaswag import HellaSwagQuestion, Score, evaluate, load_hellaswag, read_question
+from qtrain.train.eval.hellaswag import HellaSwagQuestion, Score, evaluate_hellaswag, load_hellaswag, read_question
 
 CPU = torch.device("cpu")
 
@@ -113,7 +113,7 @@ def test_accuracies_are_those_of_a_plain_computation(max_len, batch_size):
         per_character = [s / len(e) for s, e in zip(scores, one.endings, strict=True)]
         right_norm += per_character.index(max(per_character)) == one.answer
     model.shapes.clear()
-    got = evaluate(model, Bytes(), asked, batch_size=batch_size, max_len=max_len, device=CPU)
+    got = evaluate_hellaswag(model, Bytes(), asked, batch_size=batch_size, max_len=max_len, device=CPU)
     assert got == Score(right, right_norm, 30)
     assert got.right != got.right_norm, "the two accuracies should be told apart by this data"
     assert all(rows == batch_size and length in (64, 128, max_len) for rows, length in model.shapes)
@@ -124,7 +124,7 @@ def test_a_token_across_the_boundary_belongs_to_the_ending():
     asked = HellaSwagQuestion("he was r", ("inging", "owing"), 0)
     model = Causal()
     scores = plain_scores(model, asked, 64)
-    got = evaluate(model, Bytes(), [asked], batch_size=2, max_len=64, device=CPU)
+    got = evaluate_hellaswag(model, Bytes(), [asked], batch_size=2, max_len=64, device=CPU)
     assert got.right == (scores[0] > scores[1])
 
 
@@ -144,7 +144,7 @@ def test_a_model_that_knows_the_answer_scores_one():
                     out[row, position, token] = 20.0
         return out
 
-    got = evaluate(oracle, Bytes(), asked, batch_size=8, max_len=128, device=CPU)
+    got = evaluate_hellaswag(oracle, Bytes(), asked, batch_size=8, max_len=128, device=CPU)
     assert got.accuracy == got.accuracy_norm == 1.0
 
 

@@ -7,9 +7,8 @@ from qtrain.data.batch import Batch
 from qtrain.data.tokenizers.tokenizer import load_tokenizer
 from qtrain.models import ModelSource, build_model
 from qtrain.train.eval.hellaswag import HellaSwagQuestion
-from qtrain.train.eval.language import LanguageEvaluation
+from qtrain.train.eval.language import LanguageEvaluation, mean_loss
 from qtrain.train.step.forward import language_forward
-from qtrain.train.step.step import evaluate
 from tests.system import TINY
 
 QUESTIONS = [HellaSwagQuestion("a b", ("c", "d e", "f"), 1), HellaSwagQuestion("the end of", ("x", "y"), 0)]
@@ -38,7 +37,7 @@ def test_only_what_was_given_is_measured():
 def test_results_equal_their_measures_and_are_deterministic():
     measured = evaluation(windows=batches(), questions=QUESTIONS, prompts=["a", "b"])
     found = measured()
-    assert found["eval_loss"] == evaluate(measured.model, measured.forward, batches()) == pytest.approx(5.5, abs=0.3)
+    assert found["eval_loss"] == mean_loss(measured.model, measured.forward, batches()) == pytest.approx(5.5, abs=0.3)
     assert found["hellaswag"] in (0, 0.5, 1) and found["hellaswag_norm"] in (0, 0.5, 1)
     assert [prompt for prompt, _ in found["samples"]] == ["a", "b"]
     state = torch.get_rng_state()

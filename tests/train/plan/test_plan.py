@@ -23,7 +23,7 @@ from qtrain.train.plan.linears import plan_linears
 from qtrain.train.plan.plan import Plan
 from qtrain.train.settings.settings import LanguageSettings
 
-H200 = Hardware("NVIDIA H200", DATASHEET["H200"], 141 * 10**9, measured=False)
+H200 = Hardware("NVIDIA H200", DATASHEET["H200"].peaks, 141 * 10**9, measured=False)
 
 SMALL = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -121,7 +121,7 @@ def test_arithmetic_that_the_device_lacks_is_counted_at_the_rate_of_its_emulatio
     assert plan_of(quantize="int4").seconds == plan_of(quantize="int8").seconds
     assert plan_of(quantize="mxfp8").seconds == pytest.approx(plan_of(quantize="bf16").seconds)
     assert "no mxfp8 arithmetic: emulated" in "\n".join(plan_of(quantize="mxfp8").lines())
-    blackwell = Hardware("NVIDIA B200", DATASHEET["B200"], 180 * 10**9, measured=False)
+    blackwell = Hardware("NVIDIA B200", DATASHEET["B200"].peaks, 180 * 10**9, measured=False)
     assert plan_of(quantize="mxfp8", hardware=blackwell).seconds["blocks"] < plan_of(quantize="int8").seconds["blocks"]
     mixture = plan_of("qwen3-30b-a3b", quantize="mxfp8", hardware=blackwell)
     assert "no grouped mxfp8 arithmetic: emulated" in "\n".join(mixture.lines())
