@@ -162,7 +162,7 @@ def _close(producer: weakref.ref) -> None:
 
 def _serve(sender: Connection, pickled: bytes) -> None:
     """The main function of the process. The end (None) and errors are sent like items."""
-    prepare()
+    prepare_process()
     for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # a signal to the process group: training still finishes its step
     with contextlib.suppress(BrokenPipeError):  # the receiver is gone, perhaps with its process
