@@ -30,10 +30,9 @@ import numpy as np
 import torch
 
 from qtrain.core.errors import UserError
-from qtrain.core.process import GROUP_SIGNALS
+from qtrain.core.process import GROUP_SIGNALS, prepare_process
 from qtrain.data.batch import Batch, TensorBatch
 from qtrain.data.stream import Stream
-from qtrain.train.assembly.prepare import prepare
 
 Item = tuple[TensorBatch, dict[str, Any]]
 """A batch and the position right after it."""
