@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from qtrain.core.config import run_script
 from qtrain.models import Decoder, read_model_source
 from qtrain.optim.state_layout import local
-from qtrain.parallel.full_shard import decoder_units
 from qtrain.parallel.mesh import make_mesh
-from qtrain.parallel.shards import local_tensors
+from qtrain.parallel.sharding.full_shard import decoder_units
+from qtrain.parallel.sharding.shards import local_tensors
 from qtrain.quant.linear import WeightCodes
 from qtrain.tensors.lazy import plain_tensors
 from qtrain.train.assembly.assemble import assemble, build_quantized

@@ -32,10 +32,10 @@ from qtrain.comm.ranks import all_gather, join_world, leave_world, local_rank, r
 from qtrain.comm.wire import sent
 from qtrain.data.batch import Batch
 from qtrain.models import ModelSource
-from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.mesh import Mesh, make_mesh
-from qtrain.parallel.shards import Sharded
-from qtrain.parallel.weights import GatheredMaster, gather_weights
+from qtrain.parallel.sharding.data_parallel import DataParallel
+from qtrain.parallel.sharding.shards import Sharded
+from qtrain.parallel.sharding.weights import GatheredMaster, gather_weights
 from qtrain.tensors.lazy import plain_tensors
 from qtrain.train.assembly.assemble import assemble, build_quantized
 from qtrain.train.assembly.language_architecture import LanguageArchitecture

@@ -91,7 +91,7 @@ def test_a_fault_of_one_rank_is_one_message_that_names_it(server, fault, tmp_pat
 MISTAKE = """
 import qtrain.train.plan.checked_settings as checked_settings
 from qtrain.core.errors import UserError
-from qtrain.parallel.data_parallel import DataParallel
+from qtrain.parallel.sharding.data_parallel import DataParallel
 def fails(*_):
     raise UserError("--x: a mistake")
 {} = fails

@@ -32,7 +32,7 @@ from qtrain.core.config import parse, run_script
 from qtrain.core.errors import UserError, first_line
 from qtrain.core.hardware import describe_hardware
 from qtrain.kernels.elementwise import add_in_order
-from qtrain.parallel.gradient_wire import FIRST_NUMBER, GRADIENT_WIRES, GradientWire
+from qtrain.parallel.sharding.gradient_wire import FIRST_NUMBER, GRADIENT_WIRES, GradientWire
 from qtrain.train.settings.machine import choose_device
 
 # torch 2.13 renamed them.

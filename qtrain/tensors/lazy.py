@@ -2,7 +2,7 @@
 
 A deferred parameter has its shape, dtype and device, but no memory, and a function that makes its value. So a model can
 be built, swapped and divided as any other, and whoever divides it asks for one value after the other. Its own memory
-comes when the parameter is used, with what is gathered then (`parallel/full_shard.py`).
+comes when the parameter is used, with what is gathered then (`parallel/sharding/full_shard.py`).
 """
 
 import contextlib

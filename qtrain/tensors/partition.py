@@ -1,5 +1,4 @@
-"""Which part of a parameter a process holds under tensor or expert parallelism: ranges of its rows or columns, side by
-side in the process's own tensor.
+"""Which part of a parameter a process holds: ranges of its rows or columns, side by side in the process's own tensor.
 
 Several projections fused in one parameter are one range each: a rank holds its heads of q, of k and of v.
 """

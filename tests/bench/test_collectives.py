@@ -5,7 +5,7 @@ import pytest
 from qtrain.bench import collectives
 from qtrain.bench.collectives import COLLECTIVES, cell_of, collective_table, main, parse_mib
 from qtrain.core.errors import UserError
-from qtrain.parallel.gradient_wire import GRADIENT_WIRES
+from qtrain.parallel.sharding.gradient_wire import GRADIENT_WIRES
 from tests.worlds import run_ranks
 
 

@@ -10,11 +10,11 @@ from benchmarks.mesh_equality import MIXTURE, UNTIED, differences, random_micro_
 from qtrain.comm.ranks import rank
 from qtrain.models import Lora, ModelSource, add_lora, build_model, merge_lora
 from qtrain.optim import OPTIMIZERS, parameter_groups
-from qtrain.parallel import weights
-from qtrain.parallel.data_parallel import DataParallel
-from qtrain.parallel.full_shard import decoder_units
 from qtrain.parallel.mesh import make_mesh
-from qtrain.parallel.shards import local_tensors
+from qtrain.parallel.sharding import weights
+from qtrain.parallel.sharding.data_parallel import DataParallel
+from qtrain.parallel.sharding.full_shard import decoder_units
+from qtrain.parallel.sharding.shards import local_tensors
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.schemes.frozen_base import base_scheme
 from qtrain.tensors.lazy import plain_tensors

@@ -17,10 +17,10 @@ from qtrain.models import (
     build_model,
     compile_layers,
 )
-from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.layers.local_config import check_experts_divisible
 from qtrain.parallel.layers.place import ModelParallel
 from qtrain.parallel.mesh import expert_mesh_shape, make_mesh, planned_mesh
+from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.train.plan.checked_settings import check_settings
 from qtrain.train.plan.sharding import reshards

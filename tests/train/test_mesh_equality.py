@@ -12,8 +12,8 @@ import torch
 
 from benchmarks import mesh_equality
 from benchmarks.mesh_equality import CONFIG, DTYPES, SCHEMES_COMPARED, UNTIED, differences, promised, train
-from qtrain.parallel import gradients, weights
 from qtrain.parallel.mesh import make_mesh
+from qtrain.parallel.sharding import gradients, weights
 from tests.cases import sampled
 from tests.system import ROOT
 from tests.worlds import run_ranks

@@ -28,12 +28,12 @@ from qtrain.models import (
     read_model_source,
 )
 from qtrain.optim import OPTIMIZERS, parameter_groups
-from qtrain.parallel.data_parallel import DataParallel
-from qtrain.parallel.full_shard import decoder_units
 from qtrain.parallel.layers.exchange import TokenExchange
 from qtrain.parallel.layers.local_config import check_divisible
 from qtrain.parallel.layers.place import ModelParallel
 from qtrain.parallel.mesh import Mesh, make_mesh
+from qtrain.parallel.sharding.data_parallel import DataParallel
+from qtrain.parallel.sharding.full_shard import decoder_units
 from qtrain.quant import SCHEMES, quantize_linears, swiglu_mlp
 from qtrain.train.assembly.assemble import freeze_embedding
 from qtrain.train.settings.exclusions import Options, check_exclusions

@@ -213,12 +213,12 @@ def add_lora(model: nn.Module, lora: Lora, seed: int, flag: str = "--lora") -> l
             for projection, a in zip(chosen, linear.lora_a, strict=True):
                 _initialize(a, seed, projection.hf_name)
             added.append(_replace(model, name, linear))
-    for name, of_experts in experts.items():
+    for name, fused in experts.items():
         owner, _, own = name.rpartition(".")
         if EXPERT_TARGETS[own] in targets:
             hf_name = f"model.{owner.removesuffix('experts')}{EXPERT_TARGETS[own]}"
             base, count = model.get_submodule(name), model.config.moe.experts
-            linear = LoraExperts(base, count, hf_name, of_experts, lora.r, lora.scale, lora.dropout)
+            linear = LoraExperts(base, count, hf_name, fused, lora.r, lora.scale, lora.dropout)
             _initialize(linear.lora_a.weight, seed, hf_name)
             added.append(_replace(model, name, linear))
     return added

@@ -21,7 +21,7 @@ from qtrain.models.native.lora_experts import EXPERT_TARGETS, LoraExperts
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-_NAMES_OF_EXPERTS = (".gate_proj", ".up_proj", ".down_proj")
+_EXPERT_SUFFIXES = (".gate_proj", ".up_proj", ".down_proj")
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -36,11 +36,11 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
             found[f"{PREFIX}{projection.hf_name}.lora_B.weight"] = b
         for projection, magnitude in zip(linear.adapted, linear.magnitude or (), strict=linear.magnitude is not None):
             found[f"{PREFIX}{projection.hf_name}.lora_magnitude_vector"] = magnitude
-    of_experts = {linear.hf_name: linear for linear in linears if isinstance(linear, LoraExperts)}
-    for name, linear in of_experts.items():
+    by_name = {linear.hf_name: linear for linear in linears if isinstance(linear, LoraExperts)}
+    for name, linear in by_name.items():
         owner, _, own = name.rpartition(".")
         # Of two wrappers of one module the inner one is that of gate_up_proj.
-        inner = own == "gate_up_proj" and f"{owner}.down_proj" in of_experts
+        inner = own == "gate_up_proj" and f"{owner}.down_proj" in by_name
         prefix = f"{PREFIX}{owner}.base_layer" if inner else f"{PREFIX}{owner}"
         found[f"{prefix}.lora_A.weight"] = linear.lora_a.weight
         by_expert = linear.lora_b.weight.unflatten(0, (linear.groups, -1))  # [E, N, r]
@@ -62,7 +62,7 @@ def save_adapter(model: nn.Module, lora: Lora, base: str, folder: Path | str) ->
     experts = [name for name in EXPERT_TARGETS.values() if name in lora.names]
     # PEFT takes a module of a mixture named gate_proj, up_proj or down_proj for experts.
     mixture = isinstance(model, Decoder) and bool(model.config.moe_layers) and not lora.dora
-    weights = [name for name in names if mixture and name.endswith(_NAMES_OF_EXPERTS)]
+    weights = [name for name in names if mixture and name.endswith(_EXPERT_SUFFIXES)]
     parameters = sorted({".".join(name.split(".")[-2:]) + ".weight" for name in weights}) + experts
     config = {
         "peft_type": "LORA",

@@ -12,6 +12,7 @@ codes have, at most two, as bf16 has; backward keeps a rank's share of the secon
 block of tokens, and schemes whose `grad_weight` reads x in high precision, gather x itself.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,7 @@ from qtrain.quant.execute import OperandRequest, operands_under_scale
 from qtrain.quant.quantizers import quantize_columns, quantize_rows
 from qtrain.quant.scales import scale_of_statistic, spanning_scale
 from qtrain.quant.scheme import LowBitScheme
+from qtrain.quant.swap import LinearChoice
 from qtrain.quant.tensor_roles import BOTH, NeedsOperand, TensorName
 from qtrain.tensors.quantized_tensor import OperandFormat, Operands, QuantizedTensor
 
@@ -149,3 +151,32 @@ def _routed_rows(tokens: QuantizedTensor, groups: RowGroups) -> QuantizedTensor:
     if tokens.format.granularity == "rowwise":
         scale = gather_rows(scale.view(-1, 1), groups.token_of_row).view(-1)
     return tokens._replace(codes=codes, scale=scale)
+
+
+# ---- the plan's lines ------------------------------------------------------------------------------------------------
+
+
+def describe_inputs(linears: Sequence[LinearChoice]) -> str:
+    """The plan's line on what tensor ranks gather before attention and MLP."""
+    inputs = [linear.scheme for linear in linears if linear.name.endswith(("qkv", "gate_up"))]
+    codes = sum(scheme is not None and gathers_codes(scheme) for scheme in inputs)
+    low_bit = sum(scheme is not None for scheme in inputs)
+    if codes == len(inputs):
+        return "tensor  inputs of qkv and gate_up are gathered as codes"
+    line = (
+        f"tensor  inputs of qkv and gate_up are gathered in the model's dtype: {len(inputs) - codes} of {len(inputs)}"
+    )
+    if codes < low_bit:
+        line += "; the scheme scales blocks, or its grad_weight reads the input itself"
+    return line
+
+
+def describe_tokens(experts: int, linears: Sequence[LinearChoice], ranks: int) -> str:
+    """The plan's line on what ranks send each other for their experts."""
+    inputs = [linear.scheme for linear in linears if linear.name.endswith("experts.gate_up")]
+    codes = all(scheme is not None and gathers_routed_codes(scheme) for scheme in inputs)
+    how = "as codes (with --deterministic in the model's dtype)" if codes else "in the model's dtype"
+    return (
+        f"experts {experts // ranks} of {experts} on each process; tokens are gathered "
+        f"{how}, sums and gradients travel in the model's dtype"
+    )

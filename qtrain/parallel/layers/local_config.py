@@ -4,6 +4,15 @@ import dataclasses
 
 from qtrain.core.errors import UserError
 from qtrain.models.config.model import ModelConfig
+from qtrain.parallel.mesh import Mesh
+
+
+def check_mesh(config: ModelConfig | None, mesh: Mesh, sequence: bool, model: str) -> None:
+    """UserError where a model, --model `model`, cannot be divided over a mesh. sequence: along tokens too."""
+    if mesh.tp > 1:
+        check_divisible(config, mesh.tp, sequence)
+    if mesh.expert_mesh is not None:
+        check_experts_divisible(config, mesh.expert_mesh.tp, model)
 
 
 def check_divisible(config: ModelConfig, ranks: int, sequence: bool = True) -> None:

@@ -14,6 +14,7 @@ so that the compiler sees the same graph.
     Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
@@ -28,6 +29,7 @@ from qtrain.models.config.model import ModelConfig
 from qtrain.models.native.attention import Attention
 from qtrain.models.native.mlp import MLP
 from qtrain.models.native.moe import Experts, MoE
+from qtrain.parallel.layers.exchange import describe_inputs, describe_tokens
 from qtrain.parallel.layers.experts import EPExperts
 from qtrain.parallel.layers.local_config import check_divisible, check_experts_divisible
 from qtrain.parallel.layers.tensor_parallel import (
@@ -39,7 +41,8 @@ from qtrain.parallel.layers.tensor_parallel import (
     TPOutput,
     TPRMSNorm,
 )
-from qtrain.quant.swap import SharedWeight
+from qtrain.parallel.mesh import Mesh
+from qtrain.quant.swap import LinearChoice, SharedWeight
 from qtrain.tensors.partition import Partition
 
 Kind = Literal["column", "row", "vocab", "heads", "expert"]
@@ -133,6 +136,17 @@ class ModelParallel:
             return None
         return shared_over(self.group)
 
+    @property
+    def ranks_per_expert(self) -> int:
+        """The ranks that read micro-batches of their own, all of which an expert computes."""
+        return self.group.ranks if self.experts_only else 1
+
+    def notes(self, linears: Sequence[LinearChoice]) -> list[str]:
+        """The plan's lines on what ranks send each other within layers."""
+        if self.experts_only:
+            return [describe_tokens(self.config.moe.experts, linears, self.group.ranks)]
+        return [describe_inputs(linears)] if self.sequence else []
+
     def place(self, model: Decoder) -> None:
         """Make a decoder on the meta device that of this rank."""
         for name, module in list(model.named_modules()):
@@ -198,3 +212,20 @@ def _set_sizes(module: nn.Module, shape: torch.Size) -> None:
     if hasattr(module, "groups"):
         module.groups = module.groups * shape[0] // module.out_features
     module.out_features, module.in_features = shape
+
+
+def order_notes(mesh: Mesh, rounds_experts: bool) -> list[str]:
+    """What --deterministic does not promise on this mesh. rounds_experts: experts' weights are rounded
+    stochastically."""
+    notes = []
+    if mesh.tp > 1:
+        notes.append(
+            "note    --deterministic: the same on any number of processes with this --tp, whose sums have an order of "
+            "their own"
+        )
+    if mesh.expert_mesh is not None and rounds_experts:
+        notes.append(
+            "note    --deterministic: the same on any number of processes with this --ep; experts' weights are rounded "
+            "stochastically, on each process with bits of its own"
+        )
+    return notes

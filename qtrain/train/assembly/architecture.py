@@ -11,7 +11,7 @@ from qtrain.core.checks import shown
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import Hardware
 from qtrain.models.cost.trained import TrainedPart
-from qtrain.parallel.full_shard import Unit
+from qtrain.parallel.sharding.full_shard import Unit
 from qtrain.quant import LinearChoice
 from qtrain.quant.swap import SharedWeight
 from qtrain.train.plan.checked_settings import CheckedSettings

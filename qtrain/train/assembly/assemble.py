@@ -10,8 +10,8 @@ from qtrain.models import Lora, ModelConfig
 from qtrain.models.cost.parameters import parameter_shapes
 from qtrain.models.cost.trained import TrainedPart, all_but_embedding, only_adapters
 from qtrain.optim import parameter_groups
-from qtrain.parallel.data_parallel import DataParallel
-from qtrain.parallel.gradient_wire import GRADIENT_WIRES
+from qtrain.parallel.sharding.data_parallel import DataParallel
+from qtrain.parallel.sharding.gradient_wire import GRADIENT_WIRES
 from qtrain.quant import QuantizedModel, quantize_linears
 from qtrain.train.assembly.prepare import Prepared
 from qtrain.train.log.status import short_number

@@ -20,11 +20,10 @@ from qtrain.models import (
 )
 from qtrain.models.cost.parameters import layer_linears, linear_key
 from qtrain.models.cost.trained import TrainedPart
-from qtrain.parallel.full_shard import Unit, decoder_units
-from qtrain.parallel.layers.exchange import gathers_codes, gathers_routed_codes
-from qtrain.parallel.layers.local_config import check_divisible, check_experts_divisible, local_config
+from qtrain.parallel.layers.local_config import check_mesh
 from qtrain.parallel.layers.place import ModelParallel
 from qtrain.parallel.mesh import Mesh
+from qtrain.parallel.sharding.full_shard import Unit, decoder_units
 from qtrain.quant import LinearChoice
 from qtrain.quant.swap import SharedWeight, find_linears
 from qtrain.train.assembly.architecture import Architecture, refuse_absurd
@@ -37,7 +36,7 @@ from qtrain.train.settings.settings import LanguageSettings
 @dataclasses.dataclass(frozen=True)
 class LanguageArchitecture(Architecture):
     """A causal language model. config: None for one that only transformers knows (--model_impl hf). parts: how ranks
-    divide it, with --tp or --ep."""
+    divide it; None: each has all of it."""
 
     source: ModelSource
     impl: str
@@ -47,35 +46,17 @@ class LanguageArchitecture(Architecture):
 
     @classmethod
     def of(cls, settings: LanguageSettings, mesh: Mesh) -> "LanguageArchitecture":
-        """The model that --model and --model_impl name; with --tp and --ep, this rank's part. Raises UserError."""
+        """The model that --model and --model_impl name, or this rank's part of it. Raises UserError."""
         source = read_model_source(settings.model)
         generation_config(source, {})  # an export writes it: refuse a broken one now
         config = source.model_config() if settings.model_impl == "native" else None
         refuse_absurd(source.config, "--model")
         _check_routers(settings, config)
-        if mesh.tp > 1:
-            check_divisible(config, mesh.tp, settings.sequence_parallel)
-        if settings.ep > 1:
-            check_experts_divisible(config, settings.ep, settings.model)
+        check_mesh(config, mesh, settings.sequence_parallel, settings.model)
         parts = None
         if mesh.model_group is not None:
             parts = ModelParallel(config, mesh.model_group, mesh.expert_mesh is not None, settings.sequence_parallel)
         return cls(source, settings.model_impl, settings.seq_len, config, parts)
-
-    @property
-    def rank_config(self) -> ModelConfig | None:
-        """`config`, with --tp of one rank's part."""
-        return self.config and local_config(self.config, self.tp, 1)
-
-    @property
-    def tp(self) -> int:
-        """The ranks that compute every layer together."""
-        return 1 if self.parts is None or self.parts.experts_only else self.parts.group.ranks
-
-    @property
-    def ep(self) -> int:
-        """The ranks that divide the experts and read micro-batches of their own."""
-        return self.parts.group.ranks if self.parts is not None and self.parts.experts_only else 1
 
     def shared_weight(self, name: str) -> SharedWeight | None:
         return None if self.parts is None else self.parts.shared_weight(name)
@@ -145,9 +126,7 @@ class LanguageArchitecture(Architecture):
         compile_layers(model)
 
     def notes(self, linears: Sequence[LinearChoice]) -> list[str]:
-        notes = [_how_inputs_travel(linears)] if self.tp > 1 and self.parts.sequence else []
-        if self.ep > 1:
-            notes.append(_how_tokens_travel(self.config, linears, self.ep))
+        notes = [] if self.parts is None else self.parts.notes(linears)
         if self.impl == "hf" and any(linear.scheme for linear in linears):
             notes += _stacked_parameters_stay(self.empty)
         positions = self.positions
@@ -164,7 +143,8 @@ class LanguageArchitecture(Architecture):
         if self.config is None or self.config.moe is None:
             return None
         head, of_layers = self.head(self.empty), layer_linears(self.config)
-        shares = {key: n.share * (self.ep if n.groups > 1 else 1) for key, n in of_layers.items()}
+        ranks = 1 if self.parts is None else self.parts.ranks_per_expert
+        shares = {key: n.share * (ranks if n.groups > 1 else 1) for key, n in of_layers.items()}
         return {
             names[0]: self.seq_len * (1.0 if linear is head else shares[linear_key(names[0])])
             for linear, names in find_linears(self.empty).items()
@@ -216,29 +196,3 @@ def _stacked_parameters_stay(model: nn.Module) -> list[str]:
         f"warning: {100 * share:.0f}% of the parameters have three dimensions, as experts do, and are not quantized: "
         "only linears of transformers' models are; --model_impl native quantizes experts"
     ]
-
-
-def _how_inputs_travel(linears: Sequence[LinearChoice]) -> str:
-    """The plan's line on what tensor ranks gather before attention and MLP."""
-    inputs = [linear.scheme for linear in linears if linear.name.endswith(("qkv", "gate_up"))]
-    codes = sum(scheme is not None and gathers_codes(scheme) for scheme in inputs)
-    low_bit = sum(scheme is not None for scheme in inputs)
-    if codes == len(inputs):
-        return "tensor  inputs of qkv and gate_up are gathered as codes"
-    line = (
-        f"tensor  inputs of qkv and gate_up are gathered in the model's dtype: {len(inputs) - codes} of {len(inputs)}"
-    )
-    if codes < low_bit:
-        line += "; the scheme scales blocks, or its grad_weight reads the input itself"
-    return line
-
-
-def _how_tokens_travel(config: ModelConfig, linears: Sequence[LinearChoice], ranks: int) -> str:
-    """The plan's line on what ranks send each other for their experts."""
-    inputs = [linear.scheme for linear in linears if linear.name.endswith("experts.gate_up")]
-    codes = all(scheme is not None and gathers_routed_codes(scheme) for scheme in inputs)
-    how = "as codes (with --deterministic in the model's dtype)" if codes else "in the model's dtype"
-    return (
-        f"experts {config.moe.experts // ranks} of {config.moe.experts} on each process; tokens are gathered "
-        f"{how}, sums and gradients travel in the model's dtype"
-    )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qtrain.models.cost.trained import TrainedPart
-from qtrain.parallel.mesh import Mesh
+from qtrain.parallel.layers.place import order_notes
 from qtrain.quant import LinearChoice, describe_choices
 from qtrain.train.assembly.architecture import Architecture
 from qtrain.train.plan.checked_settings import CheckedSettings
@@ -17,16 +17,6 @@ from qtrain.train.plan.linears import plan_linears, refuse_no_swap, resolve_auto
 from qtrain.train.plan.plan import Plan
 from qtrain.train.plan.sharding import reshards
 from qtrain.train.settings.machine import planned_hardware
-
-DETERMINISTIC_TP = (
-    "note    --deterministic: the same on any number of processes with this --tp, whose sums have an order of their own"
-)
-
-
-DETERMINISTIC_EP = (
-    "note    --deterministic: the same on any number of processes with this --ep; experts' weights are rounded "
-    "stochastically, on each process with bits of its own"
-)
 
 BUILT_IN_FULL = (
     "note    full sharding: every process builds this model in full before it divides it; --model_impl native builds "
@@ -71,8 +61,7 @@ def prepare(
     lines = [
         *plan.lines(),
         *([f"mesh    {checked.mesh.describe(checked.reshards)}"] if checked.mesh.world > 1 else []),
-        *([DETERMINISTIC_TP] if checked.mesh.tp > 1 and checked.settings.deterministic else []),
-        *([DETERMINISTIC_EP] if checked.settings.deterministic and _rounds_experts(checked.mesh, linears) else []),
+        *(order_notes(checked.mesh, _rounds_experts(linears)) if checked.settings.deterministic else []),
         *([BUILT_IN_FULL] if checked.reshards and not architecture.lazy_layers else []),
         *checked.notes,
         *auto_lines,
@@ -86,8 +75,7 @@ def prepare(
     return Prepared(**shared, architecture=architecture, linears=tuple(linears), plan=plan, text="\n".join(lines))
 
 
-def _rounds_experts(mesh: Mesh, linears: Sequence[LinearChoice]) -> bool:
-    """Whether processes that hold different experts round their weights stochastically."""
+def _rounds_experts(linears: Sequence[LinearChoice]) -> bool:
+    """Whether experts' weights are rounded stochastically."""
     schemes = [linear.scheme for linear in linears if linear.groups > 1 and linear.scheme is not None]
-    rounded = any(s.stored_format is not None or any(s.rounds("w")) for s in schemes)
-    return mesh.expert_mesh is not None and rounded
+    return any(s.stored_format is not None or any(s.rounds("w")) for s in schemes)

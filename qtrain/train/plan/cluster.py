@@ -61,7 +61,7 @@ class Cluster:
         return -(-world // self.gpus_per_node)
 
     def every(self, step: int) -> "Cluster":
-        """The cluster of every `step`-th rank, as for groups of --tp or --ep ranks that count as one."""
+        """The cluster of every `step`-th rank, as for groups of ranks that count as one."""
         return replace(self, gpus_per_node=max(self.gpus_per_node // step, 1))
 
     def world(self, mesh: Mesh) -> Ranks:

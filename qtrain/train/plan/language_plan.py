@@ -155,7 +155,7 @@ def _traffic(
         return replace(of(trained.shapes, alone, linears), tensor=_tensor_traffic(checked, model_config, linears))
     if checked.settings.ep == 1:
         return of(trained.shapes, alone, linears)
-    expert_shapes = _shapes_of_experts(model_config)
+    expert_shapes = _expert_shapes(model_config)
 
     def part(*, experts: bool) -> Traffic:
         every = trained.shapes, alone, linears
@@ -207,7 +207,7 @@ def _routed_bytes(checked: CheckedSettings, model_config: ModelConfig, linears: 
     )
 
 
-def _shapes_of_experts(model_config: ModelConfig) -> set[tuple[int, ...]]:
+def _expert_shapes(model_config: ModelConfig) -> set[tuple[int, ...]]:
     return {n.shape for name, n in layer_linears(model_config).items() if name.startswith("experts.")}
 
 
@@ -232,7 +232,7 @@ def language_memory(
     up, down = schemes[f"{main}gate_up"], schemes[f"{main}down_proj"]
     in_one_function = up and down and not (model_config.mlp_bias or model_config.sub_norm or adapted)
     trained = trained or all_of(model_config, element)
-    expert_shapes = _shapes_of_experts(model_config)
+    expert_shapes = _expert_shapes(model_config)
     # Optimizer states of weights stored in low bits have no fp32 master.
     stored = {linear.shape for linear in linears if linear.stored and not linear.is_head}
     shapes = [

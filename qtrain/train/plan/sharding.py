@@ -2,7 +2,7 @@
 of the trained parameters on the rank of a shard group that holds most of them.
 
 Rows are sharded unevenly: 4,608 rows over 1,024 ranks are 5 rows each on the first 921 of them. As
-`parallel/shards.py` does it; checked against real shards by `bench/fake_world.py`.
+`parallel/sharding/shards.py` does it; checked against real shards by `bench/fake_world.py`.
 """
 
 import heapq
@@ -14,7 +14,7 @@ from torch import nn
 from qtrain.core.errors import UserError
 from qtrain.optim import ParameterShape
 from qtrain.parallel.mesh import Mesh
-from qtrain.parallel.shards import ALIGNMENT
+from qtrain.parallel.sharding.shards import ALIGNMENT
 from qtrain.train.plan.checked_settings import CheckedSettings
 
 

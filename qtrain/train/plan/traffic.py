@@ -1,11 +1,11 @@
 """Communication volume of a step on a mesh: gradients are reduce-scattered, updated weights all-gathered.
 
 Gradients are reduced once a step, after the last micro-batch, by an all-to-all intra-node and one inter-node
-(`parallel/gradients.py`); with --deterministic after every micro-batch, by one all-to-all of all ranks. Replicas then
-all-gather the sums of their shards. Shard groups all-gather the updated weights: quantized where the scheme allows it,
-else the values themselves (`parallel/sharded_codes.py`).
+(`parallel/sharding/gradients.py`); with --deterministic after every micro-batch, by one all-to-all of all ranks.
+Replicas then all-gather the sums of their shards. Shard groups all-gather the updated weights: quantized where the scheme allows it,
+else the values themselves (`parallel/sharding/sharded_codes.py`).
 
-Full sharding (FSDP, `parallel/full_shard.py`) all-gathers layers before the forward and before the backward pass of
+Full sharding (FSDP, `parallel/sharding/full_shard.py`) all-gathers layers before the forward and the backward pass of
 every micro-batch, an embedding and a head of their own before the forward pass, and reduces gradients after each.
 
 --tp partitions all layers. Ranks that hold the same part reduce its gradients and gather its weights; the ranks of a
@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 
 from qtrain.comm.wire import ALONE_BYTES, BUCKET_BYTES
 from qtrain.kernels.numerics.formats import FORMATS
-from qtrain.parallel.gradient_wire import GRADIENT_WIRES
 from qtrain.parallel.layers.exchange import gathers_codes, gathers_routed_codes, gathers_second_codes
 from qtrain.parallel.mesh import Mesh
+from qtrain.parallel.sharding.gradient_wire import GRADIENT_WIRES
 from qtrain.quant import LinearChoice, LowBitScheme
 from qtrain.quant.weight_codes import reads_codes_only, wire_format
 from qtrain.train.plan.cluster import Cluster, Cost, Ranks

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from qtrain.comm.ranks import host_group
-from qtrain.parallel.split_tensor import SplitTensor
+from qtrain.parallel.sharding.split_tensor import SplitTensor
 from qtrain.train.state.checkpoint import Checkpoints, flatten
 
 ALIGNMENT = 256

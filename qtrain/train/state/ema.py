@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.optim.state_layout import local
-from qtrain.parallel.data_parallel import DataParallel
-from qtrain.parallel.shards import is_placeholder
+from qtrain.parallel.sharding.data_parallel import DataParallel
+from qtrain.parallel.sharding.shards import is_placeholder
 from qtrain.tensors.stored_weight import StoredWeight
 
 

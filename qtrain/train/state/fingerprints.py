@@ -16,7 +16,7 @@ from qtrain.comm.rank_group import RankGroup
 from qtrain.core.checks import shown
 from qtrain.core.checksums import sampled_checksums
 from qtrain.core.errors import UserError
-from qtrain.parallel.shards import as_bytes, as_shard
+from qtrain.parallel.sharding.shards import as_bytes, as_shard
 from qtrain.tensors.partition import Partition
 from qtrain.train.state.state_dict import Master, itself, model_tensors
 

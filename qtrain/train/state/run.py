@@ -19,9 +19,9 @@ from qtrain.comm.ranks import from_rank_0, leave_world, on_all_ranks, rank
 from qtrain.core.checks import shown
 from qtrain.core.errors import TrainingStopped, UserError, explained, first_line
 from qtrain.optim import Optimizer
-from qtrain.parallel.checkpoint_layout import refuse_other_tp
-from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.mesh import Mesh
+from qtrain.parallel.sharding.checkpoint_layout import refuse_other_tp
+from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.quant import QuantizedModel
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.log.report import write_report
@@ -145,7 +145,7 @@ class Run:
             "files": self._files,
             "versions": self._versions,
         }
-        # With --tp and --ep each rank has parts, saved as slices of the whole tensors, which other degrees load.
+        # A rank may have parts, saved as slices of the whole tensors, which other degrees load.
         if divided := self.parallel.divided_state:
             tensors |= {"model": divided.model(tensors["model"]), "optim": divided.states(tensors["optim"])}
             meta |= {

@@ -17,7 +17,7 @@ from qtrain.comm.ranks import all_gather, rank
 from qtrain.core.checks import Range, check_value
 from qtrain.core.errors import UserError
 from qtrain.optim import Optimizer
-from qtrain.parallel.shards import is_placeholder
+from qtrain.parallel.sharding.shards import is_placeholder
 from qtrain.tensors.stored_weight import StoredWeight
 
 OTHER_VERSION = "--resume: the checkpoint's state is not one of this version; start from its hf/ export."

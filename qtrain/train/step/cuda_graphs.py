@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from qtrain.core.errors import first_line
 from qtrain.data.batch import TensorBatch
-from qtrain.parallel.data_parallel import DataParallel
+from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.quant import QuantizedModel
 from qtrain.train.state.run import Run
 from qtrain.train.step.forward import Forward

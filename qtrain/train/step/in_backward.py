@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from qtrain.comm.ranks import all_gather, from_rank_0
 from qtrain.models import repeated_blocks
 from qtrain.optim import PartitionedOptimizer
-from qtrain.parallel.data_parallel import DataParallel
+from qtrain.parallel.sharding.data_parallel import DataParallel
 
 
 def model_partitions(model: nn.Module) -> dict[str, list[nn.Parameter]]:

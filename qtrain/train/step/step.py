@@ -11,10 +11,10 @@ from qtrain.data.batch import Batch
 from qtrain.kernels.optim.update_rules import WeightAmax
 from qtrain.models import Decoder
 from qtrain.optim import Optimizer
-from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.mesh import Mesh
-from qtrain.parallel.step_sums import Gradients
-from qtrain.parallel.whole_model import gather_whole_model
+from qtrain.parallel.sharding.data_parallel import DataParallel
+from qtrain.parallel.sharding.step_sums import Gradients
+from qtrain.parallel.sharding.whole_model import gather_whole_model
 from qtrain.quant import LowBitLinear, QuantizedModel
 from qtrain.train.state.ema import Ema
 from qtrain.train.state.run import Run
@@ -126,7 +126,7 @@ def eval_weights(
 @contextlib.contextmanager
 def export_weights(run: Run) -> Iterator[nn.Module | None]:
     """Inside, the model has the weights that it is exported with, all of them in full. Yields the model on the rank
-    that writes, with --tp and --ep the whole one that ranks have parts of; None on the others."""
+    that writes, where ranks have parts of it the whole one; None on the others."""
     with eval_weights(run.optimizer, run.quantized, run.ema, run.parallel):
         run.parallel.restore_full_weights()
         if run.parallel.mesh.model_group is not None:

@@ -11,11 +11,11 @@ from qtrain.models import Decoder, Lora, ModelConfig, ModelSource, add_lora, bui
 from qtrain.models.cost.trained import only_adapters
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.optim.state_layout import local
-from qtrain.parallel.data_parallel import DataParallel
-from qtrain.parallel.full_shard import decoder_units
 from qtrain.parallel.layers.local_config import local_config
 from qtrain.parallel.mesh import make_mesh, planned_mesh
-from qtrain.parallel.shards import Sharded, local_tensors
+from qtrain.parallel.sharding.data_parallel import DataParallel
+from qtrain.parallel.sharding.full_shard import decoder_units
+from qtrain.parallel.sharding.shards import Sharded, local_tensors
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.schemes.frozen_base import base_scheme
 from qtrain.quant.weight_codes import WeightCodes

@@ -19,11 +19,11 @@ from qtrain.models import (
 from qtrain.models.cost.parameters import layer_linears
 from qtrain.models.cost.trained import only_adapters
 from qtrain.optim import parameter_groups
-from qtrain.parallel.data_parallel import DataParallel
-from qtrain.parallel.full_shard import decoder_units
-from qtrain.parallel.gradient_wire import GRADIENT_WIRES
 from qtrain.parallel.layers.place import ModelParallel
 from qtrain.parallel.mesh import make_mesh
+from qtrain.parallel.sharding.data_parallel import DataParallel
+from qtrain.parallel.sharding.full_shard import decoder_units
+from qtrain.parallel.sharding.gradient_wire import GRADIENT_WIRES
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.schemes.frozen_base import base_scheme
 from qtrain.train.plan.language_plan import plan_language_run

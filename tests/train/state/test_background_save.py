@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import llm_pretrain
-from qtrain.parallel.split_tensor import SplitTensor
+from qtrain.parallel.sharding.split_tensor import SplitTensor
 from qtrain.tensors.partition import Partition
 from qtrain.train.loop import Training
 from qtrain.train.state.background_save import BackgroundSave, HostCopy

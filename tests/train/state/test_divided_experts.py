@@ -5,10 +5,10 @@ import torch
 
 from qtrain.comm.rank_group import RankGroup
 from qtrain.models import ModelSource, empty_model
-from qtrain.parallel.checkpoint_layout import DividedState
 from qtrain.parallel.layers.place import ModelParallel
+from qtrain.parallel.sharding.checkpoint_layout import DividedState
 from tests.cases import FULL_SWEEP, sampled
-from tests.parallel.test_checkpoint_layout import _run, _saved, _settings
+from tests.parallel.sharding.test_checkpoint_layout import _run, _saved, _settings
 from tests.system import TINY
 from tests.test_mixture_runs import QWEN
 from tests.worlds import run_ranks

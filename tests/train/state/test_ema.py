@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from qtrain.optim import OPTIMIZERS, parameter_groups
-from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.mesh import Mesh
+from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.quant import SCHEMES, QuantizedModel, quantize_linears
 from qtrain.train.state.ema import Ema
 from qtrain.train.state.state_dict import model_tensors

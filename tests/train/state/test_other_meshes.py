@@ -12,8 +12,8 @@ import torch
 from benchmarks.mesh_equality import CONFIG, SCHEMES_COMPARED, random_micro_batch, state_digests
 from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups
-from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.mesh import make_mesh
+from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.train.settings.settings import LanguageSettings
 from qtrain.train.state.run import Run

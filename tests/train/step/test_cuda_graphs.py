@@ -6,8 +6,8 @@ import torch
 from qtrain.data.batch import Batch
 from qtrain.models import ModelSource, build_model, compile_layers
 from qtrain.optim import OPTIMIZERS, parameter_groups
-from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.mesh import Mesh
+from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.train.step.cuda_graphs import WARM_UP, StepGraphs
 from qtrain.train.step.forward import language_forward

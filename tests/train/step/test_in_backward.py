@@ -13,8 +13,8 @@ from qtrain.core.errors import UserError
 from qtrain.data.batch import Batch
 from qtrain.models import ModelSource, apply_activation_checkpointing, build_model, compile_layers
 from qtrain.optim import OPTIMIZERS, parameter_groups
-from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.mesh import Mesh
+from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.quant import SCHEMES, QuantizedModel, quantize_linears
 from qtrain.tensors.stored_weight import StoredWeight
 from qtrain.train.settings.exclusions import Options, check_exclusions

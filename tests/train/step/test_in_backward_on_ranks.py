@@ -12,10 +12,10 @@ from benchmarks.mesh_equality import CONFIG, UNTIED, differences, random_micro_b
 from qtrain.comm.ranks import all_gather, rank
 from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups
-from qtrain.parallel import gradients, weights
-from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.mesh import make_mesh
-from qtrain.parallel.shards import local_tensors
+from qtrain.parallel.sharding import gradients, weights
+from qtrain.parallel.sharding.data_parallel import DataParallel
+from qtrain.parallel.sharding.shards import local_tensors
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.train.step.forward import language_forward
 from qtrain.train.step.in_backward import OptimizerInBackward, model_partitions

@@ -6,8 +6,8 @@ import torch
 from qtrain.kernels.quantize.absmax import absmax
 from qtrain.models import ModelSource, build_model
 from qtrain.optim import OPTIMIZERS, parameter_groups
-from qtrain.parallel.data_parallel import DataParallel
 from qtrain.parallel.mesh import Mesh
+from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.quant import SCHEMES, LowBitLinear, QuantizedModel, quantize_linears, quantizers
 from qtrain.train.state.ema import Ema
 from qtrain.train.step.forward import language_forward

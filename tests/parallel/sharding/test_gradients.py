@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from qtrain.comm.wire import sent
-from qtrain.parallel import gradients
-from qtrain.parallel.gradient_wire import GRADIENT_WIRES
-from qtrain.parallel.gradients import GradientReduction
 from qtrain.parallel.mesh import make_mesh
-from qtrain.parallel.shards import local_tensors, shard_parameters
+from qtrain.parallel.sharding import gradients
+from qtrain.parallel.sharding.gradient_wire import GRADIENT_WIRES
+from qtrain.parallel.sharding.gradients import GradientReduction
+from qtrain.parallel.sharding.shards import local_tensors, shard_parameters
 from tests.worlds import run_ranks
 
 SHAPES = {"a": (7, 5), "bias": (3,), "scalar": (), "b": (16, 130), "owned": (9, 4), "even": (8, 64)}

@@ -18,8 +18,8 @@ from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, codes_shape,
 from qtrain.kernels.quantize.operators import quantize
 from qtrain.kernels.quantize.reference import amax_ref
 from qtrain.parallel.mesh import Mesh
-from qtrain.parallel.shards import Sharded, by_mesh, local_tensors
-from qtrain.parallel.weights import gather_weights
+from qtrain.parallel.sharding.shards import Sharded, by_mesh, local_tensors
+from qtrain.parallel.sharding.weights import gather_weights
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.scales import is_mean, scale_of_statistic, tensor_statistic
 from qtrain.quant.weight_codes import wire_format

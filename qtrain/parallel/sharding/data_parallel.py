@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from qtrain.comm.wire import gather_rows, maximum_over_ranks
 from qtrain.kernels.optim.sum_of_squares import SumOfSquares
-from qtrain.parallel.checkpoint_layout import DividedState
-from qtrain.parallel.expert_masters import shard_experts
-from qtrain.parallel.full_shard import Unit
-from qtrain.parallel.gradient_wire import GradientWire
-from qtrain.parallel.gradients import GradientReduction
 from qtrain.parallel.mesh import Mesh
-from qtrain.parallel.model_weights import ModelWeights
-from qtrain.parallel.shards import Sharded, by_mesh, shard_frozen, shard_parameters
-from qtrain.parallel.step_sums import Gradients
-from qtrain.parallel.tensor_masters import TensorParts
+from qtrain.parallel.sharding.checkpoint_layout import DividedState
+from qtrain.parallel.sharding.expert_masters import shard_experts
+from qtrain.parallel.sharding.full_shard import Unit
+from qtrain.parallel.sharding.gradient_wire import GradientWire
+from qtrain.parallel.sharding.gradients import GradientReduction
+from qtrain.parallel.sharding.model_weights import ModelWeights
+from qtrain.parallel.sharding.shards import Sharded, by_mesh, shard_frozen, shard_parameters
+from qtrain.parallel.sharding.step_sums import Gradients
+from qtrain.parallel.sharding.tensor_masters import TensorParts
 from qtrain.quant import QuantizedModel
 from qtrain.quant.swap import shared_weights
 

@@ -11,9 +11,9 @@ from benchmarks.mesh_equality import SCHEMES_COMPARED, differences
 from qtrain.models import ModelSource, build_model
 from qtrain.models.cost.parameters import count_parameters
 from qtrain.optim import parameter_groups
-from qtrain.parallel.data_parallel import DataParallel
-from qtrain.parallel.full_shard import decoder_units
 from qtrain.parallel.mesh import Mesh, make_mesh
+from qtrain.parallel.sharding.data_parallel import DataParallel
+from qtrain.parallel.sharding.full_shard import decoder_units
 from qtrain.quant import quantize_linears
 from qtrain.train.plan.language_plan import language_memory
 from qtrain.train.settings.settings import LanguageSettings

@@ -7,7 +7,7 @@ import torch
 
 from qtrain.core.errors import UserError
 from qtrain.data.batch import Batch
-from qtrain.parallel.checkpoint_layout import refuse_other_tp
+from qtrain.parallel.sharding.checkpoint_layout import refuse_other_tp
 from qtrain.train.assembly.assemble import assemble, build_quantized
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import prepare

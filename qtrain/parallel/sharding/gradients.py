@@ -28,9 +28,9 @@ from torch import Tensor
 from qtrain.comm.rank_group import RANK_RNG_OFFSET
 from qtrain.comm.wire import ALONE_BYTES, exchange, gather, in_buckets
 from qtrain.kernels.elementwise import add_in_order
-from qtrain.parallel.gradient_wire import FIRST_NUMBER, GradientWire
 from qtrain.parallel.mesh import Mesh
-from qtrain.parallel.shards import Sharded, by_mesh
+from qtrain.parallel.sharding.gradient_wire import FIRST_NUMBER, GradientWire
+from qtrain.parallel.sharding.shards import Sharded, by_mesh
 
 
 class GradientReduction:

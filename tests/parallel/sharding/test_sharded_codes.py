@@ -8,8 +8,8 @@ from torch import nn
 
 from qtrain.comm.wire import sent
 from qtrain.parallel.mesh import make_mesh
-from qtrain.parallel.sharded_codes import ShardedCodes, update_codes
-from qtrain.parallel.shards import shard_parameters
+from qtrain.parallel.sharding.sharded_codes import ShardedCodes, update_codes
+from qtrain.parallel.sharding.shards import shard_parameters
 from qtrain.quant import SCHEMES
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.weight_codes import wire_format

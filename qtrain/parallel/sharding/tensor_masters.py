@@ -7,7 +7,7 @@ from torch import nn
 
 from qtrain.comm.rank_group import RANK_RNG_OFFSET
 from qtrain.parallel.mesh import Mesh
-from qtrain.parallel.shards import Sharded
+from qtrain.parallel.sharding.shards import Sharded
 from qtrain.tensors.partition import Placement
 
 

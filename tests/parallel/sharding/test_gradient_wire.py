@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qtrain.kernels.numerics.formats import FORMATS
-from qtrain.parallel.gradient_wire import GRADIENT_WIRES
+from qtrain.parallel.sharding.gradient_wire import GRADIENT_WIRES
 
 LOW_BIT = [name for name, wire in GRADIENT_WIRES.items() if wire is not None]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qtrain.comm.wire import ALONE_BYTES, gather, gather_into, in_buckets
 from qtrain.parallel.mesh import Mesh
-from qtrain.parallel.shards import Sharded, as_bytes, by_mesh, byte_slices, local_tensors
+from qtrain.parallel.sharding.shards import Sharded, as_bytes, by_mesh, byte_slices, local_tensors
 from qtrain.tensors.lazy import plain_tensors
 
 

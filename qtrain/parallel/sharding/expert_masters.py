@@ -9,7 +9,7 @@ from qtrain.comm.rank_group import RANK_RNG_OFFSET
 from qtrain.models import Decoder
 from qtrain.parallel.layers.experts import EPExperts
 from qtrain.parallel.mesh import Mesh
-from qtrain.parallel.shards import Sharded, shard_parameters
+from qtrain.parallel.sharding.shards import Sharded, shard_parameters
 from qtrain.tensors.partition import Placement
 from qtrain.tensors.stored_weight import StoredWeight
 

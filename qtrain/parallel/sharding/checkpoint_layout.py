@@ -19,7 +19,7 @@ from qtrain.core.errors import UserError
 from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES
 from qtrain.kernels.optim.state_formats import parse_format
 from qtrain.optim.registry import hidden_matrices
-from qtrain.parallel.split_tensor import SplitTensor
+from qtrain.parallel.sharding.split_tensor import SplitTensor
 from qtrain.tensors.partition import Partition
 from qtrain.tensors.stored_weight import STORED_FORMATS, StoredWeight
 

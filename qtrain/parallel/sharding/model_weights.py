@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from qtrain.parallel.full_shard import FullShard, ShardedBlock, Unit
 from qtrain.parallel.mesh import Mesh
-from qtrain.parallel.sharded_codes import ShardedCodes, update_codes
-from qtrain.parallel.shards import Sharded
-from qtrain.parallel.weights import GatheredMaster, gather_weights
+from qtrain.parallel.sharding.full_shard import FullShard, ShardedBlock, Unit
+from qtrain.parallel.sharding.sharded_codes import ShardedCodes, update_codes
+from qtrain.parallel.sharding.shards import Sharded
+from qtrain.parallel.sharding.weights import GatheredMaster, gather_weights
 from qtrain.quant import LowBitLinear, QuantizedModel
 from qtrain.quant.swap import shared_weights
 from qtrain.quant.weight_codes import reads_codes_only, wire_format
