@@ -2,8 +2,8 @@
 
 Gradients are reduced once a step, after the last micro-batch, by an all-to-all intra-node and one inter-node
 (`parallel/sharding/gradients.py`); with --deterministic after every micro-batch, by one all-to-all of all ranks.
-Replicas then all-gather the sums of their shards. Shard groups all-gather the updated weights: quantized where the scheme allows it,
-else the values themselves (`parallel/sharding/sharded_codes.py`).
+Replicas then all-gather the sums of their shards. Shard groups all-gather the updated weights: quantized where the
+scheme allows it, else the values themselves (`parallel/sharding/sharded_codes.py`).
 
 Full sharding (FSDP, `parallel/sharding/full_shard.py`) all-gathers layers before the forward and the backward pass of
 every micro-batch, an embedding and a head of their own before the forward pass, and reduces gradients after each.
