@@ -41,12 +41,14 @@ def cross_entropy_ref(logits: Tensor, labels: Tensor, z_loss: float, with_grad: 
 
 @triton.jit
 def _cross_entropy_kernel(
-    logits_ptr, labels_ptr, out_ptr, rows, width, stride, z_loss, WITH_GRAD: tl.constexpr, BLOCK: tl.constexpr
-):
+    # fp32 or bf16 [rows, width], rows `stride` apart; int64 [rows]; fp32 [2, rows], loss and nll.
+    logits_ptr, labels_ptr, out_ptr, rows, width, stride, z_loss, WITH_GRAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     label = tl.load(labels_ptr + row)
     columns = tl.arange(0, BLOCK)
+    # Online softmax, with a maximum and a sum per lane: lanes meet once, after the loop.
     peak = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
@@ -67,6 +69,7 @@ def _cross_entropy_kernel(
     tl.store(out_ptr + row, loss)
     tl.store(out_ptr + rows + row, nll)
     if WITH_GRAD:
+        # The second read comes from L2: a row of 151,936 bf16 logits is 300 KB.
         weight = tl.where(trained, 1.0 + 2.0 * z_loss * log_total, 0.0)
         tl.debug_barrier()  # every warp has read the target before any overwrites it
         for start in range(0, width, BLOCK):
@@ -84,8 +87,9 @@ def launch_cross_entropy(logits: Tensor, labels: Tensor, z_loss: float, with_gra
     if rows:
         block = min(triton.next_power_of_2(width), 8192)
         _cross_entropy_kernel[(rows,)](
-            logits, labels.contiguous(), out, rows, width, logits.stride(0), z_loss, with_grad, block, num_warps=16
-        )
+            logits, labels.contiguous(), out, rows, width, logits.stride(0), z_loss,
+            WITH_GRAD=with_grad, BLOCK=block, num_warps=16,
+        )  # fmt: skip
     return out
 
 

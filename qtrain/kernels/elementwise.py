@@ -27,6 +27,7 @@ def add_in_order_ref(total: Tensor, terms: Iterable[Tensor]) -> None:
 
 @triton.jit(do_not_specialize=["length"])
 def _add_in_order_kernel(total_ptr, terms_ptr, length, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    # total fp32 [length], in place; terms [ROWS, length] of any float dtype.
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < length
     total = tl.load(total_ptr + at, inside)
@@ -39,7 +40,7 @@ def launch_add_in_order(total: Tensor, terms: Tensor) -> None:
     """The kernel for `add_in_order_ref`; both contiguous, at most 64 rows."""
     if total.numel():
         grid = (triton.cdiv(total.numel(), BLOCK),)
-        _add_in_order_kernel[grid](total, terms, total.numel(), len(terms), BLOCK, num_warps=8)
+        _add_in_order_kernel[grid](total, terms, total.numel(), ROWS=len(terms), BLOCK=BLOCK, num_warps=8)
 
 
 def add_in_order(total: Tensor, terms: Tensor | list[Tensor]) -> Tensor:
@@ -62,6 +63,7 @@ def scaled_ref(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def _scaled_kernel(x_ptr, factor_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    # x fp32 or bf16 [size], factor fp32 scalar on the device, out of any float dtype.
     element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + element, element < size, 0.0).to(tl.float32)
     tl.store(out_ptr + element, (x * tl.load(factor_ptr)).to(out_ptr.dtype.element_ty), element < size)
@@ -72,7 +74,7 @@ def launch_scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty_like(x, dtype=dtype)
     if x.numel():
         grid = (triton.cdiv(x.numel(), BLOCK),)
-        _scaled_kernel[grid](x, factor, out, x.numel(), BLOCK, num_warps=4)
+        _scaled_kernel[grid](x, factor, out, x.numel(), BLOCK=BLOCK, num_warps=4)
     return out
 
 

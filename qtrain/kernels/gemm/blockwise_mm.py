@@ -96,6 +96,7 @@ def load_scale_b(ptr, first, n, stride, BLOCK_N: tl.constexpr, ROWS_B: tl.conste
 @triton.jit
 def add_block(total, a, b, scale_a, scale_b, INT8: tl.constexpr):
     """total + A · Bᵀ of one block of K, times both scales."""
+    # A fresh accumulator per block: FP8's own accumulator, of about 14 bits of mantissa, never sums more than one.
     partial = to_float(tl.dot(a, b.T, out_dtype=tl.int32 if INT8 else tl.float32), INT8)
     return total + partial * (scale_a[:, None] * scale_b[None, :])
 
@@ -105,10 +106,15 @@ _SIZES = ["m", "n", "k", "a_row_stride", "a_k_stride", "b_row_stride", "b_k_stri
 
 @triton.jit(do_not_specialize=_SIZES)  # one binary for all shapes: descriptors do the addressing
 def _blockwise_mm_kernel(
-    a_desc, b_desc, c_desc, scale_a_ptr, scale_b_ptr, bias_ptr, m, n, k,
+    # TMA descriptors of A [m, k] and B [n, k], 8-bit codes, K-major, in blocks [BLOCK_M or BLOCK_N, BLOCK_K]; and of
+    # the output [m, n].
+    a_desc, b_desc, c_desc,
+    # fp32 [m / ROWS_A, k / BLOCK_K] and [n / ROWS_B, k / BLOCK_K], of any strides; bias [n], or None.
+    scale_a_ptr, scale_b_ptr, bias_ptr, m, n, k,
     a_row_stride, a_k_stride, b_row_stride, b_k_stride,
     PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    # Rows that share a scale: 1, 32 or 128. A step along K is a block of both operands' scales.
     ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
@@ -120,6 +126,7 @@ def _blockwise_mm_kernel(
         scale_a_row = scale_a_ptr + rows // ROWS_A * a_row_stride
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(0, steps):
+            # Loaded before the codes: both arrive while the tensor cores multiply.
             scale_a = tl.load(scale_a_row + step * a_k_stride, rows < m, 0.0)
             scale_b = load_scale_b(scale_b_ptr + step * b_k_stride, column, n, b_row_stride, BLOCK_N, ROWS_B)
             a, b = a_desc.load([row, step * BLOCK_K]), b_desc.load([column, step * BLOCK_K])
@@ -158,8 +165,8 @@ def launch_blockwise_mm(
         TensorDescriptor.from_tensor(b, [t.block_n, block_k]),
         TensorDescriptor.from_tensor(out, [t.block_m, t.block_n]),
         scale_a, scale_b, bias, m, n, k, *scale_a.stride(), *scale_b.stride(),
-        programs, t.group_m, t.block_m, t.block_n, block_k,
-        rows_a, rows_b, a.dtype == torch.int8,
+        PROGRAMS=programs, GROUP_M=t.group_m, BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=block_k,
+        ROWS_A=rows_a, ROWS_B=rows_b, INT8=a.dtype == torch.int8,
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return out

@@ -71,7 +71,11 @@ def _load(
     common, b_row_step, b_k_step,
     GROUPED: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, VECTOR_B: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads. b_row_step, b_k_step: from one group's matrix in B to the next."""
+    """The warp that loads. b_row_step, b_k_step: from one group's matrix in B to the next.
+
+    A stage's life: both warpgroups arrive at its FREE barrier; this warp, which waits there, starts the TMA copies into
+    it; the mbarrier `loaded` completes a phase when all their bytes have arrived; both warpgroups wait for that phase.
+    """
     descriptors, buffers, loaded, sizes, group_pointers = common
     a_desc, b_desc, scale_b_desc, _ = descriptors
     a_buffers, b_buffers, scale_b_buffers, _ = buffers
@@ -85,7 +89,7 @@ def _load(
         )
         for step in range(first, end):
             named_barrier("bar.sync", FIRST_FREE + stage, FREE, 32)
-            barrier = loaded.index(stage)
+            barrier = loaded.index(stage)  # expects one arrival, this one, and BYTES of copies
             hopper.mbarrier.expect(barrier, BYTES)
             hopper.tma.async_copy_global_to_shared(a_desc, [row, step * 128], barrier, a_buffers.index(stage))
             hopper.tma.async_copy_global_to_shared(
@@ -99,16 +103,17 @@ def _load(
 
 
 @gluon.jit
-def _issue(a, b, partial, never, HALF: gl.constexpr, PART: gl.constexpr, VECTOR_B: gl.constexpr):
+def _issue(a, b, partial, false_pred, HALF: gl.constexpr, PART: gl.constexpr, VECTOR_B: gl.constexpr):
     """The product of 64 rows of A and 128 columns of one step, in its turn.
 
-    It overwrites the registers of the previous one. `never` is false, but the compiler does not know, and must keep
-    that order: with registers of its own the product would be issued before the previous one is added, and spill.
+    It overwrites the registers of the previous one. `false_pred` is false, but the compiler does not know, and must
+    keep that order: with registers of its own the product would be issued before the previous one is added, and spill.
     """
+    # b fp8 [BLOCK_N, 128] in shared memory, 128-byte swizzled -> 128 of its rows, as the K x N operand of wgmma.
     b = b.slice(128 * PART, 128, dim=0).permute((1, 0))
     if not VECTOR_B:
         named_barrier("bar.sync", FIRST_TURN + HALF, TURN, 128)
-    token = hopper.warpgroup_mma(a, b, partial, use_acc=never, is_async=True)
+    token = hopper.warpgroup_mma(a, b, partial, use_acc=false_pred, is_async=True)
     if not VECTOR_B:
         named_barrier("bar.arrive", FIRST_TURN + 1 - HALF, TURN, 128)
     return token
@@ -208,6 +213,7 @@ def _multiply_tiles(
     Between the end of a product and the issue of the next it only adds: what else a step needs is done while one runs.
     The next tile's first scales are loaded before this tile is stored.
     """
+    # The accumulator's layout: each of four warps has 16 of the 64 rows. instr_shape: m a warp, n, k of 8-bit codes.
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     descriptors, buffers, loaded, sizes, _ = common
     c_desc = descriptors[3]
@@ -217,9 +223,10 @@ def _multiply_tiles(
     LEFT: gl.constexpr = HALF * (BLOCK_N // 128)  # the first of its buffers for the output
     m, n, _, _ = sizes
     scales = scale_a_ptr, scale_b_ptr
-    partial, never = gl.zeros((64, 128), gl.float32, LAYOUT), m < 0
+    # One partial product at a time, fp32 [64, 128]: 64 registers per thread, and 128 more for the sums of 256 columns.
+    partial, false_pred = gl.zeros((64, 128), gl.float32, LAYOUT), m < 0
     stage, phase = 0, 0
-    for free in gl.static_range(STAGES):  # all are
+    for free in gl.static_range(STAGES):  # before the first tile all stages are
         named_barrier("bar.arrive", FIRST_FREE + free, FREE, 128)
     if HALF == 1 and not VECTOR_B:
         named_barrier("bar.arrive", FIRST_TURN, TURN, 128)  # the upper half begins
@@ -229,22 +236,25 @@ def _multiply_tiles(
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         left = _first_sums(bias_ptr, column, n, LAYOUT)
         right = _first_sums(bias_ptr, column + 128, n, LAYOUT)
-        hopper.mbarrier.wait(loaded.index(stage), phase, pred=first < end)
+        hopper.mbarrier.wait(loaded.index(stage), phase, pred=first < end)  # a group without rows has no step
         for step in range(first, end):
             scale_a, scale_left, scale_right = next_scales
             a, b = a_buffers.index(stage).slice(64 * HALF, 64, dim=0), b_buffers.index(stage)
             scale_b = scale_b_buffers.index(stage)
-            token = _issue(a, b, partial, never, HALF, 0, VECTOR_B)
+            token = _issue(a, b, partial, false_pred, HALF, 0, VECTOR_B)
+            # While the product runs: the next step's scales, of the last step again at the end.
             next_scales = _load_scales(of_tile, strides, gl.minimum(step + 1, end - 1), True, False, VECTOR_B)
             if BLOCK_N == 256:
                 left, partial = _add(left, token, scale_a, scale_left, scale_b, 0, VECTOR_B)
-                token = _issue(a, b, partial, never, HALF, 1, VECTOR_B)
+                token = _issue(a, b, partial, false_pred, HALF, 1, VECTOR_B)
+            # While the last product of this step runs: wait for the next stage, so that nothing is left to do between.
             following_stage, phase = next_stage(stage, phase, STAGES)
             hopper.mbarrier.wait(loaded.index(following_stage), phase, pred=step + 1 < end)
             if BLOCK_N == 256:
                 right, partial = _add(right, token, scale_a, scale_right, scale_b, 1, VECTOR_B)
             else:
                 left, partial = _add(left, token, scale_a, scale_left, scale_b, 0, VECTOR_B)
+            # Both products of this stage have been waited for: its memory may be overwritten.
             named_barrier("bar.arrive", FIRST_FREE + stage, FREE, 128)
             stage = following_stage
         out_group, out_row, out_column = group, row + 64 * HALF, column
@@ -259,7 +269,7 @@ def _multiply_tiles(
             c_buffers.index(LEFT).store(left.to(c_desc.dtype))
             if BLOCK_N == 256:
                 c_buffers.index(LEFT + 1).store(right.to(c_desc.dtype))
-            hopper.fence_async_shared()
+            hopper.fence_async_shared()  # the stores above, before TMA's asynchronous proxy reads them
             hopper.tma.async_copy_shared_to_global(c_desc, [out_row, out_column], c_buffers.index(LEFT))
             if BLOCK_N == 256:
                 hopper.tma.async_copy_shared_to_global(c_desc, [out_row, out_column + 128], c_buffers.index(LEFT + 1))
@@ -285,13 +295,22 @@ _SIZES = ["m", "n", "k", "groups", "b_row_step", "b_k_step", "a_row_stride", "a_
 
 @gluon.jit(do_not_specialize=[*_SIZES, "b_row_stride", "b_k_stride"])
 def _blockwise_wgmma_kernel(
-    a_desc, b_desc, scale_b_desc, c_desc, scale_a_ptr, scale_b_ptr, bias_ptr, groups_ptr, starts_ptr, m, n, k, groups,
+    # A [*, k] in blocks [128, 128], B [*, k] in blocks [BLOCK_N, 128], fp8, 128-byte swizzled; scales of 1x128 blocks
+    # of B fp32 [k / 128, *] in blocks [1, BLOCK_N]; the output, 16 bits, in blocks [64, 128].
+    a_desc, b_desc, scale_b_desc, c_desc,
+    # fp32 scales of A, one per row and 128 of k; of B, one per 128 rows and 128 of k. Bias [n], or None.
+    scale_a_ptr, scale_b_ptr, bias_ptr,
+    # int32: groups of blocks of rows, or the order of groups; [groups + 1] first rows; or None without groups.
+    groups_ptr, starts_ptr, m, n, k, groups,
+    # Elements of B from one group's matrix to the next; strides of the scales.
     b_row_step, b_k_step, a_row_stride, a_k_stride, b_group_stride, b_row_stride, b_k_stride,
     GROUPED: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, VECTOR_B: gl.constexpr,
     REGISTERS: gl.constexpr, REGISTERS_OF_LOADS: gl.constexpr,
 ):  # fmt: skip
     """VECTOR_B: B has 1x128 blocks, otherwise 128x128."""
     SCALES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    # Shared memory of a CTA: STAGES of A, B (and scales of B), and the output tile, 64 rows of each warpgroup's
+    # columns.
     buffers = (
         gl.allocate_shared_memory(a_desc.dtype, [STAGES, 128, 128], a_desc.layout),
         gl.allocate_shared_memory(b_desc.dtype, [STAGES, BLOCK_N, 128], b_desc.layout),
@@ -306,6 +325,8 @@ def _blockwise_wgmma_kernel(
     grouped, pointers = (groups_ptr, starts_ptr), (scale_a_ptr, scale_b_ptr, bias_ptr)
     strides = (a_row_stride, a_k_stride, b_group_stride, b_row_stride, b_k_stride)
     common = descriptors, buffers, loaded, sizes, grouped
+    # The first partition runs on the kernel's own four warps; the others on 4 and 1 more, with registers moved from the
+    # warp that loads to those that multiply (setmaxnreg).
     gl.warp_specialize(
         [
             (_multiply, (common, pointers, strides, 0, GROUPED, BLOCK_N, GROUP_M, VECTOR_B)),
@@ -359,7 +380,8 @@ def launch_blockwise_wgmma(
     _blockwise_wgmma_kernel[(min(sm_count(a.device), tiles),)](
         _descriptor(a, [128, 128]), _descriptor(b, [block_n, 128]), scale_b_desc, _descriptor(out, [64, 128]),
         scale_a, scale_b, bias, *group_pointers, *sizes, *b_steps, *scale_a.stride(), b_group_stride, *scale_b.stride(),
-        grouped, block_n, tiling.stages, tiling.group_m, vector_b, REGISTERS, REGISTERS_OF_LOADS,
+        GROUPED=grouped, BLOCK_N=block_n, STAGES=tiling.stages, GROUP_M=tiling.group_m, VECTOR_B=vector_b,
+        REGISTERS=REGISTERS, REGISTERS_OF_LOADS=REGISTERS_OF_LOADS,
         num_warps=4, maxnreg=REGISTERS_AT_LAUNCH,
     )  # fmt: skip
     return out

@@ -59,6 +59,7 @@ def _check(a: Tensor, b: Tensor, k: int) -> None:
 
 @triton.jit
 def _unpack_halves_kernel(packed_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    # packed uint8 [R, width], out int8 [R, 2 * width]. Arithmetic shifts extend the sign.
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -85,12 +86,17 @@ def _times_16(packed, PTX: tl.constexpr):
 
 @triton.jit(do_not_specialize=["m", "n", "width"])  # one binary for all shapes: descriptors do the addressing
 def _int4_mm_kernel(
-    a_desc, b_desc, c_desc, scale_a_ptr, scale_b_ptr, m, n, width,
+    # TMA descriptors of A [m, width] and B [n, width], uint8, two codes a byte; and of the output [m, n].
+    a_desc, b_desc, c_desc,
+    # fp32 [m] or [1], [n] or [1]; None: stores the int32 sums.
+    scale_a_ptr, scale_b_ptr, m, n,
+    # K in packed bytes, as BLOCK_K is.
+    width,
     PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUBTILES: tl.constexpr,
     ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """width: K in packed bytes. scale_a_ptr None: stores the int32 sums."""
+    """A persistent kernel as `_persistent_mm_kernel`, with two products per step: of low nibbles, and of high ones."""
     tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
         tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
@@ -101,7 +107,7 @@ def _int4_mm_kernel(
             b_low, b_high = _times_16(b_desc.load([column, start]), PTX)
             total = tl.dot(a_low, b_low.T, total, out_dtype=tl.int32)
             total = tl.dot(a_high, b_high.T, total, out_dtype=tl.int32)
-        total = total >> 8
+        total = total >> 8  # both operands were 16 times their codes; exact, the low eight bits are zero
         if scale_a_ptr is not None:
             out = scale_tile(total, row, column, scale_a_ptr, scale_b_ptr, None, m, n, ROWS_A, ROWS_B)
             store_tile(c_desc, out, row, column, SUBTILES)
@@ -138,8 +144,9 @@ def launch_int4_mm(
         TensorDescriptor.from_tensor(a, [t.block_m, t.block_k]),
         TensorDescriptor.from_tensor(b, [t.block_n, t.block_k]),
         TensorDescriptor.from_tensor(out, [t.block_m, t.block_n // t.subtiles]),
-        scale_a, scale_b, m, n, width, programs, t.group_m, t.block_m, t.block_n, t.block_k, t.subtiles,
-        rows_a, rows_b, has_ptx(a.device), num_warps=t.warps, num_stages=t.stages,
+        scale_a, scale_b, m, n, width, PROGRAMS=programs, GROUP_M=t.group_m,
+        BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k, SUBTILES=t.subtiles,
+        ROWS_A=rows_a, ROWS_B=rows_b, PTX=has_ptx(a.device), num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return out
 

@@ -46,6 +46,7 @@ class Tiling:
 @triton.jit
 def tile_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     """Index of a tile -> its row and column, down groups of GROUP_M rows."""
+    # Down GROUP_M rows before the next column: the CTAs of a wave read few rows of A and few of B, which stay in L2.
     group_size = GROUP_M * tiles_n
     first_m = tile // group_size * GROUP_M
     rows = min(tiles_m - first_m, GROUP_M)
@@ -59,7 +60,7 @@ def scale_tile(
     """The epilogue: sums of products of codes, a tile at (row, column) -> fp32, times the scales, plus the bias [n] if
     bias_ptr is not None. ROWS_A, ROWS_B: a scale per row of the operand, or one for all."""
     rows, columns = row + tl.arange(0, total.shape[0]), column + tl.arange(0, total.shape[1])
-    out = total.to(tl.float32)
+    out = total.to(tl.float32)  # exact for int32 sums below 2**24, else rounded once
     if ROWS_A:
         out *= tl.load(scale_a_ptr + rows, rows < m, 0.0)[:, None]
     else:
@@ -81,6 +82,7 @@ def store_tile(c_desc, out, row, column, SUBTILES: tl.constexpr):
     if SUBTILES == 1:
         c_desc.store([row, column], out.to(c_desc.dtype))
     else:
+        # split halves the last axis: [BLOCK_M, 2, BLOCK_N / 2] -> [BLOCK_M, BLOCK_N / 2, 2].
         left, right = tl.split(tl.permute(tl.reshape(out, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
         store_tile(c_desc, left, row, column, SUBTILES // 2)
         store_tile(c_desc, right, row, column + BLOCK_N // 2, SUBTILES // 2)
@@ -98,12 +100,19 @@ ACCUMULATORS = {
 
 @triton.jit(do_not_specialize=["m", "n", "k", "tiles"])  # one binary for all shapes: descriptors do the addressing
 def _persistent_mm_kernel(
-    a_desc, b_desc, c_desc, scale_a_ptr, scale_b_ptr, bias_ptr, m, n, k, tiles,
-    PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
+    # TMA descriptors of A [m, k] and B [n, k], int8, fp8 or fp16, K-major, in blocks [BLOCK_M or BLOCK_N, BLOCK_K]; and
+    # of the output [m, n], in blocks [BLOCK_M, BLOCK_N / SUBTILES]. Reads outside give zeros, writes are dropped.
+    a_desc, b_desc, c_desc,
+    # fp32 [m] or [1], [n] or [1]; None: stores the accumulators. Bias of any float dtype [n], or None.
+    scale_a_ptr, scale_b_ptr, bias_ptr, m, n, k,
+    # Only the first so many tiles are computed: the rest is left to split-K.
+    tiles, PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUBTILES: tl.constexpr,
+    # IMPRECISE: max_num_imprecise_acc of FP8; BLOCK_K adds every step to an fp32 total outside the tensor cores.
     ACCUMULATOR: tl.constexpr, IMPRECISE: tl.constexpr, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr,
 ):  # fmt: skip
-    """The first `tiles` tiles. scale_a_ptr None: stores the accumulators. IMPRECISE: max_num_imprecise_acc."""
+    """PROGRAMS CTAs stay resident and take every PROGRAMS-th tile. flatten: tiles and steps of K become one loop, so
+    that the loads of the next tile's first stages overlap with this tile's epilogue."""
     DTYPE: tl.constexpr = tl.int32 if ACCUMULATOR == "int32" else tl.float16 if ACCUMULATOR == "fp16" else tl.float32
     tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
@@ -151,8 +160,9 @@ def launch_persistent_mm(
         TensorDescriptor.from_tensor(b, [t.block_n, t.block_k]),
         TensorDescriptor.from_tensor(out, [t.block_m, t.block_n // t.subtiles]),
         scale_a, scale_b, bias, m, n, k, tiles,
-        programs, t.group_m, t.block_m, t.block_n, t.block_k, t.subtiles,
-        ACCUMULATORS[a.dtype], t.block_k if exact else None, rows_a, rows_b,
+        PROGRAMS=programs, GROUP_M=t.group_m,
+        BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k, SUBTILES=t.subtiles,
+        ACCUMULATOR=ACCUMULATORS[a.dtype], IMPRECISE=t.block_k if exact else None, ROWS_A=rows_a, ROWS_B=rows_b,
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return out

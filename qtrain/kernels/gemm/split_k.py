@@ -44,6 +44,7 @@ def split_of(t: Tiling, m: int, n: int, k: int, resident: int) -> Split | None:
     best, least = None, steps
     for each in range(MIN_STEPS, steps if rest else 0):
         slices = triton.cdiv(steps, each)
+        # Waves of all slices, each as long as its steps and the overhead; the alternative is one wave of all steps.
         time = triton.cdiv(rest * slices, resident) * (each + OVERHEAD_STEPS)
         if time < least:
             best, least = Split(tiles - rest, rest, slices, each), time
@@ -55,7 +56,12 @@ def split_of(t: Tiling, m: int, n: int, k: int, resident: int) -> Split | None:
 
 @triton.jit(do_not_specialize=["m", "n", "k", "whole", "rest", "depth"])
 def _slice_kernel(
-    a_desc, b_desc, slices_ptr, m, n, k, whole, rest, depth,
+    # TMA descriptors of A [m, k] and B [n, k], 8-bit codes, K-major.
+    a_desc, b_desc,
+    # int32 or fp32 [slices, rest, BLOCK_M, BLOCK_N]: the workspace, one tile of accumulators per CTA.
+    slices_ptr, m, n, k,
+    # Tiles before the split ones; tiles that are split; K of a slice.
+    whole, rest, depth,
     GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     INT8: tl.constexpr, IMPRECISE: tl.constexpr,
 ):  # fmt: skip
@@ -75,11 +81,15 @@ def _slice_kernel(
 
 @triton.jit(do_not_specialize=["m", "n", "whole", "rest", "slices"])
 def _sum_slices_kernel(
-    slices_ptr, c_desc, scale_a_ptr, scale_b_ptr, bias_ptr, m, n, whole, rest, slices,
+    # The workspace of `_slice_kernel`; the output [m, n] in blocks [ROWS, BLOCK_N].
+    slices_ptr, c_desc,
+    # fp32 [m] or [1], [n] or [1]; bias [n], or None.
+    scale_a_ptr, scale_b_ptr, bias_ptr, m, n, whole, rest, slices,
     GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     ROWS_A: tl.constexpr, ROWS_B: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of a tile: its slices summed from the first of K to the last, scaled and stored."""
+    """ROWS rows of a tile: its slices summed from the first of K to the last, scaled and stored. The order of additions
+    is fixed, so that the result is deterministic: no atomics."""
     tile, top = tl.program_id(0) // (BLOCK_M // ROWS), tl.program_id(0) % (BLOCK_M // ROWS) * ROWS
     rows, columns = tile * BLOCK_M + top + tl.arange(0, ROWS), tl.arange(0, BLOCK_N)
     index = rows[:, None] * BLOCK_N + columns[None, :]
@@ -114,13 +124,14 @@ def launch_split_tiles(
     _slice_kernel[(s.slices * s.rest,)](
         TensorDescriptor.from_tensor(a, [t.block_m, t.block_k]),
         TensorDescriptor.from_tensor(b, [t.block_n, t.block_k]),
-        slices, m, n, k, s.whole, s.rest, s.steps * t.block_k, t.group_m, t.block_m, t.block_n, t.block_k,
-        int8, None if int8 or fast_accum else t.block_k,
+        slices, m, n, k, s.whole, s.rest, depth=s.steps * t.block_k,
+        GROUP_M=t.group_m, BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k,
+        INT8=int8, IMPRECISE=None if int8 or fast_accum else t.block_k,
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     _sum_slices_kernel[(s.rest * t.block_m // SUM_ROWS,)](
         slices, TensorDescriptor.from_tensor(out, [SUM_ROWS, t.block_n]), scale_a, scale_b, bias,
-        m, n, s.whole, s.rest, s.slices, t.group_m, t.block_m, t.block_n, SUM_ROWS,
-        scale_a.numel() > 1, scale_b.numel() > 1,
+        m, n, s.whole, s.rest, s.slices, GROUP_M=t.group_m, BLOCK_M=t.block_m, BLOCK_N=t.block_n, ROWS=SUM_ROWS,
+        ROWS_A=scale_a.numel() > 1, ROWS_B=scale_b.numel() > 1,
         num_warps=4,
     )  # fmt: skip

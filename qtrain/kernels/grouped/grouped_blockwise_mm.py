@@ -95,13 +95,18 @@ _SIZES = ["m", "n", "k", "groups", "a_row_stride", "a_k_stride", "b_group_stride
 
 @triton.jit(do_not_specialize=_SIZES)  # one binary for all shapes: descriptors do the addressing
 def _grouped_rows_blockwise_kernel(
-    a_desc, b_desc, c_desc, scale_a_ptr, scale_b_ptr, group_ptr, starts_ptr, m, n, k, groups,
+    # TMA descriptors as for `_grouped_rows_kernel`: A [m, k], the groups' matrices [groups, n, k], the output [m, n].
+    a_desc, b_desc, c_desc,
+    # fp32 [m / ROWS_A, k / BLOCK_K], [groups, n / ROWS_B, k / BLOCK_K], of any strides.
+    scale_a_ptr, scale_b_ptr,
+    # int32 [m / 128]: the group of each block of rows; [groups + 1]: first rows.
+    group_ptr, starts_ptr, m, n, k, groups,
     a_row_stride, a_k_stride, b_group_stride, b_row_stride, b_k_stride,
     PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
-    """As `_blockwise_mm_kernel`."""
+    """As `_blockwise_mm_kernel`. A's rows need no mask: only those of groups are multiplied, in whole tiles."""
     tiles_m, tiles_n = tl.load(starts_ptr + groups) // BLOCK_M, tl.cdiv(n, BLOCK_N)
     tiles, steps = tiles_m * tiles_n, tl.cdiv(k, BLOCK_K)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
@@ -123,7 +128,10 @@ def _grouped_rows_blockwise_kernel(
 
 @triton.jit(do_not_specialize=_SIZES)
 def _grouped_sums_blockwise_kernel(
-    a_desc, b_desc, c_desc, scale_a_ptr, scale_b_ptr, starts_ptr, order_ptr, n, k, groups,
+    # TMA descriptors as for `_grouped_sums_kernel`: A [n, rows], B [k, rows], the output [groups, n, k].
+    a_desc, b_desc, c_desc,
+    # fp32 [n / ROWS_A, rows / BLOCK_K], [k / ROWS_B, rows / BLOCK_K]: groups begin at blocks.
+    scale_a_ptr, scale_b_ptr, starts_ptr, order_ptr, n, k, groups,
     a_row_stride, a_k_stride, b_row_stride, b_k_stride,
     PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -191,7 +199,8 @@ def launch_grouped_rows_blockwise(
         TensorDescriptor.from_tensor(b, [1, t.block_n, block_k]),
         TensorDescriptor.from_tensor(out, [t.block_m, t.block_n]),
         scale_a, scale_b, group_of_block, starts, m, n, k, groups, *scale_a.stride(), *scale_b.stride(),
-        programs, t.group_m, t.block_m, t.block_n, block_k, rows_a, rows_b, a.dtype == torch.int8,
+        PROGRAMS=programs, GROUP_M=t.group_m, BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=block_k,
+        ROWS_A=rows_a, ROWS_B=rows_b, INT8=a.dtype == torch.int8,
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return out
@@ -230,8 +239,8 @@ def launch_grouped_sums_blockwise(
         TensorDescriptor.from_tensor(b, [t.block_n, block_k]),
         TensorDescriptor.from_tensor(out, [1, t.block_m, t.block_n]),
         scale_a, scale_b, starts, launch_longest_first(starts), n, k, groups, *scale_a.stride(), *scale_b.stride(),
-        programs, t.group_m, t.block_m, t.block_n, block_k, triton.next_power_of_2(groups),
-        rows_a, rows_b, a.dtype == torch.int8,
+        PROGRAMS=programs, GROUP_M=t.group_m, BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=block_k,
+        BLOCK_E=triton.next_power_of_2(groups), ROWS_A=rows_a, ROWS_B=rows_b, INT8=a.dtype == torch.int8,
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return out

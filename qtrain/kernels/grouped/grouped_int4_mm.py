@@ -18,6 +18,7 @@ BLOCK = 4096
 
 @triton.jit
 def _unpack_int4_kernel(packed_ptr, out_ptr, numel, BLOCK: tl.constexpr):
+    # packed uint8 [numel], low nibble first; out int8 [2 * numel]. Arithmetic shifts extend the sign.
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     packed = tl.load(packed_ptr + index, index < numel, 0)
     low, high = (packed << 4).to(tl.int8, bitcast=True) >> 4, packed.to(tl.int8, bitcast=True) >> 4

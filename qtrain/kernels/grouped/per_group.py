@@ -75,6 +75,7 @@ def check_groups(rows: int, group_of_block: Tensor) -> None:
 
 @triton.jit
 def _zero_tail_kernel(out_ptr, group_ptr, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    # out [R, columns], group int32 [R / ROWS]. A CTA per block of rows and of columns; nearly all return at once.
     if tl.load(group_ptr + tl.program_id(0)) >= 0:
         return
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -85,6 +86,7 @@ def _zero_tail_kernel(out_ptr, group_ptr, columns, ROWS: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _zero_empty_kernel(out_ptr, starts_ptr, numel, BLOCK: tl.constexpr):
+    # out [groups, numel], starts int32 [groups + 1].
     group = tl.program_id(0)
     if tl.load(starts_ptr + group) < tl.load(starts_ptr + group + 1):
         return

@@ -43,6 +43,8 @@ def combine_rows_ref(y: Tensor, weights: Tensor | None, row_of_route: Tensor) ->
 
 @triton.jit
 def _combine_rows_kernel(y_ptr, weight_ptr, row_ptr, out_ptr, columns, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr):
+    # y [R, columns], weight fp32 [T, k] or None, row int32 [T, k], out [T, columns]. A gather per token, not a scatter
+    # per row: no atomics, and sums in the order of k.
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -61,8 +63,9 @@ def launch_combine_rows(y: Tensor, weights: Tensor | None, row_of_route: Tensor)
     if out.numel():
         grid, block = grid_of_rows(*out.shape)
         _combine_rows_kernel[grid](
-            y, weights, row_of_route, out, y.shape[1], per_token, block, num_warps=4, enable_fp_fusion=False
-        )
+            y, weights, row_of_route, out, y.shape[1], PER_TOKEN=per_token, BLOCK=block,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
     return out
 
 
@@ -87,8 +90,9 @@ def route_weight_grad_ref(row_dots: Tensor, weights: Tensor, row_of_route: Tenso
 
 @triton.jit
 def _route_weight_grad_kernel(
-    dots_ptr, weight_ptr, row_ptr, out_ptr, routes, blocks, BLOCKS: tl.constexpr, ROUTES: tl.constexpr
-):
+    # fp32 [R, blocks], fp32 [routes], int32 [routes], fp32 [routes].
+    dots_ptr, weight_ptr, row_ptr, out_ptr, routes, blocks, BLOCKS: tl.constexpr, ROUTES: tl.constexpr,
+):  # fmt: skip
     route = tl.program_id(0) * ROUTES + tl.arange(0, ROUTES)
     inside = route < routes
     row = tl.load(row_ptr + route, inside, 0).to(tl.int64)
@@ -107,8 +111,8 @@ def launch_route_weight_grad(row_dots: Tensor, weights: Tensor, row_of_route: Te
     out, (_, blocks) = torch.empty_like(weights), row_dots.shape
     if out.numel():
         _route_weight_grad_kernel[(triton.cdiv(out.numel(), ROUTES),)](
-            row_dots, weights, row_of_route, out, out.numel(), blocks, min(triton.next_power_of_2(blocks), BLOCKS),
-            ROUTES, num_warps=4,
+            row_dots, weights, row_of_route, out, out.numel(), blocks,
+            BLOCKS=min(triton.next_power_of_2(blocks), BLOCKS), ROUTES=ROUTES, num_warps=4,
         )  # fmt: skip
     return out
 

@@ -54,14 +54,21 @@ def store_matrix(c_desc, out, group, row, column, SUBTILES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["m", "n", "k", "groups"])  # one binary for all shapes: descriptors do the addressing
 def _grouped_rows_kernel(
-    a_desc, b_desc, c_desc, scale_a_ptr, scale_b_ptr, group_ptr, starts_ptr, m, n, k, groups,
+    # TMA descriptors: A [m, k] in blocks [BLOCK_M, BLOCK_K]; the groups' matrices [groups, n, k] in blocks of one
+    # group, [1, BLOCK_N, BLOCK_K], or of their transposes (COLUMN_MAJOR); the output [m, n].
+    a_desc, b_desc, c_desc,
+    # fp32 [m] or [1], [groups * n] or [1]; None: stores the accumulators.
+    scale_a_ptr, scale_b_ptr,
+    # int32 [m / 128]: the group of each block of rows; [groups + 1]: first rows, the last one the end of all groups.
+    group_ptr, starts_ptr, m, n, k, groups,
     PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
+    # BLOCK_M divides 128: a tile has rows of one group.
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUBTILES: tl.constexpr,
+    # IMPRECISE: max_num_imprecise_acc.
     ACCUMULATOR: tl.constexpr, IMPRECISE: tl.constexpr, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr,
     COLUMN_MAJOR: tl.constexpr,
 ):  # fmt: skip
-    """scale_a_ptr None: stores the accumulators. IMPRECISE: max_num_imprecise_acc. BLOCK_M divides 128. COLUMN_MAJOR:
-    the groups' matrices are."""
+    """As `_persistent_mm_kernel`, over the tiles of rows that belong to a group: their number is read on the device."""
     DTYPE: tl.constexpr = tl.int32 if ACCUMULATOR == "int32" else tl.float32
     tiles_m, tiles_n = tl.load(starts_ptr + groups) // BLOCK_M, tl.cdiv(n, BLOCK_N)
     tiles = tiles_m * tiles_n
@@ -126,8 +133,10 @@ def launch_grouped_rows(
         TensorDescriptor.from_tensor(b.transpose(1, 2) if column_major else b, block_b),
         TensorDescriptor.from_tensor(out, [t.block_m, t.block_n // t.subtiles]),
         scale_a, scale_b, group_of_block, starts, m, n, k, groups,
-        programs, t.group_m, t.block_m, t.block_n, t.block_k, t.subtiles,
-        ACCUMULATORS[a.dtype], _imprecise(a, t, fast_accum), rows_a, rows_b, column_major,
+        PROGRAMS=programs, GROUP_M=t.group_m,
+        BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k, SUBTILES=t.subtiles,
+        ACCUMULATOR=ACCUMULATORS[a.dtype], IMPRECISE=_imprecise(a, t, fast_accum), ROWS_A=rows_a, ROWS_B=rows_b,
+        COLUMN_MAJOR=column_major,
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return out
@@ -148,6 +157,7 @@ def _longest_first_kernel(starts_ptr, order_ptr, groups, BLOCK: tl.constexpr):
     inside = other < groups
     own = tl.load(starts_ptr + group + 1) - tl.load(starts_ptr + group)
     rows = tl.load(starts_ptr + 1 + other, inside, 0) - tl.load(starts_ptr + other, inside, 0)
+    # Rank by counting, ties by number: a sort of a few hundred groups without a second launch.
     before = inside & ((rows > own) | ((rows == own) & (other < group)))
     tl.store(order_ptr + tl.sum(before.to(tl.int32), 0), group)
 
@@ -162,9 +172,12 @@ def launch_longest_first(starts: Tensor) -> Tensor:
 
 @triton.jit
 def _store_sums(
-    total, c_desc, scale_a_ptr, scale_b_ptr, group, row, column, n, k,
-    SUBTILES: tl.constexpr, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr,
-):  # fmt: skip
+    total, c_desc, scale_ptrs, at, sizes, SUBTILES: tl.constexpr, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr
+):
+    """Stores a tile at (group, row, column) of sums [groups, n, k], times the group's own scales if there are any."""
+    scale_a_ptr, scale_b_ptr = scale_ptrs
+    group, row, column = at
+    n, k = sizes
     if scale_a_ptr is not None:
         scale_a = scale_a_ptr + group * n if ROWS_A else scale_a_ptr
         scale_b = scale_b_ptr + group * k if ROWS_B else scale_b_ptr
@@ -190,21 +203,27 @@ def steps_of_program(
 
 @triton.jit(do_not_specialize=["n", "k", "groups"])
 def _grouped_sums_kernel(
-    a_desc, b_desc, c_desc, scale_a_ptr, scale_b_ptr, starts_ptr, order_ptr, n, k, groups,
+    # TMA descriptors of A [n, rows] and B [k, rows], rows in groups, or of their transposes (COLUMN_MAJOR_A, _B); and
+    # of the output [groups, n, k] in blocks of one group.
+    a_desc, b_desc, c_desc,
+    # fp32 [groups * n] or [1], [groups * k] or [1]; None: stores the accumulators.
+    scale_a_ptr, scale_b_ptr,
+    # int32 [groups + 1]: first rows; [groups]: the groups, those with most rows first.
+    starts_ptr, order_ptr, n, k, groups,
     PROGRAMS: tl.constexpr, GROUP_M: tl.constexpr,
+    # BLOCK_K divides 128, and so a group's rows. BLOCK_E: groups, rounded up to a power of two.
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, SUBTILES: tl.constexpr,
     ACCUMULATOR: tl.constexpr, IMPRECISE: tl.constexpr, ROWS_A: tl.constexpr, ROWS_B: tl.constexpr,
     COLUMN_MAJOR_A: tl.constexpr, COLUMN_MAJOR_B: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_K divides 128, and so a group's rows. BLOCK_E: groups, rounded up to a power of two.
-
-    One loop over the steps of all tiles of a CTA, in which a new tile begins where one ends: the loads of the next tile
-    overlap with the epilogue of this one. (Triton flattens nested loops by itself only where all tiles are as long.)
-    """
+    """One loop over the steps of all tiles of a CTA, in which a new tile begins where one ends: the loads of the next
+    tile overlap with the epilogue of this one. (Triton flattens nested loops by itself only where all tiles are as
+    long.)"""
     DTYPE: tl.constexpr = tl.int32 if ACCUMULATOR == "int32" else tl.float32
     tiles_m, tiles_n = tl.cdiv(n, BLOCK_M), tl.cdiv(k, BLOCK_N)
     tiles = tiles_m * tiles_n  # of a group
     steps, held = steps_of_program(order_ptr, starts_ptr, groups, tiles, PROGRAMS, BLOCK_K, BLOCK_E)
+    # start >= last at the first step: the loop begins with a new tile. Groups without rows are last, and never reached.
     item = tl.program_id(0) - PROGRAMS
     group, row, column, start, last = 0, 0, 0, 0, 0
     total = tl.zeros((BLOCK_M, BLOCK_N), DTYPE)
@@ -220,7 +239,8 @@ def _grouped_sums_kernel(
         b = load_block(b_desc, column, start, COLUMN_MAJOR_B)
         total = tl.dot(a, b.T, total, out_dtype=DTYPE, max_num_imprecise_acc=IMPRECISE)
         if start + BLOCK_K >= last:
-            _store_sums(total, c_desc, scale_a_ptr, scale_b_ptr, group, row, column, n, k, SUBTILES, ROWS_A, ROWS_B)
+            scale_ptrs, at = (scale_a_ptr, scale_b_ptr), (group, row, column)
+            _store_sums(total, c_desc, scale_ptrs, at, (n, k), SUBTILES, ROWS_A, ROWS_B)
             total = tl.zeros((BLOCK_M, BLOCK_N), DTYPE)
     zero_empty(c_desc, order_ptr, held, groups, tiles, tiles_n, PROGRAMS, BLOCK_M, BLOCK_N, SUBTILES)
 
@@ -241,6 +261,7 @@ def zero_empty(
 
 @triton.jit(do_not_specialize=["n", "k", "groups"])
 def _long_sums_kernel(
+    # int8 [n, rows] and [k, rows]; the rest as for `_grouped_sums_kernel`, which has stored these tiles, overflown.
     a_desc, b_desc, c_desc, scale_a_ptr, scale_b_ptr, starts_ptr, n, k, groups, LONGEST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ROWS_A: tl.constexpr, ROWS_B: tl.constexpr,
@@ -260,7 +281,8 @@ def _long_sums_kernel(
                         b = b_desc.load([column, start])
                         span = tl.dot(a, b.T, span, out_dtype=tl.int32)
                     total += span.to(tl.float32)
-                _store_sums(total, c_desc, scale_a_ptr, scale_b_ptr, group, row, column, n, k, 1, ROWS_A, ROWS_B)
+                scale_ptrs, at = (scale_a_ptr, scale_b_ptr), (group, row, column)
+                _store_sums(total, c_desc, scale_ptrs, at, (n, k), 1, ROWS_A, ROWS_B)
 
 
 def launch_grouped_sums(
@@ -294,8 +316,10 @@ def launch_grouped_sums(
         TensorDescriptor.from_tensor(b.t() if column_major_b else b, block_b),
         TensorDescriptor.from_tensor(out, [1, t.block_m, t.block_n // t.subtiles]),
         scale_a, scale_b, starts, launch_longest_first(starts), n, k, groups,
-        programs, t.group_m, t.block_m, t.block_n, t.block_k, triton.next_power_of_2(groups), t.subtiles,
-        ACCUMULATORS[a.dtype], _imprecise(a, t, fast_accum), rows_a, rows_b, column_major_a, column_major_b,
+        PROGRAMS=programs, GROUP_M=t.group_m, BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k,
+        BLOCK_E=triton.next_power_of_2(groups), SUBTILES=t.subtiles,
+        ACCUMULATOR=ACCUMULATORS[a.dtype], IMPRECISE=_imprecise(a, t, fast_accum), ROWS_A=rows_a, ROWS_B=rows_b,
+        COLUMN_MAJOR_A=column_major_a, COLUMN_MAJOR_B=column_major_b,
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     if a.dtype == torch.int8 and a.shape[1] > SPAN:  # a group may have more rows than int32 holds products of
@@ -315,6 +339,6 @@ def launch_long_sums(
         TensorDescriptor.from_tensor(a, [block, 128]),
         TensorDescriptor.from_tensor(b, [block, 128]),
         TensorDescriptor.from_tensor(out, [1, block, block]),
-        scale_a, scale_b, starts, n, k, groups, longest, block, block, 128,
-        scale_a.numel() > 1, scale_b.numel() > 1, num_warps=4, num_stages=3,
+        scale_a, scale_b, starts, n, k, groups, LONGEST=longest, BLOCK_M=block, BLOCK_N=block, BLOCK_K=128,
+        ROWS_A=scale_a.numel() > 1, ROWS_B=scale_b.numel() > 1, num_warps=4, num_stages=3,
     )  # fmt: skip

@@ -127,21 +127,26 @@ def _starts_kernel(total_ptr, starts_ptr, groups, BINS: tl.constexpr, ALIGNMENT:
 
 @triton.jit
 def _place_kernel(
-    group_ptr, offset_ptr, total_ptr, starts_ptr, token_ptr, row_ptr, block_ptr, routes, per_token, groups, chunks,
-    blocks, BINS: tl.constexpr, CHUNK: tl.constexpr, ALIGNMENT: tl.constexpr,
+    # int64 [routes]: the group of each; int32 [groups, chunks], [groups], [groups + 1] of the kernels above.
+    group_ptr, offset_ptr, total_ptr, starts_ptr,
+    # int32, of `RowGroups`: token_of_row [rows], row_of_route [routes], group_of_block [blocks].
+    token_ptr, row_ptr, block_ptr,
+    routes, per_token, groups, chunks, blocks, BINS: tl.constexpr, CHUNK: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """The rows of a chunk of routes; the group of a block of rows, and -1 in those of its rows that hold no token."""
     pid, lane = tl.program_id(0), tl.arange(0, CHUNK)
     route = pid * CHUNK + lane
     inside = route < routes
     group = tl.load(group_ptr + route, inside, 0).to(tl.int32)
+    # [CHUNK, CHUNK]: routes of this chunk to the same group that come first. Its sum is a route's place in the chunk.
     before = (group[:, None] == group[None, :]) & (lane[:, None] > lane[None, :])
     row = tl.load(starts_ptr + group) + tl.load(offset_ptr + group * chunks + pid, inside, 0)
     row += tl.sum(before.to(tl.int32), 1)
     tl.store(row_ptr + route, row, inside)
     tl.store(token_ptr + row, route // per_token, inside)
-    if pid < blocks:
+    if pid < blocks:  # the same launch fills in what the routes leave: each CTA a block of rows too
         first, bins = pid * ALIGNMENT, tl.arange(0, BINS)
+        # The last group that begins at or before this block: groups without rows share its start, and are before it.
         owner = tl.sum((tl.load(starts_ptr + bins, bins <= groups, 0x7FFFFFFF) <= first).to(tl.int32), 0) - 1
         held = owner < groups
         end = tl.load(starts_ptr + owner, held, 0) + tl.load(total_ptr + owner, held, 0)
@@ -159,12 +164,13 @@ def launch_group_rows(group_of_route: Tensor, groups: int) -> RowGroups:
     offsets, total, starts, token_of_row, row_of_route, group_of_block = (
         torch.empty(size, dtype=torch.int32, device=device) for size in sizes
     )
-    _count_kernel[(chunks,)](group_of_route, offsets, routes, groups, chunks, bins, CHUNK)
-    _offsets_kernel[(groups,)](offsets, total, chunks, CHUNKS)
-    _starts_kernel[(1,)](total, starts, groups, bins, ALIGNMENT)
+    # A counting sort in four launches; the order within a group is that of the routes, so it is deterministic.
+    _count_kernel[(chunks,)](group_of_route, offsets, routes, groups, chunks, BINS=bins, CHUNK=CHUNK)
+    _offsets_kernel[(groups,)](offsets, total, chunks, CHUNKS=CHUNKS)
+    _starts_kernel[(1,)](total, starts, groups, BINS=bins, ALIGNMENT=ALIGNMENT)
     _place_kernel[(max(chunks, blocks),)](
-        group_of_route, offsets, total, starts, token_of_row, row_of_route, group_of_block, routes, per_token, groups,
-        chunks, blocks, bins, CHUNK, ALIGNMENT, num_warps=8,
+        group_of_route, offsets, total, starts, token_of_row, row_of_route, group_of_block,
+        routes, per_token, groups, chunks, blocks, BINS=bins, CHUNK=CHUNK, ALIGNMENT=ALIGNMENT, num_warps=8,
     )  # fmt: skip
     return RowGroups(token_of_row, row_of_route.view(tokens, per_token), group_of_block, starts)
 

@@ -24,6 +24,7 @@ stay, as many as fit on the GPU at once, and all have the same work. In backward
 weights, and a second launch adds up those of the CTAs, in a fixed order.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,22 @@ class _Occupancy(NamedTuple):
 
     ctas: int
     registers: int
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A tile of both kernels, as one constexpr."""
+
+    heads: int
+    kv_heads: int
+    q_heads: int
+    """Heads of q that a tile has, a power of two that divides them; of k."""
+    k_heads: int
+    head_dim: int
+    rows: int
+    """Rows of a tile: (token, head) pairs."""
+    block: int
+    """Half a head, rounded up to a power of two."""
 
 
 FORWARD, BACKWARD = _Occupancy(16, 64), _Occupancy(10, 96)
@@ -71,8 +88,8 @@ def qk_norm_rope_backward_ref(
     """dq [B, S, H, D], dk, dv [B, S, KV, D], the rest as in `qk_norm_rope_ref` -> dqkv like qkv, and fp32 [2, D]: the
     gradients of q_weight and k_weight."""
     grads, dweights = [], []
-    of_heads = zip(_heads(qkv, len(q_weight), dq.shape[2]), (q_weight, k_weight), (dq, dk), strict=False)
-    for x, weight, dy in of_heads:
+    per_kind = zip(_heads(qkv, len(q_weight), dq.shape[2]), (q_weight, k_weight), (dq, dk), strict=False)
+    for x, weight, dy in per_kind:
         x = x.float()
         r = _inverse_rms(x, eps)
         first, second = dy.float().chunk(2, dim=-1)
@@ -99,10 +116,10 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 
 @triton.jit
-def _rows_of_tile(HEADS_OF_TILE: tl.constexpr, ROWS: tl.constexpr):
+def _rows_of_tile(HEADS_PER_TILE: tl.constexpr, ROWS: tl.constexpr):
     """Token and head of each row [ROWS, 1] of a tile."""
     row = tl.arange(0, ROWS)[:, None]
-    return row // HEADS_OF_TILE, row % HEADS_OF_TILE
+    return row // HEADS_PER_TILE, row % HEADS_PER_TILE
 
 
 @triton.jit
@@ -124,13 +141,19 @@ def _inverse_rms_of(first, second, eps, D: tl.constexpr):
 
 @triton.jit
 def _forward_heads(
-    x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, tokens, width, table_rows, eps,
-    HEADS: tl.constexpr, HEADS_OF_TILE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, weight_ptr, table_ptrs, out_ptr, sizes, eps, HEADS: tl.constexpr, HEADS_PER_TILE: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """This CTA's tokens of q, or of k."""
+    """This CTA's tokens of q, or of k. table_ptrs: cos, sin; sizes: tokens, elements of a row of x, rows of the
+    tables."""
+    cos_ptr, sin_ptr = table_ptrs
+    tokens, width, table_rows = sizes
+    D: tl.constexpr = TILE.head_dim
+    ROWS: tl.constexpr = TILE.rows
+    BLOCK: tl.constexpr = TILE.block
     HALF: tl.constexpr = D // 2
-    TOKENS: tl.constexpr = ROWS // HEADS_OF_TILE
-    token_of_row, head = _rows_of_tile(HEADS_OF_TILE, ROWS)
+    TOKENS: tl.constexpr = ROWS // HEADS_PER_TILE
+    token_of_row, head = _rows_of_tile(HEADS_PER_TILE, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     w1, w2 = _load_halves(weight_ptr + column, column < HALF, HALF)
     for start in range(tl.program_id(0) * TOKENS, tokens, tl.num_programs(0) * TOKENS):
@@ -140,31 +163,30 @@ def _forward_heads(
         cos, sin = tl.load(cos_ptr + table, inside, 0.0), tl.load(sin_ptr + table, inside, 0.0)
         token = token.to(tl.int64)
         x_ptrs, out_ptrs = x_ptr + token * width + head * D + column, out_ptr + (token * HEADS + head) * D + column
-        for _ in range(HEADS // HEADS_OF_TILE):
+        for _ in range(HEADS // HEADS_PER_TILE):
             x1, x2 = _load_halves(x_ptrs, inside, HALF)
             r = _inverse_rms_of(x1, x2, eps, D)
             n1, n2 = x1 * r * w1, x2 * r * w2
             _store_halves(out_ptrs, n1 * cos - n2 * sin, n2 * cos + n1 * sin, inside, HALF)
-            x_ptrs += HEADS_OF_TILE * D
-            out_ptrs += HEADS_OF_TILE * D
+            x_ptrs += HEADS_PER_TILE * D
+            out_ptrs += HEADS_PER_TILE * D
 
 
 @triton.jit
 def _qk_norm_rope_kernel(
-    x_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, tokens, table_rows, eps,
-    H: tl.constexpr, KV: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, D: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    # qkv [T, (H + 2 KV) D] bf16 or fp32; weights [D].
+    x_ptr, q_weight_ptr, k_weight_ptr,
+    # fp32 [table_rows, D/2]: token t reads row t % table_rows.
+    cos_ptr, sin_ptr,
+    # [T, H, D], [T, KV, D], of qkv's dtype.
+    q_ptr, k_ptr, tokens, table_rows, eps, TILE: tl.constexpr,
 ):  # fmt: skip
-    """x = qkv [T, (H + 2 KV) D], q [T, H, D], k [T, KV, D]; cos, sin [table_rows, D/2], of which token t reads row
-    t % table_rows. Q_HEADS, K_HEADS: of a tile."""
-    width: tl.constexpr = (H + 2 * KV) * D
-    _forward_heads(
-        x_ptr, q_weight_ptr, cos_ptr, sin_ptr, q_ptr, tokens, width, table_rows, eps, H, Q_HEADS, D, ROWS, BLOCK
-    )
-    _forward_heads(
-        x_ptr + H * D, k_weight_ptr, cos_ptr, sin_ptr, k_ptr, tokens, width, table_rows, eps, KV, K_HEADS, D, ROWS,
-        BLOCK,
-    )  # fmt: skip
+    """q, then k. TILE: a `_Tile`."""
+    width: tl.constexpr = (TILE.heads + 2 * TILE.kv_heads) * TILE.head_dim
+    tables, sizes = (cos_ptr, sin_ptr), (tokens, width, table_rows)
+    _forward_heads(x_ptr, q_weight_ptr, tables, q_ptr, sizes, eps, TILE.heads, TILE.q_heads, TILE)
+    k_x_ptr = x_ptr + TILE.heads * TILE.head_dim
+    _forward_heads(k_x_ptr, k_weight_ptr, tables, k_ptr, sizes, eps, TILE.kv_heads, TILE.k_heads, TILE)
 
 
 @triton.jit
@@ -175,16 +197,27 @@ def _at(batch, position, head, strides):
 
 @triton.jit
 def _backward_heads(
-    dy_ptr, dy_strides, dv_ptr, dv_strides, x_ptr, weight_ptr, cos_ptr, sin_ptr, dx_ptr, dweight_ptr, tokens, seq,
-    width, table_rows, eps,
-    HEADS: tl.constexpr, HEADS_OF_TILE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    dy, dv, x_ptr, weight_ptr, table_ptrs, out_ptrs, sizes, eps, HEADS: tl.constexpr, HEADS_PER_TILE: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """This CTA's tokens of q, or of k and, where dv_ptr is given, of v, which follows k in x and dx."""
+    """This CTA's tokens of q, or of k and, where dv's pointer is given, of v, which follows k in x and dx.
+
+    dy, dv: pointer and strides (batch, sequence, head). out_ptrs: dx, and this CTA's term of the weight's gradient.
+    sizes: tokens, tokens of a sequence, elements of a row of x, rows of the tables.
+    """
+    dy_ptr, dy_strides = dy
+    dv_ptr, dv_strides = dv
+    cos_ptr, sin_ptr = table_ptrs
+    dx_ptr, dweight_ptr = out_ptrs
+    tokens, seq, width, table_rows = sizes
+    D: tl.constexpr = TILE.head_dim
+    ROWS: tl.constexpr = TILE.rows
+    BLOCK: tl.constexpr = TILE.block
     HALF: tl.constexpr = D // 2
-    TOKENS: tl.constexpr = ROWS // HEADS_OF_TILE
-    token_of_row, head = _rows_of_tile(HEADS_OF_TILE, ROWS)
+    TOKENS: tl.constexpr = ROWS // HEADS_PER_TILE
+    token_of_row, head = _rows_of_tile(HEADS_PER_TILE, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
-    w1, w2 = _load_halves(weight_ptr + column, column < HALF, HALF)
+    w1, w2 = _load_halves(weight_ptr + column, column < HALF, HALF)  # fp32 [1, BLOCK], in registers for all tokens
     total1, total2 = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(tl.program_id(0) * TOKENS, tokens, tl.num_programs(0) * TOKENS):
         token = start + token_of_row
@@ -197,12 +230,13 @@ def _backward_heads(
         dy_ptrs = dy_ptr + _at(batch, position, head, dy_strides) + column
         if dv_ptr is not None:
             dv_ptrs = dv_ptr + _at(batch, position, head, dv_strides) + column
-        for _ in range(HEADS // HEADS_OF_TILE):
+        for _ in range(HEADS // HEADS_PER_TILE):
             x1, x2 = _load_halves(x_ptrs, inside, HALF)
             dy1, dy2 = _load_halves(dy_ptrs, inside, HALF)
-            dn1, dn2 = dy1 * cos + dy2 * sin, dy2 * cos - dy1 * sin
+            dn1, dn2 = dy1 * cos + dy2 * sin, dy2 * cos - dy1 * sin  # rotated back: the transpose of the rotation
             r = _inverse_rms_of(x1, x2, eps, D)
             g1, g2 = dn1 * w1, dn2 * w2
+            # mean(g * x) * r²: the projection of the gradient onto x, which the norm removes.
             mean = tl.sum(g1 * x1 + g2 * x2, 1, keep_dims=True) * (1.0 / D) * r * r
             total1 += dn1 * (x1 * r)
             total2 += dn2 * (x2 * r)
@@ -210,10 +244,10 @@ def _backward_heads(
             if dv_ptr is not None:
                 dv1, dv2 = tl.load(dv_ptrs, inside), tl.load(dv_ptrs + HALF, inside)
                 _store_halves(dx_ptrs + HEADS * D, dv1, dv2, inside, HALF)
-                dv_ptrs += HEADS_OF_TILE * dv_strides[2]
-            x_ptrs += HEADS_OF_TILE * D
-            dx_ptrs += HEADS_OF_TILE * D
-            dy_ptrs += HEADS_OF_TILE * dy_strides[2]
+                dv_ptrs += HEADS_PER_TILE * dv_strides[2]
+            x_ptrs += HEADS_PER_TILE * D
+            dx_ptrs += HEADS_PER_TILE * D
+            dy_ptrs += HEADS_PER_TILE * dy_strides[2]
     across = tl.arange(0, BLOCK)
     tl.store(dweight_ptr + across, tl.sum(total1, 0), across < HALF)
     tl.store(dweight_ptr + HALF + across, tl.sum(total2, 0), across < HALF)
@@ -221,35 +255,39 @@ def _backward_heads(
 
 @triton.jit
 def _qk_norm_rope_backward_kernel(
-    dq_ptr, dk_ptr, dv_ptr, dq_strides, dk_strides, dv_strides, x_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr,
-    dx_ptr, dweight_ptr, tokens, seq, table_rows, eps,
-    H: tl.constexpr, KV: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, D: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    # [B, S, H, D], [B, S, KV, D] twice, with strides of batch, sequence and heads; contiguous along D.
+    dq_ptr, dk_ptr, dv_ptr, dq_strides, dk_strides, dv_strides,
+    # As forward.
+    x_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr,
+    # Like qkv; fp32 [CTAs, 2, D], each CTA's term of the weights' gradients.
+    dx_ptr, dweight_ptr, tokens, seq, table_rows, eps, TILE: tl.constexpr,
 ):  # fmt: skip
-    """As forward; strides of dq, dk, dv along batch, sequence and heads. dweight: fp32 [CTAs, 2, D], a term of each."""
-    width: tl.constexpr = (H + 2 * KV) * D
-    dweight_ptr += tl.program_id(0) * (2 * D)
+    """q, then k and v. TILE: a `_Tile`."""
+    width: tl.constexpr = (TILE.heads + 2 * TILE.kv_heads) * TILE.head_dim
+    # The terms are summed by a second launch, in a fixed order: atomics would make gradients depend on timing.
+    dweight_ptr += tl.program_id(0) * (2 * TILE.head_dim)
+    tables, sizes = (cos_ptr, sin_ptr), (tokens, seq, width, table_rows)
     _backward_heads(
-        dq_ptr, dq_strides, None, None, x_ptr, q_weight_ptr, cos_ptr, sin_ptr, dx_ptr, dweight_ptr, tokens, seq,
-        width, table_rows, eps, H, Q_HEADS, D, ROWS, BLOCK,
+        (dq_ptr, dq_strides), (None, None), x_ptr, q_weight_ptr, tables, (dx_ptr, dweight_ptr), sizes, eps,
+        TILE.heads, TILE.q_heads, TILE,
     )  # fmt: skip
+    k_offset: tl.constexpr = TILE.heads * TILE.head_dim
     _backward_heads(
-        dk_ptr, dk_strides, dv_ptr, dv_strides, x_ptr + H * D, k_weight_ptr, cos_ptr, sin_ptr, dx_ptr + H * D,
-        dweight_ptr + D, tokens, seq, width, table_rows, eps, KV, K_HEADS, D, ROWS, BLOCK,
+        (dk_ptr, dk_strides), (dv_ptr, dv_strides), x_ptr + k_offset, k_weight_ptr, tables,
+        (dx_ptr + k_offset, dweight_ptr + TILE.head_dim), sizes, eps, TILE.kv_heads, TILE.k_heads, TILE,
     )  # fmt: skip
 
 
 # ---- launchers -------------------------------------------------------------------------------------------------------
 
 
-def _tiling(device: torch.device, tokens: int, heads: tuple[int, int], head_dim: int, per_sm: int) -> tuple[int, dict]:
-    """How many CTAs to launch, and the kernels' constants."""
+def _tiling(device: torch.device, tokens: int, heads: tuple[int, int], head_dim: int, per_sm: int) -> tuple[int, _Tile]:
+    """How many CTAs to launch, and the kernels' tile."""
     block = triton.next_power_of_2(head_dim // 2)
     rows = max(1, ELEMENTS // (2 * block))
-    of_tile = [min(rows, count & -count) for count in heads]  # the largest power of two that divides the heads
-    ctas = min(triton.cdiv(tokens * max(of_tile), rows), per_sm * sm_count(device))
-    names = ("H", "KV", "Q_HEADS", "K_HEADS", "D", "ROWS", "BLOCK")
-    return ctas, dict(zip(names, (*heads, *of_tile, head_dim, rows, block), strict=True))
+    per_tile = [min(rows, count & -count) for count in heads]  # the largest power of two that divides the heads
+    ctas = min(triton.cdiv(tokens * max(per_tile), rows), per_sm * sm_count(device))
+    return ctas, _Tile(*heads, *per_tile, head_dim, rows, block)
 
 
 def launch_qk_norm_rope(
@@ -260,10 +298,10 @@ def launch_qk_norm_rope(
     kv_heads = (width // head_dim - heads) // 2
     q, k = qkv.new_empty(batch, seq, heads, head_dim), qkv.new_empty(batch, seq, kv_heads, head_dim)
     if tokens := batch * seq:
-        ctas, constants = _tiling(qkv.device, tokens, (heads, kv_heads), head_dim, FORWARD.ctas)
+        ctas, tile = _tiling(qkv.device, tokens, (heads, kv_heads), head_dim, FORWARD.ctas)
         _qk_norm_rope_kernel[(ctas,)](
-            qkv, q_weight, k_weight, cos, sin, q, k, tokens, cos.numel() // (head_dim // 2), eps, **constants,
-            num_warps=WARPS, maxnreg=FORWARD.registers,
+            qkv, q_weight, k_weight, cos, sin, q, k, tokens, table_rows=cos.numel() // (head_dim // 2), eps=eps,
+            TILE=tile, num_warps=WARPS, maxnreg=FORWARD.registers,
         )  # fmt: skip
     return q, k
 
@@ -277,11 +315,11 @@ def launch_qk_norm_rope_backward(
     dqkv, tokens = torch.empty_like(qkv), batch * seq
     if not tokens:
         return dqkv, qkv.new_zeros(2, head_dim, dtype=torch.float32)
-    ctas, constants = _tiling(qkv.device, tokens, (heads, kv_heads), head_dim, BACKWARD.ctas)
+    ctas, tile = _tiling(qkv.device, tokens, (heads, kv_heads), head_dim, BACKWARD.ctas)
     dweights = qkv.new_empty(ctas, 2, head_dim, dtype=torch.float32)
     _qk_norm_rope_backward_kernel[(ctas,)](
         dq, dk, dv, dq.stride()[:3], dk.stride()[:3], dv.stride()[:3], qkv, q_weight, k_weight, cos, sin, dqkv,
-        dweights, tokens, seq, cos.numel() // (head_dim // 2), eps, **constants, num_warps=WARPS,
+        dweights, tokens, seq, table_rows=cos.numel() // (head_dim // 2), eps=eps, TILE=tile, num_warps=WARPS,
         maxnreg=BACKWARD.registers,
     )  # fmt: skip
     return dqkv, dweights.sum(0)

@@ -70,10 +70,12 @@ class FusedUpdate:
                 assert not format.block or format.signed == signed, f"{rule}: a state in {format.id}"
         self.hyper = torch.zeros(groups, len(HYPER), dtype=torch.float64, device=device)
         self._hyper_values: list[list[float | None]] = [[None] * len(HYPER) for _ in range(groups)]
+        # One tensor of counters, of which every slot's step is a view: one launch increments all.
         steps = [torch.zeros(()) if slot.step is None else slot.step.float() for slot in slots]
         self.steps = torch.stack([s.cpu() for s in steps]).to(device)
         for i, slot in enumerate(self.slots):
             slot.step = self.steps[i]
+        # The step is written by each update, on the device: no copy from the host while a CUDA graph is captured.
         numbers = torch.tensor([slot.number for slot in slots], dtype=torch.int64)
         keys = torch.stack([torch.full_like(numbers, seed), torch.zeros_like(numbers), numbers], dim=1)
         self.keys = keys.to(device)  # int64 [tensors, 3]: seed, step, number
@@ -219,11 +221,12 @@ def _bits(slot: Slot, key: Tensor) -> dict[int, Tensor]:
     elements in the whole tensor."""
     size = slot.weight.shape.numel()
     end = slot.first_element + size
+    # Whole draws from element 0 of the tensor on: four words of two halves per eight elements, as the kernel draws.
     rng_words = random_bits_ref((-(-end // 8), 4, 2), key, UPDATE_ROLE).long()
     rng_words = rng_words[..., 0] | rng_words[..., 1] << 16
     found = {}
     for mix in (1, MIX_M, MIX_V):
-        mixed = rng_words * mix
+        mixed = rng_words * mix  # int64; the low 32 bits are those of the kernel's uint32 product
         halves = torch.stack([mixed & 0xFFFF, mixed >> 16 & 0xFFFF], dim=-1)
         found[mix] = halves.flatten()[slot.first_element : end].int().view(slot.weight.shape)
     return found

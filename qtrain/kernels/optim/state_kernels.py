@@ -60,7 +60,7 @@ def decode_state(words, scale, factor, FORMAT: tl.constexpr, SIGNED: tl.constexp
     elif FORMAT == "bf16":
         return bf16_to_float(words) * factor
     elif FORMAT == "fp8":
-        c = fp8_to_float(words, CODE)
+        c = fp8_to_float(words, CODE)  # a negated scale: the codes are squares
         scale = (scale * factor)[:, :, None]
         if SIGNED:
             return c * (scale * (1.0 / 448.0))
@@ -132,23 +132,26 @@ def _block_max(x):
 
 @triton.jit
 def store_state(
-    x, root, bits, address, scale_address, group, block, limit, last_block,
-    FORMAT: tl.constexpr, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, CODE: tl.constexpr,
+    x, root, bits, at, FORMAT: tl.constexpr, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
+    CODE: tl.constexpr,
 ):  # fmt: skip
     """Encodes and stores a tile of a state, fp32 [R, C, 8]. The definition is `quantize_state`.
 
-    root: the square root of an unsigned state. bits: 16 random bits per element, int32; those of a signed int4 state as
-    `random_halves` returns them with FLOAT.
+    at: address and scale address, groups of eight int32 [R, C] and blocks int32 [R, 1] of the tile, the number of
+    elements, the last block. root: the square root of an unsigned state. bits: 16 random bits per element, int32; those
+    of a signed int4 state as `random_halves` returns them with FLOAT.
 
     A float of a known exponent is a fixed-point number: adding 128 to one below 128 leaves 16 fractional bits in its
     low bits, to which 16 random bits are added as an integer; the bits above are the code.
     """
+    address, scale_address, group, block, limit, last_block = at
     if FORMAT == "fp32":
         store_words(address, group, limit, x.to(tl.int32, bitcast=True), 8, ALIGNED)
     elif FORMAT == "bf16":
         store_bf16(address, group, limit, x, bits, STOCHASTIC, ALIGNED, CODE.ptx)
     else:
-        amax = _block_max(tl.abs(x))[:, None]
+        amax = _block_max(tl.abs(x))[:, None]  # [R, 1]: a block is a row of the tile, within one warp
+        # 1 / sqrt(amax), one instruction; its square is 1 / amax. 0 for a block that counts as zero, or is NaN.
         inv_root = tl.where(amax > 1e-30, tl.rsqrt(tl.maximum(amax, 1e-30)), 0.0)
         scale = amax
         if FORMAT == "fp8":
@@ -157,8 +160,10 @@ def store_state(
             else:
                 full = (block + 1) * (x.shape[1] * 8) <= limit  # a shorter block counts as padded with zeros
                 low = tl.min(tl.min(x, 2).to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
+                # Where all of a block lies above 1/256 of its absmax, squares fill e4m3's range (`state_formats.py`).
                 squared = (low[:, None] > amax * (1.0 / 256.0)) & full
                 scale = tl.where(squared, -amax, amax)
+                # 21.17 = sqrt(448): y * y below is 448 * (x / amax)².
                 y = x * (inv_root * inv_root * tl.where(squared, 21.166010488516726, 448.0))[:, :, None]
                 y = tl.maximum(tl.where(squared[:, :, None], y * y, y), 0.001953125)
                 if STOCHASTIC:  # noise below the three mantissa bits that are kept, minus half a unit of the last
@@ -182,14 +187,17 @@ def store_state(
         else:
             if SIGNED:
                 y = tl.abs(x * (inv_root * inv_root)[:, :, None])
+                # Unbiased as a value, not as a root: `state_formats._encode` derives it. 458752 = 7 * 2**16.
                 half = bits * (1.0 / 458752.0) - 18.357142857142858  # (u - 1 / 2) / 7 with u from 0 to 1
                 y = to_unit(y + (half * half - 0.25 / 49.0), CODE.ptx)
                 y = _copy_sign(tl.sqrt(y), x) * 7.0 + 144.0
                 bits = bits.to(tl.int32, bitcast=True)  # the same below bit 24
             else:
+                # 127 + code from 1 to 16, as a float from 128 to 256 with 16 fractional bits.
                 y = tl.maximum(root * (16.0 * inv_root)[:, :, None] + 127.0, 128.0)
             code = y.to(tl.int32, bitcast=True) + bits
             store_words(address, group, limit, pack_nibbles(code, CODE.ptx), 1, ALIGNED)
+        # One thread of a row stores its scale; all hold it, and the tensor of pointers keeps the layout of the words.
         first = tl.arange(0, x.shape[1])[None, :] == 0
         pointer = _scale_pointers(scale_address, group, tl.minimum(block, last_block))
         scale = tl.broadcast_to(scale, (x.shape[0], x.shape[1]))

@@ -25,10 +25,13 @@ def sum_of_squares_ref(tensors: Sequence[Tensor]) -> Tensor:
 
 @triton.jit
 def _sum_of_squares_kernel(
-    owner_ptr, address_ptr, extent_ptr, out_ptr, LARGE: tl.constexpr, TILE: tl.constexpr, LOOPS: tl.constexpr
-):
-    """owner_ptr: int32 [CTAs], the tensor of each. address_ptr: int64 [tensors]. extent_ptr: int64 [tensors, 2],
-    elements and first CTA. out_ptr: fp64 [CTAs]. LARGE: elements are fp32."""
+    # int32 [CTAs], the tensor of each; int64 [tensors]; int64 [tensors, 2], elements and first CTA.
+    owner_ptr, address_ptr, extent_ptr,
+    # fp64 [CTAs]: a partial sum each, added by torch in a fixed order.
+    out_ptr,
+    # LARGE: elements are fp32, else bf16.
+    LARGE: tl.constexpr, TILE: tl.constexpr, LOOPS: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0)
     owner = tl.load(owner_ptr + pid)
     address = tl.load(address_ptr + owner)
@@ -44,7 +47,7 @@ def _sum_of_squares_kernel(
             wide = x.to(tl.float64)
             total += wide * wide
         else:
-            total += (x * x).to(tl.float64)
+            total += (x * x).to(tl.float64)  # exact: 8 bits of mantissa squared are 16
     tl.store(out_ptr + pid, tl.sum(total, 0))
 
 
@@ -73,8 +76,8 @@ class SumOfSquares:
             launch.addresses.copy_(torch.tensor([t.data_ptr() for t in members]), non_blocking=True)
             parts.append(torch.empty(len(launch.owner), dtype=torch.float64, device=launch.owner.device))
             _sum_of_squares_kernel[(len(launch.owner),)](
-                launch.owner, launch.addresses, launch.extents, parts[-1], members[0].dtype == torch.float32,
-                TILE, LOOPS, num_warps=TILE // 256,
+                launch.owner, launch.addresses, launch.extents, parts[-1],
+                LARGE=members[0].dtype == torch.float32, TILE=TILE, LOOPS=LOOPS, num_warps=TILE // 256,
             )  # fmt: skip
         return torch.cat(parts).sum()
 

@@ -32,15 +32,16 @@ from qtrain.kernels.optim.state_kernels import (
 
 @triton.jit
 def factors_kernel(
-    table_ptr, grads_ptr, hyper_ptr, scale_ptr, steps_ptr, keys_ptr, factors_ptr, n,
+    # int64 [n, COLUMNS] (`update_launch.TABLE`); int64 [n], addresses of the gradients, 0 for a tensor without one.
+    table_ptr, grads_ptr,
+    # fp64 [groups, 5] (`update_rules.HYPER`); scale of the gradients, any float dtype, or None.
+    hyper_ptr, scale_ptr,
+    # fp32 [n]; int64 [n, 3] (seed, step, tensor number); fp32 [n, 8].
+    steps_ptr, keys_ptr, factors_ptr, n,
     RULE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Increments the step of every tensor that has a gradient, zeroes its absmax, and computes the factors of its
-    update.
-
-    table_ptr: int64 [n, COLUMNS] (`update_launch.TABLE`). hyper_ptr: fp64 [groups, 5] (`update_rules.HYPER`).
-    scale_ptr: scale of the gradients, or None. factors_ptr: fp32 [n, 8].
-    """
+    update. One thread per tensor: the elements' kernel reads eight numbers, and no hyperparameter recompiles it."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
     grad = tl.load(grads_ptr + i, inside, 0)
@@ -100,6 +101,7 @@ def _decode_weight(words, scales, group, limit, WEIGHT: tl.constexpr, PTX: tl.co
     if WEIGHT == "bf16":
         return bf16_to_float(words)
     elif WEIGHT == "int8":
+        # 0x80808080 flips the sign bits: two's complement becomes code + 128, which needs no sign extension.
         return bytes_to_float(words ^ -2139062144, 128.0, PTX) * tl.load(scales)
     elif WEIGHT == "int4":
         p = nibbles_to_float(words ^ -2004318072, 8.0, PTX)
@@ -112,6 +114,7 @@ def _decode_weight(words, scales, group, limit, WEIGHT: tl.constexpr, PTX: tl.co
 @triton.jit
 def _store_int8_weight(p, noise, address, scales, group, limit, ALIGNED: tl.constexpr, PTX: tl.constexpr):
     """A tile that is a whole row, with one scale."""
+    # floor(p / scale + noise), noise from 0 to 1: stochastic rounding, as `quantize_ref` at rowwise.
     scale = tl.maximum(tl.max(tl.max(tl.max(tl.abs(p), 2), 1), 0) * (1.0 / 127.0), 1e-12)
     code = tl.minimum(tl.maximum(tl.floor(p * tl.div_rn(1.0, scale) + noise), -127.0), 127.0)
     code = (code + 12582912.0).to(tl.int32, bitcast=True)
@@ -122,6 +125,7 @@ def _store_int8_weight(p, noise, address, scales, group, limit, ALIGNED: tl.cons
 @triton.jit
 def _store_int4_weight(p, noise, address, scales, group, limit, tile, ALIGNED: tl.constexpr, PTX: tl.constexpr):
     """Tile number `tile` of a row, with one scale per 128 elements."""
+    # 16 threads of eight elements share a scale; the tile is regrouped so that a reduction is over whole axes.
     GROUPS: tl.constexpr = p.shape[0] * p.shape[1] // 16
     by_group = tl.reshape(p, (GROUPS, 16, 8))
     scale = tl.maximum(tl.max(tl.max(tl.abs(by_group), 2), 1) * (1.0 / 7.0), 1e-12)[:, None]
@@ -136,11 +140,12 @@ def _store_int4_weight(p, noise, address, scales, group, limit, tile, ALIGNED: t
 
 
 @triton.jit
-def _apply_rule(
-    g, m, v, correction, eps, beta1, grad_factor1, beta2, grad_factor2, RULE: tl.constexpr, PTX: tl.constexpr
-):
-    """The gradient, and states that are decayed already (but lion's) -> the direction u, new states, the root of v."""
+def _apply_rule(g, m, v, factors, RULE: tl.constexpr, PTX: tl.constexpr):
+    """The gradient, and states that are decayed already (but lion's) -> the direction u, new states, the root of v; all
+    fp32 [R, C, 8]. factors: those of `factors_kernel` from the third on."""
+    correction, eps, beta1, grad_factor1, beta2, grad_factor2 = factors
     root = 0.0
+    # Explicit FMAs: the compiler may not choose where to fuse, so every launch rounds alike.
     if RULE == "adamw":
         m = tl.fma(g, grad_factor1, m)
         v = tl.fma(g * g, grad_factor2, v)
@@ -162,16 +167,19 @@ def _apply_rule(
 
 @triton.jit
 def update_kernel(
+    # int32 [CTAs]: the tensor of each; the tables of `factors_kernel`, which are read only.
     owner_ptr, table_ptr, grads_ptr, factors_ptr, keys_ptr, role,
+    # What the tensors of a launch have in common: rule, formats, what is rounded stochastically.
     RULE: tl.constexpr, WEIGHT: tl.constexpr, GRAD: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
-    SR_WEIGHT: tl.constexpr, SR_M: tl.constexpr, SR_V: tl.constexpr, AMAX: tl.constexpr, ALIGNED: tl.constexpr,
+    SR_WEIGHT: tl.constexpr, SR_M: tl.constexpr, SR_V: tl.constexpr,
+    # Some tensors want the absmax of the new weight; rows and addresses are multiples of 16 elements and bytes.
+    AMAX: tl.constexpr, ALIGNED: tl.constexpr,
+    # Elements of a state's scale, of a tile; tiles of a CTA; columns of the table.
     BLOCK: tl.constexpr, TILE: tl.constexpr, LOOPS: tl.constexpr, COLUMNS: tl.constexpr,
+    # Multipliers of the random words (`update_rules.py`); the encoding of FP8 states.
     MIX_M: tl.constexpr, MIX_V: tl.constexpr, CODE: tl.constexpr,
 ):  # fmt: skip
     """A CTA updates up to LOOPS tiles of [TILE // BLOCK, BLOCK // 8, 8] elements, all of one row of one tensor.
-
-    owner_ptr: int32, the tensor of each CTA. SR_WEIGHT, SR_M, SR_V: what is rounded stochastically. AMAX: some tensors
-    want the absmax of the new weight. MIX_M, MIX_V: see `update_rules.py`. CODE: the encoding of FP8 states.
 
     A thread has eight elements, so a block of 256 lies in one warp, and only the maximum over a block leaves a thread.
     No software pipelining: high occupancy hides the latency of loads. Explicit FMAs make the result bitwise independent
@@ -185,6 +193,7 @@ def update_kernel(
     grad_address = tl.load(grads_ptr + owner)
     if grad_address == 0:
         return
+    # A row of TABLE. Addresses are int64 and become pointers where the format is known.
     weight_address = tl.load(row_ptr)
     m_address, m_scale_address = tl.load(row_ptr + 1), tl.load(row_ptr + 2)
     v_address, v_scale_address = tl.load(row_ptr + 3), tl.load(row_ptr + 4)
@@ -198,11 +207,13 @@ def update_kernel(
     beta1, grad_factor1 = tl.load(f + 4), tl.load(f + 5)
     beta2, grad_factor2 = tl.load(f + 6), tl.load(f + 7)
 
+    # Where this CTA's elements are: row and start in it; `limit` of them. Offsets within a chunk fit in int32.
     row32 = chunk.to(tl.int32) // chunks.to(tl.int32)
     start = (chunk - row32 * chunks) * (TILE * LOOPS)  # in the row
     row = row32.to(tl.int64)
     limit = tl.minimum(row_length - start, TILE * LOOPS).to(tl.int32)
     base = row * row_length + start
+    # 4-bit codes and scales begin anew at each row, padded: their offsets are not those of the elements.
     byte_base = row * ((row_length + 1) // 2) + start // 2
     block_base = (row * ((row_length + BLOCK - 1) // BLOCK) + start // BLOCK) * 4
     last_block = (limit - 1) // BLOCK
@@ -229,11 +240,13 @@ def update_kernel(
     for i in range(0, (limit + TILE - 1) // TILE):
         block = i * ROWS + tl.arange(0, ROWS)[:, None]
         group = block * (BLOCK // 8) + tl.arange(0, BLOCK // 8)[None, :]
+        # All loads of a tile are issued before the first use: five streams in flight per thread.
         g_words = load_words(grad_address, group, limit, G_WORDS, ALIGNED)
         p_words = load_words(p_address, group, limit, P_WORDS, ALIGNED)
         m_words, m_scale = load_state(m_address, m_scale_address, group, block, limit, last_block, M, ALIGNED)
         v_words, v_scale = load_state(v_address, v_scale_address, group, block, limit, last_block, V, ALIGNED)
 
+        # The number in the whole tensor keys the random bits, so a shard draws what the unsharded tensor would.
         element = group[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
         number = first_element + base + element
         g = g_words.to(tl.float32, bitcast=True) if GRAD == "fp32" else bf16_to_float(g_words)
@@ -248,22 +261,19 @@ def update_kernel(
             else:
                 rng_words = draw_unaligned(number, seed, step, tensor, CODE.ptx)
 
-        u, m, v, root = _apply_rule(g, m, v, correction, eps, beta1, grad_factor1, beta2, grad_factor2, RULE, CODE.ptx)
+        factors = correction, eps, beta1, grad_factor1, beta2, grad_factor2
+        u, m, v, root = _apply_rule(g, m, v, factors, RULE, CODE.ptx)
         bits = 0
         if V != "":
             if SR_V:
                 bits = random_halves(rng_words, number, MIX_V, ALIGNED, False, CODE.ptx)
-            store_state(
-                v, root, bits, v_address, v_scale_address, group, block, limit, last_block,
-                V, False, SR_V, ALIGNED, CODE,
-            )  # fmt: skip
+            at = v_address, v_scale_address, group, block, limit, last_block
+            store_state(v, root, bits, at, V, False, SR_V, ALIGNED, CODE)
         if M != "":
             if SR_M:
                 bits = random_halves(rng_words, number, MIX_M, ALIGNED, M == "int4", CODE.ptx)
-            store_state(
-                m, root, bits, m_address, m_scale_address, group, block, limit, last_block,
-                M, True, SR_M, ALIGNED, CODE,
-            )  # fmt: skip
+            at = m_address, m_scale_address, group, block, limit, last_block
+            store_state(m, root, bits, at, M, True, SR_M, ALIGNED, CODE)
 
         p = tl.fma(p, decay, -(u * step_size))
         if SR_WEIGHT or STORED:

@@ -75,7 +75,7 @@ class Launches:
     def step(self, grads: Sequence[Tensor | None], grad_scale: Tensor | None) -> None:
         grads = [None if g is None else aligned(g) for g in grads]
         dtypes = [before if g is None else g.dtype for before, g in zip(self._grad_dtypes, grads, strict=True)]
-        if dtypes != self._grad_dtypes:
+        if dtypes != self._grad_dtypes:  # at the first step; a tensor without a gradient keeps the dtype it had
             self._grad_dtypes = dtypes
             self._build()
         addresses = [0 if g is None else g.data_ptr() for g in grads]
@@ -84,7 +84,7 @@ class Launches:
         n = len(self.slots)
         factors_kernel[(triton.cdiv(n, 128),)](
             self.table, self.grads, self.hyper, grad_scale, self.steps, self.keys, self.factors, n,
-            self.rule, len(TABLE), 128,
+            RULE=self.rule, COLUMNS=len(TABLE), BLOCK=128,
         )  # fmt: skip
         for launch in self.launches:
             update_kernel[(len(launch.owner),)](
@@ -104,7 +104,7 @@ class Launches:
 
     def _build(self) -> None:
         """Group the tensors by kind into launches, and write the table."""
-        kinds: dict[_Kind, list[int]] = {}
+        kinds: dict[_Kind, list[int]] = {}  # a launch each: what the kernel is compiled for
         rows = torch.zeros(len(self.slots), len(TABLE), dtype=torch.int64)
         ctas = [0] * len(self.slots)
         for i, slot in enumerate(self.slots):
@@ -116,6 +116,7 @@ class Launches:
         self.launches = []
         for kind, indices in kinds.items():
             counts = torch.tensor([ctas[i] for i in indices])
+            # CTAs of a launch are numbered tensor by tensor: its own number in a tensor is pid - first_cta.
             rows[indices, TABLE.index("first_cta")] = counts.cumsum(0) - counts
             owner = torch.repeat_interleave(torch.tensor(indices, dtype=torch.int32), counts)
             warps = min(max(kind.tile // (32 * ELEMENTS_A_THREAD), 1), 32)

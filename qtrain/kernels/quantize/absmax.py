@@ -44,11 +44,17 @@ def column_absmax_ref(x: Tensor, groups: BlockGroups | None = None) -> Tensor:
 
 @triton.jit(do_not_specialize=["steps"])
 def _absmax_kernel(
-    x_ptr, token_ptr, weight_ptr, tensor_ptr, row_ptr, column_ptr, group_ptr, m, k, steps,
+    # fp32 or bf16 [m, k], or the m rows are gathered from it: token_ptr int32 [m], weight_ptr fp32 [m], or None.
+    x_ptr, token_ptr, weight_ptr,
+    # int32 of zeros, receive the maxima's bits: [1], [m], [k] or [groups * k]; read only if requested.
+    tensor_ptr, row_ptr, column_ptr,
+    # int32 [m / 128]: the group of each block of rows, with column maxima of its own; or None. A CTA has one group.
+    group_ptr, m, k,
+    # Tiles that a CTA walks down: a runtime value, so that one binary serves all.
+    steps,
     TENSOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """token_ptr, weight_ptr: the m rows are gathered from x, or None. group_ptr: groups of rows, one to a CTA, with
-    column maxima of their own, or None."""
+    # CTAs that run together are neighbors along k: they read whole lines of the same rows.
     stripes = tl.cdiv(k, BLOCK_K)
     columns = tl.program_id(0) % stripes * BLOCK_K + tl.arange(0, BLOCK_K)
     first = tl.program_id(0) // stripes * steps * BLOCK_M
@@ -77,10 +83,11 @@ def atomic_max_bf16x2(ptr, words, n, bf16x2):
 
 @triton.jit(do_not_specialize=["steps"])
 def _absmax_bf16x2_kernel(
+    # x int32 words of two bf16 [m, k / 2], k a multiple of 8; the rest as above.
     x_ptr, token_ptr, weight_ptr, row_ptr, column_ptr, group_ptr, m, k, steps,
     PTX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Rows and columns of x as words of two elements. m, k: elements, k a multiple of 8. Pointers as above."""
+    """Maxima of rows and of columns, two neighbors of a row at once."""
     WIDTH: tl.constexpr = BLOCK_K // 2
     stripes, words = tl.cdiv(k, BLOCK_K), tl.multiple_of(k // 2, 4)
     columns = tl.program_id(0) % stripes * WIDTH + tl.arange(0, WIDTH)
@@ -120,6 +127,7 @@ def launch_absmax(
     """
     m, k = index.shape(x)
     width = k if groups is None else groups.count * k
+    # One allocation and one launch of zeros for all that is requested.
     found = torch.zeros(1 + rows * m + columns * width, dtype=torch.int32, device=x.device)
     tensor_amax, row_amax, column_amax = found[:1], found[1 : 1 + rows * m], found[1 + rows * m :]
     bf16x2 = rows and columns and not tensor and supports_bf16x2(x)
@@ -131,13 +139,13 @@ def launch_absmax(
     grid = (triton.cdiv(k, block_k) * triton.cdiv(m, block_m * steps),)
     if x.numel() and bf16x2:
         _absmax_bf16x2_kernel[grid](
-            x.view(-1).view(torch.int32), *index, row_amax, column_amax, of_block, m, k, steps, has_ptx(x.device),
-            block_m, block_k, num_warps=warps,
+            x.view(-1).view(torch.int32), *index, row_amax, column_amax, of_block, m, k, steps,
+            PTX=has_ptx(x.device), BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
         )  # fmt: skip
     elif x.numel():
         _absmax_kernel[grid](
-            x, *index, tensor_amax, row_amax, column_amax, of_block, m, k, steps, tensor, rows, columns,
-            block_m, block_k, num_warps=warps,
+            x, *index, tensor_amax, row_amax, column_amax, of_block, m, k, steps,
+            TENSOR=tensor, ROWS=rows, COLUMNS=columns, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
         )  # fmt: skip
     return tensor_amax, row_amax, column_amax
 

@@ -54,6 +54,7 @@ def group_of_row(group_ptr, row):
 
 @triton.jit
 def _group_scales_kernel(amax_ptr, scale_ptr, numel, CODE: tl.constexpr, BLOCK: tl.constexpr):
+    # int32 bits [numel] -> fp32 [numel].
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     amax = tl.load(amax_ptr + index, index < numel, 0)
     tl.store(scale_ptr + index, scale_from_amax(amax, CODE), index < numel)
@@ -65,6 +66,7 @@ def launch_group_scales(amax: Tensor, fmt: str, power_of_two: bool) -> Tensor:
     if amax.numel():
         grid = (triton.cdiv(amax.numel(), block),)
         _group_scales_kernel[grid](
-            amax, scale, amax.numel(), encoding(fmt, amax.device, power_of_two), block, enable_fp_fusion=False
-        )
+            amax, scale, amax.numel(), CODE=encoding(fmt, amax.device, power_of_two), BLOCK=block,
+            enable_fp_fusion=False,
+        )  # fmt: skip
     return scale

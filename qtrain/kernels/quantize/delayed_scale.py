@@ -31,10 +31,11 @@ def delayed_scale_ref(x: Tensor, scale: Tensor, fmt: str, power_of_two: bool = F
 
 @triton.jit
 def _amax_unless_known_kernel(
-    x_ptr, token_ptr, weight_ptr, scale_ptr, partial_ptr, columns, numel, STEP: tl.constexpr, BLOCK: tl.constexpr
-):
-    """partial int32 [CTAs]: bits of the absmax that each has seen. token_ptr, weight_ptr: rows of `columns` columns,
-    numel elements in all, are gathered from x; or None."""
+    # fp32 or bf16 [*, columns], contiguous; numel elements, in rows that are gathered from it: int32 and fp32, or None.
+    x_ptr, token_ptr, weight_ptr,
+    # fp32 [1]: the known scale, or 0. int32 [CTAs]: receives the bits of the absmax that each has seen.
+    scale_ptr, partial_ptr, columns, numel, STEP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     if tl.load(scale_ptr) > 0.0:
         return
     amax = tl.zeros([BLOCK], tl.int32)
@@ -56,6 +57,7 @@ def _amax_unless_known_kernel(
 @triton.jit
 def _select_scale_kernel(scale_ptr, partial_ptr, out_ptr, amax_ptr, partials, CODE: tl.constexpr, BLOCK: tl.constexpr):
     """Stores the known scale, or that of the partial absmaxes, which are written only where none is known."""
+    # scale, out fp32 [1]; partial int32 [partials]; amax int32 [1], zeroed for the quantizer that follows.
     scale, index = tl.load(scale_ptr), tl.arange(0, BLOCK)
     if (scale > 0.0) == 0:
         scale = scale_from_amax(tl.max(tl.load(partial_ptr + index, index < partials, 0), 0), CODE)
@@ -92,8 +94,9 @@ def launch_delayed_scale(
     programs = programs_for(rows * columns)
     partial = empty_partials(x, programs)
     _amax_unless_known_kernel[(programs,)](
-        x, *index, scale, partial, columns, rows * columns, programs * BLOCK, BLOCK, num_warps=8, enable_fp_fusion=False
-    )
+        x, *index, scale, partial, columns, numel=rows * columns,
+        STEP=programs * BLOCK, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
     return launch_select_scale(scale, partial, fmt, power_of_two)
 
 
@@ -147,11 +150,11 @@ def record_amax(seen: Tensor, amax: Tensor, scale: Tensor) -> Tensor:
 
 @triton.jit
 def _swiglu_amax_unless_known_kernel(
-    x_ptr, dy_ptr, scale_ptr, partial_ptr, numel, width,
-    STEP: tl.constexpr, BACKWARD: tl.constexpr, PTX: tl.constexpr, BLOCK: tl.constexpr,
+    # bf16 [M, 2 * width], gate then up; bf16 [M, width], or None. scale, partial: as above.
+    x_ptr, dy_ptr, scale_ptr, partial_ptr,
+    # M * width. BACKWARD: of the gradient of x, else of y.
+    numel, width, STEP: tl.constexpr, BACKWARD: tl.constexpr, PTX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x [M, 2 * width] bf16, gate then up; numel = M * width. BACKWARD: of the gradient of x. partial: as for
-    `_amax_unless_known_kernel`."""
     if tl.load(scale_ptr) > 0.0:
         return
     amax = tl.zeros([BLOCK], tl.int32)
@@ -163,6 +166,7 @@ def _swiglu_amax_unless_known_kernel(
         if BACKWARD:
             dy = tl.load(dy_ptr + index, inside, 0.0).to(tl.float32)
             dgate, _ = swiglu_grad_f32(dy, gate, up.to(tl.float32), PTX)
+            # Of the numbers as they would be stored: rounded to bf16, without their sign.
             bits = bf16_bits(dgate) & 0x7FFF0000
             bits = tl.maximum(bits, bf16_bits(swiglu_f32(gate, dy, PTX)) & 0x7FFF0000)
         else:
@@ -180,7 +184,8 @@ def launch_swiglu_delayed_scale(
     programs = programs_for(numel)
     partial = empty_partials(x, programs)
     _swiglu_amax_unless_known_kernel[(programs,)](
-        x, dy, scale, partial, numel, x.shape[1] // 2, programs * BLOCK, dy is not None, has_ptx(x.device), BLOCK,
+        x, dy, scale, partial, numel, width=x.shape[1] // 2,
+        STEP=programs * BLOCK, BACKWARD=dy is not None, PTX=has_ptx(x.device), BLOCK=BLOCK,
         num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return launch_select_scale(scale, partial, fmt, power_of_two)

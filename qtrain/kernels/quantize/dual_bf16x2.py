@@ -13,6 +13,8 @@ What is quantized can be computed from x as it is read: y = swiglu(x), the gradi
 x.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ from qtrain.kernels.numerics.bf16x2 import (
     scale_bf16x2,
     zero_nonfinite_bf16x2,
 )
-from qtrain.kernels.numerics.encode import encoding, inv_scale_of, scale_from_amax
+from qtrain.kernels.numerics.encode import Encoding, encoding, inv_scale_of, scale_from_amax
 from qtrain.kernels.numerics.formats import EIGHT_BITS, FORMATS, empty_scale
 from qtrain.kernels.numerics.philox import NEAREST, Rounding, philox_key
 from qtrain.kernels.quantize.absmax import launch_absmax
@@ -61,149 +63,167 @@ WARPS_OF_GRADIENT, REGISTERS_OF_GRADIENT = 8, 128
 """The same for a SwiGLU's gradient, which is computed from three tensors: more warps, each with less live state."""
 
 
+@dataclass(frozen=True)
+class DualCode(Encoding):
+    """Both layouts' codes, as one constexpr: their encoding, scales and rounding."""
+
+    scales: str
+    """Granularity of the row codes' scales, of `PAIRS`; "given": one scale in memory for both layouts."""
+    scales_t: str
+    """The same of the transposed codes."""
+    stochastic: bool
+    stochastic_t: bool
+    even: bool
+    """m and k are multiples of BLOCK: no masks."""
+    block: int = BLOCK
+
+
 @triton.jit
-def _store_row_codes(
-    ptrs, inside, x, inv, inv_first, inv_second, overflow, block, key,
-    STOCHASTIC: tl.constexpr, STOCHASTIC_T: tl.constexpr, SAME: tl.constexpr, CODE: tl.constexpr,
-):  # fmt: skip
-    """Stores the row codes of pairs. Returns what column codes are packed from if they are stochastic (STOCHASTIC_T)
-    or the SAME. block, key: as for `draw_bf16x2`."""
+def _store_row_codes(ptrs, inside, x, inv, inv_t, overflow, block, key, SAME: tl.constexpr, CODE: tl.constexpr):
+    """Stores the row codes of pairs x int32 [BLOCK / 4, BLOCK / 2]. Returns what column codes are packed from if they
+    are stochastic or the SAME. inv: inverse scales of the rows; inv_t: of first and second numbers of pairs. block,
+    key: as for `draw_bf16x2`."""
     rng_words, half_unit = None, 0
-    if STOCHASTIC or STOCHASTIC_T:
+    if CODE.stochastic or CODE.stochastic_t:
+        # One draw for both layouts: they never meet in one product, and Philox is most of the cost of rounding.
         rng_words, half_unit = draw_bf16x2(block, key, CODE.ptx)
-    a, b = scale_bf16x2(x, inv, inv, rng_words, half_unit, overflow, STOCHASTIC, CODE)
-    tl.store(ptrs, pack_two_codes(a, b, STOCHASTIC, CODE), inside)
-    if STOCHASTIC_T and not SAME:
-        a, b = scale_bf16x2(x, inv_first, inv_second, rng_words, half_unit, overflow, True, CODE)
+    a, b = scale_bf16x2(x, inv, inv, rng_words, half_unit, overflow, CODE.stochastic, CODE)
+    tl.store(ptrs, pack_two_codes(a, b, CODE.stochastic, CODE), inside)
+    if CODE.stochastic_t and not SAME:
+        a, b = scale_bf16x2(x, inv_t[0], inv_t[1], rng_words, half_unit, overflow, True, CODE)
     return a, b
 
 
 @triton.jit
 def _store_rows_pack_columns(
-    ptrs, words, inside, x, inv, inv_first, inv_second, overflow, block, draws, key,
-    STOCHASTIC: tl.constexpr, STOCHASTIC_T: tl.constexpr, SAME: tl.constexpr, CODE: tl.constexpr,
-):  # fmt: skip
-    """Stores the row codes of four rows x. Returns the column codes of the first and of the second numbers of pairs,
-    four rows to an int32. Stochastic codes are packed after every two rows, which limits live registers."""
-    a0, b0 = _store_row_codes(
-        ptrs, inside, x[0], inv[0], inv_first, inv_second, overflow, block, key, STOCHASTIC, STOCHASTIC_T, SAME, CODE
-    )
-    a1, b1 = _store_row_codes(
-        ptrs + words, inside, x[1], inv[1], inv_first, inv_second, overflow, block + draws, key,
-        STOCHASTIC, STOCHASTIC_T, SAME, CODE,
-    )  # fmt: skip
-    if STOCHASTIC_T:
+    ptrs, words, inside, x, inv, inv_t, overflow, draw, SAME: tl.constexpr, CODE: tl.constexpr
+):
+    """Stores the row codes of four rows x, `words` words apart. Returns the column codes of the first and of the second
+    numbers of pairs, four rows to an int32. draw: a row's blocks, how many a row has, and the key."""
+    block, draws, key = draw
+    # Row after row, and stochastic codes are packed after every two: eight unpacked tensors would not fit in registers.
+    a0, b0 = _store_row_codes(ptrs, inside, x[0], inv[0], inv_t, overflow, block, key, SAME, CODE)
+    a1, b1 = _store_row_codes(ptrs + words, inside, x[1], inv[1], inv_t, overflow, block + draws, key, SAME, CODE)
+    if CODE.stochastic_t:
         a0, b0 = pack_two_rows(a0, a1, CODE), pack_two_rows(b0, b1, CODE)
-    a2, b2 = _store_row_codes(
-        ptrs + 2 * words, inside, x[2], inv[2], inv_first, inv_second, overflow, block + 2 * draws, key,
-        STOCHASTIC, STOCHASTIC_T, SAME, CODE,
-    )  # fmt: skip
-    a3, b3 = _store_row_codes(
-        ptrs + 3 * words, inside, x[3], inv[3], inv_first, inv_second, overflow, block + 3 * draws, key,
-        STOCHASTIC, STOCHASTIC_T, SAME, CODE,
-    )  # fmt: skip
-    if STOCHASTIC_T:
+    ptrs_2 = ptrs + 2 * words
+    a2, b2 = _store_row_codes(ptrs_2, inside, x[2], inv[2], inv_t, overflow, block + 2 * draws, key, SAME, CODE)
+    ptrs_3 = ptrs + 3 * words
+    a3, b3 = _store_row_codes(ptrs_3, inside, x[3], inv[3], inv_t, overflow, block + 3 * draws, key, SAME, CODE)
+    if CODE.stochastic_t:
         a0 = pack_two_halves(a0, pack_two_rows(a2, a3, CODE), CODE.ptx)
         b0 = pack_two_halves(b0, pack_two_rows(b2, b3, CODE), CODE.ptx)
     else:
-        if not SAME:
-            a0, b0 = scale_bf16x2(x[0], inv_first, inv_second, None, 0, False, False, CODE)
-            a1, b1 = scale_bf16x2(x[1], inv_first, inv_second, None, 0, False, False, CODE)
-            a2, b2 = scale_bf16x2(x[2], inv_first, inv_second, None, 0, False, False, CODE)
-            a3, b3 = scale_bf16x2(x[3], inv_first, inv_second, None, 0, False, False, CODE)
+        if not SAME:  # to nearest under the columns' own scales; x is still in registers
+            a0, b0 = scale_bf16x2(x[0], inv_t[0], inv_t[1], None, 0, False, False, CODE)
+            a1, b1 = scale_bf16x2(x[1], inv_t[0], inv_t[1], None, 0, False, False, CODE)
+            a2, b2 = scale_bf16x2(x[2], inv_t[0], inv_t[1], None, 0, False, False, CODE)
+            a3, b3 = scale_bf16x2(x[3], inv_t[0], inv_t[1], None, 0, False, False, CODE)
         a0, b0 = pack_four_codes(a0, a1, a2, a3, CODE), pack_four_codes(b0, b1, b2, b3, CODE)
     return a0, b0
 
 
 @triton.jit
-def quantize_tile(
-    x0, x1, x2, x3, tile_m, tile_k, codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr, source_ptr, source_t_ptr, amax_ptr,
-    given, known_amax, key_ptr, role, m, k, stride, stride_t,
-    STOCHASTIC: tl.constexpr, STOCHASTIC_T: tl.constexpr, SCALES: tl.constexpr, SCALES_T: tl.constexpr,
-    CODE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Stores codes and scales of a tile, as `load_tile` returns it. Arguments as for `_dual_kernel`, but source_t_ptr
-    is that of the tile's group; given: the scale, if it is; known_amax: no more than what is at amax_ptr."""
-    words, quads = tl.multiple_of(k // 2, 8), tl.multiple_of(m // 4, 4)  # of a row of x, of a row of codes_t
+def quantize_tile(x, at, out_ptrs, source_ptrs, given, amax, random, sizes, CODE: tl.constexpr):
+    """Stores codes and scales of a tile x, as `load_tile` returns it, at (tile_m, tile_k).
+
+    out_ptrs: codes, codes_t, scale, scale_t; source_ptrs, random, sizes: as the arguments of `_dual_kernel`, with
+    source_t_ptr that of the tile's group. given: the scale, if it is. amax: amax_ptr, and no more than what is there.
+    """
+    x0, x1, x2, x3 = x
+    tile_m, tile_k = at
+    codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr = out_ptrs
+    source_ptr, _ = source_ptrs
+    amax_ptr, known_amax = amax
+    m, k, stride, stride_t = sizes
+    BLOCK: tl.constexpr = CODE.block
+    # Rows in words of two codes, columns in words of four codes. The hints let Triton vectorize loads and stores.
+    words, words_t = tl.multiple_of(k // 2, 8), tl.multiple_of(m // 4, 4)
     i, j, lane = tl.arange(0, BLOCK // 4), tl.arange(0, BLOCK // 2), tl.arange(0, BLOCK)
     down, across = tile_m * BLOCK + lane, tile_k * BLOCK + lane
     overflow = False
-    if SCALES == "rowwise":
+    # ---- scales: all branches below are on constexprs
+    if CODE.scales == "rowwise":
         inv, inv_first, inv_second, nonfinite = whole_row_scales(
-            source_ptr, source_t_ptr, scale_ptr, scale_t_ptr, down, across, m, k, tile_m, tile_k, CODE
+            source_ptrs, (scale_ptr, scale_t_ptr), down, across, (m, k), at, CODE
         )
-    elif SCALES == "1x128":
-        if SCALES_T == "1x128":
+    elif CODE.scales == "1x128":
+        if CODE.scales_t == "1x128":
             column_amax = reduce_max_bf16x2(max_of_four(x0, x1, x2, x3, CODE.ptx), 0, CODE.ptx)
             amax = tl.max(max_of_halves(column_amax), 0)
         amax0, amax1 = row_amax(x0, CODE.ptx), row_amax(x1, CODE.ptx)
         amax2, amax3 = row_amax(x2, CODE.ptx), row_amax(x3, CODE.ptx)
-        if SCALES_T == "128x128":
+        if CODE.scales_t == "128x128":
             amax = tl.max(tl.maximum(tl.maximum(amax0, amax1), tl.maximum(amax2, amax3)), 0)
-        nonfinite = amax >= 0x7F800000
+        nonfinite = amax >= 0x7F800000  # bits of |x|: Inf and NaN are the largest
         inv = block_row_scales(amax0, amax1, amax2, amax3, nonfinite, scale_ptr, down, m, tile_k, CODE)
-    else:
-        if SCALES == "given":
+    else:  # one scale for the tile, in both layouts
+        if CODE.scales == "given":
             scale = given
         else:
-            if SCALES == "tensorwise":
+            if CODE.scales == "tensorwise":
                 amax = tl.load(source_ptr)
             else:  # 128x128
                 amax = max_of_tile(x0, x1, x2, x3, CODE.ptx)
             nonfinite = amax >= 0x7F800000
             scale = scale_from_amax(amax, CODE)
-        if SCALES == "128x128":
+        if CODE.scales == "128x128":
             tl.store(scale_ptr + tile_m * stride + tile_k, scale)
             tl.store(scale_t_ptr + tile_k * stride_t + tile_m, scale)
         else:
             tl.store(scale_ptr, scale, (tile_m == 0) & (tile_k == 0))
             tl.store(scale_t_ptr, scale, (tile_m == 0) & (tile_k == 0))
-        if SCALES == "given":
+        if CODE.scales == "given":
             nonfinite: tl.constexpr = False  # a NaN has a code of FP8, and the rest saturates
             inv_scale = inv_scale_of(scale, False)
-            if amax_ptr is not None or STOCHASTIC or STOCHASTIC_T:
+            if amax_ptr is not None or CODE.stochastic or CODE.stochastic_t:
                 overflow = record_amax(x0, x1, x2, x3, inv_scale, amax_ptr, known_amax, CODE)
         else:
             inv_scale = fast_inv_scale(scale, nonfinite, CODE.ptx)
         inv, inv_first, inv_second = (inv_scale, inv_scale, inv_scale, inv_scale), inv_scale, inv_scale
 
+    # A group with a NaN or an Inf has a non-finite scale already; its codes are zero. A scalar branch, rarely taken.
     x0, x1 = zero_nonfinite_bf16x2(x0, nonfinite), zero_nonfinite_bf16x2(x1, nonfinite)
     x2, x3 = zero_nonfinite_bf16x2(x2, nonfinite), zero_nonfinite_bf16x2(x3, nonfinite)
-    if SCALES_T == "1x128":
+    if CODE.scales_t == "1x128":
         inv_first, inv_second = block_column_scales(column_amax, nonfinite, scale_t_ptr, across, k, tile_m, CODE)
-    elif SCALES == "1x128":  # SCALES_T is 128x128: the tile has one scale, and its absmax is that of its rows
+    elif CODE.scales == "1x128":  # scales_t is 128x128: the tile has one scale, and its absmax is that of its rows
         scale_t = scale_from_amax(amax, CODE)
         tl.store(scale_t_ptr + tile_k * stride_t + tile_m, scale_t)
         inv_scale_t = fast_inv_scale(scale_t, nonfinite, CODE.ptx)
         inv_first, inv_second = inv_scale_t, inv_scale_t
 
+    # ---- codes
     # Stores of 8 codes per thread, not of 16: half the registers to gather them in.
     start, offset = offset_of_tile(tile_m, tile_k, words, BLOCK)
     ptrs, inside = (
         codes_ptr + start + tl.max_contiguous(offset, (1, 4)),
-        inside_of_tile(tile_m, tile_k, m, k, EVEN, BLOCK),
+        inside_of_tile(tile_m, tile_k, m, k, CODE.even, BLOCK),
     )
-    SAME: tl.constexpr = STOCHASTIC == STOCHASTIC_T and SCALES != "1x128" and SCALES != "rowwise"
-    block, draws, key = 0, words // 4, None  # draws: of a row of x
-    if STOCHASTIC or STOCHASTIC_T:
+    # One scale for both layouts and one rounding: the row codes are the column codes, and only packing differs.
+    SAME: tl.constexpr = CODE.stochastic == CODE.stochastic_t and CODE.scales != "1x128" and CODE.scales != "rowwise"
+    block, draws, key = 0, words // 4, None  # draws: of a row of x, one per eight elements
+    if CODE.stochastic or CODE.stochastic_t:
+        key_ptr, role = random
         seed, step, tensor = philox_key(key_ptr, role)
-        key = seed, step, tensor, tl.minimum(m, 1)
+        key = seed, step, tensor, tl.minimum(m, 1)  # a runtime 1: keeps the draws in a loop and limits live registers
         first_of_row = (tile_m.to(tl.int64) * BLOCK + 4 * i) * draws + tile_k * (BLOCK // 8)
         block = first_of_row[:, None] + tl.arange(0, BLOCK // 8)[None, :]
     a, b = _store_rows_pack_columns(
-        ptrs, words, inside, (x0, x1, x2, x3), inv, inv_first, inv_second, overflow, block, draws, key,
-        STOCHASTIC, STOCHASTIC_T, SAME, CODE,
-    )  # fmt: skip
-    rows, columns = rows_inside(tile_m, m, EVEN, BLOCK), words_inside(tile_k, k, EVEN, BLOCK)
-    start_t = tile_k.to(tl.int64) * BLOCK * quads + tile_m * (BLOCK // 4)
-    ptrs_t = codes_t_ptr + start_t + j[:, None] * (2 * quads) + i[None, :]
-    inside_t = None if EVEN else columns[:, None] & rows[None, :]
+        ptrs, words, inside, (x0, x1, x2, x3), inv, (inv_first, inv_second), overflow, (block, draws, key), SAME, CODE
+    )
+    # a, b int32 [BLOCK / 4, BLOCK / 2]: column codes 2j and 2j + 1 of four rows each. Transposed through shared memory
+    # as words, a quarter of the bytes' instructions, and stored to rows 2j and 2j + 1 of codes_t.
+    rows, columns = rows_inside(tile_m, m, CODE.even, BLOCK), words_inside(tile_k, k, CODE.even, BLOCK)
+    start_t = tile_k.to(tl.int64) * BLOCK * words_t + tile_m * (BLOCK // 4)
+    ptrs_t = codes_t_ptr + start_t + j[:, None] * (2 * words_t) + i[None, :]
+    inside_t = None if CODE.even else columns[:, None] & rows[None, :]
     tl.store(ptrs_t, tl.trans(a), inside_t)
-    tl.store(ptrs_t + quads, tl.trans(b), inside_t)
+    tl.store(ptrs_t + words_t, tl.trans(b), inside_t)
 
 
 @triton.jit
-def stripe_of_tile(tile_k, tiles_k, SWIGLU: tl.constexpr):
+def column_block(tile_k, tiles_k, SWIGLU: tl.constexpr):
     """The block of columns of a tile's number: in a SwiGLU's gradient, tiles of gate and of up that read the same words
     are neighbors."""
     return tile_k % 2 * (tiles_k // 2) + tile_k // 2 if SWIGLU == "backward" else tile_k
@@ -211,38 +231,45 @@ def stripe_of_tile(tile_k, tiles_k, SWIGLU: tl.constexpr):
 
 @triton.jit(do_not_specialize=["role", "stride", "stride_t"])
 def _dual_kernel(
-    x_ptr, token_ptr, weight_ptr, dy_ptr, dots_ptr, codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr, source_ptr,
-    source_t_ptr, amax_ptr, group_ptr, key_ptr, role, m, k, stride, stride_t,
-    SWIGLU: tl.constexpr, STOCHASTIC: tl.constexpr, STOCHASTIC_T: tl.constexpr, SCALES: tl.constexpr,
-    SCALES_T: tl.constexpr, CODE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+    # What is quantized, an [m, k] bf16 in words of two: x, or rows gathered from it (token_ptr int32 [m], weight_ptr
+    # fp32 [m], or None), or of a SwiGLU (x [m, 2k] forward; dy [m, k / 2] backward), as `load_tile` says.
+    x_ptr, token_ptr, weight_ptr, dy_ptr,
+    # fp32 [m, k / 2 / BLOCK]: receives a SwiGLU's `row_dots`, or None.
+    dots_ptr,
+    # int16 words of two codes [m, k / 2]; int32 words of four codes [k, m / 4].
+    codes_ptr, codes_t_ptr,
+    # fp32 scales, laid out as `empty_scale`; scale_t_ptr None: the columns of groups have theirs already.
+    scale_ptr, scale_t_ptr,
+    # int32 bits of absmaxes: [1] tensorwise, [m] and [groups * k] rowwise; or fp32 [1] given; else not read.
+    source_ptr, source_t_ptr,
+    # int32 [1]: receives the bits of the absmax of what is quantized under a given scale, or None.
+    amax_ptr,
+    # int32 [m / 128]: the group of each block of rows, whose columns have maxima of their own at source_t_ptr; or None.
+    group_ptr,
+    # int64 [3] (seed, step, tensor), or None if neither layout is stochastic.
+    key_ptr, role,
+    # Elements, multiples of 16; of the scales of blocks, from one row of blocks to the next.
+    m, k, stride, stride_t,
+    SWIGLU: tl.constexpr, CODE: tl.constexpr,
 ):  # fmt: skip
-    """x, codes and codes_t as words of two elements, two codes and four codes; m, k: elements, multiples of 16.
-
-    SCALES, SCALES_T: the granularities, of `PAIRS`, or "given" for one scale at source_ptr; amax_ptr then receives the
-    bits of the absmax, if it is not None. Otherwise source_ptr (tensorwise, rowwise) and source_t_ptr (rowwise) hold
-    bits of absmaxes. group_ptr: groups of rows whose columns have maxima of their own at source_t_ptr (rowwise;
-    scale_t_ptr is None), or None. stride, stride_t: of the scales of blocks, down (128x128). EVEN: m and k are
-    multiples of BLOCK. SWIGLU, and what x and dy are: see `load_tile`.
-    """
+    """A tile of BLOCK x BLOCK elements per CTA. SWIGLU: "", "forward" or "backward". CODE: a `DualCode`."""
     tile = tl.program_id(0)
-    if SCALES == "rowwise" or SCALES == "tensorwise":  # reversed: the absmax pass read the last tiles last
+    if CODE.scales == "rowwise" or CODE.scales == "tensorwise":  # reversed: the absmax pass read the last tiles last
         tile = tl.num_programs(0) - 1 - tile
-    tiles_k = tl.cdiv(k, BLOCK)
-    tile_m, tile_k = tile // tiles_k, stripe_of_tile(tile % tiles_k, tiles_k, SWIGLU)
+    tiles_k = tl.cdiv(k, CODE.block)
+    at = tile // tiles_k, column_block(tile % tiles_k, tiles_k, SWIGLU)
     if group_ptr is not None:
-        source_t_ptr += group_of_row(group_ptr, tile_m * BLOCK) * k
+        source_t_ptr += group_of_row(group_ptr, at[0] * CODE.block) * k
+    # Scalars that a tile's end waits for are loaded before the tile.
     given, known_amax = None, 0
-    if SCALES == "given":
+    if CODE.scales == "given":
         given = tl.load(source_ptr)
     if amax_ptr is not None:
         known_amax = tl.load(amax_ptr)  # a stale value is as good, and few CTAs exceed it
-    x0, x1, x2, x3 = load_tile(
-        x_ptr, token_ptr, weight_ptr, dy_ptr, dots_ptr, tile_m, tile_k, m, k, SWIGLU, CODE.ptx, EVEN, BLOCK
-    )
+    x = load_tile((x_ptr, token_ptr, weight_ptr, dy_ptr, dots_ptr), at, (m, k), SWIGLU, CODE)
     quantize_tile(
-        x0, x1, x2, x3, tile_m, tile_k, codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr, source_ptr, source_t_ptr,
-        amax_ptr, given, known_amax, key_ptr, role, m, k, stride, stride_t,
-        STOCHASTIC, STOCHASTIC_T, SCALES, SCALES_T, CODE, EVEN, BLOCK,
+        x, at, (codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr), (source_ptr, source_t_ptr), given,
+        (amax_ptr, known_amax), (key_ptr, role), (m, k, stride, stride_t), CODE,
     )  # fmt: skip
 
 
@@ -311,15 +338,21 @@ def launch_dual_bf16x2(
     grouped = groups is not None
     if grouped:
         scale_t = launch_group_scales(source_t, fmt, power_of_two)
+    code = DualCode(
+        **vars(encoding(fmt, x.device, power_of_two)),
+        scales="given" if given else granularity,
+        scales_t="given" if given else granularity_t,
+        stochastic=rounding.row_key is not None,
+        stochastic_t=rounding.column_key is not None,
+        even=m % BLOCK == k % BLOCK == 0,
+    )
     _dual_kernel[(triton.cdiv(m, BLOCK) * triton.cdiv(k, BLOCK),)](
-        x.view(torch.int32), *index, None if dy is None else dy.view(torch.int32), row_dots,
-        codes.view(torch.int16), codes_t.view(torch.int32), scale, None if grouped else scale_t,
-        source, source_t, amax, groups.of_block if grouped else None, rounding.key, rounding.role, m, k,
-        scale.stride(0), scale_t.stride(0),
-        "" if not swiglu else "forward" if dy is None else "backward",
-        rounding.row_key is not None, rounding.column_key is not None,
-        *(("given", "given") if given else (granularity, granularity_t)),
-        encoding(fmt, x.device, power_of_two), m % BLOCK == k % BLOCK == 0, BLOCK,
+        x.view(torch.int32), *index, dy_ptr=None if dy is None else dy.view(torch.int32), dots_ptr=row_dots,
+        codes_ptr=codes.view(torch.int16), codes_t_ptr=codes_t.view(torch.int32),
+        scale_ptr=scale, scale_t_ptr=None if grouped else scale_t, source_ptr=source, source_t_ptr=source_t,
+        amax_ptr=amax, group_ptr=groups.of_block if grouped else None, key_ptr=rounding.key, role=rounding.role,
+        m=m, k=k, stride=scale.stride(0), stride_t=scale_t.stride(0),
+        SWIGLU="" if not swiglu else "forward" if dy is None else "backward", CODE=code,
         num_warps=WARPS if dy is None else WARPS_OF_GRADIENT,
         maxnreg=REGISTERS if dy is None else REGISTERS_OF_GRADIENT,
         enable_fp_fusion=False,

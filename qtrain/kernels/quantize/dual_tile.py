@@ -66,11 +66,11 @@ def _store_row_dots(dots0, dots1, dots2, dots3, dots_ptr, first, m, block, block
 
 
 @triton.jit
-def _load_swiglu_grad(
-    gate_ptrs, dy_ptrs, dots_ptr, words, half, first, m, block, blocks, inside, PTX: tl.constexpr
-):  # fmt: skip
+def _load_swiglu_grad(gate_ptrs, dy_ptrs, words, half, block, blocks, inside, dots, PTX: tl.constexpr):
     """Four rows of the gradient of gate, or from block number `blocks` on of up, in x [*, words], with gate and up of
-    `half` words each. That of gate comes with the block's `row_dots`, unless dots_ptr is None."""
+    `half` words each. That of gate comes with the block's `row_dots`: dots are their pointer or None, the first row,
+    and the rows in all."""
+    dots_ptr, first, m = dots
     x0, x1, x2, x3 = _load_four_rows(gate_ptrs, words, inside)
     dy0, dy1, dy2, dy3 = _load_four_rows(dy_ptrs, half, inside)
     if block >= blocks:
@@ -83,6 +83,7 @@ def _load_swiglu_grad(
         x2, dots2 = gate_grad_bf16x2(dy2, x2, up2, PTX)
         x3, dots3 = gate_grad_bf16x2(dy3, x3, up3, PTX)
         if dots_ptr is not None:
+            # Summed in one order in all kernels that produce row_dots: fp32 sums that are equal bit for bit.
             dots0, dots1 = sum_of_pairs(dots0), sum_of_pairs(dots1)
             dots2, dots3 = sum_of_pairs(dots2), sum_of_pairs(dots3)
             _store_row_dots(dots0, dots1, dots2, dots3, dots_ptr, first, m, block, blocks)
@@ -121,31 +122,37 @@ def offset_of_tile(tile_m, tile_k, words, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_tile(
-    x_ptr, token_ptr, weight_ptr, dy_ptr, dots_ptr, tile_m, tile_k, m, k,
-    SWIGLU: tl.constexpr, PTX: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def load_tile(source_ptrs, at, sizes, SWIGLU: tl.constexpr, CODE: tl.constexpr):
     """A tile of the matrix [m, k] that is quantized, of which x and dy hold words of two elements: row 4 * i + r in the
-    r-th result [BLOCK / 4, BLOCK / 2].
+    r-th result, int32 [BLOCK / 4, BLOCK / 2].
 
-    SWIGLU: "" is x, or m rows gathered from it unless token_ptr is None; "forward" is y = swiglu(x), x [m, 2 * k];
-    "backward" the gradient of x [m, k] from dy [m, k / 2], with `row_dots` unless dots_ptr is None.
+    source_ptrs: x, token_of_row, weight_of_row, dy, row_dots, of which all but x may be None. SWIGLU: "" is x, or
+    m rows gathered from it unless token_ptr is None; "forward" is y = swiglu(x), x [m, 2 * k]; "backward" the gradient
+    of x [m, k] from dy [m, k / 2], with `row_dots` unless dots_ptr is None.
     """
+    x_ptr, token_ptr, weight_ptr, dy_ptr, dots_ptr = source_ptrs
+    tile_m, tile_k = at
+    m, k = sizes
+    PTX: tl.constexpr = CODE.ptx
+    EVEN: tl.constexpr = CODE.even
+    BLOCK: tl.constexpr = CODE.block
     i, j, words = tl.arange(0, BLOCK // 4), tl.arange(0, BLOCK // 2), tl.multiple_of(k // 2, 8)
     inside = inside_of_tile(tile_m, tile_k, m, k, EVEN, BLOCK)
     start, offset = offset_of_tile(tile_m, tile_k, words, BLOCK)
     if SWIGLU == "forward":
+        # Rows of x are twice as long as those of y: the row's offset counts twice.
         gate_ptrs = x_ptr + start + offset + (tile_m.to(tl.int64) * BLOCK + 4 * i)[:, None] * words
         return _load_swiglu(gate_ptrs, words, inside, PTX)
     elif SWIGLU == "backward":
+        # A row of x is gate, then up, half words each; a tile is in one of them. It reads gate at the same place in
+        # either case, and dy, whose rows are half as long.
         half = tl.multiple_of(words // 2, BLOCK // 2)
         left = tl.multiple_of(tile_k * (BLOCK // 2) % half, BLOCK // 2)
         gate_ptrs = x_ptr + (start - tile_k * (BLOCK // 2) + left) + offset
         dy_ptrs = dy_ptr + tile_m.to(tl.int64) * BLOCK * half + left + i[:, None] * (4 * half) + j[None, :]
         blocks = half // (BLOCK // 2)
-        return _load_swiglu_grad(
-            gate_ptrs, dy_ptrs, dots_ptr, words, half, tile_m * BLOCK, m, tile_k, blocks, inside, PTX
-        )
+        dots = dots_ptr, tile_m * BLOCK, m
+        return _load_swiglu_grad(gate_ptrs, dy_ptrs, words, half, tile_k, blocks, inside, dots, PTX)
     elif token_ptr is not None:
         rows, columns = rows_inside(tile_m, m, EVEN, BLOCK), words_inside(tile_k, k, EVEN, BLOCK)
         row, column = tile_m * BLOCK + 4 * i, tile_k * (BLOCK // 2) + j
@@ -175,12 +182,14 @@ def row_amax(bf16x2, PTX: tl.constexpr):
 
 
 @triton.jit
-def whole_row_scales(
-    source_ptr, source_t_ptr, scale_ptr, scale_t_ptr, down, across, m, k, tile_m, tile_k, CODE: tl.constexpr
-):
+def whole_row_scales(source_ptrs, scale_ptrs, down, across, sizes, at, CODE: tl.constexpr):
     """Scales of rows `down` and columns `across` from bits of their absmax, stored by the first tile of each (those of
     columns unless scale_t_ptr is None) -> inverse scales of the four rows of a thread, of the first and the second
     numbers of pairs, nonfinite."""
+    source_ptr, source_t_ptr = source_ptrs
+    scale_ptr, scale_t_ptr = scale_ptrs
+    m, k = sizes
+    tile_m, tile_k = at
     R: tl.constexpr = down.shape[0] // 4
     C: tl.constexpr = across.shape[0] // 2
     tl.debug_barrier()  # or the compiler issues the loads of x only after these have arrived
@@ -190,6 +199,7 @@ def whole_row_scales(
     tl.store(scale_ptr + down, scale, (down < m) & (tile_k == 0))
     if scale_t_ptr is not None:
         tl.store(scale_t_ptr + across, scale_t, (across < k) & (tile_m == 0))
+    # [4 * R] -> the inverse scales of rows 4 * i + r for r = 0 to 3, [R] each: split halves the last axis of 2.
     even, odd = tl.split(tl.reshape(fast_inv_scale(scale, True, CODE.ptx), (R, 2, 2)))
     inv0, inv2 = tl.split(even)
     inv1, inv3 = tl.split(odd)
@@ -206,6 +216,7 @@ def block_row_scales(amax0, amax1, amax2, amax3, nonfinite, scale_ptr, down, m, 
         scale_from_amax(amax0, CODE), scale_from_amax(amax1, CODE),
         scale_from_amax(amax2, CODE), scale_from_amax(amax3, CODE),
     )  # fmt: skip
+    # Back into the order of rows, for one coalesced store; scales are column-major [m, k / 128], as cuBLAS reads them.
     scale = tl.reshape(tl.join(tl.join(scale0, scale2), tl.join(scale1, scale3)), (down.shape[0],))
     tl.store(scale_ptr + tile_k.to(tl.int64) * m + down, scale, down < m)
     return (

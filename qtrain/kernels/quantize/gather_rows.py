@@ -87,6 +87,7 @@ def load_weight(weight_ptr, row, token):
 @triton.jit
 def times_weight(x, weight, PTX: tl.constexpr):
     """Words of two bf16, bf16 (-> fp32 that is exact in bf16) or fp32, times fp32 weights, rounded once."""
+    # bf16 products are rounded in integer arithmetic: a conversion to bf16 and back would cost two instructions more.
     if x.dtype == tl.int32:
         return multiply_bf16x2(x, weight, PTX)
     elif x.dtype == tl.bfloat16:
@@ -127,6 +128,8 @@ def gather_rows_ref(x: Tensor, token_of_row: Tensor, weight_of_row: Tensor | Non
 
 @triton.jit
 def _gather_rows_kernel(x_ptr, out_ptr, token_ptr, weight_ptr, columns, BLOCK: tl.constexpr):
+    # x [T, columns], out [R, columns], any dtype; token int32 [R]; weight fp32 [R], or None. A row, or BLOCK of its
+    # columns, per CTA: token and weight are scalars.
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(token_ptr + row).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -148,7 +151,7 @@ def launch_gather_rows(x: Tensor, token_of_row: Tensor, weight_of_row: Tensor | 
     if out.numel():
         grid, block = grid_of_rows(*out.shape)
         _gather_rows_kernel[grid](
-            x, out, token_of_row, weight_of_row, columns, block, num_warps=4, enable_fp_fusion=False
+            x, out, token_of_row, weight_of_row, columns, BLOCK=block, num_warps=4, enable_fp_fusion=False
         )
     return out
 

@@ -39,6 +39,7 @@ def quantize_mx_ref(x: Tensor, elem: str) -> tuple[Tensor, Tensor]:
 
 @triton.jit(do_not_specialize=["groups", "per_row"])
 def _mx_kernel(
+    # fp32 or bf16 [m, k]; int8 bits of FP8 [m, k]; uint8 bits of e8m0 [m, ceil(k / 32)].
     x_ptr, codes_ptr, scale_ptr, groups, per_row, k,
     CODE: tl.constexpr, EXPONENT: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
@@ -50,6 +51,7 @@ def _mx_kernel(
     amax = tl.max(abs_bits(x), 1)
     nonfinite = tl.max(amax, 0) >= 0x7F800000
     exponent = tl.maximum((amax >> 23) - EXPONENT, 0)
+    # 2**-exponent by its bits: biased by 127, 254 - exponent. The scale of a NaN or an Inf is 0xFF, its inverse 0.
     inv_scale = tl.where(amax < 0x7F800000, (254 - exponent) << 23, 0).to(tl.float32, bitcast=True)
     codes = encode(zero_nonfinite(x, nonfinite), inv_scale[:, None], 0, False, False, CODE)
     tl.store(codes_ptr + row * k + column, codes, inside)
@@ -62,8 +64,9 @@ def launch_quantize_mx(x: Tensor, elem: str) -> tuple[Tensor, Tensor]:
     codes = torch.empty(m, k, dtype=FORMATS[elem].dtype, device=x.device)
     scale = torch.empty(m, triton.cdiv(k, MX_GROUP), dtype=torch.uint8, device=x.device)
     _mx_kernel[(triton.cdiv(scale.numel(), groups),)](
-        x, codes.view(torch.int8), scale, scale.numel(), scale.shape[1], k,
-        encoding(elem, x.device), LARGEST_EXPONENT[elem], groups, num_warps=4, enable_fp_fusion=False,
+        x, codes.view(torch.int8), scale, groups=scale.numel(), per_row=scale.shape[1], k=k,
+        CODE=encoding(elem, x.device), EXPONENT=LARGEST_EXPONENT[elem], GROUPS=groups,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scale.view(torch.float8_e8m0fnu)
 

@@ -62,10 +62,11 @@ def dequantize_nf4_ref(codes: Tensor, scale: Tensor, table: Tensor, columns: int
 
 @triton.jit
 def _dequantize_nf4_kernel(
-    codes_ptr, scale_ptr, table_ptr, out_ptr, columns, width, groups, programs,
-    ONE_ROW: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr,
+    # uint8 [N, width], fp32 [N, groups], fp32 [16]; fp32 or bf16 [N, columns].
+    codes_ptr, scale_ptr, table_ptr, out_ptr,
+    # Of a row: elements, bytes of codes, scales, CTAs.
+    columns, width, groups, programs, ONE_ROW: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    # width, groups, programs: bytes of codes, scales, and CTAs per row
     program, row = tl.program_id(0), 0
     if not ONE_ROW:
         row, program = (program // programs).to(tl.int64), program % programs

@@ -32,10 +32,16 @@ CHUNK = 1024
 
 @triton.jit(do_not_specialize=["role", "groups", "per_row"])
 def _groups_kernel(
-    x_ptr, codes_ptr, scale_ptr, key_ptr, role, groups, per_row, width, k, row_stride, group_stride,
+    # x fp32 or bf16 [m, k], codes int8 [m, ceil(k / packing)], contiguous; scales fp32, one a group; key int64 [3].
+    x_ptr, codes_ptr, scale_ptr, key_ptr, role,
+    # Groups in all, in a row, and elements of one; the last group of a row may be shorter.
+    groups, per_row, width, k,
+    # Of the scales: 1x128 has them column-major.
+    row_stride, group_stride,
+    # BLOCK: width rounded up to a power of two.
     STOCHASTIC: tl.constexpr, CODE: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """GROUPS groups of `width` elements, `per_row` to a row; row_stride, group_stride: of the scales."""
+    """GROUPS groups per CTA, each held in registers: one read of x."""
     PACKING: tl.constexpr = CODE.fmt.packing
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     row, start = (group // per_row).to(tl.int64)[:, None], (group % per_row * width)[:, None]
@@ -59,9 +65,11 @@ def _groups_kernel(
 
 @triton.jit(do_not_specialize=["role"])
 def _long_rows_kernel(
+    # As above, with one group to a row.
     x_ptr, codes_ptr, scale_ptr, key_ptr, role, k,
     STOCHASTIC: tl.constexpr, CODE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """A row per CTA, in chunks of BLOCK: first for its absmax, then, from cache, for its codes."""
     PACKING: tl.constexpr = CODE.fmt.packing
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)[None, :]
@@ -107,13 +115,15 @@ def launch_rowwise(
     if block <= longest and (block <= CHUNK or 4 * width >= 3 * block):
         groups, per_cta = scale.numel(), max(elements // block, 1)
         _groups_kernel[(triton.cdiv(groups, per_cta),)](
-            x, codes.view(torch.int8), scale, key, rounding.role, groups, triton.cdiv(k, width), width, k,
-            scale.stride(0), scale.stride(1) if scale.ndim == 2 else 0, key is not None, code, per_cta, block,
+            x, codes.view(torch.int8), scale, key, rounding.role,
+            groups=groups, per_row=triton.cdiv(k, width), width=width, k=k,
+            row_stride=scale.stride(0), group_stride=scale.stride(1) if scale.ndim == 2 else 0,
+            STOCHASTIC=key is not None, CODE=code, GROUPS=per_cta, BLOCK=block,
             num_warps=8 if block > 8192 and key is not None else 4, enable_fp_fusion=False,
         )  # fmt: skip
     else:
         _long_rows_kernel[(m,)](
-            x, codes.view(torch.int8), scale, key, rounding.role, k, key is not None, code, chunk,
+            x, codes.view(torch.int8), scale, key, rounding.role, k, STOCHASTIC=key is not None, CODE=code, BLOCK=chunk,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return codes, scale
@@ -128,12 +138,15 @@ what lets two CTAs share an SM, so that one loads while the other computes."""
 
 @triton.jit(do_not_specialize=["role", "m"])
 def _rowwise_bf16x2_kernel(
-    x_ptr, codes_ptr, scale_ptr, key_ptr, role, m, words, row_stride, group_stride,
+    # x int32 words of two bf16 [m, words], codes int16 words of two codes [m, words]; scales fp32; key int64 [3].
+    x_ptr, codes_ptr, scale_ptr, key_ptr, role, m, words,
+    # Of the scales: 1x128 has them column-major.
+    row_stride, group_stride,
+    # GROUPED: BLOCK words of a row share a scale; else a row is BLOCK words, and BLOCK_2 more if that is not 0.
     STOCHASTIC: tl.constexpr, CODE: tl.constexpr, GROUPED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_2: tl.constexpr,
 ):  # fmt: skip
-    """x and codes [m, words] as words of two elements and of two codes; row_stride, group_stride: of the scales.
-    GROUPED: BLOCK words of a row share a scale; else a row is BLOCK words, and BLOCK_2 more if that is not 0."""
+    """ROWS rows per CTA, or one group of columns of them."""
     words, tile, group = tl.multiple_of(words, 4), tl.program_id(0), 0
     if GROUPED:
         across = tl.cdiv(words, BLOCK)
@@ -141,6 +154,7 @@ def _rowwise_bf16x2_kernel(
     first, row = tl.cast(tile, tl.int64) * ROWS, tl.arange(0, ROWS)
     present, word = first + row < m, group * BLOCK + tl.arange(0, BLOCK)[None, :]
     start, inside = first * words, present[:, None] & (word < words)
+    # int64 only for the CTA's first row; offsets within its rows fit in int32, at half the registers.
     offset = row[:, None] * words + word
     x = tl.load(x_ptr + start + offset, inside, 0)
     amax = row_max_bf16x2(abs_bf16x2(x), CODE.ptx)
@@ -157,6 +171,7 @@ def _rowwise_bf16x2_kernel(
     if STOCHASTIC:
         seed, step, tensor = philox_key(key_ptr, role)
         key = seed, step, tensor, 1
+        # One Philox block serves eight elements, four words; their numbers go on from row to row.
         row_block = first * (words // 4) + row[:, None] * (words // 4)
         block = row_block + (group * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :])
         if BLOCK_2:
@@ -196,9 +211,10 @@ def launch_rowwise_bf16x2(
     rows = max(WORDS_PER_CTA // triton.next_power_of_2(block + block_2), 1)
     warps = triton.next_power_of_2(triton.cdiv(rows * (block + block_2), 32 * WORDS_PER_THREAD))
     _rowwise_bf16x2_kernel[(triton.cdiv(m, rows) * (triton.cdiv(k // 2, block) if grouped else 1),)](
-        x.view(-1).view(torch.int32), codes.view(torch.int16), scale, key, rounding.role, m, k // 2,
-        scale.stride(0), scale.stride(1) if grouped else 0,
-        key is not None, encoding(fmt, x.device, power_of_two), grouped, rows, block, block_2,
+        x.view(-1).view(torch.int32), codes.view(torch.int16), scale, key, rounding.role, m, words=k // 2,
+        row_stride=scale.stride(0), group_stride=scale.stride(1) if grouped else 0,
+        STOCHASTIC=key is not None, CODE=encoding(fmt, x.device, power_of_two), GROUPED=grouped,
+        ROWS=rows, BLOCK=block, BLOCK_2=block_2,
         num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scale

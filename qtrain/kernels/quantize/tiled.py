@@ -68,15 +68,18 @@ def _group_max(bits, GROUP_M: tl.constexpr, GROUP_K: tl.constexpr):
 
 
 @triton.jit
-def _tile_scales(
-    bits, source_ptr, scale_ptr, tile_m, tile_k, m, k, stride_i, stride_j,
-    GIVEN: tl.constexpr, LAYOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """One layout's scales of this tile [I, J], which are stored too (unless scale_ptr is None), and whether one of them
-    is NaN or Inf.
+def _tile_scales(bits, source_ptr, scale_ptr, at, sizes, strides, GIVEN: tl.constexpr, LAYOUT: tl.constexpr):
+    """One layout's scales of the tile at (tile_m, tile_k), [I, J], which are stored too (unless scale_ptr is None), and
+    whether one of them is NaN or Inf.
 
-    source_ptr: the given scale, or bits of the absmax of whole rows, columns or the tensor.
+    bits: of |x|, int32 [BLOCK_M, BLOCK_K]. source_ptr: the given scale, or bits of the absmax of whole rows, columns or
+    the tensor. strides: of the scales, in coordinates of x.
     """
+    tile_m, tile_k = at
+    m, k = sizes
+    stride_i, stride_j = strides
+    BLOCK_M: tl.constexpr = bits.shape[0]
+    BLOCK_K: tl.constexpr = bits.shape[1]
     GROUP_M: tl.constexpr = LAYOUT.group_m
     GROUP_K: tl.constexpr = LAYOUT.group_k
     i = (tile_m * (BLOCK_M // GROUP_M) + tl.arange(0, BLOCK_M // GROUP_M))[:, None]
@@ -111,17 +114,28 @@ def _store_codes(ptr, codes, tile_i, tile_j, m, n, PACKING: tl.constexpr):
 
 @triton.jit(do_not_specialize=["role", "stride_i", "stride_j", "stride_i_t", "stride_j_t"])
 def _tiles_kernel(
-    x_ptr, codes_ptr, codes_t_ptr, scale_ptr, scale_t_ptr, source_ptr, source_t_ptr, amax_ptr, group_ptr,
-    key_ptr, role, m, k, stride_i, stride_j, stride_i_t, stride_j_t,
+    # fp32 or bf16 [m, k], contiguous.
+    x_ptr,
+    # int8 [m, ceil(k / packing)] and [k, ceil(m / packing)]; None for a layout that is not requested.
+    codes_ptr, codes_t_ptr,
+    # fp32 scales; scale_t_ptr None: the columns of groups have theirs already.
+    scale_ptr, scale_t_ptr,
+    # Where a scale is larger than a tile: int32 bits of the absmaxes, or the fp32 scales themselves (GIVEN).
+    source_ptr, source_t_ptr,
+    # int32 [1]: receives the bits of x's absmax; or None.
+    amax_ptr,
+    # int32 [m / 128]: the group of each block of rows, whose columns have theirs at source_t_ptr; or None.
+    group_ptr,
+    # int64 [3] (seed, step, tensor), or None.
+    key_ptr, role, m, k,
+    # Of the scales, in coordinates of x; 0 where all rows or all columns share one.
+    stride_i, stride_j, stride_i_t, stride_j_t,
+    # The layouts (TileLayout), None for one that is not requested. SAME: both have the same codes.
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SAME: tl.constexpr, GIVEN: tl.constexpr, STOCHASTIC: tl.constexpr,
+    # RELOAD: the tile is read again, from cache, after its absmax: fewer live registers, higher occupancy.
     REVERSED: tl.constexpr, RELOAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """ROWS, COLUMNS: the layouts (TileLayout), None for one that is not requested. SAME: both have the same codes.
-    amax_ptr: receives the bits of x's absmax, if it is not None. group_ptr: groups of rows whose columns have scales or
-    maxima of their own at source_t_ptr, or None.
-
-    RELOAD: the tile is read again, from cache, after its absmax: fewer live registers, higher occupancy.
-    """
+    """A tile of x per CTA: scales, then codes, of one layout or of both from one read."""
     tiles_k = tl.cdiv(k, BLOCK_K)
     tile = tl.program_id(0)
     if REVERSED:
@@ -141,12 +155,11 @@ def _tiles_kernel(
         source_t_ptr += group_of_row(group_ptr, tile_m * BLOCK_M) * k
     if COLUMNS is not None:
         scale_t, nonfinite = _tile_scales(
-            bits, source_t_ptr, scale_t_ptr, tile_m, tile_k, m, k, stride_i_t, stride_j_t,
-            GIVEN, COLUMNS, BLOCK_M, BLOCK_K,
-        )  # fmt: skip
+            bits, source_t_ptr, scale_t_ptr, (tile_m, tile_k), (m, k), (stride_i_t, stride_j_t), GIVEN, COLUMNS
+        )
     if ROWS is not None:
         scale, nonfinite_row = _tile_scales(
-            bits, source_ptr, scale_ptr, tile_m, tile_k, m, k, stride_i, stride_j, GIVEN, ROWS, BLOCK_M, BLOCK_K
+            bits, source_ptr, scale_ptr, (tile_m, tile_k), (m, k), (stride_i, stride_j), GIVEN, ROWS
         )
         nonfinite = nonfinite | nonfinite_row
     noise = 0
@@ -156,6 +169,7 @@ def _tiles_kernel(
         noise = philox_bits(rows.to(tl.int64)[:, None] * (k // 8) + first[None, :], key_ptr, role, False)
     if RELOAD:
         x = tl.load(x_ptrs, inside, 0.0)
+    # A group with a NaN or an Inf has a non-finite scale, and codes of zero, so that products with it are NaN.
     x = zero_nonfinite(x, nonfinite)
     if ROWS is not None:
         inv_scale = _expand_groups(inv_scale_of(scale, nonfinite), ROWS.group_m, ROWS.group_k)
@@ -264,11 +278,14 @@ def launch_tiled(
     same = same and not (rows.in_tile and rows.fmt.is_float)
     _tiles_kernel[(triton.cdiv(m, block_m) * triton.cdiv(k, block_k),)](
         x,
-        None if codes is None else codes.view(torch.int8),
-        None if codes_t is None else codes_t.view(torch.int8),
-        scale, scale_t, source, source_t, amax, None if groups is None else groups.of_block, key, rounding.role, m, k,
-        *(strides or strides_t), *(strides_t or strides), rows, columns, same, given, key is not None,
-        absmax_pass, tile.reload, block_m, block_k,
+        codes_ptr=None if codes is None else codes.view(torch.int8),
+        codes_t_ptr=None if codes_t is None else codes_t.view(torch.int8),
+        scale_ptr=scale, scale_t_ptr=scale_t, source_ptr=source, source_t_ptr=source_t, amax_ptr=amax,
+        group_ptr=None if groups is None else groups.of_block, key_ptr=key, role=rounding.role, m=m, k=k,
+        stride_i=(strides or strides_t)[0], stride_j=(strides or strides_t)[1],
+        stride_i_t=(strides_t or strides)[0], stride_j_t=(strides_t or strides)[1],
+        ROWS=rows, COLUMNS=columns, SAME=same, GIVEN=given, STOCHASTIC=key is not None,
+        REVERSED=absmax_pass, RELOAD=tile.reload, BLOCK_M=block_m, BLOCK_K=block_k,
         num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
     scale_t = scale_t if group_scale is None else group_scale

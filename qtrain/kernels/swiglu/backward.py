@@ -66,16 +66,23 @@ def _max_of_four_rows(a, b, c, d, PTX: tl.constexpr):
 
 @triton.jit(do_not_specialize=["role"])
 def _quantize_swiglu_backward_kernel(
-    x_ptr, dy_ptr, dx_ptr, dots_ptr, codes_t_ptr, scale_t_ptr, source_t_ptr, row_ptr, column_ptr, group_ptr, key_ptr,
-    role, m, k,
+    # int32 words of two bf16: [m, k], gate then up; [m, k / 2]; like x.
+    x_ptr, dy_ptr, dx_ptr,
+    # fp32 [m, k / BLOCK_K]: receives `row_dots`, or None.
+    dots_ptr,
+    # Of y: int32 words of four codes [k, m / 4]; fp32 [k], None where columns of groups have theirs; int32 bits of the
+    # absmax of its columns [k] or [groups * k].
+    codes_t_ptr, scale_t_ptr, source_t_ptr,
+    # Of dx: int32 of zeros [m], [2 * k] or [groups * 2 * k], receive the bits of the absmax of rows and of columns.
+    row_ptr, column_ptr,
+    # int32 [m / 128]: the group of each block of rows, with column maxima of its own; or None.
+    group_ptr,
+    # int64 [3] (seed, step, tensor), or None. m, k = I: elements, multiples of 16.
+    key_ptr, role, m, k,
+    # EVEN: m and k are multiples of BLOCK_M and BLOCK_K: no masks.
     STOCHASTIC: tl.constexpr, CODE: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """x, dy and dx as words of two elements, codes_t of y as words of four codes; m, k = I: multiples of 16.
-
-    EVEN: they are multiples of BLOCK_M and BLOCK_K. source_t_ptr: bits of the absmax of y's columns. row_ptr [m],
-    column_ptr [2 * k]: int32, zeros, receive those of dx. group_ptr: groups of rows with column maxima of their own, or
-    None; scale_t_ptr is None with it. dots_ptr: `row_dots`, or None.
-    """
+    """A tile of y, and the same tile of both halves of dx, per CTA."""
     PTX: tl.constexpr = CODE.ptx
     tiles_k = tl.cdiv(k, BLOCK_K)
     tile_m, tile_k = tl.program_id(0) // tiles_k, tl.program_id(0) % tiles_k
@@ -94,6 +101,7 @@ def _quantize_swiglu_backward_kernel(
     if dots_ptr is not None:
         dots0 = dots_ptr + (4 * i).to(tl.int64) * tiles_k + tile_k
         dots1, dots2, dots3 = dots0 + tiles_k, dots0 + 2 * tiles_k, dots0 + 3 * tiles_k
+    # Row after row of a thread's four: each row's dx is stored before the next is loaded, which bounds live registers.
     y0, gate0, up0 = _gradient_row(x_ptrs, dy_ptrs, dx_ptrs, row_ptrs, dots0, words, inside, rows, PTX)
     y1, gate1, up1 = _gradient_row(
         x_ptrs + 2 * words, dy_ptrs + words, dx_ptrs + 2 * words, row_ptrs + 1, dots1, words, inside, rows, PTX
@@ -108,6 +116,7 @@ def _quantize_swiglu_backward_kernel(
     atomic_max_bf16x2(column_ptr, j, words, reduce_max_bf16x2(dgate, 0, PTX))
     atomic_max_bf16x2(column_ptr + k, j, words, reduce_max_bf16x2(dup, 0, PTX))
 
+    # y's column codes, under scales from forward, whose absmaxes are of exactly this y: it is rounded to bf16 alike.
     across = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     amax = tl.load(source_t_ptr + across, across < k, 0)
     nonfinite = tl.max(amax, 0) >= 0x7F800000
@@ -127,7 +136,7 @@ def _quantize_swiglu_backward_kernel(
         a0, b0 = pack_two_rows(a0, a1, CODE), pack_two_rows(b0, b1, CODE)
     a2, b2 = encode_bf16x2(y2, inv_first, inv_second, nonfinite, block + 2 * draws, key, STOCHASTIC, CODE)
     a3, b3 = encode_bf16x2(y3, inv_first, inv_second, nonfinite, block + 3 * draws, key, STOCHASTIC, CODE)
-    if STOCHASTIC:
+    if STOCHASTIC:  # packed after every two rows, which limits live registers
         a0 = pack_two_halves(a0, pack_two_rows(a2, a3, CODE), PTX)
         b0 = pack_two_halves(b0, pack_two_rows(b2, b3, CODE), PTX)
     else:
@@ -165,8 +174,10 @@ def launch_quantize_swiglu_backward(
     found = torch.zeros(m + count * 2 * k, dtype=torch.int32, device=x.device)
     _quantize_swiglu_backward_kernel[(triton.cdiv(m, BLOCK_M) * triton.cdiv(k, BLOCK_K),)](
         x.view(torch.int32), dy.view(torch.int32), dx.view(torch.int32), row_dots, codes_t.view(torch.int32),
-        scale_t_out, y_column_amax, found[:m], found[m:], of_block, key, rounding.role, m, k,
-        key is not None, encoding(fmt, x.device, power_of_two), m % BLOCK_M == k % BLOCK_K == 0, BLOCK_M, BLOCK_K,
+        scale_t_ptr=scale_t_out, source_t_ptr=y_column_amax, row_ptr=found[:m], column_ptr=found[m:],
+        group_ptr=of_block, key_ptr=key, role=rounding.role, m=m, k=k,
+        STOCHASTIC=key is not None, CODE=encoding(fmt, x.device, power_of_two),
+        EVEN=m % BLOCK_M == k % BLOCK_K == 0, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K,
         num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
     return codes_t, scale_t, dx, (found[:m], found[m:])

@@ -46,14 +46,18 @@ def _load_swiglu(gate_ptr, words, first, PTX: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit(do_not_specialize=["role", "m"])
 def _quantize_swiglu_rowwise_kernel(
-    x_ptr, codes_ptr, scale_ptr, column_ptr, group_ptr, key_ptr, role, m, words,
+    # int32 words of two bf16 [m, 2 * words], gate then up; int16 words of two codes [m, words]; fp32 [m].
+    x_ptr, codes_ptr, scale_ptr,
+    # int32 of zeros [2 * words] or [groups * 2 * words]: receives the bits of the absmax of y's columns.
+    column_ptr,
+    # int32 [m / 128]: the group of each block of rows, or None. A CTA then takes consecutive rows of one group.
+    group_ptr,
+    # int64 [3] (seed, step, tensor), or None.
+    key_ptr, role, m, words,
+    # A row is BLOCK words, and BLOCK_2 more if that is not 0.
     STOCHASTIC: tl.constexpr, CODE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_2: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """x [m, 2 * words] and codes [m, words] as words of two elements and of two codes; column_ptr: int32, zeros,
-    receives bits of the columns' absmax. A row is BLOCK words, and BLOCK_2 more if that is not 0.
-
-    group_ptr: groups of rows with column maxima of their own, or None. A CTA then takes consecutive rows of one group.
-    """
+    """A CTA stays resident and takes every n-th row, or consecutive ones; column maxima stay in its registers."""
     words = tl.multiple_of(words, 8)
     key = None
     if STOCHASTIC:
@@ -89,6 +93,7 @@ def _quantize_swiglu_rowwise_kernel(
             store_codes_bf16x2(ptrs, j < words, y_2, inv_scale, nonfinite, block, key, STOCHASTIC, CODE)
     if group_ptr is not None:
         column_ptr += group_of_row(group_ptr, first) * 2 * words
+    # One atomic per column and CTA; a maximum does not depend on their order.
     atomic_max_bf16x2(column_ptr, tl.arange(0, BLOCK), words, amax)
     if BLOCK_2:
         atomic_max_bf16x2(column_ptr, BLOCK + tl.arange(0, BLOCK_2), words, amax_2)
@@ -114,7 +119,8 @@ def launch_quantize_swiglu_rowwise(
         programs = m // min(MAX_ROWS_OF_GROUP, triton.next_power_of_2(triton.cdiv(m, programs)))
     _quantize_swiglu_rowwise_kernel[(programs,)](
         x.view(torch.int32), codes.view(torch.int16), scale, column_amax, of_block, key, rounding.role, m, words,
-        key is not None, encoding(fmt, x.device, power_of_two), block, block_2, stages,
+        STOCHASTIC=key is not None, CODE=encoding(fmt, x.device, power_of_two), BLOCK=block, BLOCK_2=block_2,
+        STAGES=stages,
         num_warps=warps, maxnreg=65536 // (32 * warps * per_sm) // 8 * 8, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scale, column_amax

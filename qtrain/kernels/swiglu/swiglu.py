@@ -50,6 +50,7 @@ def empty_row_dots(x: Tensor, wanted: bool = True) -> Tensor:
 
 @triton.jit
 def _swiglu_kernel(x_ptr, y_ptr, width, PTX: tl.constexpr, BLOCK: tl.constexpr):
+    # x [M, 2 * width], gate then up; y [M, width]; fp32 or bf16, contiguous. A row, or BLOCK of its columns, per CTA.
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -62,7 +63,7 @@ def _swiglu_kernel(x_ptr, y_ptr, width, PTX: tl.constexpr, BLOCK: tl.constexpr):
 def _swiglu_backward_kernel(
     dy_ptr, x_ptr, dx_ptr, dots_ptr, width, PTX: tl.constexpr, BLOCK: tl.constexpr, DOTS_BLOCK: tl.constexpr
 ):
-    """dots_ptr: `row_dots`, or None."""
+    # dy [M, width], x and dx [M, 2 * width], fp32 or bf16; dots fp32 [M, width / DOTS_BLOCK]: `row_dots`, or None.
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -86,7 +87,7 @@ def launch_swiglu(x: Tensor) -> Tensor:
     y = x.new_empty(rows, width)
     if y.numel():
         grid = (rows, triton.cdiv(width, BLOCK))  # only the first dimension takes more than 65,535
-        _swiglu_kernel[grid](x, y, width, has_ptx(x.device), BLOCK, enable_fp_fusion=False)
+        _swiglu_kernel[grid](x, y, width, PTX=has_ptx(x.device), BLOCK=BLOCK, enable_fp_fusion=False)
     return y
 
 
@@ -97,8 +98,9 @@ def launch_swiglu_backward(dy: Tensor, x: Tensor, row_dots: Tensor | None = None
     if dx.numel():
         grid = (rows, triton.cdiv(width, BLOCK))  # only the first dimension takes more than 65,535
         _swiglu_backward_kernel[grid](
-            dy, x, dx, row_dots, width, has_ptx(x.device), BLOCK, DOTS_BLOCK, enable_fp_fusion=False
-        )
+            dy, x, dx, row_dots, width, PTX=has_ptx(x.device), BLOCK=BLOCK, DOTS_BLOCK=DOTS_BLOCK,
+            enable_fp_fusion=False,
+        )  # fmt: skip
     return dx
 
 
