@@ -58,8 +58,7 @@ CONFIG = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
-UNTIED = {**CONFIG, "tie_word_embeddings": False}
-"""For --full_shard, which divides such embeddings and heads too."""
+UNTIED = {**CONFIG, "tie_word_embeddings": False}  # for --full_shard, which shards such embeddings and heads too
 EXPERTS = 4
 MIXTURE = {
     **CONFIG,
@@ -75,8 +74,7 @@ MIXTURE = {
     "router_aux_loss_coef": 0.01,
 }
 """For --ep: a dense layer, and one of experts."""
-MICRO_BATCHES, SEQUENCES, TOKENS = 12, 2, 24
-"""In a step, in a micro-batch, in a sequence."""
+MICRO_BATCHES, SEQUENCES, TOKENS = 12, 2, 24  # in a step, in a micro-batch, in a sequence
 CLOSE, CLOSE_FP32 = {"losses": 1e-3, "norms": 1e-2}, {"losses": 1e-5, "norms": 1e-4}
 """Relative differences without --deterministic. One process adds twelve gradients in bf16; each of several processes
 adds fewer, and their sums are added in fp32. In fp32 the order of additions is a difference of 1e-7, which training
@@ -191,15 +189,15 @@ def state_digests(parallel: DataParallel, quantized, optimizer) -> dict[str, str
     group = parallel.mesh.model_group
     first, count = (0, EXPERTS) if group is None else (group.rank * EXPERTS // group.ranks, EXPERTS // group.ranks)
 
-    def add(name: str, tensor: Tensor, *, of_experts: bool, dim: int = 0) -> None:
-        if not of_experts or tensor.numel() == 1:
+    def add(name: str, tensor: Tensor, *, is_expert: bool, dim: int = 0) -> None:
+        if not is_expert or tensor.numel() == 1:
             found[name] = _digest(tensor)
         else:
             found.update({f"{name} {first + i}": _digest(t) for i, t in enumerate(tensor.chunk(count, dim))})
 
     def add_weight(sharded: Sharded, tensors: list[Tensor]) -> None:
         for i, tensor in enumerate(tensors):
-            add(f"weight {sharded.name} {i}", tensor, expert_mesh=".experts." in sharded.name)
+            add(f"weight {sharded.name} {i}", tensor, is_expert=".experts." in sharded.name)
 
     gather_weights([GatheredMaster(s, add_weight) for s in parallel.parameters if s.mesh.shard > 1])
     for sharded in parallel.parameters:
@@ -209,20 +207,20 @@ def state_digests(parallel: DataParallel, quantized, optimizer) -> dict[str, str
     for index, linear in enumerate(quantized.linears):
         for name, tensor in linear.weight_codes.named_buffers(remove_duplicate=False):
             along_columns = name.startswith("grad_input") and tensor.ndim == 2
-            add(f"codes {index} {name}", tensor, expert_mesh=linear.groups is not None, dim=int(along_columns))
+            add(f"codes {index} {name}", tensor, is_expert=linear.groups is not None, dim=int(along_columns))
     names = {id(sharded.master): sharded.name for sharded in parallel.parameters}
     for group in optimizer.param_groups:
         for p in group["params"]:
             for key, value in sorted(optimizer.state.get(p, {}).items()):
                 whole = value.full_tensor() if isinstance(value, DTensor) else value
                 if p.numel() and isinstance(whole, Tensor):  # not the placeholder of another rank's
-                    name, of_experts = names[id(p)], ".experts." in names[id(p)]
+                    name, is_expert = names[id(p)], ".experts." in names[id(p)]
                     state, _, number = key.rpartition("_")
-                    if of_experts and number.isdigit():  # of one projection
+                    if is_expert and number.isdigit():  # of one projection
                         key = f"{state}_{int(number) + first * len(group['parts']) // EXPERTS}"
-                        of_experts = False
-                    add(f"state {name} {key}", whole, expert_mesh=of_experts)
-    return {name: digest for of_rank in all_gather(found) for name, digest in of_rank.items()}
+                        is_expert = False
+                    add(f"state {name} {key}", whole, is_expert=is_expert)
+    return {name: digest for own in all_gather(found) for name, digest in own.items()}
 
 
 def _digest(tensor: Tensor) -> str:
@@ -239,10 +237,10 @@ def promised(scheme: str, optimizer: str, dtype: str) -> Mapping[str, float]:
 def differences(one: Mapping[str, Any], other: Mapping[str, Any], close: Mapping[str, float] | None = None) -> str:
     """How a result differs from that of one process; '' if it does not. close: what may differ; None: nothing."""
     if close is not None:
-        for index, (kind, most) in enumerate(close.items()):
+        for index, (kind, limit) in enumerate(close.items()):
             pairs = [(a[index], b[index]) for a, b in zip(one["steps"], other["steps"], strict=True)]
             worst = max(abs(a - b) / abs(a) for a, b in pairs)
-            if worst > most:
+            if worst > limit:
                 return f"{kind} differ by {worst:.1e}"
         return ""
     for step, (a, b) in enumerate(zip(one["steps"], other["steps"], strict=True), start=1):
@@ -307,7 +305,7 @@ def main() -> int:
     parser.add_argument("--not_deterministic", action="store_true", help="as runs are without --deterministic")
     parser.add_argument("--full_shard", action="store_true", help="ZeRO-3 on meshes that shard, instead of ZeRO-2")
     parser.add_argument("--share_gpu", action="store_true", help="all processes on one GPU, with --device cuda")
-    parser.add_argument("--ep", type=int, default=1, help="processes that divide the experts of a small mixture")
+    parser.add_argument("--ep", type=int, default=1, help="EP degree, of a small MoE")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -13,8 +13,7 @@ from qtrain.core.errors import UserError
 if TYPE_CHECKING:
     from qtrain.quant import Scheme
 
-MAX_SIZE = 10_000_000
-"""The largest size that is accepted."""
+MAX_SIZE = 10_000_000  # the largest size that is accepted
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class BenchmarkSettings:
 
     tables: str = "mm"
     """Tables, separated by commas: mm (matrix products), quantizers, grouped (products of experts), linears, experts
-    (of a mixture, forward and backward)."""
+    (of a MoE, forward and backward)."""
     shapes: str = ""
     """Sizes MxNxK of the matrix products, separated by commas; empty: 1024, 2048 and 4096 cubed, on a CPU 256, 512."""
     model: str | None = None
@@ -64,6 +63,7 @@ def split_list(text: str) -> list[str]:
     """The words between commas outside of braces, without empty ones."""
     words, depth = [""], 0
     for character in text:
+        # Commas inside of a JSON object do not separate.
         depth += {"{": 1, "}": -1}.get(character, 0)
         if character == "," and depth <= 0:
             words.append("")
@@ -98,6 +98,7 @@ def compared_schemes(words: Iterable[str]) -> "dict[str, Scheme]":
 def parse_sizes(text: str, count: int, flag: str) -> tuple[int, ...]:
     """'MxNxK' -> its `count` whole numbers from 1 to MAX_SIZE. UserError naming `flag`."""
     numbers = text.lower().split("x")
+    # Length first: int() of a million digits takes seconds.
     whole = all(n.isascii() and n.isdigit() and len(n) <= len(str(MAX_SIZE)) for n in numbers)
     if len(numbers) != count or not whole or not all(1 <= int(n) <= MAX_SIZE for n in numbers):
         example = "x".join(["4096"] * count)

@@ -41,11 +41,9 @@ SIZES = {
 """Default sizes; on a CPU small ones that show that everything works."""
 INT8_ROUNDINGS = ('int8:{"stochastic_rounding":false}', 'int8:{"stochastic_rounding":true}')
 """Beside the default of int8, stochastic rounding in one of its three products: in none, and in all."""
-SQUARE_BLOCKS = 'fp8_blockwise:{"grad_weight_x":"128x128"}'
-"""Of x in grad_weight, which is no scheme's default."""
+SQUARE_BLOCKS = 'fp8_blockwise:{"grad_weight_x":"128x128"}'  # of x in grad_weight, which is no scheme's default
 EXPERT_SCHEMES = ("bf16", "fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", SQUARE_BLOCKS, "int8")
-Job = Callable[..., Table]
-"""Measures a table; takes `hardware` and `report`."""
+Job = Callable[..., Table]  # measures a table; takes `hardware` and `report`
 R = TypeVar("R")
 
 
@@ -105,7 +103,7 @@ def linears(settings: BenchmarkSettings, device: torch.device) -> Job:
         shapes = _linear_shapes(settings.model)
     else:
         shapes = SHAPES if device.type == "cuda" else {"512x256": (512, 256)}
-    names = [name for name in SCHEMES.names() if SCHEMES.get(name, "") is not Auto]
+    names = [name for name in SCHEMES.names() if SCHEMES.get(name, "") is not Auto]  # auto chooses among the others
     schemes = compared_schemes(split_list(settings.schemes) or [*names, *INT8_ROUNDINGS])
     return partial(linear_table, shapes, settings.tokens, schemes, device, settings.budget_ms)
 

@@ -23,10 +23,8 @@ from qtrain.quant import LowBitScheme, QuantizedModel, Scheme, quantize_linears
 
 Check = Callable[[object], float]
 """Takes a call's result; returns its largest error as a fraction of the tolerance, or raises WrongResultError."""
-Report = Callable[[str, Cell], None]
-"""Called with each cell as it is filled: a table takes minutes."""
-P = TypeVar("P")
-"""A problem: sizes of operands, and the device."""
+Report = Callable[[str, Cell], None]  # called with each cell as it is filled: a table takes minutes
+P = TypeVar("P")  # A problem: sizes of operands, and the device
 
 
 class UnavailableError(Exception):
@@ -57,6 +55,7 @@ def examine(
     """
     try:
         case = prepare()
+        # The same call is checked and timed, under the same family of implementations.
         with implementation(case.family):
             share = case.check(case.run(*case.inputs))
             timing = measure(case.run, case.inputs, device, budget_ms)
@@ -66,6 +65,7 @@ def examine(
         return Cell(reason=f"wrong result, not timed: {error}", details={"wrong": True})
     except Exception as error:  # a failing row must not end the table
         return Cell(reason=f"{type(error).__name__}: {first_line(error)[:160]}")
+    # Problems differ in size: what one leaves in the allocator would fragment the next.
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -110,9 +110,10 @@ def check_product(a: Callable[[], Tensor], b: Callable[[], Tensor], accumulation
         worst = 0.0
         for start in range(0, len(x), 4096):  # in chunks, which keeps the fp64 matrices small
             rows, result = x[start : start + 4096], out[start : start + 4096]
-            truth = rows @ w.t()
+            truth = rows @ w.t()  # fp64 [4096, N]
+            # 1e-30: products of zeros have no magnitude to be relative to.
             allowed = ROUNDING[out.dtype] * truth.abs() + accumulation * (rows.abs() @ w.abs().t()) + 1e-30
-            share = ((result.double() - truth).abs() / allowed).max()
+            share = ((result.double() - truth).abs() / allowed).max()  # fraction of the tolerance
             worst = max(worst, float(share.nan_to_num(nan=torch.inf)))
         if worst > 1:
             raise WrongResultError(f"an error {worst:.3g} times the tolerance")
@@ -132,6 +133,7 @@ def check_against(names: Sequence[str], truth: Callable[[], Sequence[Tensor]], s
     def check(out: object) -> float:
         worst, limit = 0.0, _limit(scheme)
         for name, result, expected in zip(names, out, truth(), strict=True):
+            # Frobenius norms: a single wrong element is found by the tables of products, which check elementwise.
             error = float((result.float() - expected).norm() / expected.norm())
             if not error <= limit:  # also for NaN
                 raise WrongResultError(f"{name} has a relative error of {error:.3g}, above {limit}")
@@ -185,8 +187,7 @@ def fill_rates(
             report(f"{row.name}, {column}", cell)
 
 
-UNIT = "ms of forward and backward; speed over bf16; share of the roofline"
-"""Of a table with a row for each scheme."""
+UNIT = "ms of forward and backward; speed over bf16; share of the roofline"  # of a table with a row for each scheme
 
 
 def swapped(model: nn.Module, scheme: Scheme) -> QuantizedModel:
@@ -210,6 +211,7 @@ def fill_by_scheme(
 ) -> None:
     """A row for each scheme, bf16 first if it is among them, and a column for each problem."""
     for column, problem in problems.items():
+        # bf16 runs first: the speed of every other scheme is relative to it.
         plain_ms = None
         for label, scheme in sorted(schemes.items(), key=lambda item: item[0] != "bf16"):
 

@@ -1,9 +1,9 @@
-"""Collectives of torch beside ours: python -m torch.distributed.run --nproc_per_node 2 -m qtrain.bench.collectives
+"""Collectives of torch and ours: python -m torch.distributed.run --nproc_per_node 2 -m qtrain.bench.collectives
 
 A reduce-scatter of ours is an all-to-all of messages, in bf16 or in 8 or 4 bits with scales, and their sum in fp32 in
 the order of the ranks; encoding, decoding and summing are timed with it. Each call is timed alone, with its launch.
 
-Sizes are those of the whole tensor in bf16, whatever travels: what a rank has after an all-gather, and before a
+Sizes are those of the whole tensor in bf16, whatever is sent: what a rank has after an all-gather, and before a
 reduce-scatter, an all-reduce and an all-to-all. Algorithm bandwidth is that size over the time. Bus bandwidth counts
 what each rank has to send of it, as nccl-tests do: (R - 1) / R, for an all-reduce twice that. Of low-bit gradients it
 is that of the bf16 tensor, not of the bytes on the wire, so that rows compare by time.
@@ -114,11 +114,11 @@ def _reduce_scatter_ours(wire: GradientWire | None) -> Callable[[Tensor], Tensor
         if wire is None:
             received = exchange(whole, [elements] * world(), elements, None, "bench")
         else:
-            key = torch.tensor([0, 0, FIRST_NUMBER], device=whole.device)
+            key = torch.tensor([0, 0, FIRST_NUMBER], device=whole.device)  # Philox key of the stochastic rounding
             encoded = torch.cat([wire.encode(message, key) for message in messages])
             size = wire.size(elements)
             received = [wire.decode(row, elements) for row in exchange(encoded, [size] * world(), size, None, "bench")]
-        total = received[0].float()
+        total = received[0].float()  # fp32, in the order of the ranks: the same bits on every run
         add_in_order(total, received[1:])
         return total.to(whole.dtype)
 
@@ -168,9 +168,9 @@ COLLECTIVES = (
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
-def drawn(elements: int, of_rank: int, device: torch.device) -> Tensor:
+def drawn(elements: int, seed: int, device: torch.device) -> Tensor:
     """The bf16 tensor of a rank, the same wherever it is drawn."""
-    generator = torch.Generator().manual_seed(of_rank)
+    generator = torch.Generator().manual_seed(seed)
     return torch.randn(elements, generator=generator).bfloat16().to(device)
 
 
@@ -189,6 +189,7 @@ def problem_with(collective: Collective, elements: int, device: torch.device) ->
 def seconds_of(collective: Collective, whole: Tensor, repeats: int) -> float:
     """Median seconds of a call on the slowest rank, after three calls."""
     times = []
+    # Each call starts on all ranks together: the barrier is not timed, a late rank would be.
     for _ in range(3 + repeats):
         _wait(whole.device)
         dist.barrier()
@@ -197,7 +198,7 @@ def seconds_of(collective: Collective, whole: Tensor, repeats: int) -> float:
         collective.run(whole)
         _wait(whole.device)
         times.append(time.perf_counter() - start)
-    return max(all_gather(statistics.median(times[3:])))
+    return max(all_gather(statistics.median(times[3:])))  # the slowest rank's
 
 
 def _wait(device: torch.device) -> None:
@@ -217,7 +218,7 @@ def collective_table(sizes: list[int], repeats: int, device: torch.device) -> Ta
     backend = "nccl" if device.type == "cuda" else "gloo"
     title = f"Collectives of {world()} ranks over {backend}: time, algorithm and bus bandwidth"
     table = Table(title, "GB/s", [f"{size} MiB" for size in sizes])
-    elements = {size: size * MIB // 2 // world() * world() for size in sizes}
+    elements = {size: size * MIB // 2 // world() * world() for size in sizes}  # of bf16, a multiple of the ranks
     for collective in COLLECTIVES:
         reason = problem_with(collective, elements[sizes[0]], device)
         for size in sizes:

@@ -1,4 +1,4 @@
-"""The table of experts: forward and backward of a mixture's experts per scheme, from tokens to tokens, against bf16 and
+"""The table of experts: forward and backward of a MoE's experts per scheme, from tokens to tokens, against bf16 and
 against the roofline.
 
 A call gathers and quantizes the rows of every expert, multiplies, and returns sums to the tokens, in both directions.
@@ -25,8 +25,7 @@ from qtrain.train.log.status import three_digits
 
 CODE_BYTES = {"bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "int4": 1, "mxfp8": 1, "nvfp4": 1}
 """Of an operand's element as a product of this arithmetic reads it."""
-ELEMENT = 2
-"""Bytes of bf16."""
+ELEMENT = 2  # bytes of bf16
 
 
 @dataclass(frozen=True)
@@ -73,6 +72,7 @@ class ExpertsProblem:
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x, experts int64 [T, k], weights fp32 [T, k], dout."""
         s = self.shape
+        # Top-k of independent normals: distinct experts of a token, even loads on average.
         experts = self._normal(s.tokens, s.experts, seed=1).topk(s.per_token).indices
         weights = self._normal(s.tokens, s.per_token, seed=2).softmax(dim=-1)
         x, dout = (self._normal(s.tokens, s.hidden, seed=seed).to(self.dtype) for seed in (3, 4))
@@ -96,13 +96,13 @@ class ExpertsProblem:
         gradients = [torch.empty_like(p, dtype=torch.float32) for p in (gate_up, down)]
         chunks = zip(*(p.chunk(self.shape.experts) for p in (gate_up, down, *gradients)), strict=True)
         for e, (up, out, dup, ddown) in enumerate(chunks):
-            token, route = (experts == e).nonzero(as_tuple=True)
+            token, route = (experts == e).nonzero(as_tuple=True)  # tokens of expert e, and which of their k routes
             rows = x[token].double().requires_grad_()
             up, out = (w.double().requires_grad_() for w in (up, out))
-            gate, linear = (rows @ up.t()).chunk(2, dim=-1)
+            gate, linear = (rows @ up.t()).chunk(2, dim=-1)  # [tokens of e, width] each
             found = (nn.functional.silu(gate) * linear) @ out.t() * weights[token, route, None].double()
             found.backward(dout[token].double())
-            y.index_add_(0, token, found.detach())
+            y.index_add_(0, token, found.detach())  # a token sums its k experts
             dx.index_add_(0, token, rows.grad)
             dup.copy_(up.grad)
             ddown.copy_(out.grad)
@@ -122,7 +122,9 @@ def roofline_ms(shape: ExpertsShape, scheme: Scheme, hardware: Hardware, bandwid
 
     def product(role: str, out: int, width: int, result: int) -> float:
         """r rows x `width` x `out`, whose result has `result` bytes."""
+        # grad_weight reads two operands of R rows; the other two read rows and every expert's matrix.
         read = code[role] * (r * (width + out) if role == "grad_weight" else r * width + weights * out * width // c)
+        # compute-bound or memory-bound, whichever takes longer; ms
         return max(2 * r * out * width / peaks[role] / 1e9, (read + result) / bandwidth / 1e9)
 
     passes = 2 * (t * c * ELEMENT) + r * c * (written("output") + written("grad_input"))  # x and dout
@@ -148,6 +150,7 @@ def experts_case(problem: ExpertsProblem, scheme: Scheme) -> Case:
 
     def run(x: Tensor, chosen: Tensor, weights: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
         x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
+        # Freed first: else the second call would accumulate into them.
         linears = experts.gate_up, experts.down_proj
         for linear in linears:
             linear.weight.grad = None
@@ -169,7 +172,7 @@ def experts_table(
     """Milliseconds of forward and backward of every scheme, compared with bf16 if it is among the schemes."""
     bandwidth = copy_bandwidth(device)
     note = f"Roofline: products at peak, passes over memory at the copy bandwidth, {three_digits(bandwidth)} TB/s."
-    table = Table("Experts of a mixture", UNIT, list(shapes), [note])
+    table = Table("MoE experts", UNIT, list(shapes), [note])
     problems = {name: ExpertsProblem(shape, device) for name, shape in shapes.items()}
     roofline = lambda problem, scheme: roofline_ms(problem.shape, scheme, hardware, bandwidth)  # noqa: E731
     fill_by_scheme(table, problems, schemes, experts_case, roofline, device, budget_ms, report)

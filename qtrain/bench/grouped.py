@@ -1,4 +1,4 @@
-"""The table of grouped products: TFLOP/s of every role and format on the shapes of mixtures of experts.
+"""The table of grouped products: TFLOP/s of every role and format on the shapes of MoEs.
 
 Tokens are split evenly, and each goes to one expert. All rows read the same operands: rows in groups with their tail
 (`row_groups.py`), which this package sets to zero and PyTorch leaves as it is. Quantizing is not timed.
@@ -45,7 +45,7 @@ class GroupedProblem:
 
     @cached_property
     def rows(self) -> RowGroups:
-        experts = torch.arange(self.tokens, device=self.device) % self.groups
+        experts = torch.arange(self.tokens, device=self.device) % self.groups  # int64 [tokens]: even loads
         return group_rows(experts[:, None], self.groups)
 
     def normal(self, rows: int, columns: int) -> Tensor:
@@ -80,19 +80,21 @@ class Codes:
         return dequantize(codes, scale, self.fmt, self.granularity, tuple(codes.shape), torch.float64)
 
 
-def quantized(p: GroupedProblem, role: str, fmt: str, granularities: tuple[str, str]) -> tuple[Codes, Codes]:
+def coded_operands(p: GroupedProblem, role: str, fmt: str, granularities: tuple[str, str]) -> tuple[Codes, Codes]:
     """Both operands of a role."""
     a, b = p.operands(role)
     grouped = {"group_of_block": p.rows.group_of_block, "groups": p.groups}
+    # Both operands are quantized as a training step does: rows of tokens along K, weights per expert.
     granularity_a, granularity_b = granularities
     if role == "grad_weight":
         pairs = [quantize_transposed(t, fmt, g, **grouped) for t, g in zip((a, b), granularities, strict=True)]
     else:
+        # grad_input reads w along N: its codes are transposed, with scales of each expert's columns.
         rows_of_b = quantize(b, fmt, granularity_b) if role == "output" else None
-        of_matrix = equal_groups(p.groups, p.n, b.device)
+        matrix_groups = equal_groups(p.groups, p.n, b.device)
         pairs = [
             quantize(a, fmt, granularity_a),
-            rows_of_b or quantize_transposed(b, fmt, granularity_b, group_of_block=of_matrix, groups=p.groups),
+            rows_of_b or quantize_transposed(b, fmt, granularity_b, group_of_block=matrix_groups, groups=p.groups),
         ]
     return tuple(Codes(*pair, fmt, g) for pair, g in zip(pairs, granularities, strict=True))
 
@@ -100,20 +102,21 @@ def quantized(p: GroupedProblem, role: str, fmt: str, granularities: tuple[str, 
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-def check_groups(
+def check_group_products(
     p: GroupedProblem, role: str, values: Callable[[int, slice], tuple[Tensor, Tensor]], accumulation: float
 ) -> Check:
     """A check of the first and the last group against fp64, and of rows of no group.
 
     values(group, its rows): A and B of that group, fp64 [M, K] and [N, K].
     """
-    starts = p.rows.starts.tolist()
+    starts = p.rows.starts.tolist()  # first row of each group, and the end of the last
 
     def check(out: object) -> float:
         assert isinstance(out, Tensor)
         if role != "grad_weight" and bool((out[starts[-1] :] != 0).any()):
             raise WrongResultError("rows of no group are not zero")
         worst = 0.0
+        # Two groups are enough: offsets add up, so a wrong one shows in the last group.
         for group in {0, p.groups - 1}:
             rows = slice(starts[group], starts[group + 1])
             a, b = values(group, rows)
@@ -139,13 +142,14 @@ def coded_values(p: GroupedProblem, role: str, a: Codes, b: Codes) -> Callable[[
         """Of what is summed over rows."""
         if operand.granularity == "rowwise":
             return operand.scale.view(p.groups, -1)[group]
+        # Block scales [columns, R / along]: groups start at multiples of 128 rows, so no block is shared.
         along = 32 if operand.granularity == "32x32" else 128
         return operand.scale[:, rows.start // along : rows.stop // along]
 
     def values(group: int, rows: slice) -> tuple[Tensor, Tensor]:
         if role == "grad_weight":
             return tuple(t.values(t.codes[:, rows].contiguous(), scale_of(t, group, rows)) for t in (a, b))
-        down = {"32x32": 32}.get(a.granularity, 1)
+        down = {"32x32": 32}.get(a.granularity, 1)  # rows of a scale of A: 32x32 blocks have one for 32 rows
         w = matrices(b.codes, a.codes.shape[1], p.groups)[group].contiguous()
         if b.granularity == "rowwise":
             scale_w = b.scale.view(p.groups, -1)[group]
@@ -168,7 +172,7 @@ def _plain(role: str, family: str | None, p: GroupedProblem) -> Case:
             return grouped_sums_plain_mm(a.t(), b.t(), p.rows.starts, BF16)
         return grouped_rows_plain_mm(a, b if role == "output" else b.t(), *groups)
 
-    return Case((a, b), run, check_groups(p, role, plain_values(p, role, a, b), BF16_SUM), family)
+    return Case((a, b), run, check_group_products(p, role, plain_values(p, role, a, b), BF16_SUM), family)
 
 
 def _pytorch_bf16(role: str, p: GroupedProblem) -> Case:
@@ -188,7 +192,8 @@ def _without_tail(
     p: GroupedProblem, role: str, values: Callable[[int, slice], tuple[Tensor, Tensor]], accumulation: float
 ) -> Check:
     """PyTorch does not write rows of no group."""
-    check, last = check_groups(p, role, values, accumulation), int(p.rows.starts[-1])
+    # The tail is uninitialized memory there.
+    check, last = check_group_products(p, role, values, accumulation), int(p.rows.starts[-1])
     return lambda out: check(out if role == "grad_weight" else out[:last])
 
 
@@ -196,7 +201,7 @@ def _pytorch_fp8(role: str, p: GroupedProblem) -> Case:
     if p.device.type != "cuda":
         raise UnavailableError("PyTorch's scaled grouped products run on a GPU only")
     need_capability("FP8", FP8_CAPABILITY, p.device)
-    a, b = quantized(p, role, "e4m3", ("rowwise", "rowwise"))
+    a, b = coded_operands(p, role, "e4m3", ("rowwise", "rowwise"))
     offs = p.rows.starts[1:]
 
     def run(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
@@ -213,7 +218,7 @@ def _pytorch_fp8(role: str, p: GroupedProblem) -> Case:
 def _coded(role: str, fmt: str, granularities: tuple[str, str], family: str | None, p: GroupedProblem) -> Case:
     if fmt == "e4m3":
         need_capability("FP8", FP8_CAPABILITY, p.device)
-    a, b = quantized(p, role, fmt, granularities)
+    a, b = coded_operands(p, role, fmt, granularities)
     groups, rowwise = (p.rows.group_of_block, p.rows.starts), granularities[0] == "rowwise"
 
     def run(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
@@ -226,7 +231,7 @@ def _coded(role: str, fmt: str, granularities: tuple[str, str], family: str | No
             return grouped_sums_blockwise_mm(*operands, *granularities, p.rows.starts, BF16)
         return grouped_rows_blockwise_mm(*operands, *granularities, *groups, BF16)
 
-    check = check_groups(p, role, coded_values(p, role, a, b), FP32_SUM if fmt == "int8" else FP8_SUM)
+    check = check_group_products(p, role, coded_values(p, role, a, b), FP32_SUM if fmt == "int8" else FP8_SUM)
     return Case((a.codes, b.codes, a.scale, b.scale), run, check, family)
 
 

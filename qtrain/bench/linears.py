@@ -52,7 +52,7 @@ class LinearProblem:
         return tuple(t.float() for t in (x @ w.t(), dy @ w, dy.t() @ x))
 
     def roofline_ms(self, scheme: Scheme, hardware: Hardware) -> float:
-        work = 2.0 * self.m * self.n * self.k
+        work = 2.0 * self.m * self.n * self.k  # of each of the three GEMMs
         return sum(work / hardware.peak(name) / 1e9 for name in scheme.gemm_dtypes().values())
 
 
@@ -68,10 +68,10 @@ def linear_case(problem: LinearProblem, scheme: Scheme) -> Case:
     def run(x: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
         x = x.detach().requires_grad_()
         weight = model[0].weight
-        weight.grad = None
+        weight.grad = None  # else the second call would accumulate
         quantized.refresh()
         y = model(x)
-        y.backward(dy)
+        y.backward(dy)  # grad_input and grad_weight
         return y.detach(), x.grad, weight.grad
 
     return Case((x, dy), run, check_against(("y", "dx", "dw"), lambda: problem.truth, scheme))

@@ -18,12 +18,12 @@ from qtrain.bench.matmuls import (
     K_MAJOR_ONLY,
     ROWS,
     Problem,
+    coded_pair,
     encoded,
     need_blackwell,
     need_capability,
     need_family,
     need_gpu,
-    quantized,
     row,
 )
 from qtrain.core.hardware import FP8_CAPABILITY
@@ -59,7 +59,7 @@ def fp8_inductor(p: Problem) -> Case:
 
     p.only_k_major("Inductor takes FP8 operands K-major only")
     run = _compiled(product, p)
-    return quantized(p, "e4m3", "rowwise", "rowwise").case(run, FP8_SUM)
+    return coded_pair(p, "e4m3", "rowwise", "rowwise").case(run, FP8_SUM)
 
 
 @row("INT8 Inductor, rowwise", "int8")
@@ -68,7 +68,7 @@ def int8_inductor(p: Problem) -> Case:
         return (torch._int_mm(a, b.t()) * scale_a[:, None] * scale_b[None, :]).to(BF16)
 
     run = _compiled(product, p)
-    return quantized(p, "int8", "rowwise", "rowwise").case(run, FP32_SUM)
+    return coded_pair(p, "int8", "rowwise", "rowwise").case(run, FP32_SUM)
 
 
 @row("INT8 torchao Triton, rowwise", "int8")
@@ -78,7 +78,7 @@ def int8_torchao(p: Problem) -> Case:
     except ImportError:
         raise UnavailableError("torchao is not installed: pip install torchao") from None
     need_gpu(p, "torchao's Triton kernels")
-    operands = quantized(p, "int8", "rowwise", "rowwise")
+    operands = coded_pair(p, "int8", "rowwise", "rowwise")
     return operands.case(lambda a, b, s, t: scaled_int8_mm(a, b.t(), s, t), BF16_SUM)
 
 
@@ -126,6 +126,7 @@ def bf16(p: Problem) -> Case:
 @row("FP16 Triton, FP16 accumulation", "bf16")
 def fp16(p: Problem) -> Case:
     a, b = (x * p.k**-0.25 for x in p.normal(torch.float16))  # sums of order 1: FP16 overflows at 65,504
+    # Rounding to fp16 after every STEP_K products: errors of a random walk, 2 standard deviations.
     accumulation = 2.0**-11 * (1 + 2 * (p.k / STEP_K) ** 0.5)
     return Case(p.stored(a, b), fp16_mm, check_product(a.double, b.double, accumulation))
 
@@ -139,7 +140,7 @@ def _scaled(who: str, fmt: str, granularity: str, accumulation: float) -> Callab
     def prepare(p: Problem) -> Case:
         if family == "cublas":
             p.only_k_major(K_MAJOR_ONLY)
-        operands = quantized(p, fmt, granularity, granularity)
+        operands = coded_pair(p, fmt, granularity, granularity)
         need_family(scaled_mm_names(operands.a.codes, operands.b.codes, BF16), family, p)
         return operands.case(lambda a, b, s, t: scaled_mm(a, b, s, t, BF16), accumulation, family)
 
@@ -191,8 +192,9 @@ def _blockwise(who: str, fmt: str, block_a: str, block_b: str) -> Callable[[Prob
     def prepare(p: Problem) -> Case:
         if family == "cublas":
             p.only_k_major(K_MAJOR_ONLY)
+            # On a CPU the dispatch would run the reference under cuBLAS's name.
             need_gpu(p, "cuBLAS's blockwise products")
-        operands = quantized(p, fmt, block_a, block_b)
+        operands = coded_pair(p, fmt, block_a, block_b)
         names = blockwise_mm_names(operands.a.codes, operands.b.codes, operands.b.scale, block_a, block_b, BF16)
         need_family(names, family, p)
         return operands.case(lambda a, b, s, t: blockwise_mm(a, b, s, t, block_a, block_b, BF16), accumulation, family)
@@ -215,8 +217,8 @@ PACKED = "INT4 is packed along K: there is one layout"
 @row("INT4 Triton, packed, plain", "int8")
 def int4_plain(p: Problem) -> Case:
     p.only_k_major(PACKED)
-    operands, one = quantized(p, "int4", "tensorwise", "tensorwise"), torch.ones(1, device=p.device)
-    codes = operands.a.codes, operands.b.codes
+    operands, one = coded_pair(p, "int4", "tensorwise", "tensorwise"), torch.ones(1, device=p.device)
+    codes = operands.a.codes, operands.b.codes  # uint8 [M, K / 2], [N, K / 2]: two codes per byte
     check = check_product(*(lambda c=c: encoded(c, one, "int4", "tensorwise", p.k) for c in codes), 0.0)
     return Case(codes, lambda a, b: int4_mm(a, b, p.k), check, "triton")
 
@@ -224,7 +226,7 @@ def int4_plain(p: Problem) -> Case:
 @row("INT4 Triton, packed, rowwise", "int8")
 def int4_scaled(p: Problem) -> Case:
     p.only_k_major(PACKED)
-    operands = quantized(p, "int4", "rowwise", "rowwise")
+    operands = coded_pair(p, "int4", "rowwise", "rowwise")
     return operands.case(lambda a, b, s, t: scaled_int4_mm(a, b, s, t, p.k, BF16), FP32_SUM, "triton")
 
 
@@ -249,11 +251,13 @@ def nvfp4(p: Problem) -> Case:
     table = torch.tensor(E2M1_VALUES, device=p.device)
     codes, scales, truth = [], [], []
     for rows in (p.m, p.n):
+        # uint8 [rows, K / 2], low nibble first; scale e4m3 [rows, K / 16]
         packed = torch.randint(0, 256, (rows, p.k // 2), dtype=torch.uint8, device=p.device, generator=generator)
         scale = torch.rand(rows, p.k // 16, device=p.device, generator=generator).add(0.5).to(torch.float8_e4m3fn)
+        # fp32 [rows, K]
         value = table[torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1).int()]
         codes.append(packed)
-        scales.append(tiled_scale(scale))
+        scales.append(tiled_scale(scale))  # in the 128 x 4 tiles that the tensor cores read
         truth.append(value * scale.float().repeat_interleave(16, 1))
     recipe, swizzle = ScalingType.BlockWise1x16, SwizzleType.SWIZZLE_32_4_4
 

@@ -45,8 +45,8 @@ class Problem:
     def stored(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """The operands in the problem's layout."""
         return (
-            a.t().contiguous().t() if self.a_column_major else a,
-            b.t().contiguous().t() if self.b_column_major else b,
+            a.t().contiguous().t() if self.a_column_major else a,  # [M, K], strides (1, M)
+            b.t().contiguous().t() if self.b_column_major else b,  # [N, K], strides (1, N)
         )
 
     def only_k_major(self, why: str) -> None:
@@ -86,6 +86,7 @@ def matmul_table(
             "On a CPU, Triton's rows run their PyTorch references, and cuBLAS's rows PyTorch's own products."
         )
     fill_rates(table, problems, rows, budget_ms, hardware, report)
+    # A row for each peak that bounds a row above, so that shares can be read off the table.
     source = "measured" if hardware.measured else "datasheet, dense"
     for arithmetic in sorted({r.arithmetic for r in rows} & hardware.peaks.keys()):
         for column in problems:
@@ -99,7 +100,7 @@ cores, which keep about 13 bits below the largest product."""
 K_MAJOR_ONLY = "cuBLAS takes FP8 operands K-major only"
 
 
-class Operand(NamedTuple):
+class CodedOperand(NamedTuple):
     """Codes, laid out as the problem says, with their scale. values: what they encode, fp64."""
 
     codes: Tensor
@@ -108,11 +109,11 @@ class Operand(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Operands:
+class CodedPair:
     """A [M, K] and B [N, K]."""
 
-    a: Operand
-    b: Operand
+    a: CodedOperand
+    b: CodedOperand
 
     def case(self, run: Callable[..., Tensor], accumulation: float, family: str | None = None) -> Case:
         """run(codes of A, codes of B, scale of A, scale of B), checked against the product of the values."""
@@ -120,16 +121,18 @@ class Operands:
         return Case(inputs, run, check_product(self.a.values, self.b.values, accumulation), family)
 
 
-def quantized(p: Problem, fmt: str, granularity_a: str, granularity_b: str) -> Operands:
+def coded_pair(p: Problem, fmt: str, granularity_a: str, granularity_b: str) -> CodedPair:
     """Random operands in a format, each at its granularity."""
     if fmt == "e4m3":
         need_capability("FP8", FP8_CAPABILITY, p.device)
     granularities = granularity_a, granularity_b
+    # codes and scale of A [M, K] and of B [N, K]; the layout is changed afterwards, and is not timed
     pairs = [quantize(x, fmt, granularity) for x, granularity in zip(p.normal(), granularities, strict=True)]
     stored = p.stored(*(codes for codes, _ in pairs))
-    return Operands(
+    return CodedPair(
         *(
-            Operand(layout, scale, lambda c=codes, s=scale, g=granularity: encoded(c, s, fmt, g, p.k))
+            # Values come from the K-major codes: the check does not depend on the layout that it checks.
+            CodedOperand(layout, scale, lambda c=codes, s=scale, g=granularity: encoded(c, s, fmt, g, p.k))
             for layout, (codes, scale), granularity in zip(stored, pairs, granularities, strict=True)
         )
     )

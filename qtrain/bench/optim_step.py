@@ -1,4 +1,4 @@
-"""Optimizer steps over a model's parameter shapes: time, bytes, launches and states, beside other libraries'.
+"""Optimizer steps over a model's parameter shapes: time, bytes, launches and states, against other libraries'.
 
 python -m qtrain.bench.optim_step --model qwen2.5-1.5b
 python -m qtrain.bench.optim_step --model quickstart --device cpu --names adamw torch.AdamW
@@ -68,7 +68,7 @@ def stand_in(model: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
     return module
 
 
-def state_size(optimizer: Optimizer) -> int:
+def state_bytes(optimizer: Optimizer) -> int:
     """Bytes of all states, inner tensors of tensor subclasses included."""
     inner = [t for state in optimizer.state.values() for v in state.values() for t in _plain(v)]
     return sum(t.numel() * t.element_size() for t in inner)
@@ -89,10 +89,12 @@ def time_step(
     spec = OPTIMIZERS.make(name, options, "--names")
     optimizer = spec.build(parameter_groups(module, 0.1), 1e-5, seed=0)
     optimizer.step()
+    # Parameters, gradients and states of a model are larger than the cache: nothing has to be rotated.
     ms = measure(lambda: optimizer.step(), (), device, budget_ms=400.0).ms
     parameters = list(module.parameters())
     count = sum(p.numel() for p in parameters)
-    states = state_size(optimizer)
+    states = state_bytes(optimizer)
+    # weight read and written, gradient read, states read and written
     moved = sum(p.numel() * (2 * p.element_size() + p.grad.element_size()) for p in parameters) + 2 * states
     share = moved / ms / 1e9 / copy
     cells = [Cell(ms, text=f"{ms:.2f}"), Cell(share, text=f"{100 * share:.0f}%")]
@@ -112,6 +114,7 @@ def _launches(optimizer: Optimizer) -> int:
 
 def main(argv: list[str]) -> None:
     settings = parse(StepSettings, argv, "-m qtrain.bench.optim_step")
+    # Tuning: constants of the fused update's launcher.
     update_launch.TILE, update_launch.LOOPS = settings.tile, settings.loops
     update_launch.ELEMENTS_A_THREAD = settings.thread
     device = choose_device(settings.device)

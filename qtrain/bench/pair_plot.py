@@ -13,8 +13,7 @@ COLUMNS = 3
 WIDTH, HEIGHT = 320, 220
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 46, 24
 HEAD = 34
-LIMIT = 0.01
-"""Difference in nats at which the field calls a scheme lossless, drawn as two dashed lines."""
+LIMIT = 0.01  # difference in nats at which the field calls a scheme lossless, drawn as two dashed lines
 
 STYLE = """
 text { font: 11px system-ui, sans-serif; fill: #444; } .title { font-size: 14px; }
@@ -30,8 +29,8 @@ Points = list[tuple[float, float]]
 def write_plots(runs: Sequence[RunResult], reference: str, path: Path) -> list[Path]:
     """Write a plot for each recipe that has pairs: `path` with the ending .svg, the second one -2.svg, ..."""
     written = []
-    for of_recipe in by_recipe(runs).values():
-        pairs = make_pairs(of_recipe, reference)
+    for recipe_runs in by_recipe(runs).values():
+        pairs = make_pairs(recipe_runs, reference)
         if any(pair.differences for pair in pairs):
             number = f"-{len(written) + 1}" if written else ""
             plot = path.with_name(f"{path.stem}{number}.svg")
@@ -47,6 +46,7 @@ def drawing(pairs: Sequence[Pair], reference: str) -> str:
     """The SVG of pairs of one recipe."""
     variants = {name: found for name, found in by_variant(pairs).items() if any(pair.differences for pair in found)}
     last = max(step for found in variants.values() for pair in found for step in pair.differences)
+    # The first steps differ by more than any that matter: they do not set the range.
     late = [d for found in variants.values() for p in found for step, d in p.differences.items() if step >= last / 2]
     high = 1.15 * max([LIMIT, *map(abs, late)])
     columns, rows = min(COLUMNS, len(variants)), -(-len(variants) // COLUMNS)
@@ -81,6 +81,7 @@ def _panel(number: int, name: str, pairs: Sequence[Pair], last: int, high: float
     for x in axis_ticks(0, last, 4):
         parts.append(f'<text x="{x_at(x):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{x:,.0f}</text>')
 
+    # Means are over all pairs, so only steps that all pairs have.
     steps = sorted(set.intersection(*(set(pair.differences) for pair in pairs if pair.differences)))
     spread = {step: mean_and_error([pair.differences[step] for pair in pairs if pair.differences]) for step in steps}
     inside = [_line(sorted(p.differences.items()), "pair", x_at, y_at) for p in pairs if len(pairs) > 1]
@@ -90,6 +91,7 @@ def _panel(number: int, name: str, pairs: Sequence[Pair], last: int, high: float
         inside.append(f'<polygon class="band" points="{_places([*above, *below[::-1]], x_at, y_at)}"/>')
     inside.append(_line([(step, mean) for step, (mean, _) in spread.items()], "mean", x_at, y_at))
     area = f'x="{LEFT}" y="{TOP}" width="{WIDTH - LEFT - RIGHT}" height="{HEIGHT - TOP - BOTTOM}"'
+    # Lines that leave the range are cut at the panel's border.
     clip = f'<clipPath id="c{number}"><rect {area}/></clipPath><g clip-path="url(#c{number})">{"".join(inside)}</g>'
 
     mean, error = mean_and_error([pair.end for pair in pairs])

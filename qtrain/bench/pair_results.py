@@ -140,7 +140,7 @@ def _contents(spec: Mapping[str, Any]) -> Any:
 
 def averaged(points: Sequence[tuple[int, float]]) -> list[list[float]]:
     """At most CURVE_POINTS [step, mean loss], over intervals of equally many steps."""
-    size = -(-len(points) // CURVE_POINTS)
+    size = -(-len(points) // CURVE_POINTS)  # steps that are averaged into a point
     spans = [points[start : start + size] for start in range(0, len(points), max(size, 1))]
     return [[span[-1][0], round(statistics.fmean(loss for _, loss in span), 5)] for span in spans]
 
@@ -202,7 +202,7 @@ def check_variants(runs: Iterable[RunResult], flag: str) -> None:
 def make_pairs(runs: Iterable[RunResult], reference: str) -> list[Pair]:
     """Each run of another variant with the reference of its recipe, data and seed; none of those that have no such."""
     runs = list(runs)
-    references = {run.key[:3]: run for run in runs if run.variant == reference}
+    references = {run.key[:3]: run for run in runs if run.variant == reference}  # by (recipe, data, seed)
     return [
         Pair(run, references[run.key[:3]]) for run in runs if run.variant != reference and run.key[:3] in references
     ]
@@ -232,11 +232,11 @@ def title_of(run: RunResult) -> str:
 def make_tables(runs: Sequence[RunResult], reference: str, failures: Mapping[str, str] | None = None) -> list[Table]:
     """For each recipe the mean difference of each variant, and every run. failures: reasons by 'VARIANT, seed N'."""
     tables = []
-    for of_recipe in by_recipe(runs).values():
-        pairs, title = make_pairs(of_recipe, reference), title_of(of_recipe[0])
+    for recipe_runs in by_recipe(runs).values():
+        pairs, title = make_pairs(recipe_runs, reference), title_of(recipe_runs[0])
         if pairs:
             tables.append(_differences(by_variant(pairs), f"Validation loss over {reference}: {title}"))
-        tables.append(_every_run(of_recipe, pairs, reference, f"Every run: {title}"))
+        tables.append(_every_run(recipe_runs, pairs, reference, f"Every run: {title}"))
     for row, reason in (failures or {}).items():
         if not tables:
             tables.append(Table("Every run", "", ["loss"]))
@@ -266,7 +266,7 @@ def _every_run(runs: Sequence[RunResult], pairs: Sequence[Pair], reference: str,
     table = Table(title, "loss in nats", ["loss", over, "tok/s", "data", "GPU", "commit"])
     compared = {pair.run.key: pair.end for pair in pairs}
     order = {name: place for place, name in enumerate(dict.fromkeys([reference, *(run.variant for run in runs)]))}
-    several = len({run.data for run in runs}) > 1
+    several = len({run.data for run in runs}) > 1  # then a row says which data its run has read
     for run in sorted(runs, key=lambda run: (order[run.variant], run.seed)):
         row = f"{run.variant}, seed {run.seed}" + (f", data {run.data[:4]}" if several else "")
         table.put(row, "loss", Cell(run.end, text=f"{run.end:.4f}", details={"losses": run.losses}))
@@ -276,7 +276,7 @@ def _every_run(runs: Sequence[RunResult], pairs: Sequence[Pair], reference: str,
             table.put(row, over, Cell(reason=f"no run of {reference} with this seed and data"))
         if run.tok_s:
             table.put(row, "tok/s", Cell(run.tok_s, text=f"{run.tok_s:,.0f}"))
-        git, _, dirty = str(run.versions.get("git") or "").partition("-")
+        git, _, dirty = str(run.versions.get("git") or "").partition("-")  # hash, or hash-dirty
         commit = f"{git[:10]}{dirty and '-dirty'}" if git else f"source {run.source}"
         for column, text in (("data", run.data[:8]), ("GPU", run.device), ("commit", commit)):
             table.put(row, column, Cell(text=text))

@@ -24,10 +24,8 @@ from qtrain.core.config import source_digest
 from qtrain.train.log.metrics import read_metrics
 from qtrain.train.state.checkpoint_files import newest_complete
 
-STOP_SECONDS = 60
-"""Time to save a checkpoint after --time_limit, before a run is killed."""
-START_SECONDS = 60
-"""No run is begun or resumed with less time left: it would not get past compiling."""
+STOP_SECONDS = 60  # time to save a checkpoint after --time_limit, before a run is killed
+START_SECONDS = 60  # no run is begun or resumed with less time left: it would not get past compiling
 POLL_SECONDS = 5.0
 
 
@@ -113,7 +111,7 @@ class PairedRun:
             )
         if done.returncode == 0:
             return None
-        if seconds is not None and done.returncode in (143, -15, -9):
+        if seconds is not None and done.returncode in (143, -15, -9):  # 128 + SIGTERM, SIGTERM, SIGKILL
             return "stopped at --time_limit; the same command goes on with it"
         return f"exit status {done.returncode}: see {log.name}"
 
@@ -132,6 +130,7 @@ def pretrain(
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
+        # SIGTERM: llm_pretrain.py saves a checkpoint and ends with 143.
         process.terminate()
         try:
             out, err = process.communicate(timeout=STOP_SECONDS)
@@ -146,11 +145,12 @@ def pretrain(
 
 def train_all(runs: Sequence[PairedRun], jobs: int, deadline: float | None, progress: "Progress") -> dict[str, str]:
     """Train the runs, one a GPU at a time; returns why some have not finished, by 'VARIANT, seed N'."""
+    # Runs of several GPUs each see all of them, one run at a time.
     gpus = [] if any((run.recipe.get("gpus") or 0) > 1 for run in runs) else visible_gpus()
     jobs = jobs or max(len(gpus), 1)
     free: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     for job in range(jobs):
-        free.put(gpus[job % len(gpus)] if len(gpus) > 1 else None)
+        free.put(gpus[job % len(gpus)] if len(gpus) > 1 else None)  # None: leave CUDA_VISIBLE_DEVICES as it is
 
     def train(run: PairedRun) -> str | None:
         seconds = None if deadline is None else deadline - time.monotonic()
@@ -192,6 +192,7 @@ class Progress:
         self._reference = reference
         self._losses = {run.key: run.losses for run in known}
         for run in runs:
+            # Losses of an earlier call are known, and not printed again.
             self._losses.setdefault(run.key, run.losses())
         self._shown = {(key, step) for key, losses in self._losses.items() for step in losses}
 

@@ -1,4 +1,4 @@
-"""The table of quantizers: TB/s over the minimal bytes of each, beside the device's copy bandwidth.
+"""The table of quantizers: TB/s over the minimal bytes of each, against the device's copy bandwidth.
 
 The minimal bytes are the input read once and every output written once. A quantizer that needs the absmax of a row or
 of the tensor before it writes a code may read its input twice, which lowers its rate.
@@ -65,7 +65,7 @@ QUANTIZERS = [Quantizer(*form, stochastic=stochastic) for form in _FORMS for sto
 def quantizer_case(q: Quantizer, shape: tuple[int, int], device: torch.device) -> Case:
     """The quantizer on random bf16 values of shape [M, K]."""
     x = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(0)).bfloat16()
-    key = torch.tensor([1, 2, 3], device=device) if q.stochastic else None
+    key = torch.tensor([1, 2, 3], device=device) if q.stochastic else None  # Philox key: seed, step, tensor
     scale = (x.abs().amax().float() / FORMATS[q.fmt].max).view(1) if q.given else None
     groups = group_of_block(shape[0], device) if q.grouped else None
 
@@ -93,12 +93,12 @@ def check_quantized(x: Tensor, q: Quantizer) -> Check:
         codes, scale, *transposed = out
         share = _error(x, codes, scale, q, q.granularity)
         if q.grouped:
-            codes_t, scale_t = transposed
-            of_row = group_of_block(x.shape[0], x.device).repeat_interleave(BLOCK_ROWS)
+            codes_t, scale_t = transposed  # [K, M] and [GROUPS * K]: a scale per (group, column)
+            group_of_row = group_of_block(x.shape[0], x.device).repeat_interleave(BLOCK_ROWS)
             for group, own in enumerate(scale_t.view(GROUPS, -1)):
-                mine = of_row == group
-                if mine.any():
-                    share = max(share, _error(x[mine].t(), codes_t[:, mine], own, q, q.granularity_t))
+                own_rows = group_of_row == group
+                if own_rows.any():
+                    share = max(share, _error(x[own_rows].t(), codes_t[:, own_rows], own, q, q.granularity_t))
         elif transposed:
             share = max(share, _error(x.t(), *transposed, q, q.granularity_t))
         if share > 1:
@@ -112,10 +112,12 @@ def _error(x: Tensor, codes: Tensor, scale: Tensor, q: Quantizer, granularity: s
     """The largest error, relative to that of rounding."""
     fmt, shape, x = FORMATS[q.fmt], (x.shape[0], x.shape[1]), x.float()
     value = dequantize(codes, scale, q.fmt, granularity, shape)
+    # Integers: a step is the scale. Floats: it grows with the power of two of the value.
     unit = step = expand_scale(scale, granularity, shape)
     if fmt.is_float:  # for 2**e <= |x| < 2**(e + 1) a step is 2**(e - mantissa bits); all subnormals have the same
         power = (x / unit).abs().log2().floor().exp2().clamp(min=2.0 ** (1 - fmt.exponent_bias))
         step = power * 2.0**-fmt.mantissa_bits * unit
+    # 1%: the reciprocal of a scale is rounded. Beyond the largest code the whole excess is lost.
     allowed = step * ((1.0 if q.stochastic else 0.5) * 1.01) + (x.abs() - fmt.max * unit).clamp(min=0)
     return float(((value - x).abs() / allowed).max().nan_to_num(nan=torch.inf))
 
@@ -171,6 +173,7 @@ def quantizer_table(
 
 def _show(copy: float) -> Callable[[Case, float], Cell]:
     def show(case: Case, ms: float) -> Cell:
+        # The input read once and every output written once: the fewest bytes, whatever a kernel reads again.
         moved = sum(t.nbytes for t in (*case.inputs, *case.run(*case.inputs)))
         rate = moved / ms / 1e9
         details = {"bytes": moved, "share_of_copy": rate / copy}

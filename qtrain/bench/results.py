@@ -40,6 +40,7 @@ def section_of(results: dict[str, Any]) -> str:
 
 def rendered(text: str) -> str:
     """The text of a document with its sections regenerated from docs/results/."""
+    # What lies between the comments is replaced whole: a table is never edited by hand.
     return _SECTION.sub(
         lambda match: match[1] + section_of(json.loads((RESULTS / f"{match[2]}.json").read_text())) + match[3], text
     )

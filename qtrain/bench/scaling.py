@@ -1,4 +1,4 @@
-"""Training on 1, 2, 4, 8 GPUs of a machine: correct first, then timed, beside what the plan predicts.
+"""Training on 1, 2, 4, 8 GPUs of a machine: correct first, then timed and compared with the plan.
 
 python -m qtrain.bench.scaling --json scaling.json --limit 540          # again and again, until all cells are done
 
@@ -22,13 +22,12 @@ from typing import Annotated, Any, Literal
 
 from qtrain.bench.arguments import name_and_options, split_list
 from qtrain.bench.tables import Cell, Table, about_run, check_json, write_json
-from qtrain.bench.train_step import ROOT, child_environment, run_apart
+from qtrain.bench.train_step import ROOT, cell_values, child_environment, run_apart
 from qtrain.core.checks import Range, check_fields, read_json
-from qtrain.core.config import as_dict, parse, run_script
+from qtrain.core.config import parse, run_script
 from qtrain.core.errors import UserError, unknown_name
 from qtrain.core.hardware import datasheet_hardware, describe_hardware
 from qtrain.models import read_model_source
-from qtrain.quant import SCHEMES
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import prepare
 from qtrain.train.plan.checked_settings import check_settings
@@ -47,7 +46,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     **{f"ep{n}": {"ep": n, "reshard_after_forward": "never"} for n in (2, 4, 8)},
 }
 """Settings of each way to use several GPUs; replicas: of all GPUs, or two of half of them. --tp is for dense models,
---ep for mixtures of experts."""
+--ep for MoEs."""
 
 MODELS = (
     'qwen2.5-0.5b:{"micro_batch_size":32},qwen2.5-1.5b:{"micro_batch_size":16},qwen2.5-3b:{"micro_batch_size":16},'
@@ -58,7 +57,7 @@ SCHEMES_TIMED = 'fp8_tensorwise:{"scaling":"delayed"},int8,bf16'
 
 @dataclass(frozen=True)
 class ScalingSettings:
-    """Time models on several numbers of GPUs, beside the plan."""
+    """Time models on several numbers of GPUs, and compare with the plan."""
 
     gpus: str = "1,2,4,8"
     """Numbers of GPUs, separated by commas."""
@@ -102,10 +101,10 @@ class ScalingCell:
 def main(argv: list[str]) -> None:
     settings = parse(ScalingSettings, argv, "-m qtrain.bench.scaling", listing)
     if settings.predict is not None:
-        print(prediction_table([*make_cells(settings)], settings.predict).markdown())
+        print(prediction_table([*scaling_cells(settings)], settings.predict).markdown())
         return
     device = choose_device(settings.device)
-    cells, path = [*make_cells(settings)], Path(settings.json)
+    cells, path = [*scaling_cells(settings)], Path(settings.json)
     check_json(path)
     results: dict[str, Any] = read_json(path, "--json").get("cells", {}) if path.exists() else {}
     begin, longest = time.monotonic(), 0.0
@@ -113,20 +112,21 @@ def main(argv: list[str]) -> None:
         if cell.name in results:
             continue
         started = time.monotonic()
+        # Assumes that no cell takes longer than the longest so far.
         if settings.limit and started - begin + longest > settings.limit:
             left = sum(other.name not in results for other in cells)
             print(f"{left} of {len(cells)} cells are left; run the command again to go on.")
             break
         results[cell.name] = run(cell, settings, device.type)
         longest = max(longest, time.monotonic() - started)
-        print(f"{cell.name}: {shown(results[cell.name])}", flush=True)
+        print(f"{cell.name}: {summary(results[cell.name])}", flush=True)
         write(path, settings, cells, results, describe_hardware(device).name)
     else:
         print(f"all {len(cells)} cells are done: {path}")
-    print(make_table(cells, results).markdown())
+    print(scaling_table(cells, results).markdown())
 
 
-def make_cells(settings: ScalingSettings) -> Iterator[ScalingCell]:
+def scaling_cells(settings: ScalingSettings) -> Iterator[ScalingCell]:
     """The cells in order, the checks of each number of GPUs first. UserError for what cannot be."""
     numbers = []
     for word in split_list(settings.gpus):
@@ -148,7 +148,7 @@ def make_cells(settings: ScalingSettings) -> Iterator[ScalingCell]:
 
 
 def _applies(layout: str, model_word: str, gpus: int) -> bool:
-    """Whether so many GPUs, and this kind of model, can be divided so."""
+    """Whether the layout fits the number of GPUs and the kind of model."""
     own, model = LAYOUTS[layout], name_and_options(model_word, "--models")[0]
     mixture = read_model_source(model, "--models").model_config().moe is not None
     if ("tp" in own and mixture) or ("ep" in own and not mixture):
@@ -157,19 +157,14 @@ def _applies(layout: str, model_word: str, gpus: int) -> bool:
 
 
 def _cell(settings: ScalingSettings, gpus: int, model_word: str, scheme_word: str, layout: str) -> ScalingCell:
-    model, options = name_and_options(model_word, "--models")
-    scheme, kwargs = name_and_options(scheme_word, "--schemes")
-    read_model_source(model, "--models").model_config()
-    SCHEMES.make(scheme, kwargs, "--schemes")
-    own = {f.name for f in dataclasses.fields(LanguageSettings)}
-    values = {key: value for key, value in as_dict(settings).items() if key in own}
-    values |= {"model": model, "quantize": scheme, "quantize_kwargs": kwargs, "gpus": gpus, **options}
+    values = cell_values(settings, model_word, scheme_word, gpus=gpus)
+    # Strong scaling: the same tokens a step on any number of GPUs.
     values["batch_size"] = settings.tokens // values["seq_len"]
-    values |= LAYOUTS.get(layout, {})
+    values |= LAYOUTS.get(layout, {})  # one GPU has no layout
     if replicas := {"all": gpus, "half": gpus // 2}.get(values.get("dp_replicate")):
         values["dp_replicate"] = replicas
-    checked = LanguageSettings(**check_fields(LanguageSettings, values, f"--models ({model})"))
-    row = f"{model} {scheme}{' ' + layout if layout else ''}"
+    checked = LanguageSettings(**check_fields(LanguageSettings, values, f"--models ({values['model']})"))
+    row = f"{values['model']} {values['quantize']}{' ' + layout if layout else ''}"
     return ScalingCell(f"{row} on {gpus}", gpus, row, checked)
 
 
@@ -186,7 +181,7 @@ def run(cell: ScalingCell, settings: ScalingSettings, device: str) -> dict[str, 
         return {"equal": done.returncode == 0, "line": lines[-1][:200] if lines else ""}
     try:
         planned = predicted(cell.settings).rate if device == "cuda" else None
-    except UserError as error:  # as of heads that --tp does not divide
+    except UserError as error:  # such as heads that --tp does not divide
         return {"reason": str(error)}
     return {**run_apart(cell.settings, settings.warmup_steps), "predicted_tok_s": planned}
 
@@ -201,7 +196,7 @@ def predicted(settings: LanguageSettings, gpu: str | None = None) -> SizedStep:
 
 
 def prediction_table(cells: list[ScalingCell], gpu: str) -> Table:
-    """As `make_table`, of what the plan says alone."""
+    """As `scaling_table`, of what the plan says alone."""
     have = datasheet_hardware(gpu).memory_bytes
     numbers = sorted({cell.gpus for cell in cells})
     columns = [f"{n} GPU{'s' * (n > 1)}" for n in numbers]
@@ -219,18 +214,19 @@ def prediction_table(cells: list[ScalingCell], gpu: str) -> Table:
     return table
 
 
-def shown(result: dict[str, Any]) -> str:
+def summary(result: dict[str, Any]) -> str:
     if "equal" in result:
         return "losses are those of one process" if result["equal"] else f"NOT EQUAL: {result['line']}"
     return result.get("reason") or f"{result['tok_s']:,.0f} tok/s"
 
 
-def make_table(cells: list[ScalingCell], results: dict[str, Any]) -> Table:
+def scaling_table(cells: list[ScalingCell], results: dict[str, Any]) -> Table:
     """A row for each model, scheme and layout; a column for each number of GPUs, and of what share of as many times one
     GPU the largest is."""
     numbers = sorted({cell.gpus for cell in cells})
     columns = [f"{n} GPU{'s' * (n > 1)}" for n in numbers]
     table = Table("Training on several GPUs", "tok/s of all; planned; GiB a GPU", [*columns, "of as many times one"])
+    # tok/s on one GPU, by row: what several are compared with.
     single = {
         cell.row: results[cell.name]["tok_s"]
         for cell in cells
@@ -247,7 +243,7 @@ def make_table(cells: list[ScalingCell], results: dict[str, Any]) -> Table:
         planned = f"; {result['predicted_tok_s']:,.0f}" if result.get("predicted_tok_s") else ""
         text = f"{result['tok_s']:,.0f}{planned}; {result['peak_gib']:.1f}"
         table.put(cell.row, column, Cell(result["tok_s"], text=text, details={"loss": result["loss"]}))
-        alone = single.get(cell.row.rsplit(" ", 1)[0])
+        alone = single.get(cell.row.rsplit(" ", 1)[0])  # the row without its layout
         if alone and cell.gpus > 1:
             share = result["tok_s"] / (cell.gpus * alone)
             table.put(cell.row, "of as many times one", Cell(share, text=f"{100 * share:.0f}% on {cell.gpus}"))
@@ -258,7 +254,7 @@ def write(
     path: Path, settings: ScalingSettings, cells: list[ScalingCell], results: dict[str, Any], device: str
 ) -> None:
     """The table as every benchmark writes it, and the cells, from which a later call goes on."""
-    write_json([make_table(cells, results)], path, {**about_run(settings, device), "cells": results})
+    write_json([scaling_table(cells, results)], path, {**about_run(settings, device), "cells": results})
 
 
 if __name__ == "__main__":

@@ -47,8 +47,7 @@ from qtrain.train.settings.listing import listing
 from qtrain.train.settings.machine import choose_device
 from qtrain.train.settings.settings import CountOrZero
 
-OWN = ("quantize", "quantize_kwargs", "seed", "run_name", "runs_dir")
-"""Settings that this command gives each run."""
+OWN = ("quantize", "quantize_kwargs", "seed", "run_name", "runs_dir")  # settings that this command gives each run
 FIXED = (
     "model", "train_ds", "eval_ds", "seq_len", "batch_size", "n_steps", "eval_interval", "eval_sequences", "seed",
     "run_name", "runs_dir",
@@ -84,7 +83,7 @@ class SeedPairsSettings:
     others: tuple[str, ...] = ()
     """Further folders of such files, from other machines: runs in them are not repeated, and are in the tables."""
     json: str | None = None
-    """JSON file to write the tables to, and plots beside it as .svg; None: RUNS_DIR/results.json."""
+    """JSON file to write the tables to, and plots next to it as .svg; None: RUNS_DIR/results.json."""
     collect: bool = False
     """Run nothing: make tables and plots of all results in --results_dir and --others, whatever their recipe."""
 
@@ -100,6 +99,7 @@ def main(argv: list[str]) -> None:
     for folder in folders[1:]:
         if not folder.is_dir():
             raise UserError(f"--others: {folder} is not a folder.")
+    # What other machines and earlier calls have finished is not run again.
     known = read_results(folders, "--results_dir, --others")
     if settings.collect:
         reference = settings.reference or split_list(settings.schemes)[0]
@@ -118,11 +118,13 @@ def main(argv: list[str]) -> None:
     device = describe_hardware(choose_device("auto")).name
     check_same_variants(runs, known)
     finished = {run.key for run in known}
+    # Runs that this folder holds finished, but whose result is not written yet, are not repeated.
     todo = [run for run in runs if run.key not in finished and run.result(device) is None]
     check_recipes(todo)
 
     # ---- train -------------------------------------------------------------------------------------------------------
     runs_dir.mkdir(parents=True, exist_ok=True)
+    # A file of its own for every call: several machines may write into one folder.
     written = results_dir / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}.jsonl"
     deadline = began + settings.time_limit if settings.time_limit else None
     progress = Progress(runs, reference, known)
@@ -148,7 +150,7 @@ def main(argv: list[str]) -> None:
 def show(
     runs: Sequence[RunResult], reference: str, failures: Mapping[str, str], path: Path, settings: Any, argv: list[str]
 ) -> None:
-    """Print the tables; write them to `path`, and the plots beside it."""
+    """Print the tables; write them to `path`, and the plots next to it."""
     tables = make_tables(runs, reference, failures)
     print(*(table.markdown() for table in tables), sep="\n\n")
     about = {
@@ -236,6 +238,7 @@ def check_same_variants(runs: Sequence[PairedRun], known: Sequence[RunResult]) -
 def check_recipes(runs: Sequence[PairedRun]) -> None:
     """UserError for what llm_pretrain.py says of the recipe under each variant that is still to begin, by a dry run in
     this process, which has torch imported already."""
+    # One run of each variant: seeds do not change what is refused.
     first = {run.variant: run for run in reversed(runs) if run.begun() is None}
     for run in reversed(first.values()):
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):

@@ -33,11 +33,9 @@ py pyi pyx pxd c cc cpp cxx h hh hpp hxx cu cuh inl inc ipp tcc m mm rs go java 
 """
 SUFFIXES = frozenset(f".{suffix}" for suffix in _LANGUAGES.split())
 FILE_BYTES = range(200, 1_000_000)
-LINE_BYTES = 160
-"""Mean length of a line, above which a file is taken for data or generated code."""
+LINE_BYTES = 160  # mean length of a line, above which a file is taken for data or generated code
 LETTERS = (string.ascii_letters + string.whitespace).encode()
-LETTERS_SHARE = 0.6
-"""Share of letters and white space, below which a file is taken for a table."""
+LETTERS_SHARE = 0.6  # share of letters and white space, below which a file is taken for a table
 
 
 @dataclass(frozen=True)
@@ -70,9 +68,12 @@ class SourceFile:
 
 def main(argv: list[str]) -> None:
     settings = parse(SourceCorpusSettings, argv, "-m qtrain.bench.source_corpus", listing)
+    # Text first, then shards: the validation split is encoded by the tokenizer of the training split.
     output = user_path(settings.output_dir, "--output_dir")
     folders = {split: output.with_name(f"{output.name}_{split}") for split in ("train", "validation")}
-    if not all(_is_complete(folder) for folder in folders.values()):
+    if not all(
+        (folder / FILE_NAME).is_file() and read_manifest(folder, "--output_dir").complete for folder in folders.values()
+    ):
         text = output.with_name(f"{output.name}_text")
         write_text(settings, text)
         trained = ["--train_tokenizer", str(settings.train_tokenizer)]
@@ -84,10 +85,6 @@ def main(argv: list[str]) -> None:
             tokenize_data([*files, *tokenizer, "--output_dir", str(folders[split])])
     specs = [{"type": "token", "dataset_dir": str(folder)} for folder in folders.values()]
     print(f"data fingerprint {data_fingerprint(*specs)}")
-
-
-def _is_complete(folder: Path) -> bool:
-    return (folder / FILE_NAME).is_file() and read_manifest(folder, "--output_dir").complete
 
 
 def write_text(settings: SourceCorpusSettings, folder: Path) -> None:
@@ -128,12 +125,14 @@ def unique_files(roots: Iterable[Path]) -> list[SourceFile]:
     """The files of source code below `roots`, one for each content, in the order of their hashes."""
     with ThreadPoolExecutor(min(32, 2 * (os.cpu_count() or 1))) as pool:
         found = sorted(file for file in pool.map(_opened, dict.fromkeys(_walk(roots)), chunksize=64) if file)
+    # Of equal contents the first path stays, whatever the order in which threads found them.
     return list({file.digest: file for file in reversed(found)}.values())[::-1]
 
 
 def _walk(roots: Iterable[Path]) -> Iterator[str]:
     for root in roots:
         for folder, inner, names in os.walk(root):
+            # Assigned in place: os.walk does not enter what is removed.
             inner[:] = [name for name in inner if not name.startswith(".") and name != "__pycache__"]
             yield from (os.path.join(folder, name) for name in names if os.path.splitext(name)[1] in SUFFIXES)
 
@@ -144,10 +143,10 @@ def _opened(path: str) -> SourceFile | None:
         if os.path.islink(path) or os.path.getsize(path) not in FILE_BYTES:
             return None
         data = Path(path).read_bytes()
-        data.decode()
+        data.decode()  # UTF-8, or it is left out
     except (OSError, UnicodeDecodeError):
         return None
-    others = len(data.translate(None, LETTERS))
+    others = len(data.translate(None, LETTERS))  # bytes that are neither letters nor white space
     if len(data) > LINE_BYTES * (data.count(b"\n") + 1) or others > (1 - LETTERS_SHARE) * len(data) or b"\0" in data:
         return None
     return SourceFile(hashlib.sha256(data).hexdigest(), Path(path), len(data))

@@ -46,6 +46,7 @@ class Table:
 
     def markdown(self) -> str:
         """The table with its title above and its footnotes below, columns aligned."""
+        # Cells with the same reason share a footnote.
         footnotes: list[str] = []
         grid = [["", *self.columns]]
         for name, cells in self.rows.items():
@@ -56,6 +57,7 @@ class Table:
                     footnotes.append(cell.reason)
                 shown.append(cell.shown() if cell.reason is None else f"[{footnotes.index(cell.reason) + 1}]")
             grid.append([name, *shown])
+        # Padded, so that the file reads as a table and diffs are by line.
         widths = [max(len(row[i]) for row in grid) for i in range(len(grid[0]))]
         lines = [_line(row, widths) for row in grid]
         lines.insert(1, "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths)) + "|")
@@ -97,6 +99,7 @@ def about_run(settings: Any, device: str, clocks: dict[str, float] | None = None
 
 def check_json(path: Path) -> None:
     """UserError for a path that no file can be written to, before an hour of measurements."""
+    # The nearest folder that exists decides whether the file can be written below it.
     existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     if path.is_dir() or (existing != path.absolute() and not existing.is_dir()):
         raise UserError(f"--json: cannot write {path}: {existing} is {'a folder' if existing.is_dir() else 'a file'}.")

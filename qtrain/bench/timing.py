@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-GPU_CYCLES_PER_S = 2e9
-"""An upper bound of the GPU clock: the waiting kernel counts cycles."""
+GPU_CYCLES_PER_S = 2e9  # an upper bound of the GPU clock: the waiting kernel counts cycles
 COPY_ELEMENTS = {"cuda": 2**29, "cpu": 2**22}
 
 
@@ -34,6 +33,7 @@ def rotated(inputs: Sequence[Tensor], device: torch.device) -> list[tuple[Tensor
     """`inputs` and copies of them, strides included, of three times the size of the L2 cache together."""
     size = sum(x.untyped_storage().nbytes() for x in inputs)
     cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+    # Three times the cache: an input is evicted before its turn comes again. 256 bounds tiny inputs.
     copies = min(-(-3 * cache // max(size, 1)), 256)
     return [tuple(inputs), *(tuple(x.clone() for x in inputs) for _ in range(copies - 1))]
 
@@ -74,6 +74,7 @@ def _measure_cpu(calls: _Calls, budget_ms: float) -> Timing:
 
 
 def _measure_gpu(calls: _Calls, budget_ms: float) -> Timing:
+    # Two measurements of five calls: how long Python needs to issue them, and about how long they run.
     torch.cuda.synchronize()
     issue_s, first = _gpu_batch(calls, 5, 0.0)
     count = min(max(int(10 / max(first / 5, 1e-3)), 1), 100)  # about 10 ms; the launch queue holds about 1,000
@@ -86,6 +87,7 @@ def _measure_gpu(calls: _Calls, budget_ms: float) -> Timing:
 def _gpu_batch(calls: _Calls, count: int, wait_s: float) -> tuple[float, float]:
     """Issue `count` calls while the GPU waits; returns (seconds to issue them, milliseconds that they ran)."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    # The stream is held until all calls are queued, so that gaps between launches are not timed.
     torch.cuda._sleep(int(wait_s * GPU_CYCLES_PER_S))
     start.record()
     began = time.perf_counter()
@@ -97,13 +99,14 @@ def _gpu_batch(calls: _Calls, count: int, wait_s: float) -> tuple[float, float]:
 
 
 def _timing(times: list[float], runs_each: int) -> Timing:
-    low, middle, high = statistics.quantiles(times, n=4)
+    low, middle, high = statistics.quantiles(times, n=4)  # quartiles; n=4 needs two values at least
     return Timing(middle, low, high, runs_each * len(times))
 
 
 def copy_bandwidth(device: torch.device) -> float:
     """TB/s of a copy within device memory, bytes read plus bytes written."""
     x = torch.ones(COPY_ELEMENTS[device.type], dtype=torch.bfloat16, device=device)
+    # 1 GiB on a GPU: far above any L2 cache, so both directions reach device memory.
     y = torch.empty_like(x)
     timing = measure(lambda source: y.copy_(source), (x,), device)
     return 2 * x.numel() * x.element_size() / timing.ms / 1e9
@@ -150,6 +153,7 @@ def watching_clocks(device: torch.device, seconds: float = 0.5) -> Iterator[Cloc
     stop = threading.Event()
 
     def sample() -> None:
+        # A failed sample is left out: a benchmark does not end for a clock that cannot be read.
         while not stop.wait(seconds):
             with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
                 mhz, watts = read()

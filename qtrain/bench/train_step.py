@@ -82,6 +82,7 @@ def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, A
     forward = language_forward(model, None)
     graphs = step_graphs(run, forward)
     in_backward = OptimizerInBackward(run.optimizer, run.parallel) if settings.optimizer_in_backward else None
+    # Ranks train on different tokens, as in a run: an MoE's routing depends on them.
     generator = torch.Generator().manual_seed(settings.seed + prepared.mesh.dp_rank)
     marks, loss = [_mark(device)], float("nan")
     for step in range(warmup_steps + settings.n_steps):
@@ -104,6 +105,7 @@ def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, A
         )
         marks.append(_mark(device))
         loss = gradients.loss
+    # From the end of a step to the end of the next: what the host prepares meanwhile is not counted twice.
     times = [_seconds(*pair) for pair in itertools.pairwise(marks[warmup_steps:])]
     seconds = statistics.median(times)
     tok_s = plan.tokens_per_step / seconds
@@ -185,6 +187,7 @@ def main(argv: list[str]) -> None:
     if argv[:1] == [WORKER]:
         cell = parse_json(argv[1], WORKER)
         settings = LanguageSettings(**check_fields(LanguageSettings, cell["settings"], WORKER))
+        # With --gpus this process only starts the ranks; they come here again with WORLD_SIZE set.
         check_gpus(settings.gpus, settings.device)
         launch(settings.gpus)
         result = time_training(settings, cell["warmup_steps"])
@@ -193,7 +196,7 @@ def main(argv: list[str]) -> None:
         return
     settings = parse(TrainStepSettings, argv, "-m qtrain.bench.train_step", listing)
     device = choose_device(settings.device)
-    cells = make_cells(settings)
+    cells = step_cells(settings)
     with watching_clocks(device) as clocks:
         results = {}
         for name, cell in cells.items():
@@ -201,30 +204,35 @@ def main(argv: list[str]) -> None:
             shown = result.get("reason") or f"{three_digits(result['tok_s'])} tok/s"
             print(f"{' '.join(name)}: {shown}", file=sys.stderr, flush=True)
     hardware = describe_hardware(device)
-    table = make_table(results, f"Training steps on {hardware.name}")
+    table = step_table(results, f"Training steps on {hardware.name}")
     print(table.markdown(), clocks.line(), sep="\n\n")
     path = Path(settings.json or f"runs/train_step/{time.strftime('%Y%m%d-%H%M%S')}.json")
     write_json([table], path, about_run(settings, hardware.name, clocks.record()))
     print(f"figures     {path}")
 
 
-def make_cells(settings: TrainStepSettings) -> dict[tuple[str, str], LanguageSettings]:
+def cell_values(settings: Any, model_word: str, scheme_word: str, **more: Any) -> dict[str, Any]:
+    """Settings of llm_pretrain.py for a model and a scheme, each NAME or NAME:{JSON}: those of `settings` that it has
+    too, then `more`, then the model's own. UserError for an unknown model or scheme."""
+    names = {f.name for f in dataclasses.fields(LanguageSettings)}
+    model, options = name_and_options(model_word, "--models")
+    scheme, kwargs = name_and_options(scheme_word, "--schemes")
+    read_model_source(model, "--models").model_config()
+    SCHEMES.make(scheme, kwargs, "--schemes")
+    shared = {key: value for key, value in as_dict(settings).items() if key in names}
+    return {**shared, **more, "model": model, "quantize": scheme, "quantize_kwargs": kwargs, **options}
+
+
+def step_cells(settings: TrainStepSettings) -> dict[tuple[str, str], LanguageSettings]:
     """The settings of each (model, scheme), in order. UserError for whatever can be refused before anything runs."""
-    own = {f.name for f in dataclasses.fields(LanguageSettings)}
-    shared = {key: value for key, value in as_dict(settings).items() if key in own}
     cells = {}
-    for model_word in split_list(settings.models):
-        model, model_options = name_and_options(model_word, "--models")
-        read_model_source(model, "--models").model_config()
-        for scheme_word in split_list(settings.schemes):
-            scheme, kwargs = name_and_options(scheme_word, "--schemes")
-            SCHEMES.make(scheme, kwargs, "--schemes")
-            values = {**shared, "model": model, "quantize": scheme, "quantize_kwargs": kwargs, **model_options}
-            cell = LanguageSettings(**check_fields(LanguageSettings, values, f"--models ({model})"))
-            options = Options(cell)
-            _ = options.geometry, options.optimizer  # refuse what their flags cannot be
-            check_exclusions(options, option="--optimizer_in_backward")
-            cells[model_word, scheme_word] = cell
+    for words in itertools.product(split_list(settings.models), split_list(settings.schemes)):
+        values = cell_values(settings, *words)
+        cell = LanguageSettings(**check_fields(LanguageSettings, values, f"--models ({values['model']})"))
+        options = Options(cell)
+        _ = options.geometry, options.optimizer  # refuse what their flags cannot be
+        check_exclusions(options, option="--optimizer_in_backward")
+        cells[words] = cell
     if not cells:
         raise UserError("--models, --schemes: nothing to time; name at least one model and one scheme.")
     return cells
@@ -237,6 +245,7 @@ def run_apart(settings: LanguageSettings, warmup_steps: int) -> dict[str, Any]:
         [sys.executable, "-m", "qtrain.bench.train_step", WORKER, cell],
         capture_output=True, text=True, env=child_environment(),
     )  # fmt: skip
+    # Whatever else the child prints, its result is the last line.
     if done.returncode == 0:
         return json.loads(done.stdout.strip().splitlines()[-1])
     return {"reason": reason_of(done)[:200]}
@@ -253,7 +262,7 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path}
 
 
-def make_table(results: dict[tuple[str, str], dict[str, Any]], title: str) -> Table:
+def step_table(results: dict[tuple[str, str], dict[str, Any]], title: str) -> Table:
     """One row per result, with the speed relative to the model's first scheme."""
     columns = ["tok/s", "over first", "sol", "mfu", "ms/step", "peak GiB", "planned GiB"]
     table = Table(title, "median step; sol, mfu: share of the peak", columns)
@@ -263,7 +272,7 @@ def make_table(results: dict[tuple[str, str], dict[str, Any]], title: str) -> Ta
         if "reason" in result:
             table.put(row, "tok/s", Cell(reason=result["reason"]))
             continue
-        first = firsts.setdefault(model, result["tok_s"])
+        first = firsts.setdefault(model, result["tok_s"])  # the first scheme of --schemes that ran
         over = result["tok_s"] / first
         table.put(row, "tok/s", Cell(result["tok_s"], text=f"{result['tok_s']:,.0f}", details={"loss": result["loss"]}))
         table.put(row, "over first", Cell(over, text=f"{over:.2f}x"))

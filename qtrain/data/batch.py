@@ -7,8 +7,7 @@ from typing import Self
 import numpy as np
 import torch
 
-IGNORED = -100
-"""The label of a position that is not trained on."""
+IGNORED = -100  # the label of a position that is not trained on
 
 
 @dataclass(frozen=True)
@@ -64,16 +63,17 @@ class Batch(TensorBatch):
         """One row per sample; shorter ones are padded at the end with tokens whose labels are ignored."""
         length = max(len(s.tokens) for s in samples)
         tokens = torch.from_numpy(np.stack([_padded(s.tokens, length) for s in samples]).astype(np.int64, copy=False))
-        labels = tokens[:, 1:].clone()
+        labels = tokens[:, 1:].clone()  # [B, S], shifted; a copy, since ignored positions are overwritten
         for row, sample in zip(labels, samples, strict=True):
-            row[len(sample.tokens) - 1 :] = IGNORED
+            row[len(sample.tokens) - 1 :] = IGNORED  # the padding
             if sample.trained is not None:
                 row[: len(sample.trained)][torch.from_numpy(~sample.trained)] = IGNORED
+        # Without any ids attention is over the whole row, and takes a faster kernel.
         doc_ids = None
         if any(s.doc_ids is not None for s in samples):
             ids = [np.zeros(len(s.tokens) - 1, np.int64) if s.doc_ids is None else s.doc_ids for s in samples]
             doc_ids = torch.from_numpy(np.stack([_padded(row, length - 1) for row in ids]))
-        return Batch(tokens[:, :-1].contiguous(), labels, doc_ids)
+        return Batch(tokens[:, :-1].contiguous(), labels, doc_ids)  # input_ids [B, S]
 
     @property
     def size(self) -> int:

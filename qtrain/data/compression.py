@@ -16,21 +16,19 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 CORRUPT = (EOFError, zlib.error, lzma.LZMAError)
 """What decompressing a damaged or truncated file raises, besides OSErrors and ValueErrors."""
 DAMAGED = (OSError, *CORRUPT)
 
-MAX_RECORD = 1 << 28
-"""Bytes of one record at most: a line of JSON, or a row of a .csv file."""
-MAX_DOCUMENT = 1 << 30
-"""Bytes of a file at most that is one document."""
+MAX_RECORD = 1 << 28  # bytes of one record at most: a line of JSON, or a row of a .csv file
+MAX_DOCUMENT = 1 << 30  # bytes of a file at most that is one document
 
 
-def open_decompressed(path: Path, most: int | None = None) -> BinaryIO:
+def open_decompressed(path: Path, max_bytes: int | None = None) -> BinaryIO:
     """The contents of a file that is decoded whole, decompressed where its ending says that it is compressed. Raises
-    OSError; reading raises one of DAMAGED, and OSError after `most` bytes, None: half of the memory."""
-    return io.BufferedReader(_Bounded(_open(path), most), 1 << 20)
+    OSError; reading raises one of DAMAGED, and OSError after `max_bytes`, None: half of the memory."""
+    opened = _OPENERS.get(path.suffix, functools.partial(open, mode="rb"))(path)
+    return io.BufferedReader(_Bounded(opened, max_bytes), 1 << 20)
 
 
 def bounded_lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -44,25 +42,22 @@ def bounded_lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
-class _Bounded(io.RawIOBase):
-    """A file that may be too large to be held in memory, as a few megabytes of it compressed can be."""
+class _Checked(io.RawIOBase):
+    """A file whose contents are checked while they are read. close: closes that file too."""
 
-    def __init__(self, file: BinaryIO, most: int | None):
-        self._file, self._most, self._read = file, most, 0
+    def __init__(self, file: BinaryIO):
+        self._file = file
+
+    def check(self, data: bytes) -> None:
+        """Raise OSError for data, the next of the file, that is not to be read."""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         data = self._file.read(len(buffer))
-        self._read += len(data)
-        if self._read > MAX_DOCUMENT and self._most is None:
-            from qtrain.core.hardware import host_memory  # imports torch
-
-            self._most = max(MAX_DOCUMENT, (host_memory() or 0) // 2)
-        if self._most is not None and self._read > self._most:
-            raise OSError(errno.EFBIG, f"it holds more than {self._most:,} bytes, too many to be read whole; divide it")
-        buffer[: len(data)] = data
+        self.check(data)
+        buffer[: len(data)] = data  # a buffer may be longer than what is left
         return len(data)
 
     def close(self) -> None:
@@ -70,17 +65,69 @@ class _Bounded(io.RawIOBase):
         super().close()
 
 
-def _open(path: Path) -> BinaryIO:
-    match path.suffix:
-        case ".gz":
-            return gzip.open(path)
-        case ".bz2":
-            return bz2.open(path)
-        case ".xz":
-            return lzma.open(path)
-        case ".zst":
-            return _open_zstd(path.open("rb"))
-    return path.open("rb")
+class _Bounded(_Checked):
+    """A file of at most `max_bytes`; None: half of the memory, which is asked for beyond MAX_DOCUMENT."""
+
+    def __init__(self, file: BinaryIO, max_bytes: int | None):
+        super().__init__(file)
+        self._limit, self._read = max_bytes, 0
+
+    def check(self, data: bytes) -> None:
+        self._read += len(data)
+        if self._read > MAX_DOCUMENT and self._limit is None:
+            from qtrain.core.hardware import host_memory  # imports torch
+
+            self._limit = max(MAX_DOCUMENT, (host_memory() or 0) // 2)
+        if self._limit is not None and self._read > self._limit:
+            raise OSError(
+                errno.EFBIG, f"it holds more than {self._limit:,} bytes, too many to be read whole; divide it"
+            )
+
+
+class _BoundedLines(_Checked):
+    """A file of lines of at most MAX_RECORD bytes, unless it is a JSON list, which may be one line."""
+
+    def __init__(self, file: BinaryIO, name: str):
+        super().__init__(file)
+        self._name, self._line, self._is_list = name, 0, None
+
+    def seekable(self) -> bool:
+        return self._file.seekable()
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._line = 0
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def check(self, data: bytes) -> None:
+        if self._is_list is None:
+            self._is_list = data.lstrip().startswith(b"[")
+        newline = data.rfind(b"\n")
+        # Bytes since the last newline: of lines that end within `data` only the first could be longer, by a buffer.
+        self._line = self._line + len(data) if newline < 0 else len(data) - newline - 1
+        if self._line > MAX_RECORD and not self._is_list:
+            raise OSError(errno.EFBIG, f"{self._name} has a line longer than {MAX_RECORD:,} bytes; divide it")
+
+
+def _open_zstd(file: Any, mode: str = "rb", **_: Any) -> BinaryIO:
+    """pyarrow's reader as a file object; Python has its own from 3.14 on."""
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
+
+
+_OPENERS: dict[str, Callable[[Path], BinaryIO]] = {
+    ".gz": gzip.open,
+    ".zst": lambda path: _open_zstd(path.open("rb")),
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+}
+COMPRESSED = tuple(_OPENERS)
+
+
+# ---- what `datasets` reads -------------------------------------------------------------------------------------------
 
 
 def register_openers() -> None:
@@ -96,64 +143,24 @@ def register_openers() -> None:
 
 
 def _open_lines(opener: Callable[..., BinaryIO], file: Any, mode: str = "rb", **options: Any) -> BinaryIO:
+    # fsspec names the file in `path`, Python's own files in `name`.
     opened = opener(file, mode=mode, **options)
     name = getattr(file, "path", None) or getattr(file, "name", "a file")
     return opened if mode[0] in "wax" else io.BufferedReader(_BoundedLines(opened, str(name)), 1 << 20)
 
 
-class _BoundedLines(io.RawIOBase):
-    """A file of lines that may be too long to be held in memory. A JSON list may be one line."""
-
-    def __init__(self, file: BinaryIO, name: str):
-        self._file, self._name, self._line, self._is_list = file, name, 0, None
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return self._file.seekable()
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._line = 0
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._file.read(len(buffer))
-        if self._is_list is None:
-            self._is_list = data.lstrip().startswith(b"[")
-        newline = data.rfind(b"\n")
-        self._line = self._line + len(data) if newline < 0 else len(data) - newline - 1
-        if self._line > MAX_RECORD and not self._is_list:
-            raise OSError(errno.EFBIG, f"{self._name} has a line longer than {MAX_RECORD:,} bytes; divide it")
-        buffer[: len(data)] = data
-        return len(data)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
-def _open_zstd(file: Any, mode: str = "rb", **_: Any) -> BinaryIO:
-    """pyarrow's reader as a file object; Python has its own from 3.14 on."""
-    import pyarrow
-
-    return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
-
-
-MAX_DEPTH = 1000
-"""Levels at most, about those of Python's own parser."""
+MAX_DEPTH = 1000  # levels at most, about those of Python's own parser
 
 
 def depth_of(data: bytes) -> int:
     """The most brackets that are open at a time in a line of JSON, those in strings included."""
     read = np.frombuffer(data, np.uint8)
+    # Brackets in strings count too: an upper bound, in one pass over the bytes without a parser.
     opened = ((read == ord("[")) | (read == ord("{"))).astype(np.int8)
     change = opened - ((read == ord("]")) | (read == ord("}")))
-    level = np.cumsum(change, dtype=np.int32)
+    level = np.cumsum(change, dtype=np.int32)  # open brackets after each byte
     starts = np.concatenate([[0], np.flatnonzero(read[:-1] == ord("\n")) + 1])
+    # Each line starts at 0: an unbalanced one does not add to those after it.
     before = np.where(starts > 0, level[starts - 1], 0)
     return int((np.maximum.reduceat(level, starts) - before).max()) if len(read) else 0
 

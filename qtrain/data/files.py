@@ -16,8 +16,7 @@ from qtrain.data.compression import COMPRESSED
 
 COMPRESSIBLE = (".txt", ".py", ".jsonl", ".json", ".csv")
 SUFFIXES = (*COMPRESSIBLE, ".parquet", ".arrow")
-NAMED_ONLY = (".json", ".csv")
-"""Not taken from a folder, where they mostly are settings and tables beside the text."""
+NAMED_ONLY = (".json", ".csv")  # not taken from a folder, where they mostly are settings and tables, not text
 STDLIB = "python:stdlib"
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 SPLITS = ("all", "train", "validation")
@@ -45,6 +44,7 @@ def match_files(entry: str, suffixes: Iterable[str], flag: str, fix: str = "") -
     """The files of a path, a glob (`**` allowed) or a folder, sorted. UserError, with `fix`, when there are none."""
     suffixes = tuple(suffixes)
     path = data_path(entry, flag)
+    # A folder is walked and not globbed: names that start with a dot, and unreadable folders, are seen.
     if path.is_dir():
         taken = set(suffixes) - set(NAMED_ONLY)
         root, found = path, sorted(Path(p) for p in files_below(path, flag) if format_of(Path(p)) in taken)
@@ -56,6 +56,7 @@ def match_files(entry: str, suffixes: Iterable[str], flag: str, fix: str = "") -
             )
         root, found = path.parent, [path]
     elif glob.has_magic(entry):
+        # The part before the first wildcard is what `relative`, and so the split, does not depend on.
         first_magic = next(i for i, part in enumerate(path.parts) if glob.has_magic(part))
         root, found = Path(*path.parts[:first_magic]), [p for p in map(Path, matches(path)) if format_of(p) in suffixes]
     else:
@@ -84,6 +85,7 @@ def files_below(folder: Path, flag: str) -> list[str]:
         raise UserError(f"{flag}: cannot read the folder {error.filename}: {error.strerror}.")
 
     found = []
+    # In place: os.walk then descends in this order.
     for where, folders, names in os.walk(folder, onerror=refuse):
         folders.sort()
         found += [os.path.join(where, name) for name in sorted(names)]
@@ -97,6 +99,7 @@ def matches(pattern: str | Path) -> list[str]:
     for path in sorted(glob.glob(str(pattern), recursive=True)):
         if not os.path.isdir(path):
             folder, name = os.path.split(path)
+            # A link of a file with another name is another file: only its folder is resolved.
             found.setdefault((os.path.realpath(folder), name), path)
     return list(found.values())
 
@@ -131,7 +134,7 @@ def text_files(paths: str | list[str], split: str, validation_fraction: float, f
     found: dict[Path, TextFile] = {}
     for entry in as_list(paths):
         for file in stdlib_files(flag) if entry == STDLIB else match_files(entry, SUFFIXES, flag):
-            found.setdefault(file.path, file)
+            found.setdefault(file.path, file)  # a file that two entries match is read once
     if not found:
         raise UserError(f"{flag}: the list of files is empty; give paths, globs, folders or {STDLIB!r}.")
     kept = [f for f in found.values() if split == "all" or split == split_of(f.relative, validation_fraction)]
@@ -146,5 +149,6 @@ def text_files(paths: str | list[str], split: str, validation_fraction: float, f
 def split_of(key: str, validation_fraction: float) -> str:
     """'train' or 'validation' for an item by a hash of its key alone, so that no other item can move it."""
     data = key.encode(errors="surrogatepass")  # a file's name need not be UTF-8
+    # 64 bits of a hash of the key alone
     uniform = int.from_bytes(hashlib.sha256(data).digest()[:8], "little") / 2**64
     return "validation" if uniform < validation_fraction else "train"

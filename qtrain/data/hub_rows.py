@@ -39,8 +39,7 @@ def valid_unicode(text: str) -> str:
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
-BEGINNING = 1 << 20
-"""Bytes at the start of a file whose lines are counted."""
+BEGINNING = 1 << 20  # bytes at the start of a file whose lines are counted
 
 
 def estimate_rows(files: Iterable[str]) -> float | None:
@@ -75,8 +74,7 @@ def reader_of(path: str) -> str | None:
     return READERS.get(Path(name.stem).suffix if name.suffix in COMPRESSED else name.suffix)
 
 
-MAX_COLUMNS = 10_000
-"""Of a .csv file."""
+MAX_COLUMNS = 10_000  # of a .csv file
 
 FIX = "Check the name, or use local files, which need no network (dataset type text, or tokenize_data.py --files)."
 
@@ -131,6 +129,7 @@ class RowSource:
                 fix = 'To divide the rows of a file, give "part" instead.' if self.records and self._is_local() else ""
                 raise unknown_name(flag, f"split of {self.name!r}", self.split, map(str, splits), fix)
             rows = splits[self.split]
+            # A first row tells columns and types: of a stream the library often does not know them.
             first = next(iter(rows), None)
         if first is None:
             raise UserError(f"{flag}: the dataset {self.name!r} has no rows in the split {self.split!r}.")
@@ -140,6 +139,7 @@ class RowSource:
                 raise missing_column(flag, f"the dataset {self.name!r}", column, list(first), fix)
             if not self.records and not isinstance(first[column], str | None):
                 raise UserError(f"{flag}: the column {column!r} of {self.name!r} is not text.")
+        # Other columns are not decoded, which saves most of the time of wide tables.
         return rows.select_columns(list(self.columns))
 
     def n_rows(self, flag: str) -> int | None:
@@ -165,12 +165,14 @@ class RowSource:
     def reading(self, flag: str) -> Iterator[None]:
         """Wrap any reading of this source: failures of the hub and of the library become one UserError."""
         what = f"the dataset {self.name!r}"
+        # Errors of the hub are told apart only where it is asked: a local file has no network to check.
         local = self._is_local() and not any("://" in file for file in self._files())
         with contextlib.nullcontext() if local else reaching_hub(flag, what, self.fix):
             try:
                 yield
             except StopIteration:  # the library's, from a file without rows
                 raise UserError(f"{flag}: {what} cannot be read: a file of it is empty.") from None
+            # The library names the subsets in its message, not in an attribute.
             except (ValueError, RuntimeError, *CORRUPT, zipfile.BadZipFile) as error:  # pyarrow's are ValueErrors
                 if found := re.search(r"Available: (\[.*\])", str(error)):
                     names = re.findall(r"'([^']+)'", found.group(1))
@@ -244,15 +246,14 @@ class RowReader:
     def estimated_rows(self) -> float | None:
         return self._source.estimated_rows(self._flag)
 
-    def _shards_of(self, epoch: int) -> list[int]:
-        return Permutation(self.shards, self._seed, epoch).all().tolist() if self._shuffle else [*range(self.shards)]
-
     def _open(self, cursor: Mapping[str, Any]) -> None:
         self._cursor = dict(cursor)
-        self._order = self._shards_of(cursor["epoch"])
+        shuffled = Permutation(self.shards, self._seed, cursor["epoch"]).all().tolist() if self._shuffle else None
+        self._order = shuffled or [*range(self.shards)]
         self._open_shard()
 
     def _open_shard(self) -> None:
+        # As many shards as files: each is one file.
         self._shard = self._dataset.shard(self.shards, self._order[self._cursor["shard"]])
         if self._cursor["state"] is not None:
             self._shard.load_state_dict(self._cursor["state"])
@@ -262,6 +263,7 @@ class RowReader:
         """Up to `count` texts or records from `cursor` on, and the cursor after them. Fewer than `count` only at the
         end of an epoch, where the cursor is the start of the next one."""
         with self._source.reading(self._flag):
+            # Reading on from where the last call stopped, the usual case, keeps the open shard.
             if cursor != self._cursor:
                 self._open(cursor)
             at, texts = self._cursor, []
@@ -270,12 +272,13 @@ class RowReader:
                 if row is not None:
                     texts.append(dict(row) if self._source.records else self._text(row))
                     at["row"] += 1
-                elif at["shard"] + 1 < len(self._order):
+                elif at["shard"] + 1 < len(self._order):  # the shard has ended
                     at |= {"shard": at["shard"] + 1, "row": 0, "state": None}
                     self._open_shard()
                 else:
                     self._cursor = None
                     return texts, {**self.first_cursor(), "epoch": at["epoch"] + 1}
+            # Once a call, not once a row: it is a deep copy.
             at["state"] = self._shard.state_dict()
         return texts, dict(at)
 

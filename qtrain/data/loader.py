@@ -34,8 +34,7 @@ from qtrain.core.process import GROUP_SIGNALS, prepare_process
 from qtrain.data.batch import Batch, TensorBatch
 from qtrain.data.stream import Stream
 
-Item = tuple[TensorBatch, dict[str, Any]]
-"""A batch and the position right after it."""
+Item = tuple[TensorBatch, dict[str, Any]]  # A batch and the position right after it
 
 T = TypeVar("T")
 
@@ -44,6 +43,7 @@ class PrefetchThread(Generic[T]):
     """Runs an iterator ahead in a daemon thread. An exception of the iterator is raised by `get`, once."""
 
     def __init__(self, items: Iterator[T], prefetch: int):
+        # Bounded: the producer waits when the training loop is slower.
         self._queue: queue.Queue[T | BaseException] = queue.Queue(maxsize=prefetch)
         self._stop = threading.Event()
         self._ended = False
@@ -63,7 +63,7 @@ class PrefetchThread(Generic[T]):
     def _put(self, item: T | BaseException) -> bool:
         while not self._stop.is_set():
             try:
-                self._queue.put(item, timeout=0.1)
+                self._queue.put(item, timeout=0.1)  # not without a timeout: `close` could not end it
                 return True
             except queue.Full:
                 continue
@@ -79,6 +79,7 @@ class PrefetchThread(Generic[T]):
         if self._ended:
             raise StopIteration
         item = self._queue.get()
+        # After all items that were produced before the error.
         if isinstance(item, BaseException):
             self._ended = True
             raise item
@@ -99,6 +100,7 @@ class PrefetchProcess(PrefetchThread[Item]):
     They are pickled here: torch would send tensors among them through /dev/shm, which may be read-only or full."""
 
     def __init__(self, produce: Callable[..., Iterator[Item]], args: tuple, prefetch: int = 2):
+        # The child imports the module of `produce` by name, so that is a function of a module.
         context = multiprocessing.get_context("spawn")  # a forked process may not use the thread pools of its parent
         receiver, sender = context.Pipe(duplex=False)
         self.process = context.Process(
@@ -109,6 +111,7 @@ class PrefetchProcess(PrefetchThread[Item]):
         super().__init__(_receive(receiver), prefetch)
 
     def close(self) -> None:
+        # SIGKILL: it may be in the middle of a read of the network, and holds nothing to be saved
         self.process.kill()
         self.process.join()
         super().close()
@@ -180,6 +183,7 @@ def _serve(sender: Connection, pickled: bytes) -> None:
 
 
 def _send(sender: Connection, batch: TensorBatch, position: dict[str, Any]) -> None:
+    # Shapes and dtypes first; the bytes follow, one message a tensor.
     sender.send((batch.each(lambda t: t.to("meta")), position))
     for tensor in batch.tensors():
         sender.send_bytes(memoryview(tensor.contiguous().numpy()).cast("B"))
@@ -187,6 +191,7 @@ def _send(sender: Connection, batch: TensorBatch, position: dict[str, Any]) -> N
 
 def _receive(receiver: Connection) -> Iterator[Item]:
     def filled(shape: torch.Tensor) -> torch.Tensor:
+        # Received in place: one copy, from the pipe.
         array = np.empty(shape.shape, torch.empty(0, dtype=shape.dtype).numpy().dtype)
         receiver.recv_bytes_into(memoryview(array).cast("B"))
         return torch.from_numpy(array)
@@ -238,6 +243,7 @@ def batches(stream: Stream, micro_batch_size: int, rank: int = 0, ranks: int = 1
     over at the end are dropped."""
     while True:
         try:
+            # Samples of lower ranks, its own, samples of higher ranks.
             stream.skip(rank * micro_batch_size)
             samples = [stream.next_sample() for _ in range(micro_batch_size)]
             stream.skip((ranks - 1 - rank) * micro_batch_size)

@@ -18,7 +18,7 @@ Word = TypeVar("Word", int, np.ndarray)
 
 def _mix(x: Word) -> Word:
     """The 64-bit finalizer of SplitMix64 (Steele, Lea, Flood 2014); Python integers and uint64 arrays alike."""
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK  # MASK: Python integers do not overflow, uint64 arrays do
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & MASK
     return x ^ (x >> 31)
 
@@ -42,12 +42,13 @@ class Permutation:
     def __init__(self, n: int, *key: int):
         assert n >= 1
         self.n = n
-        bits = max((n - 1).bit_length(), 2)
+        bits = max((n - 1).bit_length(), 2)  # at least one bit in each half
         self._low_bits, self._high_bits = bits // 2, bits - bits // 2
-        self._keys = [hash64(*key, n, r) for r in range(ROUNDS)]
+        self._keys = [hash64(*key, n, r) for r in range(ROUNDS)]  # one round key each
 
     def _network(self, x: Word) -> Word:
         low_mask, high_mask = (1 << self._low_bits) - 1, (1 << self._high_bits) - 1
+        # Halves of unequal width where `bits` is odd: each is masked to its own.
         low, high = x & low_mask, x >> self._low_bits
         for even, odd in zip(self._keys[::2], self._keys[1::2], strict=True):
             low = low ^ (_mix(high ^ even) & low_mask)
@@ -58,6 +59,7 @@ class Permutation:
         """The item at place `index` of the shuffled order."""
         assert 0 <= index < self.n
         index = self._network(index)
+        # cycle walking; ends, since the network is a bijection
         while index >= self.n:
             index = self._network(index)
         return index
@@ -66,5 +68,5 @@ class Permutation:
         """The whole permutation, int64 [n]: the values of all indices, vectorized."""
         values = self._network(np.arange(self.n, dtype=np.uint64))
         while len(outside := np.flatnonzero(values >= self.n)):
-            values[outside] = self._network(values[outside])
+            values[outside] = self._network(values[outside])  # expected: under half of them are outside
         return values.astype(np.int64)

@@ -41,8 +41,7 @@ class StreamContext:
     micro_batch_size: int = 1
 
 
-ESTIMATED_FROM = 256
-"""Documents or rows that `Stream.estimated_samples` reads."""
+ESTIMATED_FROM = 256  # documents or rows that `Stream.estimated_samples` reads
 
 
 class Stream(ABC):
@@ -112,12 +111,13 @@ DATASETS: Registry[Dataset] = Registry(
 def open_stream(spec: Mapping[str, Any], ctx: StreamContext, flag: str) -> Stream:
     """Open the dataset that the JSON `spec` of `flag` describes. Raises UserError naming `flag`."""
     stream = DATASETS.make_typed(spec, flag).open(ctx, flag)
+    # Pickled to the data process, which opens the files itself.
     stream.reopen = functools.partial(open_stream, spec, ctx, flag)
     return stream
 
 
 def dataset_tokenizer(spec: Mapping[str, Any], flag: str) -> Tokenizer | None:
-    """The tokenizer of the dataset that `spec` describes: named in it, or stored beside its token shards."""
+    """The tokenizer of the dataset that `spec` describes: named in it, or stored with its token shards."""
     return DATASETS.make_typed(spec, flag).load_tokenizer(flag)
 
 
@@ -192,6 +192,7 @@ def eval_batches(
 ) -> EvalWindows:
     """Up to `n_sequences` windows in a fixed shuffled order, in batches, of which the last may be smaller. Raises
     UserError when there is no window."""
+    # Not the run's seed: losses of runs with different seeds are over the same windows.
     whole = dataclasses.replace(ctx, seed=EVALUATION_SEED, shuffle=True, epochs=1)
     stream, samples = open_stream(spec, whole, flag), []
     try:

@@ -5,13 +5,13 @@ import json
 import pytest
 
 from qtrain.bench import scaling
-from qtrain.bench.scaling import ScalingSettings, main, make_cells
+from qtrain.bench.scaling import ScalingSettings, main, scaling_cells
 from qtrain.core.config import parse
 from qtrain.core.errors import UserError
 
 
 def cells(*flags: str):
-    return [*make_cells(parse(ScalingSettings, [*flags], "-m qtrain.bench.scaling"))]
+    return [*scaling_cells(parse(ScalingSettings, [*flags], "-m qtrain.bench.scaling"))]
 
 
 def test_every_number_of_gpus_is_checked_before_it_is_timed():
@@ -89,6 +89,13 @@ def test_a_call_goes_on_where_the_last_one_stopped(tmp_path, monkeypatch, capsys
     assert "1,800; 900; 2.0" in table and "100% on 2" in table and "out of memory" in table
     record = json.loads(path.read_text())
     assert len(record["cells"]) == 5 and record["tables"][0]["rows"]
+
+
+def test_without_a_checkout_nothing_is_checked_and_that_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(scaling, "ROOT", tmp_path)
+    settings = parse(ScalingSettings, [], "-m qtrain.bench.scaling")
+    found = scaling.run(scaling.ScalingCell("check on 2", 2), settings, "cpu")
+    assert scaling.summary(found).startswith("not checked: benchmarks/mesh_equality.py")
 
 
 @pytest.mark.sweep

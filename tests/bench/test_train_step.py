@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qtrain.bench import train_step
-from qtrain.bench.train_step import TrainStepSettings, main, make_cells, run_apart, time_training
+from qtrain.bench.train_step import TrainStepSettings, main, run_apart, step_cells, time_training
 from qtrain.core.config import parse
 from qtrain.core.errors import UserError
 from qtrain.train.assembly import language_architecture
@@ -36,7 +36,7 @@ def settings(*flags: str) -> TrainStepSettings:
 
 def cells(tiny: str, *flags: str):
     small = ["--batch_size", "2", "--seq_len", "16", "--n_steps", "2", "--no_compile", "--device", "cpu"]
-    return make_cells(settings("--models", tiny, *small, *flags))
+    return step_cells(settings("--models", tiny, *small, *flags))
 
 
 def test_a_cell(tiny):
@@ -89,7 +89,7 @@ def test_a_model_has_settings_of_its_own(tiny):
 )
 def test_bad_input(flags, message):
     with pytest.raises(UserError, match=message):
-        make_cells(settings(*flags))
+        step_cells(settings(*flags))
 
 
 def test_out_of_memory_is_a_reason(tiny, monkeypatch):

@@ -48,6 +48,7 @@ class _Watch:
 
     @contextlib.contextmanager
     def limit(self, seconds: float) -> Iterator[None]:
+        # The thread that renders; of a data process it is not the main one, so no signal could end it.
         thread = threading.get_ident()
         with self._lock:
             self._left[thread] = round(seconds / TICK)
@@ -76,11 +77,9 @@ CHAT_TEMPLATES = {
 }
 """Named templates, for tokenizers that have none."""
 
-RENDER_SECONDS = 10
-"""How long a template may render one conversation. Milliseconds are usual."""
+RENDER_SECONDS = 10  # how long a template may render one conversation. Milliseconds are usual.
 
-ROLE_ALIASES = {"human": "user", "gpt": "assistant"}
-"""ShareGPT's names of roles."""
+ROLE_ALIASES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names of roles
 
 
 @DATASETS.register("chat")
@@ -113,25 +112,26 @@ class ChatRenderer(Renderer):
 
     def __init__(self, template: str, column: str, tokenizer: Tokenizer, flag: str):
         self._template, self._column, self._flag = template, column, flag
-        self._of = "chat template" if template in CHAT_TEMPLATES.values() else f"chat template of {tokenizer.name!r}"
+        self._kind = "chat template" if template in CHAT_TEMPLATES.values() else f"chat template of {tokenizer.name!r}"
         self.columns = (column,)
         ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
         self._tokens = {name: "" if i is None else tokenizer.decode([i]) for name, i in ids.items()}
 
     def segments(self, row: Mapping[str, Any]) -> list[Segment]:
         messages = self._messages(row[self._column])
+        # `at`: how much of the rendered text is in segments
         whole, segments, at = self._render(messages, False), [], 0
         for turn, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            start = self._render(messages[:turn], True)
-            end = self._render(messages[: turn + 1], False)
+            start = self._render(messages[:turn], True)  # up to the opening of the answer
+            end = self._render(messages[: turn + 1], False)  # with the answer and what closes it
             if not (whole.startswith(end) and end.startswith(start) and len(start) >= at):
                 raise UserError(
                     f"{self._flag}: this chat template rewrites earlier turns, so the assistant's text cannot be told "
                     'apart. Use another, such as "template":"chatml".'
                 )
-            answered = bool(message["content"].strip())
+            answered = bool(message["content"].strip())  # an empty answer would teach to end at once
             segments += [Segment(whole[at : len(start)], False), Segment(end[len(start) :], answered)]
             at = len(end)
         return [*segments, Segment(whole[at:], False)] if at < len(whole) or not segments else segments
@@ -164,10 +164,10 @@ class ChatRenderer(Renderer):
                 )
         except TimeIsUp:
             raise UserError(
-                f"{self._flag}: the {self._of} takes more than {RENDER_SECONDS} s for one conversation; its loops have "
-                'no end in sight. Use another, such as "template":"chatml".'
+                f"{self._flag}: the {self._kind} takes more than {RENDER_SECONDS} s for one conversation; its loops "
+                'have no end in sight. Use another, such as "template":"chatml".'
             ) from None
         except Exception as error:  # a template is code: it may divide by zero, or recurse without end
             reason = first_line(error)
-            raise UserError(f"{self._flag}: the {self._of} refuses a conversation: {reason}.") from None
+            raise UserError(f"{self._flag}: the {self._kind} refuses a conversation: {reason}.") from None
         return rendered[0]

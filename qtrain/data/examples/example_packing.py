@@ -25,18 +25,19 @@ class Example:
         return Example(self.ids[:length], self.trained[:length])
 
 
-def pack(examples: Sequence[Example], seq_len: int, pad_id: int) -> list[Sample]:
+def pack_examples(examples: Sequence[Example], seq_len: int, pad_id: int) -> list[Sample]:
     """Samples of seq_len+1 tokens, padded with `pad_id`; no example may be longer."""
     free: list[tuple[int, int]] = []  # (tokens free, index) of every sample, ascending
     members: list[list[Example]] = []
     for example in sorted(examples, key=lambda e: -len(e.ids)):
-        at = bisect.bisect_left(free, (len(example.ids), -1))
+        at = bisect.bisect_left(free, (len(example.ids), -1))  # the fullest sample that has room
         if at < len(free):
             room, index = free.pop(at)
         else:
             room, index = seq_len + 1, len(members)
             members.append([])
         members[index].append(example)
+        # A sample without room stays in the list: no example is empty, so none is put into it.
         bisect.insort(free, (room - len(example.ids), index))
     return [_packed(row, seq_len, pad_id) for row in members]
 
@@ -51,10 +52,10 @@ def _packed(row: Sequence[Example], seq_len: int, pad_id: int) -> Sample:
         tokens[start:end], trained[start:end], doc_ids[start:end] = example.ids, example.trained, index
         trained[start] = False  # no token of its document predicts it
         start = end
-    return Sample(tokens, trained[1:], doc_ids[:-1])
+    return Sample(tokens, trained[1:], doc_ids[:-1])  # labels and positions of the first S tokens
 
 
-def pad(examples: Sequence[Example], multiple: int, group_size: int, pad_id: int) -> list[list[Sample]]:
+def pad_examples(examples: Sequence[Example], multiple: int, group_size: int, pad_id: int) -> list[list[Sample]]:
     """Groups of samples of similar length: one example each, padded to the group's next multiple, plus one."""
     ordered = sorted(examples, key=lambda e: len(e.ids))
     groups = [ordered[start : start + group_size] for start in range(0, len(ordered), group_size)]

@@ -14,7 +14,7 @@ import numpy as np
 from qtrain.core.checks import Range
 from qtrain.core.errors import UserError
 from qtrain.data.batch import Sample
-from qtrain.data.examples.example_packing import Example, pack, pad
+from qtrain.data.examples.example_packing import Example, pack_examples, pad_examples
 from qtrain.data.files import split_of
 from qtrain.data.hub_rows import RowReader, RowSource, valid_unicode
 from qtrain.data.permutation import Permutation
@@ -210,12 +210,14 @@ class ExampleStream(Stream):
         examples, counts = self._examples(rows)
         if not examples:
             return [], after, counts
+        # Shuffled below by group: samples of one micro-batch keep a similar length.
         if ctx.seq_len_multiple:
-            groups = pad(examples, ctx.seq_len_multiple, ctx.micro_batch_size, self._tokenizer.eos_id)
+            groups = pad_examples(examples, ctx.seq_len_multiple, ctx.micro_batch_size, self._tokenizer.eos_id)
         else:
-            groups = [[sample] for sample in pack(examples, ctx.seq_len, self._tokenizer.eos_id)]
+            groups = [[sample] for sample in pack_examples(examples, ctx.seq_len, self._tokenizer.eos_id)]
         order = range(len(groups))
         if ctx.shuffle:
+            # keyed by where the window starts: any window can be made without those before it
             order = Permutation(len(groups), ctx.seed, cursor["epoch"], cursor["shard"], cursor["row"]).all().tolist()
         return [sample for index in order for sample in groups[index]], after, counts
 
@@ -224,12 +226,14 @@ class ExampleStream(Stream):
         rendered = list(self._options.render(rows, self._renderer))
         usable = list(filter(has_target, rendered))
         counts |= {"read": len(rendered), "empty": len(rendered) - len(usable)}
+        # One call for the whole window: the tokenizer may use several threads.
         encoded = iter(self._tokenizer.encode_batch([segment.text for segments in usable for segment in segments]))
         examples = []
         for segments in usable:
             example = self._example(segments, [next(encoded) for _ in segments])
             if len(example.ids) > longest:
                 example = example.cut(longest)
+                # A cut example whose answer is gone would teach nothing.
                 kept = self._options.too_long == "cut" and bool(example.trained[1:].any())
                 counts["cut" if kept else "dropped"] += 1
                 if not kept:
@@ -243,6 +247,6 @@ class ExampleStream(Stream):
         end = [self._tokenizer.eos_id] if self._renderer.needs_end_token(segments) else []
         everything = self._options.train_on_all
         stretches = [(begin, everything), *zip(encoded, (s.trained or everything for s in segments), strict=True)]
-        stretches.append((end, True))
+        stretches.append((end, True))  # the end token is always learned
         ids = np.array([i for stretch, _ in stretches for i in stretch], dtype=np.int64)
         return Example(ids, np.array([trained for stretch, trained in stretches for _ in stretch], dtype=bool))

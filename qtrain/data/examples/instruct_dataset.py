@@ -47,6 +47,7 @@ class Text:
         self._fields: list[tuple[str, str | None]] = []
         try:
             for literal, name, spec, conversion in string.Formatter().parse(template):
+                # A format or an attribute would let a template do more than insert text.
                 if name is not None and (spec or conversion or not name or set(name) & set(".[]{}")):
                     raise ValueError(f"braces may contain only the name of a column, not {name!r}")
                 self._fields.append((literal, name))
@@ -67,6 +68,7 @@ class Text:
         """The same text as a Jinja template, with a Jinja expression in place of each column."""
         parts = []
         for literal, name in self._fields:
+            # A JSON string is a Jinja string: the literal text needs no other escape.
             parts += [json.dumps(literal, ensure_ascii=False), *([expression] if name else [])]
         return "".join(f"{{{{ {part} }}}}" for part in parts)
 

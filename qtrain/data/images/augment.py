@@ -93,6 +93,7 @@ def restored_generators() -> Iterator[None]:
 
 def seed_generators(*parts: int) -> None:
     """Seed the global generators of the CPU from a hash of `parts`."""
+    # one hash for all three generators, each takes as many bits as it has
     seed = hash64(*parts)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -117,6 +118,7 @@ class ImageTransform:
             names = ("auto_augment", "scale", "ratio", "hflip", "vflip", "color_jitter", "re_prob")
             options |= {"is_training": True, **{name: getattr(augmentation, name) for name in names}}
         try:
+            # Some transforms draw when they are made.
             with restored_generators():
                 self._transform: Callable[[Image.Image], Tensor] = create_transform(**options)
         except (AssertionError, KeyError, ValueError, IndexError, AttributeError, NotImplementedError):
@@ -170,4 +172,5 @@ class Mixer:
 
         if self._mixes:
             return self._mixup(images, labels)
+        # fp32 [B, classes]: one-hot, smoothed
         return images, mixup_target(labels, self._classes, smoothing=self._smoothing)

@@ -26,8 +26,7 @@ from qtrain.data.stream import check_position
 
 Item = tuple["ImageBatch", dict[str, int]]
 
-PREFETCH = 2
-"""Micro-batches that are decoded ahead, or produced ahead by a process."""
+PREFETCH = 2  # micro-batches that are decoded ahead, or produced ahead by a process
 DECODING_THREADS = 4
 MIXING = 1  # separates the seeds of mixing from those of images
 
@@ -57,11 +56,12 @@ class BatchMaker:
     ):
         self.images, self.seed, self.micro_batch_size, self.batch_size = images, seed, micro_batch_size, batch_size
         self._transform, self._mixer = transform, mixer
-        self.per_epoch = len(images) // batch_size * (batch_size // micro_batch_size)
+        self.per_epoch = len(images) // batch_size * (batch_size // micro_batch_size)  # micro-batches of whole batches
 
     def members(self, index: int) -> list[int]:
         """The images of micro-batch `index`."""
         epoch, place = divmod(index, self.per_epoch)
+        # A new one for each epoch; what an epoch drops at its end differs too.
         order = Permutation(len(self.images), self.seed, epoch)
         return [order(i) for i in range(place * self.micro_batch_size, (place + 1) * self.micro_batch_size)]
 
@@ -74,9 +74,9 @@ class BatchMaker:
         with restored_generators():
             tensors = []
             for i, image in zip(members, decoded, strict=True):
-                seed_generators(self.seed, epoch, i)
+                seed_generators(self.seed, epoch, i)  # by image and epoch: not by batch size, rank or worker
                 tensors.append(self._augmented(i, image))
-            seed_generators(self.seed, index, MIXING, len(self.images))
+            seed_generators(self.seed, index, MIXING, len(self.images))  # mixing pairs images of one micro-batch
             labels = torch.from_numpy(self.images.labels[members])
             batch = ImageBatch(*self._mixer(torch.stack(tensors), labels))
         return batch, self.position(next_index)
@@ -124,6 +124,7 @@ class ImageLoader(PrefetchLoader):
     ):
         start = 0 if position is None else maker.find(position, flag)
         if num_workers:
+            # Worker n produces every num_workers-th step's micro-batch; they are taken in turn.
             ranges = [(maker, start + n * ranks, num_workers * ranks, rank, ranks) for n in range(num_workers)]
             super().__init__([PrefetchProcess(_every_nth, args, PREFETCH) for args in ranges])
         else:

@@ -27,9 +27,11 @@ class _Rows(Images):
 
         feature = rows.features[label_column]
         if rows.features[image_column] == datasets.Image():
+            # Bytes as stored: decoding is done here, with our own limits and messages.
             rows = rows.cast_column(image_column, datasets.Image(decode=False))
         self._rows = rows.select_columns([image_column])
         self._column, self._what, self._flag = image_column, what, flag
+        # All labels at once, without decoding an image.
         values = rows.with_format("arrow").select_columns([label_column])[:][label_column]
         if values.null_count:
             raise UserError(f"{flag}: the column {label_column!r} of {what} has rows without a label.")

@@ -1,4 +1,4 @@
-"""Web datasets: images in tar files, each beside a file of the same stem that holds its label.
+"""Web datasets: images in tar files, each with a file of the same stem that holds its label.
 
 Opening a set indexes the offsets of all members. So images can be shuffled over the whole set and a run can resume at
 any of them, which a stream through the tar files cannot do.
@@ -47,7 +47,7 @@ class _Tars(Images):
 @IMAGE_SETS.register("wds")
 @dataclass(frozen=True)
 class WebDataset(ImageSet):
-    """Web dataset: tar files of images, each beside a .cls file (or a .json file with "label"); local, or of the hub"""
+    """Web dataset: tar files of images, each with a .cls file (or a .json file with "label"); local, or of the hub"""
 
     paths: str | list[str] = ()
     """local tar files or globs"""
@@ -104,6 +104,7 @@ def _members(path: Path, flag: str) -> Iterator[tuple[int, int, int]]:
                 stem, dot, ending = member.name.rpartition(".")
                 if not member.isfile():
                     continue
+                # Where its bytes are: images are read again without the tar's index.
                 if dot + ending.lower() in ENDINGS:
                     images[stem] = (member.offset_data, member.size)
                 elif ending == "cls" or (ending == "json" and stem not in labels):
@@ -111,6 +112,7 @@ def _members(path: Path, flag: str) -> Iterator[tuple[int, int, int]]:
                     if label is not None:
                         labels[stem] = label
             with path.open("rb") as file:
+                # A tar ends with blocks of zeros; tarfile takes the end of the file for the end of the archive.
                 file.seek(tar.offset)
                 if file.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:
                     raise tarfile.ReadError("its end is missing: it is truncated")

@@ -18,8 +18,7 @@ from qtrain.core.errors import UserError, first_line
 from qtrain.core.reading import refuse_special
 from qtrain.core.registry import Registry
 
-MAX_PIXELS = 2**27
-"""Pixels of an image at most: above it PIL suspects a decompression bomb."""
+MAX_PIXELS = 2**27  # pixels of an image at most: above it PIL suspects a decompression bomb
 
 
 class Images(ABC):
@@ -91,7 +90,7 @@ def decode(source: bytes | Path, name: str, flag: str) -> Image.Image:
         refuse_special(source, flag)
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
-            if image.width * image.height > MAX_PIXELS:
+            if image.width * image.height > MAX_PIXELS:  # from the header: nothing is decoded yet
                 raise UserError(f"{flag}: {name} has {image.width:,} x {image.height:,} pixels, which is too large.")
             return load_pixels(image)
     except UserError:

@@ -68,7 +68,7 @@ class ImageFolder(ImageSet):
                 raise UserError(
                     f"{flag}: the class {name!r} has no image files ({', '.join(ENDINGS[:4])}, ...) in {root}."
                 )
-            files += [os.path.relpath(path, root) for path in found]
+            files += [os.path.relpath(path, root) for path in found]  # relative, which is shorter to pickle
             labels += [label] * len(found)
         return _Folder(root, classes, files, labels, flag)
 
@@ -86,8 +86,7 @@ def _refuse_splits_as_classes(root: Path, flag: str) -> None:
         )
 
 
-HELD_OUT = 360
-"""Images of the validation split, always the same of the 1,797."""
+HELD_OUT = 360  # images of the validation split, always the same of the 1,797
 
 
 class _Digits(Images):
@@ -116,6 +115,7 @@ class Digits(ImageSet):
         except ImportError:
             raise missing_package("sklearn", f"{flag} sklearn:digits", "scikit-learn") from None
         digits = load_digits()
+        # Key 0, not the run's seed: the held-out images are the same in every run.
         order = Permutation(len(digits.target), 0).all()
         chosen = order[:HELD_OUT] if self.split == "validation" else order[HELD_OUT:]
         pixels = np.round(digits.images[chosen] * (255 / 16)).astype(np.uint8)  # 17 gray levels

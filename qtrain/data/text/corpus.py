@@ -51,6 +51,7 @@ class LocalCorpus:
         files = text_files(paths, split, validation_fraction, flag)
         self._documents = Documents(files, text_column, flag)
         self.n_documents = len(self._documents)
+        # Names and sizes, not contents: hashing a corpus would take as long as tokenizing it.
         sizes = "".join(f"{file.relative}\0{file.path.stat().st_size}\n" for file in files)
         self.fingerprint = hashlib.sha256(sizes.encode(errors="surrogatepass")).hexdigest()[:16]
 
@@ -65,6 +66,7 @@ class LocalCorpus:
             yield {"document": start}, texts
 
     def sample(self) -> Iterator[str]:
+        # Shuffled: a tokenizer that is trained on the first texts sees all folders.
         order = DocumentOrder(self._documents, seed=0, shuffle=True)
         return (self._documents.read(order(0, place)) for place in range(self.n_documents))
 

@@ -16,8 +16,7 @@ from qtrain.data.files import format_of
 if TYPE_CHECKING:
     import pyarrow
 
-CHUNK_CHARACTERS = 1 << 26
-"""Of texts that become one chunk of a column."""
+CHUNK_CHARACTERS = 1 << 26  # of texts that become one chunk of a column
 
 
 def is_decoded_whole(path: Path) -> bool:
@@ -28,8 +27,7 @@ def is_decoded_whole(path: Path) -> bool:
 
 TextOf = Callable[[Any, str], str]
 """The text of a record, given as a line of JSON (bytes) or decoded, and its place for messages."""
-Check = Callable[[str, list[str]], None]
-"""Refuses the columns of a place that lack the one asked for."""
+Check = Callable[[str, list[str]], None]  # refuses the columns of a place that lack the one asked for
 
 
 def text_column(path: Path, column: str, text_of: TextOf, check: Check, flag: str) -> "pyarrow.ChunkedArray":
@@ -38,10 +36,10 @@ def text_column(path: Path, column: str, text_of: TextOf, check: Check, flag: st
 
     try:
         match format_of(path):
-            case ".arrow":
-                return _column(_mapped(path), path, column, check, flag)
-            case ".csv":
-                return _column(_csv(path, column), path, column, check, flag)
+            case ".arrow" | ".csv" as form:
+                table = _mapped(path) if form == ".arrow" else _csv(path, column)
+                check_text_column(table.schema, path, column, check, flag)
+                return table[column]
             case ".json":
                 return _in_chunks(_json_texts(path, text_of))
             case _:
@@ -64,6 +62,7 @@ def _in_chunks(texts: Iterator[str]) -> "pyarrow.ChunkedArray":
     """A column of texts of any number: of those of one chunk only, Python's strings are in memory too."""
     import pyarrow
 
+    # Python's strings take several times the memory of Arrow's: at most one chunk is held as such.
     chunks, held, size = [], [], 0
     for text in texts:
         held.append(text)
@@ -87,14 +86,14 @@ def _json_texts(path: Path, text_of: TextOf) -> Iterator[str]:
     return _line_texts(io.BytesIO(data), path, text_of)
 
 
-def _column(table: "pyarrow.Table", path: Path, column: str, check: Check, flag: str) -> "pyarrow.ChunkedArray":
+def check_text_column(schema: "pyarrow.Schema", path: Path, column: str, check: Check, flag: str) -> None:
+    """UserError for a file without the column, or whose column is not text."""
     import pyarrow
 
-    check(str(path), table.column_names)
-    kind = table.schema.field(column).type
+    check(str(path), schema.names)
+    kind = schema.field(column).type
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
         raise UserError(f"{flag}: {path}: the column {column!r} is {kind}, not text.")
-    return table[column]
 
 
 def _mapped(path: Path) -> "pyarrow.Table":
@@ -102,7 +101,7 @@ def _mapped(path: Path) -> "pyarrow.Table":
     import pyarrow
     from pyarrow import ipc
 
-    source = pyarrow.memory_map(str(path))
+    source = pyarrow.memory_map(str(path))  # the system loads what is read, and drops it
     try:
         return ipc.open_file(source).read_all()
     except pyarrow.ArrowInvalid:
@@ -117,7 +116,7 @@ def _csv(path: Path, column: str) -> "pyarrow.Table":
     with open_decompressed(path) as stream:
         return csv.read_csv(
             stream,
-            read_options=csv.ReadOptions(block_size=MAX_RECORD),
+            read_options=csv.ReadOptions(block_size=MAX_RECORD),  # a row must fit into a block
             parse_options=csv.ParseOptions(newlines_in_values=True),
             convert_options=csv.ConvertOptions(column_types={column: pyarrow.large_string()}),
         )

@@ -22,7 +22,7 @@ from qtrain.data.compression import DAMAGED, MAX_DOCUMENT, MAX_RECORD, open_deco
 from qtrain.data.files import TextFile
 from qtrain.data.hub_rows import missing_column, valid_unicode
 from qtrain.data.permutation import Permutation
-from qtrain.data.text.decoded import is_decoded_whole, text_column
+from qtrain.data.text.decoded import check_text_column, is_decoded_whole, text_column
 
 if TYPE_CHECKING:
     import pyarrow
@@ -49,10 +49,11 @@ class Documents:
     def __init__(self, files: list[TextFile], text_column: str, flag: str):
         self._column, self._flag = text_column, flag
         self.blocks: list[Block] = []
-        self._cache: OrderedDict[int, pyarrow.ChunkedArray] = OrderedDict()
+        self._cache: OrderedDict[int, pyarrow.ChunkedArray] = OrderedDict()  # decoded blocks, last used at the end
         self._sizes: dict[int, int] = {}
         for file in files:
             self.blocks += self._open(file)
+        # int64 [blocks]: the first document after each block
         self._ends = np.cumsum([block.count for block in self.blocks], dtype=np.int64)
         if len(self) == 0:
             raise UserError(f"{flag}: {_list(files)}: no documents; every file is empty.")
@@ -88,10 +89,7 @@ class Documents:
         try:
             with pyarrow.parquet.ParquetFile(file.path) as parquet:
                 schema, meta = parquet.schema_arrow, parquet.metadata
-                self._check_column(str(file.path), schema.names)
-                kind = schema.field(self._column).type
-                if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                    raise UserError(f"{self._flag}: {file.path}: the column {self._column!r} is {kind}, not text.")
+                check_text_column(schema, file.path, self._column, self._check_column, self._flag)
                 groups = [meta.row_group(i) for i in range(meta.num_row_groups)]
         except pyarrow.ArrowException as error:
             raise UserError(f"{self._flag}: {file.path} is not a readable parquet file: {first_line(error)}") from None
@@ -106,7 +104,7 @@ class Documents:
 
     def read(self, index: int) -> str:
         """Text of document `index`; may be empty."""
-        at = int(np.searchsorted(self._ends, index, side="right"))
+        at = int(np.searchsorted(self._ends, index, side="right"))  # the block that holds the document
         block = self.blocks[at]
         row = index - (int(self._ends[at]) - block.count)
         try:
@@ -191,6 +189,7 @@ class Documents:
         """Cache the rows of block `index`; the least recently used ones are evicted."""
         self._cache[index] = rows
         self._sizes[index] = _cached_size(rows, path)
+        # Twice a window's size: the next window is decoded while documents of the last are still read.
         while sum(self._sizes[i] for i in self._cache) > 2 * CACHE_BYTES and len(self._cache) > 1:
             self._cache.popitem(last=False)
         return rows
@@ -202,7 +201,7 @@ class DocumentOrder:
     def __init__(self, documents: Documents, seed: int, shuffle: bool):
         self._counts = np.array([b.count for b in documents.blocks], dtype=np.int64)
         self._sizes = np.array([b.decoded_bytes for b in documents.blocks], dtype=np.int64)
-        self._first = np.cumsum(self._counts) - self._counts
+        self._first = np.cumsum(self._counts) - self._counts  # first document of each block, as stored
         self._seed, self._shuffle, self._epoch = seed, shuffle, -1
 
     def __call__(self, epoch: int, place: int) -> int:
@@ -211,6 +210,7 @@ class DocumentOrder:
             return place
         if epoch != self._epoch:
             self._shuffle_blocks(epoch)
+        # Within a window any document may come next: all of its blocks fit into the cache.
         window = int(np.searchsorted(self._window_ends, place, side="right"))
         start = int(self._window_ends[window - 1]) if window else 0
         place = start + Permutation(int(self._window_ends[window]) - start, self._seed, epoch, window)(place - start)
@@ -224,7 +224,7 @@ class DocumentOrder:
         self._ends = np.cumsum(self._counts[self._blocks])
         size, cuts = 0, []
         for at, block_size in enumerate(self._sizes[self._blocks].tolist()):
-            if size and block_size and size + block_size > CACHE_BYTES:
+            if size and block_size and size + block_size > CACHE_BYTES:  # blocks that need no cache never end a window
                 cuts.append(at - 1)
                 size = 0
             size += block_size
@@ -254,6 +254,7 @@ def _line_starts(path: Path) -> np.ndarray:
         while data := stream.read(READ_BYTES):
             read = np.frombuffer(data, np.uint8)
             newline = read == ord("\n")
+            # A line starts after a newline; a byte that is one itself, or \r, is a blank line's.
             is_first = np.concatenate([[after_newline], newline[:-1]])
             starts.append(np.flatnonzero(is_first & ~newline & (read != ord("\r"))) + offset)
             offset, after_newline = offset + len(data), bool(newline[-1])

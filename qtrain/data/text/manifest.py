@@ -12,8 +12,7 @@ from qtrain.core.errors import UserError
 from qtrain.core.process import sync_to_disk
 
 FILE_NAME = "manifest.json"
-DTYPES = {"uint16": 2, "uint32": 4}
-"""Token dtypes, little-endian, and their size in bytes."""
+DTYPES = {"uint16": 2, "uint32": 4}  # token dtypes, little-endian, and their size in bytes
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         record = {"format": self.format, **asdict(self)}
+        # A complete folder says the same, however often its tokenization was interrupted.
         if self.cursor is None:
             del record["cursor"]
         write_atomic(folder / FILE_NAME, (json.dumps(record, indent=2) + "\n").encode())
@@ -94,6 +94,7 @@ def read_manifest(folder: Path, flag: str) -> Manifest:
     if manifest.complete and manifest.tokens != sum(shard.tokens for shard in manifest.shards):
         raise UserError(f"{where}: its shards do not have {manifest.tokens:,} tokens together; copy the file again.")
     for name in (*(shard.file for shard in manifest.shards), *manifest.tokenizer.get("files", {})):
+        # A manifest from elsewhere must not name files outside of its folder.
         if Path(name).name != name:
             raise UserError(f"{where}: {name!r} is not the name of a file in its folder.")
     return manifest
@@ -116,6 +117,7 @@ def check_tokenizer_files(folder: Path, manifest: Manifest, flag: str) -> None:
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace a file atomically: write a temporary file, fsync it, `publish`."""
+    # On the same file system, so that the rename is atomic.
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as stream:
         stream.write(data)

@@ -79,7 +79,8 @@ class MixStream(Stream):
         self._sample = 0
 
     def next_sample(self) -> Sample:
-        draw = uniform(self._ctx.seed, self._sample)
+        draw = uniform(self._ctx.seed, self._sample)  # no state: sample i is of the same component in every run
+        # Rounding may leave the last threshold below 1: then a draw above it is the last component's.
         choice = next((i for i, t in enumerate(self._thresholds) if draw < t), len(self._thresholds) - 1)
         sample = self._streams[choice].next_sample()
         self._sample += 1

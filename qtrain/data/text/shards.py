@@ -1,6 +1,6 @@
 """Token shards (.bin): four formats, recognised by their contents.
 
-- tokenize_data.py: no header, uint16 or uint32 tokens as the manifest.json beside the file says;
+- tokenize_data.py: no header, uint16 or uint32 tokens as the manifest.json next to the file says;
 - raw: no header, uint16 tokens;
 - llm.q: 1024 bytes of header: "BIN.TOK\\n", then as int32 [2] version (1 or 2), [3] bytes per token, [4] token count,
   [5] vocabulary, [6] mask flag; then the tokens, then, if flagged, one bit per token;
@@ -16,7 +16,6 @@ import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -110,6 +109,7 @@ def open_shard(path: Path, manifest: Manifest | None, flag: str) -> Shard:
         shard = (_llmq if header.startswith(LLMQ_MAGIC) else _llmc)(path, header, flag)
     else:
         for start, kind in OTHER_FILES.items():
+            # Raw files have no magic of their own: a wrong file would be read as random tokens.
             if header.startswith(start):
                 raise UserError(f"{flag}: {path} is {kind}, not a file of token ids.")
         if size % 2 or not size:
@@ -127,7 +127,7 @@ def open_shard(path: Path, manifest: Manifest | None, flag: str) -> Shard:
 def _listed(path: Path, manifest: Manifest, flag: str) -> Shard:
     entry = next((shard for shard in manifest.shards if shard.file == path.name), None)
     if entry is None:
-        raise UserError(f"{flag}: {path} is not in the {FILE_NAME} beside it; give the folder, or move the file.")
+        raise UserError(f"{flag}: {path} is not in the {FILE_NAME} next to it; give the folder, or move the file.")
     return Shard(path, entry.tokens, manifest.dtype)
 
 
@@ -159,15 +159,13 @@ class TokenArray:
     def __init__(self, shards: list[Shard], flag: str):
         """flag: named in errors."""
         self.shards, self._flag = shards, flag
-        self._ends = np.cumsum([shard.tokens for shard in shards], dtype=np.int64)
+        self._ends = np.cumsum([shard.tokens for shard in shards], dtype=np.int64)  # first token after each shard
         self.masked = any(shard.masked for shard in shards)
-        self._opened = functools.lru_cache(maxsize=64)(self._open)  # the recently used ones stay open
+        # Recently used ones stay open. Unbuffered: reads are of whole windows, far from each other.
+        self._opened = functools.lru_cache(maxsize=64)(lambda index: shards[index].path.open("rb", buffering=0))
 
     def __len__(self) -> int:
         return int(self._ends[-1])
-
-    def _open(self, shard_index: int) -> BinaryIO:
-        return self.shards[shard_index].path.open("rb", buffering=0)
 
     def _read(self, shard_index: int, offset: int, count: int, dtype: np.dtype) -> np.ndarray:
         """`count` items from byte `offset` of a shard. UserError where the file cannot be read or has another size."""
@@ -176,6 +174,7 @@ class TokenArray:
             file = self._opened(shard_index)
             size, read = os.fstat(file.fileno()).st_size, 0
             file.seek(offset)
+            # A read may return less than asked for, as over a network.
             while size == shard.size and read < items.nbytes:
                 n = file.readinto(memoryview(items).cast("B")[read:])
                 if not n:  # truncated since fstat
@@ -203,11 +202,12 @@ class TokenArray:
         done = 0
         while done < count:
             shard_index, at = self.shard_at(start + done)
-            n = min(count - done, self.shards[shard_index].tokens - at)
+            n = min(count - done, self.shards[shard_index].tokens - at)  # up to the end of this shard
             shard = self.shards[shard_index]
             dtype = np.dtype(shard.dtype).newbyteorder("<")
             tokens[done : done + n] = self._read(shard_index, shard.offset + at * dtype.itemsize, n, dtype)
             if trained is not None and shard.masked:
+                # Bit `at` of the mask is in byte at // 8, counted from its lowest bit.
                 first = at // 8
                 packed = self._read(shard_index, shard.mask_offset + first, (at + n + 7) // 8 - first, np.dtype("u1"))
                 bits = np.unpackbits(packed, bitorder="little")

@@ -72,9 +72,10 @@ class PackedStream(Stream):
 
     def _start(self, cursor: dict[str, Any], token: int) -> None:
         self._cursor, self._token = cursor, token
+        # Documents are encoded again from the cursor's on: only integers are in a position.
         self._source = self.documents(cursor)
         self._buffer: deque[tuple[dict[str, Any], np.ndarray]] = deque()  # from _cursor on; _token is in the first
-        self._buffered = -self._token
+        self._buffered = -self._token  # ids after _token in the buffer
         self._last_epoch_with_text: int | None = None
 
     def mean_tokens(self, texts: Sequence[str]) -> float:
@@ -82,6 +83,7 @@ class PackedStream(Stream):
         beginnings = [text[:ESTIMATED_CHARACTERS] for text in texts]
         total = 0.0
         for text, beginning, ids in zip(texts, beginnings, self._tokenizer.encode_batch(beginnings), strict=True):
+            # A long document is assumed to go on as it begins; + 1 for eos.
             total += len(ids) * len(text) / len(beginning) + 1 if text else 0
         return total / max(len(texts), 1)
 
@@ -89,14 +91,14 @@ class PackedStream(Stream):
         length = self._ctx.seq_len + 1
         while self._buffered < length:
             self._read_more()
-        pieces, missing, at = [], length, self._token
+        pieces, missing, at = [], length, self._token  # slices of documents, ids still to find, offset in the first
         for _, ids in self._buffer:
             pieces.append(ids[at : at + missing])
             missing -= len(pieces[-1])
             if not missing:
                 break
             at = 0
-        self._advance(self._ctx.seq_len)
+        self._advance(self._ctx.seq_len)  # one less than the window: its last id is the next one's first
         return Sample(np.concatenate(pieces))
 
     def _advance(self, count: int) -> None:

@@ -32,6 +32,7 @@ class TokenDataset(Dataset):
         _, manifests = find_shards(self.dataset_dir, flag)
         for folder, manifest in manifests:
             check_tokenizer_files(folder, manifest, flag)
+            # The folder holds a copy of its tokenizer; `byte` needs no file.
             byte = manifest.tokenizer["name"] == "byte"
             tokenizer = load_tokenizer("byte" if byte else str(folder), flag)
             if tokenizer.fingerprint() != manifest.tokenizer["fingerprint"]:
@@ -67,7 +68,7 @@ class TokenStream(Stream):
 
     def __init__(self, tokens: TokenArray, ctx: StreamContext, flag: str):
         self._tokens, self._ctx, self._flag = tokens, ctx, flag
-        self._windows = self.samples_per_epoch = (len(tokens) - 1) // ctx.seq_len
+        self._windows = self.samples_per_epoch = (len(tokens) - 1) // ctx.seq_len  # - 1: the last window needs a label
         self.files = [shard.path for shard in tokens.shards]
         self._taken = 0
         self._epoch, self._order = -1, Permutation(1)
@@ -80,11 +81,11 @@ class TokenStream(Stream):
             self._epoch, self._order = epoch, Permutation(self._windows, self._ctx.seed, epoch)
         window = self._order(place) if self._ctx.shuffle else place
         start = window * self._ctx.seq_len
-        tokens, trained = self._tokens.read(start, self._ctx.seq_len + 1)
+        tokens, trained = self._tokens.read(start, self._ctx.seq_len + 1)  # int64 [S+1], bool [S+1] or None
         if self._ctx.vocab_size is not None and tokens.max() >= self._ctx.vocab_size:
             raise self._beyond(start, tokens)
         self._taken += 1
-        return Sample(tokens, None if trained is None else trained[:-1])
+        return Sample(tokens, None if trained is None else trained[:-1])  # labels are those of the first S positions
 
     def skip(self, count: int) -> None:
         self._taken += count
@@ -108,7 +109,7 @@ def _verify(shards: list[Shard], manifests: list[tuple[Path, Manifest]], flag: s
     listed = [folder for folder, _ in manifests]
     for shard in shards:
         if shard.path.parent not in listed:
-            raise UserError(f"{flag}.verify: {shard.path} has no {FILE_NAME} beside it; leave verify out.")
+            raise UserError(f"{flag}.verify: {shard.path} has no {FILE_NAME} next to it; leave verify out.")
     for folder, manifest in manifests:
         if damaged := damaged_shard(folder, manifest):
             raise UserError(

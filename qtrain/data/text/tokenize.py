@@ -80,7 +80,7 @@ class ShardWriter:
         while skip < len(chunk.ids):
             if self._stream is None:
                 self._begin()
-            ids = chunk.ids[skip : skip + self._shard_tokens - self._tokens]
+            ids = chunk.ids[skip : skip + self._shard_tokens - self._tokens]  # what still fits into this shard
             data = ids.astype(self._dtype).tobytes()
             self._stream.write(data)
             self._sha256.update(data)
@@ -89,6 +89,7 @@ class ShardWriter:
             skip += len(ids)
             if self._tokens == self._shard_tokens:
                 self._end()
+                # The shard is on disk; now the manifest may list it.
                 self._manifest.cursor = {"source": chunk.state, "documents": documents_before, "tokens": skip}
                 self._manifest.write(self._folder)
 
@@ -107,6 +108,7 @@ class ShardWriter:
         self._sha256, self._tokens, self._max = hashlib.sha256(), 0, 0
 
     def _end(self) -> None:
+        # fsync before the rename: a shard that has its final name is whole, also after a power cut
         self._stream.flush()
         os.fsync(self._stream.fileno())
         self._stream.close()
@@ -147,6 +149,7 @@ def encode_chunks(
     try:
         for chunk_state, texts in corpus.chunks(state):
             waiting.append((chunk_state, pool.submit(_encode, texts)))
+            # Enough that no process waits, few enough that their results fit into memory.
             if len(waiting) > 4 * n_procs:
                 yield take()
         while waiting:
@@ -181,7 +184,7 @@ def _exit_with(parent: int) -> None:
 def _encode(texts: list[str]) -> tuple[np.ndarray, int]:
     texts = [text for text in texts if text]
     ends = [_tokenizer.eos_id]
-    ids = [np.array(ids + ends, dtype=_dtype) for ids in _tokenizer.encode_batch(texts)]
+    ids = [np.array(ids + ends, dtype=_dtype) for ids in _tokenizer.encode_batch(texts)]  # each document ended by eos
     return np.concatenate(ids) if ids else np.empty(0, _dtype), len(texts)
 
 

@@ -12,12 +12,14 @@ _alone = threading.Lock()
 @contextlib.contextmanager
 def muted_panics() -> Iterator[None]:
     """Holds back what is written to the descriptor of stderr; it is written afterwards, unless the block panics."""
+    # The descriptor is the process's: one thread at a time may replace it.
     with _alone, tempfile.TemporaryFile() as held:
         try:
             stderr = os.dup(2)
         except OSError:  # closed
             yield
             return
+        # Rust writes to the descriptor, past Python's sys.stderr.
         os.dup2(held.fileno(), 2)
         panicked = False
         try:

@@ -47,7 +47,7 @@ def convert_sentencepiece(model: bytes, path: str | Path, flag: str) -> tuple[st
     own_symbols = any(type_ == USER_DEFINED for _, _, type_ in pieces)
     if trainer.get(24, 0) or (own_symbols and (normalizer.get(3, 1) or normalizer.get(4, 1))):
         raise UserError(
-            f"{flag}: {path} treats whitespace as a suffix, or has user-defined symbols beside whitespace rules; its "
+            f"{flag}: {path} treats whitespace as a suffix, or has user-defined symbols and whitespace rules; its "
             "ids could not be reproduced. Give its tokenizer.json instead."
         )
     backend = Backend(_model(pieces, kind, byte_fallback=bool(trainer.get(35, 0))))
@@ -73,9 +73,10 @@ def _model(pieces: list[tuple[str, float, int]], kind: int, byte_fallback: bool)
     merges = []
     for piece, score, type_ in pieces:
         if type_ == NORMAL:
+            # Every pair of pieces that makes this one; its score is the pair's rank.
             cuts = ((piece[:k], piece[k:]) for k in range(len(piece) - 1, 0, -1))
             merges += [(-score, cut) for cut in cuts if cut[0] in vocab and cut[1] in vocab]
-    merges.sort(key=lambda merge: merge[0])
+    merges.sort(key=lambda merge: merge[0])  # stable: pairs of one piece keep the order of their cuts
     unknown_piece = None if unknown is None else pieces[unknown][0]
     return models.BPE(
         vocab, [m[1] for m in merges], unk_token=unknown_piece, byte_fallback=byte_fallback, fuse_unk=True
@@ -130,11 +131,11 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
             byte = data[at]
             at, value, shift = at + 1, value | (byte & 0x7F) << shift, shift + 7
             if byte < 0x80:
-                return value - (1 << 64) if value >> 63 else value
+                return value - (1 << 64) if value >> 63 else value  # int32 and int64 are two's complement
 
     while at < len(data):
         key = varint()
-        wire = key & 7
+        wire = key & 7  # 0: varint, 1: 8 bytes, 2: length-delimited, 5: 4 bytes
         if wire == 0:
             yield key >> 3, varint()
             continue

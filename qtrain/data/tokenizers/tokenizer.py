@@ -94,6 +94,7 @@ class Tokenizer(ABC):
         """16 hex digits, equal for tokenizers with the same pieces that segment PROBE, a text of many scripts, equally.
 
         It does not depend on the file format, so the copy of a tokenizer in a dataset matches its original."""
+        # Pieces alone do not tell normalizers and pre-tokenizers apart: PROBE does.
         described = [self.vocab_size, self.bos_id, self.eos_id, self.pieces(), self.encode(PROBE)]
         return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
 
@@ -151,6 +152,7 @@ class FastTokenizer(Tokenizer):
         self._sentencepiece_model = sentencepiece_model
         self._backend = Backend.from_str(tokenizer_json)
         self._mute = muted_panics if NESTED_QUANTIFIER.search(tokenizer_json) else contextlib.nullcontext
+        # A tokenizer.json may carry its model's truncation and padding.
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
@@ -274,7 +276,7 @@ def _plain_token(value: Any) -> Any:
 
 
 def _from_file(name: str, path: Path, flag: str) -> Tokenizer:
-    """Read a .model file, or a tokenizer.json with the tokenizer_config.json beside it."""
+    """Read a .model file, or a tokenizer.json with the tokenizer_config.json next to it."""
     if path.suffix == ".model":
         check_checksums(path.parent, flag, lambda file: file == path.name)
         try:
@@ -298,6 +300,7 @@ def _from_file(name: str, path: Path, flag: str) -> Tokenizer:
         raise UserError(f"{flag}: {template} cannot be read as text: {first_line(error)}") from None
     try:
         text = path.read_text(encoding="utf-8")
+        # Only added tokens: `</s>` may be an ordinary piece too.
         known = {token["content"] for token in json.loads(text).get("added_tokens", [])}
         if not config:  # tokenizer.json alone does not tell which of its tokens is the end token
             for key, usual in (("bos_token", USUAL_BOS), ("eos_token", USUAL_EOS)):

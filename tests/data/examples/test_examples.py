@@ -11,7 +11,7 @@ from tokenizers.models import WordLevel
 from qtrain.core.errors import UserError
 from qtrain.data.batch import IGNORED, Batch
 from qtrain.data.examples.chat_dataset import CHAT_TEMPLATES
-from qtrain.data.examples.example_packing import Example, pack, pad
+from qtrain.data.examples.example_packing import Example, pack_examples, pad_examples
 from qtrain.data.examples.instruct_dataset import PRESETS, Text, make_template
 from qtrain.data.stream import DATASETS, StreamContext, open_stream, with_chat_template
 from qtrain.data.tokenizers.tokenizer import ByteTokenizer, load_tokenizer
@@ -121,9 +121,9 @@ def learned_of(sample) -> list[str]:
 def test_packing_wastes_little():
     rng = np.random.default_rng(0)
     examples = [Example(np.arange(n), np.ones(n, bool)) for n in rng.integers(20, 300, 1000).tolist()]
-    samples = pack(examples, 1024, EOS)
+    samples = pack_examples(examples, 1024, EOS)
     assert sum(len(e.ids) for e in examples) / (1025 * len(samples)) > 0.98
-    assert all(len(group) <= 3 for group in pad(examples, 64, 3, EOS))
+    assert all(len(group) <= 3 for group in pad_examples(examples, 64, 3, EOS))
 
 
 # ---- templates -------------------------------------------------------------------------------------------------------
