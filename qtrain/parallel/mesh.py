@@ -191,10 +191,10 @@ def _with_parts(replicate: int, shard: int, ranks: int, device_type: str) -> Mes
 
 def _machines(dp_size: int, tp: int, device_type: str) -> Machines | None:
     """Where the data ranks are, each of which is `tp` consecutive processes."""
-    of_ranks = set(all_gather(launched_on_machine()))
-    if len(of_ranks) > 1 or of_ranks == {None}:  # only some ranks may have been told
+    per_rank = set(all_gather(launched_on_machine()))
+    if len(per_rank) > 1 or per_rank == {None}:  # only some ranks may have been told
         return None
-    (processes,) = of_ranks
+    (processes,) = per_rank
     ranks = processes // tp
     if ranks <= 1 or processes % tp or ranks == dp_size or dp_size % ranks:
         return None

@@ -66,7 +66,7 @@ class Adapters(NamedTuple):
     rank: int
 
 
-class Kept(NamedTuple):
+class SavedRows(NamedTuple):
     """What backward needs of a linear with adapters: its rows times A [R, r], r padded, and the elements that dropout
     left, bool [R, K]."""
 
@@ -82,14 +82,14 @@ class AdapterGradients(NamedTuple):
     b: Tensor | None = None
 
 
-def _adapters(a: Tensor | None, b: Tensor | None, of: AdaptedArguments, dtype: torch.dtype) -> Adapters | None:
+def _adapters(a: Tensor | None, b: Tensor | None, adapted: AdaptedArguments, dtype: torch.dtype) -> Adapters | None:
     if a is None or b is None:
         return None
     rank = b.shape[1]
     if missing := padded_rank(rank) - rank:
-        a = F.pad(a.view(of.linear.groups.count, rank, -1), (0, 0, 0, missing)).flatten(0, 1)
+        a = F.pad(a.view(adapted.linear.groups.count, rank, -1), (0, 0, 0, missing)).flatten(0, 1)
         b = F.pad(b, (0, missing))
-    return Adapters(a.to(dtype), (of.scale * b).to(dtype), rank)
+    return Adapters(a.to(dtype), (adapted.scale * b).to(dtype), rank)
 
 
 def _multiply(rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
@@ -100,40 +100,49 @@ def _dropped(rows: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
     return rows if mask is None else rows * mask / (1 - dropout)
 
 
-def _forward(rows: Tensor, weight: Operand, adapters: Adapters | None, of: AdaptedArguments) -> tuple[Tensor, Kept]:
+def _forward(
+    rows: Tensor, weight: Operand, adapters: Adapters | None, adapted: AdaptedArguments
+) -> tuple[Tensor, SavedRows]:
     """The output [R, N] for rows [R, K]."""
-    linear, dropout, mask = of.linear, of.dropout, None
+    linear, dropout, mask = adapted.linear, adapted.dropout, None
     y = linear.multiply("output", linear.quantize("x", rows, _ROWS).rows, weight, rows.dtype)
     if adapters is None:
-        return y, Kept()
+        return y, SavedRows()
     if dropout:
         mask = torch.empty_like(rows, dtype=torch.bool).bernoulli_(1 - dropout)
     rows_a = _multiply(_dropped(rows, mask, dropout), adapters.a, linear.groups)
-    return y + _multiply(rows_a, adapters.b, linear.groups), Kept(rows_a, mask)
+    return y + _multiply(rows_a, adapters.b, linear.groups), SavedRows(rows_a, mask)
 
 
 def _adapters_backward(
-    dy: Tensor, rows: Tensor, adapters: Adapters, kept: Kept, of: AdaptedArguments
+    dy: Tensor, rows: Tensor, adapters: Adapters, kept: SavedRows, adapted: AdaptedArguments
 ) -> AdapterGradients:
     """dy [R, N], rows [R, K]."""
-    groups, rank = of.linear.groups, adapters.rank
+    groups, rank = adapted.linear.groups, adapters.rank
     drows_a = _multiply(dy, adapters.b.t(), groups)
-    da = grouped_sums_plain_mm(drows_a.t(), _dropped(rows, kept.mask, of.dropout).t(), groups.starts, torch.float32)
+    da = grouped_sums_plain_mm(
+        drows_a.t(), _dropped(rows, kept.mask, adapted.dropout).t(), groups.starts, torch.float32
+    )
     db = grouped_sums_plain_mm(dy.t(), kept.rows_a.t(), groups.starts, torch.float32)
     return AdapterGradients(
-        drows_a, da.unflatten(0, (groups.count, -1))[:, :rank].flatten(0, 1), of.scale * db[:, :rank]
+        drows_a, da.unflatten(0, (groups.count, -1))[:, :rank].flatten(0, 1), adapted.scale * db[:, :rank]
     )
 
 
 def _rows_backward(
-    dy: Tensor, drows_a: Tensor | None, weight: Operand, adapters: Adapters | None, kept: Kept, of: AdaptedArguments
+    dy: Tensor,
+    drows_a: Tensor | None,
+    weight: Operand,
+    adapters: Adapters | None,
+    kept: SavedRows,
+    adapted: AdaptedArguments,
 ) -> Tensor:
     """The gradient of the rows [R, K]."""
-    linear = of.linear
+    linear = adapted.linear
     drows = linear.multiply("grad_input", linear.quantize("dy", dy, _ROWS).rows, weight, dy.dtype)
     if adapters is None:
         return drows
-    return drows.add_(_dropped(_multiply(drows_a, adapters.a.t(), linear.groups), kept.mask, of.dropout))
+    return drows.add_(_dropped(_multiply(drows_a, adapters.a.t(), linear.groups), kept.mask, adapted.dropout))
 
 
 class AdaptedExpertsFunction(torch.autograd.Function):
@@ -153,17 +162,17 @@ class AdaptedExpertsFunction(torch.autograd.Function):
         up: AdaptedArguments,
         down: AdaptedArguments,
     ) -> Tensor:
-        groups, of_up, of_down = up.linear.groups, up.linear.weight, down.linear.weight
+        groups, up_part, down_part = up.linear.groups, up.linear.weight, down.linear.weight
         rows = gather_rows(x, groups.token_of_row)
-        gate_up, up_kept = _forward(rows, codes_or(of_up.rows, w_up), _adapters(a_up, b_up, up, x.dtype), up)
+        gate_up, up_kept = _forward(rows, codes_or(up_part.rows, w_up), _adapters(a_up, b_up, up, x.dtype), up)
         h = activation(gate_up, None)
-        y, down_kept = _forward(h, codes_or(of_down.rows, w_down), _adapters(a_down, b_down, down, x.dtype), down)
-        columns = codes_or(of_up.columns, w_up), codes_or(of_down.columns, w_down)
+        y, down_kept = _forward(h, codes_or(down_part.rows, w_down), _adapters(a_down, b_down, down, x.dtype), down)
+        columns = codes_or(up_part.columns, w_up), codes_or(down_part.columns, w_down)
         x_kept = None if a_up is None else x
         save_operands(ctx, *columns, x_kept, gate_up, *up_kept, *down_kept, a_up, b_up, a_down, b_down)
         ctx.weights, ctx.up, ctx.down = (
             weights,
-            *(of._replace(linear=of.linear._replace(weight=None)) for of in (up, down)),
+            *(adapted._replace(linear=adapted.linear._replace(weight=None)) for adapted in (up, down)),
         )
         return combine_rows(y, weights, groups.row_of_route)
 
@@ -172,26 +181,26 @@ class AdaptedExpertsFunction(torch.autograd.Function):
         w_up, w_down, x, gate_up, *kept, a_up, b_up, a_down, b_down = saved_operands(ctx)
         up, down, weights = ctx.up, ctx.down, ctx.weights
         groups, (needs_dx, needs_dweights) = up.linear.groups, ctx.needs_input_grad[:2]
-        of_up = of_down = AdapterGradients()
+        up_part = down_part = AdapterGradients()
         dx = dweights = None
-        kept_up, kept_down = Kept(*kept[:2]), Kept(*kept[2:])
+        kept_up, kept_down = SavedRows(*kept[:2]), SavedRows(*kept[2:])
         dy = gather_rows(dout, groups.token_of_row, weights_of_rows(weights, groups))
         adapters = _adapters(a_down, b_down, down, dy.dtype)
         if adapters is not None:
-            of_down = _adapters_backward(dy, activation(gate_up, None), adapters, kept_down, down)
+            down_part = _adapters_backward(dy, activation(gate_up, None), adapters, kept_down, down)
         if needs_dx or needs_dweights or a_up is not None:
-            dh = _rows_backward(dy, of_down.rows_a, w_down, adapters, kept_down, down)
+            dh = _rows_backward(dy, down_part.rows_a, w_down, adapters, kept_down, down)
             del dy
             dgate_up, dots = activation_dots(gate_up, dh, needs_dweights)
             adapters = _adapters(a_up, b_up, up, dout.dtype)
         if needs_dweights:
             dweights = route_weight_grad(dots, weights, groups.row_of_route)
         if a_up is not None:
-            of_up = _adapters_backward(dgate_up, gather_rows(x, groups.token_of_row), adapters, kept_up, up)
+            up_part = _adapters_backward(dgate_up, gather_rows(x, groups.token_of_row), adapters, kept_up, up)
         if needs_dx:
-            drows = _rows_backward(dgate_up, of_up.rows_a, w_up, adapters, kept_up, up)
+            drows = _rows_backward(dgate_up, up_part.rows_a, w_up, adapters, kept_up, up)
             dx = combine_rows(drows, None, groups.row_of_route)
-        return dx, dweights, of_up.a, of_up.b, of_down.a, of_down.b, None, None, None, None
+        return dx, dweights, up_part.a, up_part.b, down_part.a, down_part.b, None, None, None, None
 
 
 def adapted_experts_mlp(
@@ -200,8 +209,8 @@ def adapted_experts_mlp(
     """`experts_mlp` of frozen experts with adapters: x [T, C], experts int64 [T, k], weights fp32 [T, k] -> [T, C]."""
     groups = group_rows(experts, down.linear.weight.shape[0] // x.shape[1])
     up_arguments, down_arguments = (
-        AdaptedArguments(expert_arguments(of.linear)._replace(groups=groups), of.scale, of.dropout)
-        for of in (gate_up, down)
+        AdaptedArguments(expert_arguments(adapted.linear)._replace(groups=groups), adapted.scale, adapted.dropout)
+        for adapted in (gate_up, down)
     )
     return AdaptedExpertsFunction.apply(
         x,

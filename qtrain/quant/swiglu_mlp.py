@@ -106,8 +106,8 @@ def mlp_backward(
             gate_up, dh, column_amax, rowwise, up.block_groups, row_dots
         )
     elif needs_dh:
-        of_gradient = NeedsOperand(needs.x, needs.up)
-        (grad_input, grad_weight), dots = up.quantize_swiglu("dy", gate_up, dh, of_gradient, row_dots)
+        gradient_needs = NeedsOperand(needs.x, needs.up)
+        (grad_input, grad_weight), dots = up.quantize_swiglu("dy", gate_up, dh, gradient_needs, row_dots)
     if needs.down:
         ddown = down.multiply("grad_weight", dy_grad_weight, h_grad_weight, weight_dtypes[1])
     if needs.x:

@@ -47,11 +47,11 @@ def full_shard_memory(
     matrix, layers = config.vocab_size * config.hidden_size, config.num_hidden_layers
     layer = trained.bytes / layers if trained.adapters else element * largest_layer
     embedding, head = trained_ends(config, trained)
-    of_head, untied = low_bit.head or LinearBytes(element), not config.tie_word_embeddings
+    head_bytes, untied = low_bit.head or LinearBytes(element), not config.tie_word_embeddings
     in_full = trained.bytes if trained.adapters else 0  # what trains in layers besides their linears
     divided = [name for name in layer_linears(config) if share_of(name) is not None]
     masters = weights - in_full - _gathered(config, low_bit, divided)
-    masters -= untied * matrix * (element + _in_full(of_head))
+    masters -= untied * matrix * (element + _in_full(head_bytes))
     masters += (untied and not embedding) * matrix * element * share_of(HEAD)
     codes = 0.0
     for name, count, linear in _divided(config, low_bit, element, divided):
@@ -72,7 +72,7 @@ def full_shard_memory(
         sums=round(4 * (trained.bytes // trained.element) * share),
         last=round(others + last),
         # The last layer stays for its backward pass.
-        at_loss=round(matrix * _in_full(of_head) + one - two) if untied else 0,
+        at_loss=round(matrix * _in_full(head_bytes) + one - two) if untied else 0,
         head_message=head * matrix * element,
     )
 

@@ -65,7 +65,7 @@ class RankShare(NamedTuple):
     experts: float | None
     others: float | None
 
-    def of_linear(self, key: str) -> float | None:
+    def linear_bytes(self, key: str) -> float | None:
         """Of the states of a linear; None: it is not divided."""
         return self.experts if key.startswith("experts.") else self.others
 
@@ -168,12 +168,12 @@ def estimate_memory(
     build = {"weights": parameters * step.element, "initialization": _initialization_bytes(config, step, pretrained)}
     if step.in_backward:
         gradients = min(gradients, step.element * _largest_partition(config))
-    at_step, held, of_masters = gradients, gradients if step.accumulates else 0, gradients * share.gradients
+    at_step, held, master_bytes = gradients, gradients if step.accumulates else 0, gradients * share.gradients
     weights = _weight_bytes(config, step.element, low_bit, trained)
     weights += _master_bytes(config, step.element, low_bit, trained, share.masters, whole_matrices)
     loss, at_end = _loss_bytes(config, step, low_bit, trained), None
     in_layer, in_head = _backward_bytes(config, step, low_bit, trained, recomputed)
-    of_head = step.element * _head_elements(config, trained)
+    head_bytes = step.element * _head_elements(config, trained)
     if reshards:
         full = full_shard_memory(
             config,
@@ -181,7 +181,7 @@ def estimate_memory(
             low_bit,
             trained,
             share.states,
-            share.of_linear,
+            share.linear_bytes,
             weights,
             largest_layer=_largest_layer(config),
             whole_matrices=whole_matrices,
@@ -189,9 +189,9 @@ def estimate_memory(
         )
         sums = 0 if step.in_backward else full.sums
         weights, build, at_step, held = full.weights, full.build, sums, sums if step.accumulates else 0
-        gradients, loss, of_head = sums + full.last, loss + full.at_loss, of_head + full.head_message
+        gradients, loss, head_bytes = sums + full.last, loss + full.at_loss, head_bytes + full.head_message
         at_end = in_layer
-    backward = max(in_layer + of_head, in_head)
+    backward = max(in_layer + head_bytes, in_head)
     return MemoryEstimate(
         weights=weights,
         gradients=gradients,
@@ -205,7 +205,7 @@ def estimate_memory(
         one_layer=round(step.tokens * max(saved.values())),
         build=build,
         at_step=at_step,
-        step=round(step_bytes * share.states + of_masters),
+        step=round(step_bytes * share.states + master_bytes),
         in_backward=step.in_backward,
     )
 
@@ -289,8 +289,8 @@ def _backward_bytes(
         # The same of all rows, and their gradients before they are added up to those of tokens, with those of adapters.
         own = rows * (in_mlp / inner * config.moe.width + (1 + trained.adapts_experts) * c * element)
         in_mlp = max(own, in_mlp if len(config.moe_layers) < config.num_hidden_layers else 0)
-    of_inputs = config.qkv_size if config.mla is None else 2 * q + config.value_size
-    in_attention = q * (4 + 2 * element) + of_inputs * element
+    input_widths = config.qkv_size if config.mla is None else 2 * q + config.value_size
+    in_attention = q * (4 + 2 * element) + input_widths * element
     if not rows:
         in_attention -= (3 * inner + c) * element
     in_layer = tokens * (2 * c * element + max(in_mlp, in_attention) + recomputed)

@@ -122,8 +122,8 @@ def _attention_linears(config: ModelConfig) -> dict[str, LayerLinear]:
 
 def _latent_linears(config: ModelConfig) -> dict[str, LayerLinear]:
     c, latent, heads, layers = config.hidden_size, config.mla, config.num_attention_heads, config.num_hidden_layers
-    of_q = {"q_a_proj": latent.q_rank} if latent.q_rank else {"q_proj": config.q_size}
-    found = {"qkv_a": LayerLinear(c, {**of_q, "kv_a_proj_with_mqa": latent.kv_rank + latent.rope_dim}, layers)}
+    q_weights = {"q_a_proj": latent.q_rank} if latent.q_rank else {"q_proj": config.q_size}
+    found = {"qkv_a": LayerLinear(c, {**q_weights, "kv_a_proj_with_mqa": latent.kv_rank + latent.rope_dim}, layers)}
     if latent.q_rank:
         found["q_b"] = LayerLinear(latent.q_rank, {"q_b_proj": config.q_size}, layers)
     found["kv_b"] = LayerLinear(latent.kv_rank, {"kv_b_proj": heads * (latent.plain_dim + latent.value_dim)}, layers)

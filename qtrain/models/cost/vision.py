@@ -70,15 +70,15 @@ def vision_cost(model: nn.Module, head: nn.Module | None, input_size: tuple[int,
             hook.remove()
     weights = {p.untyped_storage()._cdata for p in (*model.parameters(), *model.buffers())}
     work = {m: 6.0 * count * m.in_features * m.out_features for m, count in rows.items()}
-    of_head = work.pop(head, 0.0)
-    of_attention = 3.0 * attention.flops
+    head_flops = work.pop(head, 0.0)
+    attention_flops = 3.0 * attention.flops
     total = 3.0 * counter.get_total_flops() - sum(without_grad_input)
     counts = sorted(count for m, count in rows.items() if m is not head)
     return VisionCost(
         blocks=sum(work.values()),
-        head=of_head,
-        attention=of_attention,
-        other=max(total - sum(work.values()) - of_head, 0.0),
+        head=head_flops,
+        attention=attention_flops,
+        other=max(total - sum(work.values()) - head_flops, 0.0),
         rows=counts[len(counts) // 2] if counts else 1,
         kept=sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in weights),
         linear_rows={name: rows[m] for m, name in linears.items() if m in rows},

@@ -50,13 +50,13 @@ class DecoderLayer(nn.Module):
 
     def _forward(self, x: Tensor, info: SequenceInfo) -> Tensor | Routed:
         x = x + self.attn(self.attn_norm(x), info)
-        y, *of_router = outputs(self.mlp(self.mlp_norm(x), info))
-        return (x + y, *of_router) if of_router else x + y
+        y, *router_out = outputs(self.mlp(self.mlp_norm(x), info))
+        return (x + y, *router_out) if router_out else x + y
 
 
-def outputs(of_layer: Tensor | Routed) -> tuple[Tensor, ...]:
+def outputs(layer_out: Tensor | Routed) -> tuple[Tensor, ...]:
     """The stream that leaves a layer, and with a mixture what else it returns."""
-    return of_layer if isinstance(of_layer, tuple) else (of_layer,)
+    return layer_out if isinstance(layer_out, tuple) else (layer_out,)
 
 
 class Embedding(nn.Embedding):
@@ -177,8 +177,8 @@ class Decoder(nn.Module):
         info = SequenceInfo(batch, seq_len, cos, sin, mask, self.shards_sequence)
         x, routed = self.embed_tokens(input_ids, info.sharded), []
         for layer in self.layers:
-            x, *of_router = outputs(layer(x, info))
-            routed += [of_router] if of_router else []
+            x, *router_out = outputs(layer(x, info))
+            routed += [router_out] if router_out else []
         x = self.norm(x)
         if labels is None:
             return self.output(x, self.lm_head, info)

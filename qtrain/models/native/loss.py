@@ -149,8 +149,8 @@ class _AnyHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, *of_trained = _scaled_gradients(ctx, grad_loss)
-        return grad_hidden, None, None, None, None, None, *of_trained
+        grad_hidden, *trained_only = _scaled_gradients(ctx, grad_loss)
+        return grad_hidden, None, None, None, None, None, *trained_only
 
 
 def _sum_over_chunks(one_chunk: Callable[[int], Tensor], hidden: Tensor, rows: int) -> Tensor:

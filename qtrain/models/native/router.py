@@ -37,7 +37,7 @@ class Routing(NamedTuple):
     """fp32 [T, E], of all experts; a token's sum is 1."""
 
     def first(self, tokens: int) -> "Routing":
-        return Routing(*(of_tokens[:tokens] for of_tokens in self))
+        return Routing(*(field[:tokens] for field in self))
 
 
 class TokenSum(NamedTuple):
@@ -112,9 +112,9 @@ class Router(nn.Module):
         if mixture.groups > 1:
             in_groups = scores.unflatten(1, (mixture.groups, -1))  # [T, groups, E / groups]
             # DeepSeek-V3 adds a group's two best experts, V2 takes its best one.
-            of_groups = in_groups.topk(2 if mixture.selection_bias else 1, dim=-1).values.sum(dim=-1)
-            chosen = best(of_groups, mixture.groups_per_token)
-            kept = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(1, chosen, True)
+            group_scores = in_groups.topk(2 if mixture.selection_bias else 1, dim=-1).values.sum(dim=-1)
+            chosen = best(group_scores, mixture.groups_per_token)
+            kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, chosen, True)
             scores = in_groups.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
         return best(scores, mixture.per_token)
 

@@ -101,19 +101,19 @@ class ParallelExpertsFunction(torch.autograd.Function):
         needs_dx, needs_dweights = (grad_enabled and needed for needed in needs[:2])
         needs_dup, needs_ddown = (grad_enabled and (needs[i] or needs[i + 2]) for i in (2, 3))
         ctx.needs = NeedsGradient(needs_dx, needs_dup or needs_dweights, needs_ddown)
-        of_x = NeedsOperand(True, ctx.needs.up)
+        x_needs = NeedsOperand(True, ctx.needs.up)
         routes = group.all_gather_no_grad(experts.int(), ROUTES).long(), group.all_gather_no_grad(weights, ROUTES)
         count = w_down.shape[0] // x.shape[1]
         if ctx.in_order:
             ctx.batches = _in_order(*routes, count, up, down, group)
             every = group.all_gather_no_grad(x).split(len(x))
             operands = [
-                batch.up.quantize("x", gather_rows(tokens, batch.groups.token_of_row), of_x)
+                batch.up.quantize("x", gather_rows(tokens, batch.groups.token_of_row), x_needs)
                 for batch, tokens in zip(ctx.batches, every, strict=True)
             ]
         else:
             ctx.batches = [_added(*routes, count, up, down, group)]
-            operands = [quantize_routed(ctx.batches[0].up, x, of_x, group)]
+            operands = [quantize_routed(ctx.batches[0].up, x, x_needs, group)]
         found = [
             mlp_forward(rows, w_up, w_down, batch.up, batch.down, ctx.needs, x.dtype)
             for batch, rows in zip(ctx.batches, operands, strict=True)
@@ -132,26 +132,26 @@ class ParallelExpertsFunction(torch.autograd.Function):
         gradients = []
         for i, (batch, tokens, mlp) in enumerate(zip(batches, every, ctx.mlps, strict=True)):
             dy = gather_rows(tokens, batch.groups.token_of_row, weights_of_rows(batch.weights, batch.groups))
-            of_batch = mlp._replace(operands=saved[i * each : (i + 1) * each])
-            gradients.append(mlp_backward(of_batch, dy, ctx.needs, row_dots=ctx.needs_input_grad[1]))
+            batch_saved = mlp._replace(operands=saved[i * each : (i + 1) * each])
+            gradients.append(mlp_backward(batch_saved, dy, ctx.needs, row_dots=ctx.needs_input_grad[1]))
         dx = dweights = dup = ddown = None
         if ctx.needs_input_grad[0]:
             dx = _to_tokens(ctx, [g.x for g in gradients], weights=False)
         if ctx.needs_input_grad[1]:
-            of_routes = [
+            per_route = [
                 route_weight_grad(g.row_dots, batch.weights, batch.groups.row_of_route)
                 for g, batch in zip(gradients, batches, strict=True)
             ]
-            dweights = group.reduce_scatter_no_grad(torch.cat(of_routes), ROUTES)
+            dweights = group.reduce_scatter_no_grad(torch.cat(per_route), ROUTES)
         needs_up, needs_down = (ctx.needs_input_grad[i] or ctx.needs_input_grad[i + 2] for i in (2, 3))
         if needs_up:
             dup = [g.up for g in gradients]
         if needs_down:
             ddown = [g.down for g in gradients]
-        of_weights = [dup and dup[0], ddown and ddown[0], None, None]
+        weight_gradients = [dup and dup[0], ddown and ddown[0], None, None]
         if ctx.in_order:
-            of_weights = [None, None, dup and torch.stack(dup), ddown and torch.stack(ddown)]
-        return dx, dweights, *of_weights, None, None, None, None, None
+            weight_gradients = [None, None, dup and torch.stack(dup), ddown and torch.stack(ddown)]
+        return dx, dweights, *weight_gradients, None, None, None, None, None
 
 
 def _added(
@@ -187,15 +187,15 @@ def _key_of_source(key: Tensor | None, source: int, group: RankGroup) -> Tensor 
     return torch.stack([key[0], key[1] + (source - group.rank), key[2] - group.rank * RANK_RNG_OFFSET])
 
 
-def _to_tokens(ctx, of_rows: Sequence[Tensor], weights: bool) -> Tensor:
+def _to_tokens(ctx, per_row: Sequence[Tensor], weights: bool) -> Tensor:
     """From rows of this rank's experts to the sums over the routes of this rank's tokens, with their weights or not."""
     if not ctx.in_order:
         batch = ctx.batches[0]
-        sums = combine_rows(of_rows[0], batch.weights if weights else None, batch.groups.row_of_route)
+        sums = combine_rows(per_row[0], batch.weights if weights else None, batch.groups.row_of_route)
         return ctx.group.reduce_scatter_no_grad(sums)
-    of_routes = [
-        gather_rows(rows, batch.groups.row_of_route.flatten()) for rows, batch in zip(of_rows, ctx.batches, strict=True)
+    per_route = [
+        gather_rows(rows, batch.groups.row_of_route.flatten()) for rows, batch in zip(per_row, ctx.batches, strict=True)
     ]
-    own = ctx.group.reduce_scatter_no_grad(torch.cat(of_routes))
+    own = ctx.group.reduce_scatter_no_grad(torch.cat(per_route))
     routes = torch.arange(len(own), dtype=torch.int32, device=own.device).view_as(ctx.weights)
     return combine_rows(own, ctx.weights if weights else None, routes)

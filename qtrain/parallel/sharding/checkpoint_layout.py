@@ -37,7 +37,7 @@ class _Projection(NamedTuple):
     format: str
     count: int
 
-    def of_rank(self, rank: int) -> str:
+    def on_rank(self, rank: int) -> str:
         """The key of the projection that is as far from this one as the first one of `rank` is from that of rank 0."""
         return f"{self.state}{self.index + rank * self.count}{self.format}"
 
@@ -69,11 +69,11 @@ class DividedState:
     def states(self, states: States) -> States:
         """The tensors of `optimizer_tensors`."""
         found: States = {}
-        for name, of_name in states.items():
+        for name, entries in states.items():
             whole = found.setdefault(name, {})
-            for key, tensor in of_name.items():
+            for key, tensor in entries.items():
                 if own := self._projection(name, key):
-                    whole[own.of_rank(self._group.rank)] = tensor
+                    whole[own.on_rank(self._group.rank)] = tensor
                 else:
                     whole[key] = self._whole(f"{name}.{key}", name, tensor, _unit(key))
         return found
@@ -117,10 +117,10 @@ class DividedState:
         states = {
             name: {
                 new: self._shape(name, key, described, to_whole)
-                for key, described in of_name.items()
+                for key, described in entries.items()
                 for new in self._keys(name, key, to_whole)
             }
-            for name, of_name in meta["states"].items()
+            for name, entries in meta["states"].items()
         }
         return {**meta, "states": states, "groups": [self._group_of(group, to_whole) for group in meta["groups"]]}
 
@@ -138,8 +138,8 @@ class DividedState:
         if projection is None:
             return [key]
         if to_whole:
-            return [projection.of_rank(rank) for rank in range(self._group.ranks)]
-        own = projection.of_rank(-self._group.rank)
+            return [projection.on_rank(rank) for rank in range(self._group.ranks)]
+        own = projection.on_rank(-self._group.rank)
         return [own] if 0 <= projection.index - self._group.rank * projection.count < projection.count else []
 
     def _shape(self, name: str, key: str, described: dict[str, Any], to_whole: bool) -> dict[str, Any]:

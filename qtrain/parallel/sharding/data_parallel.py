@@ -63,16 +63,16 @@ class DataParallel:
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         in_units = {id(p) for unit in units for p in unit.holder.parameters()}
         split = {name for name, _ in trained if mesh.expert_mesh is not None and model.partition(name)}
-        of_data, of_experts = ([(n, p) for n, p in trained if (n in split) == kind] for kind in (False, True))
+        dense, experts = ([(n, p) for n, p in trained if (n in split) == kind] for kind in (False, True))
         how = mesh, needs_whole, lambda p: id(p) in in_units
-        self.parameters = shard_parameters(of_data, *how)
+        self.parameters = shard_parameters(dense, *how)
         if split:
-            self.parameters += shard_experts(model, of_experts, *how, in_order=deterministic)
+            self.parameters += shard_experts(model, experts, *how, in_order=deterministic)
         self.frozen = shard_frozen(_frozen_matrices(model, units), mesh) if units else []
         """Weights of fully sharded units that do not train."""
         self.masters = {id(s.parameter): s.master for s in [*self.parameters, *self.frozen]}
-        of_parameter = {id(s.parameter): s for s in self.parameters}
-        self.partitions = {n: [of_parameter[id(p)] for p in members] for n, members in (partitions or {}).items()}
+        sharded_of = {id(s.parameter): s for s in self.parameters}
+        self.partitions = {n: [sharded_of[id(p)] for p in members] for n, members in (partitions or {}).items()}
         """The parameters that are updated within the backward pass, by the name of their module."""
         self.partition_of_unit = _indices_of(self.partitions.values(), units)
         """The index of each unit's partition; None where it has none."""
@@ -180,22 +180,22 @@ class DataParallel:
         else:
             summed = [(self.mesh, squares)]
         counts = torch.tensor([tokens, stop_signal], dtype=torch.float64, device=self._device)
-        own = torch.cat([torch.stack([*nll, trained, *(of_mesh for _, of_mesh in summed)]).double(), counts])
-        of_ranks = self._gather(own)
-        every = of_ranks[:: self.mesh.tp]  # the ranks of a tensor group have the same loss and tokens
+        own = torch.cat([torch.stack([*nll, trained, *(square for _, square in summed)]).double(), counts])
+        per_rank = self._gather(own)
+        every = per_rank[:: self.mesh.tp]  # the ranks of a tensor group have the same loss and tokens
         loss = np.float32(0)
-        for of_micro_batch in every.T[: len(nll)]:
-            for value in of_micro_batch:
+        for per_micro_batch in every.T[: len(nll)]:
+            for value in per_micro_batch:
                 loss = np.float32(loss + np.float32(value))
         # The first replica's, with all tensor ranks' parts.
-        copies = [of_ranks[: mesh.shard * mesh.tp, len(nll) + 1 + i] for i, (mesh, _) in enumerate(summed)]
-        value = math.sqrt(sum(square for of_copy in copies for square in of_copy))
+        copies = [per_rank[: mesh.shard * mesh.tp, len(nll) + 1 + i] for i, (mesh, _) in enumerate(summed)]
+        value = math.sqrt(sum(square for first_replica in copies for square in first_replica))
         return Gradients(
             loss=float(np.float32(loss / np.float32(every[0, len(nll)]))),
             norm=torch.tensor(value, dtype=torch.float32, device=self._device),
             norm_value=float(np.float32(value)),
             tokens=int(every[:, -2].sum()),
-            stop_signal=int(of_ranks[:, -1].max()),
+            stop_signal=int(per_rank[:, -1].max()),
         )
 
     def _gather(self, own: Tensor) -> np.ndarray:

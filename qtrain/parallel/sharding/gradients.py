@@ -122,11 +122,11 @@ class _Bucket:
         if machines is None or not by_machine:
             return [_Stage(self._mesh.dp_group, tuple(sizes), sizes[me])], world
         counterparts = [world[n :: machines.ranks] for n in range(machines.ranks)]  # those that neighbor n adds for
-        of_neighbors = tuple(sum(sizes[d] for d in ranks) for ranks in counterparts)
+        intra_sizes = tuple(sum(sizes[d] for d in ranks) for ranks in counterparts)
         number = me % machines.ranks
-        inside = _Stage(machines.intra_node_group, of_neighbors, of_neighbors[number])
-        of_counterparts = tuple(sizes[d] for d in counterparts[number])
-        between = _Stage(machines.inter_node_group, of_counterparts, sizes[me], "gradients of machines", machines.ranks)
+        inside = _Stage(machines.intra_node_group, intra_sizes, intra_sizes[number])
+        inter_sizes = tuple(sizes[d] for d in counterparts[number])
+        between = _Stage(machines.inter_node_group, inter_sizes, sizes[me], "gradients of machines", machines.ranks)
         return [inside, between], [d for ranks in counterparts for d in ranks]
 
     def exchange(self, key: tuple[int, int, int]) -> Tensor | list[Tensor]:
@@ -162,7 +162,7 @@ class _Bucket:
         flat = [_flat_gradients(m) for m in self._members]
         for m in self._members:
             m.receiver.grad = None
-        (terms,) = {len(of_member) for of_member in flat}
+        (terms,) = {len(member_sizes) for member_sizes in flat}
         if terms == 1 and self._in_order:
             return flat[0].view(-1), 1
         if terms == 1 and self._permutation is not None:

@@ -85,8 +85,8 @@ class ModelWeights:
 
     def _sharded_block(self, unit: Unit, shared: set[int], trained: Sequence[Sharded]) -> ShardedBlock:
         """A unit with its matrices. shared: ids of parameters that other modules hold too, which stay in full."""
-        of_unit = {id(p): p for p in unit.holder.parameters()}
-        ids = {number for number, p in of_unit.items() if p.ndim > 1} - shared
+        unit_parameters = {id(p): p for p in unit.holder.parameters()}
+        ids = {number for number, p in unit_parameters.items() if p.ndim > 1} - shared
         own = [s for s in self._parameters + self._frozen if id(s.parameter) in ids]
         codes = {id(weight.sharded.parameter): weight for weight in self._codes if id(weight.sharded.parameter) in ids}
         tensors = []
@@ -106,7 +106,7 @@ class ModelWeights:
         masters = [GatheredMaster(s, self._receive) for s in own if id(s.parameter) not in codes]
         self._in_blocks |= {id(s.parameter) for s in own}
         gather = functools.partial(self._gather_block, [*codes.values()], masters)
-        return ShardedBlock(unit, tensors, gather, [s.receiver for s in trained if id(s.parameter) in of_unit])
+        return ShardedBlock(unit, tensors, gather, [s.receiver for s in trained if id(s.parameter) in unit_parameters])
 
     @property
     def kept_codes(self) -> list[Tensor]:
