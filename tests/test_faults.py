@@ -30,9 +30,9 @@ LONG = {**PRETRAIN, "n_steps": 400, "eval_interval": 0}
 IN_STEP_3 = """
 import errno, time
 import torch
-import qtrain.core.config
+import qtrain.core.process
 from qtrain.core.errors import UserError
-qtrain.core.config.CAUSE_SECONDS = 1
+qtrain.core.process.CAUSE_SECONDS = 1
 step = Training._step
 def fails(self, *arguments):
     if self.run.state.step == 2:
@@ -96,7 +96,7 @@ def fails(*_):
     raise UserError("--x: a mistake")
 {} = fails
 """
-AT_ONCE = "import qtrain.core.config; qtrain.core.config.CAUSE_SECONDS = 0\n"
+AT_ONCE = "import qtrain.core.process; qtrain.core.process.CAUSE_SECONDS = 0\n"
 FULLY = {"n_steps": 2, "reshard_after_forward": "always"}
 LOST = {
     "rank 0 in set-up": (0, "checked_settings.make_mesh", {}, "set-up"),

@@ -136,8 +136,8 @@ def _candidates(questions: Sequence[HellaSwagQuestion], tokenizer: Encoder, max_
         n_context = len(tokenizer.encode(asked.context.rstrip()))  # a space at the end belongs to the ending
         for which, ending in enumerate(asked.endings):
             tokens = tokenizer.encode(f"{asked.context} {ending}")
-            # Context and ending are encoded together, as the model would read them: tokens after the context's are the
-            # ending. A long text loses its beginning, never its ending.
+            # Encoded together, as the model reads them: the ending is what follows as many tokens as the context has.
+            # A long text loses its beginning, never its ending.
             n_ending = max(1, min(len(tokens) - n_context, len(tokens) - 1, max_len))
             found.append(_Candidate(number, which, tokens[-(max_len + 1) :], n_ending))
     return found

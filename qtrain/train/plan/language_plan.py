@@ -5,7 +5,6 @@ from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from qtrain.core.hardware import Hardware
-from qtrain.kernels.autotune import check_environment
 from qtrain.models import ModelConfig
 from qtrain.models.cost.full_shard_memory import trained_ends
 from qtrain.models.cost.memory import MemoryEstimate, RankShare, StepShape, all_of, estimate_memory
@@ -18,13 +17,10 @@ from qtrain.parallel.mesh import Mesh
 from qtrain.quant import LinearChoice, LowBitScheme
 from qtrain.quant.execute import rowwise_swiglu
 from qtrain.quant.weight_codes import reads_codes_only, wire_format
-from qtrain.train.log.metrics import TOKENS
 from qtrain.train.plan.checked_settings import CheckedSettings
-from qtrain.train.plan.linears import shares
-from qtrain.train.plan.plan import Plan
+from qtrain.train.plan.plan import Figures, Plan, make_plan
 from qtrain.train.plan.scheme_bytes import code_bytes, kept_input_bytes, weight_bytes
 from qtrain.train.plan.sharding import fullest_share
-from qtrain.train.plan.step_time import emulated_arithmetics, shortest_seconds
 from qtrain.train.plan.traffic import (
     EXCHANGES_A_HALF,
     EXCHANGES_A_LAYER,
@@ -35,7 +31,6 @@ from qtrain.train.plan.traffic import (
     routed_bytes_per_token,
     weights_on_wire,
 )
-from qtrain.train.plan.world import Work, plan_world, refuse_world
 
 
 def plan_language_run(
@@ -48,64 +43,34 @@ def plan_language_run(
 ) -> Plan:
     """model_config: None for an architecture that has no native decoder; the plan then has no figures. trained: what
     trains, where not everything does."""
-    check_environment()
     settings = checked.settings
-    shared = {
-        "model": settings.model,
-        "scheme": getattr(checked.scheme, "name", "") or settings.quantize,
-        "geometry": checked.geometry,
-        "n_steps": settings.n_steps,
-        "tokens_per_step": settings.batch_size * settings.seq_len,
-        "hardware": hardware,
-        "data": data,
-        "emulated": emulated_arithmetics(linears, hardware),
-    }
     if model_config is None:
-        refuse_world(settings)
-        return Plan(**shared)
+        return make_plan(checked, linears, hardware, data, None, per_sample=settings.seq_len)
     # BitNet adds norms before the output projections, whose weights count.
     if isinstance(checked.scheme, LowBitScheme) and checked.scheme.sub_norm:
         model_config = model_config.with_sub_norms("--quantize")
     found = flops_per_token(model_config, settings.seq_len)
     flops = {"blocks": found.blocks, "head": found.head, "attention": found.attention}
-    flops = flops if trained is None else trained.flops(flops)
     of_layers = layer_linears(model_config)
-    # A mixture's token uses some of the experts: their GEMMs count with the share that runs.
-    work = {n.name: n.weights if n.is_head else of_layers[linear_key(n.name)].used for n in linears}
-    blocks, head = ([linear for linear in linears if linear.is_head == is_head] for is_head in (False, True))
     counted = count_parameters(model_config)
-    parameters = counted.total
-    seconds = shortest_seconds(
-        flops,
-        {"blocks": shares(blocks, work), "head": shares(head, work)},
-        hardware,
-        checked.dtype,
-        frozen=trained is not None and bool(trained.adapters),
-    )
 
-    # The table of sizes asks for many meshes: the same settings with another mesh.
     def memory_on(mesh: Mesh, reshards: bool) -> dict[str, int]:
         planned = replace(checked, mesh=mesh, reshards=reshards)
         config = local_config(model_config, settings.tp, settings.ep)
         return language_memory(planned, config, linears, trained).at_peak
 
-    world = None
-    if settings.world_size is not None:
-        samples = checked.geometry.micro_batch_size * checked.geometry.gradient_accumulation * settings.seq_len
-        traffic = _traffic(checked, model_config, linears, trained)
-        low_bit, moe = any(linear.scheme for linear in linears), model_config.moe is not None
-        step_work = Work(parameters, seconds, samples, TOKENS, low_bit, moe)
-        resharding = settings.reshard_after_forward
-        world = plan_world(settings, checked.mesh, hardware, step_work, traffic, memory_on, resharding)
-    return Plan(
-        **shared,
-        parameters=parameters,
+    figures = Figures(
         active=counted.active if counted.inactive else None,
-        flops=flops,
-        seconds=seconds,
-        memory=memory_on(checked.mesh, checked.reshards),
-        world=world,
+        flops=flops if trained is None else trained.flops(flops),
+        # A mixture's token uses some of the experts: their GEMMs count with the share that runs.
+        work={n.name: n.weights if n.is_head else of_layers[linear_key(n.name)].used for n in linears},
+        frozen=trained is not None and bool(trained.adapters),
+        moe=model_config.moe is not None,
+        memory_on=memory_on,
+        traffic=lambda: _traffic(checked, model_config, linears, trained),
+        resharding=settings.reshard_after_forward,
     )
+    return make_plan(checked, linears, hardware, data, figures, parameters=counted.total, per_sample=settings.seq_len)
 
 
 def _traffic(

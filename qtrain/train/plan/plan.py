@@ -1,14 +1,21 @@
 """The plan of a run, made before anything is allocated: sizes, memory by kind, and the shortest possible time."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from qtrain.core.config import as_dict
 from qtrain.core.hardware import Hardware
+from qtrain.kernels.autotune import check_environment
+from qtrain.parallel.mesh import Mesh
+from qtrain.quant import LinearChoice
 from qtrain.train.log.metrics import TOKENS, SampleUnit
 from qtrain.train.log.status import duration, short_number, three_digits
-from qtrain.train.plan.world import WorldPlan
+from qtrain.train.plan.checked_settings import CheckedSettings
+from qtrain.train.plan.linears import shares
+from qtrain.train.plan.step_time import emulated_arithmetics, shortest_seconds
+from qtrain.train.plan.traffic import Traffic
+from qtrain.train.plan.world import Work, WorldPlan, plan_world, refuse_world
 from qtrain.train.settings.settings import BatchGeometry, TrainSettings
 
 GIB = 1024**3
@@ -119,6 +126,79 @@ class Plan:
                 f"{duration(2 * tokens / fastest)} at half of it",
             ),
         ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What the plan of a model computes with, where its sizes are known."""
+
+    active: int | None = None
+    """Those that a token uses, in a mixture of experts (MoE)."""
+    flops: dict[str, float]
+    """Per token, forward and backward, by kind of work."""
+    work: Mapping[str, float]
+    """Of each linear, by name, in proportion to its FLOPs."""
+    frozen: bool = False
+    """Whether the linears have no grad_weight, as under adapters."""
+    mixture: bool = False
+    memory_on: Callable[[Mesh, bool], dict[str, int]]
+    """Bytes per GPU by kind on a mesh, with layers fully sharded or not."""
+    traffic: Callable[[], Traffic]
+    """The communication of a step on any mesh; asked with --world_size only."""
+    resharding: str = "never"
+    """--reshard_after_forward, where the plan of a world takes full sharding into account."""
+
+
+def make_plan(
+    checked: CheckedSettings,
+    linears: Sequence[LinearChoice],
+    hardware: Hardware,
+    data: Sequence[str],
+    figures: Figures | None,
+    *,
+    parameters: int | None = None,
+    per_sample: int = 1,
+    unit: SampleUnit = TOKENS,
+) -> Plan:
+    """The plan of a run. Raises UserError for --world_size without figures.
+
+    figures: None for a model whose sizes are not known without running it. per_sample: tokens of a sequence.
+    """
+    check_environment()
+    settings, geometry = checked.settings, checked.geometry
+    shared = {
+        "model": settings.model,
+        "scheme": getattr(checked.scheme, "name", "") or settings.quantize,
+        "geometry": geometry,
+        "n_steps": settings.n_steps,
+        "tokens_per_step": settings.batch_size * per_sample,
+        "hardware": hardware,
+        "data": data,
+        "emulated": emulated_arithmetics(linears, hardware),
+        "unit": unit,
+        "parameters": parameters,
+    }
+    if figures is None:
+        refuse_world(settings)
+        return Plan(**shared)
+    kinds = {"blocks": [n for n in linears if not n.is_head], "head": [n for n in linears if n.is_head]}
+    by_kind = {kind: shares(found, figures.work) for kind, found in kinds.items()}
+    seconds = shortest_seconds(figures.flops, by_kind, hardware, checked.dtype, frozen=figures.frozen)
+    world = None
+    if settings.world_size is not None:
+        samples = geometry.micro_batch_size * geometry.gradient_accumulation * per_sample
+        low_bit = any(linear.scheme for linear in linears)
+        work = Work(parameters, seconds, samples, unit, low_bit, figures.mixture)
+        memory_on, traffic = figures.memory_on, figures.traffic()
+        world = plan_world(settings, checked.mesh, hardware, work, traffic, memory_on, figures.resharding)
+    return Plan(
+        **shared,
+        active=figures.active,
+        flops=figures.flops,
+        seconds=seconds,
+        memory=figures.memory_on(checked.mesh, checked.reshards),
+        world=world,
+    )
 
 
 def _billions(number: int) -> str:

@@ -17,6 +17,8 @@ from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.shards import ALIGNMENT
 from qtrain.train.plan.checked_settings import CheckedSettings
 
+# ---- full sharding --------------------------------------------------------------------------------------------------
+
 
 def resharded(mode: str, mesh: Mesh, memory: float, have: int | None) -> bool:
     """Whether --reshard_after_forward `mode` shards layers fully on `mesh`. memory: bytes per GPU if it does not; have:
@@ -40,6 +42,9 @@ def reshards(
         if not blocks:
             raise UserError(f"--reshard_after_forward: always, but {type(model).__name__} has no repeated layers.")
     return bool(blocks) and resharded(mode, mesh, memory, have)
+
+
+# ---- the fullest rank -----------------------------------------------------------------------------------------------
 
 
 def fullest_share(shapes: Sequence[ParameterShape], shards: int, needs_whole: Callable[[bool], bool]) -> float:

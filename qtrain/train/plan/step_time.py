@@ -24,6 +24,9 @@ Shares = Mapping[LowBitScheme | None, float]
 """Fraction of some linears' FLOPs by the scheme that they run in; None: the model's dtype."""
 
 
+# ---- the speed of light ---------------------------------------------------------------------------------------------
+
+
 def shortest_seconds(
     flops: Mapping[str, float],
     shares: Mapping[str, Shares],
@@ -62,6 +65,9 @@ def emulated_arithmetics(linears: Iterable[LinearChoice], hardware: Hardware) ->
             elif linear.emulated:
                 found.add(f"grouped {name}")
     return tuple(sorted(found))
+
+
+# ---- the step -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -6,20 +6,15 @@ from dataclasses import replace
 from torch import nn
 
 from qtrain.core.hardware import Hardware
-from qtrain.kernels.autotune import check_environment
 from qtrain.models import VisionCost, repeated_blocks
 from qtrain.optim import ParameterShape, parameter_groups
-from qtrain.parallel.mesh import Mesh
 from qtrain.quant import LinearChoice
 from qtrain.train.log.metrics import IMAGES
 from qtrain.train.plan.checked_settings import CheckedSettings
-from qtrain.train.plan.linears import shares
-from qtrain.train.plan.plan import Plan
+from qtrain.train.plan.plan import Figures, Plan, make_plan
 from qtrain.train.plan.scheme_bytes import code_bytes, kept_input_bytes, weight_bytes
 from qtrain.train.plan.sharding import fullest_share
-from qtrain.train.plan.step_time import emulated_arithmetics, shortest_seconds
 from qtrain.train.plan.traffic import Traffic, weights_on_wire
-from qtrain.train.plan.world import Work, plan_world, refuse_world
 from qtrain.train.step.in_backward import model_partitions
 
 
@@ -32,42 +27,16 @@ def plan_vision_run(
     data: Sequence[str],
 ) -> Plan:
     """model: on the meta device; cost: None for a model that does not run there: the plan then has no figures."""
-    check_environment()
-    settings = checked.settings
-    shared = {
-        "model": settings.model,
-        "scheme": settings.quantize,
-        "geometry": checked.geometry,
-        "n_steps": settings.n_steps,
-        "tokens_per_step": settings.batch_size,
-        "hardware": hardware,
-        "data": data,
-        "unit": IMAGES,
-        "emulated": emulated_arithmetics(linears, hardware),
-        "parameters": sum(p.numel() for p in model.parameters()),
-    }
+    parameters = sum(p.numel() for p in model.parameters())
     if cost is None:
-        refuse_world(settings)
-        return Plan(**shared)
-    work = {linear.name: linear.weights * cost.linear_rows.get(linear.name, 0) for linear in linears}
-    blocks, head = ([linear for linear in linears if linear.is_head == is_head] for is_head in (False, True))
-    by_kind = {"blocks": shares(blocks, work), "head": shares(head, work)}
-    seconds = shortest_seconds(cost.flops, by_kind, hardware, checked.dtype)
-
-    def memory_on(mesh: Mesh, reshards: bool) -> dict[str, int]:
-        return _memory(replace(checked, mesh=mesh), model, cost, linears)
-
-    world = None
-    if settings.world_size is not None:
-        samples = checked.geometry.micro_batch_size * checked.geometry.gradient_accumulation
-        low_bit = any(linear.scheme for linear in linears)
-        work = Work(shared["parameters"], seconds, samples, IMAGES, low_bit)
-        world = plan_world(
-            settings, checked.mesh, hardware, work, _traffic(checked, model, linears), memory_on, "never"
-        )
-    return Plan(
-        **shared, flops=cost.flops, seconds=seconds, memory=memory_on(checked.mesh, checked.reshards), world=world
+        return make_plan(checked, linears, hardware, data, None, parameters=parameters, unit=IMAGES)
+    figures = Figures(
+        flops=cost.flops,
+        work={linear.name: linear.weights * cost.linear_rows.get(linear.name, 0) for linear in linears},
+        memory_on=lambda mesh, reshards: _memory(replace(checked, mesh=mesh), model, cost, linears),
+        traffic=lambda: _traffic(checked, model, linears),
     )
+    return make_plan(checked, linears, hardware, data, figures, parameters=parameters, unit=IMAGES)
 
 
 def _traffic(checked: CheckedSettings, model: nn.Module, linears: Sequence[LinearChoice]) -> Traffic:

@@ -20,6 +20,8 @@ from qtrain.parallel.mesh import Mesh, mesh_shape, planned_mesh
 from qtrain.quant import LowBitScheme, Scheme
 from qtrain.train.settings.settings import TrainSettings
 
+# ---- device and dtype -----------------------------------------------------------------------------------------------
+
 
 def choose_device(name: str) -> torch.device:
     """The device that --device names on this machine."""
@@ -44,6 +46,8 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
         name = "fp32" if device.type == "cpu" else "bf16"
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
 
+
+# ---- links between GPUs ---------------------------------------------------------------------------------------------
 
 ACHIEVED_IN_NODE, ACHIEVED_BETWEEN = 0.75, 0.9
 START_SECONDS = 40e-6
@@ -103,6 +107,9 @@ def wire_in_node(hardware: Hardware) -> Wire:
             "with --gpu."
         )
     return WIRES[DATASHEET[product].link]
+
+
+# ---- planned worlds -------------------------------------------------------------------------------------------------
 
 
 def check_plan_flags(settings: TrainSettings) -> None:

@@ -27,6 +27,8 @@ from qtrain.comm.ranks import host_group
 from qtrain.parallel.sharding.split_tensor import SplitTensor
 from qtrain.train.state.checkpoint import Checkpoints, flatten
 
+# ---- the copy -------------------------------------------------------------------------------------------------------
+
 ALIGNMENT = 256
 """Bytes: where each tensor begins in the buffer."""
 PORTABLE = 1
@@ -96,6 +98,8 @@ def _like(original: Tensor, copies: list[Tensor]) -> Tensor:
     # DTensor.from_local would move it to the mesh's devices.
     return DTensor(copies[0], original._spec, requires_grad=False) if isinstance(original, DTensor) else copies[0]
 
+
+# ---- the thread -----------------------------------------------------------------------------------------------------
 
 NOTICEABLE = 0.05
 """Seconds."""

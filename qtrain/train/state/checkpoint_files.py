@@ -19,6 +19,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from qtrain.core.process import sync_to_disk
 from qtrain.core.reading import read_small
 
+# ---- the marker -----------------------------------------------------------------------------------------------------
+
+INDEX = ".metadata"
+"""The file name of DCP's index."""
 MARKER = "COMPLETE"
 META = "meta.json"
 MAX_BYTES = 1 << 28
@@ -111,8 +115,7 @@ def incomplete_checkpoints(folder: Path, after: int = -1) -> dict[Path, str]:
     return found
 
 
-INDEX = ".metadata"
-"""The file name of DCP's index."""
+# ---- DCP's index ----------------------------------------------------------------------------------------------------
 
 
 class _IndexUnpickler(pickle.Unpickler):

@@ -20,6 +20,8 @@ from qtrain.parallel.sharding.shards import as_bytes, as_shard
 from qtrain.tensors.partition import Partition
 from qtrain.train.state.state_dict import Master, itself, model_tensors
 
+# ---- training files -------------------------------------------------------------------------------------------------
+
 MAX_FILES = 1 << 14
 """The files beyond these are not read."""
 
@@ -56,6 +58,9 @@ def check_files(saved: Any, files: Sequence[Path], here: Mapping[str, Any], chec
             )
     if changed:
         yield f"--resume: {len(changed)} of {len(files)} files of --train_ds have changed since, first {changed[0]}"
+
+
+# ---- frozen weights -------------------------------------------------------------------------------------------------
 
 
 def fingerprint(model: nn.Module, group: RankGroup | None = None, master: Master = itself) -> dict[str, str]:

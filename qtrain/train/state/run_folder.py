@@ -259,7 +259,7 @@ def resolve_resume(value: str, run_root: Path, run_name: str | None = None) -> P
         read_marker(path)
     except IncompleteCheckpoint as reason:
         if whole := newest_whole(path.parent, {path}):
-            raise cannot_load(path, str(reason), f"The newest complete one there is {whole}.") from None
+            raise cannot_load(path, str(reason), f"The newest complete one beside it is {whole}.") from None
         if (path / INDEX).exists() or path.name.isdigit():
             raise cannot_load(path, str(reason)) from None
         raise cannot_load(path, "there is no complete checkpoint in it", "Give a checkpoint or a run folder.") from None

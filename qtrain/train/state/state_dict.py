@@ -59,6 +59,9 @@ class TrainState:
         return cls(**meta)
 
 
+# ---- model and generators -------------------------------------------------------------------------------------------
+
+
 class OtherTensors(UserError):
     """A whole checkpoint of other tensors than this run's: of a model or of settings that are not the saved ones."""
 
@@ -134,6 +137,9 @@ def set_rng_state(state: Mapping[str, Mapping[str, Tensor]]) -> None:
     torch.set_rng_state(own["torch"])
     if "cuda" in own:
         torch.cuda.set_rng_state(own["cuda"])
+
+
+# ---- the optimizer --------------------------------------------------------------------------------------------------
 
 
 # How a step is computed, not what: the machine that resumes decides.
