@@ -68,7 +68,7 @@ def stand_in(model: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
     return module
 
 
-def state_bytes(optimizer: Optimizer) -> int:
+def optimizer_state_bytes(optimizer: Optimizer) -> int:
     """Bytes of all states, inner tensors of tensor subclasses included."""
     inner = [t for state in optimizer.state.values() for v in state.values() for t in _plain(v)]
     return sum(t.numel() * t.element_size() for t in inner)
@@ -93,7 +93,7 @@ def time_step(
     ms = measure(lambda: optimizer.step(), (), device, budget_ms=400.0).ms
     parameters = list(module.parameters())
     count = sum(p.numel() for p in parameters)
-    states = state_bytes(optimizer)
+    states = optimizer_state_bytes(optimizer)
     # weight read and written, gradient read, states read and written
     moved = sum(p.numel() * (2 * p.element_size() + p.grad.element_size()) for p in parameters) + 2 * states
     share = moved / ms / 1e9 / copy
