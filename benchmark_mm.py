@@ -17,7 +17,8 @@ from qtrain.core.process import prepare_process
 prepare_process(script=True)  # before imports that take a while
 
 from qtrain.bench.arguments import BenchmarkSettings
-from qtrain.core.config import parse, run_script
+from qtrain.core.config import parse
+from qtrain.core.process import run_script
 from qtrain.train.settings.listing import listing
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from qtrain.core.config import run_script
+from qtrain.core.process import run_script
 from qtrain.models import Decoder, read_model_source
 from qtrain.optim.state_layout import local
 from qtrain.parallel.mesh import make_mesh

@@ -25,9 +25,10 @@ from torch import Tensor
 from qtrain.bench.arguments import compared_schemes, split_list
 from qtrain.bench.tables import Cell, Table, about_run, write_json
 from qtrain.bench.train_step import random_batch
-from qtrain.core.config import JsonDict, parse, run_script
+from qtrain.core.config import JsonDict, parse
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import describe_hardware
+from qtrain.core.process import run_script
 from qtrain.data.batch import Batch
 from qtrain.data.stream import StreamContext, eval_batches
 from qtrain.models import ModelSource, build_model, read_model_source

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtrain.bench.tables import Cell, Table, about_run, write_json
-from qtrain.core.config import parse, run_script
+from qtrain.core.config import parse
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import describe_hardware
+from qtrain.core.process import run_script
 from qtrain.optim import OPTIMIZERS
 from qtrain.train.settings.machine import choose_device
 from qtrain.train.settings.settings import Count

@@ -28,9 +28,10 @@ from qtrain.bench.tables import Cell, Table, about_run, check_json, write_json
 from qtrain.comm.ranks import all_gather, join_world, launched_world, leave_world, rank, world
 from qtrain.comm.wire import all_gather_single, exchange, gather
 from qtrain.core.checks import Range, shown, user_path
-from qtrain.core.config import parse, run_script
+from qtrain.core.config import parse
 from qtrain.core.errors import UserError, first_line
 from qtrain.core.hardware import describe_hardware
+from qtrain.core.process import run_script
 from qtrain.kernels.elementwise import add_in_order
 from qtrain.parallel.sharding.gradient_wire import FIRST_NUMBER, GRADIENT_WIRES, GradientWire
 from qtrain.train.settings.machine import choose_device

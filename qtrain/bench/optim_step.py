@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from qtrain.bench.tables import Cell, Table, about_run, write_json
 from qtrain.bench.timing import copy_bandwidth, measure, watching_clocks
 from qtrain.core.checks import Range
-from qtrain.core.config import JsonDict, parse, run_script
+from qtrain.core.config import JsonDict, parse
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import describe_hardware
+from qtrain.core.process import run_script
 from qtrain.kernels.optim import update_launch
 from qtrain.models import empty_model, read_model_source
 from qtrain.optim import OPTIMIZERS, Optimizer, parameter_groups

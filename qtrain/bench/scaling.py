@@ -24,9 +24,10 @@ from qtrain.bench.arguments import name_and_options, split_list
 from qtrain.bench.tables import Cell, Table, about_run, check_json, write_json
 from qtrain.bench.train_step import ROOT, cell_values, child_environment, run_apart
 from qtrain.core.checks import Range, check_fields, read_json
-from qtrain.core.config import parse, run_script
+from qtrain.core.config import parse
 from qtrain.core.errors import UserError, unknown_name
 from qtrain.core.hardware import datasheet_hardware, describe_hardware
+from qtrain.core.process import run_script
 from qtrain.models import read_model_source
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import prepare

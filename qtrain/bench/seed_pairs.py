@@ -39,9 +39,10 @@ from qtrain.bench.pair_results import (
 from qtrain.bench.pair_runs import PairedRun, Progress, train_all
 from qtrain.bench.tables import check_json, write_json
 from qtrain.core.checks import check_fields, user_path
-from qtrain.core.config import JsonDict, as_dict, parse, read_recipe, run_script
+from qtrain.core.config import JsonDict, as_dict, parse, read_recipe
 from qtrain.core.errors import UserError, unknown_name
 from qtrain.core.hardware import describe_hardware
+from qtrain.core.process import run_script
 from qtrain.quant import SCHEMES
 from qtrain.train.settings.listing import listing
 from qtrain.train.settings.machine import choose_device

@@ -22,8 +22,9 @@ from typing import Annotated
 
 from qtrain.bench.pair_results import data_fingerprint
 from qtrain.core.checks import Range, user_path
-from qtrain.core.config import parse, run_script
+from qtrain.core.config import parse
 from qtrain.core.errors import UserError
+from qtrain.core.process import run_script
 from qtrain.data.text.manifest import FILE_NAME, read_manifest
 from qtrain.train.settings.listing import listing
 from tokenize_data import main as tokenize_data

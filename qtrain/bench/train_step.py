@@ -31,9 +31,10 @@ from qtrain.bench.timing import watching_clocks
 from qtrain.comm.launch import check_gpus, launch
 from qtrain.comm.ranks import rank
 from qtrain.core.checks import check_fields, parse_json
-from qtrain.core.config import JsonDict, as_dict, parse, run_script
+from qtrain.core.config import JsonDict, as_dict, parse
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import describe_hardware
+from qtrain.core.process import run_script
 from qtrain.data.batch import Batch
 from qtrain.models import read_model_source
 from qtrain.quant import SCHEMES

@@ -41,7 +41,7 @@ from qtrain.core.checks import (
 )
 from qtrain.core.errors import UserError, nearest
 from qtrain.core.flags import Answers, Shell, completion_script, parse_flags
-from qtrain.core.process import command_line, run_script  # noqa: F401  (run_script: for qtrain.bench)
+from qtrain.core.process import command_line
 
 C = TypeVar("C")
 
