@@ -5,6 +5,7 @@ import torch
 
 from qtrain.core.errors import UserError
 from qtrain.models import RECOMPUTE_MODES, apply_activation_checkpointing, compile_layers
+from qtrain.models.native.attention import SequenceInfo
 from tests.models.families import DOC_IDS, batch, drawn, source_of
 
 
@@ -31,6 +32,7 @@ def test_each_mode_computes_again_what_it_says():
     model = drawn(source_of("llama2"))
     x = torch.randn(2, 24, 32, requires_grad=True)
     cos = sin = torch.ones(24, 1, 4)
+    info = SequenceInfo(2, 24, cos, sin)
     calls = {}
     for mode in RECOMPUTE_MODES:
         apply_activation_checkpointing(model, mode)
@@ -42,7 +44,7 @@ def test_each_mode_computes_again_what_it_says():
                 products += op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
                 return op(*args, **(kwargs or {}))
 
-        out = model.layers[0](x, cos, sin, None)
+        out = model.layers[0](x, info)
         with Count():
             out.sum().backward()
         calls[mode] = products

@@ -199,15 +199,17 @@ def test_operands_of_gathered_rows(scheme, kwargs, device):
     x, dy = (torch.randn(200, columns, device=device).bfloat16() for columns in (C, 2 * INNER))
     weight = weights_of_rows(weights.to(device), groups)
     for needs in (BOTH, NeedsOperand(True, False), NeedsOperand(False, True)):
-        for quantize, t in (
-            (arguments.quantize_input, GatheredRows(x, RowIndex(groups.token_of_row))),
-            (arguments.quantize_grad, GatheredRows(dy, RowIndex(groups.token_of_row, weight))),
+        for name, t in (
+            ("x", GatheredRows(x, RowIndex(groups.token_of_row))),
+            ("dy", GatheredRows(dy, RowIndex(groups.token_of_row, weight))),
         ):
             found, amax = [], []
             for rows in (t, in_memory(t)):
                 for buffer in (linear.x_amax, linear.dy_amax) if delayed else ():
                     buffer.zero_()
-                found.append([q.float() for q in flatten_operands(quantize(rows, needs))[0] if q is not None])
+                found.append(
+                    [q.float() for q in flatten_operands(arguments.quantize(name, rows, needs))[0] if q is not None]
+                )
                 amax.append(torch.cat([linear.x_amax, linear.dy_amax]) if delayed else None)
             for one, other in zip(*found, strict=True):
                 assert torch.equal(one, other)

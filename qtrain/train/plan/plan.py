@@ -140,7 +140,7 @@ class Figures:
     """Of each linear, by name, in proportion to its FLOPs."""
     frozen: bool = False
     """Whether the linears have no grad_weight, as under adapters."""
-    mixture: bool = False
+    moe: bool = False
     memory_on: Callable[[Mesh, bool], dict[str, int]]
     """Bytes per GPU by kind on a mesh, with layers fully sharded or not."""
     traffic: Callable[[], Traffic]
@@ -188,7 +188,7 @@ def make_plan(
     if settings.world_size is not None:
         samples = geometry.micro_batch_size * geometry.gradient_accumulation * per_sample
         low_bit = any(linear.scheme for linear in linears)
-        work = Work(parameters, seconds, samples, unit, low_bit, figures.mixture)
+        work = Work(parameters, seconds, samples, unit, low_bit, figures.moe)
         memory_on, traffic = figures.memory_on, figures.traffic()
         world = plan_world(settings, checked.mesh, hardware, work, traffic, memory_on, figures.resharding)
     return Plan(

@@ -19,6 +19,7 @@ from qtrain.models.cost.memory import StepShape, estimate_memory
 from qtrain.models.cost.parameters import LAYER_LINEARS, count_parameters
 from qtrain.models.cost.saved_activations import LinearBytes, LowBitBytes, rows_per_token, saved_per_token
 from qtrain.models.cost.trained import only_adapters
+from qtrain.models.native.attention import SequenceInfo
 from qtrain.models.native.rope import rope_tables
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.schemes.frozen_base import base_scheme
@@ -33,6 +34,7 @@ def kept_bytes(model: Decoder, batch: int, seq_len: int) -> float:
     config = model.config
     x = torch.randn(batch, seq_len, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     cos, sin = (t.unsqueeze(-2) for t in rope_tables(config.rope, config.head_dim, seq_len, x.device))
+    info = SequenceInfo(batch, seq_len, cos, sin)
     parameters = [p.inner.values() if isinstance(p, StoredWeight) else [p] for p in model.parameters()]
     known = (*itertools.chain(*parameters), *model.buffers(), x, cos, sin)
     own = {t.untyped_storage().data_ptr() for t in known}
@@ -46,9 +48,9 @@ def kept_bytes(model: Decoder, batch: int, seq_len: int) -> float:
             kept |= {} if place in own else {place: tensor}
         return tensor
 
-    model.layers[0](x, cos, sin, None).sum().backward()  # compiles backward too, which may decide what is kept
+    model.layers[0](x, info).sum().backward()  # compiles backward too, which may decide what is kept
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = model.layers[0](x, cos, sin, None)
+        out = model.layers[0](x, info)
     assert out.shape == x.shape
     return sum(t.untyped_storage().nbytes() for t in kept.values()) / (batch * seq_len)
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from qtrain.core.errors import UserError
 from qtrain.models import Decoder, ModelConfig, apply_activation_checkpointing
+from qtrain.models.native.attention import SequenceInfo
 from qtrain.models.native.rope import rope_tables
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.quant import SCHEMES, LowBitLinear, LowBitScheme, quantize_linears
@@ -115,8 +116,8 @@ def test_a_decoder_layer_is_its_emulation(name):
     draw_alike(high, layer)
     x, dy = matrix(48, 128, 0).view(2, 24, 128), matrix(48, 128, 1).view(2, 24, 128)
     cos, sin = (table.unsqueeze(-2) for table in rope_tables(ModelConfig.from_hf(CONFIG).rope, 32, 24, x.device))
-    found = run(_with(layer, cos, sin, None), x, dy)
-    true = run(_with(high, cos.double(), sin.double(), None), x.double(), dy.double())
+    found = run(_with(layer, SequenceInfo(2, 24, cos, sin)), x, dy)
+    true = run(_with(high, SequenceInfo(2, 24, cos.double(), sin.double())), x.double(), dy.double())
     assert {key: value for key in true if (value := cosine(found[key], true[key])) < 0.999} == {}
 
 
@@ -421,8 +422,8 @@ def test_a_decoder_layer_is_its_emulation_on_the_gpu(name):
     draw_alike(high, layer)
     x, dy = (matrix(1024, 512, seed, "normal", torch.bfloat16).view(4, 256, 512).cuda() for seed in (0, 1))
     cos, sin = (table.unsqueeze(-2) for table in rope_tables(config.rope, 128, 256, x.device))
-    found = run(_with(layer, cos, sin, None), x, dy)
-    true = run(_with(high, cos.double(), sin.double(), None), x.double(), dy.double())
+    found = run(_with(layer, SequenceInfo(4, 256, cos, sin)), x, dy)
+    true = run(_with(high, SequenceInfo(4, 256, cos.double(), sin.double())), x.double(), dy.double())
     least = {"int4": 0.99, "nvfp4": 0.98}.get(
         name, 0.999
     )  # where activations are rounded to bf16 in between, 4-bit codes flip
