@@ -32,6 +32,7 @@ from qtrain.comm.ranks import all_gather, join_world, leave_world, local_rank, r
 from qtrain.comm.wire import sent
 from qtrain.data.batch import Batch
 from qtrain.models import ModelSource
+from qtrain.parallel.layers.place import ModelParallel
 from qtrain.parallel.mesh import Mesh, make_mesh
 from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.parallel.sharding.shards import Sharded
@@ -105,9 +106,10 @@ def assembled(settings: LanguageSettings, config: Mapping[str, Any], mesh: Mesh)
     # A GPU's datasheet plans the run: the peaks of a CPU would be measured on every rank.
     checked = replace(checked, mesh=mesh, settings=replace(settings, gpu="h200"))
     source = ModelSource("small", dict(config), "--model")
-    experts = None if mesh.expert_mesh is None else mesh.expert_mesh.tp_group
-    model_config = source.model_config()
-    architecture = LanguageArchitecture(source, "native", settings.seq_len, model_config, experts=experts)
+    model_config, parts = source.model_config(), None
+    if mesh.expert_mesh is not None:
+        parts = ModelParallel(model_config, mesh.expert_mesh.tp_group, experts_only=True)
+    architecture = LanguageArchitecture(source, "native", settings.seq_len, model_config, parts)
     prepared = prepare(checked, architecture, data=())
     return assemble(prepared, *build_quantized(prepared))
 

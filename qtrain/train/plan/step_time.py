@@ -117,10 +117,10 @@ CONTENTION = 0.57
 bandwidth: docs/results/distributed.json, ZeRO-3 of the 7B, less the above."""
 
 
-def measured_sol(unit: SampleUnit, parameters: int, *, low_bit: bool, mixture: bool = False) -> tuple[float, str]:
+def measured_sol(unit: SampleUnit, parameters: int, *, low_bit: bool, moe: bool = False) -> tuple[float, str]:
     """(fraction of the speed of light for a model of this many parameters, what that was measured on). Between the
     measured models it is linear in the logarithm of their size, beyond them that of the nearest."""
-    measured, scheme = MIXTURES if mixture else MEASURED[unit], "fp8_tensorwise" if low_bit else "bf16"
+    measured, scheme = MIXTURES if moe else MEASURED[unit], "fp8_tensorwise" if low_bit else "bf16"
     sizes, fractions = zip(*measured.fractions[scheme].items(), strict=True)
     fraction = np.interp(math.log(parameters), np.log(sizes), fractions)
     return float(fraction), f"measured on one H200, {measured.models} in {scheme}"

@@ -159,7 +159,7 @@ def test_a_mixture_keeps_what_the_table_says(scheme, lora):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        kept = model.layers[0].mlp(x)
+        kept = model.layers[0].mlp(x, SequenceInfo(*x.shape[:2], None, None))
     assert len(kept) == 3 and sum(found.values()) / tokens == pytest.approx(sum(expected.values()), rel=0.01)
 
 

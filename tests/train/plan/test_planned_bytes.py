@@ -12,6 +12,7 @@ from qtrain.models.cost.trained import only_adapters
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.optim.state_layout import local
 from qtrain.parallel.layers.local_config import local_config
+from qtrain.parallel.layers.place import ModelParallel
 from qtrain.parallel.mesh import make_mesh, planned_mesh
 from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.parallel.sharding.full_shard import decoder_units
@@ -88,8 +89,8 @@ def _on_mesh(
     # Those of adapters in the model's dtype, which a step makes.
     copies = trained.added_bytes(2) - trained.added_bytes(4) if trained else 0
     mesh = make_mesh(1, ranks, "cpu", ep=ep)
-    experts = mesh.expert_mesh.tp_group if ep > 1 else None
-    model = build_model(ModelSource("small", shape, "--model"), dtype=torch.bfloat16, experts=experts)
+    place = ModelParallel(config, mesh.expert_mesh.tp_group, experts_only=True).place if ep > 1 else None
+    model = build_model(ModelSource("small", shape, "--model"), dtype=torch.bfloat16, place=place)
     quantized = quantize_linears(model, checked.scheme, seed=0, head=model.lm_head)
     if lora:
         add_lora(model, lora, seed=0)
