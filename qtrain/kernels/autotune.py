@@ -63,7 +63,7 @@ def choose(op: str, key: tuple[object, ...], names: Sequence[str], run: Run) -> 
         return names[0]
     checksum = zlib.crc32(" ".join(names).encode())  # other names: another choice
     entry = " ".join([op, *(str(value).removeprefix("torch.") for value in key), f"{checksum:08x}"])
-    choices = _choices()
+    choices = _choices()  # shared by all operations of the process
     name = choices.get(entry)
     if name in names:
         return name

@@ -26,9 +26,9 @@ def cross_entropy_ref(logits: Tensor, labels: Tensor, z_loss: float, with_grad: 
     trained = labels != IGNORED
     target = torch.where(trained, labels, 0).unsqueeze(-1)
     target_logit = x.gather(-1, target).squeeze(-1)
-    peak = x.amax(dim=-1, keepdim=True)
+    peak = x.amax(dim=-1, keepdim=True)  # [T, 1]; exponents are at most 0
     x = x.sub_(peak).exp_() if with_grad else (x - peak).exp_()
-    total = x.sum(dim=-1, keepdim=True)
+    total = x.sum(dim=-1, keepdim=True)  # [T, 1]
     log_total = (peak + total.log()).squeeze(-1)
     nll = torch.where(trained, log_total - target_logit, 0.0)
     loss = nll + torch.where(trained, z_loss * log_total.square(), 0.0)

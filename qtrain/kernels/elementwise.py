@@ -21,7 +21,7 @@ BLOCK = 2048
 
 def add_in_order_ref(total: Tensor, terms: Iterable[Tensor]) -> None:
     """total [L] fp32 += terms [R, L] of any float dtype, in place, row by row."""
-    for term in terms:
+    for term in terms:  # each sum is rounded to fp32 before the next
         total += term
 
 

@@ -14,7 +14,7 @@ from qtrain.optim.state_layout import FormatChoice, StateOptions
 
 
 class AdamWOptimizer(LowBitOptimizer):
-    RULE = "adamw"
+    RULE = "adamw"  # a rule of `kernels.optim.fused_update`
     STATES = ("exp_avg", "exp_avg_sq")
 
 

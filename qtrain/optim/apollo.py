@@ -47,6 +47,7 @@ class ApolloMiniOptimizer(MatrixOptimizer):
         first, second, norms = (
             [(self.state[p], f"{name}_{index}") for p, index in matrices] for name in ("exp_avg", "exp_avg_sq", "norm")
         )
+        # AdamW of the rank-1 projection, fp32 [B, larger side]; its bias correction is applied to the factor.
         m = read_states(first, FP32, projected).lerp_(projected, 1 - beta1)
         v = read_states(second, FP32, projected).mul_(beta2).addcmul_(projected, projected, value=1 - beta2)
         write_states(first, FP32, m)
@@ -54,6 +55,7 @@ class ApolloMiniOptimizer(MatrixOptimizer):
         adam = torch.linalg.vector_norm(m / v.sqrt_().add_(group["eps"]), dim=1)
         factors = adam / (torch.linalg.vector_norm(projected, dim=1) + TINY)
 
+        # The norm limiter: the scaled gradient's norm grows by at most 1% from step to step.
         norm = factors * torch.linalg.vector_norm(gradients, dim=(1, 2))
         before = read_states(norms, FP32, norm[:, None])[:, 0]
         excess = (norm / (before + TINY)).clamp(min=MAX_GROWTH) / MAX_GROWTH

@@ -89,6 +89,7 @@ def state_bytes(options: StateOptions, shapes: Sequence[ParameterShape], weight_
     tensors = []
     for shape in shapes:
         weight = torch.empty(shape.shape, dtype=dtype, device="meta")
+        # Signs do not change a format's size.
         formats = options.formats_of(weight, dict.fromkeys(options.formats, True)).values()
         master = options.master and dtype == torch.bfloat16 and not shape.stored
         tensors += [host_sizes(weight.shape, formats, master=master)] * shape.count
@@ -121,6 +122,7 @@ class LowBitOptimizer(PartitionedOptimizer):
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
         """A group's options as the hyperparameters of the rule (`update_rules.HYPER`)."""
+        # sgd's momentum takes the place of beta1; lion and adamw have both.
         decay_rates = group["betas"] if "betas" in group else (group["momentum"],)
         named = {name: group[name] for name in ("lr", "weight_decay", "eps") if name in group}
         return named | dict(zip(("beta1", "beta2"), decay_rates, strict=False))
@@ -144,6 +146,7 @@ class LowBitOptimizer(PartitionedOptimizer):
 
     @torch.no_grad()
     def step_partition(self, index: int) -> None:
+        # Shards only: the update is elementwise, and random bits are those of the elements in the whole tensor.
         grads = [None if p.grad is None else local(p.grad) for p in self.partitions[index]]
         if all(grad is None for grad in grads):
             return
@@ -157,6 +160,7 @@ class LowBitOptimizer(PartitionedOptimizer):
         if self.states_on_host or stored or parameter.dtype != torch.bfloat16:  # offloaded, it is updated by slices
             return None
         if parameter not in self._amax:
+            # In-place changes of a DTensor count on its local tensor too: either counter tells.
             holders = [parameter, parameter._local_tensor] if isinstance(parameter, DTensor) else [parameter]
             self._amax[parameter] = WeightAmax(holders, parameter.device)
             self._updates = None
@@ -169,6 +173,7 @@ class LowBitOptimizer(PartitionedOptimizer):
     def _built_updates(self) -> dict[int, _PartitionUpdate]:
         """The update of every partition that is not empty, with its states."""
         if self._updates is None:
+            # Built at the first step: states may have been loaded, partitions set or an absmax asked for until then.
             group_of = {p: index for index, group in enumerate(self.param_groups) for p in group["params"]}
             self._updates = {i: self._build(members, group_of) for i, members in enumerate(self.partitions) if members}
         return self._updates
@@ -176,9 +181,10 @@ class LowBitOptimizer(PartitionedOptimizer):
     def _build(self, parameters: list[Tensor], group_of: Mapping[Tensor, int]) -> _PartitionUpdate:
         slots = [self._slot(p, group_of[p]) for p in parameters]
         update_class = OffloadedUpdate if self.states_on_host else FusedUpdate
+        # One launch per combination of formats, whatever the number of parameters.
         update = update_class(self.RULE, slots, groups=len(self.param_groups), seed=self.seed, sr=self.options.sr)
         for p, slot in zip(parameters, slots, strict=True):
-            self.state[p]["step"] = slot.step
+            self.state[p]["step"] = slot.step  # a view of the update's counters: a checkpoint reads the present value
             if self.states_on_host:  # they have moved to pinned memory
                 self._point_to(p, slot)
         return _PartitionUpdate(update, sorted({slot.group for slot in slots}))
@@ -191,7 +197,7 @@ class LowBitOptimizer(PartitionedOptimizer):
     def _slot(self, p: Tensor, group: int) -> Slot:
         state, states = self.state[p], []
         for name, format in self.options.formats_of(p, self.signed, self.full_shape(p)).items():
-            keys = state_keys(name, format)
+            keys = state_keys(name, format)  # what a checkpoint has filled in is kept
             if not set(keys.values()) <= state.keys():
                 state.update({keys[kind]: value for kind, value in self._new_state(p, format).items()})
             states.append((format, {kind: local(state[key]) for kind, key in keys.items()}))
@@ -233,6 +239,7 @@ class LowBitOptimizer(PartitionedOptimizer):
         return torch.device("cpu") if self.states_on_host else parameter.device
 
     def check_saved(self, name: str, parameter: Tensor, saved: StateShapes) -> None:
+        # "exp_avg.int8_256.codes" -> "exp_avg": another format of the same state is converted by `adopt_states`.
         found = {key.partition(".")[0] for key in saved} - {"step", MASTER}
         if found != set(self.STATES):
             held = ", ".join(sorted(found)) or "none"
@@ -272,7 +279,7 @@ class LowBitOptimizer(PartitionedOptimizer):
         """Bring the loaded states of one parameter into this optimizer's formats; returns what was converted."""
         state, converted = self.state[p], []
         adopted: dict[str, Tensor] = {"step": state["step"]}
-        if not float(state["step"]) >= 0:
+        if not float(state["step"]) >= 0:  # also a NaN
             raise UserError(f"--resume: the optimizer state step of {parameter_name} is {float(state['step'])}.")
         for name, wanted in self.options.formats_of(p, self.signed, self.full_shape(p)).items():
             format = saved_format({k: (v.shape, v.dtype) for k, v in state.items()}, name)
@@ -297,6 +304,7 @@ class LowBitOptimizer(PartitionedOptimizer):
     def _convert(
         self, tensors: dict[str, Tensor], p: Tensor, format: StateFormat, wanted: StateFormat
     ) -> dict[str, Tensor]:
+        # Through fp32, rank by rank: blocks never cross rows, so a shard by rows converts alone.
         value = dequantize_state({k: local(v) for k, v in tensors.items()}, format, local(p.data).shape)
         shapes = wanted.parts(p.shape)
         return {kind: as_sharded(v, p, shapes[kind][0]) for kind, v in quantize_state(value, wanted).items()}

@@ -41,8 +41,10 @@ def leading_subspace(matrix: Tensor, rank: int, method: Method, sketch: Tensor |
     assert sketch is not None
     basis = sketch.to(matrix.dtype)
     for _ in range(POWER_ITERATIONS):
+        # Orthonormal after every product: powers of the singular values would else drown the small ones.
         basis = torch.linalg.qr(matrix.mT @ (matrix @ basis)).Q
     sketched = matrix @ basis  # [..., R, columns of the sketch]
+    # Right singular vectors within the basis, by the small Gram matrix [sketch, sketch].
     order = torch.linalg.eigh(sketched.mT @ sketched).eigenvectors.flip(-1)  # eigenvalues ascend
     return _signed((basis @ order[..., :rank]).mT)
 
@@ -86,7 +88,7 @@ class GaLoreOptimizer(MatrixOptimizer):
             group["steps_done"] += 1  # a Python int: the host decides about refreshes
 
     def directions(self, group: dict[str, Any], matrices: list[Matrix], gradients: Tensor) -> Tensor:
-        wide = gradients.shape[1] < gradients.shape[2]
+        wide = gradients.shape[1] < gradients.shape[2]  # the smaller side is projected
         oriented = gradients.mT if wide else gradients  # [B, larger side, smaller side]
         projections = self._projections(group, matrices, oriented)
         steps = self._adam(group, matrices, oriented @ projections.mT)
@@ -99,7 +101,7 @@ class GaLoreOptimizer(MatrixOptimizer):
             self._steps[gradients.shape] = torch.zeros(gradients.shape, device=gradients.device)
         steps = self._steps[gradients.shape]
         update = self._update(group, matrices, steps)
-        update.steps.copy_(group["step"] - 1)
+        update.steps.copy_(group["step"] - 1)  # the update increments it; AdamW's bias corrections are the group's
         beta1, beta2 = group["betas"]
         # AdamW on weights of zero, with lr = -scale, leaves its scaled steps in the weights.
         steps.zero_()
@@ -166,7 +168,7 @@ class GaLoreOptimizer(MatrixOptimizer):
             self._widen_gaps(group, matrices, found, gradients)
         for p, index in matrices:
             refresh = self._refresh_state(group, p)[index]
-            refresh[_NEXT] = step - 1 + refresh[_GAP]
+            refresh[_NEXT] = step - 1 + refresh[_GAP]  # the last step on this subspace
         self._write_projections(group, matrices, found.to(gradients.dtype))
 
     def _widen_gaps(self, group: dict[str, Any], matrices: list[Matrix], found: Tensor, gradients: Tensor) -> None:

@@ -50,7 +50,7 @@ class LibraryOptimizer(OptimizerSpec):
         if not self.name.startswith("torch."):
             return 2.0 * weight_bytes
         parameter = torch.nn.Parameter(torch.zeros(256, 256))  # large enough for factored states to be small beside it
-        parameter.grad = torch.ones(256, 256)
+        parameter.grad = torch.ones(256, 256)  # states are created by the first step
         optimizer = self.cls([parameter], lr=1e-3, **self.options)
         optimizer.step()
         values = [v for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor) and v.ndim]
@@ -102,7 +102,7 @@ class OptimizerLibrary:
 def _checked_options(cls: type, options: Mapping[str, Any], where: str) -> dict[str, Any]:
     """`options` as arguments of `cls`; JSON lists become tuples where the default is one."""
     signature = inspect.signature(cls).parameters
-    allowed = [key for key in signature if key not in ("params", *_FLAGS)]
+    allowed = [key for key in signature if key not in ("params", *_FLAGS)]  # these are set by their flags
     checked = {}
     for key, value in options.items():
         if key in _FLAGS:

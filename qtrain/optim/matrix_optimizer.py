@@ -69,6 +69,7 @@ class MatrixOptimizerSpec(OptimizerSpec):
 
     def state_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int) -> float:
         others = [shape for shape in shapes if not shape.hidden]
+        # A fused linear has a state per projection: each is a matrix of its own.
         own = sum(
             shape.count * self.matrix_bytes(rows, shape.shape[1], weight_bytes)
             for shape in shapes
@@ -88,6 +89,7 @@ class MatrixOptimizerSpec(OptimizerSpec):
         for shape in shapes:
             if shape.hidden:
                 numel = math.prod(shape.shape)
+                # As `batches_by_shape` cuts them; in backward each layer's matrices are alone.
                 batch = 1 if partitioned else min(shape.count, max(1, BATCH_ELEMENTS // numel))
                 fused = weight_bytes + 4 if shape.parts else 0
                 size = numel * batch * (weight_bytes + fused + self.direction_bytes(weight_bytes))
@@ -132,6 +134,8 @@ class MatrixOptimizer(PartitionedOptimizer):
         sr: bool,
         rest_lr_scale: float = 1.0,
     ):
+        # torch's base class gets the hidden groups alone; the others' are appended once their optimizer has checked
+        # them.
         hidden = [group for group in groups if group.get("hidden")]
         others = [group for group in groups if not group.get("hidden")]
         if not hidden:
@@ -141,6 +145,7 @@ class MatrixOptimizer(PartitionedOptimizer):
         parameters = self.parameters()
         assert not any(isinstance(p, DTensor) for p in parameters), "matrices are whole: see OptimizerSpec.needs_whole"
         for group in self.hidden_groups:
+            # On the device: incremented by a launch that a CUDA graph can capture.
             group["step"] = torch.zeros((), dtype=torch.int64, device=parameters[0].device)
         self.seed, self.sr, self._rest_lr_scale = seed, sr, rest_lr_scale
         self.index_of = {id(p): index for index, p in enumerate(parameters)}
@@ -197,7 +202,7 @@ class MatrixOptimizer(PartitionedOptimizer):
         group, trained = batch.group, [p for p in batch.parameters if p.grad is not None]
         if not trained:
             return
-        gradients = torch.stack([p.grad for p in trained])
+        gradients = torch.stack([p.grad for p in trained])  # [B, R, C] in the weights' dtype
         if self.grad_scale is not None:
             gradients *= self.grad_scale
         updates = iter(self._by_projections(group, trained, gradients).contiguous().unbind(0))
@@ -209,7 +214,7 @@ class MatrixOptimizer(PartitionedOptimizer):
         """`directions` of every projection of every parameter; projections with equally many rows share a call."""
         if not group["parts"]:
             return self.directions(group, [(p, 0) for p in parameters], gradients)
-        found = torch.empty_like(gradients, dtype=torch.float32)
+        found = torch.empty_like(gradients, dtype=torch.float32)  # [B, R, C]; every row belongs to one projection
         for rows, projections in equal_projections(self.projections_of(group, parameters[0])).items():
             stacked = torch.cat([gradients[:, start : start + rows] for _, start in projections])
             matrices = [(p, index) for index, _ in projections for p in parameters]
@@ -219,6 +224,7 @@ class MatrixOptimizer(PartitionedOptimizer):
         return found
 
     def _step_rest(self, index: int) -> None:
+        # The schedule sets --lr in all groups; the scale is applied for the step only, so a checkpoint holds --lr.
         rates = [group["lr"] for group in self._rest.param_groups]
         for group, lr in zip(self._rest.param_groups, rates, strict=True):
             group["lr"] = lr * self._rest_lr_scale
@@ -256,6 +262,7 @@ class MatrixOptimizer(PartitionedOptimizer):
         if id(parameter) not in self.index_of:
             self._rest.check_saved(name, parameter, saved)
             return
+        # States of a matrix are not converted: a projection or a factor has no meaning in another rank or format.
         group = next(g for g in self.hidden_groups if any(parameter is p for p in g["params"]))
         expected = self.states_of(group, parameter)
         odd = sorted(key for key in saved.keys() | expected.keys() if saved.get(key) != expected.get(key))

@@ -38,7 +38,7 @@ class SGDOptimizer(LowBitOptimizer):
     """Without momentum it keeps no state. Weight decay is decoupled: it does not enter the momentum."""
 
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], options: StateOptions, *, seed: int = 0):
-        self.STATES = tuple(options.formats)
+        self.STATES = tuple(options.formats)  # of the instance: no momentum, no state
         self.RULE = "apply" if not self.STATES else "sgd_nesterov" if defaults["nesterov"] else "sgd"
         super().__init__(groups, defaults, options, seed=seed)
 

@@ -23,13 +23,14 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 def newton_schulz(x: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
     """x [B, R, C] -> [B, R, C], with singular values near one. Computed in x's dtype."""
     a, b, c = COEFFICIENTS
-    tall = x.shape[-2] > x.shape[-1]
+    tall = x.shape[-2] > x.shape[-1]  # the Gram matrix is that of the smaller side
     if tall:
         x = x.mT
+    # The Frobenius norm bounds the largest singular value: all start in 0..1, where the iteration converges.
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     x = x * norm.clamp(min=eps).reciprocal().to(x.dtype)
     for _ in range(steps):
-        gram = x @ x.mT
+        gram = x @ x.mT  # [B, R, R]; then (b·G + c·G²)·x + a·x as two fused products
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
@@ -56,9 +57,11 @@ class MuonOptimizer(MatrixOptimizer):
         refs = [(self.state[p], f"momentum_{index}") for p, index in matrices]
         format = state_format(group["state"], signed=True)
         gradients = gradients.float()
+        # fp32 [B, R, C], whatever format the state is stored in; lerp: m + (1 - momentum)·(g - m).
         momentum = read_states(refs, format, gradients).lerp_(gradients, 1 - group["momentum"])
         write_states(refs, format, momentum)
         update = gradients.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        # bf16 products on tensor cores: singular values need to be near one only.
         orthogonal = newton_schulz(update.bfloat16() if update.is_cuda else update, group["ns_steps"])
         return orthogonal.float().mul_(adjustment(*update.shape[1:], group["adjust"]))
 

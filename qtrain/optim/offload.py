@@ -42,6 +42,7 @@ class HostSizes:
 
     def slice_rows(self) -> int:
         """Rows of each slice but the last; slices are of about equal size."""
+        # Rows that fit in a bucket with every tensor's padding; then as few slices as that takes, of equal size.
         fitting = max((BUCKET_BYTES - _ALIGNMENT * len(self.row_bytes)) // sum(self.row_bytes), 1)
         unit = _ROW_UNIT if fitting >= _ROW_UNIT else 1
         slices = -(-self.rows // (fitting // unit * unit))
@@ -64,6 +65,7 @@ def host_sizes(
     tensors = [tensor for format in formats for tensor in format.parts(shape).values()]
     if master:
         tensors.append((tuple(shape), torch.float32))
+    # Without blocks a vector may be split between elements, with them only a matrix, between rows.
     has_rows = len(shape) > any(format.block for format in formats)  # blocks treat a vector as one row
     rows = max(shape[0], 1) if has_rows and not whole else 1
     return HostSizes(rows, tuple(math.prod(s) * dtype.itemsize // rows for s, dtype in tensors))
@@ -129,6 +131,7 @@ class OffloadedUpdate:
         self._buckets: list[_Bucket] = []
         for index, slices in enumerate(buckets):
             rows = slices[0].rows
+            # Buckets take turns in the staging buffers; a bucket of several tensors is one transfer.
             if rows is None or rows.start == 0:  # a tensor that is split moves whole: its states stay single tensors
                 host = _move([self.slots[owned.owner] for owned in slices], pinned=on_cuda)
             stage = _Arena(self._stages[index % len(self._stages)])
@@ -159,19 +162,20 @@ class OffloadedUpdate:
                 bucket.step(grads, grad_scale)
                 bucket.to_host()
             return
+        # Three streams: in, compute, out. Bucket i + 1 arrives and i - 1 returns while i is updated.
         computing = torch.cuda.current_stream()
         self._in.wait_stream(self._out)  # the last step may still be copying a bucket back
         self._in.wait_stream(computing)
         returned = [torch.cuda.Event() for _ in self._buckets]
         for index, bucket in enumerate(self._buckets):
             with torch.cuda.stream(self._in):
-                if index >= len(self._stages):
+                if index >= len(self._stages):  # the buffer's last bucket must be back before it is overwritten
                     self._in.wait_event(returned[index - len(self._stages)])
                 bucket.to_device()
                 arrived = self._in.record_event()
-            computing.wait_event(arrived)
+            computing.wait_event(arrived)  # on the device: the host enqueues the whole step without waiting
             bucket.step(grads, grad_scale)
-            self._out.wait_stream(computing)
+            self._out.wait_stream(computing)  # the update of this bucket
             with torch.cuda.stream(self._out):
                 bucket.to_host()
                 returned[index].record(self._out)
@@ -212,8 +216,9 @@ class _Arena:
 
     def allocate_like(self, tensor: Tensor) -> Tensor:
         """A view of the next free bytes with the tensor's shape and dtype."""
+        # 256-byte starts: what the kernel's 16-byte loads and the allocator's own alignment ask for.
         begin, size = self._filled, tensor.numel() * tensor.element_size()
-        self._filled += _padded(size)
+        self._filled += _padded(size)  # the next tensor starts aligned
         return self.memory[begin : begin + size].view(tensor.dtype).view(tensor.shape)
 
 
@@ -255,6 +260,7 @@ def _rows_of(slot: Slot, rows: slice | None) -> Slot:
 
 def _move(slots: Sequence[Slot], *, pinned: bool) -> Tensor:
     """Move the states of `slots` into one host buffer, which is returned."""
+    # States and masters of all slots, adjacent: one transfer.
     size = sum(_padded(t.numel() * t.element_size()) for slot in slots for t in _host_tensors(slot))
     host = _Arena(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
     for slot in slots:

@@ -125,7 +125,7 @@ class ResumableOptimizer(Optimizer):
             for p, index in zip(group["params"], other["params"], strict=True)
         }
         names = {p: f"parameter {index}" for p, index in index_of.items()}
-        before = dict(self.state)
+        before = dict(self.state)  # restored if a later parameter's state does not fit
         try:
             self.state.clear()
             for p, index in index_of.items():
@@ -146,6 +146,7 @@ class ResumableOptimizer(Optimizer):
     def _load_state(self, p: Tensor, name: str, state: Mapping[str, Any]) -> None:
         if not all(isinstance(value, Tensor) for value in state.values()):
             raise UserError(f"--resume: the optimizer state of {name} is not tensors.")
+        # Before the copy to the device: a wrong checkpoint costs no memory there.
         self.check_saved(name, p, {key: (tuple(value.shape), value.dtype) for key, value in state.items()})
         self.state[p] = {key: value.to(self.state_device(key, p), copy=True) for key, value in state.items()}
 
@@ -167,7 +168,7 @@ class PartitionedOptimizer(ResumableOptimizer):
 
     def partition(self, partitions: Sequence[Sequence[Tensor]]) -> None:
         """Set the partitions. Each parameter is in exactly one; a partition may be empty. States are kept."""
-        index_of = {p: index for index, members in enumerate(partitions) for p in members}
+        index_of = {p: index for index, members in enumerate(partitions) for p in members}  # tensors hash by identity
         assert len(index_of) == sum(map(len, partitions)) and index_of.keys() == set(self.parameters()), (
             "not a partition"
         )
@@ -176,6 +177,7 @@ class PartitionedOptimizer(ResumableOptimizer):
             self._partitions[index_of[p]].append(p)
 
     def clip_gradients(self, norm: Tensor, max_norm: float) -> None:
+        # As torch.nn.utils.clip_grads_with_norm_, but applied as the update reads the gradients.
         self.grad_scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
     def begin_step(self) -> None:
@@ -194,5 +196,5 @@ class PartitionedOptimizer(ResumableOptimizer):
         self.begin_step()
         for index in range(len(self.partitions)):
             self.step_partition(index)
-        self.grad_scale = None
+        self.grad_scale = None  # of this step alone
         return loss

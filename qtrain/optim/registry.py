@@ -81,7 +81,7 @@ class OptimizerRegistry(Registry[OptimizerSpec]):
         self.libraries: dict[str, Library] = {}
 
     def make(self, name: str, options: Mapping[str, Any], flag: str) -> OptimizerSpec:
-        prefix, dot, _ = name.partition(".")
+        prefix, dot, _ = name.partition(".")  # "torch.AdamW": no own name has a dot
         if dot and prefix in self.libraries:
             return self.libraries[prefix].make(name, options, flag)
         return super().make(name, options, flag)
@@ -100,6 +100,7 @@ def hidden_matrices(model: nn.Module) -> dict[int, tuple[int, ...]]:
     The rows are () for a single projection. A module whose linears hold several projections has an attribute
     `projections`: name of the linear -> rows of each projection.
     """
+    # By identity: a tied head is its embedding's parameter, and found as such.
     excluded = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     head = getattr(model, "lm_head", None)
     if head is None and hasattr(model, "get_classifier"):  # timm
@@ -111,6 +112,7 @@ def hidden_matrices(model: nn.Module) -> dict[int, tuple[int, ...]]:
         for module in model.modules()
         for child, rows in getattr(module, "projections", {}).items()
     }
+    # Frozen parameters have no state.
     hidden = [p for p in model.parameters() if p.requires_grad and p.ndim == 2 and id(p) not in excluded]
     return {id(p): fused.get(id(p), ()) for p in hidden}
 
@@ -125,6 +127,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     groups: dict[tuple[float, bool, tuple[int, ...]], list[nn.Parameter]] = {}
     for p in model.parameters():
         if p.requires_grad:
+            # Parameters of one kind share a group, in the order of the model: checkpoints name states by that order.
             kind = (weight_decay if p.ndim >= 2 else 0.0, id(p) in hidden, hidden.get(id(p), ()))
             groups.setdefault(kind, []).append(p)
     return [

@@ -29,11 +29,12 @@ class LRSchedule:
     def factor(self, step: int, n_steps: int) -> float:
         """The learning rate at `step` (counted from 0) of `n_steps`, as a multiple of the peak."""
         warmup, decay = round(self.warmup * n_steps), round(self.decay * n_steps)
-        warmup = min(warmup, n_steps - decay)
+        warmup = min(warmup, n_steps - decay)  # both were rounded: together they may be a step too long
         if step < warmup:
             return (step + 1) / warmup
         if step < n_steps - decay:
             return 1.0
+        # + 1: the last step, n_steps - 1, is at progress 1, exactly the final rate.
         progress = min((step - (n_steps - decay) + 1) / decay, 1.0)
         remaining = {
             "linear": 1 - progress,

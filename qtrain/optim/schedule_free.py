@@ -76,6 +76,7 @@ class ScheduleFreeOptimizer(LowBitOptimizer):
     def _advance(group: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Count a step; returns its learning rate and the weight of its z in the average x, fp64 on the device."""
         group["k"] += 1
+        # AdamW's correction of the second moment goes into the rate; the first moment is y's interpolation.
         rate = group["lr"] * (1 - group["betas"][1] ** group["k"]).sqrt()
         torch.maximum(group["lr_max"], rate, out=group["lr_max"])
         weight = group["k"] ** group["r"] * group["lr_max"] ** group["weight_lr_power"]
@@ -92,6 +93,7 @@ class ScheduleFreeOptimizer(LowBitOptimizer):
         if self.grad_scale is not None:
             torch._foreach_mul_(g, self.grad_scale.float())
 
+        # By the rule "apply", w·(1 - lr·decay) - lr·value, with which bf16 states are rounded stochastically too.
         negated = torch._foreach_mul(g, g)
         torch._foreach_neg_(negated)
         _apply(chunk.v, trained, negated, lr=1 - beta2, weight_decay=1.0)  # v = b2 * v + (1 - b2) * g * g
@@ -121,6 +123,7 @@ class ScheduleFreeOptimizer(LowBitOptimizer):
         self._saved_y = []
         for chunks in self._built_chunks():
             for chunk in chunks:
+                # x = y + (1 - 1 / b1)·(z - y), from y = b1·x + (1 - b1)·z
                 weight = 1 - 1 / self.param_groups[chunk.group]["betas"][0]
                 for y, z in zip(chunk.y.slots, chunk.z.slots, strict=True):
                     self._saved_y.append(y.weight.clone())
@@ -151,6 +154,7 @@ class ScheduleFreeOptimizer(LowBitOptimizer):
             for p in group["params"]:
                 if p not in partition:
                     continue
+                # Chunks bound the fp32 copies of `_step_chunk`, as `step_bytes` plans.
                 if not members or size + p.numel() > BATCH_ELEMENTS:
                     members.append([])
                     size = 0

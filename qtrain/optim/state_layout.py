@@ -56,17 +56,19 @@ class StateOptions:
     ) -> dict[str, StateFormat]:
         """The format of each state of `parameter`. signed: by state, whether it can be negative. full_shape: of the
         matrix that it is a part of; a shard by rows (DTensor) has the shape of its whole anyway."""
-        whole = full_shape or parameter.shape
-        is_small = parameter.ndim < 2 or whole.numel() < self.small
+        full_shape = full_shape or parameter.shape
+        is_small = parameter.ndim < 2 or full_shape.numel() < self.small
         names: dict[str, FormatName] = {}
         for state, choice in self.formats.items():
             if choice == "weight":
                 names[state] = "bf16" if parameter.dtype == torch.bfloat16 else "fp32"
             else:
                 names[state] = "fp32" if is_small and choice in BLOCKS else choice
+        # One block size for all states of a parameter: a tile of the kernel is a block of each.
         block = self.block or min((BLOCKS[name] for name in names.values() if name in BLOCKS), default=0)
         formats = {s: state_format(name, signed=signed[s], block=block) for s, name in names.items()}
-        return {s: format.fitted(whole).fitted(parameter.shape) for s, format in formats.items()}
+        # A block that divides a row of the full parameter; and, where its columns are split, one of the part's.
+        return {s: format.fitted(full_shape).fitted(parameter.shape) for s, format in formats.items()}
 
 
 def state_keys(name: str, format: StateFormat) -> dict[str, str]:
@@ -93,6 +95,7 @@ def as_sharded(value: Tensor, p: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The state of a shard as a DTensor of the unsharded `shape`, if the parameter is a DTensor."""
     if not isinstance(p, DTensor):
         return value
+    # The stride of a contiguous tensor of the full shape: DTensor cannot tell it from uneven shards.
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         value, p.device_mesh, p.placements, run_check=False, shape=torch.Size(shape), stride=stride
@@ -114,6 +117,7 @@ def saved_format(saved: Mapping[str, tuple[Any, torch.dtype]], state: str) -> St
 
 def plausible(tensors: Mapping[str, Tensor], format: StateFormat, signed: bool) -> bool:
     """Whether a state's values are finite, and not negative where they cannot be."""
+    # Codes of integer formats are finite; a block with a NaN or an Inf has it in its scale.
     values = local(tensors["scale" if format.block else "value"])
     if not values.numel():
         return True
@@ -138,6 +142,7 @@ def batches_by_shape(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
     for i, tensor in enumerate(tensors):
         kinds.setdefault((tensor.shape, tensor.dtype, tensor.device, type(tensor)), []).append(i)
     for indices in kinds.values():
+        # At least one: a matrix above the limit is a batch of its own.
         size = max(1, BATCH_ELEMENTS // max(tensors[indices[0]].numel(), 1))
         for start in range(0, len(indices), size):
             yield indices[start : start + size]
@@ -160,7 +165,7 @@ def state_tensors(
 ) -> list[dict[str, Tensor]]:
     """The tensors of each state by the names of `StateFormat.parts`; missing states are created as zeros."""
     for state, name in refs:
-        keys = state_keys(name, format)
+        keys = state_keys(name, format)  # zeros for what neither a step nor a checkpoint has made
         if not set(keys.values()) <= state.keys():
             state |= {keys[kind]: zero for kind, zero in zero_state(format, shape, device).items()}
     return [{kind: state[key] for kind, key in state_keys(name, format).items()} for state, name in refs]
@@ -173,7 +178,7 @@ def read_states(refs: Sequence[StateRef], format: StateFormat, like: Tensor) -> 
     """
     format = format.fitted(like.shape[1:])
     states = state_tensors(refs, format, like.shape[1:], like.device)
-    batched = {kind: torch.cat([state[kind] for state in states]) for kind in states[0]}
+    batched = {kind: torch.cat([state[kind] for state in states]) for kind in states[0]}  # [B * R, ...]
     return dequantize_state(batched, format, like.flatten(0, 1).shape).view(like.shape)
 
 

@@ -24,7 +24,7 @@ from qtrain.core import hardware
 from qtrain.kernels.cross_entropy import launch_cross_entropy
 from qtrain.kernels.elementwise import launch_add_in_order, launch_scaled
 from qtrain.kernels.gemm import blockwise_mm, float_mm, int4_mm, int8_mm, scaled_mm
-from qtrain.kernels.gemm.blockwise_wgmma import WGMMA_TILINGS, launch_blockwise_wgmma
+from qtrain.kernels.gemm.blockwise_wgmma import WGMMA_TILINGS, WgmmaGroups, launch_blockwise_wgmma
 from qtrain.kernels.gemm.persistent import launch_transpose_8bit
 from qtrain.kernels.grouped import grouped_mm, grouped_plain_mm
 from qtrain.kernels.grouped.grouped_blockwise_mm import launch_grouped_rows_blockwise, launch_grouped_sums_blockwise
@@ -279,7 +279,7 @@ def wgmmas() -> Iterator[Case]:
                         dtype is E4M3 and vector_b,
                         lambda t=tiling, a=a, b=b, s=scale, z=sizes, v=vector_b, g=grouped, p=pointers: (
                             launch_blockwise_wgmma(
-                                a, b, s.t(), s.t(), zeros(3 * 512, 512), t, z, v, grouped=g, group_pointers=p,
+                                a, b, s.t(), s.t(), zeros(3 * 512, 512), t, z, v, grouped=WgmmaGroups(g, *p),
                                 bias=None if g else zeros(512),
                             )
                         ),
@@ -322,7 +322,7 @@ def grouped() -> Iterator[Case]:
                 yield (
                     number == 0,
                     lambda t=t, x=x, b=b, s=None if dtype is BF16 else scales: launch_grouped_rows(
-                        x, b, zeros(512, 512), t, GROUPED.of_block, STARTS, s
+                        x, b, zeros(512, 512), t, GROUPED.group_of_block, STARTS, s
                     ),
                 )
         for number, t in enumerate(module.SUMS_TILINGS.values()):
@@ -346,7 +346,7 @@ def grouped() -> Iterator[Case]:
                 yield (
                     some,
                     lambda t=t, x=x, w=w, s=scales, blocks=blocks: launch_grouped_rows_blockwise(
-                        x, w, s[0], s[1].expand(3, -1, -1), *blocks, zeros(512, 512), t, GROUPED.of_block, STARTS
+                        x, w, s[0], s[1].expand(3, -1, -1), *blocks, zeros(512, 512), t, GROUPED.group_of_block, STARTS
                     ),
                 )
                 some = number == 0 and blocks[1] == "1x128"
@@ -357,7 +357,7 @@ def grouped() -> Iterator[Case]:
                     ),
                 )
     yield True, lambda: launch_unpack_int4(zeros(64, 512, dtype=torch.uint8))
-    yield True, lambda: launch_zero_tail(zeros(512, 512), GROUPED.of_block)
+    yield True, lambda: launch_zero_tail(zeros(512, 512), GROUPED.group_of_block)
     yield True, lambda: launch_zero_empty(zeros(3, 512, 512), STARTS)
 
     for groups in (8, 128, 256):

@@ -43,13 +43,15 @@ def blockwise_mm_ref(
     bias: Tensor | None = None,
 ) -> Tensor:
     """A [M, K], B [N, K], both int8 or both fp8, with a scale for each of their blocks -> [M, N]."""
-    total = _values(a, scale_a, block_a) @ _values(b, scale_b, block_b).t()
+    total = _values(a, scale_a, block_a) @ _values(b, scale_b, block_b).t()  # fp32 [M, N]
     return (total if bias is None else total + bias.float()).to(out_dtype)
 
 
 def _values(codes: Tensor, scale: Tensor, block: str) -> Tensor:
     """codes * scale in fp32."""
     rows, columns = BLOCKS[block]
+    # fp32 [M, K]: one scale per element. Each product is scaled, which the kernel does once per block: sums differ by
+    # fp32 rounding only.
     expanded = scale.repeat_interleave(rows, 0) if rows > 1 else scale
     expanded = expanded.repeat_interleave(columns, 1)
     return codes.float() * expanded[: codes.shape[0], : codes.shape[1]]
@@ -159,7 +161,7 @@ def launch_blockwise_mm(
     t = tiling
     (rows_a, block_k), (rows_b, _) = BLOCKS[block_a], BLOCKS[block_b]
     tiles = triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n)
-    programs = min(t.per_sm * sm_count(a.device), tiles)
+    programs = min(t.per_sm * sm_count(a.device), tiles)  # where two fit on an SM, one multiplies while one adds
     _blockwise_mm_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [t.block_m, block_k]),
         TensorDescriptor.from_tensor(b, [t.block_n, block_k]),
@@ -209,6 +211,7 @@ def _blockwise_mm_cublas(
     """cuBLAS reads the scales of 1x128 blocks column-major, and those of 128x128 blocks with K / 128 padded to 4."""
     from torch.nn.functional import ScalingType, scaled_mm
 
+    # A is always 1x128 here; its scales column-major, strides (1, M).
     recipe_b = ScalingType.BlockWise128x128 if block_b == "128x128" else ScalingType.BlockWise1x128
     if block_b == "128x128":
         scale_b = _padded_to_4(scale_b).t()

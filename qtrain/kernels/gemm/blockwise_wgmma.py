@@ -15,6 +15,7 @@ work is done while the own one runs. With 1x128 blocks of B adding is twice the 
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +49,22 @@ class WgmmaTiling:
 
 
 WGMMA_TILINGS = {tiling.name: tiling for tiling in (WgmmaTiling(256, 3), WgmmaTiling(256, 3, 16), WgmmaTiling(128, 5))}
+
+
+class WgmmaGroups(NamedTuple):
+    """How the rows of A, or what is summed over, are in groups."""
+
+    mode: str
+    """"rows" multiplies each block of 128 rows of A with the matrix of its group and sets rows after the last group to
+    zero; "sums" multiplies each group's columns of A and B, M a multiple of 64, out [E * M, N]."""
+    blocks: Tensor | None
+    """int32: for rows the group of each block of 128 rows, for sums the groups in the order in which they are taken."""
+    starts: Tensor | None
+    """int32 [E + 1], the first row of each group, and the end of the last one."""
+    b_steps: tuple[int, int] = (0, 0)
+    """Rows and columns of B from one group's matrix to the next."""
+    b_group_stride: int = 0
+    """Scales of B from one group's to the next's."""
 
 
 def supports_wgmma(a: Tensor, b: Tensor, scale_b: Tensor, block_a: str, block_b: str, out_dtype: torch.dtype) -> bool:
@@ -165,14 +182,20 @@ def _load_scales(pointers, strides, step, present, EACH: gl.constexpr, VECTOR_B:
 
 @gluon.jit
 def _begin(
-    tile, tiles_m, tiles_n, common, scales, strides, HALF: gl.constexpr,
+    tile, counts, common, scales, HALF: gl.constexpr,
     GROUPED: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, VECTOR_B: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """-> what `find_tile` says of a tile, pointers to the scales of this half of it, and those of its first step."""
+    """-> what `find_tile` says of a tile, pointers to the scales of this half of it, and those of its first step.
+
+    counts: as of `count_tiles`; scales: pointers of A's and B's, and their strides.
+    """
+    _, tiles_m, tiles_n = counts
+    scale_a_ptr, scale_b_ptr, strides = scales
     _, _, _, sizes, group_pointers = common
     m, n, _, _ = sizes
     group, row, column, first, end = find_tile(tile, tiles_m, tiles_n, sizes, group_pointers, GROUPED, BLOCK_N, GROUP_M)
-    pointers = _scale_pointers(scales, strides, group, row + 64 * HALF, column, m, n, LAYOUT)
+    scale_ptrs = scale_a_ptr, scale_b_ptr
+    pointers = _scale_pointers(scale_ptrs, strides, group, row + 64 * HALF, column, m, n, LAYOUT)
     return group, row, column, first, end, pointers, _load_scales(pointers, strides, first, first < end, True, VECTOR_B)
 
 
@@ -205,7 +228,7 @@ def _zero_tail(common, tiles, tiles_n, HALF: gl.constexpr, BLOCK_N: gl.constexpr
 
 @gluon.jit
 def _multiply_tiles(
-    common, pointers, strides, tiles, tiles_m, tiles_n, HALF: gl.constexpr,
+    common, pointers, strides, counts, HALF: gl.constexpr,
     GROUPED: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, VECTOR_B: gl.constexpr,
 ):  # fmt: skip
     """The upper (HALF = 0) or the lower 64 rows of each tile of this CTA, which has one at least.
@@ -222,7 +245,8 @@ def _multiply_tiles(
     STAGES: gl.constexpr = a_buffers.shape[0]
     LEFT: gl.constexpr = HALF * (BLOCK_N // 128)  # the first of its buffers for the output
     m, n, _, _ = sizes
-    scales = scale_a_ptr, scale_b_ptr
+    scales = scale_a_ptr, scale_b_ptr, strides
+    tiles = counts[0]
     # One partial product at a time, fp32 [64, 128]: 64 registers per thread, and 128 more for the sums of 256 columns.
     partial, false_pred = gl.zeros((64, 128), gl.float32, LAYOUT), m < 0
     stage, phase = 0, 0
@@ -231,7 +255,7 @@ def _multiply_tiles(
     if HALF == 1 and not VECTOR_B:
         named_barrier("bar.arrive", FIRST_TURN, TURN, 128)  # the upper half begins
     group, row, column, first, end, of_tile, next_scales = _begin(
-        gl.program_id(0), tiles_m, tiles_n, common, scales, strides, HALF, GROUPED, BLOCK_N, GROUP_M, VECTOR_B, LAYOUT
+        gl.program_id(0), counts, common, scales, HALF, GROUPED, BLOCK_N, GROUP_M, VECTOR_B, LAYOUT
     )
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         left = _first_sums(bias_ptr, column, n, LAYOUT)
@@ -260,7 +284,7 @@ def _multiply_tiles(
         out_group, out_row, out_column = group, row + 64 * HALF, column
         following = gl.minimum(tile + gl.num_programs(0), tiles - 1)
         group, row, column, first, end, of_tile, next_scales = _begin(
-            following, tiles_m, tiles_n, common, scales, strides, HALF, GROUPED, BLOCK_N, GROUP_M, VECTOR_B, LAYOUT
+            following, counts, common, scales, HALF, GROUPED, BLOCK_N, GROUP_M, VECTOR_B, LAYOUT
         )
         if out_row < m:
             if GROUPED == "sums":
@@ -282,9 +306,10 @@ def _multiply(
 ):  # fmt: skip
     """A warpgroup: its part of every tile, and of the rows after the last group."""
     _, _, _, sizes, group_pointers = common
-    tiles, tiles_m, tiles_n = count_tiles(sizes, group_pointers, GROUPED, BLOCK_N)
+    counts = count_tiles(sizes, group_pointers, GROUPED, BLOCK_N)
+    tiles, _, tiles_n = counts
     if gl.program_id(0) < tiles:
-        _multiply_tiles(common, pointers, strides, tiles, tiles_m, tiles_n, HALF, GROUPED, BLOCK_N, GROUP_M, VECTOR_B)
+        _multiply_tiles(common, pointers, strides, counts, HALF, GROUPED, BLOCK_N, GROUP_M, VECTOR_B)
     if GROUPED == "rows":
         _zero_tail(common, tiles, tiles_n, HALF, BLOCK_N)
     hopper.tma.store_wait(0)
@@ -359,28 +384,22 @@ def launch_blockwise_wgmma(
     sizes: tuple[int, int, int, int],
     vector_b: bool,
     *,
-    grouped: str = "",
-    group_pointers: tuple[Tensor | None, Tensor | None] = (None, None),
-    b_steps: tuple[int, int] = (0, 0),
-    b_group_stride: int = 0,
+    grouped: WgmmaGroups | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
     """out [*, N] from A [*, K] and B [*, K]; operands as `supports_wgmma` says, rows of `out` in multiples of 16 bytes.
 
     vector_b: B has 1x128 blocks, otherwise 128x128. sizes: M, N and K of a product and the number of groups.
-    grouped: "" is one product; "rows" multiplies each block of 128 rows of A with the matrix of its group, which is
-    b_steps rows and columns further in B than the one before, and sets rows after the last group to zero; "sums"
-    multiplies each group's columns of A and B, M a multiple of 64, out [E * M, N]. group_pointers, for these two: the
-    group of each block or the order of groups, and `RowGroups.starts`.
     """
+    mode, blocks, starts, b_steps, b_group_stride = grouped or WgmmaGroups("", None, None)
     (m, n, _, groups), block_n = sizes, tiling.block_n
     # A descriptor that is not used if the scales are not loaded with B: any tensor will do.
     scale_b_desc = _descriptor(scale_b.t(), [1, block_n], swizzled=False) if vector_b else _descriptor(a, [8, 128])
-    tiles = -(-m // 128) * -(-n // block_n) * (groups if grouped == "sums" else 1)
+    tiles = -(-m // 128) * -(-n // block_n) * (groups if mode == "sums" else 1)
     _blockwise_wgmma_kernel[(min(sm_count(a.device), tiles),)](
         _descriptor(a, [128, 128]), _descriptor(b, [block_n, 128]), scale_b_desc, _descriptor(out, [64, 128]),
-        scale_a, scale_b, bias, *group_pointers, *sizes, *b_steps, *scale_a.stride(), b_group_stride, *scale_b.stride(),
-        GROUPED=grouped, BLOCK_N=block_n, STAGES=tiling.stages, GROUP_M=tiling.group_m, VECTOR_B=vector_b,
+        scale_a, scale_b, bias, blocks, starts, *sizes, *b_steps, *scale_a.stride(), b_group_stride, *scale_b.stride(),
+        GROUPED=mode, BLOCK_N=block_n, STAGES=tiling.stages, GROUP_M=tiling.group_m, VECTOR_B=vector_b,
         REGISTERS=REGISTERS, REGISTERS_OF_LOADS=REGISTERS_OF_LOADS,
         num_warps=4, maxnreg=REGISTERS_AT_LAUNCH,
     )  # fmt: skip

@@ -25,10 +25,11 @@ STEP_K = 16
 
 def fp16_mm_ref(a: Tensor, b: Tensor) -> Tensor:
     """A [M, K] fp16 · B [N, K]ᵀ fp16 -> fp16 [M, N]; the sum is rounded after every 16 products."""
+    # The accumulator, rounded at every step.
     total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float16, device=a.device)
     for start in range(0, a.shape[1], STEP_K):
         step = a[:, start : start + STEP_K].float() @ b[:, start : start + STEP_K].float().t()
-        total = (total.float() + step).half()
+        total = (total.float() + step).half()  # one rounding per 16 products, as the tensor cores do
     return total
 
 
@@ -74,8 +75,8 @@ def fp32_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.float32) -> Ten
     if a.dtype == torch.bfloat16:
         return _mm(a, b, out_dtype)
     high = a.bfloat16()
-    low = (a - high.float()).bfloat16()
-    if b.numel() <= a.shape[0] * b.shape[1]:
+    low = (a - high.float()).bfloat16()  # what 8 bits of mantissa leave; the difference is exact
+    if b.numel() <= a.shape[0] * b.shape[1]:  # copying b twice costs less than adding two outputs
         return _mm(torch.cat([high, low], dim=1), b.repeat(2, 1), out_dtype)
     high, low = _mm(torch.cat([high, low]), b, torch.float32).chunk(2)
     return (high + low).to(out_dtype)

@@ -31,7 +31,7 @@ LONGEST_FUSED_K = (2**31 - 1) // (256 * 64)
 
 def unpack_halves_ref(packed: Tensor) -> Tensor:
     """packed uint8 [R, C], low nibble first -> int8 [R, 2C]: the codes of the low nibbles, then of the high ones."""
-    bits = packed.view(torch.int8)
+    bits = packed.view(torch.int8)  # signed, so that shifts are arithmetic
     return torch.cat([(bits << 4) >> 4, bits >> 4], dim=1)  # arithmetic shifts extend the sign
 
 

@@ -45,6 +45,7 @@ EXACT_FP32_K = 2**24 // (128 * 128)
 
 def fp32_products(a: Tensor, b: Tensor) -> Tensor:
     """`int8_mm_ref` by GEMMs in fp32."""
+    # Each span's fp32 sum is an exact integer; spans are added as int32.
     spans = zip(a.split(EXACT_FP32_K, dim=1), b.split(EXACT_FP32_K, dim=1), strict=True)
     return functools.reduce(Tensor.add_, ((x.float() @ y.float().t()).int() for x, y in spans))
 
@@ -74,6 +75,7 @@ TILINGS = {tiling.name: tiling for tiling in (*_LARGE, *_SMALL)}
 
 def int8_mm_names(m: int, n: int, k: int) -> list[str]:
     """The implementations for K-major operands of this shape on a GPU, the best in general first."""
+    # Enough large tiles to fill a Hopper's 132 SMs most of the way.
     large = triton.cdiv(m, 128) * triton.cdiv(n, 256) >= 96
     names = [t.name for t in (_LARGE if large else _SMALL)] if k % 16 == 0 and n % 4 == 0 else []
     return [*names, "cublas"]
@@ -85,6 +87,7 @@ def _run(name: str, a: Tensor, b: Tensor) -> Tensor:
 
 def _aligned_rows(x: Tensor) -> Tensor:
     """x, whose rows may be slices of longer ones, or a copy if they are not contiguous at multiples of 16 bytes."""
+    # What a TMA descriptor asks of a slice of columns: spans of K are such.
     aligned = x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
     return x if aligned else x.contiguous()
 

@@ -151,8 +151,9 @@ def launch_persistent_mm(
     (m, k), n, t = a.shape, b.shape[0], tiling
     if tiles is None:
         tiles = triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n)
-    programs = min(t.per_sm * sm_count(a.device), tiles)
+    programs = min(t.per_sm * sm_count(a.device), tiles)  # all resident at once
     scale_a, scale_b = scales or (None, None)
+    # One scale of a tensor is a scalar load; one per row a vector.
     rows_a, rows_b = (scale is not None and scale.numel() > 1 for scale in (scale_a, scale_b))
     exact = ACCUMULATORS[a.dtype] == "fp32" and not fast_accum
     _persistent_mm_kernel[(programs,)](

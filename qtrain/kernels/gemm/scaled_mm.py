@@ -57,12 +57,13 @@ def sum_over_spans(a: Tensor, b: Tensor, multiply: Callable[[Tensor, Tensor], Te
 def _scale_total(
     total: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, bias: Tensor | None
 ) -> Tensor:
-    total = total * scale_a[:, None] * scale_b[None, :]
+    total = total * scale_a[:, None] * scale_b[None, :]  # fp32 [M, N]; in the kernels' order, which rounds alike
     return (total if bias is None else total + bias.float()).to(out_dtype)
 
 
 def _check(a: Tensor, b: Tensor) -> None:
     assert a.shape[1] == b.shape[1], f"operands have K = {a.shape[1]} and {b.shape[1]}"
+    # e5m2 gradients meet e4m3 weights.
     same_kind = a.dtype == b.dtype == torch.int8 or (a.dtype in FP8 and b.dtype in FP8)
     assert same_kind, f"operands are both int8 or both FP8, not {a.dtype} and {b.dtype}"
 
@@ -86,6 +87,7 @@ def launch_scaled_mm(
     K in multiples of 16, rows of `out` in multiples of 16 bytes, K at most LONGEST_EXACT_K for INT8; all contiguous.
     """
     (m, k), n, t = a.shape, b.shape[0], tiling
+    # Whole waves by the persistent kernel, then the tiles of the last wave by slices of K.
     split = split_of(t, m, n, k, t.per_sm * sm_count(a.device)) if t.split else None
     if split is None or split.whole:
         tiles = split.whole if split else None
@@ -129,6 +131,7 @@ def scaled_mm_names(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> list[str]:
 @functools.cache  # asked at each call
 def _tiling_names(m: int, n: int, k: int, sms: int, int8: bool, wide: bool) -> tuple[str, ...]:
     """wide: of an fp32 output, whose tiles leave no room in shared memory for the large ones."""
+    # The first name is what runs where nothing may be timed: a guess from the shape, INT8 and FP8 apart.
     two, large = (_TWO_WIDE, []) if wide else (_TWO, _LARGE)
     small = triton.cdiv(m, 128) * triton.cdiv(n, 256) < 96
     order = [two, *large] if int8 or small else [*large, two]
@@ -136,6 +139,7 @@ def _tiling_names(m: int, n: int, k: int, sms: int, int8: bool, wide: bool) -> t
     plain = [*([two] if small else order), *grouped, *_SMALL]
     split = [_SPLIT[t] for t in order if split_of(t, m, n, k, t.per_sm * sms)]
     first = plain[0]
+    # Tiles over the CTAs that run at once; what is missing to whole waves is idle.
     waves = triton.cdiv(m, first.block_m) * triton.cdiv(n, first.block_n) / (first.per_sm * sms)
     split_first = _SPLIT[first] in split and waves < (1 - IDLE) * math.ceil(waves)
     return tuple(t.name for t in ([*split, *plain] if split_first else [first, *split, *plain[1:]]))
@@ -146,13 +150,15 @@ def _scaled_mm_cublas(
 ) -> Tensor:
     (m, _), n = a.shape, b.shape[0]
     if a.dtype == torch.int8:
+        # int32 sums, four times their codes, a block of rows at a time; cuBLAS needs more than 16 rows.
         rows = max(SUMS_BYTES // (4 * n), 32)
         out = torch.empty(m, n, dtype=out_dtype, device=a.device)
-        for i in range(0, m, rows):
+        for i in range(0, m, rows):  # rows of out are independent
             part = slice(i, i + rows)
             scale = scale_a[part] if scale_a.numel() > 1 else scale_a
             out[part] = scaled_mm_ref(a[part], b, scale, scale_b, out_dtype, bias)
         return out
+    # cuBLAS: [M, 1] and [1, N], or two scalars.
     if scale_a.numel() > 1 or scale_b.numel() > 1:  # both one a row, or both one for all
         scale_a, scale_b = scale_a.expand(m).contiguous()[:, None], scale_b.expand(n).contiguous()[None, :]
     return torch._scaled_mm(a, b.t(), scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast)
@@ -190,7 +196,7 @@ def scaled_mm(
     m, n = a.shape[0], b.shape[0]
     if not (a.is_cuda and a.numel() and n) or forced() == "ref":
         return scaled_mm_ref(a, b, scale_a, scale_b, out_dtype, bias)
-    if a.dtype == torch.int8 and a.shape[1] > LONGEST_EXACT_K:
+    if a.dtype == torch.int8 and a.shape[1] > LONGEST_EXACT_K:  # int32 would overflow
         return _scale_total(sum_over_spans(a, b, int8_mm), scale_a, scale_b, out_dtype, bias)
     names = scaled_mm_names(a, b, out_dtype)
     if not names:

@@ -40,7 +40,7 @@ def split_of(t: Tiling, m: int, n: int, k: int, resident: int) -> Split | None:
     """The split with the least estimated time where `resident` CTAs run at once; None if no tile is left over or no
     split pays."""
     tiles, steps = triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n), triton.cdiv(k, t.block_k)
-    rest = tiles % resident
+    rest = tiles % resident  # of the last wave
     best, least = None, steps
     for each in range(MIN_STEPS, steps if rest else 0):
         slices = triton.cdiv(steps, each)
@@ -119,7 +119,7 @@ def launch_split_tiles(
 
     (m, k), n, t, s = a.shape, b.shape[0], tiling, split
     int8 = a.dtype == torch.int8
-    accumulator = torch.int32 if int8 else torch.float32
+    accumulator = torch.int32 if int8 else torch.float32  # as in the tensor cores: INT8 stays exact
     slices = torch.empty(s.slices * s.rest * t.block_m, t.block_n, dtype=accumulator, device=a.device)
     _slice_kernel[(s.slices * s.rest,)](
         TensorDescriptor.from_tensor(a, [t.block_m, t.block_k]),

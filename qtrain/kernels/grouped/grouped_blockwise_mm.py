@@ -24,7 +24,7 @@ from qtrain.kernels.gemm.blockwise_mm import (
     load_scale_b,
     tilings_for,
 )
-from qtrain.kernels.gemm.blockwise_wgmma import WgmmaTiling, launch_blockwise_wgmma
+from qtrain.kernels.gemm.blockwise_wgmma import WgmmaGroups, WgmmaTiling, launch_blockwise_wgmma
 from qtrain.kernels.gemm.persistent import tile_of
 from qtrain.kernels.grouped.grouped_mm import check_operands, kernels_take
 from qtrain.kernels.grouped.per_group import (
@@ -63,6 +63,7 @@ def grouped_rows_blockwise_mm_ref(
     w, scales = matrices(b, a.shape[1], groups), unstack(scale_b, groups, b.shape[1] == a.shape[1])
 
     def multiply(group: int, rows: slice) -> Tensor:
+        # Rows of blocks; on a GPU all rows are multiplied for each group, and all scales are its own.
         own = scale_a if rows.stop is None else scale_a[rows.start // down : rows.stop // down]
         return blockwise_mm_ref(a[rows], w[group], own, scales[group], block_a, block_b, out_dtype)
 
@@ -185,12 +186,11 @@ def launch_grouped_rows_blockwise(
 
     (m, k), (groups, n, _), t = a.shape, b.shape, tiling
     if isinstance(t, WgmmaTiling):
-        by_rows = b.stride(1) == k
+        by_rows = b.stride(1) == k  # the 2-D view that TMA reads, and the steps between its groups
         stacked = b.reshape(groups * n, k) if by_rows else b.transpose(0, 1).reshape(n, groups * k)
         return launch_blockwise_wgmma(
-            a, stacked, scale_a, scale_b[0], out, t, (m, n, k, groups), False, grouped="rows",
-            group_pointers=(group_of_block, starts), b_steps=(n, 0) if by_rows else (0, k),
-            b_group_stride=scale_b.stride(0),
+            a, stacked, scale_a, scale_b[0], out, t, (m, n, k, groups), False,
+            grouped=WgmmaGroups("rows", group_of_block, starts, (n, 0) if by_rows else (0, k), scale_b.stride(0)),
         )  # fmt: skip
     (rows_a, block_k), (rows_b, _) = BLOCKS[block_a], BLOCKS[block_b]
     programs = min(t.per_sm * sm_count(a.device), triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n))
@@ -228,7 +228,7 @@ def launch_grouped_sums_blockwise(
     if isinstance(t, WgmmaTiling):
         launch_blockwise_wgmma(
             a, b, scale_a, scale_b, out.view(groups * n, k), t, (n, k, a.shape[1], groups), block_b == "1x128",
-            grouped="sums", group_pointers=(launch_longest_first(starts), starts),
+            grouped=WgmmaGroups("sums", launch_longest_first(starts), starts),
         )  # fmt: skip
         return out
     (rows_a, block_k), (rows_b, _) = BLOCKS[block_a], BLOCKS[block_b]
@@ -299,7 +299,7 @@ def grouped_rows_blockwise_mm(
     check_operands(a, b)
     check_groups(a.shape[0], group_of_block)
     a, b, groups = a.contiguous(), b.contiguous(), starts.shape[0] - 1
-    by_rows = b.shape[1] == a.shape[1]
+    by_rows = b.shape[1] == a.shape[1]  # `output` has matrices along rows, `grad_input` along columns
     w, scale_w = matrices(b, a.shape[1], groups), unstack(scale_b, groups, by_rows)
     tilings = rows_tilings(a, w, scale_w, block_a, block_b, out_dtype) if a.numel() and w.numel() else {}
     if not tilings:

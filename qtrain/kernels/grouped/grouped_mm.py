@@ -38,6 +38,7 @@ def grouped_rows_mm_ref(
     """A [R, K]; B as for `grouped_rows_mm` -> [R, N]: `scaled_mm_ref` of each group's rows and matrix."""
     groups = starts.shape[0] - 1
     w = matrices(b, a.shape[1], groups)
+    # [groups, N] or [groups, 1]
     scales = scale_b.view(groups, -1) if scale_b.numel() > 1 else scale_b.expand(groups, 1)
 
     def multiply(group: int, rows: slice) -> Tensor:
@@ -91,6 +92,7 @@ def rows_mm_names(a: Tensor, b: Tensor, n: int, out_dtype: torch.dtype) -> list[
         return []
     if out_dtype.itemsize > 2:
         return [_TWO_WIDE.name, _SMALL.name]
+    # INT8 wants two CTAs per SM, FP8 the large tile, as in `scaled_mm.py`.
     order = [_TWO, _LARGE, _TWO_16, _LARGE_16] if int8 else [_LARGE, _TWO, _LARGE_16, _TWO_16]
     return [*(t.name for t in order), _SMALL.name, *_library(a, b, n, k, out_dtype)]
 
@@ -128,13 +130,13 @@ def _run_rows(
     fast: bool,
 ) -> Tensor:
     """w: `matrices` [E, N, K]."""
-    (rows, _), (groups, n, _) = a.shape, w.shape
+    (rows, _), (groups, n, _) = a.shape, w.shape  # R, E and N
     if name == "cublas":
         scales = _per_row(scale_a, rows), _per_row(scale_b, groups * n).view(groups, n)
         out = torch._scaled_grouped_mm(
             a, w.transpose(1, 2), *scales, offs=starts[1:], out_dtype=out_dtype, use_fast_accum=fast
         )
-        launch_zero_tail(out, group_of_block)
+        launch_zero_tail(out, group_of_block)  # PyTorch writes nothing after the last group
         return out
     out = torch.empty(rows, n, dtype=out_dtype, device=a.device)
     return launch_grouped_rows(
@@ -156,7 +158,7 @@ def _run_sums(
     if name == "cublas":
         scales = _per_row(scale_a, groups * n), _per_row(scale_b, groups * k)
         out = torch._scaled_grouped_mm(a, b.t(), *scales, offs=starts[1:], out_dtype=out_dtype, use_fast_accum=fast)
-        launch_zero_empty(out, starts)
+        launch_zero_empty(out, starts)  # nor sums of groups without rows
     else:
         out = torch.empty(groups, n, k, dtype=out_dtype, device=a.device)
         launch_grouped_sums(a, b, out, SUMS_TILINGS[name], starts, (scale_a, scale_b), fast_accum=fast)
@@ -183,10 +185,11 @@ def grouped_rows_mm(
     check_operands(a, b)
     check_groups(a.shape[0], group_of_block)
     a, groups = a.contiguous(), starts.shape[0] - 1
-    w = matrices(b.contiguous(), a.shape[1], groups)
+    w = matrices(b.contiguous(), a.shape[1], groups)  # a view [E, N, K] of either stacking, K-major
     names = rows_mm_names(a, b, w.shape[1], out_dtype) if a.is_cuda and a.numel() and w.numel() else []
     if not names or forced() == "ref":
         return grouped_rows_mm_ref(a, b.contiguous(), scale_a, scale_b, starts, out_dtype)
+    # Part of the key: matrices along columns have rows far apart, which may favor another tile.
     stacked = "rows" if w.is_contiguous() else "columns"
     per_row = scale_a.numel() > 1, scale_b.numel() > 1
     key = (*a.shape, w.shape[1], groups, stacked, a.dtype, b.dtype, out_dtype, *per_row, fast_accum)

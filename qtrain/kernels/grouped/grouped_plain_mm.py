@@ -90,6 +90,7 @@ def grouped_rows_plain_mm(a: Tensor, b: Tensor, group_of_block: Tensor, starts: 
     """
     check_groups(a.shape[0], group_of_block)
     a, groups = a.contiguous(), starts.shape[0] - 1
+    # A transpose is a view: only what is contiguous along neither dimension is copied.
     w = matrices(b if 1 in b.stride() else b.contiguous(), a.shape[1], groups)
     if not _aligned(a, w) or forced() == "ref":
         return grouped_rows_plain_mm_ref(a, b, starts)
@@ -121,7 +122,7 @@ def grouped_sums_plain_mm(a: Tensor, b: Tensor, starts: Tensor, out_dtype: torch
     if out_dtype == torch.bfloat16:
         names = [*(t.name for t in (_LARGE, _TALL, _TWO, _SMALL)), "cublas"]
     else:
-        names = [t.name for t in (_WIDE, _WIDE_TWO, _SMALL)]
+        names = [t.name for t in (_WIDE, _WIDE_TWO, _SMALL)]  # fp32 tiles; PyTorch's product stores bf16 only
     arguments = (a, b, starts, out_dtype)
     key = (*a.shape, b.shape[0], starts.shape[0] - 1, a.stride(1) == 1, b.stride(1) == 1, out_dtype)
     return _run_sums(choose("grouped_sums_plain_mm", key, names, lambda name: _run_sums(name, *arguments)), *arguments)

@@ -52,6 +52,7 @@ def multiply_rows(multiply: Callable[[int, slice], Tensor], out: Tensor, starts:
         return out
     row = torch.arange(out.shape[0], device=out.device)
     for group in range(starts.shape[0] - 1):
+        # No synchronization: starts stay on the device, and each product runs over all rows.
         mine = (row >= starts[group]) & (row < starts[group + 1])
         out = torch.where(mine[:, None], multiply(group, slice(None)), out)
     return out
@@ -64,6 +65,7 @@ def own_columns(t: Tensor, starts: Tensor, group: int, block: int = 1) -> Tensor
         return t[:, first // block : last // block]
     row = torch.arange(t.shape[1], device=t.device) * block
     mine = (row >= starts[group]) & (row < starts[group + 1])
+    # `where` does not take FP8; its zero has the bits of 0.
     codes = t.view(torch.uint8) if t.dtype.itemsize == 1 else t
     return torch.where(mine, codes, torch.zeros((), dtype=codes.dtype, device=t.device)).view(t.dtype)
 

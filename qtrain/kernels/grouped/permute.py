@@ -25,7 +25,7 @@ BLOCKS = 64
 
 def weights_of_rows(weights: Tensor, groups: RowGroups) -> Tensor:
     """weights fp32 [T, k] of routes -> fp32 [R], of the row of each; 0 of rows that hold no token."""
-    rows = weights.new_zeros(groups.rows)
+    rows = weights.new_zeros(groups.rows)  # rows of padding have weight 0
     return rows.scatter_(0, groups.row_of_route.flatten().long(), weights.flatten())
 
 
@@ -84,6 +84,7 @@ def combine_rows(y: Tensor, weights: Tensor | None, row_of_route: Tensor) -> Ten
 
 def route_weight_grad_ref(row_dots: Tensor, weights: Tensor, row_of_route: Tensor) -> Tensor:
     """row_dots fp32 [R, n], weights fp32 [T, k], row_of_route int32 [T, k] -> fp32 [T, k]."""
+    # <dh, h> of each row [R], at the rows of a token's routes [T, k].
     grad = row_dots.sum(1)[row_of_route.long()] / weights
     return torch.where(weights == 0, 0.0, grad)
 
@@ -101,7 +102,7 @@ def _route_weight_grad_kernel(
     for first in range(0, blocks, BLOCKS):
         block = first + tl.arange(0, BLOCKS)[None, :]
         dots = tl.load(dots_ptr + row[:, None] * blocks + block, inside[:, None] & (block < blocks), 0.0)
-        total += sum_of_pairs(dots)
+        total += sum_of_pairs(dots)  # in one order, whatever the layout
     grad = tl.div_rn(total, tl.where(weight == 0.0, 1.0, weight))
     tl.store(out_ptr + route, tl.where(weight == 0.0, 0.0, grad), inside)
 

@@ -126,7 +126,7 @@ def launch_grouped_rows(
     programs = min(t.per_sm * sm_count(a.device), triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n))
     scale_a, scale_b = scales or (None, None)
     rows_a, rows_b = (scale is not None and scale.numel() > 1 for scale in (scale_a, scale_b))
-    column_major = b.stride(2) != 1
+    column_major = b.stride(2) != 1  # the descriptor is of the transpose, which is contiguous
     block_b = [1, t.block_k, t.block_n] if column_major else [1, t.block_n, t.block_k]
     _grouped_rows_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [t.block_m, t.block_k]),
@@ -304,7 +304,7 @@ def launch_grouped_sums(
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     (groups, n, k), t = out.shape, tiling
-    items = groups * triton.cdiv(n, t.block_m) * triton.cdiv(k, t.block_n)
+    items = groups * triton.cdiv(n, t.block_m) * triton.cdiv(k, t.block_n)  # tiles of all groups
     programs = min(t.per_sm * sm_count(a.device), items)
     scale_a, scale_b = scales or (None, None)
     rows_a, rows_b = (scale is not None and scale.numel() > 1 for scale in (scale_a, scale_b))

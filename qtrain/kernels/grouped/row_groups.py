@@ -45,14 +45,15 @@ class RowGroups(NamedTuple):
         group, nobody = self.group_of_block, torch.full_like(self.group_of_block, -1)
         held = (group >= first) & (group < first + count)
         # Blocks before the first group, of zeros, count to it: only those past the last group may have none.
-        of_block = torch.where(held, group - first, torch.where((group >= 0) & (group < first), 0, nobody))
+        group_of_block = torch.where(held, group - first, torch.where((group >= 0) & (group < first), 0, nobody))
         row_held = held[:, None].expand(-1, ALIGNMENT).reshape(-1)
         token_of_row = torch.where(row_held, self.token_of_row, torch.full_like(self.token_of_row, -1))
-        return RowGroups(token_of_row, self.row_of_route, of_block, self.starts[first : first + count + 1])
+        return RowGroups(token_of_row, self.row_of_route, group_of_block, self.starts[first : first + count + 1])
 
 
 def padded_rows(routes: int, groups: int) -> int:
     """Rows of a permuted matrix under any routing: a group that has a route is padded by less than ALIGNMENT rows."""
+    # Worst case: every group that has a route has one more than a multiple of ALIGNMENT.
     most = routes + min(routes, groups) * (ALIGNMENT - 1)
     return -(-most // ALIGNMENT) * ALIGNMENT
 
@@ -69,12 +70,13 @@ def routes_per_group(group_of_route: Tensor, groups: int) -> Tensor:
 def group_rows_ref(group_of_route: Tensor, groups: int) -> RowGroups:
     """group_of_route int64 [T, k] -> the rows of routes in the order of (group, token, k)."""
     tokens, per_token = group_of_route.shape
-    flat, device = group_of_route.reshape(-1), group_of_route.device
+    flat, device = group_of_route.reshape(-1), group_of_route.device  # [T * k], token by token
     counts = routes_per_group(group_of_route, groups)
+    # Each group begins at a block of its own; one without routes takes no rows.
     padded = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     starts = torch.zeros(groups + 1, dtype=torch.int64, device=device)
     starts[1:] = padded.cumsum(0)
-    order = flat.argsort(stable=True)
+    order = flat.argsort(stable=True)  # by (group, token, k): flat is in the order of (token, k)
     before = counts.cumsum(0) - counts  # routes of the groups before this one
     group = flat[order]
     row = torch.arange(flat.numel(), device=device) - before[group] + starts[group]
@@ -83,6 +85,7 @@ def group_rows_ref(group_of_route: Tensor, groups: int) -> RowGroups:
     token_of_row.scatter_(0, row, (order // max(per_token, 1)).int())
     row_of_route = torch.empty(flat.numel(), dtype=torch.int32, device=device).scatter_(0, order, row.int())
     first_rows = torch.arange(0, rows, ALIGNMENT, device=device)
+    # The last group that begins at a block or before it.
     group_of_block = torch.searchsorted(starts, first_rows, right=True) - 1
     group_of_block = torch.where(first_rows < starts[-1], group_of_block, -1)
     return RowGroups(token_of_row, row_of_route.view(tokens, per_token), group_of_block.int(), starts.int())

@@ -176,14 +176,14 @@ def _forward_heads(
 def _qk_norm_rope_kernel(
     # qkv [T, (H + 2 KV) D] bf16 or fp32; weights [D].
     x_ptr, q_weight_ptr, k_weight_ptr,
-    # fp32 [table_rows, D/2]: token t reads row t % table_rows.
-    cos_ptr, sin_ptr,
+    # cos, sin fp32 [table_rows, D/2]: token t reads row t % table_rows.
+    tables,
     # [T, H, D], [T, KV, D], of qkv's dtype.
     q_ptr, k_ptr, tokens, table_rows, eps, TILE: tl.constexpr,
 ):  # fmt: skip
     """q, then k. TILE: a `_Tile`."""
     width: tl.constexpr = (TILE.heads + 2 * TILE.kv_heads) * TILE.head_dim
-    tables, sizes = (cos_ptr, sin_ptr), (tokens, width, table_rows)
+    sizes = tokens, width, table_rows
     _forward_heads(x_ptr, q_weight_ptr, tables, q_ptr, sizes, eps, TILE.heads, TILE.q_heads, TILE)
     k_x_ptr = x_ptr + TILE.heads * TILE.head_dim
     _forward_heads(k_x_ptr, k_weight_ptr, tables, k_ptr, sizes, eps, TILE.kv_heads, TILE.k_heads, TILE)
@@ -197,16 +197,16 @@ def _at(batch, position, head, strides):
 
 @triton.jit
 def _backward_heads(
-    dy, dv, x_ptr, weight_ptr, table_ptrs, out_ptrs, sizes, eps, HEADS: tl.constexpr, HEADS_PER_TILE: tl.constexpr,
+    dy, dv, inputs, table_ptrs, out_ptrs, sizes, eps, HEADS: tl.constexpr, HEADS_PER_TILE: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """This CTA's tokens of q, or of k and, where dv's pointer is given, of v, which follows k in x and dx.
 
-    dy, dv: pointer and strides (batch, sequence, head). out_ptrs: dx, and this CTA's term of the weight's gradient.
-    sizes: tokens, tokens of a sequence, elements of a row of x, rows of the tables.
-    """
+    dy, dv: pointer and strides (batch, sequence, head). inputs: x, and its weight. out_ptrs: dx, and this CTA's term of
+    the weight's gradient. sizes: tokens, tokens of a sequence, elements of a row of x, rows of the tables."""
     dy_ptr, dy_strides = dy
     dv_ptr, dv_strides = dv
+    x_ptr, weight_ptr = inputs
     cos_ptr, sin_ptr = table_ptrs
     dx_ptr, dweight_ptr = out_ptrs
     tokens, seq, width, table_rows = sizes
@@ -268,12 +268,12 @@ def _qk_norm_rope_backward_kernel(
     dweight_ptr += tl.program_id(0) * (2 * TILE.head_dim)
     tables, sizes = (cos_ptr, sin_ptr), (tokens, seq, width, table_rows)
     _backward_heads(
-        (dq_ptr, dq_strides), (None, None), x_ptr, q_weight_ptr, tables, (dx_ptr, dweight_ptr), sizes, eps,
+        (dq_ptr, dq_strides), (None, None), (x_ptr, q_weight_ptr), tables, (dx_ptr, dweight_ptr), sizes, eps,
         TILE.heads, TILE.q_heads, TILE,
     )  # fmt: skip
     k_offset: tl.constexpr = TILE.heads * TILE.head_dim
     _backward_heads(
-        (dk_ptr, dk_strides), (dv_ptr, dv_strides), x_ptr + k_offset, k_weight_ptr, tables,
+        (dk_ptr, dk_strides), (dv_ptr, dv_strides), (x_ptr + k_offset, k_weight_ptr), tables,
         (dx_ptr + k_offset, dweight_ptr + TILE.head_dim), sizes, eps, TILE.kv_heads, TILE.k_heads, TILE,
     )  # fmt: skip
 
@@ -300,7 +300,7 @@ def launch_qk_norm_rope(
     if tokens := batch * seq:
         ctas, tile = _tiling(qkv.device, tokens, (heads, kv_heads), head_dim, FORWARD.ctas)
         _qk_norm_rope_kernel[(ctas,)](
-            qkv, q_weight, k_weight, cos, sin, q, k, tokens, table_rows=cos.numel() // (head_dim // 2), eps=eps,
+            qkv, q_weight, k_weight, (cos, sin), q, k, tokens, table_rows=cos.numel() // (head_dim // 2), eps=eps,
             TILE=tile, num_warps=WARPS, maxnreg=FORWARD.registers,
         )  # fmt: skip
     return q, k

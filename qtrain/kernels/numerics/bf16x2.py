@@ -18,13 +18,13 @@ from qtrain.kernels.numerics.philox import philox_words
 @triton.jit
 def low_half(bf16x2):
     """The first number of each pair, as bits of fp32."""
-    return bf16x2 << 16
+    return bf16x2 << 16  # bf16 is the upper half of fp32: the bits are the number
 
 
 @triton.jit
 def high_half(bf16x2):
     """The second number of each pair, as bits of fp32."""
-    return bf16x2 & -65536
+    return bf16x2 & -65536  # 0xFFFF0000 as int32
 
 
 @triton.jit
@@ -52,6 +52,7 @@ def max_bf16x2(a, b, PTX: tl.constexpr):
     if PTX:
         return _max_ptx(a, b)
     else:
+        # Without signs both halves are below 0x8000, so that shifted down they are non-negative.
         return tl.maximum(a & 0xFFFF, b & 0xFFFF) | (tl.maximum(a >> 16, b >> 16) << 16)
 
 
@@ -67,7 +68,7 @@ def reduce_max_bf16x2(bf16x2, axis: tl.constexpr, PTX: tl.constexpr):
 @triton.jit
 def max_of_halves(bf16x2):
     """Pairs without sign -> the larger number of each, as bits of fp32."""
-    return tl.maximum(low_half(bf16x2), high_half(bf16x2))
+    return tl.maximum(low_half(bf16x2), high_half(bf16x2))  # as integers, which order as the numbers do
 
 
 @triton.jit
@@ -81,7 +82,7 @@ def row_max_bf16x2(bf16x2, PTX: tl.constexpr):
 @triton.jit
 def zero_nonfinite_bf16x2(bf16x2, nonfinite):
     """nonfinite: a scalar, whether there are NaNs and Infs, which become 0."""
-    if nonfinite:
+    if nonfinite:  # an exponent of ones is a NaN or an Inf; each half by itself
         bf16x2 = tl.where((bf16x2 & 0x7F80) == 0x7F80, bf16x2 & -65536, bf16x2)
         bf16x2 = tl.where((bf16x2 & 0x7F800000) == 0x7F800000, bf16x2 & 0xFFFF, bf16x2)
     return bf16x2
@@ -90,6 +91,8 @@ def zero_nonfinite_bf16x2(bf16x2, nonfinite):
 @triton.jit
 def bf16_bits(x):
     """fp32 -> its bits rounded to bf16, to nearest even, in the high half."""
+    # Half a unit of the last place, minus one bit where that place is even: ties go to even. NaN must not carry into
+    # Inf.
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FFF0000)
 
@@ -115,7 +118,7 @@ def multiply_bf16x2(bf16x2, factor, PTX: tl.constexpr):
 @triton.jit
 def fast_inv_scale(scale, nonfinite, PTX: tl.constexpr):
     """`inv_scale_of` by the instructions of `rcp.rn.f32` for 2**-126 to 2**126, without its branch on the range."""
-    if PTX:
+    if PTX:  # an approximation and one Newton step: e = 1 - scale * r, r + r * e, correctly rounded in that range
         inv_scale = tl.inline_asm_elementwise(
             "{ .reg .f32 r, e; rcp.approx.ftz.f32 r, $1; neg.f32 e, $1; fma.rn.f32 e, e, r, 0f3F800000;"
             " fma.rn.f32 $0, e, r, r; }",
@@ -146,6 +149,7 @@ def _round_to_nearest(bits, inv_scale, CODE: tl.constexpr):
 def _noise(rng_words, half_unit, HIGH: tl.constexpr, CODE: tl.constexpr):
     """What `_round_stochastically` adds for the low or the HIGH number of each pair: its 16 random bits, below byte 2
     (INT8, and half_unit in byte 2) or below byte 3 (FP8, and half_unit in byte 0)."""
+    # Byte selectors, lowest byte first: 0-3 are bytes of rng_words, 4-7 of half_unit (0x80 in byte 4, zeros above).
     if CODE.ptx:
         if CODE.fmt.is_float:
             BYTES: tl.constexpr = "0x5324" if HIGH else "0x5104"
@@ -176,10 +180,12 @@ def _round_stochastically(scaled, noise, CODE: tl.constexpr):
     if CODE.fmt.is_float:
         DOWN: tl.constexpr = 2.0 ** (CODE.fmt.exponent_bias - 127)
         ROOM: tl.constexpr = 2 << CODE.fmt.mantissa_bits  # moves the code's last bit to bit 24; the sign is shifted out
+        # Exact in fp32: a product with a power of two, into its subnormals, whose pattern is FP8's with more mantissa.
         code = (scaled * DOWN).to(tl.int32, bitcast=True) * ROOM + noise
         code = code | (scaled.to(tl.int32, bitcast=True) & -0x80000000)
         return code if CODE.ptx else (code >> 24) & 0xFF
     else:  # fixed point with 15 fractional bits, doubled
+        # 384 = 1.5 * 2**8: its fp32 spacing is 2**-15, so the low bits are the number in units of 2**-15.
         code = 2 * (scaled + 384.0).to(tl.int32, bitcast=True) + noise
         return code if CODE.ptx else (code >> 16) & 0xFF
 
@@ -243,12 +249,14 @@ def pack_two_codes(a, b, STOCHASTIC: tl.constexpr, CODE: tl.constexpr):
     if not CODE.ptx:
         return (a | (b << 8)).to(tl.int16)
     elif CODE.fmt.is_float and CODE.fp8_cvt and not STOCHASTIC:
+        # Converts two numbers at once, the second operand into the low byte; a thread has two pairs.
         CVT: tl.constexpr = "cvt.rn.satfinite." + CODE.fmt.name + "x2.f32"
         return tl.inline_asm_elementwise(
             "{ .reg .b16 s, t; " + CVT + " s, $3, $1; " + CVT + " t, $4, $2; mov.b32 $0, {s, t}; }",
             "=r,f,f,f,f", [a, b], dtype=tl.int16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
+        # The byte that holds the code: 0 to nearest, 3 of stochastic FP8, 2 of stochastic INT8.
         BYTES: tl.constexpr = "0x0040" if not STOCHASTIC else "0x0073" if CODE.fmt.is_float else "0x0062"
         PRMT: tl.constexpr = "prmt.b32 s, $1, $3, " + BYTES + "; prmt.b32 t, $2, $4, " + BYTES
         return tl.inline_asm_elementwise(

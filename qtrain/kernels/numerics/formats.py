@@ -91,7 +91,7 @@ def scale_shape(granularity: str, rows: int, columns: int) -> tuple[int, ...]:
         return (1,)
     if granularity == "rowwise":
         return (rows,)
-    group_rows, group_columns = group_shape(granularity, rows, columns)
+    group_rows, group_columns = group_shape(granularity, rows, columns)  # at the edges groups are shorter
     return (-(-rows // group_rows), -(-columns // group_columns))
 
 
@@ -103,10 +103,10 @@ def empty_scale(granularity: str, rows: int, columns: int, like: Tensor) -> Tens
     """
     shape = scale_shape(granularity, rows, columns)
     if granularity == "1x128":
-        return like.new_empty(shape[::-1], dtype=torch.float32).t()
+        return like.new_empty(shape[::-1], dtype=torch.float32).t()  # [rows, K / 128], strides (1, rows)
     if granularity == "128x128":
         padded = shape[0], -(-shape[1] // 4) * 4
-        make = like.new_empty if padded == shape else like.new_zeros
+        make = like.new_empty if padded == shape else like.new_zeros  # cuBLAS reads the padding
         return make(padded, dtype=torch.float32)[:, : shape[1]]
     return like.new_empty(shape, dtype=torch.float32)
 
@@ -131,7 +131,7 @@ def empty_codes(
 def _pack_ref(codes: Tensor, per_byte: int) -> Tensor:
     bits = 8 // per_byte
     fields = F.pad(codes, (0, -codes.shape[-1] % per_byte)).unflatten(-1, (-1, per_byte)).view(torch.uint8)
-    packed = fields[..., 0] & (2**bits - 1)
+    packed = fields[..., 0] & (2**bits - 1)  # two's complement: the mask drops the sign's copies
     for i in range(1, per_byte):
         packed = packed | ((fields[..., i] & (2**bits - 1)) << (bits * i))
     return packed
@@ -139,6 +139,7 @@ def _pack_ref(codes: Tensor, per_byte: int) -> Tensor:
 
 def _unpack_ref(packed: Tensor, columns: int, per_byte: int) -> Tensor:
     bits = 8 // per_byte
+    # Each field is shifted to the top of the byte, and back as a signed number, which extends its sign.
     fields = torch.stack([packed << (8 - bits * (i + 1)) for i in range(per_byte)], dim=-1)
     return (fields.view(torch.int8) >> (8 - bits)).flatten(-2)[..., :columns].contiguous()
 
@@ -156,7 +157,7 @@ def unpack(stored: Tensor, fmt: str, columns: int) -> Tensor:
     if FORMATS[fmt].values is None:
         return codes
     # Filled on the device: a copy of the table from the host would synchronize.
-    values = torch.cat([torch.full((1,), value, device=codes.device) for value in FORMATS[fmt].values])
+    values = torch.cat([torch.full((1,), value, device=codes.device) for value in FORMATS[fmt].values])  # fp32 [16]
     return values[codes.int() & 15]
 
 
@@ -170,6 +171,7 @@ def expand_scale(scale: Tensor, granularity: str, shape: tuple[int, int]) -> Ten
         return scale
     if granularity == "rowwise":
         return scale[:, None]
+    # Blocks at the edges may be shorter: repeated in full, then cut.
     (m, k), (group_m, group_k) = shape, group_shape(granularity, *shape)
     return scale.repeat_interleave(group_m, 0)[:m].repeat_interleave(group_k, 1)[:, :k]
 
@@ -188,5 +190,5 @@ def dequantize(
 
 def dequantize_mx(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """codes fp8 [M, K], scale float8_e8m0fnu [M, ceil(K / 32)] -> values [M, K]."""
-    expanded = scale.float().repeat_interleave(MX_GROUP, 1)[:, : codes.shape[1]]
+    expanded = scale.float().repeat_interleave(MX_GROUP, 1)[:, : codes.shape[1]]  # [M, K], powers of two or NaN
     return (codes.float() * expanded).to(dtype)

@@ -27,6 +27,7 @@ def load_words(address, group, limit, WORDS: tl.constexpr, ALIGNED: tl.constexpr
     Loads are not masked: beyond the first `limit` elements the last ones are read again.
     """
     if ALIGNED:
+        # Clamped instead of masked: a mask would cost a predicate and a select per word.
         at = tl.minimum(group, limit // 8 - 1) * WORDS
         pointer = address.to(tl.pointer_type(tl.int32))
         if WORDS == 1:
@@ -34,7 +35,7 @@ def load_words(address, group, limit, WORDS: tl.constexpr, ALIGNED: tl.constexpr
         elif WORDS == 8:  # 16 bytes a load
             pointer = tl.multiple_of(pointer, 16)
             pointers = pointer + (at[:, :, None] + tl.arange(0, 4)[None, None, :])
-            halves = tl.join(tl.load(pointers), tl.load(pointers + 4))
+            halves = tl.join(tl.load(pointers), tl.load(pointers + 4))  # [R, C, 4, 2]
             return tl.reshape(tl.permute(halves, (0, 1, 3, 2)), (group.shape[0], group.shape[1], 8))
         else:
             pointer = tl.multiple_of(pointer, 16 if WORDS > 2 else 8)
@@ -44,6 +45,7 @@ def load_words(address, group, limit, WORDS: tl.constexpr, ALIGNED: tl.constexpr
         if WORDS == 8:
             return _load_eight(address.to(tl.pointer_type(tl.int32)), first, last, False)
         elif WORDS == 4:
+            # int16 loads are sign-extended; the mask keeps a neighbor's half clean.
             return _join_fields(_load_eight(address.to(tl.pointer_type(tl.int16)), first, last, False) & 0xFFFF, 16)
         elif WORDS == 2:
             eight = _load_eight(address.to(tl.pointer_type(tl.uint8)), first, last, False)
@@ -57,6 +59,7 @@ def load_words(address, group, limit, WORDS: tl.constexpr, ALIGNED: tl.constexpr
 @triton.jit
 def _load_eight(pointer, first, last, NIBBLES: tl.constexpr):
     """Elements `first` int32 [R, C] to first + 7, clamped to `last`, by single loads -> int32 [R, C, 8]."""
+    # join appends an axis of 2: nested as 04|26 and 15|37 the flattened order is 0 to 7.
     e04 = tl.join(_load_one(pointer, first, last, NIBBLES), _load_one(pointer, first + 4, last, NIBBLES))
     e15 = tl.join(_load_one(pointer, first + 1, last, NIBBLES), _load_one(pointer, first + 5, last, NIBBLES))
     e26 = tl.join(_load_one(pointer, first + 2, last, NIBBLES), _load_one(pointer, first + 6, last, NIBBLES))
@@ -107,7 +110,7 @@ def store_words(address, group, limit, words, WORDS: tl.constexpr, ALIGNED: tl.c
         else:
             bytes = _split_fields(_split_fields(tl.reshape(words, (group.shape[0], group.shape[1], 1)), 16), 8)
             byte = group[:, :, None] * 4 + tl.arange(0, 4)[None, None, :]
-            bytes = tl.where(byte * 2 + 1 < limit, bytes, bytes & 15)
+            bytes = tl.where(byte * 2 + 1 < limit, bytes, bytes & 15)  # a row of odd length pads its last byte with 0
             tl.store(address.to(tl.pointer_type(tl.uint8)) + byte, bytes.to(tl.uint8), byte * 2 < limit)
 
 
@@ -140,7 +143,8 @@ def _split_fields(x, BITS: tl.constexpr):
 def _masked_float(words, MASK: tl.constexpr, PTX: tl.constexpr):
     """2**23 + (words & MASK) as fp32, MASK < 2**23: a conversion (I2F) would take four times as long."""
     if PTX:
-        bits = tl.inline_asm_elementwise(  # (words & mask) | exponent
+        # lop3 by truth table 0xEA: (words & mask) | exponent, one instruction instead of two.
+        bits = tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", [words, MASK, 0x4B000000],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
@@ -154,6 +158,7 @@ def halves_to_float(words, PTX: tl.constexpr):
     """uint32 [R, C, 4] -> 2**23 + each half as an integer, fp32 [R, C, 8]."""
     if PTX:
         words = words.to(tl.int32, bitcast=True)
+        # Bytes 0 and 1 (2 and 3) of the word below the exponent of 2**23: the half is the mantissa.
         low = select_bytes(words, 0x4B000000, "0x7610").to(tl.float32, bitcast=True)
         high = select_bytes(words, 0x4B000000, "0x7632").to(tl.float32, bitcast=True)
     else:
@@ -202,6 +207,7 @@ def _digit(words, PLACE: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr,
 @triton.jit
 def bytes_to_float(words, OFFSET: tl.constexpr, PTX: tl.constexpr):
     """int32 [R, C, 2] -> the bytes minus an offset, fp32 [R, C, 8]."""
+    # A field must lie below bit 23, in the mantissa: bytes 2 and 3 are shifted down, two fields by one shift.
     high = words >> 16
     first, third = _digit(words, 0, 8, OFFSET, PTX), _digit(high, 0, 8, OFFSET, PTX)
     second, fourth = _digit(words, 8, 8, OFFSET, PTX), _digit(high, 8, 8, OFFSET, PTX)
@@ -242,6 +248,7 @@ def pack_bytes(x, SHIFT: tl.constexpr, PTX: tl.constexpr):
     """The bytes at bit SHIFT (0 or 16) of int32 [R, C, 4n] -> int32 [R, C, n]."""
     even, odd = _deinterleave(x)
     if PTX:
+        # prmt twice: pairs of codes into halves, pairs of halves into words.
         first, third = _deinterleave(select_bytes(even, odd, "0x0040" if SHIFT == 0 else "0x0062"))
         return select_bytes(first, third, "0x5410")
     first, third = _deinterleave((even >> SHIFT) & 255)
@@ -269,6 +276,7 @@ def pack_nibbles(x, PTX: tl.constexpr):
 def fp8_to_float(words, CODE: tl.constexpr):
     """int32 [R, C, 2] of e4m3 -> fp32 [R, C, 8]."""
     if CODE.fp8_cvt:
+        # FP8 to fp16 two at a time, exactly, then to fp32: there is no instruction from FP8 to fp32.
         first, second, third, fourth = tl.inline_asm_elementwise(
             """{ .reg .b16 a, b, c, d; .reg .b32 x, y;
                  mov.b32 {a, b}, $4; cvt.rn.f16x2.e4m3x2 x, a; cvt.rn.f16x2.e4m3x2 y, b;
@@ -282,6 +290,7 @@ def fp8_to_float(words, CODE: tl.constexpr):
         high = words >> 16
         bytes = tl.join(tl.join(words, high), tl.join(words >> 8, high >> 8))
         bytes = tl.reshape(bytes, (words.shape[0], words.shape[1], 8))
+        # e4m3's exponent and mantissa at fp32's places, its exponent 120 too small: bias 7 instead of 127.
         bits = ((bytes & 0x7F) << 20) | ((bytes & 0x80) << 24)
         value = bits.to(tl.float32, bitcast=True) * 2.0**120  # from fp32's exponents, subnormals included
         return tl.where((bytes & 0x7F) == 0x7F, float("nan"), value)

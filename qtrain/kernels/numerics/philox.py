@@ -61,9 +61,10 @@ def random_bits_ref(shape: torch.Size | tuple[int, ...], key: Tensor, role: int)
     """
     elements = torch.Size(shape).numel()
     seed, step, linear = key[0:1], key[1:2], key[2:3]
-    block = torch.arange((elements + 7) // 8, device=key.device)
-    tensor = (linear * len(ROUNDED_TENSORS) + role) & WORD
+    block = torch.arange((elements + 7) // 8, device=key.device)  # one draw for eight elements
+    tensor = (linear * len(ROUNDED_TENSORS) + role) & WORD  # a number of its own for each tensor of each linear
     w0, w1, w2, w3 = philox_ref((block & WORD, block >> 32, tensor, step & WORD), (seed & WORD, (seed >> 32) & WORD))
+    # Little-endian: a view as int16 has the low half of each word first. [blocks, 2] int64 -> [8 * blocks].
     halves = torch.stack([w0 | (w1 << 32), w2 | (w3 << 32)], dim=1).view(torch.int16).flatten()
     return halves[:elements].int().bitwise_and_(0xFFFF).view(shape)
 
@@ -90,7 +91,7 @@ def philox(block, seed, step, tensor, PTX: tl.constexpr, runtime_one=1):
     """
     c0, c1 = block.to(tl.uint32), (block >> 32).to(tl.uint32)
     c2, c3 = tl.zeros_like(c0) + tensor.to(tl.uint32), tl.zeros_like(c0) + step.to(tl.uint32)
-    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)  # scalars: the round keys cost no registers per element
     for _ in range(runtime_one):
         for _ in tl.static_range(7):
             low0, high0 = _wide_multiply(c0, 0xD2511F53, PTX)
@@ -177,12 +178,13 @@ def normal(keys: Tensor, count: int) -> Tensor:
     The Box-Muller transform: two numbers from two words of 32 random bits.
     """
     seed, step, number = (keys[:, i : i + 1] for i in range(3))
-    seed = seed ^ SALT
+    seed = seed ^ SALT  # [B, 1]
     block = torch.arange((count + 3) // 4, device=keys.device)[None]
     words = philox_ref((block, torch.zeros_like(block), number & WORD, step & WORD), (seed & WORD, (seed >> 32) & WORD))
     uniform = [(word.double() + 0.5) * 2.0**-32 for word in words]  # [B, blocks] each
     numbers = []
     for first, second in (uniform[:2], uniform[2:]):
+        # 0.5 was added above: first is never 0, and its logarithm finite.
         radius, angle = torch.sqrt(-2 * torch.log(first)), 2 * math.pi * second
         numbers += [radius * torch.cos(angle), radius * torch.sin(angle)]
-    return torch.stack(numbers, dim=2).flatten(1)[:, :count].float()
+    return torch.stack(numbers, dim=2).flatten(1)[:, :count].float()  # four numbers of a block are neighbors

@@ -32,7 +32,7 @@ def swiglu_f32(gate, other, PTX: tl.constexpr):
 @triton.jit
 def swiglu_grad_f32(dy, gate, up, PTX: tl.constexpr):
     """The gradient of gate; and dy * y, which shares its factors."""
-    s = _sigmoid(gate, PTX)
+    s = _sigmoid(gate, PTX)  # fp32, from bf16 gate: its error of 4e-7 is far below bf16's of 2e-3
     shared = dy * up * s
     return shared * (1 + gate * (1 - s)), shared * gate
 
@@ -40,6 +40,7 @@ def swiglu_grad_f32(dy, gate, up, PTX: tl.constexpr):
 @triton.jit
 def swiglu_bf16x2(gate, up, PTX: tl.constexpr):
     """y of pairs of bf16."""
+    # fp32 in between, rounded once to bf16: a bf16x2 product would round twice.
     gate0, gate1 = halves_f32(gate)
     up0, up1 = halves_f32(up)
     return to_bf16x2(swiglu_f32(gate0, up0, PTX), swiglu_f32(gate1, up1, PTX), PTX)
@@ -71,4 +72,5 @@ def sum_of_pairs(x):
     if x.shape[1] == 1:
         return tl.reshape(x, (x.shape[0],))
     else:
+        # Recursion at compile time, a tree of log2(C) additions.
         return sum_of_pairs(tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), 2))

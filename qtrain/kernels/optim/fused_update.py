@@ -126,7 +126,7 @@ def _step_ref(update: FusedUpdate, grads: Sequence[Tensor | None], grad_scale: T
             plain.setdefault(slot.group, []).append(i)
             continue
         update.steps[i] += 1
-        update.keys[i, 1] = update.steps[i].to(torch.int64)
+        update.keys[i, 1] = update.steps[i].to(torch.int64)  # as the factors' kernel does on a GPU
         lr, weight_decay, beta1, beta2, eps = update.hyper[slot.group].tolist()
         hyper = (lr, weight_decay, beta1, beta2, eps)
         _update_ref(update.rule, slot, grad, float(update.steps[i]), hyper, scale, update.keys[i], update.sr)
@@ -148,6 +148,7 @@ def _step_ref(update: FusedUpdate, grads: Sequence[Tensor | None], grad_scale: T
             weight_decay=weight_decay,
             eps=eps,
             maximize=False,
+            # torch divides the gradients by it, in place; found_inf must be given along with it.
             grad_scale=None if scale == 1 else update.steps.new_tensor(1 / scale),  # where the weights are
             found_inf=None if scale == 1 else update.steps.new_zeros(()),
         )
@@ -185,6 +186,7 @@ def _update_ref(
     stored = isinstance(weight, LowBitWeight)
     p = weight.dequantize() if stored else (weight.detach() if slot.master is None else slot.master).float()
     g = grad.float() * grad_scale if grad_scale != 1 else grad.float()
+    # fp32 from here on, as in the kernel's registers; each tensor is rounded once, when it is stored.
     states = [dequantize_state(tensors, format, shape) for format, tensors in slot.states]
     if rule == "adamw":
         m = states[0] * beta1 + g * (1 - beta1)

@@ -110,7 +110,7 @@ def parse_format(id: str) -> StateFormat:
 
 def row_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
     """(rows, elements per row): a vector is one row, other tensors have rows along dimension 0."""
-    elements = torch.Size(shape).numel()
+    elements = torch.Size(shape).numel()  # 1 for a scalar
     return (1, elements) if len(shape) < 2 else (shape[0], elements // max(shape[0], 1))
 
 
@@ -134,10 +134,11 @@ def quantize_state(value: Tensor, format: StateFormat, random_bits: Tensor | Non
         return {"value": round_to_bf16(value, random_bits)}
     blocks = _blocks(value.float(), format)
     bits = None if random_bits is None else _blocks(random_bits, format)
-    scale = blocks.abs().amax(2)
+    scale = blocks.abs().amax(2)  # [rows, blocks]; a NaN or an Inf in a block shows in it
     if format.name == "fp8" and not format.signed:
         scale = torch.where(blocks.amin(2) > scale * (1 / 256), -scale, scale)
     _, length = row_shape(value.shape)
+    # [rows, length]: the padding of a row's last block is cut off.
     codes = _encode(blocks, scale[:, :, None], format, bits).flatten(1)[:, :length]
     codes = pack(codes, "int4") if format.name == "int4" else codes.reshape(value.shape)
     return {"codes": codes.contiguous(), "scale": scale}
@@ -166,6 +167,7 @@ def round_to_bf16(value: Tensor, random_bits: Tensor | None = None) -> Tensor:
     if random_bits is None:
         return value.bfloat16()
     bits = value.float().contiguous().view(torch.int32)
+    # The sum carries into the bits that are kept with a probability equal to the fraction that is dropped.
     bits = torch.where(value.isnan(), bits | 0x400000, bits + random_bits) & ~0xFFFF
     return bits.view(torch.float32).bfloat16()
 
@@ -180,7 +182,7 @@ def _encode(x: Tensor, scale: Tensor, format: StateFormat, random_bits: Tensor |
     power = 2 if format.signed or format.name == "int4" else 4
     largest = _LEVELS[format.name][0 if format.signed else 1]
     if format.signed:
-        y = x.abs() * _ratio(largest**2, scale)
+        y = x.abs() * _ratio(largest**2, scale)  # z = largest² * |x| / s, whose root is the code
         if random_bits is not None:
             u = _uniform(random_bits)
             y = (y - u * (1 - u)).clamp(min=0)
@@ -225,7 +227,7 @@ def _decode(codes: Tensor, scale: Tensor, format: StateFormat) -> Tensor:
     """Codes and their block's stored scale -> values fp32."""
     c = codes.float()
     if format.name == "fp8":
-        c = c * (1 / FP8_MAX)
+        c = c * (1 / FP8_MAX)  # in 0..1, or -1..1
         return c * scale if format.signed else torch.where(scale < 0, c.sqrt(), c) * scale.abs()
     if format.signed:
         return c * c.abs() * (scale * (1 / _LEVELS[format.name][0] ** 2))

@@ -29,16 +29,24 @@ from qtrain.kernels.optim.state_kernels import (
     tile_amax,
 )
 
+TABLE = (
+    "weight", "m", "m_scale", "v", "v_scale", "extra", "row_length", "chunks", "first_cta", "first_element", "group",
+    "amax",
+)  # fmt: skip
+"""Columns of the table of tensors, int64, in the order in which the kernels load them: addresses, then sizes. extra:
+scales of a weight stored as codes, or its master copy. amax: the address that receives the weight's absmax, or 0."""
+COLUMNS = tl.constexpr(len(TABLE))
+
 
 @triton.jit
 def factors_kernel(
-    # int64 [n, COLUMNS] (`update_launch.TABLE`); int64 [n], addresses of the gradients, 0 for a tensor without one.
+    # int64 [n, COLUMNS] (`TABLE`); int64 [n], addresses of the gradients, 0 for a tensor without one.
     table_ptr, grads_ptr,
     # fp64 [groups, 5] (`update_rules.HYPER`); scale of the gradients, any float dtype, or None.
     hyper_ptr, scale_ptr,
     # fp32 [n]; int64 [n, 3] (seed, step, tensor number); fp32 [n, 8].
     steps_ptr, keys_ptr, factors_ptr, n,
-    RULE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    RULE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Increments the step of every tensor that has a gradient, zeroes its absmax, and computes the factors of its
     update. One thread per tensor: the elements' kernel reads eight numbers, and no hyperparameter recompiles it."""
@@ -174,8 +182,8 @@ def update_kernel(
     SR_WEIGHT: tl.constexpr, SR_M: tl.constexpr, SR_V: tl.constexpr,
     # Some tensors want the absmax of the new weight; rows and addresses are multiples of 16 elements and bytes.
     AMAX: tl.constexpr, ALIGNED: tl.constexpr,
-    # Elements of a state's scale, of a tile; tiles of a CTA; columns of the table.
-    BLOCK: tl.constexpr, TILE: tl.constexpr, LOOPS: tl.constexpr, COLUMNS: tl.constexpr,
+    # Elements of a state's scale, of a tile; tiles of a CTA.
+    BLOCK: tl.constexpr, TILE: tl.constexpr, LOOPS: tl.constexpr,
     # Multipliers of the random words (`update_rules.py`); the encoding of FP8 states.
     MIX_M: tl.constexpr, MIX_V: tl.constexpr, CODE: tl.constexpr,
 ):  # fmt: skip

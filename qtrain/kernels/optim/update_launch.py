@@ -9,15 +9,9 @@ from torch import Tensor
 from qtrain.kernels.compiler import triton
 from qtrain.kernels.numerics.encode import encoding
 from qtrain.kernels.optim.state_formats import StateFormat, row_shape
-from qtrain.kernels.optim.update_kernel import factors_kernel, update_kernel
+from qtrain.kernels.optim.update_kernel import TABLE, factors_kernel, update_kernel
 from qtrain.kernels.optim.update_rules import MIX_M, MIX_V, UPDATE_ROLE, LowBitWeight, Slot, is_stochastic
 
-TABLE = (
-    "weight", "m", "m_scale", "v", "v_scale", "extra", "row_length", "chunks", "first_cta", "first_element", "group",
-    "amax",
-)  # fmt: skip
-"""Columns of the table of tensors, int64, in the order in which the kernels load them: addresses, then sizes. extra:
-scales of a weight stored as codes, or its master copy. amax: the address that receives the weight's absmax, or 0."""
 FACTORS = 8
 """Columns of the table of factors."""
 
@@ -63,7 +57,7 @@ class Launches:
         self.launches: list[_Launch] = []
         self._grad_dtypes: list[torch.dtype | None] = [None] * n
         self.grads = torch.zeros(n, dtype=torch.int64, device=device)
-        self._addresses: list[int] = [0] * n
+        self._addresses: list[int] = [0] * n  # of the last step's gradients: unchanged ones are not uploaded
         self._recorded = False
         pinned = device.type == "cuda"
         self._captured = torch.zeros(n, dtype=torch.int64, pin_memory=pinned)  # read by every replay of a CUDA graph
@@ -73,7 +67,7 @@ class Launches:
         return 1 + len(self.launches)
 
     def step(self, grads: Sequence[Tensor | None], grad_scale: Tensor | None) -> None:
-        grads = [None if g is None else aligned(g) for g in grads]
+        grads = [None if g is None else aligned(g) for g in grads]  # views into a flat buffer may be misaligned
         dtypes = [before if g is None else g.dtype for before, g in zip(self._grad_dtypes, grads, strict=True)]
         if dtypes != self._grad_dtypes:  # at the first step; a tensor without a gradient keeps the dtype it had
             self._grad_dtypes = dtypes
@@ -84,7 +78,7 @@ class Launches:
         n = len(self.slots)
         factors_kernel[(triton.cdiv(n, 128),)](
             self.table, self.grads, self.hyper, grad_scale, self.steps, self.keys, self.factors, n,
-            RULE=self.rule, COLUMNS=len(TABLE), BLOCK=128,
+            RULE=self.rule, BLOCK=128,
         )  # fmt: skip
         for launch in self.launches:
             update_kernel[(len(launch.owner),)](
@@ -143,7 +137,6 @@ class Launches:
             "BLOCK": kind.block,
             "TILE": kind.tile,
             "LOOPS": kind.loops,
-            "COLUMNS": len(TABLE),
             "MIX_M": MIX_M,
             "MIX_V": MIX_V,
             "CODE": encoding("e4m3", self.table.device),
@@ -158,6 +151,7 @@ def _describe(slot: Slot, grad_dtype: torch.dtype | None) -> tuple[_Kind, list[i
     blocks = {format.block for format, _ in slot.states if format.block}
     assert len(blocks) <= 1, f"states of one tensor share a block size, not {sorted(blocks)}"
     block = max(blocks, default=256)
+    # A tensor whose blocks tile its rows is one long row: fewer, fuller CTAs.
     if not stored and (not blocks or length % block == 0):
         rows, length = 1, rows * length  # no block crosses a row anyway
     kind = weight.format if stored else ("fp32" if weight.dtype == torch.float32 else "bf16")
@@ -172,6 +166,7 @@ def _describe(slot: Slot, grad_dtype: torch.dtype | None) -> tuple[_Kind, list[i
     tensors.append(weight.scale if stored else slot.master)
     assert all(t is None or t.is_contiguous() for t in tensors), "weights and states are contiguous"
     addresses = [0 if t is None else t.data_ptr() for t in tensors]
+    # 16 elements: whole words of 4-bit codes, and 16-byte loads of all else, at the start of every row.
     aligned = length % 16 == 0 and slot.first_element % 8 == 0
     aligned &= all(address % 16 == 0 for address in addresses)
     chunks = -(-length // (tile * loops))

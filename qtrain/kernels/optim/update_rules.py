@@ -59,7 +59,7 @@ class WeightAmax:
         return self._versions == self._present_versions()
 
     def _present_versions(self) -> list[int]:
-        return [t._version for t in self._versions_of]
+        return [t._version for t in self._versions_of]  # counted by torch at every in-place change
 
 
 @dataclass
@@ -85,4 +85,5 @@ class Slot:
 
 def is_stochastic(format: StateFormat, sr: bool) -> bool:
     """Whether a state is rounded stochastically. Signed 8-bit ones gain nothing: they change enough per step."""
+    # An unsigned state is a second moment: rounded to nearest it would freeze where it changes by less than a code.
     return format.name == "int4" or (format.block > 0 and not format.signed) or (format.name == "bf16" and sr)

@@ -35,10 +35,10 @@ def column_absmax_ref(x: Tensor, groups: BlockGroups | None = None) -> Tensor:
     """x [M, K] -> the absmax of each column (of each group), as fp32 bits in int32 [(groups *) K]; 0 without rows."""
     if groups is not None:
         blocks = x.abs().unflatten(0, (-1, BLOCK_ROWS)).amax(dim=1).float().view(torch.int32) & 0x7FFFFFFF
-        found = blocks.new_zeros(groups.count, x.shape[1])
-        index = groups.of_block.clamp(min=0).long()[:, None].expand_as(blocks)
+        found = blocks.new_zeros(groups.count, x.shape[1])  # a group without rows keeps 0
+        index = groups.group_of_block.clamp(min=0).long()[:, None].expand_as(blocks)
         return found.scatter_reduce_(0, index, blocks, "amax").flatten()
-    amax = x.abs().amax(dim=0) if x.shape[0] else x.new_zeros(x.shape[1])
+    amax = x.abs().amax(dim=0) if x.shape[0] else x.new_zeros(x.shape[1])  # [K]; exact in x's dtype
     return amax.float().view(torch.int32) & 0x7FFFFFFF  # a NaN may have a sign
 
 
@@ -135,16 +135,16 @@ def launch_absmax(
     block_m, block_k = block or ((32, 256) if bf16x2 else (32, 128) if rows else (8, 512) if columns else (8, 1024))
     steps, warps = steps or (8 if bf16x2 else 16), 4 if rows or columns else 8
     steps = steps if groups is None else BLOCK_ROWS // block_m
-    of_block = None if groups is None else groups.of_block
+    group_of_block = None if groups is None else groups.group_of_block
     grid = (triton.cdiv(k, block_k) * triton.cdiv(m, block_m * steps),)
     if x.numel() and bf16x2:
         _absmax_bf16x2_kernel[grid](
-            x.view(-1).view(torch.int32), *index, row_amax, column_amax, of_block, m, k, steps,
+            x.view(-1).view(torch.int32), *index, row_amax, column_amax, group_of_block, m, k, steps,
             PTX=has_ptx(x.device), BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
         )  # fmt: skip
     elif x.numel():
         _absmax_kernel[grid](
-            x, *index, tensor_amax, row_amax, column_amax, of_block, m, k, steps,
+            x, *index, tensor_amax, row_amax, column_amax, group_of_block, m, k, steps,
             TENSOR=tensor, ROWS=rows, COLUMNS=columns, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
         )  # fmt: skip
     return tensor_amax, row_amax, column_amax

@@ -20,7 +20,7 @@ BLOCK_ROWS = 128
 class BlockGroups(NamedTuple):
     """The groups of the rows of a matrix [M, K], M a multiple of BLOCK_ROWS."""
 
-    of_block: Tensor
+    group_of_block: Tensor
     """int32 [M / BLOCK_ROWS], the group of each block of rows; -1: none, its rows are zero."""
     count: int
     """Number of groups. Scales are stored flat [count * K], group by group."""
@@ -49,7 +49,7 @@ def equal_groups(groups: int, rows: int, device: torch.device) -> Tensor:
 @triton.jit
 def group_of_row(group_ptr, row):
     """The group of a row's block, the first one for rows of none."""
-    return tl.maximum(tl.load(group_ptr + row // 128), 0)
+    return tl.maximum(tl.load(group_ptr + row // 128), 0)  # a scalar load: a tile has rows of one block
 
 
 @triton.jit

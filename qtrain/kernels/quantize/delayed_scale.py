@@ -5,7 +5,8 @@ that on the host would synchronize with the GPU, or compile and capture the step
 from device memory, and every CTA returns at once where it is known (above 0).
 
 A tensor's quantizer then has three small launches around it: that kernel, one that writes the scale and zeros the
-absmax that the quantizer adds to, and `record_amax` after it.
+absmax that the quantizer adds to, and `record_amax` after it. Of a SwiGLU's output, or of its gradient, the absmax is
+computed from x (and dy) as they are read.
 """
 
 import torch

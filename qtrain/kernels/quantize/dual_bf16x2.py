@@ -323,7 +323,7 @@ def launch_dual_bf16x2(
     """
     granularity_t = granularity_t or granularity
     m, k = index.shape(x)
-    k = k // 2 if swiglu and dy is None else k
+    k = k // 2 if swiglu and dy is None else k  # of what is quantized: y is half as wide as x
     given, source, source_t = scale is not None, scale, None
     assert not swiglu or given or (granularity, granularity_t) in BLOCK_PAIRS, "no absmax pass for that scale"
     if granularity == "rowwise":
@@ -337,7 +337,7 @@ def launch_dual_bf16x2(
         codes, scale, codes_t, scale_t = out
     grouped = groups is not None
     if grouped:
-        scale_t = launch_group_scales(source_t, fmt, power_of_two)
+        scale_t = launch_group_scales(source_t, fmt, power_of_two)  # fp32 [groups * K], also of groups without rows
     code = DualCode(
         **vars(encoding(fmt, x.device, power_of_two)),
         scales="given" if given else granularity,
@@ -350,7 +350,7 @@ def launch_dual_bf16x2(
         x.view(torch.int32), *index, dy_ptr=None if dy is None else dy.view(torch.int32), dots_ptr=row_dots,
         codes_ptr=codes.view(torch.int16), codes_t_ptr=codes_t.view(torch.int32),
         scale_ptr=scale, scale_t_ptr=None if grouped else scale_t, source_ptr=source, source_t_ptr=source_t,
-        amax_ptr=amax, group_ptr=groups.of_block if grouped else None, key_ptr=rounding.key, role=rounding.role,
+        amax_ptr=amax, group_ptr=groups.group_of_block if grouped else None, key_ptr=rounding.key, role=rounding.role,
         m=m, k=k, stride=scale.stride(0), stride_t=scale_t.stride(0),
         SWIGLU="" if not swiglu else "forward" if dy is None else "backward", CODE=code,
         num_warps=WARPS if dy is None else WARPS_OF_GRADIENT,

@@ -32,6 +32,7 @@ def _load_gathered_rows(
 ):
     """Columns `column` of the gathered row `row` and of the three below; 0 outside. All loads are issued before the
     first product."""
+    # int32 [BLOCK / 4] each: the tokens of a thread's four rows, -1 for a row of zeros.
     token0, token1 = tl.load(token_ptr + row, inside_rows, -1), tl.load(token_ptr + row + 1, inside_rows, -1)
     token2, token3 = tl.load(token_ptr + row + 2, inside_rows, -1), tl.load(token_ptr + row + 3, inside_rows, -1)
     column, inside = column[None, :], inside_columns[None, :]
@@ -50,6 +51,7 @@ def _load_gathered_rows(
 @triton.jit
 def _load_swiglu(gate_ptrs, words, inside, PTX: tl.constexpr):
     """Four rows of y = swiglu(x), whose rows of `words` words are gate, then up, in x."""
+    # A row of x is 2 * words words: gate, and up at a distance of words.
     x0, x1, x2, x3 = _load_four_rows(gate_ptrs, 2 * words, inside)
     up0, up1, up2, up3 = _load_four_rows(gate_ptrs + words, 2 * words, inside)
     y0, y1 = swiglu_bf16x2(x0, up0, PTX), swiglu_bf16x2(x1, up1, PTX)
@@ -73,7 +75,7 @@ def _load_swiglu_grad(gate_ptrs, dy_ptrs, words, half, block, blocks, inside, do
     dots_ptr, first, m = dots
     x0, x1, x2, x3 = _load_four_rows(gate_ptrs, words, inside)
     dy0, dy1, dy2, dy3 = _load_four_rows(dy_ptrs, half, inside)
-    if block >= blocks:
+    if block >= blocks:  # a scalar branch: a CTA's tile is of gate or of up, and only gate's reads up
         x0, x1 = up_grad_bf16x2(dy0, x0, PTX), up_grad_bf16x2(dy1, x1, PTX)
         x2, x3 = up_grad_bf16x2(dy2, x2, PTX), up_grad_bf16x2(dy3, x3, PTX)
     else:
@@ -117,6 +119,7 @@ def inside_of_tile(tile_m, tile_k, m, k, EVEN: tl.constexpr, BLOCK: tl.constexpr
 @triton.jit
 def offset_of_tile(tile_m, tile_k, words, BLOCK: tl.constexpr):
     """Where a tile begins, and where in it a thread's first row of four is; `words` per row."""
+    # The start is int64 and scalar; offsets within a tile fit in int32, at half the registers.
     i, j = tl.arange(0, BLOCK // 4), tl.arange(0, BLOCK // 2)
     return tile_m.to(tl.int64) * BLOCK * words + tile_k * (BLOCK // 2), i[:, None] * (4 * words) + j[None, :]
 
@@ -171,7 +174,7 @@ def max_of_four(a, b, c, d, PTX: tl.constexpr):
 @triton.jit
 def max_of_tile(x0, x1, x2, x3, PTX: tl.constexpr):
     """The absmax of four rows [R, C], as bits of fp32."""
-    amax = max_of_four(x0, x1, x2, x3, PTX)
+    amax = max_of_four(x0, x1, x2, x3, PTX)  # [R, C] pairs: the halves meet only in the last, scalar step
     return max_of_halves(reduce_max_bf16x2(reduce_max_bf16x2(amax, 1, PTX), 0, PTX))
 
 
@@ -229,6 +232,7 @@ def block_row_scales(amax0, amax1, amax2, amax3, nonfinite, scale_ptr, down, m, 
 def block_column_scales(column_amax, nonfinite, scale_t_ptr, across, k, tile_m, CODE: tl.constexpr):
     """1x128: scales of the tile's columns `across` from their absmax as pairs, stored -> inverse scales of the first
     and of the second numbers of pairs."""
+    # column_amax int32 [BLOCK / 2]: columns 2j in the low halves, 2j + 1 in the high ones; joined they are in order.
     first, second = scale_from_amax(low_half(column_amax), CODE), scale_from_amax(high_half(column_amax), CODE)
     scale = tl.reshape(tl.join(first, second), (across.shape[0],))
     tl.store(scale_t_ptr + tile_m.to(tl.int64) * k + across, scale, across < k)
@@ -241,6 +245,6 @@ def record_amax(x0, x1, x2, x3, inv_scale, amax_ptr, known_amax, CODE: tl.conste
     """Stores the tile's absmax, if it exceeds the known one -> whether it exceeds the range of a given scale."""
     amax = max_of_tile(x0, x1, x2, x3, CODE.ptx)
     overflow = (amax.to(tl.float32, bitcast=True) * inv_scale <= CODE.fmt.max) == 0  # true of a NaN
-    if amax_ptr is not None and amax > known_amax:
+    if amax_ptr is not None and amax > known_amax:  # a scalar branch; a maximum does not depend on the order of CTAs
         tl.atomic_max(amax_ptr, amax, sem="relaxed")
     return overflow

@@ -34,6 +34,7 @@ class RowIndex(NamedTuple):
     @property
     def values(self) -> "RowIndex":
         """An index of fewer rows that has the same values."""
+        # For an absmax: repeating rows, and rows of zeros, change none.
         return self if self.weight_of_row is not None else EVERY_ROW
 
     def gathered(self, x: Tensor) -> Tensor:
@@ -117,12 +118,13 @@ def load_rows(x_ptr, token_ptr, weight_ptr, row, column, stride, inside_row, ins
 
 def gather_rows_ref(x: Tensor, token_of_row: Tensor, weight_of_row: Tensor | None = None) -> Tensor:
     """x [T, C], token_of_row int32 [R], weight_of_row fp32 [R] -> [R, C] in x's dtype; zeros where the token is -1."""
-    held = (token_of_row >= 0)[:, None]
+    held = (token_of_row >= 0)[:, None]  # [R, 1]; the rest are rows of padding
     if not x.shape[0]:
         return x.new_zeros(token_of_row.shape[0], x.shape[1])
     rows = x[token_of_row.clamp(min=0).long()]
     if weight_of_row is not None:
         rows = (rows.float() * weight_of_row[:, None]).to(x.dtype)
+    # Not a product with 0: a NaN in row 0, which padding reads, must not show.
     return torch.where(held, rows, torch.zeros((), dtype=x.dtype, device=x.device))
 
 

@@ -28,7 +28,7 @@ def quantize_mx_ref(x: Tensor, elem: str) -> tuple[Tensor, Tensor]:
     m, k = x.shape
     fmt = FORMATS[elem]
     groups = F.pad(x.float(), (0, -k % MX_GROUP)).view(m, -(-k // MX_GROUP), MX_GROUP)
-    absmax = torch.linalg.vector_norm(groups, ord=torch.inf, dim=2)
+    absmax = torch.linalg.vector_norm(groups, ord=torch.inf, dim=2)  # fp32 [M, groups]
     exponent = ((absmax.view(torch.int32) >> 23) - LARGEST_EXPONENT[elem]).clamp(min=0)  # biased by 127; 0: 2**-127
     nonfinite = ~absmax.isfinite()
     inv_scale = ((254 - exponent) << 23).view(torch.float32).masked_fill(nonfinite, 0.0)
@@ -98,7 +98,7 @@ def tiled_scale(scale: Tensor) -> Tensor:
     Padded with zeros to whole tiles: the layout of cuBLAS's 1D block scaling factors.
     """
     rows, groups = scale.shape
-    padded = F.pad(scale.view(torch.uint8), (0, -groups % 4, 0, -rows % 128))
+    padded = F.pad(scale.view(torch.uint8), (0, -groups % 4, 0, -rows % 128))  # [128 * row tiles, 4 * group tiles]
     tiles = padded.unflatten(0, (-1, 4, 32)).unflatten(3, (-1, 4))  # [row tiles, 4, 32, group tiles, 4]
     return tiles.permute(0, 3, 2, 1, 4).flatten().view(scale.dtype)
 

@@ -24,6 +24,7 @@ GROUPS = 4 * WARPS
 """Blocks of 64 per tile: 8 threads, with 4 bytes of codes each, to a block."""
 TILES = 4
 """Tiles per CTA, which share the address arithmetic."""
+_TILES = tl.constexpr(TILES)
 
 
 @functools.cache
@@ -39,10 +40,12 @@ def quantize_nf4(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     columns = x.shape[1]
     blocks = F.pad(x.float(), (0, -columns % BLOCK)).unflatten(1, (-1, BLOCK))
-    scale = blocks.abs().amax(dim=2)
+    scale = blocks.abs().amax(dim=2)  # fp32 [N, blocks]
     table = nf4_table(x.device)
+    # A block of zeros: 0 / tiny is 0, whose code is that of 0.
     unit = blocks / scale.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2)
     codes = (
+        # The nearest value: boundaries half way between neighbors of the sorted table.
         torch.bucketize(unit.contiguous(), (table[1:] + table[:-1]) / 2, out_int32=True)
         .to(torch.uint8)
         .flatten(1)[:, : columns + columns % 2]
@@ -53,7 +56,7 @@ def quantize_nf4(x: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize_nf4_ref(codes: Tensor, scale: Tensor, table: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """codes uint8 [N, ceil(K / 2)], scale fp32 [N, ceil(K / 64)], table fp32 [16] -> [N, K = columns] in `dtype`;
     table * scale is computed in fp32 and rounded once."""
-    nibbles = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)[:, :columns]
+    nibbles = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)[:, :columns]  # uint8 [N, K]
     values = table[nibbles.int()]
     if columns % BLOCK == 0:
         return (values.unflatten(1, (-1, BLOCK)) * scale.unsqueeze(2)).flatten(1).to(dtype)
@@ -65,16 +68,17 @@ def _dequantize_nf4_kernel(
     # uint8 [N, width], fp32 [N, groups], fp32 [16]; fp32 or bf16 [N, columns].
     codes_ptr, scale_ptr, table_ptr, out_ptr,
     # Of a row: elements, bytes of codes, scales, CTAs.
-    columns, width, groups, programs, ONE_ROW: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr,
+    columns, width, groups, programs, ONE_ROW: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     program, row = tl.program_id(0), 0
     if not ONE_ROW:
         row, program = (program // programs).to(tl.int64), program % programs
-    for tile in tl.static_range(TILES):
-        group = (program.to(tl.int64) * TILES + tile) * GROUPS + tl.arange(0, GROUPS)
+    for tile in tl.static_range(_TILES):
+        group = (program.to(tl.int64) * _TILES + tile) * GROUPS + tl.arange(0, GROUPS)
         byte = group[:, None] * 32 + tl.arange(0, 32)[None, :]  # [groups, 32]
         codes = tl.load(codes_ptr + row * width + byte, byte < width, 0).to(tl.int32)
         scale = tl.load(scale_ptr + row * groups + group, group < groups, 0.0)[:, None]
+        # fp32 products, rounded once to the output's dtype as they are stored.
         low = tl.load(table_ptr + (codes & 15)) * scale
         high = tl.load(table_ptr + (codes >> 4)) * scale
         column = group[:, None] * 64 + tl.arange(0, 64)[None, :]
@@ -93,7 +97,7 @@ def launch_dequantize_nf4(codes: Tensor, scale: Tensor, table: Tensor, columns: 
     if out.numel():
         _dequantize_nf4_kernel[(rows * programs,)](
             codes, scale, table, out, columns, triton.cdiv(columns, 2), groups, programs,
-            ONE_ROW=rows == 1, GROUPS=GROUPS, TILES=TILES, num_warps=WARPS,
+            ONE_ROW=rows == 1, GROUPS=GROUPS, num_warps=WARPS,
         )  # fmt: skip
     return out
 

@@ -57,13 +57,15 @@ def quantize_nvfp4_ref(x: Tensor, bits: Tensor | None = None) -> tuple[Tensor, T
     bits: 16 random bits per element, int32 [M, K], for stochastic rounding.
     """
     columns = x.shape[1]
-    groups = F.pad(x.float(), (0, -columns % GROUP)).unflatten(1, (-1, GROUP))
+    groups = F.pad(x.float(), (0, -columns % GROUP)).unflatten(1, (-1, GROUP))  # fp32 [M, groups, 16]
     finite = groups.isfinite().all(dim=2)
     groups = torch.where(finite[..., None], groups, 0.0)
     absmax = groups.abs().amax(dim=2)  # [M, groups]
     largest = absmax.amax().view(1) if absmax.numel() else x.new_zeros(1, dtype=torch.float32)
+    # Puts the largest group's scale at e4m3's largest number: small groups keep the most of its range.
     tensor_scale = (largest / (E2M1.max * E4M3.max)).clamp(min=SCALE_EPS)
     scale = (absmax / E2M1.max / tensor_scale).clamp(SMALLEST_SCALE, E4M3.max).to(E4M3.dtype)
+    # Divided by the scale that is stored, e4m3-rounded, not by the exact one.
     scaled = (groups / (scale.float() * tensor_scale)[..., None]).flatten(1)[:, :columns]
     codes = encode_minifloat(scaled, E2M1, bits)
     scale = torch.where(finite, scale.float(), float("nan")).to(E4M3.dtype)
@@ -87,7 +89,7 @@ def quantize_nvfp4(
     key, role: stochastic rounding (`random_bits_ref`), whose bits belong to the elements of x; None: nearest even.
     """
     if hadamard:
-        x = rotate_rows(x)
+        x = rotate_rows(x)  # fp32, M rounded up to 16: rows of zeros add nothing to the product
     bits = None if key is None else random_bits_ref(x.shape, key, role)
     if transposed:
         x, bits = x.t(), None if bits is None else bits.t()

@@ -7,7 +7,7 @@ of whole rows and columns need an absmax pass first, 2 bytes per element more; t
 12.
 
 Here are the ops, their fakes and the choice of a kernel; the definition is in `reference.py`, kernels and launchers in
-`rowwise.py`, `rowwise_bf16x2.py`, `tiled.py` and `dual_bf16x2.py`.
+`rowwise.py`, `tiled.py` and `dual_bf16x2.py`.
 """
 
 import torch
@@ -75,9 +75,9 @@ def quantize(
     rounded up to powers of two. scale: given (tensorwise or of blocks), laid out as `empty_scale`; returned as a copy.
     """
     rounding = Rounding(key, role)
-    if not _kernel_takes(x, rounding):
+    if not _kernel_takes(x, rounding):  # a CPU, an empty matrix, or rows of no multiple of eight with random bits
         codes, used = quantize_ref(x, fmt, granularity, rounding.bits(x.shape)[0], power_of_two, scale)
-        return codes, used if scale is None else used.clone()
+        return codes, used if scale is None else used.clone()  # an op may not return one of its inputs
     x = x.contiguous()
     return _launch(x, fmt, granularity, rounding, power_of_two, _given(x, fmt, granularity, scale, power_of_two))
 
@@ -104,13 +104,13 @@ def quantize_transposed(
     [M / 128]: each block of 128 rows belongs to one of `groups` groups (-1: none, its rows are zero), and a rowwise
     scale is one per group and column, fp32 [groups * K]; other granularities are not changed by it.
     """
-    rounding, of = Rounding(key, role), block_groups(x.shape[0], group_of_block, groups, granularity)
+    rounding, column_groups = Rounding(key, role), block_groups(x.shape[0], group_of_block, groups, granularity)
     if not _kernel_takes(x, rounding):
         bits = rounding.bits(x.shape)[1]
-        codes, used = quantize_transposed_ref(x, fmt, granularity, bits, power_of_two, scale, of)
+        codes, used = quantize_transposed_ref(x, fmt, granularity, bits, power_of_two, scale, column_groups)
         return codes, used if scale is None else used.clone()
-    x, given = x.contiguous(), _given(x, fmt, granularity, scale, power_of_two, transposed=True, groups=of)
-    return launch_tiled(x, fmt, None, granularity, rounding, power_of_two, scale_t=given, groups=of)
+    x, given = x.contiguous(), _given(x, fmt, granularity, scale, power_of_two, transposed=True, groups=column_groups)
+    return launch_tiled(x, fmt, None, granularity, rounding, power_of_two, scale_t=given, groups=column_groups)
 
 
 def _empty_quantize_dual(x, fmt, granularity, granularity_t, columns, fmt_t, groups, token_of_row):
@@ -144,26 +144,41 @@ def quantize_dual(
     are quantized.
     """
     fmt_t, rounding, index = fmt_t or fmt, Rounding(key, role, rows, columns), RowIndex(token_of_row, weight_of_row)
-    of = block_groups(index.shape(x)[0], group_of_block, groups, granularity_t)
+    column_groups = block_groups(index.shape(x)[0], group_of_block, groups, granularity_t)
     if not _kernel_takes(x, rounding, index):
         x = index.gathered(x)
         row_bits, column_bits = rounding.bits(x.shape)
         codes, used = quantize_ref(x, fmt, granularity, row_bits, power_of_two, scale)
-        codes_t, used_t = quantize_transposed_ref(x, fmt_t, granularity_t, column_bits, power_of_two, scale, of)
+        codes_t, used_t = quantize_transposed_ref(
+            x, fmt_t, granularity_t, column_bits, power_of_two, scale, column_groups
+        )
         return (codes, used, codes_t, used_t) if scale is None else (codes, used.clone(), codes_t, used_t.clone())
     x = x.contiguous()
     if fmt == fmt_t and supports_dual_bf16x2(x, fmt, granularity, scale is not None, index, granularity_t):
         return launch_dual_bf16x2(
-            x, fmt, granularity, rounding, power_of_two, scale, granularity_t=granularity_t, groups=of, index=index
+            x,
+            fmt,
+            granularity,
+            rounding,
+            power_of_two,
+            scale,
+            granularity_t=granularity_t,
+            groups=column_groups,
+            index=index,
         )
-    x = index.gathered(x)
+    x = index.gathered(x)  # [M, K] in memory: only the bf16x2 kernel gathers as it reads
     given = _given(x, fmt, granularity, scale, power_of_two)
-    given_t = _given(x, fmt_t, granularity_t, scale, power_of_two, transposed=True, groups=of)
+    given_t = _given(x, fmt_t, granularity_t, scale, power_of_two, transposed=True, groups=column_groups)
+    # The tiled kernel has one flag each for given scales and for rounding: where layouts differ, a launch for each.
     if (given is None) != (given_t is None) or not rounding.same:
         row_codes = _launch(x, fmt, granularity, rounding, power_of_two, given)
-        column_codes = launch_tiled(x, fmt_t, None, granularity_t, rounding, power_of_two, scale_t=given_t, groups=of)
+        column_codes = launch_tiled(
+            x, fmt_t, None, granularity_t, rounding, power_of_two, scale_t=given_t, groups=column_groups
+        )
         return *row_codes, *column_codes
-    return launch_tiled(x, fmt, granularity, granularity_t, rounding, power_of_two, given, fmt_t, given_t, groups=of)
+    return launch_tiled(
+        x, fmt, granularity, granularity_t, rounding, power_of_two, given, fmt_t, given_t, groups=column_groups
+    )
 
 
 def quantize_dual_into(
@@ -180,13 +195,16 @@ def quantize_dual_into(
     """`quantize_dual` in one format and granularity, with the results in `out` where a kernel can write there: a copy
     of the codes would cost as much as their quantization. amax: that of x as fp32 bits in int32 [1], if it is known,
     which saves a tensorwise scale its pass over x. Not for compiled code."""
+    # The kernel writes words: into slices it could not, and results of another kernel would have to be copied.
     contiguous = all(t.is_contiguous() for t in (x, out[0], out[2]))
     if not (contiguous and _kernel_takes(x, rounding) and supports_dual_bf16x2(x, fmt, granularity)):
         return quantize_dual(
             x, fmt, granularity, granularity, *rounding, power_of_two, group_of_block=group_of_block, groups=groups
         )
-    of = block_groups(x.shape[0], group_of_block, groups, granularity)
-    return launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, groups=of, out=out, tensor_amax=amax)
+    column_groups = block_groups(x.shape[0], group_of_block, groups, granularity)
+    return launch_dual_bf16x2(
+        x, fmt, granularity, rounding, power_of_two, groups=column_groups, out=out, tensor_amax=amax
+    )
 
 
 def _empty_quantize_dual_delayed(x, fmt, token_of_row):
@@ -221,12 +239,13 @@ def quantize_dual_delayed(
         codes_t, _ = quantize_transposed_ref(x, fmt, "tensorwise", column_bits, scale=scale)
         return codes, codes_t, scale, absmax_ref(x)
     x = x.contiguous()
+    # fp32 [1], and a zero int32 [1] that the quantizer's atomics raise to the absmax.
     scale, amax = launch_delayed_scale(x, known, fmt, power_of_two, index.values)
     if supports_dual_bf16x2(x, fmt, "tensorwise", True, index):
         codes, _, codes_t, _ = launch_dual_bf16x2(x, fmt, "tensorwise", rounding, scale=scale, amax=amax, index=index)
         return codes, codes_t, scale, amax.view(torch.float32)
     x = index.gathered(x)
-    if rounding.same:
+    if rounding.same:  # one read; otherwise the absmax is taken by the first of two launches
         codes, _, codes_t, _ = launch_tiled(
             x, fmt, "tensorwise", "tensorwise", rounding, scale=scale, scale_t=scale, amax=amax
         )

@@ -37,7 +37,7 @@ def group_scale_ref(x: Tensor, fmt: str, groups: BlockGroups, power_of_two: bool
         amax = column_absmax_ref(x, groups).view(torch.float32)
         return scale_from_amax_ref(amax, fmt, "rowwise", (amax.numel(), 1), power_of_two)
     sums = torch.linalg.vector_norm(x.unflatten(0, (-1, BLOCK_ROWS)), ord=1, dim=1, dtype=torch.float64)  # of blocks
-    member = groups.of_block == torch.arange(groups.count, device=x.device)[:, None]  # [groups, blocks]
+    member = groups.group_of_block == torch.arange(groups.count, device=x.device)[:, None]  # [groups, blocks]
     member, finite = member.double(), sums.isfinite()
     total = member @ torch.where(finite, sums, 0.0)  # not by atomics: the order of the sum is fixed
     total = total.masked_fill(member @ (~finite).double() > 0, float("nan"))
@@ -47,7 +47,7 @@ def group_scale_ref(x: Tensor, fmt: str, groups: BlockGroups, power_of_two: bool
 
 def amax_ref(x: Tensor, granularity: str) -> Tensor:
     """x [M, K] -> absmax of each group, fp32, shaped as `scale_shape`. NaN propagates."""
-    amax = _groups(x, granularity).abs().amax(dim=(1, 3)).float()
+    amax = _groups(x, granularity).abs().amax(dim=(1, 3)).float()  # [down, across]
     return amax.reshape(scale_shape(granularity, *x.shape))
 
 
@@ -81,7 +81,7 @@ def quantize_ref(
     bits: 16 random bits per element, int32 [M, K], for stochastic rounding. scale: given, fp32 as `scale_shape`.
     """
     x = x.float()
-    if scale is None:
+    if scale is None:  # else x may hold what the scale does not know of: codes saturate, and keep a NaN
         scale = scale_ref(x, fmt, granularity, power_of_two)
         x = x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # the scale is non-finite already
     return _codes(x, expand_scale(_reciprocal(scale), granularity, x.shape), fmt, bits), scale
@@ -110,7 +110,8 @@ def _quantize_columns_of_groups(
 ) -> tuple[Tensor, Tensor]:
     scale = group_scale_ref(x, fmt, groups, power_of_two)
     inv_scale = F.pad(_reciprocal(scale).view(groups.count, -1), (0, 0, 0, 1))  # of no group: 0, found at -1
-    inv_scale = inv_scale[groups.of_block.long()].repeat_interleave(BLOCK_ROWS, 0)  # [M, K]
+    # Block by block of rows: group -1 finds the row of zeros that the padding above appended.
+    inv_scale = inv_scale[groups.group_of_block.long()].repeat_interleave(BLOCK_ROWS, 0)  # [M, K]
     x = x.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     return _codes(x.t(), inv_scale.t(), fmt, None if bits is None else bits.t()), scale
 
@@ -133,7 +134,7 @@ def _groups(x: Tensor, granularity: str) -> Tensor:
     group_m, group_k = group_shape(granularity, m, k)
     counts = scale_shape(granularity, m, k)
     down, across = counts if len(counts) == 2 else (counts[0], 1)
-    x = F.pad(x, (0, across * group_k - k, 0, down * group_m - m))
+    x = F.pad(x, (0, across * group_k - k, 0, down * group_m - m))  # zeros change no absmax; the mean counts them out
     return x.reshape(down, group_m, across, group_k)
 
 
@@ -142,6 +143,7 @@ def _mean_abs(groups: Tensor, shape: tuple[int, int]) -> Tensor:
     down, group_m, across, group_k = groups.shape
     rows = (shape[0] - torch.arange(down, device=groups.device) * group_m).clamp(1, group_m)
     columns = (shape[1] - torch.arange(across, device=groups.device) * group_k).clamp(1, group_k)
+    # fp64: the mean does not depend on the order of summation once it is rounded to fp32.
     total = torch.linalg.vector_norm(groups, ord=1, dim=(1, 3), dtype=torch.float64)
     return (total / (rows[:, None] * columns)).float()
 

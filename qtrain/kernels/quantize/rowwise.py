@@ -58,7 +58,7 @@ def _groups_kernel(
         noise = philox_bits(block, key_ptr, role, CODE.ptx)
     x = zero_nonfinite(x, nonfinite)
     codes = encode(x, inv_scale_of(scale, nonfinite)[:, None], noise, STOCHASTIC, False, CODE)
-    byte = tl.arange(0, BLOCK // PACKING)[None, :]
+    byte = tl.arange(0, BLOCK // PACKING)[None, :]  # of the group; masked lanes were loaded as zeros
     stored = inside & (byte * PACKING < width) & (start + byte * PACKING < k)
     tl.store(codes_ptr + row * tl.cdiv(k, PACKING) + start // PACKING + byte, pack_codes(codes, PACKING), stored)
 
@@ -186,7 +186,7 @@ def _rowwise_bf16x2_kernel(
 def row_blocks(words: int) -> tuple[int, int]:
     """A row as one block or two (the second may be 0), powers of two with little padding."""
     block = triton.next_power_of_2(words)
-    if 4 * words > 3 * block or words <= 128:
+    if 4 * words > 3 * block or words <= 128:  # at most a quarter of the lanes idle, or too short to matter
         return block, 0
     return block // 2, max(triton.next_power_of_2(words - block // 2), 128)
 
@@ -206,8 +206,9 @@ def launch_rowwise_bf16x2(
     """The kernel for `quantize_ref`. x contiguous, not empty, `supports_rowwise_bf16x2`."""
     (m, k), key = x.shape, rounding.row_key
     codes, scale = empty_codes(x, fmt, granularity)
-    grouped = granularity == "1x128"
+    grouped = granularity == "1x128"  # a CTA's tile is one group of columns of several rows
     block, block_2 = (group_shape(granularity, m, k)[1] // 2, 0) if grouped else row_blocks(k // 2)
+    # Short rows share a CTA; long ones get warps until a thread holds at most WORDS_PER_THREAD words.
     rows = max(WORDS_PER_CTA // triton.next_power_of_2(block + block_2), 1)
     warps = triton.next_power_of_2(triton.cdiv(rows * (block + block_2), 32 * WORDS_PER_THREAD))
     _rowwise_bf16x2_kernel[(triton.cdiv(m, rows) * (triton.cdiv(k // 2, block) if grouped else 1),)](

@@ -48,6 +48,7 @@ def _expand_groups(values, GROUP_M: tl.constexpr, GROUP_K: tl.constexpr):
     if (DOWN == 1 or GROUP_M == 1) and (ACROSS == 1 or GROUP_K == 1):
         return tl.broadcast_to(values, (DOWN * GROUP_M, ACROSS * GROUP_K))
     else:
+        # Two axes more, of the elements of a group; merged with the groups they are rows and columns again.
         wide = tl.broadcast_to(values[:, None, :, None], (DOWN, GROUP_M, ACROSS, GROUP_K))
         return tl.reshape(wide, (DOWN * GROUP_M, ACROSS * GROUP_K))
 
@@ -212,9 +213,11 @@ def _layout(
 
     transposed: shape and block are those of the transpose of x; the result is in coordinates of x.
     """
+    # A scale without a limit along a side (None) is shared by the whole tile there.
     group = [size or side for size, side in zip(GRANULARITIES[granularity], block, strict=True)]
     strides = {"tensorwise": (0, 0), "rowwise": (1, 0)}.get(granularity)
-    in_tile = strides is None
+    in_tile = strides is None  # blocks: the tile has the whole of each
+    # The strides that cuBLAS wants, read off a meta tensor: nothing is allocated.
     strides = strides or empty_scale(granularity, *shape, torch.empty(0, device="meta")).stride()
     order = -1 if transposed else 1
     return TileLayout(*vars(code).values(), in_tile, *group[::order]), strides[::order]
@@ -257,17 +260,18 @@ def launch_tiled(
             granularity_t == "rowwise",
             groups,
         )
+        # int32 bits; where one layout is tensorwise and the other rowwise, the same pass found both.
         source = tensor_amax if granularity == "tensorwise" else row_amax
         source_t = tensor_amax if granularity_t == "tensorwise" else column_amax
     group_scale = None
     if groups is not None:
         group_scale = scale_t.clone() if given else launch_group_scales(source_t, fmt_t, power_of_two)
     rows = columns = strides = strides_t = codes = scale = codes_t = scale_t = None
-    if granularity:
+    if granularity:  # rows: [m, k] in tiles of (block_m, block_k)
         code = encoding(fmt, x.device, power_of_two)
         rows, strides = _layout(code, granularity, (m, k), (block_m, block_k), False)
         codes, scale = empty_codes(x, fmt, granularity)
-    if granularity_t:
+    if granularity_t:  # columns: the transpose [k, m] in transposed tiles, described in coordinates of x
         code = encoding(fmt_t, x.device, power_of_two)
         columns, strides_t = _layout(code, granularity_t, (k, m), (block_k, block_m), True)
         codes_t, scale_t = empty_codes(x, fmt_t, granularity_t, transposed=True)
@@ -281,7 +285,7 @@ def launch_tiled(
         codes_ptr=None if codes is None else codes.view(torch.int8),
         codes_t_ptr=None if codes_t is None else codes_t.view(torch.int8),
         scale_ptr=scale, scale_t_ptr=scale_t, source_ptr=source, source_t_ptr=source_t, amax_ptr=amax,
-        group_ptr=None if groups is None else groups.of_block, key_ptr=key, role=rounding.role, m=m, k=k,
+        group_ptr=None if groups is None else groups.group_of_block, key_ptr=key, role=rounding.role, m=m, k=k,
         stride_i=(strides or strides_t)[0], stride_j=(strides or strides_t)[1],
         stride_i_t=(strides_t or strides)[0], stride_j_t=(strides_t or strides)[1],
         ROWS=rows, COLUMNS=columns, SAME=same, GIVEN=given, STOCHASTIC=key is not None,

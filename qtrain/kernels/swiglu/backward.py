@@ -167,15 +167,15 @@ def launch_quantize_swiglu_backward(
     """
     (m, k), key = dy.shape, rounding.column_key
     dx, (codes_t, scale_t) = torch.empty_like(x), empty_codes(dy, fmt, "rowwise", transposed=True)
-    count, of_block, scale_t_out = 1, None, scale_t
+    count, group_of_block, scale_t_out = 1, None, scale_t
     if groups is not None:
-        count, of_block, scale_t_out = groups.count, groups.of_block, None
+        count, group_of_block, scale_t_out = groups.count, groups.group_of_block, None
         scale_t = launch_group_scales(y_column_amax, fmt, power_of_two)
     found = torch.zeros(m + count * 2 * k, dtype=torch.int32, device=x.device)
     _quantize_swiglu_backward_kernel[(triton.cdiv(m, BLOCK_M) * triton.cdiv(k, BLOCK_K),)](
         x.view(torch.int32), dy.view(torch.int32), dx.view(torch.int32), row_dots, codes_t.view(torch.int32),
         scale_t_ptr=scale_t_out, source_t_ptr=y_column_amax, row_ptr=found[:m], column_ptr=found[m:],
-        group_ptr=of_block, key_ptr=key, role=rounding.role, m=m, k=k,
+        group_ptr=group_of_block, key_ptr=key, role=rounding.role, m=m, k=k,
         STOCHASTIC=key is not None, CODE=encoding(fmt, x.device, power_of_two),
         EVEN=m % BLOCK_M == k % BLOCK_K == 0, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K,
         num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False,

@@ -58,7 +58,7 @@ def supports_swiglu_rowwise(fmt: str, granularity: str) -> bool:
 
 def _kernel_takes(x: Tensor, dy: Tensor | None, fmt: str, granularity: str, given: bool = False) -> bool:
     """Whether a fused kernel takes x and dy, contiguous. A tile must not straddle gate and up."""
-    width = 16 if granularity == "rowwise" else BLOCK
+    width = 16 if granularity == "rowwise" else BLOCK  # columns of a tile that must be of gate, or of up, alone
     takes = all(supports_dual_bf16x2(t, fmt, granularity, given) for t in (x, dy) if t is not None)
     return takes and x.is_cuda and x.numel() > 0 and x.shape[1] % (2 * width) == 0
 
@@ -92,7 +92,7 @@ def quantize_swiglu(
         t, dots = activation_dots(x, dy, row_dots)
         grouped = {"group_of_block": group_of_block, "groups": groups}
         return *quantize_dual(t, fmt, granularity, granularity_t, *rounding, power_of_two, **grouped), dots
-    dots = empty_row_dots(x, row_dots)
+    dots = empty_row_dots(x, row_dots)  # fp32 [M, I / 128]; [M, 0] where nobody reads them
     kernel = {"granularity_t": granularity_t, "swiglu": True, "dy": dy, "row_dots": dots if row_dots else None}
     return *launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, **kernel), dots
 
@@ -121,6 +121,7 @@ def quantize_swiglu_delayed(
     if not _kernel_takes(x, dy, fmt, "tensorwise", True):
         t, dots = activation_dots(x, dy, row_dots)
         return *quantize_dual_delayed(t, fmt, known, *rounding, power_of_two), dots
+    # Reads x and dy only where no scale is known yet, in the first step.
     scale, amax = launch_swiglu_delayed_scale(x, dy, known, fmt, power_of_two)
     dots = empty_row_dots(x, row_dots)
     into = dots if row_dots else None
@@ -131,7 +132,7 @@ def quantize_swiglu_delayed(
 
 
 def _empty_quantize_swiglu_rowwise(x, fmt, groups):
-    y = _empty_like(x, None)
+    y = _empty_like(x, None)  # [M, I]; only its shape is used
     return *empty_codes(y, fmt, "rowwise"), x.new_empty(groups * y.shape[1], dtype=torch.int32)
 
 
@@ -148,11 +149,11 @@ def quantize_swiglu_rowwise(
     """`quantize` of y along its rows: codes, scale; and bits of the absmax of its columns, int32 [I], for
     `quantize_swiglu_backward`. group_of_block, groups: as for `quantize_transposed`; columns of each group
     [groups * I]."""
-    x, of = x.contiguous(), block_groups(x.shape[0], group_of_block, groups, "rowwise")
+    x, column_groups = x.contiguous(), block_groups(x.shape[0], group_of_block, groups, "rowwise")
     if _kernel_takes(x, None, fmt, "rowwise"):
-        return launch_quantize_swiglu_rowwise(x, fmt, Rounding(key, role), power_of_two, of)
-    y = swiglu(x)
-    return *quantize(y, fmt, "rowwise", key, role, power_of_two), column_absmax_ref(y, of)
+        return launch_quantize_swiglu_rowwise(x, fmt, Rounding(key, role), power_of_two, column_groups)
+    y = swiglu(x)  # bf16 [M, I], rounded as the fused kernel rounds it before it quantizes
+    return *quantize(y, fmt, "rowwise", key, role, power_of_two), column_absmax_ref(y, column_groups)
 
 
 def _empty_quantize_swiglu_backward(x, dy, fmt, fmt_y, groups, row_dots):
@@ -186,16 +187,17 @@ def quantize_swiglu_backward(
     role_y: of y's transposed codes. group_of_block, groups: as for `quantize_transposed`.
     """
     x, dy, rounding = x.contiguous(), dy.contiguous(), Rounding(key, role, rows, columns)
-    of = block_groups(x.shape[0], group_of_block, groups, "rowwise")
+    column_groups = block_groups(x.shape[0], group_of_block, groups, "rowwise")
     if not (_kernel_takes(x, dy, fmt, "rowwise") and supports_swiglu_rowwise(fmt_y, "rowwise")):
         grouped = {"group_of_block": group_of_block, "groups": groups}
         dx, dots = activation_dots(x, dy, row_dots)
         dual = quantize_dual(dx, fmt, "rowwise", "rowwise", *rounding, power_of_two, **grouped)
-        of_y = quantize_transposed(swiglu(x), fmt_y, "rowwise", key_y, role_y, power_of_two_y, **grouped)
-        return *dual, *of_y, dots
+        y_columns = quantize_transposed(swiglu(x), fmt_y, "rowwise", key_y, role_y, power_of_two_y, **grouped)
+        return *dual, *y_columns, dots
     dots = empty_row_dots(x, row_dots)
+    # One read of x and dy: dx in bf16, its absmaxes, and y's column codes. Then one read of dx for its codes.
     codes_t, scale_t, dx, dx_amax = launch_quantize_swiglu_backward(
-        x, dy, column_amax, fmt_y, Rounding(key_y, role_y), power_of_two_y, of, dots if row_dots else None
+        x, dy, column_amax, fmt_y, Rounding(key_y, role_y), power_of_two_y, column_groups, dots if row_dots else None
     )
-    dual = launch_dual_bf16x2(dx, fmt, "rowwise", rounding, power_of_two, row_column_amax=dx_amax, groups=of)
+    dual = launch_dual_bf16x2(dx, fmt, "rowwise", rounding, power_of_two, row_column_amax=dx_amax, groups=column_groups)
     return *dual, codes_t, scale_t, dots

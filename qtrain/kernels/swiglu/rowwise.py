@@ -106,19 +106,21 @@ def launch_quantize_swiglu_rowwise(
     scale fp32 [M], as `quantize_ref` at rowwise, and the absmax of its columns, as fp32 bits in int32 [I], or of each
     group of rows [groups * I]."""
     (m, width), key = x.shape, rounding.row_key
-    words = width // 4
+    words = width // 4  # of a row of y: I / 2
     codes, scale = x.new_empty(m, width // 2, dtype=FORMATS[fmt].dtype), empty_scale("rowwise", m, width // 2, x)
-    count, of_block = (1, None) if groups is None else (groups.count, groups.of_block)
+    count, group_of_block = (1, None) if groups is None else (groups.count, groups.group_of_block)
     column_amax = torch.zeros(count * width // 2, dtype=torch.int32, device=x.device)
     block, block_2 = row_blocks(words)
     warps = min(triton.next_power_of_2(triton.cdiv(block + block_2, 32 * WORDS_PER_THREAD)), 16)
+    # Registers decide how many CTAs share an SM; at least two, but where a row takes all of them.
     per_sm = 1 if block + block_2 > 32 * warps * WORDS_PER_THREAD else max(WARPS_PER_SM // warps, 2)
     stages = STAGES if 8 * (block + block_2) <= SHARED_BYTES else 1
     programs = min(sm_count(x.device) * per_sm, m)
     if groups is not None:
+        # A power of two that divides 128: a CTA's consecutive rows are of one block, and so of one group.
         programs = m // min(MAX_ROWS_OF_GROUP, triton.next_power_of_2(triton.cdiv(m, programs)))
     _quantize_swiglu_rowwise_kernel[(programs,)](
-        x.view(torch.int32), codes.view(torch.int16), scale, column_amax, of_block, key, rounding.role, m, words,
+        x.view(torch.int32), codes.view(torch.int16), scale, column_amax, group_of_block, key, rounding.role, m, words,
         STOCHASTIC=key is not None, CODE=encoding(fmt, x.device, power_of_two), BLOCK=block, BLOCK_2=block_2,
         STAGES=stages,
         num_warps=warps, maxnreg=65536 // (32 * warps * per_sm) // 8 * 8, enable_fp_fusion=False,

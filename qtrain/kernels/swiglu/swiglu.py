@@ -30,16 +30,16 @@ def swiglu_ref(x: Tensor) -> Tensor:
 def swiglu_backward_ref(dy: Tensor, x: Tensor) -> Tensor:
     """dy [M, I], x [M, 2I] -> dx [M, 2I] in x's dtype, computed in fp32."""
     gate, up = x.float().chunk(2, dim=-1)
-    dy, s = dy.float(), gate.sigmoid()
+    dy, s = dy.float(), gate.sigmoid()  # silu'(x) = s·(1 + x·(1 - s))
     return torch.cat([dy * up * s * (1 + gate * (1 - s)), dy * gate * s], dim=-1).to(x.dtype)
 
 
 def row_dots_ref(dy: Tensor, x: Tensor) -> Tensor:
     """dy [M, I], x [M, 2I] -> fp32 [M, ceil(I / DOTS_BLOCK)], the sums of dy * y over the columns of each block, with
     y = swiglu(x) before it is rounded."""
-    gate, up = x.float().chunk(2, dim=-1)
+    gate, up = x.float().chunk(2, dim=-1)  # fp32 [M, I] each
     products = dy.float() * (gate * gate.sigmoid() * up)
-    padded = F.pad(products, (0, -products.shape[1] % DOTS_BLOCK))
+    padded = F.pad(products, (0, -products.shape[1] % DOTS_BLOCK))  # the last block of a row may be shorter
     return padded.unflatten(1, (-1, DOTS_BLOCK)).sum(2)
 
 

@@ -20,27 +20,27 @@ from tests.cases import sampled, without_e5m2
 from tests.kernels.quantize.test_kernels import KEY, ROLE, same, stress_matrix
 from tests.kernels.swiglu.test_quantize import bits_of, reference_output
 
-OF_BLOCK = [0, 0, 2, 3, -1]
+GROUP_OF_BLOCK = [0, 0, 2, 3, -1]
 """Group 1 has no rows; the last block belongs to none."""
 GROUPS = 4
 FEW = [0, 2, -1]
 
 
-def rows_of_groups(columns, seed, kind, dtype, device, of_block=OF_BLOCK):
+def rows_of_groups(columns, seed, kind, dtype, device, group_of_block=GROUP_OF_BLOCK):
     """x [M, columns] with a NaN or an Inf in group 2 alone, zeros in blocks of no group."""
-    x = stress_matrix(BLOCK_ROWS * len(of_block), columns, seed, "outlier", dtype, "cpu")
+    x = stress_matrix(BLOCK_ROWS * len(group_of_block), columns, seed, "outlier", dtype, "cpu")
     if kind == "nonfinite":
-        first = BLOCK_ROWS * of_block.index(2)
+        first = BLOCK_ROWS * group_of_block.index(2)
         x[first + 4, columns // 3], x[first + 14, columns // 2] = float("nan"), -float("inf")
-    x[(torch.tensor(of_block) < 0).repeat_interleave(BLOCK_ROWS)] = 0
-    groups = BlockGroups(torch.tensor(of_block, dtype=torch.int32, device=device), GROUPS)
+    x[(torch.tensor(group_of_block) < 0).repeat_interleave(BLOCK_ROWS)] = 0
+    groups = BlockGroups(torch.tensor(group_of_block, dtype=torch.int32, device=device), GROUPS)
     return x.to(device), groups
 
 
 def alone(x, fmt, key, power_of_two, groups):
     """Transposed codes (unpacked) and scale of each group's rows, by the quantizer without groups. The random bits are
     those of the rows' places in x."""
-    k, of_row = x.shape[1], groups.of_block.repeat_interleave(BLOCK_ROWS)
+    k, of_row = x.shape[1], groups.group_of_block.repeat_interleave(BLOCK_ROWS)
     bits = Rounding(key, ROLE).bits(x.shape)[1]
     codes, scale = torch.zeros(k, x.shape[0], device=x.device), []
     for group in range(groups.count):
@@ -76,10 +76,10 @@ def test_each_group_as_if_alone(fmt, key):
     for kind in ("outlier", "nonfinite"):
         x, groups = rows_of_groups(40, 0, kind, torch.float32, "cpu")
         if fmt == "ternary" and kind == "nonfinite":
-            x[BLOCK_ROWS * OF_BLOCK.index(2) + 14, 20] = (
+            x[BLOCK_ROWS * GROUP_OF_BLOCK.index(2) + 14, 20] = (
                 1.0  # of an Inf the mean is an Inf alone and a NaN among groups
             )
-        grouped = {"group_of_block": groups.of_block, "groups": groups.count}
+        grouped = {"group_of_block": groups.group_of_block, "groups": groups.count}
         found = quantize_transposed(x, fmt, "rowwise", key, ROLE, kind == "outlier", **grouped)
         check_against_alone(found, x, fmt, key, kind == "outlier", groups)
         dual = quantize_dual(x, fmt, "rowwise", "rowwise", key, ROLE, power_of_two=kind == "outlier", **grouped)
@@ -89,7 +89,7 @@ def test_each_group_as_if_alone(fmt, key):
 def test_other_granularities_are_not_changed():
     x, groups = rows_of_groups(64, 0, "outlier", torch.float32, "cpu")
     for granularity in ("tensorwise", "1x128", "128x128", "32x32"):
-        found = quantize_transposed(x, "int8", granularity, group_of_block=groups.of_block, groups=GROUPS)
+        found = quantize_transposed(x, "int8", granularity, group_of_block=groups.group_of_block, groups=GROUPS)
         same(found, quantize_transposed(x, "int8", granularity), granularity)
 
 
@@ -143,17 +143,17 @@ def test_packed_formats_in_the_interpreter():
     same(found, quantize_transposed_ref(x, "ternary", "rowwise", groups=groups), "ternary")
 
 
-def check_swiglu_rows(width, fmt, key, kind, device, of_block):
-    x, groups = rows_of_groups(2 * width, 3, kind, torch.bfloat16, device, of_block)
+def check_swiglu_rows(width, fmt, key, kind, device, group_of_block):
+    x, groups = rows_of_groups(2 * width, 3, kind, torch.bfloat16, device, group_of_block)
     y, rounding = reference_output(x, None), NEAREST if key is None else Rounding(key, ROLE)
     *found, columns = launch_quantize_swiglu_rowwise(x, fmt, rounding, groups=groups)
     same(found, quantize_ref(y, fmt, "rowwise", rounding.bits(y.shape)[0]), fmt)
     assert torch.equal(bits_of(columns), bits_of(column_absmax_ref(y, groups)))
 
 
-def check_swiglu_gradient(width, fmt, key, kind, device, of_block):
-    x, groups = rows_of_groups(2 * width, 3, kind, torch.bfloat16, device, of_block)
-    dy, _ = rows_of_groups(width, 4, "outlier", torch.bfloat16, device, of_block)
+def check_swiglu_gradient(width, fmt, key, kind, device, group_of_block):
+    x, groups = rows_of_groups(2 * width, 3, kind, torch.bfloat16, device, group_of_block)
+    dy, _ = rows_of_groups(width, 4, "outlier", torch.bfloat16, device, group_of_block)
     y, dx = reference_output(x, None), reference_output(x, dy)
     columns, rounding = column_absmax_ref(y, groups), NEAREST if key is None else Rounding(key, ROLE)
     codes_t, scale_t, got, amax = launch_quantize_swiglu_backward(x, dy, columns, fmt, rounding, groups=groups)
@@ -166,10 +166,10 @@ def check_swiglu_gradient(width, fmt, key, kind, device, of_block):
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
-    "fmt, key, of_block", sampled([("int8", None, [2]), ("e4m3", KEY, [0, 2, -1])], lambda *_: True)
+    "fmt, key, group_of_block", sampled([("int8", None, [2]), ("e4m3", KEY, [0, 2, -1])], lambda *_: True)
 )
-def test_swiglu_in_the_interpreter(fmt, key, of_block):
-    check_swiglu_rows(48, fmt, key, "outlier", "cpu", of_block)
+def test_swiglu_in_the_interpreter(fmt, key, group_of_block):
+    check_swiglu_rows(48, fmt, key, "outlier", "cpu", group_of_block)
     check_swiglu_gradient(48, fmt, key, "nonfinite", "cpu", FEW)
 
 
@@ -177,7 +177,7 @@ def check_swiglu_operators(device):
     for dtype, fmt, fmt_y in ((torch.float32, "int8", "int8"), (torch.bfloat16, "e4m3", "int8")):
         x, groups = rows_of_groups(2 * 48, 3, "outlier", dtype, device)
         dy, _ = rows_of_groups(48, 4, "outlier", dtype, device)
-        grouped = {"group_of_block": groups.of_block, "groups": groups.count}
+        grouped = {"group_of_block": groups.group_of_block, "groups": groups.count}
         *_, columns = quantize_swiglu_rowwise(x, fmt_y, **grouped)
         found = quantize_swiglu_backward(
             x, dy, columns, fmt, None, 0, True, True, False, fmt_y, None, 0, False, **grouped
@@ -196,7 +196,7 @@ def test_swiglu_operators():
 
 def test_operators():
     x, groups = rows_of_groups(48, 0, "outlier", torch.float32, "cpu")
-    grouped = {"group_of_block": groups.of_block, "groups": groups.count}
+    grouped = {"group_of_block": groups.group_of_block, "groups": groups.count}
     torch.library.opcheck(quantize_transposed, (x, "int8", "rowwise"), grouped)
     torch.library.opcheck(quantize_dual, (x, "e4m3", "rowwise", "rowwise"), grouped)
     torch.library.opcheck(torch.ops.qtrain.quantize_swiglu_rowwise.default, (x, "int8"), grouped)
@@ -218,10 +218,10 @@ def random_groups(generator):
 def test_kernels_on_gpu(fmt, key):
     generator, key = torch.Generator().manual_seed(5), key if key is None else key.cuda()
     for number in range(40):
-        of_block = random_groups(generator)
+        group_of_block = random_groups(generator)
         columns = 16 * int(torch.randint(1, 80, (), generator=generator))
         kind = ("outlier", "nonfinite")[number % 2]
-        x, groups = rows_of_groups(columns, number, kind, torch.bfloat16, "cuda", of_block)
+        x, groups = rows_of_groups(columns, number, kind, torch.bfloat16, "cuda", group_of_block)
         check_bf16x2(x, fmt, key, number % 4 == 0, groups)
         check_tiled(x, fmt, key, number % 4 == 0, groups)
         check_absmax(x, groups)
@@ -230,6 +230,6 @@ def test_kernels_on_gpu(fmt, key):
             check_tiled(x, "int4", key, False, groups)
         if number % 8 == 0:
             width = (144, 608, 4864)[number // 8 % 3]
-            check_swiglu_rows(width, fmt, key, kind, "cuda", of_block)
-            check_swiglu_gradient(width, fmt, key, kind, "cuda", of_block)
+            check_swiglu_rows(width, fmt, key, kind, "cuda", group_of_block)
+            check_swiglu_gradient(width, fmt, key, kind, "cuda", group_of_block)
     check_swiglu_operators("cuda")

@@ -51,8 +51,8 @@ def groups_of(rows, granularity, device):
     """Of whole blocks of rows: group 0 is empty, the last block belongs to none."""
     if granularity != "rowwise" or rows % BLOCK_ROWS:
         return None
-    of_block = [2 - block % 2 for block in range(rows // BLOCK_ROWS - 1)] + [-1]
-    return BlockGroups(torch.tensor(of_block, dtype=torch.int32, device=device), GROUPS)
+    group_of_block = [2 - block % 2 for block in range(rows // BLOCK_ROWS - 1)] + [-1]
+    return BlockGroups(torch.tensor(group_of_block, dtype=torch.int32, device=device), GROUPS)
 
 
 def without_group(index, groups):
@@ -60,7 +60,7 @@ def without_group(index, groups):
     if groups is None:
         return index
     return index._replace(
-        token_of_row=torch.where(groups.of_block.repeat_interleave(BLOCK_ROWS) < 0, -1, index.token_of_row)
+        token_of_row=torch.where(groups.group_of_block.repeat_interleave(BLOCK_ROWS) < 0, -1, index.token_of_row)
     )
 
 
