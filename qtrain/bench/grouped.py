@@ -1,7 +1,7 @@
 """The table of grouped products: TFLOP/s of every role and format on the shapes of MoEs.
 
 Tokens are split evenly, and each goes to one expert. All rows read the same operands: rows in groups with their tail
-(`row_groups.py`), which this package sets to zero and PyTorch leaves as it is. Quantizing is not timed.
+(`token_permutation.py`), which this package sets to zero and PyTorch leaves as it is. Quantizing is not timed.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +16,11 @@ from qtrain.bench.case import Case, Check, Report, Row, UnavailableError, WrongR
 from qtrain.bench.matmuls import BF16_SUM, FP8_SUM, FP32_SUM, need_capability
 from qtrain.bench.tables import Table
 from qtrain.core.hardware import FP8_CAPABILITY, Hardware
-from qtrain.kernels.grouped.grouped_blockwise_mm import grouped_rows_blockwise_mm, grouped_sums_blockwise_mm
-from qtrain.kernels.grouped.grouped_mm import grouped_rows_mm, grouped_sums_mm
-from qtrain.kernels.grouped.grouped_plain_mm import grouped_rows_plain_mm, grouped_sums_plain_mm
+from qtrain.kernels.grouped.grouped_blockwise_mm import k_grouped_blockwise_mm, m_grouped_blockwise_mm
+from qtrain.kernels.grouped.grouped_mm import k_grouped_mm, m_grouped_mm
+from qtrain.kernels.grouped.grouped_plain_mm import k_grouped_plain_mm, m_grouped_plain_mm
 from qtrain.kernels.grouped.per_group import matrices, unstack
-from qtrain.kernels.grouped.row_groups import RowGroups, group_rows
+from qtrain.kernels.grouped.token_permutation import TokenPermutation, group_rows
 from qtrain.kernels.numerics.formats import dequantize
 from qtrain.kernels.quantize.column_groups import equal_groups
 from qtrain.kernels.quantize.operators import quantize, quantize_transposed
@@ -44,7 +44,7 @@ class GroupedProblem:
         return 2.0 * self.tokens * self.n * self.k
 
     @cached_property
-    def rows(self) -> RowGroups:
+    def rows(self) -> TokenPermutation:
         experts = torch.arange(self.tokens, device=self.device) % self.groups  # int64 [tokens]: even loads
         return group_rows(experts[:, None], self.groups)
 
@@ -169,8 +169,8 @@ def _plain(role: str, family: str | None, p: GroupedProblem) -> Case:
 
     def run(a: Tensor, b: Tensor) -> Tensor:
         if role == "grad_weight":
-            return grouped_sums_plain_mm(a.t(), b.t(), p.rows.starts, BF16)
-        return grouped_rows_plain_mm(a, b if role == "output" else b.t(), *groups)
+            return k_grouped_plain_mm(a.t(), b.t(), p.rows.starts, BF16)
+        return m_grouped_plain_mm(a, b if role == "output" else b.t(), *groups)
 
     return Case((a, b), run, check_group_products(p, role, plain_values(p, role, a, b), BF16_SUM), family)
 
@@ -225,11 +225,11 @@ def _coded(role: str, fmt: str, granularities: tuple[str, str], family: str | No
         operands = a, b, scale_a, scale_b
         if rowwise:
             if role == "grad_weight":
-                return grouped_sums_mm(*operands, p.rows.starts, BF16)
-            return grouped_rows_mm(*operands, *groups, BF16)
+                return k_grouped_mm(*operands, p.rows.starts, BF16)
+            return m_grouped_mm(*operands, *groups, BF16)
         if role == "grad_weight":
-            return grouped_sums_blockwise_mm(*operands, *granularities, p.rows.starts, BF16)
-        return grouped_rows_blockwise_mm(*operands, *granularities, *groups, BF16)
+            return k_grouped_blockwise_mm(*operands, *granularities, p.rows.starts, BF16)
+        return m_grouped_blockwise_mm(*operands, *granularities, *groups, BF16)
 
     check = check_group_products(p, role, coded_values(p, role, a, b), FP32_SUM if fmt == "int8" else FP8_SUM)
     return Case((a.codes, b.codes, a.scale, b.scale), run, check, family)

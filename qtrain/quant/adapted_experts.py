@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qtrain.kernels.grouped.grouped_plain_mm import grouped_rows_plain_mm, grouped_sums_plain_mm
+from qtrain.kernels.grouped.grouped_plain_mm import k_grouped_plain_mm, m_grouped_plain_mm
 from qtrain.kernels.grouped.permute import combine_rows, route_weight_grad, weights_of_rows
-from qtrain.kernels.grouped.row_groups import RowGroups, group_rows
+from qtrain.kernels.grouped.token_permutation import TokenPermutation, group_rows
 from qtrain.kernels.quantize.gather_rows import gather_rows
 from qtrain.kernels.swiglu.quantize import activation, activation_dots
 from qtrain.quant.arguments import LinearArguments, codes_or, save_operands, saved_operands
@@ -92,8 +92,8 @@ def _adapters(a: Tensor | None, b: Tensor | None, adapted: AdaptedArguments, dty
     return Adapters(a.to(dtype), (adapted.scale * b).to(dtype), rank)
 
 
-def _multiply(rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
-    return grouped_rows_plain_mm(rows, matrices, groups.group_of_block, groups.starts)
+def _multiply(rows: Tensor, matrices: Tensor, groups: TokenPermutation) -> Tensor:
+    return m_grouped_plain_mm(rows, matrices, groups.group_of_block, groups.starts)
 
 
 def _dropped(rows: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
@@ -120,10 +120,8 @@ def _adapters_backward(
     """dy [R, N], rows [R, K]."""
     groups, rank = adapted.linear.groups, adapters.rank
     drows_a = _multiply(dy, adapters.b.t(), groups)
-    da = grouped_sums_plain_mm(
-        drows_a.t(), _dropped(rows, kept.mask, adapted.dropout).t(), groups.starts, torch.float32
-    )
-    db = grouped_sums_plain_mm(dy.t(), kept.rows_a.t(), groups.starts, torch.float32)
+    da = k_grouped_plain_mm(drows_a.t(), _dropped(rows, kept.mask, adapted.dropout).t(), groups.starts, torch.float32)
+    db = k_grouped_plain_mm(dy.t(), kept.rows_a.t(), groups.starts, torch.float32)
     return AdapterGradients(
         drows_a, da.unflatten(0, (groups.count, -1))[:, :rank].flatten(0, 1), adapted.scale * db[:, :rank]
     )
@@ -174,7 +172,7 @@ class AdaptedExpertsFunction(torch.autograd.Function):
             weights,
             *(adapted._replace(linear=adapted.linear._replace(weight=None)) for adapted in (up, down)),
         )
-        return combine_rows(y, weights, groups.row_of_route)
+        return combine_rows(y, weights, groups.row_of_topk)
 
     @staticmethod
     def backward(ctx, dout: Tensor):
@@ -194,12 +192,12 @@ class AdaptedExpertsFunction(torch.autograd.Function):
             dgate_up, dots = activation_dots(gate_up, dh, needs_dweights)
             adapters = _adapters(a_up, b_up, up, dout.dtype)
         if needs_dweights:
-            dweights = route_weight_grad(dots, weights, groups.row_of_route)
+            dweights = route_weight_grad(dots, weights, groups.row_of_topk)
         if a_up is not None:
             up_part = _adapters_backward(dgate_up, gather_rows(x, groups.token_of_row), adapters, kept_up, up)
         if needs_dx:
             drows = _rows_backward(dgate_up, up_part.rows_a, w_up, adapters, kept_up, up)
-            dx = combine_rows(drows, None, groups.row_of_route)
+            dx = combine_rows(drows, None, groups.row_of_topk)
         return dx, dweights, up_part.a, up_part.b, down_part.a, down_part.b, None, None, None, None
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from qtrain.kernels.grouped.row_groups import RowGroups
+from qtrain.kernels.grouped.token_permutation import TokenPermutation
 from qtrain.kernels.quantize.column_groups import BlockGroups
 from qtrain.kernels.quantize.gather_rows import GatheredRows
 from qtrain.kernels.swiglu.quantize import activation_dots
@@ -41,7 +41,7 @@ class LinearArguments(NamedTuple):
     """The codes of the weight; None where a GEMM reads the weight itself."""
     x_scale: DelayedScale | None = None
     dy_scale: DelayedScale | None = None
-    groups: RowGroups | None = None
+    groups: TokenPermutation | None = None
     """The rows of x and dy that belong to each of the weight's matrices, if it has several."""
     exchange: Exchange | None = None
 
@@ -60,14 +60,14 @@ class LinearArguments(NamedTuple):
         return quantize_operands(self.scheme, t, self.request(name, needs))
 
     def quantize_swiglu(
-        self, name: TensorName, x: Tensor, dy: Tensor | None, needs: NeedsOperand, row_dots: bool = False
+        self, name: TensorName, x: Tensor, dy: Tensor | None, needs: NeedsOperand, router_dots: bool = False
     ) -> SwiGLUOperands:
         """`quantize_swiglu_operands`."""
         request = self.request(name, needs)
         if self._exchanges(name, needs):
-            t, dots = activation_dots(x, dy, row_dots)
+            t, dots = activation_dots(x, dy, router_dots)
             return SwiGLUOperands(self.exchange.quantize(self.scheme, t, request), dots)
-        return quantize_swiglu_operands(self.scheme, x, dy, request, row_dots)
+        return quantize_swiglu_operands(self.scheme, x, dy, request, router_dots)
 
     def _exchanges(self, name: TensorName, needs: NeedsOperand) -> bool:
         return self.exchange is not None and self.exchange.covers(self.scheme, name, needs)

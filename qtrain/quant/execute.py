@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qtrain.kernels.grouped.row_groups import RowGroups
+from qtrain.kernels.grouped.token_permutation import TokenPermutation
 from qtrain.kernels.quantize.absmax import absmax
 from qtrain.kernels.quantize.column_groups import NO_GROUPS, BlockGroups
 from qtrain.kernels.quantize.delayed_scale import delayed_scale, record_amax
@@ -121,18 +121,18 @@ def _if_tensorwise(fmt: OperandFormat, scale: Tensor) -> Tensor | None:
 
 
 def quantize_swiglu_operands(
-    scheme: LowBitScheme, x: Tensor, dy: Tensor | None, request: OperandRequest, row_dots: bool = False
+    scheme: LowBitScheme, x: Tensor, dy: Tensor | None, request: OperandRequest, router_dots: bool = False
 ) -> SwiGLUOperands:
     """Quantize what a SwiGLU MLP computes between its GEMMs from x [M, 2I], fused where a kernel exists.
 
     Of "x": operands of swiglu(x) [M, I], the input of the down projection. Of "dy": operands of the gradient [M, 2I] of
-    x, given the gradient dy [M, I] of swiglu(x). row_dots: whether `row_dots_ref(dy, x)` is wanted too.
+    x, given the gradient dy [M, I] of swiglu(x). router_dots: whether `router_dots_ref(dy, x)` is wanted too.
     """
     rows, columns = scheme.formats_of(request.name, request.needs)
     rounding, delayed = scheme.rounding(request.name, request.key), request.delayed
     if delayed is not None and rows is not None and rows == columns:
         codes, codes_t, scale, amax, dots = quantize_swiglu_delayed(
-            x, dy, rows.fmt, delayed.scale, *rounding, scheme.power_of_two, row_dots
+            x, dy, rows.fmt, delayed.scale, *rounding, scheme.power_of_two, router_dots
         )
         if delayed.amax is not None:
             scale = record_amax(delayed.amax, amax, scale)
@@ -143,11 +143,11 @@ def quantize_swiglu_operands(
     if delayed is not None or not (
         one_format and supports_swiglu_dual(rows.fmt, rows.granularity, columns.granularity)
     ):
-        t, dots = activation_dots(x, dy, row_dots)
+        t, dots = activation_dots(x, dy, router_dots)
         return SwiGLUOperands(quantize_operands(scheme, t, request), dots)
     codes, scale, codes_t, scale_t, dots = quantize_swiglu(
         x, dy, rows.fmt, rows.granularity, columns.granularity, *rounding, scheme.power_of_two,
-        *(request.groups or NO_GROUPS), row_dots,
+        *(request.groups or NO_GROUPS), router_dots,
     )  # fmt: skip
     return SwiGLUOperands(
         Operands(QuantizedTensor(codes, scale, rows), QuantizedTensor(codes_t, scale_t, columns)), dots
@@ -174,7 +174,7 @@ def multiply(
     b: Operand,
     dtype: torch.dtype,
     bias: Tensor | None = None,
-    groups: RowGroups | None = None,
+    groups: TokenPermutation | None = None,
 ) -> Tensor:
     """The product of a GEMM in `dtype`; (a, b) are (x, w), (dy, w) or (dy, x). bias [N] is added to `output`. groups:
     of the rows of x and dy, each of which is multiplied with its own matrix of w [groups * N, K], or gives that of dw.

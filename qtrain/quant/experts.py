@@ -2,7 +2,7 @@
 
     out[t] = sum over k of weights[t, k] * down_e(silu(gate_e(x[t])) * up_e(x[t])) with e = experts[t, k]
 
-Rows of x are sorted by expert (`kernels/grouped/row_groups.py`), and each product is one grouped GEMM. Where products
+Rows of x are sorted by expert (`kernels/grouped/token_permutation.py`), and each product is one grouped GEMM. Where products
 read codes alone, the sorted rows are never in memory: their codes are computed from x, and from dout. Forward keeps
 what a dense SwiGLU MLP keeps, not its output: the gradient of a route's weight, <dout, y>, follows from what backward
 computes anyway. With y = W h and the gradient dh = weight * Wᵀ dout of h, it is <dh, h> / weight, and the kernel that
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.grouped.permute import combine_rows, route_weight_grad, weights_of_rows
-from qtrain.kernels.grouped.row_groups import RowGroups, group_rows
+from qtrain.kernels.grouped.token_permutation import TokenPermutation, group_rows
 from qtrain.kernels.quantize.gather_rows import GatheredRows, RowIndex
 from qtrain.quant.arguments import LinearArguments, save_operands, saved_operands
 from qtrain.quant.gemm_table import Gemm
@@ -46,28 +46,28 @@ class ExpertsFunction(torch.autograd.Function):
         needs_dx, needs_dweights, needs_dup, needs_ddown = (
             grad_enabled and needed for needed in ctx.needs_input_grad[:4]
         )
-        groups: RowGroups = up.groups
+        groups: TokenPermutation = up.groups
         # dh, which the gradient of the weights needs, is computed for that of gate_up.
         needs = NeedsGradient(needs_dx, needs_dup or needs_dweights, needs_ddown)
         rows = up.quantize("x", GatheredRows(x, RowIndex(groups.token_of_row)), NeedsOperand(True, needs.up))
         y, saved = mlp_forward(rows, w_up, w_down, up, down, needs, x.dtype)
         save_operands(ctx, *saved.operands)
         ctx.mlp, ctx.weights = saved._replace(operands=()), weights
-        return combine_rows(y, weights, groups.row_of_route)
+        return combine_rows(y, weights, groups.row_of_topk)
 
     @staticmethod
     def backward(ctx, dout: Tensor):
         needs_dx, needs_dweights, needs_dup, needs_ddown = ctx.needs_input_grad[:4]
-        groups: RowGroups = ctx.mlp.up.groups
+        groups: TokenPermutation = ctx.mlp.up.groups
         dy = GatheredRows(dout, RowIndex(groups.token_of_row, weights_of_rows(ctx.weights, groups)))
         saved = ctx.mlp._replace(operands=saved_operands(ctx))
         needs = NeedsGradient(needs_dx, needs_dup or needs_dweights, needs_ddown)
-        gradients = mlp_backward(saved, dy, needs, row_dots=needs_dweights)
+        gradients = mlp_backward(saved, dy, needs, router_dots=needs_dweights)
         dx = dweights = None
         if needs_dx:
-            dx = combine_rows(gradients.x, None, groups.row_of_route)
+            dx = combine_rows(gradients.x, None, groups.row_of_topk)
         if needs_dweights:
-            dweights = route_weight_grad(gradients.row_dots, ctx.weights, groups.row_of_route)
+            dweights = route_weight_grad(gradients.router_dots, ctx.weights, groups.row_of_topk)
         return dx, dweights, gradients.up if needs_dup else None, gradients.down, None, None, None
 
 

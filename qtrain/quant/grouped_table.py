@@ -13,11 +13,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from qtrain.kernels.grouped.grouped_blockwise_mm import grouped_rows_blockwise_mm, grouped_sums_blockwise_mm
-from qtrain.kernels.grouped.grouped_int4_mm import grouped_rows_int4_mm, grouped_sums_int4_mm
-from qtrain.kernels.grouped.grouped_mm import grouped_rows_mm, grouped_sums_mm
-from qtrain.kernels.grouped.grouped_plain_mm import grouped_rows_plain_mm, grouped_sums_plain_mm
-from qtrain.kernels.grouped.row_groups import RowGroups
+from qtrain.kernels.grouped.grouped_blockwise_mm import k_grouped_blockwise_mm, m_grouped_blockwise_mm
+from qtrain.kernels.grouped.grouped_int4_mm import k_grouped_int4_mm, m_grouped_int4_mm
+from qtrain.kernels.grouped.grouped_mm import k_grouped_mm, m_grouped_mm
+from qtrain.kernels.grouped.grouped_plain_mm import k_grouped_plain_mm, m_grouped_plain_mm
+from qtrain.kernels.grouped.token_permutation import TokenPermutation
 from qtrain.quant.gemm_table import FP4, FP8, INT4, INT8, by_formats
 from qtrain.quant.tensor_roles import Gemm
 from qtrain.tensors.quantized_tensor import Operand, OperandFormat, QuantizedTensor
@@ -27,7 +27,7 @@ class RowsProduct(Protocol):
     """Rows of a [R, K] times their group's matrix of b."""
 
     def __call__(
-        self, a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, dtype: torch.dtype, fast_accum: bool
+        self, a: QuantizedTensor, b: QuantizedTensor, groups: TokenPermutation, dtype: torch.dtype, fast_accum: bool
     ) -> Tensor: ...
 
 
@@ -39,58 +39,58 @@ class GroupedProducts(NamedTuple):
 
 
 def _rows_scaled(
-    a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, dtype: torch.dtype, fast_accum: bool
+    a: QuantizedTensor, b: QuantizedTensor, groups: TokenPermutation, dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    return grouped_rows_mm(a.codes, b.codes, a.scale, b.scale, groups.group_of_block, groups.starts, dtype, fast_accum)
+    return m_grouped_mm(a.codes, b.codes, a.scale, b.scale, groups.group_of_block, groups.starts, dtype, fast_accum)
 
 
 def _sums_scaled(
-    a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, dtype: torch.dtype, fast_accum: bool
+    a: QuantizedTensor, b: QuantizedTensor, groups: TokenPermutation, dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    return grouped_sums_mm(a.codes, b.codes, a.scale, b.scale, groups.starts, dtype, fast_accum)
+    return k_grouped_mm(a.codes, b.codes, a.scale, b.scale, groups.starts, dtype, fast_accum)
 
 
 def _rows_blockwise(
-    a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, dtype: torch.dtype, fast_accum: bool
+    a: QuantizedTensor, b: QuantizedTensor, groups: TokenPermutation, dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
     blocks = a.format.granularity, b.format.granularity
-    return grouped_rows_blockwise_mm(
+    return m_grouped_blockwise_mm(
         a.codes, b.codes, a.scale, b.scale, *blocks, groups.group_of_block, groups.starts, dtype
     )
 
 
 def _sums_blockwise(
-    a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, dtype: torch.dtype, fast_accum: bool
+    a: QuantizedTensor, b: QuantizedTensor, groups: TokenPermutation, dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
     blocks = a.format.granularity, b.format.granularity
-    return grouped_sums_blockwise_mm(a.codes, b.codes, a.scale, b.scale, *blocks, groups.starts, dtype)
+    return k_grouped_blockwise_mm(a.codes, b.codes, a.scale, b.scale, *blocks, groups.starts, dtype)
 
 
 def _rows_int4(
-    a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, dtype: torch.dtype, fast_accum: bool
+    a: QuantizedTensor, b: QuantizedTensor, groups: TokenPermutation, dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    return grouped_rows_int4_mm(a.codes, b.codes, a.scale, b.scale, groups.group_of_block, groups.starts, dtype)
+    return m_grouped_int4_mm(a.codes, b.codes, a.scale, b.scale, groups.group_of_block, groups.starts, dtype)
 
 
 def _sums_int4(
-    a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, dtype: torch.dtype, fast_accum: bool
+    a: QuantizedTensor, b: QuantizedTensor, groups: TokenPermutation, dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    return grouped_sums_int4_mm(a.codes, b.codes, a.scale, b.scale, groups.starts, dtype)
+    return k_grouped_int4_mm(a.codes, b.codes, a.scale, b.scale, groups.starts, dtype)
 
 
 def _rows_emulated(
-    a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, dtype: torch.dtype, fast_accum: bool
+    a: QuantizedTensor, b: QuantizedTensor, groups: TokenPermutation, dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
     """Dequantizing to bf16 is exact: a code times a block scale has at most 8 significant bits."""
-    y = grouped_rows_plain_mm(a.dequantize(dtype), b.dequantize(dtype), groups.group_of_block, groups.starts)
+    y = m_grouped_plain_mm(a.dequantize(dtype), b.dequantize(dtype), groups.group_of_block, groups.starts)
     return _times_tensor_scales(y, a, b)
 
 
 def _sums_emulated(
-    a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, dtype: torch.dtype, fast_accum: bool
+    a: QuantizedTensor, b: QuantizedTensor, groups: TokenPermutation, dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
     return _times_tensor_scales(
-        grouped_sums_plain_mm(a.dequantize(dtype), b.dequantize(dtype), groups.starts, dtype), a, b
+        k_grouped_plain_mm(a.dequantize(dtype), b.dequantize(dtype), groups.starts, dtype), a, b
     )
 
 
@@ -132,7 +132,7 @@ def emulates_grouped(a: OperandFormat, b: OperandFormat) -> bool:
 
 
 def multiply_grouped(
-    gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype, groups: RowGroups, *, fast_accum: bool = True
+    gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype, groups: TokenPermutation, *, fast_accum: bool = True
 ) -> Tensor:
     """The product of `gemm` in dtype; (a, b) are (x, w), (dy, w) or (dy, x)."""
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
@@ -141,5 +141,5 @@ def multiply_grouped(
         return product(a, b, groups, dtype, fast_accum)
     a, b = (t.dequantize(dtype) if isinstance(t, QuantizedTensor) else t for t in (a, b))
     if gemm == "grad_weight":
-        return grouped_sums_plain_mm(a.t(), b.t(), groups.starts, dtype)
-    return grouped_rows_plain_mm(a, b if gemm == "output" else b.t(), groups.group_of_block, groups.starts)
+        return k_grouped_plain_mm(a.t(), b.t(), groups.starts, dtype)
+    return m_grouped_plain_mm(a, b if gemm == "output" else b.t(), groups.group_of_block, groups.starts)

@@ -88,12 +88,12 @@ class MLPGradients(NamedTuple):
     x: Tensor | None
     up: Tensor | None
     down: Tensor | None
-    row_dots: Tensor | None
-    """`row_dots_ref` of the activation's gradient, if they are wanted."""
+    router_dots: Tensor | None
+    """`router_dots_ref` of the activation's gradient, if they are wanted."""
 
 
 def mlp_backward(
-    saved: MLPSaved, dy: Tensor | GatheredRows, needs: NeedsGradient, row_dots: bool = False
+    saved: MLPSaved, dy: Tensor | GatheredRows, needs: NeedsGradient, router_dots: bool = False
 ) -> MLPGradients:
     (gate_up, column_amax, w_up, x_grad_weight, w_down, h_grad_weight), rowwise, up, down, weight_dtypes = saved
     needs_dh = needs.x or needs.up
@@ -103,11 +103,11 @@ def mlp_backward(
         dh = down.multiply("grad_input", dy_grad_input, w_down, dy.dtype)  # [M, I]
     if rowwise:
         ((grad_input, grad_weight), dots), h_grad_weight = _rowwise_backward(
-            gate_up, dh, column_amax, rowwise, up.block_groups, row_dots
+            gate_up, dh, column_amax, rowwise, up.block_groups, router_dots
         )
     elif needs_dh:
         gradient_needs = NeedsOperand(needs.x, needs.up)
-        (grad_input, grad_weight), dots = up.quantize_swiglu("dy", gate_up, dh, gradient_needs, row_dots)
+        (grad_input, grad_weight), dots = up.quantize_swiglu("dy", gate_up, dh, gradient_needs, router_dots)
     if needs.down:
         ddown = down.multiply("grad_weight", dy_grad_weight, h_grad_weight, weight_dtypes[1])
     if needs.x:
@@ -162,14 +162,14 @@ def _rowwise_backward(
     column_amax: Tensor,
     rowwise: RowwiseMLP,
     groups: BlockGroups | None,
-    row_dots: bool,
+    router_dots: bool,
 ) -> tuple[SwiGLUOperands, QuantizedTensor]:
     """Operands of the gradient of `gate_up`, and the activation's operand of grad_weight."""
     activation, gradient = rowwise
     codes, scale, codes_t, scale_t, h_codes_t, h_scale_t, dots = quantize_swiglu_backward(
         gate_up, dh, column_amax, gradient.fmt, *gradient.rounding, gradient.power_of_two,
         activation.fmt, activation.rounding.column_key, activation.rounding.role, activation.power_of_two,
-        *(groups or NO_GROUPS), row_dots,
+        *(groups or NO_GROUPS), router_dots,
     )  # fmt: skip
     fmt = OperandFormat(gradient.fmt, "rowwise")
     operands = Operands(QuantizedTensor(codes, scale, fmt), QuantizedTensor(codes_t, scale_t, fmt))

@@ -46,10 +46,10 @@ class DelayedScale(NamedTuple):
 
 
 class SwiGLUOperands(NamedTuple):
-    """The operands of a tensor within a SwiGLU MLP. row_dots: see `quantize_swiglu`."""
+    """The operands of a tensor within a SwiGLU MLP. router_dots: see `quantize_swiglu`."""
 
     operands: Operands
-    row_dots: Tensor
+    router_dots: Tensor
 
 
 class RowwiseQuantization(NamedTuple):

@@ -31,8 +31,8 @@ from qtrain.kernels.grouped.grouped_blockwise_mm import launch_grouped_rows_bloc
 from qtrain.kernels.grouped.grouped_int4_mm import launch_unpack_int4
 from qtrain.kernels.grouped.per_group import launch_zero_empty, launch_zero_tail, matrices
 from qtrain.kernels.grouped.permute import launch_combine_rows, launch_route_weight_grad
-from qtrain.kernels.grouped.persistent import launch_grouped_rows, launch_grouped_sums, launch_long_sums
-from qtrain.kernels.grouped.row_groups import launch_group_rows
+from qtrain.kernels.grouped.persistent import launch_k_grouped, launch_long_sums, launch_m_grouped
+from qtrain.kernels.grouped.token_permutation import launch_group_rows
 from qtrain.kernels.norm.qk_norm_rope import launch_qk_norm_rope, launch_qk_norm_rope_backward
 from qtrain.kernels.numerics.encode import encoding
 from qtrain.kernels.numerics.philox import NEAREST, Rounding
@@ -154,7 +154,7 @@ def dual_quantizers() -> Iterator[Case]:
                 if fmt != "int8":
                     yield fmt == "e4m3" and number == 0, lambda f=fmt, r=r, dy=dy: launch_dual_bf16x2(
                         zeros(256, 512), f, "tensorwise", r, False, zeros(1, dtype=FP32), zeros(1, dtype=torch.int32),
-                        swiglu=True, dy=dy, row_dots=None if dy is None else zeros(256, 2, dtype=FP32),
+                        swiglu=True, dy=dy, router_dots=None if dy is None else zeros(256, 2, dtype=FP32),
                     )  # fmt: skip
             if fmt != "int8":
                 yield (
@@ -321,7 +321,7 @@ def grouped() -> Iterator[Case]:
                 b = matrices(b.view(512, -1).t() if dtype is BF16 and len(b) == 512 else b, 512, 3)
                 yield (
                     number == 0,
-                    lambda t=t, x=x, b=b, s=None if dtype is BF16 else scales: launch_grouped_rows(
+                    lambda t=t, x=x, b=b, s=None if dtype is BF16 else scales: launch_m_grouped(
                         x, b, zeros(512, 512), t, GROUPED.group_of_block, STARTS, s
                     ),
                 )
@@ -330,7 +330,7 @@ def grouped() -> Iterator[Case]:
             out = zeros(3, 512, 512, dtype=FP32 if t.subtiles == 4 else BF16)
             yield (
                 number == 0,
-                lambda t=t, x=x, o=out, s=None if dtype is BF16 else (scale, scale): launch_grouped_sums(
+                lambda t=t, x=x, o=out, s=None if dtype is BF16 else (scale, scale): launch_k_grouped(
                     x.t() if s is None else x, x, o, t, STARTS, s
                 ),
             )
@@ -417,10 +417,10 @@ TUNED = {
     "_sum_slices_kernel",
     "_int4_mm_kernel",
     "_blockwise_mm_kernel",
-    "_grouped_rows_kernel",
-    "_grouped_sums_kernel",
-    "_grouped_rows_blockwise_kernel",
-    "_grouped_sums_blockwise_kernel",
+    "_m_grouped_kernel",
+    "_k_grouped_kernel",
+    "_m_grouped_blockwise_kernel",
+    "_k_grouped_blockwise_kernel",
 }
 """Kernels whose configurations are timed, where one without enough shared memory loses: one that fits is enough."""
 

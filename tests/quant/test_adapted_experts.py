@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qtrain.kernels.grouped import grouped_plain_mm
-from qtrain.kernels.grouped.row_groups import RowGroups, group_rows
+from qtrain.kernels.grouped.token_permutation import TokenPermutation, group_rows
 from qtrain.quant import adapted_experts, quantize_linears
 from qtrain.quant.adapted_experts import AdaptedExperts, adapted_experts_mlp
 from qtrain.quant.export import exported_weight
@@ -114,7 +114,7 @@ def test_bf16_rows_multiply_fp32_adapters_whose_gradients_are_fp32(monkeypatch):
     """Operands have rows of 16 bytes, as the kernels need, of any rank."""
     operands, multiply = [], adapted_experts._multiply
 
-    def recorded(rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
+    def recorded(rows: Tensor, matrices: Tensor, groups: TokenPermutation) -> Tensor:
         operands.extend((rows, matrices))
         return multiply(rows, matrices, groups)
 
@@ -145,7 +145,7 @@ def test_dropout_hides_elements_from_a_alone(monkeypatch):
     experts, weights = routing(100)
     torch.manual_seed(0)
     found = run(lambda *a, **k: grouped(*a, dropout=0.3, **k), m, x, experts, weights, dout, **of)
-    rows = group_rows(experts, EXPERTS).row_of_route.long()
+    rows = group_rows(experts, EXPERTS).row_of_topk.long()
     factors = masks[0][rows] / 0.7, masks[1][rows] / 0.7
     assert [f.bool().float().mean().item() for f in factors] == pytest.approx([0.7, 0.7], abs=0.02)
     truth = run(lambda *a, **k: loop(*a, factors, **k), m, x.double(), experts, weights.double(), dout, **doubled(of))
@@ -160,7 +160,7 @@ def test_on_a_gpu_without_the_host(base, rank, monkeypatch):
     """bf16 against the loop in fp64; no product falls back to its definition, and nothing waits for the device."""
     m, of = module(dtype=torch.bfloat16), {name: t.cuda() for name, t in adapters(rank, "up and down").items()}
     m.cuda()
-    for name in ("grouped_rows_plain_mm_ref", "grouped_sums_plain_mm_ref"):
+    for name in ("m_grouped_plain_mm_ref", "k_grouped_plain_mm_ref"):
         monkeypatch.setattr(grouped_plain_mm, name, None)
     if base != "none":
         quantize_linears(m, base_scheme(base, "bf16"), seed=0)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qtrain.kernels.grouped.permute import weights_of_rows
-from qtrain.kernels.grouped.row_groups import group_rows
+from qtrain.kernels.grouped.token_permutation import group_rows
 from qtrain.kernels.quantize.gather_rows import GatheredRows, RowIndex, in_memory
 from qtrain.quant import SCHEMES, quantize_linears
 from qtrain.quant.experts import experts_mlp

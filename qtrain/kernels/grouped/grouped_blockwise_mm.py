@@ -48,7 +48,7 @@ from qtrain.kernels.grouped.persistent import (
 # ---- definition ------------------------------------------------------------------------------------------------------
 
 
-def grouped_rows_blockwise_mm_ref(
+def m_grouped_blockwise_mm_ref(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
@@ -58,7 +58,7 @@ def grouped_rows_blockwise_mm_ref(
     starts: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """A [R, K]; B as for `grouped_rows_mm` -> [R, N]: `blockwise_mm_ref` of each group's rows and matrix."""
+    """A [R, K]; B as for `m_grouped_mm` -> [R, N]: `blockwise_mm_ref` of each group's rows and matrix."""
     groups, down = starts.shape[0] - 1, BLOCKS[block_a][0]
     w, scales = matrices(b, a.shape[1], groups), unstack(scale_b, groups, b.shape[1] == a.shape[1])
 
@@ -70,7 +70,7 @@ def grouped_rows_blockwise_mm_ref(
     return multiply_rows(multiply, a.new_zeros(a.shape[0], w.shape[1], dtype=out_dtype), starts)
 
 
-def grouped_sums_blockwise_mm_ref(
+def k_grouped_blockwise_mm_ref(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
@@ -95,8 +95,8 @@ _SIZES = ["m", "n", "k", "groups", "a_row_stride", "a_k_stride", "b_group_stride
 
 
 @triton.jit(do_not_specialize=_SIZES)  # one binary for all shapes: descriptors do the addressing
-def _grouped_rows_blockwise_kernel(
-    # TMA descriptors as for `_grouped_rows_kernel`: A [m, k], the groups' matrices [groups, n, k], the output [m, n].
+def _m_grouped_blockwise_kernel(
+    # TMA descriptors as for `_m_grouped_kernel`: A [m, k], the groups' matrices [groups, n, k], the output [m, n].
     a_desc, b_desc, c_desc,
     # fp32 [m / ROWS_A, k / BLOCK_K], [groups, n / ROWS_B, k / BLOCK_K], of any strides.
     scale_a_ptr, scale_b_ptr,
@@ -128,8 +128,8 @@ def _grouped_rows_blockwise_kernel(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def _grouped_sums_blockwise_kernel(
-    # TMA descriptors as for `_grouped_sums_kernel`: A [n, rows], B [k, rows], the output [groups, n, k].
+def _k_grouped_blockwise_kernel(
+    # TMA descriptors as for `_k_grouped_kernel`: A [n, rows], B [k, rows], the output [groups, n, k].
     a_desc, b_desc, c_desc,
     # fp32 [n / ROWS_A, rows / BLOCK_K], [k / ROWS_B, rows / BLOCK_K]: groups begin at blocks.
     scale_a_ptr, scale_b_ptr, starts_ptr, order_ptr, n, k, groups,
@@ -138,7 +138,7 @@ def _grouped_sums_blockwise_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
     ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
-    """One loop over the steps of all tiles, as `_grouped_sums_kernel`."""
+    """One loop over the steps of all tiles, as `_k_grouped_kernel`."""
     tiles_m, tiles_n = tl.cdiv(n, BLOCK_M), tl.cdiv(k, BLOCK_N)
     tiles = tiles_m * tiles_n  # of a group
     steps, held = steps_of_program(order_ptr, starts_ptr, groups, tiles, PROGRAMS, BLOCK_K, BLOCK_E)
@@ -194,7 +194,7 @@ def launch_grouped_rows_blockwise(
         )  # fmt: skip
     (rows_a, block_k), (rows_b, _) = BLOCKS[block_a], BLOCKS[block_b]
     programs = min(t.per_sm * sm_count(a.device), triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n))
-    _grouped_rows_blockwise_kernel[(programs,)](
+    _m_grouped_blockwise_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [t.block_m, block_k]),
         TensorDescriptor.from_tensor(b, [1, t.block_n, block_k]),
         TensorDescriptor.from_tensor(out, [t.block_m, t.block_n]),
@@ -234,7 +234,7 @@ def launch_grouped_sums_blockwise(
     (rows_a, block_k), (rows_b, _) = BLOCKS[block_a], BLOCKS[block_b]
     items = groups * triton.cdiv(n, t.block_m) * triton.cdiv(k, t.block_n)
     programs = min(t.per_sm * sm_count(a.device), items)
-    _grouped_sums_blockwise_kernel[(programs,)](
+    _k_grouped_blockwise_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [t.block_m, block_k]),
         TensorDescriptor.from_tensor(b, [t.block_n, block_k]),
         TensorDescriptor.from_tensor(out, [1, t.block_m, t.block_n]),
@@ -277,8 +277,8 @@ def _check_blocks(block_a: str, block_b: str) -> None:
         raise ValueError(f"blocks {block_a} and {block_b} cut K differently")
 
 
-@operator("grouped_rows_blockwise_mm", fake=empty_rows)
-def grouped_rows_blockwise_mm(
+@operator("m_grouped_blockwise_mm", fake=empty_rows)
+def m_grouped_blockwise_mm(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
@@ -293,7 +293,7 @@ def grouped_rows_blockwise_mm(
 
     B holds E matrices [N, K] along its rows [E * N, K] or along its columns [N, E * K], and scale_b their scales in the
     same way. block_a, block_b: "1x128" or "128x128" in any combination, or both "32x32". The rest as for
-    `grouped_rows_mm`.
+    `m_grouped_mm`.
     """
     _check_blocks(block_a, block_b)
     check_operands(a, b)
@@ -303,7 +303,7 @@ def grouped_rows_blockwise_mm(
     w, scale_w = matrices(b, a.shape[1], groups), unstack(scale_b, groups, by_rows)
     tilings = rows_tilings(a, w, scale_w, block_a, block_b, out_dtype) if a.numel() and w.numel() else {}
     if not tilings:
-        return grouped_rows_blockwise_mm_ref(a, b, scale_a, scale_b, block_a, block_b, starts, out_dtype)
+        return m_grouped_blockwise_mm_ref(a, b, scale_a, scale_b, block_a, block_b, starts, out_dtype)
 
     def run(name: str) -> Tensor:
         out = torch.empty(a.shape[0], w.shape[1], dtype=out_dtype, device=a.device)
@@ -311,11 +311,11 @@ def grouped_rows_blockwise_mm(
         return launch_grouped_rows_blockwise(a, w, scale_a, scale_w, *blocks, out, tilings[name], *groups_of_rows)
 
     key = (*a.shape, w.shape[1], groups, by_rows, a.dtype, b.dtype, block_a, block_b, out_dtype)
-    return run(choose("grouped_rows_blockwise_mm", key, list(tilings), run))
+    return run(choose("m_grouped_blockwise_mm", key, list(tilings), run))
 
 
-@operator("grouped_sums_blockwise_mm", fake=empty_sums)
-def grouped_sums_blockwise_mm(
+@operator("k_grouped_blockwise_mm", fake=empty_sums)
+def k_grouped_blockwise_mm(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
@@ -327,7 +327,7 @@ def grouped_sums_blockwise_mm(
 ) -> Tensor:
     """A [N, R] · B [K, R]ᵀ over the rows of each of E groups, each block times its scale -> [E * N, K] in out_dtype.
 
-    scale_a, scale_b: as the quantizers give them for A and B. The rest as for `grouped_sums_mm`.
+    scale_a, scale_b: as the quantizers give them for A and B. The rest as for `k_grouped_mm`.
     """
     _check_blocks(block_a, block_b)
     check_operands(a, b)
@@ -336,7 +336,7 @@ def grouped_sums_blockwise_mm(
     present = a.numel() and b.numel() and groups
     tilings = sums_tilings(a, b, scale_b, block_a, block_b, out_dtype) if present else {}
     if not tilings:
-        return grouped_sums_blockwise_mm_ref(a, b, scale_a, scale_b, block_a, block_b, starts, out_dtype)
+        return k_grouped_blockwise_mm_ref(a, b, scale_a, scale_b, block_a, block_b, starts, out_dtype)
 
     def run(name: str) -> Tensor:
         out = torch.empty(groups, n, k, dtype=out_dtype, device=a.device)
@@ -344,4 +344,4 @@ def grouped_sums_blockwise_mm(
         return launch_grouped_sums_blockwise(a, b, scale_a, scale_b, *blocks, out, tilings[name], starts)
 
     key = (*a.shape, k, groups, a.dtype, b.dtype, block_a, block_b, out_dtype)
-    return run(choose("grouped_sums_blockwise_mm", key, list(tilings), run)).view(groups * n, k)
+    return run(choose("k_grouped_blockwise_mm", key, list(tilings), run)).view(groups * n, k)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qtrain.kernels.autotune import forced
 from qtrain.kernels.compiler import operator, tl, triton
-from qtrain.kernels.grouped.grouped_mm import grouped_rows_mm, grouped_sums_mm
+from qtrain.kernels.grouped.grouped_mm import k_grouped_mm, m_grouped_mm
 from qtrain.kernels.grouped.per_group import empty_rows, empty_sums
 from qtrain.kernels.numerics.formats import unpack
 
@@ -41,8 +41,8 @@ def _unpacked(packed: Tensor) -> Tensor:
     return unpack(packed, "int4", 2 * packed.shape[1])
 
 
-@operator("grouped_rows_int4_mm", fake=empty_rows)
-def grouped_rows_int4_mm(
+@operator("m_grouped_int4_mm", fake=empty_rows)
+def m_grouped_int4_mm(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
@@ -51,14 +51,14 @@ def grouped_rows_int4_mm(
     starts: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """`grouped_rows_mm` of packed codes, K even: A uint8 [R, K / 2], B uint8 [E * N, K / 2] or [N, E * K / 2]."""
+    """`m_grouped_mm` of packed codes, K even: A uint8 [R, K / 2], B uint8 [E * N, K / 2] or [N, E * K / 2]."""
     operands = _unpacked(a), _unpacked(b)
-    return grouped_rows_mm(*operands, scale_a, scale_b, group_of_block, starts, out_dtype)
+    return m_grouped_mm(*operands, scale_a, scale_b, group_of_block, starts, out_dtype)
 
 
-@operator("grouped_sums_int4_mm", fake=empty_sums)
-def grouped_sums_int4_mm(
+@operator("k_grouped_int4_mm", fake=empty_sums)
+def k_grouped_int4_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, starts: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """`grouped_sums_mm` of packed codes: A uint8 [N, R / 2], B uint8 [K, R / 2]."""
-    return grouped_sums_mm(_unpacked(a), _unpacked(b), scale_a, scale_b, starts, out_dtype)
+    """`k_grouped_mm` of packed codes: A uint8 [N, R / 2], B uint8 [K, R / 2]."""
+    return k_grouped_mm(_unpacked(a), _unpacked(b), scale_a, scale_b, starts, out_dtype)

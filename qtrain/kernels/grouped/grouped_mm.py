@@ -1,9 +1,9 @@
 """Grouped GEMMs of 8-bit codes with scales in the epilogue: the products of `gemm/scaled_mm.py`, each group alone.
 
-    grouped_rows_mm  out [R, N]: each row times its group's matrix. `output`: b [E * N, K]; `grad_input`: b [N, E * K]
-    grouped_sums_mm  out [E * N, K]: sums over each group's own rows, `grad_weight`
+    m_grouped_mm  out [R, N]: each row times its group's matrix. `output`: b [E * N, K]; `grad_input`: b [N, E * K]
+    k_grouped_mm  out [E * N, K]: sums over each group's own rows, `grad_weight`
 
-Operands are INT8 or FP8 codes, with rows in groups (`row_groups.py`). A scale is one for all ([1]), or one per row of
+Operands are INT8 or FP8 codes, with rows in groups (`token_permutation.py`). A scale is one for all ([1]), or one per row of
 A, per row of a group's matrix, or, of what is summed over rows, per group and column. Rows of no group are zero, and so
 are sums of groups without rows.
 """
@@ -27,15 +27,15 @@ from qtrain.kernels.grouped.per_group import (
     multiply_rows,
     own_columns,
 )
-from qtrain.kernels.grouped.persistent import launch_grouped_rows, launch_grouped_sums
+from qtrain.kernels.grouped.persistent import launch_k_grouped, launch_m_grouped
 
 # ---- definition ------------------------------------------------------------------------------------------------------
 
 
-def grouped_rows_mm_ref(
+def m_grouped_mm_ref(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, starts: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """A [R, K]; B as for `grouped_rows_mm` -> [R, N]: `scaled_mm_ref` of each group's rows and matrix."""
+    """A [R, K]; B as for `m_grouped_mm` -> [R, N]: `scaled_mm_ref` of each group's rows and matrix."""
     groups = starts.shape[0] - 1
     w = matrices(b, a.shape[1], groups)
     # [groups, N] or [groups, 1]
@@ -48,7 +48,7 @@ def grouped_rows_mm_ref(
     return multiply_rows(multiply, a.new_zeros(a.shape[0], w.shape[1], dtype=out_dtype), starts)
 
 
-def grouped_sums_mm_ref(
+def k_grouped_mm_ref(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, starts: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
     """A [N, R], B [K, R] -> [E * N, K]: `scaled_mm_ref` of each group's columns."""
@@ -86,7 +86,7 @@ def kernels_take(a: Tensor, k: int, n: int, out_dtype: torch.dtype) -> bool:
 
 
 def rows_mm_names(a: Tensor, b: Tensor, n: int, out_dtype: torch.dtype) -> list[str]:
-    """The implementations of `grouped_rows_mm` for these operands on a GPU, the best in general first; n: of `out`."""
+    """The implementations of `m_grouped_mm` for these operands on a GPU, the best in general first; n: of `out`."""
     k, int8 = a.shape[1], a.dtype == torch.int8
     if not kernels_take(a, k, n, out_dtype) or (int8 and k > LONGEST_EXACT_K):
         return []
@@ -98,7 +98,7 @@ def rows_mm_names(a: Tensor, b: Tensor, n: int, out_dtype: torch.dtype) -> list[
 
 
 def sums_mm_names(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> list[str]:
-    """The implementations of `grouped_sums_mm` for these operands on a GPU, the best in general first."""
+    """The implementations of `k_grouped_mm` for these operands on a GPU, the best in general first."""
     n, k = a.shape[0], b.shape[0]
     if not kernels_take(a, a.shape[1], k, out_dtype):
         return []
@@ -139,9 +139,7 @@ def _run_rows(
         launch_zero_tail(out, group_of_block)  # PyTorch writes nothing after the last group
         return out
     out = torch.empty(rows, n, dtype=out_dtype, device=a.device)
-    return launch_grouped_rows(
-        a, w, out, ROWS_TILINGS[name], group_of_block, starts, (scale_a, scale_b), fast_accum=fast
-    )
+    return launch_m_grouped(a, w, out, ROWS_TILINGS[name], group_of_block, starts, (scale_a, scale_b), fast_accum=fast)
 
 
 def _run_sums(
@@ -161,12 +159,12 @@ def _run_sums(
         launch_zero_empty(out, starts)  # nor sums of groups without rows
     else:
         out = torch.empty(groups, n, k, dtype=out_dtype, device=a.device)
-        launch_grouped_sums(a, b, out, SUMS_TILINGS[name], starts, (scale_a, scale_b), fast_accum=fast)
+        launch_k_grouped(a, b, out, SUMS_TILINGS[name], starts, (scale_a, scale_b), fast_accum=fast)
     return out.view(groups * n, k)
 
 
-@operator("grouped_rows_mm", fake=empty_rows)
-def grouped_rows_mm(
+@operator("m_grouped_mm", fake=empty_rows)
+def m_grouped_mm(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
@@ -180,7 +178,7 @@ def grouped_rows_mm(
 
     A, B both int8 or both fp8. B holds E matrices [N, K] along its rows [E * N, K] or along its columns [N, E * K].
     scale_a: fp32 [R] or [1]; scale_b: [E * N] or [1]. group_of_block int32 [R / 128], starts int32 [E + 1]: of
-    `RowGroups`. Rows of no group are zero.
+    `TokenPermutation`. Rows of no group are zero.
     """
     check_operands(a, b)
     check_groups(a.shape[0], group_of_block)
@@ -188,17 +186,17 @@ def grouped_rows_mm(
     w = matrices(b.contiguous(), a.shape[1], groups)  # a view [E, N, K] of either stacking, K-major
     names = rows_mm_names(a, b, w.shape[1], out_dtype) if a.is_cuda and a.numel() and w.numel() else []
     if not names or forced() == "ref":
-        return grouped_rows_mm_ref(a, b.contiguous(), scale_a, scale_b, starts, out_dtype)
+        return m_grouped_mm_ref(a, b.contiguous(), scale_a, scale_b, starts, out_dtype)
     # Part of the key: matrices along columns have rows far apart, which may favor another tile.
     stacked = "rows" if w.is_contiguous() else "columns"
     per_row = scale_a.numel() > 1, scale_b.numel() > 1
     key = (*a.shape, w.shape[1], groups, stacked, a.dtype, b.dtype, out_dtype, *per_row, fast_accum)
     arguments = (a, w, scale_a, scale_b, group_of_block, starts, out_dtype, fast_accum)
-    return _run_rows(choose("grouped_rows_mm", key, names, lambda name: _run_rows(name, *arguments)), *arguments)
+    return _run_rows(choose("m_grouped_mm", key, names, lambda name: _run_rows(name, *arguments)), *arguments)
 
 
-@operator("grouped_sums_mm", fake=empty_sums)
-def grouped_sums_mm(
+@operator("k_grouped_mm", fake=empty_sums)
+def k_grouped_mm(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
@@ -210,14 +208,14 @@ def grouped_sums_mm(
     """A [N, R] · B [K, R]ᵀ over the rows of each of E groups, times its scales -> [E * N, K] in out_dtype.
 
     A, B both int8 or both fp8: transposed codes. scale_a: fp32 [E * N] or [1]; scale_b: [E * K] or [1]. starts int32
-    [E + 1]: `RowGroups`. Groups without rows have sums of zero.
+    [E + 1]: `TokenPermutation`. Groups without rows have sums of zero.
     """
     check_operands(a, b)
     a, b = a.contiguous(), b.contiguous()
     names = sums_mm_names(a, b, out_dtype) if a.is_cuda and a.numel() and b.numel() else []
     if not names or forced() == "ref":
-        return grouped_sums_mm_ref(a, b, scale_a, scale_b, starts, out_dtype)
+        return k_grouped_mm_ref(a, b, scale_a, scale_b, starts, out_dtype)
     per_row = scale_a.numel() > 1, scale_b.numel() > 1
     key = (*a.shape, b.shape[0], starts.shape[0] - 1, a.dtype, b.dtype, out_dtype, *per_row, fast_accum)
     arguments = (a, b, scale_a, scale_b, starts, out_dtype, fast_accum)
-    return _run_sums(choose("grouped_sums_mm", key, names, lambda name: _run_sums(name, *arguments)), *arguments)
+    return _run_sums(choose("k_grouped_mm", key, names, lambda name: _run_sums(name, *arguments)), *arguments)

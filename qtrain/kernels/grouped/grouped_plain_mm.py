@@ -1,8 +1,8 @@
 """Grouped GEMMs in high precision, bf16 or fp32: the products of `grouped_mm.py` without scales, of any layout.
 
-    output       grouped_rows_plain_mm(x, w)           x [R, K], w [E * N, K]
-    grad_input   grouped_rows_plain_mm(dy, w.t())      dy [R, N]; the transpose is a view
-    grad_weight  grouped_sums_plain_mm(dy.t(), x.t())
+    output       m_grouped_plain_mm(x, w)           x [R, K], w [E * N, K]
+    grad_input   m_grouped_plain_mm(dy, w.t())      dy [R, N]; the transpose is a view
+    grad_weight  k_grouped_plain_mm(dy.t(), x.t())
 
 16-bit tensor cores read operands in either order, so a transpose is a view whose strides tell. bf16 sums are fp32,
 rounded once. Candidates are this package's persistent kernel and PyTorch's `grouped_mm`, whose rows of no group, and
@@ -29,19 +29,19 @@ from qtrain.kernels.grouped.per_group import (
     multiply_rows,
     own_columns,
 )
-from qtrain.kernels.grouped.persistent import launch_grouped_rows, launch_grouped_sums
+from qtrain.kernels.grouped.persistent import launch_k_grouped, launch_m_grouped
 
 # ---- definition ------------------------------------------------------------------------------------------------------
 
 
-def grouped_rows_plain_mm_ref(a: Tensor, b: Tensor, starts: Tensor) -> Tensor:
-    """A [R, K]; B as for `grouped_rows_mm` -> [R, N] in A's dtype: `F.linear` of each group's rows and matrix."""
+def m_grouped_plain_mm_ref(a: Tensor, b: Tensor, starts: Tensor) -> Tensor:
+    """A [R, K]; B as for `m_grouped_mm` -> [R, N] in A's dtype: `F.linear` of each group's rows and matrix."""
     w = matrices(b, a.shape[1], starts.shape[0] - 1)
     out = a.new_zeros(a.shape[0], w.shape[1])
     return multiply_rows(lambda group, rows: F.linear(a[rows], w[group]), out, starts)
 
 
-def grouped_sums_plain_mm_ref(a: Tensor, b: Tensor, starts: Tensor, out_dtype: torch.dtype) -> Tensor:
+def k_grouped_plain_mm_ref(a: Tensor, b: Tensor, starts: Tensor, out_dtype: torch.dtype) -> Tensor:
     """A [N, R], B [K, R] -> [E * N, K]: A · Bᵀ of each group's columns, in out_dtype."""
     groups, (a, b) = starts.shape[0] - 1, (t.to(out_dtype) for t in (a, b))
     sums = [own_columns(a, starts, e) @ own_columns(b, starts, e).t() for e in range(groups)]
@@ -78,25 +78,25 @@ def _run_rows(name: str, a: Tensor, w: Tensor, group_of_block: Tensor, starts: T
         launch_zero_tail(out, group_of_block)
         return out
     out = a.new_empty(a.shape[0], w.shape[1])
-    return launch_grouped_rows(a, w, out, ROWS_TILINGS[name], group_of_block, starts)
+    return launch_m_grouped(a, w, out, ROWS_TILINGS[name], group_of_block, starts)
 
 
-@operator("grouped_rows_plain_mm", fake=lambda a, b, starts: empty_rows(a, b, starts, a.dtype))
-def grouped_rows_plain_mm(a: Tensor, b: Tensor, group_of_block: Tensor, starts: Tensor) -> Tensor:
+@operator("m_grouped_plain_mm", fake=lambda a, b, starts: empty_rows(a, b, starts, a.dtype))
+def m_grouped_plain_mm(a: Tensor, b: Tensor, group_of_block: Tensor, starts: Tensor) -> Tensor:
     """Rows of A [R, K] times their group's matrix, transposed -> [R, N] in A's dtype, bf16 or fp32.
 
     B holds E matrices [N, K] along its rows [E * N, K] or along its columns [N, E * K]. group_of_block int32 [R / 128],
-    starts int32 [E + 1]: of `RowGroups`. Rows of no group are zero.
+    starts int32 [E + 1]: of `TokenPermutation`. Rows of no group are zero.
     """
     check_groups(a.shape[0], group_of_block)
     a, groups = a.contiguous(), starts.shape[0] - 1
     # A transpose is a view: only what is contiguous along neither dimension is copied.
     w = matrices(b if 1 in b.stride() else b.contiguous(), a.shape[1], groups)
     if not _aligned(a, w) or forced() == "ref":
-        return grouped_rows_plain_mm_ref(a, b, starts)
+        return m_grouped_plain_mm_ref(a, b, starts)
     arguments = (a, w, group_of_block, starts)
     key, names = (*a.shape, w.shape[1], groups, b.shape[1] == a.shape[1], w.stride(2)), [*ROWS_TILINGS, "cublas"]
-    return _run_rows(choose("grouped_rows_plain_mm", key, names, lambda name: _run_rows(name, *arguments)), *arguments)
+    return _run_rows(choose("m_grouped_plain_mm", key, names, lambda name: _run_rows(name, *arguments)), *arguments)
 
 
 def _run_sums(name: str, a: Tensor, b: Tensor, starts: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -106,23 +106,23 @@ def _run_sums(name: str, a: Tensor, b: Tensor, starts: Tensor, out_dtype: torch.
         launch_zero_empty(out, starts)
     else:
         out = torch.empty(groups, n, k, dtype=out_dtype, device=a.device)
-        launch_grouped_sums(a, b, out, SUMS_TILINGS[name], starts)
+        launch_k_grouped(a, b, out, SUMS_TILINGS[name], starts)
     return out.view(groups * n, k)
 
 
-@operator("grouped_sums_plain_mm", fake=empty_sums)
-def grouped_sums_plain_mm(a: Tensor, b: Tensor, starts: Tensor, out_dtype: torch.dtype) -> Tensor:
+@operator("k_grouped_plain_mm", fake=empty_sums)
+def k_grouped_plain_mm(a: Tensor, b: Tensor, starts: Tensor, out_dtype: torch.dtype) -> Tensor:
     """A [N, R] · B [K, R]ᵀ over the rows of each of E groups -> [E * N, K] in out_dtype; A and B bf16 or fp32.
 
-    starts int32 [E + 1]: of `RowGroups`. Groups without rows have sums of zero.
+    starts int32 [E + 1]: of `TokenPermutation`. Groups without rows have sums of zero.
     """
     a, b = (t if 1 in t.stride() else t.contiguous() for t in (a, b))
     if not _aligned(a, b) or starts.shape[0] == 1 or forced() == "ref":
-        return grouped_sums_plain_mm_ref(a, b, starts, out_dtype)
+        return k_grouped_plain_mm_ref(a, b, starts, out_dtype)
     if out_dtype == torch.bfloat16:
         names = [*(t.name for t in (_LARGE, _TALL, _TWO, _SMALL)), "cublas"]
     else:
         names = [t.name for t in (_WIDE, _WIDE_TWO, _SMALL)]  # fp32 tiles; PyTorch's product stores bf16 only
     arguments = (a, b, starts, out_dtype)
     key = (*a.shape, b.shape[0], starts.shape[0] - 1, a.stride(1) == 1, b.stride(1) == 1, out_dtype)
-    return _run_sums(choose("grouped_sums_plain_mm", key, names, lambda name: _run_sums(name, *arguments)), *arguments)
+    return _run_sums(choose("k_grouped_plain_mm", key, names, lambda name: _run_sums(name, *arguments)), *arguments)

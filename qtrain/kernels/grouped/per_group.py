@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qtrain.kernels.compiler import tl, triton
-from qtrain.kernels.grouped.row_groups import ALIGNMENT
+from qtrain.kernels.grouped.token_permutation import ALIGNMENT
 
 
 def matrices(b: Tensor, k: int, groups: int) -> Tensor:

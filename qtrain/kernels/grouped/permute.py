@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qtrain.kernels.autotune import forced
 from qtrain.kernels.compiler import operator, tl, triton
-from qtrain.kernels.grouped.row_groups import RowGroups
+from qtrain.kernels.grouped.token_permutation import TokenPermutation
 from qtrain.kernels.numerics.silu import sum_of_pairs
 from qtrain.kernels.quantize.gather_rows import grid_of_rows
 
@@ -23,20 +23,20 @@ BLOCKS = 64
 """Parts of their rows' dots that it adds up at once. A tile of thousands takes ptxas minutes."""
 
 
-def weights_of_rows(weights: Tensor, groups: RowGroups) -> Tensor:
+def weights_of_rows(weights: Tensor, groups: TokenPermutation) -> Tensor:
     """weights fp32 [T, k] of routes -> fp32 [R], of the row of each; 0 of rows that hold no token."""
     rows = weights.new_zeros(groups.rows)  # rows of padding have weight 0
-    return rows.scatter_(0, groups.row_of_route.flatten().long(), weights.flatten())
+    return rows.scatter_(0, groups.row_of_topk.flatten().long(), weights.flatten())
 
 
 # ---- combine ---------------------------------------------------------------------------------------------------------
 
 
-def combine_rows_ref(y: Tensor, weights: Tensor | None, row_of_route: Tensor) -> Tensor:
-    """y [R, C], weights fp32 [T, k], row_of_route int32 [T, k] -> [T, C] in y's dtype."""
-    total = torch.zeros(row_of_route.shape[0], y.shape[1], device=y.device)
-    for i in range(row_of_route.shape[1]):
-        row = y[row_of_route[:, i].long()].float()
+def combine_rows_ref(y: Tensor, weights: Tensor | None, row_of_topk: Tensor) -> Tensor:
+    """y [R, C], weights fp32 [T, k], row_of_topk int32 [T, k] -> [T, C] in y's dtype."""
+    total = torch.zeros(row_of_topk.shape[0], y.shape[1], device=y.device)
+    for i in range(row_of_topk.shape[1]):
+        row = y[row_of_topk[:, i].long()].float()
         total = total + (row if weights is None else row * weights[:, i : i + 1])
     return total.to(y.dtype)
 
@@ -57,35 +57,35 @@ def _combine_rows_kernel(y_ptr, weight_ptr, row_ptr, out_ptr, columns, PER_TOKEN
     tl.store(out_ptr + token * columns + column, total.to(out_ptr.dtype.element_ty), column < columns)
 
 
-def launch_combine_rows(y: Tensor, weights: Tensor | None, row_of_route: Tensor) -> Tensor:
+def launch_combine_rows(y: Tensor, weights: Tensor | None, row_of_topk: Tensor) -> Tensor:
     """The kernel for `combine_rows_ref`; all contiguous."""
-    per_token, out = row_of_route.shape[1], y.new_empty(row_of_route.shape[0], y.shape[1])
+    per_token, out = row_of_topk.shape[1], y.new_empty(row_of_topk.shape[0], y.shape[1])
     if out.numel():
         grid, block = grid_of_rows(*out.shape)
         _combine_rows_kernel[grid](
-            y, weights, row_of_route, out, y.shape[1], PER_TOKEN=per_token, BLOCK=block,
+            y, weights, row_of_topk, out, y.shape[1], PER_TOKEN=per_token, BLOCK=block,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
 
-@operator("combine_rows", fake=lambda y, row_of_route: y.new_empty(row_of_route.shape[0], y.shape[1]))
-def combine_rows(y: Tensor, weights: Tensor | None, row_of_route: Tensor) -> Tensor:
-    """y [R, C], row_of_route int32 [T, k] -> [T, C] in y's dtype: the sum over k of y[row_of_route[t, k]], each times
+@operator("combine_rows", fake=lambda y, row_of_topk: y.new_empty(row_of_topk.shape[0], y.shape[1]))
+def combine_rows(y: Tensor, weights: Tensor | None, row_of_topk: Tensor) -> Tensor:
+    """y [R, C], row_of_topk int32 [T, k] -> [T, C] in y's dtype: the sum over k of y[row_of_topk[t, k]], each times
     weights[t, k], fp32, where those are given; in fp32, in the order of k, rounded once."""
     if not y.is_cuda or forced() == "ref":
-        return combine_rows_ref(y, weights, row_of_route)
+        return combine_rows_ref(y, weights, row_of_topk)
     weights = None if weights is None else weights.contiguous()
-    return launch_combine_rows(y.contiguous(), weights, row_of_route.contiguous())
+    return launch_combine_rows(y.contiguous(), weights, row_of_topk.contiguous())
 
 
 # ---- gradient of the weights -----------------------------------------------------------------------------------------
 
 
-def route_weight_grad_ref(row_dots: Tensor, weights: Tensor, row_of_route: Tensor) -> Tensor:
-    """row_dots fp32 [R, n], weights fp32 [T, k], row_of_route int32 [T, k] -> fp32 [T, k]."""
+def route_weight_grad_ref(router_dots: Tensor, weights: Tensor, row_of_topk: Tensor) -> Tensor:
+    """router_dots fp32 [R, n], weights fp32 [T, k], row_of_topk int32 [T, k] -> fp32 [T, k]."""
     # <dh, h> of each row [R], at the rows of a token's routes [T, k].
-    grad = row_dots.sum(1)[row_of_route.long()] / weights
+    grad = router_dots.sum(1)[row_of_topk.long()] / weights
     return torch.where(weights == 0, 0.0, grad)
 
 
@@ -107,25 +107,25 @@ def _route_weight_grad_kernel(
     tl.store(out_ptr + route, tl.where(weight == 0.0, 0.0, grad), inside)
 
 
-def launch_route_weight_grad(row_dots: Tensor, weights: Tensor, row_of_route: Tensor) -> Tensor:
+def launch_route_weight_grad(router_dots: Tensor, weights: Tensor, row_of_topk: Tensor) -> Tensor:
     """The kernel for `route_weight_grad_ref`; all contiguous."""
-    out, (_, blocks) = torch.empty_like(weights), row_dots.shape
+    out, (_, blocks) = torch.empty_like(weights), router_dots.shape
     if out.numel():
         _route_weight_grad_kernel[(triton.cdiv(out.numel(), ROUTES),)](
-            row_dots, weights, row_of_route, out, out.numel(), blocks,
+            router_dots, weights, row_of_topk, out, out.numel(), blocks,
             BLOCKS=min(triton.next_power_of_2(blocks), BLOCKS), ROUTES=ROUTES, num_warps=4,
         )  # fmt: skip
     return out
 
 
 @operator("route_weight_grad", fake=lambda weights: torch.empty_like(weights, memory_format=torch.contiguous_format))
-def route_weight_grad(row_dots: Tensor, weights: Tensor, row_of_route: Tensor) -> Tensor:
+def route_weight_grad(router_dots: Tensor, weights: Tensor, row_of_topk: Tensor) -> Tensor:
     """The gradient of the weights [T, k] in `combine_rows(y, weights, ...)`, y = down(h), h = swiglu(gate_up), fp32
     [T, k].
 
-    row_dots: <dh, h> of each row in parts (`swiglu.row_dots_ref`), from the gradient dh of h, which the weight is a
-    factor of already, so that <dh, h> / weight = <dout, y>: neither y nor h is read. 0 where the weight is 0.
+    router_dots: <dh, h> of each row in parts (`swiglu.router_dots_ref`), from the gradient dh of h, of which the
+    weight is a factor already, so that <dh, h> / weight = <dout, y>: neither y nor h is read. 0 where the weight is 0.
     """
-    if not row_dots.is_cuda or forced() == "ref":
-        return route_weight_grad_ref(row_dots, weights, row_of_route)
-    return launch_route_weight_grad(row_dots, weights.contiguous(), row_of_route.contiguous())
+    if not router_dots.is_cuda or forced() == "ref":
+        return route_weight_grad_ref(router_dots, weights, row_of_topk)
+    return launch_route_weight_grad(router_dots, weights.contiguous(), row_of_topk.contiguous())

@@ -53,7 +53,7 @@ def store_matrix(c_desc, out, group, row, column, SUBTILES: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["m", "n", "k", "groups"])  # one binary for all shapes: descriptors do the addressing
-def _grouped_rows_kernel(
+def _m_grouped_kernel(
     # TMA descriptors: A [m, k] in blocks [BLOCK_M, BLOCK_K]; the groups' matrices [groups, n, k] in blocks of one
     # group, [1, BLOCK_N, BLOCK_K], or of their transposes (COLUMN_MAJOR); the output [m, n].
     a_desc, b_desc, c_desc,
@@ -103,7 +103,7 @@ def zero_tail(
             c_desc.store([tile // tiles_n * BLOCK_M, column], zeros)
 
 
-def launch_grouped_rows(
+def launch_m_grouped(
     a: Tensor,
     b: Tensor,
     out: Tensor,
@@ -128,7 +128,7 @@ def launch_grouped_rows(
     rows_a, rows_b = (scale is not None and scale.numel() > 1 for scale in (scale_a, scale_b))
     column_major = b.stride(2) != 1  # the descriptor is of the transpose, which is contiguous
     block_b = [1, t.block_k, t.block_n] if column_major else [1, t.block_n, t.block_k]
-    _grouped_rows_kernel[(programs,)](
+    _m_grouped_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [t.block_m, t.block_k]),
         TensorDescriptor.from_tensor(b.transpose(1, 2) if column_major else b, block_b),
         TensorDescriptor.from_tensor(out, [t.block_m, t.block_n // t.subtiles]),
@@ -202,7 +202,7 @@ def steps_of_program(
 
 
 @triton.jit(do_not_specialize=["n", "k", "groups"])
-def _grouped_sums_kernel(
+def _k_grouped_kernel(
     # TMA descriptors of A [n, rows] and B [k, rows], rows in groups, or of their transposes (COLUMN_MAJOR_A, _B); and
     # of the output [groups, n, k] in blocks of one group.
     a_desc, b_desc, c_desc,
@@ -261,7 +261,7 @@ def zero_empty(
 
 @triton.jit(do_not_specialize=["n", "k", "groups"])
 def _long_sums_kernel(
-    # int8 [n, rows] and [k, rows]; the rest as for `_grouped_sums_kernel`, which has stored these tiles, overflown.
+    # int8 [n, rows] and [k, rows]; the rest as for `_k_grouped_kernel`, which has stored these tiles, overflown.
     a_desc, b_desc, c_desc, scale_a_ptr, scale_b_ptr, starts_ptr, n, k, groups, LONGEST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ROWS_A: tl.constexpr, ROWS_B: tl.constexpr,
@@ -285,7 +285,7 @@ def _long_sums_kernel(
                 _store_sums(total, c_desc, scale_ptrs, at, (n, k), 1, ROWS_A, ROWS_B)
 
 
-def launch_grouped_sums(
+def launch_k_grouped(
     a: Tensor,
     b: Tensor,
     out: Tensor,
@@ -311,7 +311,7 @@ def launch_grouped_sums(
     column_major_a, column_major_b = a.stride(1) != 1, b.stride(1) != 1
     block_a = [t.block_k, t.block_m] if column_major_a else [t.block_m, t.block_k]
     block_b = [t.block_k, t.block_n] if column_major_b else [t.block_n, t.block_k]
-    _grouped_sums_kernel[(programs,)](
+    _k_grouped_kernel[(programs,)](
         TensorDescriptor.from_tensor(a.t() if column_major_a else a, block_a),
         TensorDescriptor.from_tensor(b.t() if column_major_b else b, block_b),
         TensorDescriptor.from_tensor(out, [1, t.block_m, t.block_n // t.subtiles]),
@@ -330,7 +330,7 @@ def launch_grouped_sums(
 def launch_long_sums(
     a: Tensor, b: Tensor, out: Tensor, starts: Tensor, scales: tuple[Tensor, Tensor], longest: int = SPAN
 ) -> None:
-    """The sums of `launch_grouped_sums` of INT8 whose group has more rows than `longest`, a multiple of 128."""
+    """The sums of `launch_k_grouped` of INT8 whose group has more rows than `longest`, a multiple of 128."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     (groups, n, k), (scale_a, scale_b), block = out.shape, scales, 64

@@ -234,7 +234,7 @@ def _dual_kernel(
     # What is quantized, an [m, k] bf16 in words of two: x, or rows gathered from it (token_ptr int32 [m], weight_ptr
     # fp32 [m], or None), or of a SwiGLU (x [m, 2k] forward; dy [m, k / 2] backward), as `load_tile` says.
     x_ptr, token_ptr, weight_ptr, dy_ptr,
-    # fp32 [m, k / 2 / BLOCK]: receives a SwiGLU's `row_dots`, or None.
+    # fp32 [m, k / 2 / BLOCK]: receives a SwiGLU's `router_dots`, or None.
     dots_ptr,
     # int16 words of two codes [m, k / 2]; int32 words of four codes [k, m / 4].
     codes_ptr, codes_t_ptr,
@@ -305,7 +305,7 @@ def launch_dual_bf16x2(
     granularity_t: str | None = None,
     swiglu: bool = False,
     dy: Tensor | None = None,
-    row_dots: Tensor | None = None,
+    router_dots: Tensor | None = None,
     tensor_amax: Tensor | None = None,
     row_column_amax: tuple[Tensor, Tensor] | None = None,
     groups: BlockGroups | None = None,
@@ -316,9 +316,9 @@ def launch_dual_bf16x2(
 
     x contiguous, not empty, `supports_dual_bf16x2`. scale: fp32 [1], given. amax: int32 [1] of zeros, receives the fp32
     bits of x's absmax; only with `scale`. granularity_t: of codes_t, if it is not granularity. swiglu: quantizes
-    swiglu(x) or, with dy, the gradient of x; x [M, 2I], I a multiple of BLOCK. row_dots: fp32 [M, I / BLOCK], receives
-    `swiglu.row_dots_ref`; with dy. tensor_amax, row_column_amax: fp32 bits of the absmax of x (tensorwise), or of its
-    rows and of its columns (rowwise), int32, if known. groups: of rows with column scales of their own (rowwise). out:
+    swiglu(x) or, with dy, the gradient of x; x [M, 2I], I a multiple of BLOCK. router_dots: fp32 [M, I / BLOCK],
+    receives `swiglu.router_dots_ref`; with dy. tensor_amax, row_column_amax: fp32 bits of the absmax of x (tensorwise),
+    or of its rows and of its columns (rowwise), int32, if known. groups: of rows with column scales of their own (rowwise). out:
     memory for the result. index: the rows of what is quantized are gathered from x [T, K]; without swiglu.
     """
     granularity_t = granularity_t or granularity
@@ -347,7 +347,7 @@ def launch_dual_bf16x2(
         even=m % BLOCK == k % BLOCK == 0,
     )
     _dual_kernel[(triton.cdiv(m, BLOCK) * triton.cdiv(k, BLOCK),)](
-        x.view(torch.int32), *index, dy_ptr=None if dy is None else dy.view(torch.int32), dots_ptr=row_dots,
+        x.view(torch.int32), *index, dy_ptr=None if dy is None else dy.view(torch.int32), dots_ptr=router_dots,
         codes_ptr=codes.view(torch.int16), codes_t_ptr=codes_t.view(torch.int32),
         scale_ptr=scale, scale_t_ptr=None if grouped else scale_t, source_ptr=source, source_t_ptr=source_t,
         amax_ptr=amax, group_ptr=groups.group_of_block if grouped else None, key_ptr=rounding.key, role=rounding.role,

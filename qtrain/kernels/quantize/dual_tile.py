@@ -60,8 +60,8 @@ def _load_swiglu(gate_ptrs, words, inside, PTX: tl.constexpr):
 
 @triton.jit
 def _store_row_dots(dots0, dots1, dots2, dots3, dots_ptr, first, m, block, blocks):
-    """Sums `sum_of_pairs` over a block of columns, of the rows first + 4 * i + r in the r-th vector -> `row_dots`, fp32
-    [m, blocks]. All in one store, for which the compiler changes the layout once."""
+    """Sums `sum_of_pairs` over a block of columns, of the rows first + 4 * i + r in the r-th vector ->
+    `router_dots`, fp32 [m, blocks]. All in one store, for which the compiler changes the layout once."""
     dots = tl.reshape(tl.join(tl.join(dots0, dots2), tl.join(dots1, dots3)), (4 * dots0.shape[0],))
     row = first + tl.arange(0, 4 * dots0.shape[0])
     tl.store(dots_ptr + row.to(tl.int64) * blocks + block, dots, row < m)
@@ -70,7 +70,7 @@ def _store_row_dots(dots0, dots1, dots2, dots3, dots_ptr, first, m, block, block
 @triton.jit
 def _load_swiglu_grad(gate_ptrs, dy_ptrs, words, half, block, blocks, inside, dots, PTX: tl.constexpr):
     """Four rows of the gradient of gate, or from block number `blocks` on of up, in x [*, words], with gate and up of
-    `half` words each. That of gate comes with the block's `row_dots`: dots are their pointer or None, the first row,
+    `half` words each. That of gate comes with the block's `router_dots`: dots are their pointer or None, the first row,
     and the rows in all."""
     dots_ptr, first, m = dots
     x0, x1, x2, x3 = _load_four_rows(gate_ptrs, words, inside)
@@ -85,7 +85,7 @@ def _load_swiglu_grad(gate_ptrs, dy_ptrs, words, half, block, blocks, inside, do
         x2, dots2 = gate_grad_bf16x2(dy2, x2, up2, PTX)
         x3, dots3 = gate_grad_bf16x2(dy3, x3, up3, PTX)
         if dots_ptr is not None:
-            # Summed in one order in all kernels that produce row_dots: fp32 sums that are equal bit for bit.
+            # Summed in one order in all kernels that produce router_dots: fp32 sums that are equal bit for bit.
             dots0, dots1 = sum_of_pairs(dots0), sum_of_pairs(dots1)
             dots2, dots3 = sum_of_pairs(dots2), sum_of_pairs(dots3)
             _store_row_dots(dots0, dots1, dots2, dots3, dots_ptr, first, m, block, blocks)
@@ -129,9 +129,9 @@ def load_tile(source_ptrs, at, sizes, SWIGLU: tl.constexpr, CODE: tl.constexpr):
     """A tile of the matrix [m, k] that is quantized, of which x and dy hold words of two elements: row 4 * i + r in the
     r-th result, int32 [BLOCK / 4, BLOCK / 2].
 
-    source_ptrs: x, token_of_row, weight_of_row, dy, row_dots, of which all but x may be None. SWIGLU: "" is x, or
+    source_ptrs: x, token_of_row, weight_of_row, dy, router_dots, of which all but x may be None. SWIGLU: "" is x, or
     m rows gathered from it unless token_ptr is None; "forward" is y = swiglu(x), x [m, 2 * k]; "backward" the gradient
-    of x [m, k] from dy [m, k / 2], with `row_dots` unless dots_ptr is None.
+    of x [m, k] from dy [m, k / 2], with `router_dots` unless dots_ptr is None.
     """
     x_ptr, token_ptr, weight_ptr, dy_ptr, dots_ptr = source_ptrs
     tile_m, tile_k = at

@@ -68,7 +68,7 @@ def _max_of_four_rows(a, b, c, d, PTX: tl.constexpr):
 def _quantize_swiglu_backward_kernel(
     # int32 words of two bf16: [m, k], gate then up; [m, k / 2]; like x.
     x_ptr, dy_ptr, dx_ptr,
-    # fp32 [m, k / BLOCK_K]: receives `row_dots`, or None.
+    # fp32 [m, k / BLOCK_K]: receives `router_dots`, or None.
     dots_ptr,
     # Of y: int32 words of four codes [k, m / 4]; fp32 [k], None where columns of groups have theirs; int32 bits of the
     # absmax of its columns [k] or [groups * k].
@@ -155,14 +155,14 @@ def launch_quantize_swiglu_backward(
     rounding: Rounding = NEAREST,
     power_of_two: bool = False,
     groups: BlockGroups | None = None,
-    row_dots: Tensor | None = None,
+    router_dots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
     """x [M, 2I], dy [M, I] bf16, contiguous, not empty, M and I multiples of 16 -> of y = swiglu(x) the codes [I, M]
     and the scale fp32 [I], as `quantize_transposed_ref` at rowwise; dx [M, 2I] bf16; and the absmax of dx's rows [M]
     and columns [2I], as fp32 bits in int32.
 
     y_column_amax: of y's columns, fp32 bits in int32 [I]. fmt, rounding, power_of_two: of y's codes. groups: of rows;
-    all column maxima and scales are then those of each group [groups * I], [groups * 2I]. row_dots: as in
+    all column maxima and scales are then those of each group [groups * I], [groups * 2I]. router_dots: as in
     `launch_swiglu_backward`.
     """
     (m, k), key = dy.shape, rounding.column_key
@@ -173,7 +173,7 @@ def launch_quantize_swiglu_backward(
         scale_t = launch_group_scales(y_column_amax, fmt, power_of_two)
     found = torch.zeros(m + count * 2 * k, dtype=torch.int32, device=x.device)
     _quantize_swiglu_backward_kernel[(triton.cdiv(m, BLOCK_M) * triton.cdiv(k, BLOCK_K),)](
-        x.view(torch.int32), dy.view(torch.int32), dx.view(torch.int32), row_dots, codes_t.view(torch.int32),
+        x.view(torch.int32), dy.view(torch.int32), dx.view(torch.int32), router_dots, codes_t.view(torch.int32),
         scale_t_ptr=scale_t_out, source_t_ptr=y_column_amax, row_ptr=found[:m], column_ptr=found[m:],
         group_ptr=group_of_block, key_ptr=key, role=rounding.role, m=m, k=k,
         STOCHASTIC=key is not None, CODE=encoding(fmt, x.device, power_of_two),

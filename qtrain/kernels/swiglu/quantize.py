@@ -26,7 +26,7 @@ from qtrain.kernels.quantize.dual_bf16x2 import BLOCK, BLOCK_PAIRS, launch_dual_
 from qtrain.kernels.quantize.operators import quantize, quantize_dual, quantize_dual_delayed, quantize_transposed
 from qtrain.kernels.swiglu.backward import launch_quantize_swiglu_backward
 from qtrain.kernels.swiglu.rowwise import launch_quantize_swiglu_rowwise
-from qtrain.kernels.swiglu.swiglu import empty_row_dots, swiglu, swiglu_backward, swiglu_backward_dots
+from qtrain.kernels.swiglu.swiglu import empty_router_dots, swiglu, swiglu_backward, swiglu_backward_dots
 
 
 def activation(x: Tensor, dy: Tensor | None) -> Tensor:
@@ -34,10 +34,10 @@ def activation(x: Tensor, dy: Tensor | None) -> Tensor:
     return swiglu(x) if dy is None else swiglu_backward(dy, x)
 
 
-def activation_dots(x: Tensor, dy: Tensor | None, row_dots: bool) -> tuple[Tensor, Tensor]:
-    """`activation`, and `row_dots_ref(dy, x)` fp32 [M, n], or [M, 0] if they are not wanted; only with dy."""
-    if not row_dots:
-        return activation(x, dy), empty_row_dots(x, False)
+def activation_dots(x: Tensor, dy: Tensor | None, router_dots: bool) -> tuple[Tensor, Tensor]:
+    """`activation`, and `router_dots_ref(dy, x)` fp32 [M, n], or [M, 0] if they are not wanted; only with dy."""
+    if not router_dots:
+        return activation(x, dy), empty_router_dots(x, False)
     return swiglu_backward_dots(dy, x)
 
 
@@ -63,10 +63,10 @@ def _kernel_takes(x: Tensor, dy: Tensor | None, fmt: str, granularity: str, give
     return takes and x.is_cuda and x.numel() > 0 and x.shape[1] % (2 * width) == 0
 
 
-def _empty_quantize_swiglu(x, dy, fmt, granularity, granularity_t, columns, groups, row_dots):
+def _empty_quantize_swiglu(x, dy, fmt, granularity, granularity_t, columns, groups, router_dots):
     y = _empty_like(x, dy)
     columns = empty_codes(y, fmt, granularity_t, transposed=True, groups=groups)
-    return *empty_codes(y, fmt, granularity), *columns, empty_row_dots(x, row_dots)
+    return *empty_codes(y, fmt, granularity), *columns, empty_router_dots(x, router_dots)
 
 
 @operator("quantize_swiglu", fake=_empty_quantize_swiglu)
@@ -83,24 +83,24 @@ def quantize_swiglu(
     power_of_two: bool = False,
     group_of_block: Tensor | None = None,
     groups: int = 1,
-    row_dots: bool = False,
+    router_dots: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`quantize_dual` of y, or of dx: codes, scale, codes_t, scale_t; codes of both layouts in the same format.
-    row_dots: as for `activation_dots`, the last result, here and below."""
+    router_dots: as for `activation_dots`, the last result, here and below."""
     x, dy, rounding = x.contiguous(), None if dy is None else dy.contiguous(), Rounding(key, role, rows, columns)
     if not (supports_swiglu_dual(fmt, granularity, granularity_t) and _kernel_takes(x, dy, fmt, granularity)):
-        t, dots = activation_dots(x, dy, row_dots)
+        t, dots = activation_dots(x, dy, router_dots)
         grouped = {"group_of_block": group_of_block, "groups": groups}
         return *quantize_dual(t, fmt, granularity, granularity_t, *rounding, power_of_two, **grouped), dots
-    dots = empty_row_dots(x, row_dots)  # fp32 [M, I / 128]; [M, 0] where nobody reads them
-    kernel = {"granularity_t": granularity_t, "swiglu": True, "dy": dy, "row_dots": dots if row_dots else None}
+    dots = empty_router_dots(x, router_dots)  # fp32 [M, I / 128]; [M, 0] where nobody reads them
+    kernel = {"granularity_t": granularity_t, "swiglu": True, "dy": dy, "router_dots": dots if router_dots else None}
     return *launch_dual_bf16x2(x, fmt, granularity, rounding, power_of_two, **kernel), dots
 
 
-def _empty_quantize_swiglu_delayed(x, dy, fmt, row_dots):
+def _empty_quantize_swiglu_delayed(x, dy, fmt, router_dots):
     y = _empty_like(x, dy)
     (codes, scale), codes_t = empty_codes(y, fmt, "tensorwise"), empty_codes(y, fmt, "tensorwise", transposed=True)[0]
-    return codes, codes_t, scale, torch.empty_like(scale), empty_row_dots(x, row_dots)
+    return codes, codes_t, scale, torch.empty_like(scale), empty_router_dots(x, router_dots)
 
 
 @operator("quantize_swiglu_delayed", fake=_empty_quantize_swiglu_delayed)
@@ -114,19 +114,19 @@ def quantize_swiglu_delayed(
     rows: bool = True,
     columns: bool = True,
     power_of_two: bool = False,
-    row_dots: bool = False,
+    router_dots: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`quantize_dual_delayed` of y, or of dx: codes, codes_t, scale fp32 [1], absmax fp32 [1], dots."""
     x, dy, rounding = x.contiguous(), None if dy is None else dy.contiguous(), Rounding(key, role, rows, columns)
     if not _kernel_takes(x, dy, fmt, "tensorwise", True):
-        t, dots = activation_dots(x, dy, row_dots)
+        t, dots = activation_dots(x, dy, router_dots)
         return *quantize_dual_delayed(t, fmt, known, *rounding, power_of_two), dots
     # Reads x and dy only where no scale is known yet, in the first step.
     scale, amax = launch_swiglu_delayed_scale(x, dy, known, fmt, power_of_two)
-    dots = empty_row_dots(x, row_dots)
-    into = dots if row_dots else None
+    dots = empty_router_dots(x, router_dots)
+    into = dots if router_dots else None
     codes, _, codes_t, _ = launch_dual_bf16x2(
-        x, fmt, "tensorwise", rounding, False, scale, amax, swiglu=True, dy=dy, row_dots=into
+        x, fmt, "tensorwise", rounding, False, scale, amax, swiglu=True, dy=dy, router_dots=into
     )
     return codes, codes_t, scale, amax.view(torch.float32), dots
 
@@ -156,9 +156,9 @@ def quantize_swiglu_rowwise(
     return *quantize(y, fmt, "rowwise", key, role, power_of_two), column_absmax_ref(y, column_groups)
 
 
-def _empty_quantize_swiglu_backward(x, dy, fmt, fmt_y, groups, row_dots):
+def _empty_quantize_swiglu_backward(x, dy, fmt, fmt_y, groups, router_dots):
     dual = *empty_codes(x, fmt, "rowwise"), *empty_codes(x, fmt, "rowwise", transposed=True, groups=groups)
-    return *dual, *empty_codes(dy, fmt_y, "rowwise", transposed=True, groups=groups), empty_row_dots(x, row_dots)
+    return *dual, *empty_codes(dy, fmt_y, "rowwise", transposed=True, groups=groups), empty_router_dots(x, router_dots)
 
 
 @operator("quantize_swiglu_backward", fake=_empty_quantize_swiglu_backward)
@@ -178,7 +178,7 @@ def quantize_swiglu_backward(
     power_of_two_y: bool,
     group_of_block: Tensor | None = None,
     groups: int = 1,
-    row_dots: bool = False,
+    router_dots: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`quantize_dual` of dx, rowwise: codes, scale, codes_t, scale_t; `quantize_transposed` of y: codes_t, scale_t; and
     dots.
@@ -190,14 +190,14 @@ def quantize_swiglu_backward(
     column_groups = block_groups(x.shape[0], group_of_block, groups, "rowwise")
     if not (_kernel_takes(x, dy, fmt, "rowwise") and supports_swiglu_rowwise(fmt_y, "rowwise")):
         grouped = {"group_of_block": group_of_block, "groups": groups}
-        dx, dots = activation_dots(x, dy, row_dots)
+        dx, dots = activation_dots(x, dy, router_dots)
         dual = quantize_dual(dx, fmt, "rowwise", "rowwise", *rounding, power_of_two, **grouped)
         y_columns = quantize_transposed(swiglu(x), fmt_y, "rowwise", key_y, role_y, power_of_two_y, **grouped)
         return *dual, *y_columns, dots
-    dots = empty_row_dots(x, row_dots)
+    dots = empty_router_dots(x, router_dots)
     # One read of x and dy: dx in bf16, its absmaxes, and y's column codes. Then one read of dx for its codes.
     codes_t, scale_t, dx, dx_amax = launch_quantize_swiglu_backward(
-        x, dy, column_amax, fmt_y, Rounding(key_y, role_y), power_of_two_y, column_groups, dots if row_dots else None
+        x, dy, column_amax, fmt_y, Rounding(key_y, role_y), power_of_two_y, column_groups, dots if router_dots else None
     )
     dual = launch_dual_bf16x2(dx, fmt, "rowwise", rounding, power_of_two, row_column_amax=dx_amax, groups=column_groups)
     return *dual, codes_t, scale_t, dots

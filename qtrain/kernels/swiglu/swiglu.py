@@ -18,7 +18,7 @@ from qtrain.kernels.numerics.silu import sum_of_pairs, swiglu_f32, swiglu_grad_f
 
 BLOCK = 1024
 DOTS_BLOCK = 128
-"""Columns of y that one number of `row_dots` is summed over."""
+"""Columns of y that one number of `router_dots` is summed over."""
 
 
 def swiglu_ref(x: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def swiglu_backward_ref(dy: Tensor, x: Tensor) -> Tensor:
     return torch.cat([dy * up * s * (1 + gate * (1 - s)), dy * gate * s], dim=-1).to(x.dtype)
 
 
-def row_dots_ref(dy: Tensor, x: Tensor) -> Tensor:
+def router_dots_ref(dy: Tensor, x: Tensor) -> Tensor:
     """dy [M, I], x [M, 2I] -> fp32 [M, ceil(I / DOTS_BLOCK)], the sums of dy * y over the columns of each block, with
     y = swiglu(x) before it is rounded."""
     gate, up = x.float().chunk(2, dim=-1)  # fp32 [M, I] each
@@ -43,8 +43,8 @@ def row_dots_ref(dy: Tensor, x: Tensor) -> Tensor:
     return padded.unflatten(1, (-1, DOTS_BLOCK)).sum(2)
 
 
-def empty_row_dots(x: Tensor, wanted: bool = True) -> Tensor:
-    """Memory for the `row_dots` of x [M, 2I]; none if they are not wanted."""
+def empty_router_dots(x: Tensor, wanted: bool = True) -> Tensor:
+    """Memory for the `router_dots` of x [M, 2I]; none if they are not wanted."""
     return x.new_empty(x.shape[0], -(-(x.shape[1] // 2) // DOTS_BLOCK) if wanted else 0, dtype=torch.float32)
 
 
@@ -63,7 +63,7 @@ def _swiglu_kernel(x_ptr, y_ptr, width, PTX: tl.constexpr, BLOCK: tl.constexpr):
 def _swiglu_backward_kernel(
     dy_ptr, x_ptr, dx_ptr, dots_ptr, width, PTX: tl.constexpr, BLOCK: tl.constexpr, DOTS_BLOCK: tl.constexpr
 ):
-    # dy [M, width], x and dx [M, 2 * width], fp32 or bf16; dots fp32 [M, width / DOTS_BLOCK]: `row_dots`, or None.
+    # dy [M, width], x and dx [M, 2 * width], fp32 or bf16; dots fp32 [M, width / DOTS_BLOCK]: `router_dots`, or None.
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -91,14 +91,14 @@ def launch_swiglu(x: Tensor) -> Tensor:
     return y
 
 
-def launch_swiglu_backward(dy: Tensor, x: Tensor, row_dots: Tensor | None = None) -> Tensor:
-    """The kernel for `swiglu_backward_ref`, and for `row_dots_ref` if there is memory for it; all contiguous."""
+def launch_swiglu_backward(dy: Tensor, x: Tensor, router_dots: Tensor | None = None) -> Tensor:
+    """The kernel for `swiglu_backward_ref`, and for `router_dots_ref` if there is memory for it; all contiguous."""
     rows, width = dy.shape
     dx = torch.empty_like(x)
     if dx.numel():
         grid = (rows, triton.cdiv(width, BLOCK))  # only the first dimension takes more than 65,535
         _swiglu_backward_kernel[grid](
-            dy, x, dx, row_dots, width, PTX=has_ptx(x.device), BLOCK=BLOCK, DOTS_BLOCK=DOTS_BLOCK,
+            dy, x, dx, router_dots, width, PTX=has_ptx(x.device), BLOCK=BLOCK, DOTS_BLOCK=DOTS_BLOCK,
             enable_fp_fusion=False,
         )  # fmt: skip
     return dx
@@ -116,15 +116,15 @@ def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def _empty_swiglu_backward_dots(x):
-    return torch.empty_like(x, memory_format=torch.contiguous_format), empty_row_dots(x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), empty_router_dots(x)
 
 
 @operator("swiglu_backward_dots", fake=_empty_swiglu_backward_dots)
 def swiglu_backward_dots(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """`swiglu_backward`, and `row_dots_ref` from the same read."""
+    """`swiglu_backward`, and `router_dots_ref` from the same read."""
     if not x.is_cuda:
-        return swiglu_backward_ref(dy, x), row_dots_ref(dy, x)
-    dots = empty_row_dots(x)
+        return swiglu_backward_ref(dy, x), router_dots_ref(dy, x)
+    dots = empty_router_dots(x)
     return launch_swiglu_backward(dy.contiguous(), x.contiguous(), dots), dots
 
 

@@ -56,7 +56,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from qtrain.kernels.grouped.row_groups import padded_rows
+from qtrain.kernels.grouped.token_permutation import padded_rows
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.cost.parameters import LAYER_LINEARS, layer_linears
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qtrain.kernels.grouped.row_groups import routes_per_group
+from qtrain.kernels.grouped.token_permutation import tokens_per_expert
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.native.attention import SequenceInfo
 from qtrain.models.native.lora_experts import LoraExperts
@@ -73,5 +73,5 @@ class MoE(nn.Module):
 
     def statistics(self, routing: Routing, info: SequenceInfo) -> tuple[Tensor, Tensor]:
         """Load and losses."""
-        load = routes_per_group(routing.experts, self.router.moe.experts)
+        load = tokens_per_expert(routing.experts, self.router.moe.experts)
         return load, self.losses.of(routing, load)

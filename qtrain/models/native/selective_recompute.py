@@ -28,7 +28,7 @@ _KEPT = {
 GEMM_OPERATORS = ("scaled_mm", "int8_mm", "int4_mm", "scaled_int4_mm", "blockwise_mm", "mx_mm", "fp16_mm", "fp32_mm")
 """This project's matrix products (`kernels/gemm`)."""
 GROUPED_OPERATORS = tuple(
-    f"grouped_{over}_{kind}mm" for over in ("rows", "sums") for kind in ("", "blockwise_", "plain_", "int4_")
+    f"{over}_grouped_{kind}mm" for over in ("m", "k") for kind in ("", "blockwise_", "plain_", "int4_")
 )
 """Products of groups of rows (`kernels/grouped`)."""
 _TENSOR_RANKS_SUMS = ("group_scatter_sum", "group_sum")
@@ -43,7 +43,7 @@ def _sums_few_columns(op: Any, args: Any) -> bool:
     """Whether this is the product of an adapter's B, of a linear or of experts [E * N, r]."""
     if op is _aten.mm.default:
         return args[0].shape[1] < _FEW_COLUMNS <= args[1].shape[1]
-    if op.name() == "qtrain::grouped_rows_plain_mm":
+    if op.name() == "qtrain::m_grouped_plain_mm":
         experts = args[3].shape[0] - 1
         return args[0].shape[1] < _FEW_COLUMNS <= args[1].shape[0] // experts
     return False

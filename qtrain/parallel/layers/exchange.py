@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qtrain.comm.rank_group import CODES, RankGroup
 from qtrain.kernels.gemm.persistent import transpose_8bit
-from qtrain.kernels.grouped.row_groups import RowGroups
+from qtrain.kernels.grouped.token_permutation import TokenPermutation
 from qtrain.kernels.numerics.formats import FORMATS, LINEAR_FORMATS
 from qtrain.kernels.quantize.gather_rows import gather_rows
 from qtrain.quant.arguments import LinearArguments
@@ -145,7 +145,7 @@ def quantize_routed(linear: LinearArguments, x: Tensor, needs: NeedsOperand, gro
     return Operands(rows, rows._replace(codes=transpose_8bit(rows.codes)))
 
 
-def _routed_rows(tokens: QuantizedTensor, groups: RowGroups) -> QuantizedTensor:
+def _routed_rows(tokens: QuantizedTensor, groups: TokenPermutation) -> QuantizedTensor:
     codes = gather_rows(tokens.codes.view(torch.int8), groups.token_of_row).view(tokens.codes.dtype)
     scale = tokens.scale
     if tokens.format.granularity == "rowwise":

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from qtrain.comm.rank_group import RANK_RNG_OFFSET, RankGroup
 from qtrain.kernels.grouped.permute import combine_rows, route_weight_grad, weights_of_rows
-from qtrain.kernels.grouped.row_groups import RowGroups, group_rows, group_rows_of
+from qtrain.kernels.grouped.token_permutation import TokenPermutation, group_rows, group_rows_of
 from qtrain.kernels.quantize.gather_rows import gather_rows
 from qtrain.models.native.moe import Experts
 from qtrain.parallel.layers.exchange import ScaleExchange, quantize_routed
@@ -73,7 +73,7 @@ class _Batch(NamedTuple):
 
     weights: Tensor
     """fp32 [T, k]."""
-    groups: RowGroups
+    groups: TokenPermutation
     up: LinearArguments
     down: LinearArguments
 
@@ -133,13 +133,13 @@ class ParallelExpertsFunction(torch.autograd.Function):
         for i, (batch, tokens, mlp) in enumerate(zip(batches, every, ctx.mlps, strict=True)):
             dy = gather_rows(tokens, batch.groups.token_of_row, weights_of_rows(batch.weights, batch.groups))
             batch_saved = mlp._replace(operands=saved[i * each : (i + 1) * each])
-            gradients.append(mlp_backward(batch_saved, dy, ctx.needs, row_dots=ctx.needs_input_grad[1]))
+            gradients.append(mlp_backward(batch_saved, dy, ctx.needs, router_dots=ctx.needs_input_grad[1]))
         dx = dweights = dup = ddown = None
         if ctx.needs_input_grad[0]:
             dx = _to_tokens(ctx, [g.x for g in gradients], weights=False)
         if ctx.needs_input_grad[1]:
             per_route = [
-                route_weight_grad(g.row_dots, batch.weights, batch.groups.row_of_route)
+                route_weight_grad(g.router_dots, batch.weights, batch.groups.row_of_topk)
                 for g, batch in zip(gradients, batches, strict=True)
             ]
             dweights = group.reduce_scatter_no_grad(torch.cat(per_route), ROUTES)
@@ -191,10 +191,10 @@ def _to_tokens(ctx, per_row: Sequence[Tensor], weights: bool) -> Tensor:
     """From rows of this rank's experts to the sums over the routes of this rank's tokens, with their weights or not."""
     if not ctx.in_order:
         batch = ctx.batches[0]
-        sums = combine_rows(per_row[0], batch.weights if weights else None, batch.groups.row_of_route)
+        sums = combine_rows(per_row[0], batch.weights if weights else None, batch.groups.row_of_topk)
         return ctx.group.reduce_scatter_no_grad(sums)
     per_route = [
-        gather_rows(rows, batch.groups.row_of_route.flatten()) for rows, batch in zip(per_row, ctx.batches, strict=True)
+        gather_rows(rows, batch.groups.row_of_topk.flatten()) for rows, batch in zip(per_row, ctx.batches, strict=True)
     ]
     own = ctx.group.reduce_scatter_no_grad(torch.cat(per_route))
     routes = torch.arange(len(own), dtype=torch.int32, device=own.device).view_as(ctx.weights)

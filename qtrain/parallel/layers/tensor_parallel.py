@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qtrain.comm.rank_group import RankGroup
-from qtrain.kernels.grouped.row_groups import routes_per_group
+from qtrain.kernels.grouped.token_permutation import tokens_per_expert
 from qtrain.models.native.attention import Attention, SequenceInfo
 from qtrain.models.native.decoder import Embedding, Output
 from qtrain.models.native.loss import LossSums, linear_cross_entropy
@@ -105,7 +105,7 @@ class TPMoE(MoE):
             return super().statistics(routing, info)
         group, tokens, rows = self.stream.group, info.batch * info.seq_len, len(routing.experts)
         routing = routing.first(max(0, min(rows, tokens - group.rank * rows)))  # the others are padding
-        load = group.all_reduce_no_grad(routes_per_group(routing.experts, self.router.moe.experts))
+        load = group.all_reduce_no_grad(tokens_per_expert(routing.experts, self.router.moe.experts))
         return load, self.losses.of(routing, load, TokenSum(group.all_reduce, tokens))
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qtrain.kernels.grouped.row_groups import RowGroups, group_rows
+from qtrain.kernels.grouped.token_permutation import TokenPermutation, group_rows
 from tests.kernels.gemm.test_scaled_mm import codes
 
 ROUTINGS = ("random", "one_group", "one_row", "some_empty")
 
 
-def routed(routing: str, groups: int = 4, tokens: int = 150, device: str = "cpu") -> RowGroups:
+def routed(routing: str, groups: int = 4, tokens: int = 150, device: str = "cpu") -> TokenPermutation:
     """Rows of two routes a token; "one_row": of one route in all."""
     generator = torch.Generator().manual_seed(len(routing))
     if routing == "one_row":
@@ -25,12 +25,12 @@ def routed(routing: str, groups: int = 4, tokens: int = 150, device: str = "cpu"
     return group_rows(experts.to(device), groups)
 
 
-def spans(g: RowGroups) -> list[tuple[int, int, int]]:
+def spans(g: TokenPermutation) -> list[tuple[int, int, int]]:
     """(group, its first row, its last row + 1)."""
     return [(group, *span) for group, span in enumerate(itertools.pairwise(g.starts.tolist()))]
 
 
-def rows_operands(g: RowGroups, n: int, k: int, dtypes, role: str, seed: int = 0, tensorwise: bool = False):
+def rows_operands(g: TokenPermutation, n: int, k: int, dtypes, role: str, seed: int = 0, tensorwise: bool = False):
     """A [R, K], B of the role, scale_a, scale_b."""
     device = g.starts.device.type
     shape = (g.count * n, k) if role == "output" else (n, g.count * k)
@@ -38,7 +38,7 @@ def rows_operands(g: RowGroups, n: int, k: int, dtypes, role: str, seed: int = 0
     return a, b, *scales(seed, device, *((1, 1) if tensorwise else (g.rows, g.count * n)))
 
 
-def sums_operands(g: RowGroups, n: int, k: int, dtypes, seed: int = 0, tensorwise: bool = False):
+def sums_operands(g: TokenPermutation, n: int, k: int, dtypes, seed: int = 0, tensorwise: bool = False):
     """A [N, R], B [K, R], scale_a, scale_b."""
     device = g.starts.device.type
     a, b = codes(n, g.rows, dtypes[0], seed, device), codes(k, g.rows, dtypes[1], seed + 1, device)

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from qtrain.kernels.gemm.blockwise_mm import BLOCKS, BlockwiseTiling, blockwise_mm
 from qtrain.kernels.grouped.grouped_blockwise_mm import (
-    grouped_rows_blockwise_mm,
-    grouped_rows_blockwise_mm_ref,
-    grouped_sums_blockwise_mm,
-    grouped_sums_blockwise_mm_ref,
+    k_grouped_blockwise_mm,
+    k_grouped_blockwise_mm_ref,
     launch_grouped_rows_blockwise,
     launch_grouped_sums_blockwise,
+    m_grouped_blockwise_mm,
+    m_grouped_blockwise_mm_ref,
     rows_tilings,
     sums_tilings,
 )
@@ -64,7 +64,7 @@ def test_each_group_is_the_dense_product(dtype, blocks, routing):
     for role, n, k in (("output", 128, 64), ("output", 40, 128), ("grad_input", 40, 160), ("grad_input", 256, 32)):
         a, b, scale_a, scale_b = rows_operands(g, n, k, dtype, blocks, role, n)
         groups = g.group_of_block, g.starts
-        y = grouped_rows_blockwise_mm(a, b, scale_a, scale_b, *blocks, *groups, torch.bfloat16)
+        y = m_grouped_blockwise_mm(a, b, scale_a, scale_b, *blocks, *groups, torch.bfloat16)
         assert (y[last:] == 0).all()
         scales_b = unstack(scale_b, g.count, role == "output")
         for e, s, t in spans(g):
@@ -75,7 +75,7 @@ def test_each_group_is_the_dense_product(dtype, blocks, routing):
     n, k = 40, 160
     for pair in sums_blocks(blocks):
         a, b, scale_a, scale_b = sums_operands(g, n, k, dtype, pair)
-        dw = grouped_sums_blockwise_mm(a, b, scale_a, scale_b, *pair, g.starts, torch.float32).view(g.count, n, k)
+        dw = k_grouped_blockwise_mm(a, b, scale_a, scale_b, *pair, g.starts, torch.float32).view(g.count, n, k)
         for e, s, t in spans(g):
             own = [scale[:, s // along : t // along] for scale in (scale_a, scale_b)]
             operands_of_group = a[:, s:t].contiguous(), b[:, s:t].contiguous()
@@ -87,7 +87,7 @@ def test_different_cuts_of_k_are_refused():
     g = routed("random")
     a, b, *s = sums_operands(g, 32, 32, torch.int8, ("32x32", "32x32"))
     with pytest.raises(ValueError, match="cut K differently"):
-        grouped_sums_blockwise_mm(a, b, *s, "32x32", "1x128", g.starts, torch.bfloat16)
+        k_grouped_blockwise_mm(a, b, *s, "32x32", "1x128", g.starts, torch.bfloat16)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -95,8 +95,8 @@ def test_operators():
     g, blocks = routed("random"), ("1x128", "128x128")
     rows = rows_operands(g, 40, 64, torch.int8, blocks, "output")
     sums = sums_operands(g, 40, 64, torch.int8, ("1x128", "1x128"))
-    torch.library.opcheck(grouped_rows_blockwise_mm, (*rows, *blocks, g.group_of_block, g.starts, torch.bfloat16))
-    torch.library.opcheck(grouped_sums_blockwise_mm, (*sums, "1x128", "1x128", g.starts, torch.bfloat16))
+    torch.library.opcheck(m_grouped_blockwise_mm, (*rows, *blocks, g.group_of_block, g.starts, torch.bfloat16))
+    torch.library.opcheck(k_grouped_blockwise_mm, (*sums, "1x128", "1x128", g.starts, torch.bfloat16))
 
 
 def close(out, expected, size, dtype):
@@ -112,7 +112,7 @@ def check(g, n, k, dtype, blocks, role, out_dtype, tilings=None):
     """tilings: of the interpreter; None: all that the dispatch has."""
     a, b, *s = rows_operands(g, n, k, dtype, blocks, role, n)
     a.view(torch.uint8)[int(g.starts[-1]) :] = 0x7F  # of FP8 a NaN: the kernel must not read it
-    expected, size = expected_and_size(grouped_rows_blockwise_mm_ref, a, b, *s, *blocks, g.starts)
+    expected, size = expected_and_size(m_grouped_blockwise_mm_ref, a, b, *s, *blocks, g.starts)
     w, scale_w = matrices(b, k, g.count), unstack(s[1], g.count, role == "output")
     taken = tilings or rows_tilings(a, w, scale_w, *blocks, out_dtype).values()
     assert taken
@@ -125,7 +125,7 @@ def check(g, n, k, dtype, blocks, role, out_dtype, tilings=None):
         a, b, *s = sums_operands(g, n, k, dtype, pair, n)
         for t in (a, b):
             t.view(torch.uint8)[:, int(g.starts[-1]) :] = 0x7F
-        expected, size = expected_and_size(grouped_sums_blockwise_mm_ref, a, b, *s, *pair, g.starts)
+        expected, size = expected_and_size(k_grouped_blockwise_mm_ref, a, b, *s, *pair, g.starts)
         taken = tilings or sums_tilings(a, b, s[1], *pair, out_dtype).values()
         assert taken
         for tiling in taken:
@@ -187,10 +187,10 @@ def test_operators_on_gpu(family, monkeypatch):
             g, blocks = routed(routing, device="cuda"), ("1x128", "128x128")
             of_sums = sums_blocks(blocks)[number % 2]
             rows, sums = rows_operands(g, n, k, E4M3, blocks, ROLES[number % 2]), sums_operands(g, n, k, E4M3, of_sums)
-            y = grouped_rows_blockwise_mm(*rows, *blocks, g.group_of_block, g.starts, torch.float32)
-            dw = grouped_sums_blockwise_mm(*sums, *of_sums, g.starts, torch.float32)
+            y = m_grouped_blockwise_mm(*rows, *blocks, g.group_of_block, g.starts, torch.float32)
+            dw = k_grouped_blockwise_mm(*sums, *of_sums, g.starts, torch.float32)
             for found, product, operands_of, blocks_of in (
-                (y, grouped_rows_blockwise_mm_ref, rows, blocks),
-                (dw, grouped_sums_blockwise_mm_ref, sums, of_sums),
+                (y, m_grouped_blockwise_mm_ref, rows, blocks),
+                (dw, k_grouped_blockwise_mm_ref, sums, of_sums),
             ):
                 close(found, *expected_and_size(product, *operands_of, *blocks_of, g.starts), E4M3)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from qtrain.kernels.grouped.grouped_int4_mm import grouped_rows_int4_mm, grouped_sums_int4_mm, launch_unpack_int4
-from qtrain.kernels.grouped.grouped_mm import grouped_rows_mm_ref, grouped_sums_mm_ref
+from qtrain.kernels.grouped.grouped_int4_mm import k_grouped_int4_mm, launch_unpack_int4, m_grouped_int4_mm
+from qtrain.kernels.grouped.grouped_mm import k_grouped_mm_ref, m_grouped_mm_ref
 from qtrain.kernels.numerics.formats import pack, unpack
 from tests.kernels.gemm.test_scaled_mm import DTYPES
 from tests.kernels.grouped.cases import ROUTINGS, routed, rows_operands, sums_operands
@@ -16,12 +16,12 @@ def check_products(device: str) -> None:
         a, b, *scales = rows_operands(g, 32, 64, DTYPES[0], role)
         a, b = (x.clamp(-8, 7) for x in (a, b))
         packed = pack(a, "int4"), pack(b, "int4")
-        y = grouped_rows_int4_mm(*packed, *scales, g.group_of_block, g.starts, torch.bfloat16)
-        assert torch.equal(y, grouped_rows_mm_ref(a, b, *scales, g.starts, torch.bfloat16))
+        y = m_grouped_int4_mm(*packed, *scales, g.group_of_block, g.starts, torch.bfloat16)
+        assert torch.equal(y, m_grouped_mm_ref(a, b, *scales, g.starts, torch.bfloat16))
         a, b, *scales = sums_operands(g, 32, 64, DTYPES[0])
         a, b = (x.clamp(-8, 7) for x in (a, b))
-        dw = grouped_sums_int4_mm(pack(a, "int4"), pack(b, "int4"), *scales, g.starts, torch.bfloat16)
-        assert torch.equal(dw, grouped_sums_mm_ref(a, b, *scales, g.starts, torch.bfloat16))
+        dw = k_grouped_int4_mm(pack(a, "int4"), pack(b, "int4"), *scales, g.starts, torch.bfloat16)
+        assert torch.equal(dw, k_grouped_mm_ref(a, b, *scales, g.starts, torch.bfloat16))
 
 
 def test_products_of_unpacked_codes():
@@ -33,10 +33,10 @@ def test_operators():
     g = routed("random")
     a, b, *scales = rows_operands(g, 16, 32, DTYPES[0], "output")
     a, b = pack(a.clamp(-8, 7), "int4"), pack(b.clamp(-8, 7), "int4")
-    torch.library.opcheck(grouped_rows_int4_mm, (a, b, *scales, g.group_of_block, g.starts, torch.bfloat16))
+    torch.library.opcheck(m_grouped_int4_mm, (a, b, *scales, g.group_of_block, g.starts, torch.bfloat16))
     a, b, *scales = sums_operands(g, 16, 32, DTYPES[0])
     a, b = pack(a.clamp(-8, 7), "int4"), pack(b.clamp(-8, 7), "int4")
-    torch.library.opcheck(grouped_sums_int4_mm, (a, b, *scales, g.starts, torch.bfloat16))
+    torch.library.opcheck(k_grouped_int4_mm, (a, b, *scales, g.starts, torch.bfloat16))
 
 
 def check_unpacking(device: str) -> None:

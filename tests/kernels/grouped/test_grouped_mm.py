@@ -9,19 +9,19 @@ from qtrain.kernels.grouped import grouped_mm as module
 from qtrain.kernels.grouped.grouped_mm import (
     ROWS_TILINGS,
     SUMS_TILINGS,
-    grouped_rows_mm,
-    grouped_rows_mm_ref,
-    grouped_sums_mm,
-    grouped_sums_mm_ref,
+    k_grouped_mm,
+    k_grouped_mm_ref,
+    m_grouped_mm,
+    m_grouped_mm_ref,
 )
 from qtrain.kernels.grouped.per_group import matrices
 from qtrain.kernels.grouped.persistent import (
-    launch_grouped_rows,
-    launch_grouped_sums,
+    launch_k_grouped,
     launch_long_sums,
     launch_longest_first,
+    launch_m_grouped,
 )
-from qtrain.kernels.grouped.row_groups import ALIGNMENT
+from qtrain.kernels.grouped.token_permutation import ALIGNMENT
 from tests.kernels.gemm.test_scaled_mm import DTYPES, truth
 from tests.kernels.grouped.cases import (
     ROUTINGS,
@@ -45,14 +45,14 @@ def test_each_group_is_the_dense_product(dtypes, routing, tensorwise):
     last = int(g.starts[-1])
     for role in ROLES:
         a, b, scale_a, scale_b = rows_operands(g, n, k, dtypes, role, 1, tensorwise)
-        y = grouped_rows_mm(a, b, scale_a, scale_b, g.group_of_block, g.starts, torch.bfloat16)
+        y = m_grouped_mm(a, b, scale_a, scale_b, g.group_of_block, g.starts, torch.bfloat16)
         assert y.shape == (g.rows, n) and (y[last:] == 0).all()
         for e, s, t in spans(g):
             scales = (scale_a, scale_b) if tensorwise else (scale_a[s:t], scale_b[e * n : (e + 1) * n])
             own = scaled_mm(a[s:t], matrix_of(b, e, k, g.count), *scales, torch.bfloat16)
             assert torch.equal(y[s:t], own)
     a, b, scale_a, scale_b = sums_operands(g, n, k, dtypes, 2, tensorwise)
-    dw = grouped_sums_mm(a, b, scale_a, scale_b, g.starts, torch.float32)
+    dw = k_grouped_mm(a, b, scale_a, scale_b, g.starts, torch.float32)
     assert dw.shape == (g.count * n, k)
     for e, s, t in spans(g):
         scales = (scale_a, scale_b) if tensorwise else (scale_a[e * n : (e + 1) * n], scale_b[e * k : (e + 1) * k])
@@ -66,7 +66,7 @@ def test_against_fp64(dtypes):
     g, n, k = routed("some_empty"), 40, 96
     a, b, scale_a, scale_b = rows_operands(g, n, k, dtypes, "output")
     scale_a[3] *= 1000  # an outlier
-    y = grouped_rows_mm(a, b, scale_a, scale_b, g.group_of_block, g.starts, torch.float32)
+    y = m_grouped_mm(a, b, scale_a, scale_b, g.group_of_block, g.starts, torch.float32)
     for e, s, t in spans(g):
         expected, size = truth(a[s:t], matrix_of(b, e, k, g.count), scale_a[s:t], scale_b[e * n : (e + 1) * n])
         assert ((y[s:t].double() - expected).abs() <= 2**-22 * size).all()
@@ -76,20 +76,20 @@ def test_a_nan_stays_in_its_row_and_in_its_group():
     g = routed("random")
     a, b, scale_a, scale_b = rows_operands(g, 16, 32, DTYPES[0], "output")
     scale_a[5] = float("nan")
-    y = grouped_rows_mm(a, b, scale_a, scale_b, g.group_of_block, g.starts, torch.bfloat16)
+    y = m_grouped_mm(a, b, scale_a, scale_b, g.group_of_block, g.starts, torch.bfloat16)
     assert y[5].isnan().all() and y.isnan().any(1).sum() == 1
     a, b, scale_a, scale_b = sums_operands(g, 16, 32, DTYPES[0])
     scale_b.view(g.count, 32)[2, 7] = float("nan")
-    dw = grouped_sums_mm(a, b, scale_a, scale_b, g.starts, torch.bfloat16).view(g.count, 16, 32)
+    dw = k_grouped_mm(a, b, scale_a, scale_b, g.starts, torch.bfloat16).view(g.count, 16, 32)
     assert dw[2, :, 7].isnan().all() and dw.isnan().sum() == 16
 
 
 def test_no_rows():
     g = routed("random", tokens=0)
     a, b, scale_a, scale_b = rows_operands(g, 16, 32, DTYPES[0], "grad_input")
-    y = grouped_rows_mm(a, b, scale_a, scale_b, g.group_of_block, g.starts, torch.bfloat16)
+    y = m_grouped_mm(a, b, scale_a, scale_b, g.group_of_block, g.starts, torch.bfloat16)
     assert y.shape == (0, 16)
-    dw = grouped_sums_mm(*sums_operands(g, 16, 32, DTYPES[0]), g.starts, torch.bfloat16)
+    dw = k_grouped_mm(*sums_operands(g, 16, 32, DTYPES[0]), g.starts, torch.bfloat16)
     assert dw.shape == (64, 32) and (dw == 0).all()
 
 
@@ -97,11 +97,11 @@ def test_other_operands_are_refused():
     g = routed("random")
     a, b, *scales = rows_operands(g, 16, 32, DTYPES[0], "output")
     with pytest.raises(AssertionError, match="K = 16"):
-        grouped_rows_mm(a[:, :16].contiguous(), b, *scales, g.group_of_block, g.starts, torch.bfloat16)
+        m_grouped_mm(a[:, :16].contiguous(), b, *scales, g.group_of_block, g.starts, torch.bfloat16)
     with pytest.raises(AssertionError, match="rows are not"):
-        grouped_rows_mm(a[:130], b, *scales, g.group_of_block, g.starts, torch.bfloat16)
+        m_grouped_mm(a[:130], b, *scales, g.group_of_block, g.starts, torch.bfloat16)
     with pytest.raises(AssertionError, match="both int8 or both FP8"):
-        grouped_sums_mm(a, b.float(), *scales, g.starts, torch.bfloat16)
+        k_grouped_mm(a, b.float(), *scales, g.starts, torch.bfloat16)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -109,8 +109,8 @@ def test_other_operands_are_refused():
 def test_operators(role):
     g = routed("random")
     a, b, *scales = rows_operands(g, 16, 32, DTYPES[0], role)
-    torch.library.opcheck(grouped_rows_mm, (a, b, *scales, g.group_of_block, g.starts, torch.bfloat16))
-    torch.library.opcheck(grouped_sums_mm, (*sums_operands(g, 16, 32, DTYPES[0]), g.starts, torch.bfloat16, False))
+    torch.library.opcheck(m_grouped_mm, (a, b, *scales, g.group_of_block, g.starts, torch.bfloat16))
+    torch.library.opcheck(k_grouped_mm, (*sums_operands(g, 16, 32, DTYPES[0]), g.starts, torch.bfloat16, False))
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -132,10 +132,10 @@ def check_rows(g, n, k, dtypes, launches, role, tensorwise=False, fast_accum=Tru
     if not tensorwise:
         scales[0][last:] = float("nan")
     a.view(torch.uint8)[last:] = 0x7F  # of FP8 a NaN: the kernel must not read it
-    expected, size = expected_and_size(grouped_rows_mm_ref, a, b, *scales, g.starts)
+    expected, size = expected_and_size(m_grouped_mm_ref, a, b, *scales, g.starts)
     for tiling, out_dtype in launches:
         out = torch.full((g.rows, n), 7.0, dtype=out_dtype, device=a.device)
-        launch_grouped_rows(
+        launch_m_grouped(
             a, matrices(b, k, g.count), out, tiling, g.group_of_block, g.starts, tuple(scales), fast_accum=fast_accum
         )
         close(out, expected, dtypes, size, fast_accum)
@@ -145,10 +145,10 @@ def check_sums(g, n, k, dtypes, launches, tensorwise=False, fast_accum=True, lon
     a, b, *scales = sums_operands(g, n, k, dtypes, n, tensorwise)
     for t in (a, b):
         t.view(torch.uint8)[:, int(g.starts[-1]) :] = 0x7F  # as above
-    expected, size = expected_and_size(grouped_sums_mm_ref, a, b, *scales, g.starts)
+    expected, size = expected_and_size(k_grouped_mm_ref, a, b, *scales, g.starts)
     for tiling, out_dtype in launches:
         out = torch.full((g.count, n, k), 7.0, dtype=out_dtype, device=a.device)
-        launch_grouped_sums(a, b, out, tiling, g.starts, tuple(scales), fast_accum=fast_accum)
+        launch_k_grouped(a, b, out, tiling, g.starts, tuple(scales), fast_accum=fast_accum)
         close(out.view(-1, k), expected, dtypes, size, fast_accum)
     for out_dtype in {out_dtype for _, out_dtype in launches} if longest else ():
         out = torch.full((g.count, n, k), 7.0, dtype=out_dtype, device=a.device)
@@ -224,14 +224,14 @@ def test_operators_take_every_shape_without_the_host(family, dtypes, monkeypatch
             rows, sums = rows_operands(g, n, k, dtypes, ROLES[number % 2]), sums_operands(g, n, k, dtypes)
             groups = g.group_of_block, g.starts
             for _ in range(2):  # the first call compiles and times
-                y = grouped_rows_mm(*rows, *groups, torch.bfloat16)
-                dw = grouped_sums_mm(*sums, g.starts, torch.bfloat16)
+                y = m_grouped_mm(*rows, *groups, torch.bfloat16)
+                dw = k_grouped_mm(*sums, g.starts, torch.bfloat16)
                 torch.cuda.set_sync_debug_mode("error")
             torch.cuda.set_sync_debug_mode("default")
-            expected = grouped_rows_mm_ref(*(t.cpu() for t in rows), g.starts.cpu(), torch.float32)
+            expected = m_grouped_mm_ref(*(t.cpu() for t in rows), g.starts.cpu(), torch.float32)
             scale = expected.abs().max()
             assert ((y.cpu().float() - expected).abs() <= 2**-8 * expected.abs() + 2**-8 * scale).all()
-            expected = grouped_sums_mm_ref(*(t.cpu() for t in sums), g.starts.cpu(), torch.float32)
+            expected = k_grouped_mm_ref(*(t.cpu() for t in sums), g.starts.cpu(), torch.float32)
             scale = expected.abs().max()
             assert ((dw.cpu().float() - expected).abs() <= 2**-8 * expected.abs() + 2**-8 * scale).all()
 
@@ -241,6 +241,6 @@ def test_more_rows_than_int32_holds(monkeypatch):
     """All rows in one group, more than the products whose sum int32 holds."""
     g = routed("one_group", 2, 70_000, "cuda")
     operands = sums_operands(g, 64, 80, DTYPES[0])
-    expected = grouped_sums_mm_ref(*(t.cpu() for t in operands), g.starts.cpu(), torch.float32)
-    monkeypatch.setattr(module, "grouped_sums_mm_ref", None)
-    assert torch.equal(grouped_sums_mm(*operands, g.starts, torch.float32).cpu(), expected)
+    expected = k_grouped_mm_ref(*(t.cpu() for t in operands), g.starts.cpu(), torch.float32)
+    monkeypatch.setattr(module, "k_grouped_mm_ref", None)
+    assert torch.equal(k_grouped_mm(*operands, g.starts, torch.float32).cpu(), expected)

@@ -8,11 +8,11 @@ from qtrain.kernels.gemm.persistent import Tiling
 from qtrain.kernels.grouped.grouped_plain_mm import (
     ROWS_TILINGS,
     SUMS_TILINGS,
-    grouped_rows_plain_mm,
-    grouped_sums_plain_mm,
+    k_grouped_plain_mm,
+    m_grouped_plain_mm,
 )
 from qtrain.kernels.grouped.per_group import matrices
-from qtrain.kernels.grouped.persistent import launch_grouped_rows, launch_grouped_sums
+from qtrain.kernels.grouped.persistent import launch_k_grouped, launch_m_grouped
 from qtrain.kernels.numerics.formats import dequantize_mx
 from qtrain.kernels.quantize.mx import mx_mm, quantize_mx
 from tests.kernels.grouped.cases import ROUTINGS, routed, spans
@@ -31,10 +31,10 @@ def tensors(g, n, k, dtype, seed=0):
 def test_each_group_is_the_dense_product(dtype, routing):
     g, n, k = routed(routing), 24, 40
     x, w, dy = tensors(g, n, k, dtype)
-    y = grouped_rows_plain_mm(x, w, g.group_of_block, g.starts)
-    dx = grouped_rows_plain_mm(dy, w.t(), g.group_of_block, g.starts)
-    copied = grouped_rows_plain_mm(dy, w.t().contiguous(), g.group_of_block, g.starts)
-    dw = grouped_sums_plain_mm(dy.t(), x.t(), g.starts, torch.float32).view(g.count, n, k)
+    y = m_grouped_plain_mm(x, w, g.group_of_block, g.starts)
+    dx = m_grouped_plain_mm(dy, w.t(), g.group_of_block, g.starts)
+    copied = m_grouped_plain_mm(dy, w.t().contiguous(), g.group_of_block, g.starts)
+    dw = k_grouped_plain_mm(dy.t(), x.t(), g.starts, torch.float32).view(g.count, n, k)
     last = int(g.starts[-1])
     assert (y[last:] == 0).all() and (dx[last:] == 0).all()
     assert torch.allclose(copied.float(), dx.float(), rtol=1e-2, atol=1e-2)
@@ -53,8 +53,8 @@ def test_mx_codes_dequantized():
     x, w, dy = tensors(g, n, k, torch.float32)
     pairs = [quantize_mx(t) for t in (x, w, dy, w.t().contiguous(), dy.t().contiguous(), x.t().contiguous())]
     values = [dequantize_mx(*pair, torch.bfloat16) for pair in pairs]
-    y, dx = (grouped_rows_plain_mm(values[i], values[j], g.group_of_block, g.starts) for i, j in ((0, 1), (2, 3)))
-    dw = grouped_sums_plain_mm(values[4], values[5], g.starts, torch.float32).view(g.count, n, k)
+    y, dx = (m_grouped_plain_mm(values[i], values[j], g.group_of_block, g.starts) for i, j in ((0, 1), (2, 3)))
+    dw = k_grouped_plain_mm(values[4], values[5], g.starts, torch.float32).view(g.count, n, k)
     (xc, xs), (wc, ws), (dc, ds), (wtc, wts), (dtc, dts), (xtc, xts) = pairs
     for e, s, t in spans(g):
         mine, blocks, sums = slice(e * n, e * n + n), slice(e * n // 32, (e + 1) * n // 32), slice(s // 32, t // 32)
@@ -68,17 +68,17 @@ def test_mx_codes_dequantized():
 def test_no_rows():
     g = routed("random", tokens=0)
     x, w, dy = tensors(g, 16, 32, torch.bfloat16)
-    assert grouped_rows_plain_mm(x, w, g.group_of_block, g.starts).shape == (0, 16)
-    assert (grouped_sums_plain_mm(dy.t(), x.t(), g.starts, torch.bfloat16) == 0).all()
+    assert m_grouped_plain_mm(x, w, g.group_of_block, g.starts).shape == (0, 16)
+    assert (k_grouped_plain_mm(dy.t(), x.t(), g.starts, torch.bfloat16) == 0).all()
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_operators():
     g = routed("random")
     x, w, dy = tensors(g, 16, 32, torch.float32)
-    torch.library.opcheck(grouped_rows_plain_mm, (x, w, g.group_of_block, g.starts))
-    torch.library.opcheck(grouped_rows_plain_mm, (dy, w.t(), g.group_of_block, g.starts))
-    torch.library.opcheck(grouped_sums_plain_mm, (dy.t(), x.t(), g.starts, torch.bfloat16))
+    torch.library.opcheck(m_grouped_plain_mm, (x, w, g.group_of_block, g.starts))
+    torch.library.opcheck(m_grouped_plain_mm, (dy, w.t(), g.group_of_block, g.starts))
+    torch.library.opcheck(k_grouped_plain_mm, (dy.t(), x.t(), g.starts, torch.bfloat16))
 
 
 @pytest.mark.interpreter
@@ -87,8 +87,8 @@ def test_column_major_operands_in_the_interpreter():
     g, n, k, tiling = routed("some_empty"), 80, 144, Tiling(128, 64, 64, 4, 2)
     x, w, dy = (t.mul(20).round().clamp(-127, 127).to(torch.int8) for t in tensors(g, n, k, torch.float32))
     dx, dw = torch.full((g.rows, k), 7, dtype=torch.int32), torch.full((g.count, n, k), 7, dtype=torch.int32)
-    launch_grouped_rows(dy, matrices(w.t(), n, g.count), dx, tiling, g.group_of_block, g.starts)
-    launch_grouped_sums(dy.t(), x.t(), dw, tiling, g.starts)
+    launch_m_grouped(dy, matrices(w.t(), n, g.count), dx, tiling, g.group_of_block, g.starts)
+    launch_k_grouped(dy.t(), x.t(), dw, tiling, g.starts)
     assert (dx[int(g.starts[-1]) :] == 0).all()
     for (e, s, t), w_e in zip(spans(g), w.view(g.count, n, k).double(), strict=True):
         assert torch.equal(dx[s:t].double(), dy[s:t].double() @ w_e)
@@ -123,17 +123,17 @@ def test_kernels_on_gpu(n, k, groups, tokens):
 
         def rows_mm(tiling, a, b, g=g):
             w = matrices(b, a.shape[1], g.count)
-            return launch_grouped_rows(a, w, a.new_full((g.rows, w.shape[1]), 7.0), tiling, g.group_of_block, g.starts)
+            return launch_m_grouped(a, w, a.new_full((g.rows, w.shape[1]), 7.0), tiling, g.group_of_block, g.starts)
 
         def sums_mm(tiling, a, b, g=g):
-            return launch_grouped_sums(a, b, a.new_full((g.count, len(a), len(b)), 7.0), tiling, g.starts)
+            return launch_k_grouped(a, b, a.new_full((g.count, len(a), len(b)), 7.0), tiling, g.starts)
 
         for tiling in ROWS_TILINGS.values():
             check_products(g, n, k, lambda *ab, t=tiling: rows_mm(t, *ab), lambda *ab, t=tiling: sums_mm(t, *ab))
         for tiling in SUMS_TILINGS.values():
             check_products(
                 g, n, k,
-                lambda a, b, g=g: grouped_rows_plain_mm(a, b, g.group_of_block, g.starts),
+                lambda a, b, g=g: m_grouped_plain_mm(a, b, g.group_of_block, g.starts),
                 lambda *ab, t=tiling: sums_mm(t, *ab),
             )  # fmt: skip
 
@@ -148,6 +148,6 @@ def test_operators_on_gpu(family, monkeypatch):
             for out_dtype in (torch.bfloat16, torch.float32):
                 check_products(
                     g, n, k,
-                    lambda a, b, g=g: grouped_rows_plain_mm(a, b, g.group_of_block, g.starts),
-                    lambda a, b, g=g, d=out_dtype: grouped_sums_plain_mm(a, b, g.starts, d),
+                    lambda a, b, g=g: m_grouped_plain_mm(a, b, g.group_of_block, g.starts),
+                    lambda a, b, g=g, d=out_dtype: k_grouped_plain_mm(a, b, g.starts, d),
                 )  # fmt: skip

@@ -12,13 +12,13 @@ from qtrain.kernels.grouped.permute import (
     route_weight_grad_ref,
     weights_of_rows,
 )
-from qtrain.kernels.grouped.row_groups import group_rows
+from qtrain.kernels.grouped.token_permutation import group_rows
 from qtrain.kernels.quantize.gather_rows import gather_rows, gather_rows_ref, launch_gather_rows
-from qtrain.kernels.swiglu.swiglu import row_dots_ref, swiglu
+from qtrain.kernels.swiglu.swiglu import router_dots_ref, swiglu
 
 
 def routes(tokens, per_token, groups, seed=0, device="cpu"):
-    """RowGroups, and weights fp32 [T, k] of which one is zero."""
+    """TokenPermutation, and weights fp32 [T, k] of which one is zero."""
     generator = torch.Generator().manual_seed(seed)
     experts = torch.rand(tokens, groups, generator=generator).topk(per_token).indices
     weights = torch.rand(tokens, per_token, generator=generator)
@@ -36,11 +36,11 @@ def test_against_loops(dtype):
     g, weights = routes(20, 3, 5)
     x, y = randn(20, 12, dtype=dtype), randn(g.rows, 12, seed=1, dtype=dtype)
     rows, weighted = gather_rows(x, g.token_of_row), gather_rows(x, g.token_of_row, weights_of_rows(weights, g))
-    found, plain = combine_rows(y, weights, g.row_of_route), combine_rows(y, None, g.row_of_route)
+    found, plain = combine_rows(y, weights, g.row_of_topk), combine_rows(y, None, g.row_of_topk)
     held = torch.zeros(g.rows, dtype=torch.bool)
     for token in range(20):
         total, total_plain = torch.zeros(12), torch.zeros(12)
-        for k, row in enumerate(g.row_of_route[token].tolist()):
+        for k, row in enumerate(g.row_of_topk[token].tolist()):
             held[row] = True
             assert torch.equal(rows[row], x[token])
             assert torch.equal(weighted[row], (x[token].float() * weights[token, k]).to(dtype))
@@ -53,7 +53,7 @@ def test_gradients_of_each_other():
     """<combine(y, w), x> = <y, gather(x, w)>."""
     g, weights = routes(30, 2, 4)
     x, y = randn(30, 16), randn(g.rows, 16, seed=1)
-    left = (combine_rows(y, weights, g.row_of_route).double() * x).sum()
+    left = (combine_rows(y, weights, g.row_of_topk).double() * x).sum()
     right = (y.double() * gather_rows(x, g.token_of_row, weights_of_rows(weights, g))).sum()
     assert torch.allclose(left, right)
 
@@ -63,10 +63,10 @@ def test_weight_gradient_is_autograds():
     weights.requires_grad_()
     gate_up, down, dout = randn(g.rows, 2 * 24), randn(16, 24, seed=1), randn(30, 16, seed=2)
     h = swiglu(gate_up)
-    combined = (h @ down.t())[g.row_of_route.long()] * weights.unsqueeze(-1)
+    combined = (h @ down.t())[g.row_of_topk.long()] * weights.unsqueeze(-1)
     combined.sum(1).backward(dout)
     dh = gather_rows(dout, g.token_of_row, weights_of_rows(weights.detach(), g)) @ down
-    found = route_weight_grad(row_dots_ref(dh, gate_up), weights.detach(), g.row_of_route)
+    found = route_weight_grad(router_dots_ref(dh, gate_up), weights.detach(), g.row_of_topk)
     zero = weights == 0
     assert zero.any() and (found[zero] == 0).all()
     assert torch.allclose(found[~zero], weights.grad[~zero], rtol=1e-3, atol=1e-4)
@@ -78,7 +78,7 @@ def test_a_nan_stays_with_its_token():
     x[3, 2] = float("nan")
     rows = gather_rows(x, g.token_of_row)
     assert rows.isnan().sum() == 2
-    assert combine_rows(rows, weights, g.row_of_route).isnan().nonzero().tolist() == [[3, 2]]
+    assert combine_rows(rows, weights, g.row_of_topk).isnan().nonzero().tolist() == [[3, 2]]
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
@@ -86,8 +86,8 @@ def test_few_tokens(tokens):
     g = group_rows(torch.zeros(tokens, 1, dtype=torch.int64), 3)
     x, weights = randn(tokens, 8), torch.ones(tokens, 1)
     rows = gather_rows(x, g.token_of_row)
-    assert torch.equal(combine_rows(rows, weights, g.row_of_route), x)
-    grad = route_weight_grad(torch.ones(g.rows, 8), weights, g.row_of_route)
+    assert torch.equal(combine_rows(rows, weights, g.row_of_topk), x)
+    grad = route_weight_grad(torch.ones(g.rows, 8), weights, g.row_of_topk)
     assert grad.shape == (tokens, 1)
 
 
@@ -95,8 +95,8 @@ def test_operators():
     g, weights = routes(20, 2, 4)
     x, y = randn(20, 8), randn(g.rows, 8)
     torch.library.opcheck(gather_rows, (x, g.token_of_row, weights_of_rows(weights, g)))
-    torch.library.opcheck(combine_rows, (y, weights, g.row_of_route))
-    torch.library.opcheck(route_weight_grad, (y, weights, g.row_of_route))
+    torch.library.opcheck(combine_rows, (y, weights, g.row_of_topk))
+    torch.library.opcheck(route_weight_grad, (y, weights, g.row_of_topk))
 
 
 def check_kernels(columns, dtype, device, tokens=40, per_token=2, groups=4):
@@ -106,11 +106,11 @@ def check_kernels(columns, dtype, device, tokens=40, per_token=2, groups=4):
         of_row = None if w is None else weights_of_rows(w, g)
         expected = gather_rows_ref(x, g.token_of_row, of_row)
         assert torch.equal(launch_gather_rows(x, g.token_of_row, of_row), expected)
-        assert torch.equal(launch_combine_rows(y, w, g.row_of_route), combine_rows_ref(y, w, g.row_of_route))
+        assert torch.equal(launch_combine_rows(y, w, g.row_of_topk), combine_rows_ref(y, w, g.row_of_topk))
     dots = y.float()
-    found = launch_route_weight_grad(dots, weights, g.row_of_route)
-    expected = route_weight_grad_ref(dots, weights, g.row_of_route)
-    size = dots.abs().sum(1)[g.row_of_route.long()] / weights
+    found = launch_route_weight_grad(dots, weights, g.row_of_topk)
+    expected = route_weight_grad_ref(dots, weights, g.row_of_topk)
+    size = dots.abs().sum(1)[g.row_of_topk.long()] / weights
     assert ((found - expected).abs() <= 2**-18 * size.where(weights != 0, 0.0)).all()
 
 

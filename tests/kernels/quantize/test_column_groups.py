@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtrain.kernels.grouped.row_groups import ALIGNMENT
+from qtrain.kernels.grouped.token_permutation import ALIGNMENT
 from qtrain.kernels.numerics.formats import LINEAR_FORMATS, unpack
 from qtrain.kernels.numerics.philox import NEAREST, Rounding
 from qtrain.kernels.quantize.absmax import column_absmax_ref, launch_absmax

@@ -20,10 +20,10 @@ from qtrain.kernels.swiglu.quantize import (
 )
 from qtrain.kernels.swiglu.rowwise import launch_quantize_swiglu_rowwise
 from qtrain.kernels.swiglu.swiglu import (
-    empty_row_dots,
+    empty_router_dots,
     launch_swiglu,
     launch_swiglu_backward,
-    row_dots_ref,
+    router_dots_ref,
     swiglu,
     swiglu_backward_dots,
 )
@@ -57,9 +57,9 @@ def check(x, dy, fmt, granularity, granularity_t, power_of_two=False, stochastic
     row_bits, column_bits = rounding.bits(y.shape)
     expected = quantize_ref(y, fmt, granularity, row_bits, power_of_two)
     expected += quantize_transposed_ref(y, fmt, granularity_t, column_bits, power_of_two)
-    dots = None if dy is None else empty_row_dots(x)
+    dots = None if dy is None else empty_router_dots(x)
     found = launch_dual_bf16x2(
-        x, fmt, granularity, rounding, power_of_two, granularity_t=granularity_t, swiglu=True, dy=dy, row_dots=dots
+        x, fmt, granularity, rounding, power_of_two, granularity_t=granularity_t, swiglu=True, dy=dy, router_dots=dots
     )
     same(found, expected, (tuple(x.shape), fmt, granularity, granularity_t, dy is None, stochastic))
     if dy is not None:
@@ -68,8 +68,8 @@ def check(x, dy, fmt, granularity, granularity_t, power_of_two=False, stochastic
 
 def check_dots(dots, dy, x):
     """Within fp32's rounding, the same bits from each kernel, and NaN only in the rows that have one."""
-    expected, size = row_dots_ref(dy, x), row_dots_ref(dy.abs(), x.abs())
-    finite, plain, wide = expected.isfinite(), empty_row_dots(x), x.dtype if x.is_cuda else torch.float32
+    expected, size = router_dots_ref(dy, x), router_dots_ref(dy.abs(), x.abs())
+    finite, plain, wide = expected.isfinite(), empty_router_dots(x), x.dtype if x.is_cuda else torch.float32
     assert torch.equal(dots.isfinite(), finite)
     assert ((dots - expected).abs() <= 1e-5 * size)[finite].all()
     launch_swiglu_backward(dy.to(wide), x.to(wide), plain)
@@ -140,9 +140,9 @@ def check_gradient(x, dy, fmt, power_of_two=False, stochastic=False):
         reference_output(x, dy),
         Rounding(KEY.to(x.device), 2) if stochastic else NEAREST,
     )
-    dots = empty_row_dots(x)
+    dots = empty_router_dots(x)
     codes_t, scale_t, found, (rows, columns) = launch_quantize_swiglu_backward(
-        x, dy, column_absmax_ref(y), fmt, rounding, power_of_two, row_dots=dots
+        x, dy, column_absmax_ref(y), fmt, rounding, power_of_two, router_dots=dots
     )
     check_dots(dots, dy, x)
     note = (tuple(x.shape), fmt, stochastic)
@@ -221,21 +221,21 @@ def check_registration(device):
     rounding = rounding_of("columns", device)
     for d in (None, dy):
         for drawn in ((), rounding):
-            wanted, ops = {"row_dots": d is not None}, torch.ops.qtrain
+            wanted, ops = {"router_dots": d is not None}, torch.ops.qtrain
             torch.library.opcheck(ops.quantize_swiglu.default, (x, d, "int8", "1x128", "128x128", *drawn), wanted)
             given = x, d, "e4m3", torch.ones(1, device=device), *drawn
             torch.library.opcheck(ops.quantize_swiglu_delayed.default, given, wanted)
     columns = column_absmax_ref(swiglu(x))
     torch.library.opcheck(torch.ops.qtrain.quantize_swiglu_rowwise.default, (x, "int8", rounding.key, 0))
     arguments = x, dy, columns, "int8", *rounding, False, "e4m3", None, 0, False
-    torch.library.opcheck(torch.ops.qtrain.quantize_swiglu_backward.default, arguments, {"row_dots": True})
+    torch.library.opcheck(torch.ops.qtrain.quantize_swiglu_backward.default, arguments, {"router_dots": True})
     torch.library.opcheck(torch.ops.qtrain.swiglu_backward_dots.default, (dy, x))
-    dots = row_dots_ref(dy, x)
+    dots = router_dots_ref(dy, x)
     found = [
         swiglu_backward_dots(dy, x),
-        quantize_swiglu(x, dy, "int8", "1x128", "1x128", row_dots=True),
-        quantize_swiglu_delayed(x, dy, "e4m3", torch.ones(1, device=device), row_dots=True),
-        quantize_swiglu_backward(*arguments, row_dots=True),
+        quantize_swiglu(x, dy, "int8", "1x128", "1x128", router_dots=True),
+        quantize_swiglu_delayed(x, dy, "e4m3", torch.ones(1, device=device), router_dots=True),
+        quantize_swiglu_backward(*arguments, router_dots=True),
     ]
     assert all(torch.allclose(results[-1], dots, rtol=1e-5, atol=1e-4) for results in found)
     assert quantize_swiglu(x, dy, "int8", "1x128", "1x128")[-1].numel() == 0

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from qtrain.kernels.grouped.row_groups import routes_per_group
+from qtrain.kernels.grouped.token_permutation import tokens_per_expert
 from qtrain.models.config.moe import MoEConfig
 from qtrain.models.native.expert_load import ExpertLoad
 from qtrain.models.native.router import Router, balance_loss, best, z_loss
@@ -86,7 +86,7 @@ def test_gradients_of_weights_and_losses_are_autograds(mixture):
     router, x = router_of(mixture), hidden_states().requires_grad_()
     direction = torch.randn(40, 3, generator=torch.Generator().manual_seed(2))
     routing = router(x)
-    load = routes_per_group(routing.experts, 8)
+    load = tokens_per_expert(routing.experts, 8)
     (routing.weights * direction).sum().add(balance_loss(routing, load)).add(z_loss(routing.logits)).backward()
 
     wide, weight = x.detach().double().requires_grad_(), router.weight.detach().double().requires_grad_()
@@ -107,7 +107,7 @@ def test_the_balance_loss_is_transformers():
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
     routing = router_of(SOFTMAX)(hidden_states())
-    ours = balance_loss(routing, routes_per_group(routing.experts, 8))
+    ours = balance_loss(routing, tokens_per_expert(routing.experts, 8))
     assert ours.item() == pytest.approx(load_balancing_loss_func((routing.logits,), 8, 3).item(), rel=1e-6)
 
 
@@ -173,7 +173,7 @@ def test_steps_of_the_bias_alone_balance_a_router():
         router.weight[:2] += 0.2
     counter, seen = ExpertLoad(1, 8), []
     for _ in range(150):
-        counter.count([routes_per_group(router(x).experts, 8)])
+        counter.count([tokens_per_expert(router(x).experts, 8)])
         counter.end_step([router.bias], 0.005)
         seen.append(counter.read()["expert_load"])
     assert seen[0] > 1.4 and max(seen[-10:]) < 1.1

@@ -33,7 +33,7 @@ def test_selective_keeps_every_product_of_this_project_and_no_quantizer():
 
 def test_products_that_sum_over_few_columns_are_computed_again():
     """Those of an adapter's B: of a linear, and of 4 experts. What A computes, which has few columns, is kept."""
-    mm, grouped = torch.ops.aten.mm.default, torch.ops.qtrain.grouped_rows_plain_mm.default
+    mm, grouped = torch.ops.aten.mm.default, torch.ops.qtrain.m_grouped_plain_mm.default
     blocks, starts = torch.empty(1), torch.empty(5)
     for rank, again in ((8, CheckpointPolicy.PREFER_RECOMPUTE), (128, CheckpointPolicy.MUST_SAVE)):
         assert keep_products(None, mm, torch.empty(128, rank), torch.empty(rank, 256)) == again

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qtrain.kernels.grouped import row_groups
-from qtrain.kernels.grouped.row_groups import (
+from qtrain.kernels.grouped.token_permutation import (
     ALIGNMENT,
     group_rows,
     group_rows_of,
@@ -26,7 +26,7 @@ def test_every_route_has_a_row(tokens, per_token, groups, routing):
     assert g.count == groups
     assert (g.starts % ALIGNMENT == 0).all()
     assert g.starts[-1] <= g.rows
-    rows = g.row_of_route.flatten().long()
+    rows = g.row_of_topk.flatten().long()
     assert rows.unique().numel() == rows.numel()
     tokens_of_routes = torch.arange(tokens).repeat_interleave(per_token)
     assert torch.equal(g.token_of_row[rows].long(), tokens_of_routes)
@@ -99,7 +99,7 @@ def test_groups_of_a_rank_come_first_and_routes_to_others_have_zero_rows(tokens,
         g = group_rows_of(experts, groups, first, count)
         assert g.rows <= padded_rows(tokens * min(per_token, count), count) + ALIGNMENT and g.count == count
         own = (experts >= first) & (experts < first + count)
-        rows = g.row_of_route.long()
+        rows = g.row_of_topk.long()
         assert torch.equal(g.token_of_row[rows[own]].long(), own.nonzero()[:, 0])
         assert torch.equal(g.group_of_block[rows[own] // ALIGNMENT].long() + first, experts[own])
         assert (g.token_of_row[rows[~own]] == -1).all() and (g.group_of_block[rows[~own] // ALIGNMENT] == -1).all()

@@ -19,12 +19,12 @@ ALIGNMENT = BLOCK_ROWS
 quantizers count to one group."""
 
 
-class RowGroups(NamedTuple):
+class TokenPermutation(NamedTuple):
     """The rows of a permuted matrix [R, *], in groups. All tensors are on the device of the routing."""
 
     token_of_row: Tensor
     """int32 [R], the token that a row holds; -1: none, the row is zero."""
-    row_of_route: Tensor
+    row_of_topk: Tensor
     """int32 [T, k], the row of a token's k-th route."""
     group_of_block: Tensor
     """int32 [R / ALIGNMENT], the group of each block of ALIGNMENT rows; -1 past the last group."""
@@ -40,7 +40,7 @@ class RowGroups(NamedTuple):
     def rows(self) -> int:
         return self.token_of_row.shape[0]
 
-    def part(self, first: int, count: int) -> "RowGroups":
+    def part(self, first: int, count: int) -> "TokenPermutation":
         """`count` groups from number `first` on, where they are; the rows of all others are zero."""
         group, nobody = self.group_of_block, torch.full_like(self.group_of_block, -1)
         held = (group >= first) & (group < first + count)
@@ -48,7 +48,7 @@ class RowGroups(NamedTuple):
         group_of_block = torch.where(held, group - first, torch.where((group >= 0) & (group < first), 0, nobody))
         row_held = held[:, None].expand(-1, ALIGNMENT).reshape(-1)
         token_of_row = torch.where(row_held, self.token_of_row, torch.full_like(self.token_of_row, -1))
-        return RowGroups(token_of_row, self.row_of_route, group_of_block, self.starts[first : first + count + 1])
+        return TokenPermutation(token_of_row, self.row_of_topk, group_of_block, self.starts[first : first + count + 1])
 
 
 def padded_rows(routes: int, groups: int) -> int:
@@ -58,20 +58,20 @@ def padded_rows(routes: int, groups: int) -> int:
     return -(-most // ALIGNMENT) * ALIGNMENT
 
 
-def routes_per_group(group_of_route: Tensor, groups: int) -> Tensor:
-    """group_of_route int64 [T, k] -> how many routes each group has, int64 [groups]."""
+def tokens_per_expert(topk_ids: Tensor, groups: int) -> Tensor:
+    """topk_ids int64 [T, k] -> how many routes each group has, int64 [groups]."""
     # A comparison with each group fuses into one reduction; additions to few addresses would wait for each other.
-    return (group_of_route.reshape(-1, 1) == torch.arange(groups, device=group_of_route.device)).sum(0)
+    return (topk_ids.reshape(-1, 1) == torch.arange(groups, device=topk_ids.device)).sum(0)
 
 
 # ---- sorting routes by group -----------------------------------------------------------------------------------------
 
 
-def group_rows_ref(group_of_route: Tensor, groups: int) -> RowGroups:
-    """group_of_route int64 [T, k] -> the rows of routes in the order of (group, token, k)."""
-    tokens, per_token = group_of_route.shape
-    flat, device = group_of_route.reshape(-1), group_of_route.device  # [T * k], token by token
-    counts = routes_per_group(group_of_route, groups)
+def group_rows_ref(topk_ids: Tensor, groups: int) -> TokenPermutation:
+    """topk_ids int64 [T, k] -> the rows of routes in the order of (group, token, k)."""
+    tokens, per_token = topk_ids.shape
+    flat, device = topk_ids.reshape(-1), topk_ids.device  # [T * k], token by token
+    counts = tokens_per_expert(topk_ids, groups)
     # Each group begins at a block of its own; one without routes takes no rows.
     padded = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     starts = torch.zeros(groups + 1, dtype=torch.int64, device=device)
@@ -83,12 +83,12 @@ def group_rows_ref(group_of_route: Tensor, groups: int) -> RowGroups:
     rows = padded_rows(flat.numel(), groups)
     token_of_row = torch.full((rows,), -1, dtype=torch.int32, device=device)
     token_of_row.scatter_(0, row, (order // max(per_token, 1)).int())
-    row_of_route = torch.empty(flat.numel(), dtype=torch.int32, device=device).scatter_(0, order, row.int())
+    row_of_topk = torch.empty(flat.numel(), dtype=torch.int32, device=device).scatter_(0, order, row.int())
     first_rows = torch.arange(0, rows, ALIGNMENT, device=device)
     # The last group that begins at a block or before it.
     group_of_block = torch.searchsorted(starts, first_rows, right=True) - 1
     group_of_block = torch.where(first_rows < starts[-1], group_of_block, -1)
-    return RowGroups(token_of_row, row_of_route.view(tokens, per_token), group_of_block.int(), starts.int())
+    return TokenPermutation(token_of_row, row_of_topk.view(tokens, per_token), group_of_block.int(), starts.int())
 
 
 CHUNK = 128
@@ -132,7 +132,7 @@ def _starts_kernel(total_ptr, starts_ptr, groups, BINS: tl.constexpr, ALIGNMENT:
 def _place_kernel(
     # int64 [routes]: the group of each; int32 [groups, chunks], [groups], [groups + 1] of the kernels above.
     group_ptr, offset_ptr, total_ptr, starts_ptr,
-    # int32, of `RowGroups`: token_of_row [rows], row_of_route [routes], group_of_block [blocks].
+    # int32, of `TokenPermutation`: token_of_row [rows], row_of_topk [routes], group_of_block [blocks].
     token_ptr, row_ptr, block_ptr,
     routes, per_token, groups, chunks, blocks, BINS: tl.constexpr, CHUNK: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
@@ -158,57 +158,57 @@ def _place_kernel(
         tl.store(token_ptr + rows, tl.full((ALIGNMENT,), -1, tl.int32), rows >= end)
 
 
-def launch_group_rows(group_of_route: Tensor, groups: int) -> RowGroups:
+def launch_group_rows(topk_ids: Tensor, groups: int) -> TokenPermutation:
     """The kernels for `group_rows_ref`, a counting sort; contiguous, not empty."""
-    (tokens, per_token), device = group_of_route.shape, group_of_route.device
-    routes, rows = group_of_route.numel(), padded_rows(group_of_route.numel(), groups)
+    (tokens, per_token), device = topk_ids.shape, topk_ids.device
+    routes, rows = topk_ids.numel(), padded_rows(topk_ids.numel(), groups)
     chunks, blocks, bins = triton.cdiv(routes, CHUNK), rows // ALIGNMENT, triton.next_power_of_2(groups + 1)
     sizes = (groups * chunks, groups, groups + 1, rows, routes, blocks)
-    offsets, total, starts, token_of_row, row_of_route, group_of_block = (
+    offsets, total, starts, token_of_row, row_of_topk, group_of_block = (
         torch.empty(size, dtype=torch.int32, device=device) for size in sizes
     )
     # A counting sort in four launches; the order within a group is that of the routes, so it is deterministic.
-    _count_kernel[(chunks,)](group_of_route, offsets, routes, groups, chunks, BINS=bins, CHUNK=CHUNK)
+    _count_kernel[(chunks,)](topk_ids, offsets, routes, groups, chunks, BINS=bins, CHUNK=CHUNK)
     _offsets_kernel[(groups,)](offsets, total, chunks, CHUNKS=CHUNKS)
     _starts_kernel[(1,)](total, starts, groups, BINS=bins, ALIGNMENT=ALIGNMENT)
     _place_kernel[(max(chunks, blocks),)](
-        group_of_route, offsets, total, starts, token_of_row, row_of_route, group_of_block,
+        topk_ids, offsets, total, starts, token_of_row, row_of_topk, group_of_block,
         routes, per_token, groups, chunks, blocks, BINS=bins, CHUNK=CHUNK, ALIGNMENT=ALIGNMENT, num_warps=8,
     )  # fmt: skip
-    return RowGroups(token_of_row, row_of_route.view(tokens, per_token), group_of_block, starts)
+    return TokenPermutation(token_of_row, row_of_topk.view(tokens, per_token), group_of_block, starts)
 
 
-def _empty_group_rows(group_of_route, groups):
-    rows = padded_rows(group_of_route.numel(), groups)
-    sizes = (rows,), tuple(group_of_route.shape), (rows // ALIGNMENT,), (groups + 1,)
-    return tuple(group_of_route.new_empty(size, dtype=torch.int32) for size in sizes)
+def _empty_group_rows(topk_ids, groups):
+    rows = padded_rows(topk_ids.numel(), groups)
+    sizes = (rows,), tuple(topk_ids.shape), (rows // ALIGNMENT,), (groups + 1,)
+    return tuple(topk_ids.new_empty(size, dtype=torch.int32) for size in sizes)
 
 
 @operator("group_rows", fake=_empty_group_rows)
-def _group_rows(group_of_route: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if group_of_route.is_cuda and group_of_route.numel():
-        return tuple(launch_group_rows(group_of_route.contiguous(), groups))
-    return tuple(group_rows_ref(group_of_route, groups))
+def _group_rows(topk_ids: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if topk_ids.is_cuda and topk_ids.numel():
+        return tuple(launch_group_rows(topk_ids.contiguous(), groups))
+    return tuple(group_rows_ref(topk_ids, groups))
 
 
 @torch.no_grad()
-def group_rows(group_of_route: Tensor, groups: int) -> RowGroups:
+def group_rows(topk_ids: Tensor, groups: int) -> TokenPermutation:
     """The rows of routes int64 [T, k], each to one of `groups`, in the order of (group, token, k)."""
-    return RowGroups(*_group_rows(group_of_route, groups))
+    return TokenPermutation(*_group_rows(topk_ids, groups))
 
 
 @torch.no_grad()
-def group_rows_of(group_of_route: Tensor, groups: int, first: int, count: int) -> RowGroups:
+def group_rows_of(topk_ids: Tensor, groups: int, first: int, count: int) -> TokenPermutation:
     """The rows of `count` of the groups, from number `first` on, which come first and are numbered from 0. Routes to
     other groups are left out: their rows are zero. A token has at most one route to a group."""
-    found = group_rows((group_of_route - first) % groups, groups).part(0, count)
-    tokens, per_token = group_of_route.shape
+    found = group_rows((topk_ids - first) % groups, groups).part(0, count)
+    tokens, per_token = topk_ids.shape
     rows = padded_rows(tokens * min(per_token, count), count) + ALIGNMENT  # the last block is zero under any routing
     if found.rows <= rows:
         return found
-    return RowGroups(
+    return TokenPermutation(
         found.token_of_row[:rows],
-        found.row_of_route.clamp(max=rows - 1),
+        found.row_of_topk.clamp(max=rows - 1),
         found.group_of_block[: rows // ALIGNMENT],
         found.starts,
     )
