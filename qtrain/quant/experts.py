@@ -3,10 +3,10 @@
     out[t] = sum over k of weights[t, k] * down_e(silu(gate_e(x[t])) * up_e(x[t])) with e = experts[t, k]
 
 Rows of x are sorted by expert (`kernels/grouped/token_permutation.py`), and each product is one grouped GEMM. Where
-products read codes alone, the sorted rows are never in memory: their codes are computed from x, and from dout. Forward keeps
-what a dense SwiGLU MLP keeps, not its output: the gradient of a route's weight, <dout, y>, follows from what backward
-computes anyway. With y = W h and the gradient dh = weight * Wᵀ dout of h, it is <dh, h> / weight, and the kernel that
-computes the gradient of gate and up from h and dh leaves <dh, h>.
+products read codes alone, the sorted rows are never in memory: their codes are computed from x, and from dout. Forward
+keeps what a dense SwiGLU MLP keeps, not its output: the gradient of a route's weight, <dout, y>, follows from what
+backward computes anyway. With y = W h and the gradient dh = weight * Wᵀ dout of h, it is <dh, h> / weight, and the
+kernel that computes the gradient of gate and up from h and dh leaves <dh, h>.
 
 Nothing is read back by the host: the shapes do not depend on the routing.
 """

@@ -4,8 +4,8 @@
     k_grouped_mm  out [E * N, K]: sums over each group's own rows, `grad_weight`
 
 Operands are INT8 or FP8 codes, with rows in groups (`token_permutation.py`). A scale is one for all ([1]), or one per
-row of A, per row of a group's matrix, or, of what is summed over rows, per group and column. Rows of no group are zero, and so
-are sums of groups without rows.
+row of A, per row of a group's matrix, or, of what is summed over rows, per group and column. Rows of no group are zero,
+and so are sums of groups without rows.
 """
 
 import torch

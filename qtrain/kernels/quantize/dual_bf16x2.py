@@ -319,7 +319,8 @@ def launch_dual_bf16x2(
     swiglu(x) or, with dy, the gradient of x; x [M, 2I], I a multiple of BLOCK. router_dots: fp32 [M, I / BLOCK],
     receives `swiglu.router_dots_ref`; with dy. tensor_amax, row_column_amax: fp32 bits of the absmax of x (tensorwise),
     or of its rows and of its columns (rowwise), int32, if known. groups: of rows with column scales of
-    their own (rowwise). out: memory for the result. index: the rows of what is quantized are gathered from x [T, K]; without swiglu.
+    their own (rowwise). out: memory for the result. index: the rows of what is quantized are gathered from x [T, K];
+    without swiglu.
     """
     granularity_t = granularity_t or granularity
     m, k = index.shape(x)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtrain.kernels.grouped import row_groups
+from qtrain.kernels.grouped import token_permutation
 from qtrain.kernels.grouped.token_permutation import (
     ALIGNMENT,
     group_rows,
@@ -55,7 +55,7 @@ def check_kernels(tokens, per_token, groups, device):
 @pytest.mark.interpreter
 @pytest.mark.parametrize("shape", SORTED)
 def test_the_kernels_sort_as_the_definition(shape, monkeypatch):
-    monkeypatch.setattr(row_groups, "CHUNKS", 4)  # sums over several
+    monkeypatch.setattr(token_permutation, "CHUNKS", 4)  # sums over several
     check_kernels(*shape, "cpu")
 
 
