@@ -246,6 +246,7 @@ class MatrixOptimizer(PartitionedOptimizer):
 
     def place(self, placements: Mapping[Tensor, Placement]) -> None:
         super().place(placements)
+        self._batches = self._make_batches()  # which key random bits by the elements' places
         if self._rest is not None:
             self._rest.place(placements)
 

@@ -31,7 +31,7 @@ from qtrain.models.native.mlp import MLP
 from qtrain.models.native.moe import Experts, MoE
 from qtrain.parallel.layers.exchange import describe_inputs, describe_tokens
 from qtrain.parallel.layers.experts import EPExperts
-from qtrain.parallel.layers.local_config import check_divisible, check_experts_divisible
+from qtrain.parallel.layers.local_config import check_divisible, check_experts_divisible, local_config
 from qtrain.parallel.layers.tensor_parallel import (
     TPMLP,
     Stream,
@@ -135,6 +135,11 @@ class ModelParallel:
         if self.experts_only and self.kind(f"{name}.weight") is None:
             return None
         return shared_over(self.group)
+
+    @property
+    def local_config(self) -> ModelConfig:
+        """The sizes of one rank's layers; of experts those of all."""
+        return self.config if self.experts_only else local_config(self.config, self.group.ranks, 1)
 
     @property
     def ranks_per_expert(self) -> int:

@@ -58,6 +58,11 @@ class LanguageArchitecture(Architecture):
             parts = ModelParallel(config, mesh.model_group, mesh.expert_mesh is not None, settings.sequence_parallel)
         return cls(source, settings.model_impl, settings.seq_len, config, parts)
 
+    @property
+    def rank_config(self) -> ModelConfig | None:
+        """`config` with the sizes of this rank's layers."""
+        return self.config if self.parts is None else self.parts.local_config
+
     def shared_weight(self, name: str) -> SharedWeight | None:
         return None if self.parts is None else self.parts.shared_weight(name)
 

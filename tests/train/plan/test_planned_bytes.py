@@ -102,6 +102,7 @@ def _on_mesh(
     for group in groups:
         group["params"] = [parallel.master(p) for p in group["params"]]
     optimizer = checked.optimizer.build(groups, 0.01)
+    optimizer.place(parallel.placements)
     for sharded in parallel.parameters:
         elements, dtype = sum(t.numel() for t in masters(sharded)), sharded.parameter.dtype
         sharded.set_gradient(torch.full((elements,), 0.01, dtype=dtype))
