@@ -119,12 +119,12 @@ def _read() -> dict[str, str]:
 def _file() -> Path:
     folder = Path(os.environ.get("QTRAIN_CACHE") or Path.home() / ".cache" / "qtrain")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    about = f"tuning {device} torch {torch.__version__} kernels {_kernels_checksum():08x}"
+    about = f"tuning {device} torch {torch.__version__} kernels {kernels_checksum():08x}"
     return folder / (re.sub(r"[^A-Za-z0-9.]+", "-", about) + ".json")
 
 
 @cache
-def _kernels_checksum() -> int:
+def kernels_checksum() -> int:
     """Of the source of all kernels."""
     return zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py"))))
 

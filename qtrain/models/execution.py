@@ -1,8 +1,10 @@
 """How a built model runs: what backward recomputes, then what is compiled."""
 
+import torch
 from torch import nn
 
 from qtrain.core.errors import unknown_name
+from qtrain.kernels.autotune import kernels_checksum
 
 RECOMPUTE_MODES = {
     "none": "keep every activation that backward reads",
@@ -24,5 +26,16 @@ def compile_layers(model: nn.Module) -> None:
     Layers share their code, so one compilation serves all: a 24-layer model starts in about 15 s, compiled as a whole
     in 65 s, at the same steady speed.
     """
+    tag_compile_caches()
     for layer in model.layers:
         layer.compile(fullgraph=model.fullgraph)
+
+
+def tag_compile_caches() -> None:
+    """Keep torch's caches of compiled code apart by the state of this project's kernels.
+
+    They key a custom op by its name: code that was compiled for the arguments of an older op would run with this one.
+    """
+    config, tag = torch.compiler.config, f"qtrain {kernels_checksum():08x}"
+    if tag not in config.cache_key_tag:  # which the user may have set too
+        config.cache_key_tag = f"{config.cache_key_tag} {tag}".strip()

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qtrain.core.errors import UserError, first_line, missing_package, nearest
 from qtrain.core.hub import reaching_hub
+from qtrain.models.execution import tag_compile_caches
 from qtrain.models.hf.io import refuse_nonfinite
 from qtrain.models.hf.writing import finish_export, writing_export
 from qtrain.models.native.selective_recompute import selective_contexts
@@ -154,6 +155,7 @@ def _recomputed(forward: Callable[..., Tensor], mode: str) -> Callable[..., Tens
 
 def compile_vision(model: nn.Module) -> None:
     """Compile the repeated blocks in place, which share their code, or the whole model if it has none."""
+    tag_compile_caches()
     for module in repeated_blocks(model) or [model]:
         module.compile()
 

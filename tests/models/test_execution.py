@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qtrain.core.errors import UserError
-from qtrain.models import RECOMPUTE_MODES, apply_activation_checkpointing, compile_layers
+from qtrain.models import RECOMPUTE_MODES, apply_activation_checkpointing, compile_layers, execution
 from qtrain.models.native.attention import SequenceInfo
 from tests.models.families import DOC_IDS, batch, drawn, source_of
 
@@ -109,3 +109,12 @@ def test_compiled_layers_give_the_same_loss_and_gradients(mode):
 def test_unknown_mode():
     with pytest.raises(UserError, match=r"--activation_checkpointing.*'selectiv'.*Did you mean 'selective'"):
         apply_activation_checkpointing(drawn(source_of("llama2")), "selectiv")
+
+
+def test_compiled_code_is_cached_apart_for_each_state_of_the_kernels(monkeypatch):
+    """Code that torch has cached calls custom ops by name, with the arguments that they had when it was compiled."""
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "mine")
+    monkeypatch.setattr(execution, "kernels_checksum", lambda: 0xABC)
+    for _ in range(2):
+        execution.tag_compile_caches()
+        assert torch.compiler.config.cache_key_tag == "mine qtrain 00000abc"
