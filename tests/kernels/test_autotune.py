@@ -54,7 +54,7 @@ def test_times_again_with_other_kernels(monkeypatch, cache):
     """A choice that was right for an earlier kernel of the same name would stand for ever."""
     seen = timed(monkeypatch, "triton b")
     choose(1)
-    monkeypatch.setattr(autotune, "_kernels_checksum", lambda: 1)
+    monkeypatch.setattr(autotune, "kernels_checksum", lambda: 1)
     autotune._choices.cache_clear()
     assert choose(1) == "triton b" and len(seen) == 2 and len(list(cache.iterdir())) == 2
 
