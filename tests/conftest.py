@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import sampling
 from tests.interpreter import quicken_interpreter
 
 if not torch.cuda.is_available():
@@ -57,8 +58,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         skipped, reason = "interpreter", "kernels run for real here"
     else:
         skipped, reason = "gpu", "needs an NVIDIA GPU"
+    left = {} if torch.cuda.is_available() else dict(sampling.CASES)
     for item in items:
+        function = item.nodeid.split("[")[0]
         if skipped in item.keywords:
             item.add_marker(pytest.mark.skip(reason=reason))
-        elif "sweep" in item.keywords and not os.environ.get("QTRAIN_FULL_SWEEP"):
+        elif not os.environ.get("QTRAIN_FULL_SWEEP") and ("sweep" in item.keywords or left.get(function) == 0):
             item.add_marker(pytest.mark.skip(reason="full sweep: make test-full"))
+        elif function in left:
+            left[function] -= 1
