@@ -1,18 +1,20 @@
 """Parameters whose values are made when they are needed: of models that no process can hold in full.
 
-A deferred parameter has its shape, dtype and device, but no memory, and a function that makes its value. So a model can
-be built, swapped and divided as any other, and whoever divides it asks for one value after the other. Its own memory
-comes when the parameter is used, with what is gathered then (`parallel/sharding/full_shard.py`).
+A lazy parameter has its shape, dtype and device, but no memory, and a function that makes its value. So a model can be
+built, swapped and sharded as any other, and whoever shards it asks for one value after the other. Its own memory comes
+when the parameter is used, with what is gathered then (`parallel/sharding/full_shard.py`).
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from qtrain.tensors.stored_weight import StoredWeight
 
-_MAKER = "_make_value"
+_initializers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Lazy parameter -> the function that makes its value."""
 
 
 def plain_tensors(p: Tensor) -> list[Tensor]:
@@ -25,26 +27,25 @@ def make_lazy(p: nn.Parameter, make: Callable[[], Tensor]) -> None:
     """Free the memory of `p`. make: returns its value, in new memory."""
     for tensor in plain_tensors(p):
         tensor.untyped_storage().resize_(0)
-    setattr(p, _MAKER, make)
+    _initializers[p] = make
 
 
 def is_lazy(p: Tensor) -> bool:
-    return hasattr(p, _MAKER)
+    return p in _initializers
 
 
 def initial_value(p: Tensor) -> Tensor:
-    """The value that training begins with: of a deferred parameter in new memory, else its own."""
-    return getattr(p, _MAKER)() if is_lazy(p) else p.data
+    """The value that training begins with: of a lazy parameter in new memory, else its own."""
+    return _initializers[p]() if is_lazy(p) else p.data
 
 
 def drop_initializer(p: nn.Parameter) -> None:
-    """Forget how the value is made: whoever needs it has it, and training changes it there."""
-    if is_lazy(p):
-        delattr(p, _MAKER)
+    """Drop the initializer; the shards hold the value now."""
+    _initializers.pop(p, None)
 
 
 def materialize(p: nn.Parameter) -> None:
-    """Allocate a deferred parameter and give it its value; others are left alone."""
+    """Allocate a lazy parameter and give it its value; others are left alone."""
     if not is_lazy(p):
         return
     for own, value in zip(plain_tensors(p), plain_tensors(initial_value(p)), strict=True):
@@ -61,7 +62,7 @@ def allocate(tensor: Tensor) -> None:
 
 @contextlib.contextmanager
 def with_zeros(p: nn.Parameter) -> Iterator[None]:
-    """Inside, a deferred plain parameter has memory and is zero; others are left alone."""
+    """Inside, a lazy plain parameter has memory and is zero; others are left alone."""
     if not is_lazy(p):
         yield
         return
