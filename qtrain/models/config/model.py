@@ -2,7 +2,7 @@
 
 One frozen dataclass covers Llama 2/3.x, Mistral, SmolLM(2), Qwen2/2.5, Qwen3 and BitNet: they differ in which
 projections have a bias, in QK-norm, in norms before the output projections, in rotary scaling and in a sliding window.
-Mixtures of experts (`mixture_config.py`) differ in their MLP, DeepSeek's also in their attention (`latent_config.py`).
+Mixtures of experts (`moe.py`) differ in their MLP, DeepSeek's also in their attention (`mla.py`).
 Keys that would change the arithmetic and are not covered are refused by name, never ignored.
 """
 

@@ -2,7 +2,7 @@
 of the trained parameters on the rank of a shard group that holds most of them.
 
 Rows are sharded unevenly: 4,608 rows over 1,024 ranks are 5 rows each on the first 921 of them. As
-`parallel/sharding/shards.py` does it; checked against real shards by `bench/fake_world.py`.
+`parallel/sharding/shards.py` does it; checked against real shards by `benchmarks/fake_world.py`.
 """
 
 import heapq
