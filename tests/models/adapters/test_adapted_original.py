@@ -39,7 +39,7 @@ def tensors(folder) -> dict[str, torch.Tensor]:
         (Lora(r=4, dora=True, base="nf4", merge="original"), "native", torch.float32),
     ],
 )
-def test_the_export_is_the_source_with_the_adapters_added_and_pefts_merge(tmp_path, lora, impl, dtype):
+def test_the_export_is_the_source_with_the_adapters_added(tmp_path, lora, impl, dtype):
     """Each tensor is the fp64 sum up to one rounding to the file's dtype; what has no adapter is the source's, bit for
     bit, under the source's file names."""
     peft = pytest.importorskip("peft")
