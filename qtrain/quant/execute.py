@@ -109,9 +109,8 @@ def operands_under_scale(scheme: LowBitScheme, t: Tensor, request: OperandReques
     if columns and columns.sum_dim == 0:
         own_columns = own_rows.summed_over_rows()
     elif columns:
-        given = _if_tensorwise(columns, scale)
         own_columns = quantize_columns(
-            t, columns, rounding, power_of_two, request.groups if given is None else None, given
+            t, columns, rounding, power_of_two, request.groups, _if_tensorwise(columns, scale)
         )
     return Operands(own_rows, own_columns)
 

@@ -29,7 +29,7 @@ from qtrain.quant.weight_codes import (
     operands_of_codes,
     quantize_spanning_weights,
     quantize_weight,
-    spans_weight,
+    spanning_format,
 )
 from qtrain.tensors.quantized_tensor import Operands, QuantizedTensor
 
@@ -85,7 +85,7 @@ class LowBitLinear(nn.Module):
         """key: int64 [3] on the device, the Philox key of stochastic rounding: seed, step, number of the linear.
         reduce: over the processes that hold the other parts of the weight; None: there are none."""
         super().__init__()
-        self.reduce = reduce if spans_weight(scheme) else None
+        self.reduce = None if spanning_format(scheme) is None else reduce
         """Reduces the statistics of a scale that covers the whole weight (`scales.py`)."""
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias

@@ -17,6 +17,7 @@ from qtrain.quant.execute import OperandRequest, operands_under_scale, quantize_
 from qtrain.quant.quantizers import ReuseBuffers, quantize_columns, quantize_dual_layout, quantize_rows
 from qtrain.quant.scales import Reduce, reduce_all, scale_of_statistic, tensor_statistic
 from qtrain.quant.scheme import LowBitScheme
+from qtrain.quant.tensor_roles import FormatPair
 from qtrain.tensors.lazy import allocate
 from qtrain.tensors.quantized_tensor import (
     OperandFormat,
@@ -87,19 +88,27 @@ def reads_codes_only(scheme: LowBitScheme) -> bool:
     return scheme.stored_format is None and None not in scheme.formats_of("w")
 
 
+def _quantized_formats(scheme: LowBitScheme) -> FormatPair:
+    """Of a weight's codes as they are quantized, before GEMMs' operands are made of them."""
+    wire = wire_format(scheme)
+    return (wire, wire) if wire else scheme.formats_of("w")
+
+
 def scales_by_amax(scheme: LowBitScheme) -> bool:
     """Whether all that the scale of a weight's codes depends on is its absmax."""
-    rows, columns = [wire_format(scheme)] * 2 if wire_format(scheme) else scheme.formats_of("w")
+    rows, columns = _quantized_formats(scheme)
     if scheme.stored_format is not None or rows is None or rows != columns:
         return False
     return rows.granularity == "tensorwise" and rows.fmt in EIGHT_BITS
 
 
-def spans_weight(scheme: LowBitScheme) -> bool:
-    """Whether a scale covers all of a weight, other processes' parts of it too."""
-    formats = [wire_format(scheme)] if wire_format(scheme) else scheme.formats_of("w")
-    tensorwise = any(fmt is not None and fmt.granularity == "tensorwise" for fmt in formats)
-    return scheme.stored_format is None and tensorwise
+def spanning_format(scheme: LowBitScheme) -> OperandFormat | None:
+    """The format whose scale covers all of a weight, other processes' parts of it too; None: there is none."""
+    if scheme.stored_format is not None:
+        return None
+    return next(
+        (fmt for fmt in _quantized_formats(scheme) if fmt is not None and fmt.granularity == "tensorwise"), None
+    )
 
 
 # ---- computing them --------------------------------------------------------------------------------------------------
@@ -156,10 +165,10 @@ def _stored_operands(scheme: LowBitScheme, w: StoredWeight, groups: BlockGroups 
 
 
 def quantize_spanning_weights(requests: Sequence[WeightRequest], reduce: Reduce) -> list[Operands]:
-    """`quantize_weight` of parts of weights whose scales cover the other processes' parts too (`spans_weight`), with
+    """`quantize_weight` of parts of weights whose scales cover the other processes' parts too (`spanning_format`), with
     one reduction for all. Then a part's codes are its part of the whole weight's codes. Scales that cover less, of a
     row, a column or a block, are those of the part: equal to the whole's where no cut crosses them, else finer."""
-    formats = [_spanning_format(request.scheme) for request in requests]
+    formats = [spanning_format(request.scheme) for request in requests]
     statistics = [
         tensor_statistic(request.weight, fmt, request.reuse and request.reuse.amax)
         for request, fmt in zip(requests, formats, strict=True)
@@ -177,9 +186,3 @@ def quantize_spanning_weights(requests: Sequence[WeightRequest], reduce: Reduce)
         rows, columns = operands_under_scale(scheme, w, OperandRequest("w", key=key, groups=groups), scale)
         found.append(Operands(None if rows is w else rows, None if columns is w else columns))
     return found
-
-
-def _spanning_format(scheme: LowBitScheme) -> OperandFormat:
-    """The tensorwise one of the weight's formats."""
-    formats = [wire_format(scheme)] if wire_format(scheme) else scheme.formats_of("w")
-    return next(fmt for fmt in formats if fmt is not None and fmt.granularity == "tensorwise")

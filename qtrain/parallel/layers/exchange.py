@@ -64,6 +64,11 @@ def _takes(fmt: OperandFormat | None) -> bool:
     return fmt is not None and fmt.fmt in LINEAR_FORMATS and fmt.granularity in ("tensorwise", "rowwise")
 
 
+def reduce_statistics(statistics: Tensor, group: RankGroup) -> Tensor:
+    """Statistics of scales over the ranks of a group, as `quant/scales.py` asks for."""
+    return group.all_reduce_fp64(statistics) if statistics.dtype is torch.float64 else group.all_reduce_max(statistics)
+
+
 @dataclass(frozen=True)
 class TokenExchange:
     """Of a column-parallel linear whose input is divided along tokens: an `Exchange` of a scheme that

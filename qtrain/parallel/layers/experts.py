@@ -18,13 +18,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qtrain.comm.rank_group import RANK_RNG_OFFSET, RankGroup
 from qtrain.kernels.grouped.permute import combine_rows, route_weight_grad, weights_of_rows
 from qtrain.kernels.grouped.token_permutation import TokenPermutation, group_rows, group_rows_of
 from qtrain.kernels.quantize.gather_rows import gather_rows
 from qtrain.models.native.moe import Experts
+from qtrain.parallel.layers import become
 from qtrain.parallel.layers.exchange import ScaleExchange, quantize_routed
 from qtrain.quant.arguments import LinearArguments, save_operands, saved_operands
 from qtrain.quant.experts import expert_arguments
@@ -39,8 +40,7 @@ class EPExperts(Experts):
     """This rank's experts. Every rank calls it with its own tokens."""
 
     def __init__(self, experts: Experts, group: RankGroup):
-        nn.Module.__init__(self)
-        self.__dict__.update(experts.__dict__)
+        become(self, experts)
         self.group = group
         self.terms: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
         """In order: what receives the gradients of gate_up and of down_proj in place of the parameters, [N, *shape],

@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qtrain.comm.rank_group import RANK_RNG_OFFSET, RankGroup
 from qtrain.models import Decoder
@@ -29,7 +29,7 @@ from qtrain.models.config.model import ModelConfig
 from qtrain.models.native.attention import Attention
 from qtrain.models.native.mlp import MLP
 from qtrain.models.native.moe import Experts, MoE
-from qtrain.parallel.layers.exchange import describe_inputs, describe_tokens
+from qtrain.parallel.layers.exchange import describe_inputs, describe_tokens, reduce_statistics
 from qtrain.parallel.layers.experts import EPExperts
 from qtrain.parallel.layers.local_config import check_divisible, check_experts_divisible, local_config
 from qtrain.parallel.layers.tensor_parallel import (
@@ -95,7 +95,7 @@ class ModelParallel:
     def kind(self, name: str) -> Kind | None:
         """How the parameter `name` is divided; None: every rank has all of it."""
         parent, module, _ = ["", "", *name.split(".")][-3:]
-        kind = TABLE.get((parent if parent in ("attn", "mlp", "experts", "shared") else "", module))
+        kind = TABLE.get((parent, module))
         if self.experts_only and kind != "expert":
             return None
         return None if module in ("q_norm", "k_norm") and self.config.qk_norm != "whole" else kind
@@ -103,10 +103,10 @@ class ModelParallel:
     def partition(self, name: str) -> Partition | None:
         """Which part of the parameter `name` this rank holds; None: all of it."""
         kind, config = self.kind(name), self.config
-        ranks, rank = self.group.ranks, self.group.rank
-        module, own = name.split(".")[-2:] if kind else ("", "")
         if kind is None:
             return None
+        ranks, rank = self.group.ranks, self.group.rank
+        parent, module, own = ["", *name.split(".")][-3:]
         if kind == "expert":
             rows = 2 * config.moe.width if module == "gate_up" else config.hidden_size
             return Partition.evenly(0, (config.moe.experts * rows,), ranks, rank)
@@ -119,7 +119,6 @@ class ModelParallel:
             ("attn", "k_norm"): (config.kv_size,),
             ("mlp", "gate_up"): (config.intermediate_size,) * 2,
         }
-        parent = name.split(".")[-3]
         whole = config.q_size if parent == "attn" else config.intermediate_size
         return Partition.evenly(int(kind == "row"), sizes.get((parent, module), (whole,)), ranks, rank)
 
@@ -198,13 +197,7 @@ class ModelParallel:
 
 def shared_over(group: RankGroup) -> SharedWeight:
     """A weight of which each rank of the group has a part."""
-
-    def reduce(statistics: Tensor) -> Tensor:  # as `quant/scales.py` asks for
-        return (
-            group.all_reduce_fp64(statistics) if statistics.dtype is torch.float64 else group.all_reduce_max(statistics)
-        )
-
-    return SharedWeight(group.rank * RANK_RNG_OFFSET, reduce)
+    return SharedWeight(group.rank * RANK_RNG_OFFSET, partial(reduce_statistics, group=group))
 
 
 def _set_sizes(module: nn.Module, shape: torch.Size) -> None:

@@ -21,6 +21,7 @@ from qtrain.models.native.loss import LossSums, linear_cross_entropy
 from qtrain.models.native.mlp import MLP
 from qtrain.models.native.moe import MoE
 from qtrain.models.native.router import Routing, TokenSum
+from qtrain.parallel.layers import become
 from qtrain.parallel.layers.exchange import TokenExchange, gathers_codes
 from qtrain.parallel.layers.loss import sharded_cross_entropy
 from qtrain.quant import LowBitLinear
@@ -55,17 +56,11 @@ class Stream:
         return TokenExchange(self.group) if codes and x.shape[0] % 2 == 0 else None  # two 4-bit codes share a byte
 
 
-def _become(new: nn.Module, module: nn.Module) -> None:
-    """Give `new` the submodules, parameters and attributes of `module`, which it replaces."""
-    nn.Module.__init__(new)
-    new.__dict__.update(module.__dict__)
-
-
 class TPAttention(Attention):
     """Attention over this rank's heads. split_sizes: rows of q, k, v."""
 
     def __init__(self, attention: Attention, stream: Stream, split_sizes: list[int]):
-        _become(self, attention)
+        become(self, attention)
         self.stream, self.split_sizes = stream, split_sizes
         self.projections = {"qkv": split_sizes}
 
@@ -82,7 +77,7 @@ class TPMLP(MLP):
     """The MLP over this rank's slice of the intermediate size."""
 
     def __init__(self, mlp: MLP, stream: Stream):
-        _become(self, mlp)
+        become(self, mlp)
         self.stream = stream
         self.projections = {"gate_up": [mlp.gate_up.weight.shape[0] // 2] * 2}
 
@@ -96,7 +91,7 @@ class TPMoE(MoE):
     """A mixture whose experts the ranks divide; each routes its own tokens."""
 
     def __init__(self, mixture: MoE, stream: Stream):
-        _become(self, mixture)
+        become(self, mixture)
         self.stream = stream
 
     def statistics(self, routing: Routing, info: SequenceInfo) -> tuple[Tensor, Tensor]:
@@ -113,7 +108,7 @@ class TPEmbedding(Embedding):
     """The embedding of this rank's rows of the vocabulary, which begin at `first`."""
 
     def __init__(self, embedding: Embedding, stream: Stream, first: int):
-        _become(self, embedding)
+        become(self, embedding)
         self.stream, self.first = stream, first
 
     def forward(self, ids: Tensor, sharded: bool = False) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from qtrain.kernels.numerics.formats import FORMATS, GRANULARITIES, codes_shape, empty_scale, scale_shape
 from qtrain.kernels.quantize.operators import quantize
 from qtrain.kernels.quantize.reference import amax_ref
+from qtrain.parallel.layers.exchange import reduce_statistics
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.shards import Sharded, by_mesh, local_tensors
 from qtrain.parallel.sharding.weights import gather_weights
@@ -172,7 +173,6 @@ def _over_tensor_ranks(flat: Tensor, sizes: Sequence[tuple[int, bool]], mesh: Me
     """The statistics `flat` of several weights, each (length, whether its scale covers other tensor ranks' parts)."""
     if not any(spans for _, spans in sizes):
         return flat
-    group, is_mean = mesh.tp_group, flat.dtype is torch.float64
-    reduced = group.all_reduce_fp64(flat) if is_mean else group.all_reduce_max(flat)
+    reduced = reduce_statistics(flat, mesh.tp_group)
     spanning = torch.cat([torch.full((n,), spans, device=flat.device) for n, spans in sizes])
     return torch.where(spanning, reduced, flat)
