@@ -9,7 +9,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: threads of t
 if not os.environ.get("QTRAIN_FULL_SWEEP"):  # Inductor would try vector extensions, each with a program it compiles
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,13 @@ from qtrain.core.process import prepare_process
 prepare_process()  # before transformers is imported
 
 gc.disable()  # until all tests are imported: what that makes stays
+
+
+@pytest.fixture(autouse=True)
+def _other_tests_are_not_deterministic() -> Iterator[None]:
+    """--deterministic changes a state of the process."""
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(params=["graphs", pytest.param("inductor", marks=pytest.mark.sweep)])

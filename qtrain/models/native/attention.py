@@ -20,12 +20,8 @@ from qtrain.models.native.rope import rotate
 
 Mask = Tensor | BlockMask | None
 
-_CUDA_BACKENDS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+_DETERMINISTIC_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_CUDA_BACKENDS = [SDPBackend.CUDNN_ATTENTION, *_DETERMINISTIC_BACKENDS]  # cuDNN's backward adds with atomics
 
 _compiled = functools.cache(torch.compile)  # uncompiled, flex_attention and its mask would materialize [B, H, S, S]
 
@@ -67,7 +63,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = No
     if mask is not None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
     if q.is_cuda:
-        with sdpa_kernel(_CUDA_BACKENDS, set_priority=True):
+        backends = _DETERMINISTIC_BACKENDS if torch.are_deterministic_algorithms_enabled() else _CUDA_BACKENDS
+        with sdpa_kernel(backends, set_priority=True):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
 

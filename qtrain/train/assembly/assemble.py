@@ -13,6 +13,7 @@ from qtrain.optim import parameter_groups
 from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.parallel.sharding.gradient_wire import GRADIENT_WIRES
 from qtrain.quant import QuantizedModel, quantize_linears
+from qtrain.train.assembly.deterministic import use_deterministic_kernels
 from qtrain.train.assembly.prepare import Prepared
 from qtrain.train.log.status import short_number
 from qtrain.train.state.ema import Ema
@@ -25,6 +26,8 @@ from qtrain.train.step.step import share_amax
 def build_quantized(prepared: Prepared) -> tuple[nn.Module, QuantizedModel]:
     """The model on the device, with weights, its linears swapped as planned. Seeds all random generators."""
     settings, architecture = prepared.settings, prepared.architecture
+    if settings.deterministic:
+        use_deterministic_kernels()
     seed_rng(settings.seed)
     model = architecture.build(prepared)
     quantized = quantize_linears(
