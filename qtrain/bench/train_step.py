@@ -59,15 +59,16 @@ def time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, An
     """Speed over `settings.n_steps` steps after `warmup_steps`, on random tokens: the median time from the end of a
     step to the end of the next; or {"reason": ...}. Of all processes, if a launcher has started several.
 
-    Keys: tok_s, step_ms, sol, mfu, peak_gib, planned_gib, loss.
+    Keys: tok_s, step_ms, sol, mfu, peak_gib, reserved_gib, outside_gib (of `memory_in_use`), planned_gib, loss.
     """
     try:
         return _time_training(settings, warmup_steps)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        peak = peak_memory(choose_device(settings.device)) / GIB
-        return {"reason": f"out of memory, with {peak:.1f} GiB in use"}
+        device = choose_device(settings.device)
+        taken = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in memory_in_use(device).items())
+        return {"reason": f"out of memory, with {peak_memory(device) / GIB:.1f} GiB in use ({taken})"}
 
 
 def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, Any]:
@@ -115,9 +116,20 @@ def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, A
         "step_ms": 1000 * seconds,
         **plan.efficiency(tok_s),
         "peak_gib": peak_memory(device) / GIB,
+        **{f"{kind}_gib": size / GIB for kind, size in memory_in_use(device).items()},
         "planned_gib": sum(plan.memory.values()) / GIB,
         "loss": loss,
     }
+
+
+def memory_in_use(device: torch.device) -> dict[str, int]:
+    """Bytes of a GPU at their peak: what the allocator has reserved for tensors, and what is taken outside of it, by
+    the CUDA context, loaded kernels and libraries, and by other processes. Empty for a CPU."""
+    if device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    return {"reserved": torch.cuda.max_memory_reserved(device), "outside": total - free - reserved}
 
 
 def random_batch(vocab_size: int, sequences: int, seq_len: int, generator: torch.Generator) -> Batch:
@@ -265,7 +277,7 @@ def child_environment() -> dict[str, str]:
 
 def step_table(results: dict[tuple[str, str], dict[str, Any]], title: str) -> Table:
     """One row per result, with the speed relative to the model's first scheme."""
-    columns = ["tok/s", "over first", "sol", "mfu", "ms/step", "peak GiB", "planned GiB"]
+    columns = ["tok/s", "over first", "sol", "mfu", "ms/step", "peak GiB", "reserved GiB", "planned GiB"]
     table = Table(title, "median step; sol, mfu: share of the peak", columns)
     firsts: dict[str, float] = {}
     for (model, scheme), result in results.items():
@@ -279,8 +291,10 @@ def step_table(results: dict[tuple[str, str], dict[str, Any]], title: str) -> Ta
         table.put(row, "over first", Cell(over, text=f"{over:.2f}x"))
         for column, key in (("sol", "sol"), ("mfu", "mfu")):
             table.put(row, column, Cell(result[key], text=f"{100 * result[key]:.1f}%"))
-        for column, key in (("ms/step", "step_ms"), ("peak GiB", "peak_gib"), ("planned GiB", "planned_gib")):
-            table.put(row, column, Cell(result[key], text=f"{result[key]:,.2f}"))
+        for column in ("ms/step", "peak GiB", "reserved GiB", "planned GiB"):
+            key = {"ms/step": "step_ms"}.get(column, column.lower().replace(" ", "_"))
+            if key in result:  # nothing is reserved on a CPU
+                table.put(row, column, Cell(result[key], text=f"{result[key]:,.2f}"))
     return table
 
 

@@ -47,8 +47,8 @@ class _TorchvisionOnCPU(MetaPathFinder):
 
 
 def prepare_process(*, script: bool = False) -> None:
-    """Let timm and transformers, imported after this call, import torchvision with a CPU build of torch. Where torch
-    has CUDA nothing changes.
+    """Let timm and transformers, imported after this call, import torchvision with a CPU build of torch, and have
+    PyTorch's CUDA allocator map memory by pages (`expandable_segments`), unless the environment says otherwise.
 
     It adds a finder to `sys.meta_path` rather than import torch here, which takes seconds. script: also have a Ctrl-C
     during the imports that follow print one line, by `sys.excepthook`. Python then ends the process by SIGINT, which
@@ -56,6 +56,10 @@ def prepare_process(*, script: bool = False) -> None:
     """
     if not any(isinstance(finder, _TorchvisionOnCPU) for finder in sys.meta_path):
         sys.meta_path.insert(0, _TorchvisionOnCPU())
+    # A segment that grows and shrinks by pages leaves no holes: else what outlives the first steps, in segments of
+    # their activations, keeps the rest of these from the CUDA graphs' own pool.
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if script:
         sys.excepthook = _quiet_interrupt
 
