@@ -82,7 +82,7 @@ def train(settings: FinetuneSettings) -> None:
         trained_part,
     )
     from qtrain.train.assembly.language_architecture import LanguageArchitecture
-    from qtrain.train.assembly.prepare import prepare
+    from qtrain.train.assembly.prepare import fit_memory, prepare
     from qtrain.train.assembly.text import open_text
     from qtrain.train.eval.exact_match import FinetuneEvaluation, load_written_questions
     from qtrain.train.eval.language import mean_loss
@@ -99,13 +99,15 @@ def train(settings: FinetuneSettings) -> None:
     checked = check_settings(settings, SCRIPT, base_scheme(lora.base, settings.quantize) if stores_base else None)
     check_lm_eval(settings.lm_eval)
     architecture = LanguageArchitecture.of(settings, checked.mesh)
+    trained = trained_part(architecture.rank_config, lora, settings.freeze_embedding_layer, checked.dtype)
+    checked = fit_memory(checked, architecture, trained)
+    settings = checked.settings
     text = open_text(checked, architecture, model_tokenizer=True, seq_len_multiple=settings.seq_len_multiple)
     questions = []
     if settings.accuracy:
         questions = load_written_questions(settings.eval_ds, text.context, settings.accuracy, settings.seq_len)
     if not settings.dry_run:
         launch(settings.gpus)  # with --gpus N: N processes of this command, for which this one waits
-    trained = trained_part(architecture.rank_config, lora, settings.freeze_embedding_layer, checked.dtype)
     prepared = prepare(checked, architecture, text.described, trained)
     print(prepared.text, flush=True)
     if settings.dry_run:

@@ -48,7 +48,7 @@ def train(settings: PretrainSettings) -> None:
     from qtrain.models import export_hf
     from qtrain.train.assembly.assemble import assemble, build_quantized
     from qtrain.train.assembly.language_architecture import LanguageArchitecture
-    from qtrain.train.assembly.prepare import prepare
+    from qtrain.train.assembly.prepare import fit_memory, prepare
     from qtrain.train.assembly.text import open_text, tokenizer_needed
     from qtrain.train.eval.hellaswag import load_hellaswag
     from qtrain.train.eval.language import LanguageEvaluation
@@ -61,6 +61,8 @@ def train(settings: PretrainSettings) -> None:
     # ---- plan: whatever can be refused is refused here, before anything is allocated or written ----------------------
     checked = check_settings(settings, SCRIPT)
     architecture = LanguageArchitecture.of(settings, checked.mesh)
+    checked = fit_memory(checked, architecture)
+    settings = checked.settings
     text = open_text(checked, architecture)
     if text.tokenizer is None and (settings.sample_prompts or settings.hellaswag):
         raise tokenizer_needed("--sample_prompts and --hellaswag")

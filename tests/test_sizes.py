@@ -95,12 +95,12 @@ def memory_lines(**settings) -> tuple[str, str]:
 def test_a_plan_beyond_the_hosts_memory_warns_in_a_line(monkeypatch):
     monkeypatch.setattr(hardware, "host_memory", lambda: 23 * 2**30)
     memory, warning = memory_lines(model="qwen2.5-7b", train_ds={**TEXT, "tokenizer": "byte"})
-    assert " of 23.0 GiB: " in memory
-    assert warning.strip().startswith("warning: this does not fit: weights, gradients and optimizer alone are larger")
+    assert " of 23.0 GiB, most at " in memory
+    assert warning.strip().startswith("warning: this does not fit; the least that settings of memory reach is ")
     memory, warning = memory_lines(batch_size=10**6)
-    assert warning.strip().startswith("warning: this does not fit: lower --micro_batch_size")
+    assert warning.strip().startswith("warning: this does not fit; --") and " --micro_batch_size " in warning
     memory, following = memory_lines()
-    assert " of 23.0 GiB: " in memory and "does not fit" not in following
+    assert " of 23.0 GiB, most at " in memory and "does not fit" not in following
 
 
 @pytest.mark.parametrize(("limit", "expected"), [("1048576\n", 1048576), ("max\n", None), (None, None)])

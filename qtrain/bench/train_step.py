@@ -40,7 +40,7 @@ from qtrain.models import read_model_source
 from qtrain.quant import SCHEMES
 from qtrain.train.assembly.assemble import assemble, build_quantized
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
-from qtrain.train.assembly.prepare import prepare
+from qtrain.train.assembly.prepare import fit_memory, prepare
 from qtrain.train.log.failures import GIB, is_out_of_memory
 from qtrain.train.log.status import three_digits
 from qtrain.train.loop import peak_memory
@@ -75,7 +75,8 @@ def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, A
     # ---- plan, model, quantize, optimizer ----------------------------------------------------------------------------
     checked = check_settings(settings, "train_step")
     architecture = LanguageArchitecture.of(settings, checked.mesh)
-    prepared = prepare(checked, architecture, data=())
+    prepared = prepare(fit_memory(checked, architecture), architecture, data=())
+    settings = prepared.settings
     device, geometry, plan = prepared.device, prepared.geometry, prepared.plan
     model, quantized = build_quantized(prepared)
     run = assemble(prepared, model, quantized)
@@ -118,6 +119,9 @@ def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, A
         "peak_gib": peak_memory(device) / GIB,
         **{f"{kind}_gib": size / GIB for kind, size in memory_in_use(device).items()},
         "planned_gib": sum(plan.memory.values()) / GIB,
+        "planned_taken_gib": plan.memory_taken / GIB,
+        "planned_step_ms": 1000 * plan.step_seconds,
+        "fit": [note for note in prepared.notes if note.startswith("fit")],
         "loss": loss,
     }
 

@@ -16,6 +16,15 @@ class TrainingStopped(Exception):
     exit_code = 1
 
 
+class Restart(TrainingStopped):
+    """A run cannot go on as it was started, but can with `flags` added to its command line, which it is started with
+    again: this process becomes that one."""
+
+    def __init__(self, message: str, flags: tuple[str, ...]):
+        super().__init__(message)
+        self.flags = flags
+
+
 class LostRank(TrainingStopped):
     """Another process of the run has ended: that one's message, or the launcher's, says why."""
 

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,28 +26,63 @@ class Gpu:
     """As torch reports it; of A100 and H100 the one with 80 GB."""
     link: str
     """What links the GPUs of a machine as they are sold: a name of `train/settings/machine.py`'s WIRES."""
+    host_link: float
+    """GB/s between the GPU and host memory, each way, of the link's datasheet."""
+
+
+PCIE_4, PCIE_5, NVLINK_C2C = 31.5, 63.0, 225.0
+"""16 lanes of PCIe; NVLink-C2C of a GB200, whose two GPUs share 450 GB/s each way."""
+
+HOST_LINK_REACHED = 0.86
+"""Of `Gpu.host_link`: an H100 on PCIe 5 copies pinned memory at 54.1 GB/s to the GPU and 54.7 GB/s back."""
 
 
 # By product name (`product_of`). Products that are not listed are measured: laptop, NVL and other variants have peaks
 # of their own.
 DATASHEET = {
-    "H100 PCIe": Gpu({"bf16": 756.4, "fp8": 1512.9, "int8": 1512.9, "fp32": 51.2, "bandwidth": 2.0}, 79.1, "pcie"),
-    "H100": Gpu({"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "fp32": 66.9, "bandwidth": 3.35}, 79.1, "nvlink"),
-    "H200": Gpu({"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "fp32": 66.9, "bandwidth": 4.8}, 139.8, "nvlink"),
-    "H800": Gpu({"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "fp32": 66.9, "bandwidth": 3.35}, 79.1, "nvlink_h800"),
+    "H100 PCIe": Gpu(
+        {"bf16": 756.4, "fp8": 1512.9, "int8": 1512.9, "fp32": 51.2, "bandwidth": 2.0}, 79.1, "pcie", PCIE_5
+    ),
+    "H100": Gpu(
+        {"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "fp32": 66.9, "bandwidth": 3.35}, 79.1, "nvlink", PCIE_5
+    ),
+    "H200": Gpu(
+        {"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "fp32": 66.9, "bandwidth": 4.8}, 139.8, "nvlink", PCIE_5
+    ),
+    "H800": Gpu(
+        {"bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "fp32": 66.9, "bandwidth": 3.35}, 79.1, "nvlink_h800", PCIE_5
+    ),
     "B200": Gpu(
         {"bf16": 2250.0, "fp8": 4500.0, "mxfp8": 4500.0, "int8": 4500.0, "fp32": 75.0, "bandwidth": 8.0},
         178.4,
         "nvlink5",
+        PCIE_5,
     ),
-    "A100": Gpu({"bf16": 311.9, "int8": 623.7, "fp32": 19.5, "bandwidth": 2.04}, 79.3, "nvlink3"),
-    "A100 PCIe": Gpu({"bf16": 311.9, "int8": 623.7, "fp32": 19.5, "bandwidth": 1.94}, 79.3, "pcie4"),
-    "L40S": Gpu({"bf16": 362.1, "fp8": 733.0, "int8": 733.0, "fp32": 91.6, "bandwidth": 0.864}, 44.4, "pcie4"),
-    "RTX 4090": Gpu({"bf16": 165.2, "fp8": 330.3, "int8": 660.6, "fp32": 82.6, "bandwidth": 1.008}, 23.5, "pcie4"),
+    "GB200": Gpu(
+        {"bf16": 2500.0, "fp8": 5000.0, "mxfp8": 5000.0, "int8": 5000.0, "fp32": 80.0, "bandwidth": 8.0},
+        184.3,
+        "nvlink5",
+        NVLINK_C2C,
+    ),
+    "A100": Gpu({"bf16": 311.9, "int8": 623.7, "fp32": 19.5, "bandwidth": 2.04}, 79.3, "nvlink3", PCIE_4),
+    "A100 PCIe": Gpu({"bf16": 311.9, "int8": 623.7, "fp32": 19.5, "bandwidth": 1.94}, 79.3, "pcie4", PCIE_4),
+    "L40S": Gpu({"bf16": 362.1, "fp8": 733.0, "int8": 733.0, "fp32": 91.6, "bandwidth": 0.864}, 44.4, "pcie4", PCIE_4),
+    "RTX PRO 6000": Gpu(
+        {"bf16": 503.8, "fp8": 1007.6, "mxfp8": 1007.6, "int8": 1007.6, "fp32": 125.0, "bandwidth": 1.792},
+        94.9,
+        "pcie",
+        PCIE_5,
+    ),
+    "RTX 4090": Gpu(
+        {"bf16": 165.2, "fp8": 330.3, "int8": 660.6, "fp32": 82.6, "bandwidth": 1.008}, 23.5, "pcie4", PCIE_4
+    ),
     "RTX 5090": Gpu(
-        {"bf16": 209.5, "fp8": 419.0, "mxfp8": 419.0, "int8": 838.0, "fp32": 104.8, "bandwidth": 1.792}, 31.4, "pcie"
+        {"bf16": 209.5, "fp8": 419.0, "mxfp8": 419.0, "int8": 838.0, "fp32": 104.8, "bandwidth": 1.792},
+        31.4,
+        "pcie",
+        PCIE_5,
     ),
-    "RTX 3090": Gpu({"bf16": 71.0, "int8": 284.0, "fp32": 35.6, "bandwidth": 0.936}, 23.6, "pcie4"),
+    "RTX 3090": Gpu({"bf16": 71.0, "int8": 284.0, "fp32": 35.6, "bandwidth": 0.936}, 23.6, "pcie4", PCIE_4),
 }
 
 RUNS_AS = {"int4": "int8"}
@@ -59,6 +94,14 @@ convert to and multiply FP8 (Ada), and that multiply FP8 with a scale per 32 ele
 
 WGMMA_CAPABILITY = (9, 0)
 """Compute capability of the only GPUs with `wgmma` (Hopper)."""
+
+CUDA_OUTSIDE = int(0.7 * 2**30)
+"""Bytes of a GPU that are taken outside of PyTorch's allocator, by the CUDA context, loaded kernels and libraries:
+measured on an H100."""
+
+ALLOCATOR_HOLES = 0.016
+"""Of the tensors' peak, what PyTorch's allocator reserves beside it and cannot use, in holes between the tensors of
+recorded steps: measured on an H100, 0.5% to 1.6% (with `expandable_segments`, `core/process.py`)."""
 
 MEASURE_SECONDS, ROUNDS = 0.3, 3
 """A CPU's arithmetics are measured in turns, ROUNDS times each, so that a short disturbance cannot hit all."""
@@ -81,6 +124,18 @@ class Hardware:
     """Of the GPU; of the host for a CPU."""
     measured: bool
     """Whether the peaks were timed here; else they are of a datasheet."""
+    host_bandwidth: float | None = None
+    """Bytes per second between a GPU and host memory, each way; None: not known, or no GPU."""
+    is_gpu: bool = False
+
+    @property
+    def memory_bandwidth(self) -> float:
+        """Bytes per second; assumed for a device that is in no table."""
+        return self.peaks.get("bandwidth", 1.0 if self.is_gpu else 0.05) * 1e12
+
+    def memory_taken(self, tensors: int) -> int:
+        """Bytes that a run whose tensors have this peak takes of the device."""
+        return CUDA_OUTSIDE + round((1 + ALLOCATOR_HOLES) * tensors) if self.is_gpu else tensors
 
     def peak(self, arithmetic: str) -> float:
         """TFLOP/s of an arithmetic. One that the device lacks is emulated at the bf16 or fp32 rate."""
@@ -137,7 +192,26 @@ def describe_hardware(device: torch.device) -> Hardware:
     properties = torch.cuda.get_device_properties(device)
     known = DATASHEET.get(product_of(properties.name))
     peaks = _measured_peaks(device) if known is None else known.peaks
-    return Hardware(properties.name, peaks, properties.total_memory, measured=known is None)
+    link = known and HOST_LINK_REACHED * known.host_link * 1e9
+    return Hardware(properties.name, peaks, properties.total_memory, known is None, link, True)
+
+
+def with_measured_host_link(hardware: Hardware, device: torch.device) -> Hardware:
+    """`hardware` with the bandwidth to host memory that this machine's GPU has: the slower way of pinned copies. In a
+    tenth of a second."""
+    on_host = torch.empty(128 * 2**20, dtype=torch.uint8, pin_memory=True)
+    on_gpu = torch.empty_like(on_host, device=device)
+
+    def seconds(to: torch.Tensor, source: torch.Tensor) -> float:
+        _wait(device)
+        start = time.perf_counter()
+        to.copy_(source, non_blocking=True)
+        _wait(device)
+        return time.perf_counter() - start
+
+    ways = ((on_gpu, on_host), (on_host, on_gpu))
+    slower = max(min(seconds(*way) for _ in range(3)) for way in ways)
+    return replace(hardware, host_bandwidth=len(on_host) / slower)
 
 
 def planned_gpus() -> dict[str, str]:
@@ -151,7 +225,14 @@ def datasheet_hardware(name: str, flag: str = "--gpu") -> Hardware:
     if product is None:
         raise unknown_name(flag, "GPU", name, planned_gpus())
     found = DATASHEET[product]
-    return Hardware(product, found.peaks, int(found.memory_gib * 2**30), measured=False)
+    link = HOST_LINK_REACHED * found.host_link * 1e9
+    return Hardware(product, found.peaks, int(found.memory_gib * 2**30), False, link, True)
+
+
+def limit_allocator(device: torch.device, limit: int) -> None:
+    """Have PyTorch's allocator refuse what would take more than `limit` bytes of the GPU, with what is outside."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction((limit - CUDA_OUTSIDE) / total, device)
 
 
 def host_memory() -> int | None:
@@ -170,7 +251,8 @@ def product_of(name: str) -> str:
     """The product in a device's name as torch gives it: 'H100' of 'NVIDIA H100 80GB HBM3'."""
     words = name.replace("-PCIE-", " PCIe ").removeprefix("NVIDIA ").removeprefix("GeForce ").replace("-", " ").split()
     # The size and kind of the memory come before PCIe in some names and after it in others.
-    return " ".join(word for word in words if not re.fullmatch(r"SXM\d|HBM\d\w?|\d+GB", word))
+    variants = r"SXM\d|HBM\d\w?|\d+GB|Blackwell|(Workstation|Server)|Edition"
+    return " ".join(word for word in words if not re.fullmatch(variants, word))
 
 
 def _measured_peaks(device: torch.device) -> dict[str, float]:

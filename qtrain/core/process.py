@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
-from qtrain.core.errors import LostRank, TrainingStopped, UserError, explained
+from qtrain.core.errors import LostRank, Restart, TrainingStopped, UserError, explained
 
 # ---- first of all ---------------------------------------------------------------------------------------------------
 
@@ -126,6 +126,11 @@ def _run_script(main: Callable[[list[str]], None], interrupted: str) -> None:
     try:
         _check_working_directory()
         _run(main)
+    except Restart as error:
+        print(f"{error}", file=sys.stderr)
+        sys.stdout.flush()
+        # Not a child: the memory of the GPU is free only once this process image is gone.
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *error.flags])
     except (UserError, TrainingStopped) as error:
         if rank != "0" or isinstance(error, LostRank):
             time.sleep(CAUSE_SECONDS)  # rank 0 or the launcher gives the cause; the latter then ends this process

@@ -68,6 +68,10 @@ class LowBitSpec(OptimizerSpec):
         """As for any optimizer; for states in host memory, the staging buffers on the device."""
         return state_bytes(self.state_options, shapes, weight_bytes)
 
+    def host_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int) -> float:
+        on_device = replace(self.state_options, offload=False)
+        return state_bytes(on_device, shapes, weight_bytes) if self.offload else 0.0
+
     def for_device(self, device: torch.device) -> tuple[OptimizerSpec, str | None]:
         if not self.offload or device.type != "cpu":
             return self, None

@@ -38,6 +38,10 @@ class OptimizerSpec(ABC):
     def state_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int) -> float:
         """Bytes of device memory that the states of a whole model take, for weights of `weight_bytes` each."""
 
+    def host_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int) -> float:
+        """Bytes of host memory, pinned for the GPU, that the states of a whole model take."""
+        return 0.0
+
     def step_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int, *, partitioned: bool) -> float:
         """Bytes of temporaries at the largest moment of a step, for gradients of `weight_bytes` each. partitioned: each
         layer is updated by itself. A fused update has none."""

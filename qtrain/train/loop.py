@@ -367,11 +367,7 @@ def explain_out_of_memory(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        capacity = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-        # Advice starts from the sizes in force, not from the zeros that stand for defaults.
-        in_force = plan.settings_in_force(settings)
-        names = OPTIMIZERS.names()
-        raise out_of_memory(step(), in_force, plan.memory, peak_memory(device), capacity, names) from None
+        raise out_of_memory(step(), plan, settings, peak_memory(device), OPTIMIZERS.names()) from None
 
 
 def peak_memory(device: torch.device) -> int:

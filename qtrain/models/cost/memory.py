@@ -73,6 +73,19 @@ class RankShare(NamedTuple):
 ONE_GPU = RankShare(1.0, 1.0, 0.0, None, None)
 
 
+class Peak(NamedTuple):
+    """Bytes by kind at the moment of a step when a device holds most."""
+
+    moment: str
+    kinds: Mapping[str, int]
+    host: int = 0
+    """Bytes of pinned host memory, at all times."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.kinds.values())
+
+
 @dataclasses.dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes on one device."""
@@ -101,31 +114,32 @@ class MemoryEstimate:
     """Temporaries of the optimizer's step."""
     in_backward: bool
     """The optimizer steps within the backward pass."""
+    host: int = 0
+    """Optimizer states in pinned host memory."""
 
     @property
     def moments(self) -> dict[str, dict[str, int]]:
         """Bytes by kind at each moment of a step that can be the peak."""
         resident = {"weights": self.weights, "optimizer": self.optimizer, "workspace": self.workspace}
         moments = {
-            "loss": (self.held, self.activations, self.loss),
-            "backward's start": (self.held, self.activations, self.backward),
-            "backward's end": (self.gradients, self.one_layer, self.at_end),
-            "optimizer": (self.at_step, self.activations if self.in_backward else 0, self.step),
+            "the loss": (self.held, self.activations, self.loss),
+            "the start of backward": (self.held, self.activations, self.backward),
+            "the end of backward": (self.gradients, self.one_layer, self.at_end),
+            "the optimizer's step": (self.at_step, self.activations if self.in_backward else 0, self.step),
         }
         kinds = ("gradients", "activations", "temporaries")
         return {
-            "build": self.build,
+            "the model's build": self.build,
             **{name: {**resident, **dict(zip(kinds, sizes, strict=True))} for name, sizes in moments.items()},
         }
 
     @property
-    def at_peak(self) -> dict[str, int]:
-        """Bytes by kind at the peak."""
-        return max(self.moments.values(), key=lambda kinds: sum(kinds.values()))
+    def at_peak(self) -> Peak:
+        return max((Peak(*moment, self.host) for moment in self.moments.items()), key=lambda peak: peak.total)
 
     @property
     def peak(self) -> int:
-        return sum(self.at_peak.values())
+        return self.at_peak.total
 
 
 def all_of(config: ModelConfig, element: int) -> TrainedPart:
@@ -138,6 +152,7 @@ def estimate_memory(
     step: StepShape,
     *,
     optimizer_bytes: float = 4.0,
+    host_bytes: float = 0.0,
     step_bytes: float = 0.0,
     pretrained: bool = False,
     low_bit: LowBitBytes | None = None,
@@ -151,7 +166,8 @@ def estimate_memory(
     whole_matrices: the optimizer updates each linear's weight on one of them. reshards: layers exist in full only while
     they run.
 
-    optimizer_bytes: of states per parameter. step_bytes: temporaries of the optimizer's step. pretrained: weights are
+    optimizer_bytes: of states per parameter. host_bytes: of all states, where they are in host memory. step_bytes:
+    temporaries of the optimizer's step. pretrained: weights are
     loaded instead of drawn. low_bit: None for a model that is not quantized. trained: None where everything trains.
     """
     trained = trained or all_of(config, step.element)
@@ -207,6 +223,7 @@ def estimate_memory(
         at_step=at_step,
         step=round(step_bytes * share.states + master_bytes),
         in_backward=step.in_backward,
+        host=round(host_bytes * share.states),
     )
 
 

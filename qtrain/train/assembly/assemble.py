@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from qtrain.core.hardware import limit_allocator
 from qtrain.models import Lora, ModelConfig
 from qtrain.models.cost.parameters import parameter_shapes
 from qtrain.models.cost.trained import TrainedPart, all_but_embedding, only_adapters
@@ -28,6 +29,8 @@ def build_quantized(prepared: Prepared) -> tuple[nn.Module, QuantizedModel]:
     settings, architecture = prepared.settings, prepared.architecture
     if settings.deterministic:
         use_deterministic_kernels()
+    if settings.memory_limit is not None:
+        limit_allocator(prepared.device, prepared.plan.hardware.memory_bytes)
     seed_rng(settings.seed)
     model = architecture.build(prepared)
     quantized = quantize_linears(

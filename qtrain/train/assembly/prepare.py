@@ -7,12 +7,16 @@ been allocated.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from qtrain.comm.ranks import from_rank_0, launched_world
+from qtrain.core.hardware import Hardware, with_measured_host_link
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.parallel.layers.place import order_notes
 from qtrain.quant import LinearChoice, describe_choices
 from qtrain.train.assembly.architecture import Architecture
 from qtrain.train.plan.checked_settings import CheckedSettings
+from qtrain.train.plan.fit import advice, fit, flags_within
 from qtrain.train.plan.linears import plan_linears, refuse_no_swap, resolve_auto_scheme, warn_high_precision
 from qtrain.train.plan.plan import Plan
 from qtrain.train.plan.sharding import reshards
@@ -53,11 +57,18 @@ def prepare(
     linears = plan_linears(model, checked.scheme, checked.settings, head=head, device=checked.device)
     refuse_no_swap(linears, checked.scheme, checked.settings.quantize)
     hardware = planned_hardware(checked.settings, checked.device)
-    plan = architecture.plan(checked, linears, hardware, data, trained)
-    memory, have = sum(plan.memory.values()), hardware.memory_bytes
-    if reshards(checked, memory, have, model, architecture.blocks(model)):
-        checked = dataclasses.replace(checked, reshards=True)
-        plan = architecture.plan(checked, linears, hardware, data, trained)
+
+    def plan_of(changed: CheckedSettings) -> Plan:
+        return _planned(changed, architecture, linears, hardware, data, trained).plan
+
+    found = _planned(checked, architecture, linears, hardware, data, trained)
+    checked, plan = found.checked, found.plan
+    if plan.memory and (hardware.is_gpu or not plan.fits):
+        plan = dataclasses.replace(
+            plan,
+            advice=advice(checked, plan, plan_of),
+            within=lambda limit: flags_within(checked, limit, plan_of),
+        )
     lines = [
         *plan.lines(),
         *([f"mesh    {checked.mesh.describe(checked.reshards)}"] if checked.mesh.world > 1 else []),
@@ -73,6 +84,49 @@ def prepare(
     lines += plan.world.table() if plan.world else []
     shared = {f.name: getattr(checked, f.name) for f in dataclasses.fields(CheckedSettings)}
     return Prepared(**shared, architecture=architecture, linears=tuple(linears), plan=plan, text="\n".join(lines))
+
+
+class _Planned(NamedTuple):
+    """checked: with `reshards` as the plan needs it."""
+
+    checked: CheckedSettings
+    plan: Plan
+
+
+def _planned(
+    checked: CheckedSettings,
+    architecture: Architecture,
+    linears: Sequence[LinearChoice],
+    hardware: Hardware,
+    data: Sequence[str],
+    trained: TrainedPart | None,
+) -> _Planned:
+    """The plan, with full sharding where --reshard_after_forward asks for it."""
+    checked = dataclasses.replace(checked, reshards=False)
+    plan = architecture.plan(checked, linears, hardware, data, trained)
+    model = architecture.empty
+    if reshards(checked, plan.memory_taken, hardware.memory_bytes, model, architecture.blocks(model)):
+        checked = dataclasses.replace(checked, reshards=True)
+        plan = architecture.plan(checked, linears, hardware, data, trained)
+    return _Planned(checked, plan)
+
+
+def fit_memory(
+    checked: CheckedSettings, architecture: Architecture, trained: TrainedPart | None = None
+) -> CheckedSettings:
+    """With --fit auto: the settings that it chooses, which the plan's notes tell; else `checked` itself. UserError
+    where nothing fits."""
+    settings = checked.settings
+    starts_ranks = settings.gpus > 1 and launched_world() == 1 and not settings.dry_run  # each of them fits itself
+    if settings.fit == "off" or starts_ranks:
+        return checked
+    model = architecture.empty
+    linears = plan_linears(model, checked.scheme, settings, head=architecture.head(model), device=checked.device)
+    hardware = planned_hardware(settings, checked.device)
+    if checked.device.type == "cuda":
+        hardware = from_rank_0(lambda: with_measured_host_link(hardware, checked.device))
+    checked, lines = fit(checked, lambda c: _planned(c, architecture, linears, hardware, (), trained).plan)
+    return dataclasses.replace(checked, notes=(*lines, *checked.notes))
 
 
 def _rounds_experts(linears: Sequence[LinearChoice]) -> bool:

@@ -2,15 +2,22 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from qtrain.comm.ranks import rank, world
-from qtrain.core.errors import TrainingStopped
+from qtrain.core.errors import Restart, TrainingStopped
+
+if TYPE_CHECKING:  # the plan's room is above this one
+    from qtrain.train.plan.plan import Plan
+    from qtrain.train.settings.settings import TrainSettings
 
 GIB = 1024**3
+
+LESS_MEMORY = 0.94
+"""Of what was planned, or is there, what a run that ran out of memory is advised to take."""
 
 
 def _count_nonfinite(tensor: Tensor | None) -> str | None:
@@ -103,7 +110,8 @@ def memory_advice(settings: Mapping[str, Any], optimizers: Iterable[str] = ()) -
     if chunks is not None and chunks < 64:
         advice.append(f"--loss_chunks {max(2, chunks * 4)} (now {chunks}; smaller chunks of logits)")
     optim = settings.get("optim")
-    if optim is not None and not any(bits in optim for bits in ("8bit", "4bit")):
+    on_host = (settings.get("optim_kwargs") or {}).get("offload")  # they take no memory of the GPU
+    if optim is not None and not on_host and not any(bits in optim for bits in ("8bit", "4bit")):
         lighter = sorted(name for name in names if "8bit" in name)
         advice += [f"--optim {name} (now {optim}; states of one byte a value)" for name in lighter[:1]]
     if settings.get("seq_len", 0) >= 256:
@@ -112,26 +120,32 @@ def memory_advice(settings: Mapping[str, Any], optimizers: Iterable[str] = ()) -
 
 
 def out_of_memory(
-    step: int,
-    settings: Mapping[str, Any],
-    estimate: Mapping[str, float],
-    peak: int,
-    capacity: int | None,
-    optimizers: Iterable[str] = (),
+    step: int, plan: "Plan", settings: "TrainSettings", peak: int, optimizers: Iterable[str] = ()
 ) -> TrainingStopped:
-    """The error for exhausted memory: the plan's estimate by kind, the measured peak, and what to change, in order.
+    """The error for exhausted memory: the plan, the measured peak, and what to change. With --fit auto a `Restart` in
+    less memory.
 
-    estimate: bytes by kind ("weights", "activations", ...). peak, capacity: bytes of the device.
+    peak: bytes of the device. optimizers: as in `memory_advice`.
     """
-    kinds = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in estimate.items())
+    kinds = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in plan.memory.items())
+    capacity = plan.hardware.memory_bytes
     of = f" of {capacity / GIB:.1f}" if capacity else ""
     where = f" on rank {rank()}" if world() > 1 else ""
-    lines = [
-        f"step {step}: out of memory{where}. The plan was {sum(estimate.values()) / GIB:.1f} GiB ({kinds}); "
+    message = (
+        f"step {step}: out of memory{where}. The plan was {plan.memory_taken / GIB:.1f} GiB ({kinds}); "
         f"the peak so far was {peak / GIB:.1f}{of} GiB."
-    ]
-    advice = memory_advice(settings, optimizers)
+    )
+    less = LESS_MEMORY * min(plan.memory_taken, capacity or plan.memory_taken)
+    smaller = plan.within(less)
+    if smaller and getattr(settings, "fit", "off") == "auto" and world() == 1:
+        limit = f"{less / GIB:.2f}"
+        return Restart(f"{message} --fit auto starts again with --memory_limit {limit}.", ("--memory_limit", limit))
+    lines = [message]
+    if smaller:
+        lines.append(f"The fastest setting that takes {less / GIB:.1f} GiB by the plan: {smaller}")
+    # Advice starts from the sizes in force, not from the zeros that stand for defaults.
+    advice = memory_advice(plan.settings_in_force(settings), optimizers)
     if not advice:
-        return TrainingStopped(lines[0] + " Every setting that saves memory is at its limit: take a smaller --model.")
+        return TrainingStopped(message + " Every setting that saves memory is at its limit: take a smaller --model.")
     lines += ["Change one of these, in this order:", *(f"  {n}. {line}" for n, line in enumerate(advice, 1))]
     return TrainingStopped("\n".join(lines))

@@ -7,9 +7,10 @@ from dataclasses import replace
 from qtrain.core.hardware import Hardware
 from qtrain.models import ModelConfig
 from qtrain.models.cost.full_shard_memory import trained_ends
-from qtrain.models.cost.memory import MemoryEstimate, RankShare, StepShape, all_of, estimate_memory
+from qtrain.models.cost.memory import MemoryEstimate, Peak, RankShare, StepShape, all_of, estimate_memory
 from qtrain.models.cost.parameters import ParameterGroup, count_parameters, flops_per_token, layer_linears, linear_key
 from qtrain.models.cost.saved_activations import LinearBytes, LowBitBytes
+from qtrain.models.cost.step_traffic import moved_bytes
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.optim import ParameterShape
 from qtrain.parallel.layers.local_config import local_config
@@ -54,10 +55,11 @@ def plan_language_run(
     of_layers = layer_linears(model_config)
     counted = count_parameters(model_config)
 
-    def memory_on(mesh: Mesh, reshards: bool) -> dict[str, int]:
+    own_config = local_config(model_config, settings.tp, settings.ep)
+
+    def memory_on(mesh: Mesh, reshards: bool) -> Peak:
         planned = replace(checked, mesh=mesh, reshards=reshards)
-        config = local_config(model_config, settings.tp, settings.ep)
-        return language_memory(planned, config, linears, trained).at_peak
+        return language_memory(planned, own_config, linears, trained).at_peak
 
     figures = Figures(
         active=counted.active if counted.inactive else None,
@@ -67,6 +69,13 @@ def plan_language_run(
         frozen=trained is not None and bool(trained.adapters),
         moe=model_config.moe is not None,
         memory_on=memory_on,
+        moved_bytes=moved_bytes(
+            own_config,
+            _step_shape(checked),
+            checked.geometry.gradient_accumulation,
+            _low_bit_bytes(checked, own_config, linears, trained),
+            trained or all_of(own_config, checked.dtype.itemsize),
+        ),
         traffic=lambda: _traffic(checked, model_config, linears, trained),
         resharding=settings.reshard_after_forward,
     )
@@ -184,7 +193,53 @@ def language_memory(
 ) -> MemoryEstimate:
     """Bytes by kind at each moment of a step. model_config: with --tp and --ep, of one rank's part; that --tp
     shards the tokens too is not counted."""
-    settings, element = checked.settings, checked.dtype.itemsize
+    adapted = trained is not None and bool(trained.adapters)
+    low_bit = _low_bit_bytes(checked, model_config, linears, trained)
+    trained = trained or all_of(model_config, checked.dtype.itemsize)
+    # Optimizer states of weights stored in low bits have no fp32 master.
+    stored = {linear.shape for linear in linears if linear.stored and not linear.is_head}
+    shapes = [
+        ParameterShape(*found, stored=not adapted and found.hidden and found.shape in stored)
+        for found in trained.shapes
+    ]
+    optimizer, partitioned = checked.optimizer, checked.settings.optimizer_in_backward
+    codes_only = {linear.shape for linear in linears if _codes_only(linear, adapted)}
+    return estimate_memory(
+        model_config,
+        _step_shape(checked),
+        optimizer_bytes=optimizer.state_bytes(shapes, trained.element) / count_parameters(model_config).total,
+        host_bytes=optimizer.host_bytes(shapes, trained.element),
+        step_bytes=optimizer.step_bytes(shapes, trained.element, partitioned=partitioned),
+        pretrained=checked.settings.pretrained,
+        low_bit=low_bit,
+        trained=trained,
+        share=_rank_share(checked, shapes, codes_only, _expert_shapes(model_config)),
+        reshards=checked.reshards,
+        whole_matrices=optimizer.needs_whole(hidden=True),
+    )
+
+
+def _step_shape(checked: CheckedSettings) -> StepShape:
+    settings = checked.settings
+    return StepShape(
+        micro_batch_size=checked.geometry.micro_batch_size,
+        seq_len=settings.seq_len,
+        element=checked.dtype.itemsize,
+        checkpointing=settings.activation_checkpointing,
+        compiled=settings.compile,
+        loss_chunks=settings.loss_chunks,
+        accumulates=checked.geometry.gradient_accumulation > 1,
+        in_backward=settings.optimizer_in_backward,
+    )
+
+
+def _low_bit_bytes(
+    checked: CheckedSettings,
+    model_config: ModelConfig,
+    linears: Sequence[LinearChoice],
+    trained: TrainedPart | None,
+) -> LowBitBytes:
+    element = checked.dtype.itemsize
     # Layers are alike: the scheme of a linear is that of its kind.
     schemes = {linear_key(linear.name): linear.scheme for linear in linears if not linear.is_head}
     # Frozen linears keep no input for grad_weight; adapters keep it for theirs.
@@ -196,43 +251,13 @@ def language_memory(
     main = "experts." if model_config.moe_layers else ""
     up, down = schemes[f"{main}gate_up"], schemes[f"{main}down_proj"]
     in_one_function = up and down and not (model_config.mlp_bias or model_config.sub_norm or adapted)
-    trained = trained or all_of(model_config, element)
-    expert_shapes = _expert_shapes(model_config)
-    # Optimizer states of weights stored in low bits have no fp32 master.
-    stored = {linear.shape for linear in linears if linear.stored and not linear.is_head}
-    shapes = [
-        ParameterShape(*found, stored=not adapted and found.hidden and found.shape in stored)
-        for found in trained.shapes
-    ]
-    return estimate_memory(
-        model_config,
-        StepShape(
-            micro_batch_size=checked.geometry.micro_batch_size,
-            seq_len=settings.seq_len,
-            element=element,
-            checkpointing=settings.activation_checkpointing,
-            compiled=settings.compile,
-            loss_chunks=settings.loss_chunks,
-            accumulates=checked.geometry.gradient_accumulation > 1,
-            in_backward=settings.optimizer_in_backward,
-        ),
-        optimizer_bytes=checked.optimizer.state_bytes(shapes, trained.element) / count_parameters(model_config).total,
-        step_bytes=checked.optimizer.step_bytes(shapes, trained.element, partitioned=settings.optimizer_in_backward),
-        pretrained=settings.pretrained,
-        low_bit=LowBitBytes(
-            layer={
-                name: _linear_bytes(schemes[name], element, adapted, frozen_in_full or _is_whole(checked.mesh, name))
-                for name in layer_linears(model_config)
-            },
-            head=None if head is None else _linear_bytes(head, element, adapted, frozen_in_full),
-            down_input_recomputed=bool(in_one_function and rowwise_swiglu(down, "x") and rowwise_swiglu(up, "dy")),
-        ),
-        trained=trained,
-        share=_rank_share(
-            checked, shapes, {linear.shape for linear in linears if _codes_only(linear, adapted)}, expert_shapes
-        ),
-        reshards=checked.reshards,
-        whole_matrices=checked.optimizer.needs_whole(hidden=True),
+    return LowBitBytes(
+        layer={
+            name: _linear_bytes(schemes[name], element, adapted, frozen_in_full or _is_whole(checked.mesh, name))
+            for name in layer_linears(model_config)
+        },
+        head=None if head is None else _linear_bytes(head, element, adapted, frozen_in_full),
+        down_input_recomputed=bool(in_one_function and rowwise_swiglu(down, "x") and rowwise_swiglu(up, "dy")),
     )
 
 

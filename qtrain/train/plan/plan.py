@@ -1,5 +1,6 @@
 """The plan of a run, made before anything is allocated: sizes, memory by kind, and the shortest possible time."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,13 +8,14 @@ from typing import Any
 from qtrain.core.config import as_dict
 from qtrain.core.hardware import Hardware
 from qtrain.kernels.autotune import check_environment
+from qtrain.models.cost.memory import Peak
 from qtrain.parallel.mesh import Mesh
 from qtrain.quant import LinearChoice
 from qtrain.train.log.metrics import TOKENS, SampleUnit
 from qtrain.train.log.status import duration, short_number, three_digits
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.linears import shares
-from qtrain.train.plan.step_time import emulated_arithmetics, shortest_seconds
+from qtrain.train.plan.step_time import compute_seconds, emulated_arithmetics, measured_sol, shortest_seconds
 from qtrain.train.plan.traffic import Traffic
 from qtrain.train.plan.world import Work, WorldPlan, plan_world, refuse_world
 from qtrain.train.settings.settings import BatchGeometry, TrainSettings
@@ -41,8 +43,19 @@ class Plan:
     """Per token, forward and backward, by kind of work."""
     seconds: dict[str, float] = field(default_factory=dict)
     """The shortest time per token by kind of work, each at the dense peak of the arithmetic that it runs in."""
-    memory: dict[str, int] = field(default_factory=dict)
-    """Bytes at the peak, by kind."""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of tensors at the peak, by kind."""
+    moment: str = ""
+    """When that is."""
+    host: int = 0
+    """Bytes of pinned host memory."""
+    step_seconds: float = 0.0
+    """Of a step on one GPU, to compare settings with each other: computation at the fraction of the speed of light that
+    was measured, and what moves because of settings that only move memory."""
+    advice: tuple[str, ...] = ()
+    """What to change where it does not fit, or where much memory is free."""
+    within: Callable[[float], str | None] = lambda _: None
+    """Bytes -> the flags of the fastest run that takes at most so many; None: none does, or it is not known."""
     emulated: tuple[str, ...] = ()
     """Arithmetic of the swapped linears that the device lacks, or lacks for grouped GEMMs ("grouped")."""
     unit: SampleUnit = TOKENS
@@ -57,6 +70,16 @@ class Plan:
         # MFU is over the dense bf16 peak whatever the scheme, as papers report it; sol is over the arithmetic in use.
         peak = self.hardware.peak("bf16") * 1e12
         return {"sol": per_device * sum(self.seconds.values()), "mfu": per_device * sum(self.flops.values()) / peak}
+
+    @property
+    def memory_taken(self) -> int:
+        """Bytes of the device with what a run takes beside its tensors."""
+        return self.hardware.memory_taken(sum(self.memory.values()))
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device's memory, where it is known, is enough."""
+        return self.memory_taken <= (self.hardware.memory_bytes or math.inf)
 
     def settings_in_force(self, settings: TrainSettings) -> dict[str, Any]:
         """The settings with the values of the batch geometry in place of zeros."""
@@ -98,20 +121,18 @@ class Plan:
     def _memory_rows(self) -> list[tuple[str, str]]:
         if not self.memory:
             return []
+        total, taken, have = sum(self.memory.values()), self.memory_taken, self.hardware.memory_bytes
         kinds = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in self.memory.items())
-        total, have = sum(self.memory.values()), self.hardware.memory_bytes
-        rows = [("memory", f"{total / GIB:.2f}{f' of {have / GIB:.1f}' if have else ''} GiB: {kinds}")]
-        if have and total > have:
-            rows.append(("", "warning: this does not fit: " + self._fix(have)))
+        kinds += f", CUDA and its allocator {(taken - total) / GIB:.2f}" if taken > total else ""
+        of = f" of {have / GIB:.1f}" if have else ""
+        rows = [("memory", f"{taken / GIB:.2f}{of} GiB, most at {self.moment}: {kinds}")]
+        if self.host:
+            rows.append(("", f"{self.host / GIB:.2f} GiB of pinned host memory: optimizer states"))
+        if not self.fits:
+            rows.append(("", "warning: this does not fit" + "".join(f"; {line}" for line in self.advice)))
+        else:
+            rows += [("", line) for line in self.advice]
         return rows
-
-    def _fix(self, have: int) -> str:
-        """What to change so that the run fits into `have` bytes."""
-        # Smaller micro-batches shrink activations and logits only.
-        fixed = sum(self.memory.get(kind, 0) for kind in ("weights", "gradients", "optimizer"))
-        if fixed > have:
-            return "weights, gradients and optimizer alone are larger; take a smaller --model or --optim adamw_8bit"
-        return "lower --micro_batch_size, or use --activation_checkpointing full"
 
     def _time_rows(self, tokens: int) -> list[tuple[str, str]]:
         if not self.flops:
@@ -141,8 +162,10 @@ class Figures:
     frozen: bool = False
     """Whether the linears have no grad_weight, as under adapters."""
     moe: bool = False
-    memory_on: Callable[[Mesh, bool], dict[str, int]]
-    """Bytes per GPU by kind on a mesh, with layers fully sharded or not."""
+    memory_on: Callable[[Mesh, bool], Peak]
+    """Bytes per GPU on a mesh, with layers fully sharded or not."""
+    moved_bytes: float = 0.0
+    """Of a GPU's memory in a step, because of settings that only move memory (`models/cost/step_traffic.py`)."""
     traffic: Callable[[], Traffic]
     """The communication of a step on any mesh; asked with --world_size only."""
     resharding: str = "never"
@@ -184,10 +207,11 @@ def make_plan(
     kinds = {"blocks": [n for n in linears if not n.is_head], "head": [n for n in linears if n.is_head]}
     by_kind = {kind: shares(found, figures.work) for kind, found in kinds.items()}
     seconds = shortest_seconds(figures.flops, by_kind, hardware, checked.dtype, frozen=figures.frozen)
-    world = None
+    peak, world = figures.memory_on(checked.mesh, checked.reshards), None
+    samples = geometry.micro_batch_size * geometry.gradient_accumulation * per_sample
+    low_bit = any(linear.scheme for linear in linears)
+    sol = settings.sol or measured_sol(unit, parameters, low_bit=low_bit, moe=figures.moe)[0]
     if settings.world_size is not None:
-        samples = geometry.micro_batch_size * geometry.gradient_accumulation * per_sample
-        low_bit = any(linear.scheme for linear in linears)
         work = Work(parameters, seconds, samples, unit, low_bit, figures.moe)
         memory_on, traffic = figures.memory_on, figures.traffic()
         world = plan_world(settings, checked.mesh, hardware, work, traffic, memory_on, figures.resharding)
@@ -196,7 +220,12 @@ def make_plan(
         active=figures.active,
         flops=figures.flops,
         seconds=seconds,
-        memory=figures.memory_on(checked.mesh, checked.reshards),
+        memory=peak.kinds,
+        moment=peak.moment,
+        host=peak.host,
+        step_seconds=compute_seconds(seconds, samples, sol, settings.activation_checkpointing)
+        + figures.moved_bytes / hardware.memory_bandwidth
+        + peak.host / (hardware.host_bandwidth or math.inf),
         world=world,
     )
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from qtrain.core.hardware import Hardware
 from qtrain.models import VisionCost, repeated_blocks
+from qtrain.models.cost.memory import Peak
 from qtrain.optim import ParameterShape, parameter_groups
 from qtrain.quant import LinearChoice
 from qtrain.train.log.metrics import IMAGES
@@ -53,9 +54,7 @@ def _traffic(checked: CheckedSettings, model: nn.Module, linears: Sequence[Linea
     )
 
 
-def _memory(
-    checked: CheckedSettings, model: nn.Module, cost: VisionCost, linears: Sequence[LinearChoice]
-) -> dict[str, int]:
+def _memory(checked: CheckedSettings, model: nn.Module, cost: VisionCost, linears: Sequence[LinearChoice]) -> Peak:
     """Bytes by kind. Activations are an upper bound for a compiled model, which keeps some results only once."""
     settings, element = checked.settings, checked.dtype.itemsize
     parameters = sum(p.numel() for p in model.parameters())
@@ -96,4 +95,5 @@ def _memory(
         "codes": codes,
         "average": 4 * share * parameters if settings.ema_decay else 0,
     }
-    return {kind: int(size) for kind, size in found.items() if size}
+    kinds = {kind: int(size) for kind, size in found.items() if size}
+    return Peak("the start of backward", kinds, int(share * checked.optimizer.host_bytes(shapes, element)))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import Hardware
+from qtrain.models.cost.memory import Peak
 from qtrain.parallel.mesh import Mesh, planned_mesh
 from qtrain.train.log.metrics import SampleUnit
 from qtrain.train.log.status import duration, short_number
@@ -96,8 +97,8 @@ class WorldPlan:
     cluster: Cluster
     hardware: Hardware
     traffic: Traffic
-    memory_on: Callable[[Mesh, bool], Mapping[str, int]]
-    """Bytes per GPU by kind on a mesh, with layers fully sharded or not."""
+    memory_on: Callable[[Mesh, bool], Peak]
+    """Bytes per GPU on a mesh, with layers fully sharded or not."""
     resharding: str
     """--reshard_after_forward."""
     samples: int
@@ -113,13 +114,13 @@ class WorldPlan:
     def step(self, mesh: Mesh) -> SizedStep:
         """A step on `mesh` with the same micro-batches per GPU."""
         # Weak scaling: the compute of a GPU stays, so only memory and communication depend on the mesh.
-        memory = sum(self.memory_on(mesh, False).values())
+        memory = self.hardware.memory_taken(self.memory_on(mesh, False).total)
         reshards = resharded(self.resharding, mesh, memory, self.hardware.memory_bytes)
         costs = self.traffic.costs(mesh, self.cluster, reshards)
         return SizedStep(
             mesh=mesh,
             reshards=reshards,
-            memory=sum(self.memory_on(mesh, True).values()) if reshards else memory,
+            memory=self.hardware.memory_taken(self.memory_on(mesh, True).total) if reshards else memory,
             costs=costs,
             compute=self.compute,
             exposed=exposed_seconds(costs, self.compute, reshards),
@@ -193,7 +194,7 @@ def plan_world(
     hardware: Hardware,
     work: Work,
     traffic: Traffic,
-    memory_on: Callable[[Mesh, bool], Mapping[str, int]],
+    memory_on: Callable[[Mesh, bool], Peak],
     resharding: str,
 ) -> WorldPlan:
     """The plan of `mesh`, made up of GPUs like `hardware`. Raises UserError."""

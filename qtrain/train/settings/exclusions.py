@@ -196,6 +196,13 @@ RUN_EXCLUSIONS = (
     Exclusion("--world_size", "--reshard_after_forward always (timm)",
         lambda o: _timm(o) and o.settings.world_size is not None and o.settings.reshard_after_forward == "always",
         "fully sharded vision models are not planned", "; leave out --reshard_after_forward always"),
+    # ---- memory ----
+    Exclusion("--memory_limit", "a CPU", lambda o: o.has("memory_limit") and o.device.type == "cpu",
+        "it limits a GPU's memory, and this run is on the CPU", "; leave it out, or plan for a GPU with --gpu"),
+    Exclusion("--fit", "--quantize auto", lambda o: o.get("fit") == "auto" and isinstance(o.scheme, Auto),
+        "--quantize auto times micro-batches of a size that --fit auto is still to choose", "; name a scheme"),
+    Exclusion("--fit", "--model_impl hf", lambda o: o.get("fit") == "auto" and _transformers(o),
+        "the plan does not know the memory of transformers' own models", "; use --model_impl native"),
     # ---- adapters ----
     Exclusion("--activation_checkpointing", "--lora dropout",
         lambda o: o.lora and o.lora.dropout and o.settings.activation_checkpointing != "none",

@@ -9,7 +9,7 @@ Bandwidths of WIRES are per GPU and direction. NVLink and PCIe: of the datasheet
 of one adapter per GPU, of which ACHIEVED_BETWEEN is assumed, not measured.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -156,6 +156,14 @@ def mesh_of_world(settings: TrainSettings) -> Mesh | None:
 def planned_hardware(settings: TrainSettings, device: torch.device) -> Hardware:
     """The GPU of --gpu, else the hardware of this machine. UserError where a world of it cannot be planned."""
     hardware = datasheet_hardware(settings.gpu) if settings.gpu is not None else describe_hardware(device)
+    if settings.memory_limit is not None:
+        limit, have = round(settings.memory_limit * 2**30), hardware.memory_bytes
+        if limit > have:
+            raise UserError(
+                f"--memory_limit: {settings.memory_limit:g} GiB are more than the {have / 2**30:.1f} of "
+                f"{hardware.name}; give less, or leave it out."
+            )
+        hardware = replace(hardware, memory_bytes=limit)
     if settings.world_size is not None:
         wire_in_node(hardware)
     return hardware

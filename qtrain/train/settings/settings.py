@@ -35,7 +35,7 @@ class TrainSettings:
         "evaluation": "eval_ds eval_interval eval_sequences eval_images sample_prompts sample_tokens hellaswag "
         "hellaswag_file hellaswag_limit accuracy answer_tokens lm_eval",
         "checkpoint and run folder": "ckpt_interval keep_ckpts async_checkpoint resume export run_name runs_dir",
-        "hardware and process": "device dtype compile cuda_graphs seed",
+        "hardware and process": "device dtype compile cuda_graphs fit memory_limit seed",
         "many processes": "gpus dp_replicate dp_shard reshard_after_forward tp sequence_parallel ep gradient_wire "
         "rank_timeout deterministic",
         "plan": "dry_run gpu world_size gpus_per_node wire sol",
@@ -90,6 +90,8 @@ class TrainSettings:
     """Leave a linear layer in --dtype if it has fewer in-features or out-features than this number; 0: leave none."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Save memory by recomputing in the backward pass: nothing; norms and activation functions; or whole layers."""
+    memory_limit: Annotated[float, Range(1, 10**4)] | None = None
+    """GiB of a GPU's memory that the run may take, as if it had no more; None: all."""
     compile: bool = False
     """Compile each layer with torch.compile: faster steps after a minute or so of compiling."""
     cuda_graphs: bool = True
@@ -181,6 +183,9 @@ class LanguageSettings(TrainSettings):
     """Tokens per sequence."""
     eval_sequences: Count = 128
     """Sequences of --eval_ds per evaluation, the same ones each time."""
+    fit: Literal["off", "auto"] = "off"
+    """auto: choose what only moves memory, so that a step is the fastest that fits: --micro_batch_size,
+    --loss_chunks, --activation_checkpointing and the optimizer's offload, as far as they are not given."""
     doc_mask: bool = False
     """Let a token attend only to tokens of its own document, and start each document at position 0; documents end with
     the tokenizer's end token."""

@@ -164,7 +164,7 @@ def test_a_quantized_head_needs_the_codes_of_its_logits_gradient():
         sizes = {"model": "qwen2.5-0.5b", "quantize": "int8", "seq_len": 1024, "batch_size": 32}
         checked = checked_of(LanguageSettings(**sizes, quantize_lm_head=head))
         moments = language_memory(checked, config, linears_of(checked, config), None).moments
-        loss.append(sum(moments["loss"].values()))
+        loss.append(sum(moments["the loss"].values()))
     more = loss[1] - loss[0]
     logits, weight = 8192 * 151936 * 2, 151936 * 896
     assert more == pytest.approx(logits + 2 * weight + 2 * weight, rel=0.01)

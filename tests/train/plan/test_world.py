@@ -113,7 +113,7 @@ def test_worlds_of_divided_experts():
     worlds = {mesh.world: mesh for mesh in plan.meshes()}
     assert min(worlds) == 4 and worlds[8].expert_mesh == Mesh(1, 2, tp=4)
     more = world_of("qwen3-30b-a3b", 8, ep=8, batch_size=64, optim="adamw_8bit", **FP8)
-    weights = [p.memory_on(p.mesh, False)["weights"] for p in (plan, more)]
+    weights = [p.memory_on(p.mesh, False).kinds["weights"] for p in (plan, more)]
     assert weights[1] < 0.75 * weights[0]
     exchanged = [p.step(p.mesh).costs["tokens of experts"].bytes for p in (plan, more)]
     assert exchanged[1] == pytest.approx(7 / 3 * exchanged[0])  # a token reaches all other ranks
@@ -316,5 +316,5 @@ def test_one_gpu_of_a_world_is_the_plan_of_one_process():
     config = read_model_source("qwen2.5-0.5b").model_config()
     hardware = planned_hardware(checked.settings, checked.device)
     alone = plan_language_run(checked, config, linears_of(checked, config), hardware, ())
-    assert alone.world is None and plan.memory_on(Mesh(), False) == alone.memory
-    assert plan.memory_on(Mesh(1, 8), False) != alone.memory
+    assert alone.world is None and plan.memory_on(Mesh(), False).kinds == alone.memory
+    assert plan.memory_on(Mesh(1, 8), False).kinds != alone.memory

@@ -1,0 +1,55 @@
+"""Bytes of device memory that a step reads and writes because of settings that only move memory.
+
+They tell such settings apart: products run at the same rate whatever the micro-batch, but each micro-batch reads all
+weights and adds to all gradients, each chunk of the loss adds to the head's gradient, and what is not kept is computed
+again. What all settings have in common is left out.
+"""
+
+from qtrain.models.config.model import ModelConfig
+from qtrain.models.cost.memory import StepShape
+from qtrain.models.cost.parameters import count_parameters
+from qtrain.models.cost.saved_activations import LowBitBytes, layer_kinds, saved_per_token
+from qtrain.models.cost.trained import TrainedPart
+from qtrain.models.native.loss import chunk_rows
+
+RECOMPUTED_PASSES = 3
+"""Times that a recomputed tensor moves: its inputs are read, it is written, and what reads it does so from memory."""
+
+
+def moved_bytes(
+    config: ModelConfig, step: StepShape, micro_batches: int, low_bit: LowBitBytes, trained: TrainedPart
+) -> float:
+    """Of the micro-batches of one step."""
+    return micro_batches * (
+        _weights_and_gradients(config, step, low_bit, trained)
+        + _loss_chunks(config, step, low_bit, trained)
+        + _recomputed(config, step, low_bit)
+    )
+
+
+def _weights_and_gradients(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart) -> float:
+    # `output` and `grad_input` read a weight each; of codes there is a layout for either.
+    read = count_parameters(config).total * (2.0 if any(n.codes for n in low_bit.layer.values()) else 2 * step.element)
+    return read + trained.bytes * (2 if step.accumulates else 1)
+
+
+def _loss_chunks(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, trained: TrainedPart) -> float:
+    chunks = -(-step.tokens // chunk_rows(step.tokens, step.loss_chunks, large=True))
+    if chunks == 1 or not trained.head:
+        return 0.0
+    # The sum in fp32 is read and written; a quantized head's gradient is a tensor of its own before that.
+    of_chunk = 2 * 4 + (2 * step.element if low_bit.head is not None else 0)
+    return chunks * config.vocab_size * config.hidden_size * of_chunk
+
+
+def _recomputed(config: ModelConfig, step: StepShape, low_bit: LowBitBytes) -> float:
+    def kept(checkpointing: str) -> float:
+        return sum(
+            kind.count
+            * sum(saved_per_token(config, checkpointing, step.compiled, step.element, low_bit, kind.rows).values())
+            for kind in layer_kinds(config, step.tokens)
+        )
+
+    if step.checkpointing == "none":
+        return 0.0
+    return RECOMPUTED_PASSES * step.tokens * max(kept("none") - kept(step.checkpointing), 0.0)

@@ -1,0 +1,166 @@
+"""Settings that only move memory, chosen so that a step is the fastest that fits (`--fit auto`, a plan's advice).
+
+They are the micro-batch (with as much accumulation as the batch needs), chunks of the loss, recomputation, and where
+the optimizer's states are. None of them changes a result by more than the order of sums, so they are the trainer's to
+choose; the optimizer, the scheme and the length of sequences are the user's. The plan tells them apart: what they take,
+and what they add to a step (`Plan.step_seconds`).
+"""
+
+import json
+import math
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from qtrain.core.errors import UserError
+from qtrain.core.hardware import host_memory
+from qtrain.optim import OPTIMIZERS
+from qtrain.train.plan.checked_settings import CheckedSettings
+from qtrain.train.plan.plan import GIB, Plan
+from qtrain.train.settings.exclusions import Options, check_exclusions
+from qtrain.train.settings.settings import TrainSettings, batch_geometry
+
+LOSS_CHUNKS = (0, 1, 2, 4, 8, 16, 32)
+FEWEST_ROWS, MOST_ROWS = 512, 131072
+"""Tokens of a chunk of the loss at least, of a micro-batch at most: fewer make slow products, more no faster ones."""
+RECOMPUTED = ("none", "selective", "full")
+HOST_SHARE = 0.8
+"""Of the host's memory, what may be pinned: the rest is for the data, checkpoints and the system."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings and their plan. flags: by which they differ from those that were asked for."""
+
+    checked: CheckedSettings
+    flags: Mapping[str, Any]
+    plan: Plan
+
+    @property
+    def fits(self) -> bool:
+        # The host of a GPU that is only planned for is not this one.
+        host = host_memory() if self.checked.device.type == "cuda" else None
+        return self.plan.fits and self.plan.host <= HOST_SHARE * (host or math.inf)
+
+    def command(self) -> str:
+        """The flags as a command line has them."""
+        words = []
+        for name, value in self.flags.items():
+            text = json.dumps(value, separators=(",", ":")) if isinstance(value, dict) else str(value)
+            words += [f"--{name}", shlex.quote(text)]
+        return " ".join(words)
+
+
+def candidates(
+    checked: CheckedSettings, plan_of: Callable[[CheckedSettings], Plan], *, keep_given: bool = True
+) -> Iterator[Candidate]:
+    """What the run may be with other settings of memory. keep_given: those that the user has given stay."""
+    for flags in _flags(checked.settings, checked.geometry.world, keep_given):
+        with suppress(UserError):  # of an optimizer without offload, of a flag that excludes another
+            changed = _changed(checked, flags)
+            yield Candidate(changed, flags, plan_of(changed))
+
+
+def fastest(found: Iterator[Candidate] | list[Candidate]) -> Candidate | None:
+    """The fastest that fits, of equal ones that which takes least; None: none fits."""
+    fitting = [candidate for candidate in found if candidate.fits]
+    return min(fitting, key=lambda c: (c.plan.step_seconds, c.plan.memory_taken), default=None)
+
+
+def fit(checked: CheckedSettings, plan_of: Callable[[CheckedSettings], Plan]) -> tuple[CheckedSettings, list[str]]:
+    """The settings of `--fit auto`, and lines that say what was chosen and what it costs. UserError where nothing
+    fits."""
+    found = list(candidates(checked, plan_of))
+    chosen = fastest(found)
+    if chosen is None:
+        raise _nothing_fits(found, checked.settings)
+    free = min(found, key=lambda c: c.plan.step_seconds)  # as if there were no limit
+    slower = chosen.plan.step_seconds / free.plan.step_seconds - 1
+    lines = [
+        f"fit     {chosen.command() or 'no flag'}: the fastest of {sum(c.fits for c in found)} settings that fit, of "
+        f"{len(found)}; by the plan a step takes {chosen.plan.step_seconds:.2f} s"
+        + (f", {100 * slower:.1f}% more than without a limit ({free.command()})" if slower > 1e-4 else "")
+    ]
+    if chosen.plan.host:
+        rate = (chosen.plan.hardware.host_bandwidth or 0.0) / 1e9
+        lines.append(f"        optimizer states cross the link to the host at {rate:.1f} GB/s each way")
+    return chosen.checked, lines
+
+
+def flags_within(checked: CheckedSettings, limit: float, plan_of: Callable[[CheckedSettings], Plan]) -> str | None:
+    """The flags of the fastest run that takes at most `limit` bytes; None: none does."""
+    found = candidates(checked, plan_of, keep_given=False)
+    best = fastest([candidate for candidate in found if candidate.plan.memory_taken <= limit])
+    return best and best.command()
+
+
+def advice(checked: CheckedSettings, plan: Plan, plan_of: Callable[[CheckedSettings], Plan]) -> tuple[str, ...]:
+    """What to change in a run with this plan: flags with which it fits, or with which it is faster."""
+    found = list(candidates(checked, plan_of, keep_given=False))
+    best = fastest(found)
+    if best is None:
+        return (_smallest(found),) if found else ()
+    if not plan.fits:
+        return (f"{best.command()} takes {best.plan.memory_taken / GIB:.1f} GiB",)
+    gain = plan.step_seconds / best.plan.step_seconds - 1
+    if gain < 0.02:
+        return ()
+    free = (plan.hardware.memory_bytes - plan.memory_taken) / GIB
+    return (
+        f"{free:.1f} GiB are free: by the plan {best.command()} is {100 * gain:.0f}% faster and takes "
+        f"{best.plan.memory_taken / GIB:.1f} GiB",
+    )
+
+
+def _flags(settings: TrainSettings, world: int, keep_given: bool) -> Iterator[dict[str, Any]]:
+    """Every combination, each by the flags that differ from `settings`."""
+    rows = getattr(settings, "seq_len", 1)
+    given = keep_given and (settings.micro_batch_size or settings.gradient_accumulation)
+    # The sum over a micro-batch depends on its size; an optimizer in the backward pass sees one.
+    fixed = given or settings.deterministic or settings.optimizer_in_backward
+    per_rank = settings.batch_size // world
+    sizes = [n for n in range(1, per_rank + 1) if per_rank % n == 0 and (n == 1 or n * rows <= MOST_ROWS)]
+    options = settings.optim_kwargs or {}
+    for micro in [None] if fixed else sizes:
+        for recomputed in _free(RECOMPUTED, settings.activation_checkpointing, keep_given):
+            for offload in (None,) if keep_given and "offload" in options else (False, True):
+                for chunks in _free(LOSS_CHUNKS, getattr(settings, "loss_chunks", 0), keep_given):
+                    if micro is not None and chunks > 1 and micro * rows // chunks < FEWEST_ROWS:
+                        continue
+                    flags = {"activation_checkpointing": recomputed, "loss_chunks": chunks}
+                    if micro is not None:
+                        flags["micro_batch_size"] = micro
+                        flags["gradient_accumulation"] = settings.gradient_accumulation and per_rank // micro
+                    if offload is not None and offload != options.get("offload", False):
+                        flags["optim_kwargs"] = {**options, "offload": offload}
+                    yield {key: value for key, value in flags.items() if value != getattr(settings, key, value)}
+
+
+def _free(choices: tuple, own: Any, keep_given: bool) -> tuple:
+    """The choices of a flag whose default is the first of them."""
+    return (own,) if keep_given and own != choices[0] else choices
+
+
+def _changed(checked: CheckedSettings, flags: Mapping[str, Any]) -> CheckedSettings:
+    """`checked` with other settings of memory. UserError where these do not go with the rest."""
+    settings = replace(checked.settings, **flags)
+    check_exclusions(Options(settings, checked.script, checked.scheme))
+    optimizer, _ = OPTIMIZERS.make(settings.optim, settings.optim_kwargs or {}, "--optim").for_device(checked.device)
+    ranks = checked.geometry.devices
+    return replace(checked, settings=settings, geometry=batch_geometry(settings, ranks), optimizer=optimizer)
+
+
+def _smallest(found: list[Candidate]) -> str:
+    least = min(found, key=lambda c: c.plan.memory_taken)
+    return (
+        f"the least that settings of memory reach is {least.plan.memory_taken / GIB:.1f} GiB ({least.command()}), most "
+        f"at {least.plan.moment}; take a smaller --model, --optim adamw_8bit, or more GPUs"
+    )
+
+
+def _nothing_fits(found: list[Candidate], settings: TrainSettings) -> UserError:
+    have = found[0].plan.hardware.memory_bytes / GIB
+    limit = f" (--memory_limit {settings.memory_limit:g})" if settings.memory_limit else ""
+    return UserError(f"--fit: nothing fits into {have:.1f} GiB{limit}; {_smallest(found)}.")
