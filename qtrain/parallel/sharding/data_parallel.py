@@ -28,6 +28,7 @@ from qtrain.parallel.sharding.step_sums import Gradients
 from qtrain.parallel.sharding.tensor_masters import TensorParts
 from qtrain.quant import QuantizedModel
 from qtrain.quant.swap import shared_weights
+from qtrain.tensors.lazy import materialize
 
 
 class DataParallel:
@@ -62,6 +63,9 @@ class DataParallel:
         self._device = next(model.parameters()).device
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         in_units = {id(p) for unit in units for p in unit.holder.parameters()}
+        for p in model.parameters():
+            if id(p) not in in_units:
+                materialize(p)
         split = {name for name, _ in trained if mesh.expert_mesh is not None and model.partition(name)}
         dense, experts = ([(n, p) for n, p in trained if (n in split) == kind] for kind in (False, True))
         how = mesh, needs_whole, lambda p: id(p) in in_units

@@ -62,7 +62,7 @@ def prepare(
         *plan.lines(),
         *([f"mesh    {checked.mesh.describe(checked.reshards)}"] if checked.mesh.world > 1 else []),
         *(order_notes(checked.mesh, _rounds_experts(linears)) if checked.settings.deterministic else []),
-        *([BUILT_IN_FULL] if checked.reshards and not architecture.lazy_layers else []),
+        *([BUILT_IN_FULL] if checked.reshards and not architecture.lazy else []),
         *checked.notes,
         *auto_lines,
         "linears",

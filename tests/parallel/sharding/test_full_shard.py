@@ -60,8 +60,8 @@ def test_a_build_takes_a_rank_its_shard_and_one_matrix(options):
     planned = sum(language_memory(checked, config, linears_of(checked, config), None).build.values())
     with fake_world(0, 8), PeakBytes() as counted:
         mesh = make_mesh(1, 8, "cpu")
-        model = build_model(source, dtype=torch.bfloat16, lazy_layers=True)
-        quantized = quantize_linears(model, checked.scheme, seed=0, head=model.lm_head)
+        model = build_model(source, dtype=torch.bfloat16, lazy=True)
+        quantized = quantize_linears(model, checked.scheme, seed=0, head=model.lm_head, realize=False)
         hidden = {id(p) for group in parameter_groups(model, 0.1) if group["hidden"] for p in group["params"]}
         needs_whole = checked.optimizer.needs_whole
         DataParallel(model, quantized, mesh, lambda p: needs_whole(id(p) in hidden), units=decoder_units(model))
