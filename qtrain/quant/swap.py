@@ -234,7 +234,7 @@ def quantize_linears(
     quantized = QuantizedModel(choices, [], keys.view(-1, 3))
     if realize:
         swapped_weights = {id(linear.weight) for linear, c in zip(linears, choices, strict=True) if c.reason is None}
-        for parameter in model.parameters():
+        for parameter in sorted(model.parameters(), key=Tensor.numel, reverse=True):  # with less beside the largest
             if id(parameter) not in swapped_weights:
                 materialize(parameter)
     for (linear, names), choice in zip(linears.items(), choices, strict=True):
