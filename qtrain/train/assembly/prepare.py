@@ -20,7 +20,7 @@ from qtrain.train.settings.machine import planned_hardware
 
 BUILT_IN_FULL = (
     "note    full sharding: every process builds this model in full before it divides it; --model_impl native builds "
-    "layer by layer"
+    "matrix by matrix"
 )
 
 

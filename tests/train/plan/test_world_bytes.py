@@ -58,6 +58,7 @@ def _sent(replicate: int, options: dict, batches: int = 1) -> dict[str, int]:
         wire=wire,
         deterministic=checked.settings.deterministic,
     )
+    sent.clear()
     parallel.begin_step(0, batches)
     for index in range(batches):
         for p in model.parameters():
