@@ -215,9 +215,9 @@ def quantize_linears(
 ) -> QuantizedModel:
     """Swap the linears of `model` in place, except its output head `head` unless `quantize_head`.
 
-    Lazy parameters get their values, one at a time: first those that stay in high precision, then each weight before it
-    is quantized. realize: False where whoever divides the weights does both: lazy ones stay lazy, and codes of trained
-    weights take no memory now.
+    Lazy parameters get their values, one at a time: first those that stay in high precision, the largest first, then
+    each weight before it is quantized. realize: False where whoever divides the weights does both: lazy ones stay lazy,
+    and codes of trained weights take no memory now.
 
     min_size: linears with fewer in- or out-features stay in high precision. A scheme that stores weights in low bits
     replaces parameters, so the optimizer must be built afterwards. UserError where a scheme requires norms that this
@@ -234,7 +234,7 @@ def quantize_linears(
     quantized = QuantizedModel(choices, [], keys.view(-1, 3))
     if realize:
         swapped_weights = {id(linear.weight) for linear, c in zip(linears, choices, strict=True) if c.reason is None}
-        for parameter in sorted(model.parameters(), key=Tensor.numel, reverse=True):  # with less beside the largest
+        for parameter in sorted(model.parameters(), key=Tensor.numel, reverse=True):
             if id(parameter) not in swapped_weights:
                 materialize(parameter)
     for (linear, names), choice in zip(linears.items(), choices, strict=True):

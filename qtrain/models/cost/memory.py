@@ -223,11 +223,7 @@ def _build_bytes(
 ) -> dict[str, int]:
     """The largest moment of a build in which each matrix is made by itself, those outside of layers first. weights:
     when it is over; sharded: a weight of which only codes are read is made for its master."""
-    drawn, matrix, count = (
-        element if pretrained else 4,
-        config.vocab_size * config.hidden_size,
-        count_parameters(config),
-    )
+    drawn, matrix = element if pretrained else 4, config.vocab_size * config.hidden_size
 
     def besides(linear: LinearBytes) -> float:
         """Bytes per element besides those that stay. A weight that is stored may be dequantized for codes."""
@@ -235,7 +231,8 @@ def _build_bytes(
         return max(drawn - linear.codes, 0) if stays else element + 4
 
     sizes = [n.weights * besides(low_bit.layer[name]) for name, n in layer_linears(config).items()]
-    outside = element * (count.embedding + count.other)
+    count = count_parameters(config)
+    outside = element * (count.total - count.linear)
     if low_bit.head is not None and not config.tie_word_embeddings:
         sizes.append(matrix * besides(low_bit.head))
         outside -= element * matrix
