@@ -130,7 +130,6 @@ def train(
 ) -> dict[str, Any]:
     """Losses and norms of the steps, bytes that this rank sent in them, and digests of all that training has changed.
     micro_batches: of all ranks, in a step."""
-    sent.clear()
     name, options = SCHEMES_COMPARED[scheme]
     settings = LanguageSettings(
         quantize=name,
@@ -156,6 +155,7 @@ def train(
     model, quantized, parallel = run.model, run.quantized, run.parallel
     in_backward = OptimizerInBackward(run.optimizer, parallel) if optimizer_in_backward else None
     forward, found = language_forward(model, None), []
+    sent.clear()
     for step in range(steps):
         numbers = range(mesh.dp_rank, micro_batches, mesh.dp_size)
         batches = [random_micro_batch(step, number) for number in numbers]

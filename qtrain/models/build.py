@@ -1,5 +1,5 @@
 """From a model source to a model with weights: built on the meta device, then given memory and values, one parameter
-after the other."""
+after the other, or ready to be: then matrices are lazy (`tensors/lazy.py`)."""
 
 import functools
 from collections.abc import Callable
@@ -29,13 +29,13 @@ def build_model(
     pretrained: bool = False,
     seed: int = 0,
     place: Callable[[Decoder], None] | None = None,
-    lazy_layers: bool = False,
+    lazy: bool = False,
 ) -> nn.Module:
     """A model on `device` in `dtype`, with weights: drawn from `seed` or, with `pretrained`, loaded from the source.
 
     place: replaces modules of an empty native model by parallel kinds of them, with the sizes of this process; values
-    are then parts of those of the full model. lazy_layers: the matrices of a native model's layers have no memory
-    (`tensors/lazy.py`): their values are made when they are divided.
+    are then parts of those of the full model. lazy: the matrices of a native model have no memory yet; they get their
+    values one by one where they are quantized (`quantize_linears`) or divided.
 
     Raises UserError for an architecture that is not covered, and for weights that are missing or do not fit.
     """
@@ -52,7 +52,7 @@ def build_model(
     values = LoadedValues(model, source) if pretrained else DrawnValues(model, seed)
     for name, module in model.named_modules():
         module.to_empty(device=device, recurse=False)
-        if lazy_layers and name.startswith("layers."):
+        if lazy:
             _make_matrices_lazy(name, module, values)
     model.tie()
     model.reset_buffers()

@@ -20,7 +20,7 @@ from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.scales import Reduce
 from qtrain.quant.scheme import SCHEMES, LowBitScheme, Scheme
 from qtrain.quant.weight_codes import scales_by_amax
-from qtrain.tensors.lazy import initial_value, is_lazy, make_lazy, with_zeros
+from qtrain.tensors.lazy import initial_value, is_lazy, make_lazy, materialize, with_zeros
 from qtrain.tensors.stored_weight import StoredWeight
 
 SIBLINGS = (
@@ -210,13 +210,16 @@ def quantize_linears(
     head: nn.Module | None = None,
     quantize_head: bool = False,
     min_size: int = 0,
-    keep_codes: bool = True,
+    realize: bool = True,
     shared: Callable[[str], SharedWeight | None] = lambda name: None,
 ) -> QuantizedModel:
     """Swap the linears of `model` in place, except its output head `head` unless `quantize_head`.
 
-    min_size: linears with fewer in- or out-features stay in high precision. keep_codes: False where codes are computed
-    again before they are read: those of trained weights take no memory now. A scheme that stores weights in low bits
+    Lazy parameters get their values, one at a time: first those that stay in high precision, the largest first, then
+    each weight before it is quantized. realize: False where whoever divides the weights does both: lazy ones stay lazy,
+    and codes of trained weights take no memory now.
+
+    min_size: linears with fewer in- or out-features stay in high precision. A scheme that stores weights in low bits
     replaces parameters, so the optimizer must be built afterwards. UserError where a scheme requires norms that this
     model cannot have. shared: the linears of which other processes hold other parts, by name.
     """
@@ -229,16 +232,23 @@ def quantize_linears(
     numbers = [(part.first_number if part else 0) + number for number, part in enumerate(parts)]
     keys = torch.tensor([[seed, 0, number] for number in numbers], dtype=torch.int64, device=device)
     quantized = QuantizedModel(choices, [], keys.view(-1, 3))
+    if realize:
+        swapped_weights = {id(linear.weight) for linear, c in zip(linears, choices, strict=True) if c.reason is None}
+        for parameter in sorted(model.parameters(), key=Tensor.numel, reverse=True):
+            if id(parameter) not in swapped_weights:
+                materialize(parameter)
     for (linear, names), choice in zip(linears.items(), choices, strict=True):
         if choice.reason is None:
             number = len(quantized.linears)
             key = key_of_group.setdefault(_key_group(names[0]), quantized.keys[number])
+            if realize:
+                materialize(linear.weight)
             swapped = _swap(linear, choice.scheme, key, parts[number])
             for name in names:
                 model.set_submodule(name, swapped)
             quantized.linears.append(swapped)
             computed = swapped.scheme.stored_format is None and swapped.weight.requires_grad
-            if is_lazy(swapped.weight) or (computed and not keep_codes):
+            if is_lazy(swapped.weight) or (computed and not realize):
                 swapped.weight_codes.free()
     delayed = [linear for linear in quantized.linears if linear.scheme.amax_history]
     if delayed:
@@ -253,7 +263,7 @@ def _key_group(name: str) -> tuple[str, int | str]:
 
 
 def _swap(linear: nn.Linear, scheme: LowBitScheme, key: Tensor, shared: SharedWeight | None) -> LowBitLinear:
-    """A deferred weight stays deferred: its codes are those of zeros, until it has a value."""
+    """A lazy weight stays lazy: its codes are those of zeros, until it has a value."""
     plain = linear.weight
     with with_zeros(plain):
         if scheme.stored_format is not None:

@@ -1,8 +1,10 @@
-"""Parameters whose values are made when they are needed: of models that no process can hold in full.
+"""Parameters whose values are made when they are needed, so that a model that is stored in low bits, or divided, is
+never whole in high precision.
 
 A lazy parameter has its shape, dtype and device, but no memory, and a function that makes its value. So a model can be
-built, swapped and sharded as any other, and whoever shards it asks for one value after the other. Its own memory comes
-when the parameter is used, with what is gathered then (`parallel/sharding/full_shard.py`).
+built, swapped and sharded as any other, and whoever quantizes or shards it asks for one value after the other
+(`quant/swap.py`). With full sharding its own memory comes when the parameter is used, with what is gathered then
+(`parallel/sharding/full_shard.py`).
 """
 
 import contextlib

@@ -108,6 +108,7 @@ class Training:
                 # Before the first step, or the evaluation that a stop signal has skipped.
                 if self._evaluation_due() and not self._evaluated:
                     self._evaluate()
+                sent.clear()  # the build and the evaluation are no part of a step
                 while run.state.step < settings.n_steps and not stop.requested:
                     self._step(status, stop)
                     profiler.step()

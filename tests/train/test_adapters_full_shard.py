@@ -44,8 +44,8 @@ def _train(case: str, mesh_shape: str, full_shard: bool, micro_batches: int) -> 
     scheme = SCHEMES.make(quantize, options, "--quantize") if lora.base == "none" else base_scheme(lora.base, quantize)
     config = {**(MIXTURE if "experts" in case else UNTIED), "tie_word_embeddings": False}
     source = ModelSource("small", config, "--model")
-    model = build_model(source, dtype=torch.bfloat16, seed=1, lazy_layers=full_shard)
-    quantized = quantize_linears(model, scheme, seed=0, head=model.lm_head)
+    model = build_model(source, dtype=torch.bfloat16, seed=1, lazy=full_shard)
+    quantized = quantize_linears(model, scheme, seed=0, head=model.lm_head, realize=not full_shard)
     add_lora(model, lora, 5)
     units = decoder_units(model) if full_shard else ()
     parallel = DataParallel(model, quantized, mesh, deterministic=True, units=units)

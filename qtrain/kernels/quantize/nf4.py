@@ -25,6 +25,8 @@ GROUPS = 4 * WARPS
 TILES = 4
 """Tiles per CTA, which share the address arithmetic."""
 _TILES = tl.constexpr(TILES)
+AT_ONCE = 1 << 24
+"""Elements that are quantized at once."""
 
 
 @functools.cache
@@ -36,8 +38,15 @@ def nf4_table(device: torch.device | str) -> Tensor:
 def quantize_nf4(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [N, K] -> codes uint8 [N, ceil(K / 2)], scale fp32 [N, ceil(K / 64)]; to the nearest value.
 
-    Plain PyTorch on every device: a weight is quantized once, when it is loaded.
+    Plain PyTorch on every device: a weight is quantized once, when it is loaded. A few rows at a time, for this takes
+    16 bytes per element, more than the weight itself.
     """
+    rows = x.split(max(1, AT_ONCE // max(1, x.shape[1])))
+    codes, scales = zip(*(_quantize_rows(part) for part in rows), strict=True)
+    return torch.cat(codes), torch.cat(scales)
+
+
+def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     columns = x.shape[1]
     blocks = F.pad(x.float(), (0, -columns % BLOCK)).unflatten(1, (-1, BLOCK))
     scale = blocks.abs().amax(dim=2)  # fp32 [N, blocks]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from qtrain.models.config.model import ModelConfig
-from qtrain.models.cost.parameters import count_parameters, layer_linears
+from qtrain.models.cost.parameters import layer_linears
 from qtrain.models.cost.saved_activations import LinearBytes, LowBitBytes
 from qtrain.models.cost.trained import TrainedPart
 
@@ -61,14 +61,13 @@ def full_shard_memory(
             masters += count * linear.weight * own  # those that are the model's weights where these stay in full
         codes += count * linear.wire * own
     kept = masters + codes
-    ends = untied * 2 * matrix * element + in_full  # while the model is built
     one, two = (_gathered(config, low_bit, divided, some) + some * in_full / layers for some in (1, 2))
     others = trained.bytes - layers * layer - (embedding + head) * matrix * element
     # Of two layers, one of which is sent, with both of its messages; then of the embedding.
     last = max(4 * layer, embedding * (element * matrix + 2 * layer), embedding * 2 * element * matrix)
     return FullShardBytes(
         weights=round(kept + two),
-        build=_build(config, element, pretrained, masters + ends, kept + ends),
+        build=_build(config, element, pretrained, masters + in_full, kept + in_full),
         sums=round(4 * (trained.bytes // trained.element) * share),
         last=round(others + last),
         # The last layer stays for its backward pass.
@@ -112,14 +111,14 @@ def _gathered(config: ModelConfig, low_bit: LowBitBytes, divided: Collection[str
 
 
 def _build(config: ModelConfig, element: int, pretrained: bool, masters: float, kept: float) -> dict[str, int]:
-    """The largest moment of a build in which each matrix of a layer exists until its master is cut from it. masters:
-    bytes of all masters, and of what lies outside of layers; kept: with the codes that are quantized last."""
-    linears, drawn = layer_linears(config).values(), element if pretrained else 4
-    outside = element * (count_parameters(config).total - sum(n.layers * n.weights for n in linears))
-    largest = max(n.weights for n in linears)
+    """The largest moment of a build in which each divided matrix exists until its master is cut from it, and a tied
+    embedding before all others. masters: bytes of all masters, and of what is not divided; kept: with the codes that
+    are quantized last."""
+    drawn, matrix = element if pretrained else 4, config.vocab_size * config.hidden_size
+    divided = [n.weights for n in layer_linears(config).values()] + [matrix] * (not config.tie_word_embeddings)
     moments = (
-        (outside, drawn * config.vocab_size * config.hidden_size),
-        (round(masters), (element + drawn) * largest),
+        (element * matrix, drawn * matrix),
+        (round(masters), (element + drawn) * max(divided)),
         (round(kept), 0),
     )
     weights, initialization = max(moments, key=sum)

@@ -5,9 +5,9 @@ Letters: T tokens of a micro-batch, L layers, C width, V vocabulary, b bytes per
 What backward needs is in `saved_activations.py`.
 
 The peak is one of these moments (`MemoryEstimate.moments`):
-- build: all weights in the model's dtype, also those that are then stored in low bits, and the largest one in fp32, in
-  which random weights are drawn, or as loaded; with full sharding what lies outside of layers, the rank's masters, and
-  one matrix of a layer, from which a master is cut (`tensors/lazy.py`);
+- build: what stays in high precision outside of layers, with its largest matrix in fp32, in which random weights are
+  drawn, or as loaded; then all weights and codes, and what the largest matrix in layers takes besides: the same of it,
+  and its value in the model's dtype if that does not stay (`tensors/lazy.py`);
 - loss: the kept tensors of every layer, and the loss: final hidden states, their gradient, the head's gradient in fp32
   (4·V·C) and one chunk of logits, of a quantized head with the codes of their gradient;
 - backward: at its start (all kept tensors, and either the head's gradient in fp32 and again in the weight's dtype, or
@@ -27,7 +27,14 @@ from typing import NamedTuple
 from qtrain.models.config.model import ModelConfig
 from qtrain.models.cost.full_shard_memory import full_shard_memory
 from qtrain.models.cost.parameters import count_parameters, layer_linears, parameter_shapes
-from qtrain.models.cost.saved_activations import LayerKind, LowBitBytes, layer_kinds, rows_per_token, saved_per_token
+from qtrain.models.cost.saved_activations import (
+    LayerKind,
+    LinearBytes,
+    LowBitBytes,
+    layer_kinds,
+    rows_per_token,
+    saved_per_token,
+)
 from qtrain.models.cost.trained import TrainedPart
 from qtrain.models.native.loss import chunk_rows
 
@@ -181,12 +188,13 @@ def estimate_memory(
     saved = {kind: kept(kind, step.checkpointing) for kind in kinds}
     recomputed = max(kept(kind, "none") - saved[kind] for kind in kinds)
     parameters, gradients = count_parameters(config).total, trained.bytes
-    build = {"weights": parameters * step.element, "initialization": _initialization_bytes(config, step, pretrained)}
     if step.in_backward:
         gradients = min(gradients, step.element * _largest_partition(config))
     at_step, held, master_bytes = gradients, gradients if step.accumulates else 0, gradients * share.gradients
     weights = _weight_bytes(config, step.element, low_bit, trained)
     weights += _master_bytes(config, step.element, low_bit, trained, share.masters, whole_matrices)
+    built = weights - trained.added_bytes(step.element)
+    build = _build_bytes(config, step.element, low_bit, built, share.masters < 1, pretrained)
     loss, at_end = _loss_bytes(config, step, low_bit, trained), None
     in_layer, in_head = _backward_bytes(config, step, low_bit, trained, recomputed)
     head_bytes = step.element * _head_elements(config, trained)
@@ -227,12 +235,26 @@ def estimate_memory(
     )
 
 
-def _initialization_bytes(config: ModelConfig, step: StepShape, pretrained: bool) -> int:
-    """Of the largest tensor that is drawn, or loaded: each expert's by itself."""
-    embedding = config.vocab_size * config.hidden_size
-    if pretrained:
-        return embedding * step.element
-    return 4 * max(embedding, *(n.weights for n in layer_linears(config).values()))
+def _build_bytes(
+    config: ModelConfig, element: int, low_bit: LowBitBytes, weights: int, sharded: bool, pretrained: bool
+) -> dict[str, int]:
+    """The largest moment of a build in which each matrix is made by itself, those outside of layers first. weights:
+    when it is over; sharded: a weight of which only codes are read is made for its master."""
+    drawn, matrix = element if pretrained else 4, config.vocab_size * config.hidden_size
+
+    def besides(linear: LinearBytes) -> float:
+        """Bytes per element besides those that stay. A weight that is stored may be dequantized for codes."""
+        stays = linear.weight == element and not (sharded and linear.codes_only)
+        return max(drawn - linear.codes, 0) if stays else element + 4
+
+    sizes = [n.weights * besides(low_bit.layer[name]) for name, n in layer_linears(config).items()]
+    count = count_parameters(config)
+    outside = element * (count.total - count.linear)
+    if low_bit.head is not None and not config.tie_word_embeddings:
+        sizes.append(matrix * besides(low_bit.head))
+        outside -= element * matrix
+    found, initialization = max((outside, drawn * matrix), (weights, round(max(sizes))), key=sum)
+    return {"weights": found, "initialization": initialization}
 
 
 def _weight_bytes(config: ModelConfig, element: int, low_bit: LowBitBytes, trained: TrainedPart) -> int:

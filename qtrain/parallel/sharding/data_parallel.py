@@ -22,12 +22,13 @@ from qtrain.parallel.sharding.expert_masters import shard_experts
 from qtrain.parallel.sharding.full_shard import Unit
 from qtrain.parallel.sharding.gradient_wire import GradientWire
 from qtrain.parallel.sharding.gradients import GradientReduction
-from qtrain.parallel.sharding.model_weights import ModelWeights
+from qtrain.parallel.sharding.model_weights import ModelWeights, weights_as_codes
 from qtrain.parallel.sharding.shards import Sharded, by_mesh, shard_frozen, shard_parameters
 from qtrain.parallel.sharding.step_sums import Gradients
 from qtrain.parallel.sharding.tensor_masters import TensorParts
 from qtrain.quant import QuantizedModel
 from qtrain.quant.swap import shared_weights
+from qtrain.tensors.lazy import materialize
 
 
 class DataParallel:
@@ -62,6 +63,10 @@ class DataParallel:
         self._device = next(model.parameters()).device
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         in_units = {id(p) for unit in units for p in unit.holder.parameters()}
+        dropped = set() if keep_full_weights or mesh.shard == 1 else weights_as_codes(model, quantized)
+        for p in model.parameters():
+            if id(p) not in in_units | dropped:
+                materialize(p)
         split = {name for name, _ in trained if mesh.expert_mesh is not None and model.partition(name)}
         dense, experts = ([(n, p) for n, p in trained if (n in split) == kind] for kind in (False, True))
         how = mesh, needs_whole, lambda p: id(p) in in_units

@@ -57,8 +57,9 @@ class ModelWeights:
             self._weight_keys, self._first_keys = quantized.keys.clone(), quantized.keys.clone()
             sharded = [self._sharded_block(unit, shared, parameters) for unit in units]
             update_codes([weight for weight in self._codes if weight.keeps])
-            self._quantize_outside()
             self.full_shard = FullShard(sharded, next(model.parameters()).device, reduce)
+        if mesh.shard > 1:
+            self._quantize_outside()
 
     def _drop_full_weights(self) -> None:
         """Free the weights of linears that read only codes; the parameter stays, to receive the gradient."""
@@ -70,8 +71,8 @@ class ModelWeights:
                     self._codes.append(ShardedCodes(sharded, linear))
 
     def _quantize_outside(self) -> None:
-        """Compute the codes of linears that are in no block, which the swap has left without memory as all others: of a
-        head with the embedding's weight, of experts that no other rank has."""
+        """Compute the codes of linears that are in no block, which the swap has left without memory; with full sharding
+        a head with the embedding's weight, experts that no other rank has."""
         outside = [linear for linear in self._quantized.linears if not linear.gathered]
         for linear in outside:
             linear.weight_codes.allocate()
@@ -171,6 +172,12 @@ class ModelWeights:
             parameter.data = tensors[0].cpu() if from_block else tensors[0]
         if not from_block and linear is not None:
             linear.codes_only = False
+
+
+def weights_as_codes(model: nn.Module, quantized: QuantizedModel) -> set[int]:
+    """ids of the trained weights of which a rank needs no more than codes."""
+    linears = _linears_by_weight(quantized, model).items()
+    return {number for number, x in linears if x.weight.requires_grad and reads_codes_only(x.scheme)}
 
 
 def _linears_by_weight(quantized: QuantizedModel, model: nn.Module) -> dict[int, LowBitLinear]:

@@ -45,8 +45,8 @@ class Architecture(ABC):
 
     @abstractmethod
     def build(self, checked: CheckedSettings) -> nn.Module:
-        """The model on the device, with weights; those of layers deferred, where they will be divided and
-        `lazy_layers`. UserError for weights that are missing or do not fit."""
+        """The model on the device, with weights; if `lazy`, its matrices are. UserError for weights that are missing or
+        do not fit."""
 
     @abstractmethod
     def recompute(self, model: nn.Module, mode: str) -> None:
@@ -78,8 +78,8 @@ class Architecture(ABC):
         return False
 
     @property
-    def lazy_layers(self) -> bool:
-        """Whether `build` can leave the values of the layers to be made one by one, where they are divided."""
+    def lazy(self) -> bool:
+        """Whether `build` leaves the values of matrices to be made one by one (`tensors/lazy.py`)."""
         return False
 
     def shared_weight(self, name: str) -> SharedWeight | None:

@@ -71,7 +71,7 @@ class LanguageArchitecture(Architecture):
         return self.impl == "native"
 
     @property
-    def lazy_layers(self) -> bool:
+    def lazy(self) -> bool:
         return self.impl == "native"
 
     @property
@@ -113,7 +113,7 @@ class LanguageArchitecture(Architecture):
             pretrained=settings.pretrained,
             seed=settings.seed,
             place=self.parts and self.parts.place,
-            lazy_layers=self.lazy_layers and checked.reshards,
+            lazy=True,
         )
         if self.impl == "hf" and settings.doc_mask:
             model.check_documents()

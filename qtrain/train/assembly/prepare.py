@@ -24,7 +24,7 @@ from qtrain.train.settings.machine import planned_hardware
 
 BUILT_IN_FULL = (
     "note    full sharding: every process builds this model in full before it divides it; --model_impl native builds "
-    "layer by layer"
+    "matrix by matrix"
 )
 
 
@@ -73,7 +73,7 @@ def prepare(
         *plan.lines(),
         *([f"mesh    {checked.mesh.describe(checked.reshards)}"] if checked.mesh.world > 1 else []),
         *(order_notes(checked.mesh, _rounds_experts(linears)) if checked.settings.deterministic else []),
-        *([BUILT_IN_FULL] if checked.reshards and not architecture.lazy_layers else []),
+        *([BUILT_IN_FULL] if checked.reshards and not architecture.lazy else []),
         *checked.notes,
         *auto_lines,
         "linears",

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from qtrain.kernels.numerics.formats import NF4_VALUES
+from qtrain.kernels.quantize import nf4
 from qtrain.kernels.quantize.nf4 import (
     BLOCK,
     dequantize_nf4,
@@ -28,6 +29,13 @@ def test_codes_are_the_nearest_values(rows, columns, kind):
     choices = absmax[..., None] * torch.tensor(NF4_VALUES, dtype=torch.float64)
     best = (choices - x.double()[..., None]).abs().amin(dim=-1)
     assert torch.all((y.double() - x.double()).abs() <= best + 1e-6 * absmax)
+
+
+def test_rows_are_quantized_a_few_at_a_time(monkeypatch):
+    x = matrix(17, 130, seed=0)
+    whole = quantize_nf4(x)
+    monkeypatch.setattr(nf4, "AT_ONCE", 520)
+    assert all(torch.equal(a, b) for a, b in zip(quantize_nf4(x), whole, strict=True))
 
 
 def test_error_on_normal_weights_is_that_of_the_paper():

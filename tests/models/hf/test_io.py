@@ -62,7 +62,7 @@ def test_sharded_both_ways(tmp_path, monkeypatch):
     again = build_model(read_model_source(str(tmp_path / "ours")), pretrained=True, dtype=torch.bfloat16)
     for a, b in zip(ours.parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b)
-    deferred = build_model(source, pretrained=True, dtype=torch.bfloat16, lazy_layers=True)
+    deferred = build_model(source, pretrained=True, dtype=torch.bfloat16, lazy=True)
     assert sum(p.untyped_storage().nbytes() for p in deferred.layers.parameters() if p.ndim > 1) == 0
     for a, b in zip(ours.parameters(), deferred.parameters(), strict=True):
         assert torch.equal(a, initial_value(b))

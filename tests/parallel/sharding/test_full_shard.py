@@ -12,6 +12,7 @@ from qtrain.models import ModelSource, build_model
 from qtrain.models.cost.parameters import count_parameters
 from qtrain.optim import parameter_groups
 from qtrain.parallel.mesh import Mesh, make_mesh
+from qtrain.parallel.sharding import weights
 from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.parallel.sharding.full_shard import decoder_units
 from qtrain.quant import quantize_linears
@@ -47,23 +48,34 @@ SHAPE |= {"num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_head
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"quantize": "fp8_tensorwise"}, {"quantize": "int4_weight"}, {"quantize": "bitnet", "optim": "muon"}],
+    ("full_shard", "options"),
+    [
+        (True, {}),
+        (True, {"quantize": "fp8_tensorwise"}),
+        (True, {"quantize": "int4_weight"}),
+        (True, {"quantize": "bitnet", "optim": "muon"}),
+        (False, {"quantize": "fp8_tensorwise"}),
+        (False, {"quantize": "int8"}),
+        (False, {"quantize": "int4_weight"}),
+    ],
     ids=str,
 )
-def test_a_build_takes_a_rank_its_shard_and_one_matrix(options):
-    """At its peak, on the first of eight ranks, as the plan says: about a quarter of this model."""
+def test_a_build_takes_what_a_rank_keeps_and_one_matrix(full_shard, options, monkeypatch):
+    """At its peak, on the first of eight ranks, as the plan says: with full sharding about a quarter of this model,
+    without it the codes and a shard, never all weights besides."""
+    monkeypatch.setattr(weights, "ALONE_BYTES", 1 << 14)  # matrices are sent alone, as large ones are
     checked = checked_of(LanguageSettings(batch_size=8, seq_len=8, **options))
-    checked = replace(checked, mesh=Mesh(1, 8), reshards=True)
+    checked = replace(checked, mesh=Mesh(1, 8), reshards=full_shard)
     source = ModelSource("many layers", SHAPE, "--model")
     config = source.model_config()
     planned = sum(language_memory(checked, config, linears_of(checked, config), None).build.values())
     with fake_world(0, 8), PeakBytes() as counted:
         mesh = make_mesh(1, 8, "cpu")
-        model = build_model(source, dtype=torch.bfloat16, lazy_layers=True)
-        quantized = quantize_linears(model, checked.scheme, seed=0, head=model.lm_head)
+        model = build_model(source, dtype=torch.bfloat16, lazy=True)
+        quantized = quantize_linears(model, checked.scheme, seed=0, head=model.lm_head, realize=False)
         hidden = {id(p) for group in parameter_groups(model, 0.1) if group["hidden"] for p in group["params"]}
         needs_whole = checked.optimizer.needs_whole
-        DataParallel(model, quantized, mesh, lambda p: needs_whole(id(p) in hidden), units=decoder_units(model))
+        units = decoder_units(model) if full_shard else ()
+        DataParallel(model, quantized, mesh, lambda p: needs_whole(id(p) in hidden), units=units)
     assert 0.85 * planned < counted.peak < planned
-    assert planned < 0.3 * 2 * count_parameters(config).total
+    assert not full_shard or planned < 0.3 * 2 * count_parameters(config).total

@@ -199,9 +199,7 @@ def test_seven_billion_parameters_train_in_24_gb():
     chosen["activation_checkpointing"] = "full"
     assert sum(plan_of("qwen2.5-7b", **chosen).memory.values()) > 24e9
     plan = plan_of("qwen2.5-7b", optimizer_in_backward=True, **chosen)
-    assert sum(plan.memory.values()) < 18e9
-    # Measured on an H200: 16.6 GiB, while the weights were drawn in bf16, before they became INT8.
-    assert sum(plan.memory.values()) / 2**30 == pytest.approx(16.6, rel=0.03) and "initialization" in plan.memory
+    assert sum(plan.memory.values()) < 16.5e9 and "initialization" not in plan.memory
 
 
 # ---- what does not train ---------------------------------------------------------------------------------------------

@@ -58,6 +58,7 @@ def _sent(replicate: int, options: dict, batches: int = 1) -> dict[str, int]:
         wire=wire,
         deterministic=checked.settings.deterministic,
     )
+    sent.clear()
     parallel.begin_step(0, batches)
     for index in range(batches):
         for p in model.parameters():
@@ -195,9 +196,9 @@ def test_the_planned_bytes_of_divided_layers_are_those_that_ranks_send(scheme, s
 
 def _sent_with_frozen_layers(lora: Lora, quantize: str) -> dict[str, int]:
     """Bytes that this rank sends in a step of two micro-batches, layers fully sharded."""
-    model = build_model(ModelSource("small", SHAPE, "--model"), dtype=torch.bfloat16, lazy_layers=True)
+    model = build_model(ModelSource("small", SHAPE, "--model"), dtype=torch.bfloat16, lazy=True)
     scheme = SCHEMES.make(quantize, {}, "-") if lora.base == "none" else base_scheme(lora.base, quantize)
-    quantized = quantize_linears(model, scheme, seed=0, head=model.lm_head)
+    quantized = quantize_linears(model, scheme, seed=0, head=model.lm_head, realize=False)
     add_lora(model, lora, seed=0)
     parallel = DataParallel(model, quantized, make_mesh(0, 0, "cpu"), units=decoder_units(model))
     tokens = torch.arange(2 * 25).view(2, 25)
