@@ -38,6 +38,13 @@ CASES = {
         {**WORLD, "reshard_after_forward": "always"},
         {"reshard_after_forward": "auto"},
     ),
+    ("--memory_limit", "a CPU"): (
+        PRETRAIN,
+        {"memory_limit": 24, "device": "cpu"},
+        {"gpu": "h100", "dry_run": True, "device": "auto"},
+    ),
+    ("--fit", "--quantize auto"): (PRETRAIN, {"fit": "auto", "quantize": "auto"}, {"quantize": "int8"}),
+    ("--fit", "--model_impl hf"): (PRETRAIN, {"fit": "auto", "model_impl": "hf"}, {"model_impl": "native"}),
     ("--activation_checkpointing", "--lora dropout"): (
         FINETUNE,
         {"lora": {"dropout": 0.1}, "activation_checkpointing": "full"},

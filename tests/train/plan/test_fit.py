@@ -1,0 +1,131 @@
+"""Settings of memory that `--fit auto` chooses: the fastest that fits; what the user has given stays."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+import llm_pretrain
+from qtrain.core.errors import UserError
+from qtrain.core.hardware import datasheet_hardware
+from qtrain.train.assembly.language_architecture import LanguageArchitecture
+from qtrain.train.assembly.prepare import fit_memory, prepare
+from qtrain.train.plan.checked_settings import CheckedSettings, check_settings
+from qtrain.train.plan.fit import candidates
+from qtrain.train.plan.linears import plan_linears
+from qtrain.train.plan.plan import GIB, Plan
+from qtrain.train.settings.machine import planned_hardware
+from qtrain.train.settings.settings import LanguageSettings
+from tests.data.corpora import write_jsonl
+from tests.system import call, flags
+
+FP8 = {"quantize": "fp8_tensorwise", "quantize_kwargs": {"scaling": "delayed"}, "quantize_lm_head": True}
+OF_7B = {"model": "qwen2.5-7b", "seq_len": 1024, "batch_size": 512, "compile": True, "gpu": "h100", "dry_run": True}
+
+
+def fitted(**changes) -> tuple[CheckedSettings, LanguageArchitecture]:
+    settings = LanguageSettings(**{**OF_7B, **FP8, "fit": "auto", **changes})
+    checked = check_settings(settings, "llm_pretrain")
+    architecture = LanguageArchitecture.of(settings, checked.mesh)
+    return fit_memory(checked, architecture), architecture
+
+
+def plan_of(checked: CheckedSettings, architecture: LanguageArchitecture) -> Plan:
+    return prepare(checked, architecture, ()).plan
+
+
+def test_the_choice_is_the_fastest_of_those_that_fit():
+    checked, architecture = fitted()
+    chosen = plan_of(checked, architecture)
+    assert chosen.fits and chosen.host > 0
+    asked = dataclasses.replace(checked, settings=LanguageSettings(**{**OF_7B, **FP8}))
+    model, hardware = architecture.empty, planned_hardware(asked.settings, asked.device)
+    linears = plan_linears(model, asked.scheme, asked.settings, head=model.lm_head, device=asked.device)
+    others = list(candidates(asked, lambda c: architecture.plan(c, linears, hardware, (), None)))
+    assert len(others) > 100 and any(not other.plan.fits for other in others)
+    assert all(other.plan.step_seconds >= chosen.step_seconds for other in others if other.plan.fits)
+
+
+def test_its_flags_give_the_same_run_without_it():
+    checked, architecture = fitted(memory_limit=60)
+    (line,) = [note for note in checked.notes if note.startswith("fit ")]
+    changed = {
+        name: getattr(checked.settings, name)
+        for name in ("micro_batch_size", "loss_chunks", "activation_checkpointing", "optim_kwargs")
+    }
+    assert f"--micro_batch_size {changed['micro_batch_size']}" in line
+    by_hand, _ = fitted(fit="off", memory_limit=60, **changed)
+    assert plan_of(by_hand, architecture).memory == plan_of(checked, architecture).memory
+    assert plan_of(checked, architecture).memory_taken <= 60 * GIB
+
+
+GIVEN = {
+    "micro-batch": {"micro_batch_size": 2},
+    "accumulation": {"gradient_accumulation": 256},
+    "chunks": {"loss_chunks": 8},
+    "recomputation": {"activation_checkpointing": "full"},
+    "states on the device": {"optim": "adamw_8bit", "optim_kwargs": {"offload": False}},
+}
+
+
+@pytest.mark.parametrize("case", GIVEN)
+def test_what_is_given_stays(case):
+    checked, _ = fitted(**GIVEN[case])
+    for name, value in GIVEN[case].items():
+        assert getattr(checked.settings, name) == value
+
+
+def test_a_deterministic_run_keeps_its_micro_batch():
+    """The bits of a sum over a micro-batch depend on its size, which must not depend on the GPU's."""
+    checked, _ = fitted(deterministic=True, batch_size=8)
+    assert checked.geometry.micro_batch_size == 1 and checked.settings.micro_batch_size == 0
+
+
+def test_nothing_that_fits_is_refused_with_the_least_that_there_is():
+    with pytest.raises(
+        UserError, match=r"--fit: nothing fits into 24.0 GiB \(--memory_limit 24\); the least that .*GiB"
+    ):
+        fitted(memory_limit=24)
+
+
+def test_a_plan_that_does_not_fit_names_flags_that_do():
+    checked, architecture = fitted(fit="off", micro_batch_size=32)
+    plan = plan_of(checked, architecture)
+    assert not plan.fits
+    (advice,) = plan.advice
+    words = advice.partition(" takes ")[0].split()
+    assert words[words.index("--micro_batch_size") + 1] in ("1", "2", "4", "8", "16")
+    assert float(advice.split()[-2]) < 79.1
+    assert f"warning: this does not fit; {advice}" in "\n".join(plan.lines())
+
+
+def test_a_plan_with_much_free_memory_says_what_is_faster():
+    checked, architecture = fitted(fit="off", model="qwen2.5-0.5b", batch_size=64, activation_checkpointing="full")
+    (advice,) = plan_of(checked, architecture).advice
+    assert "GiB are free: by the plan --activation_checkpointing none" in advice and "% faster" in advice
+    best, architecture = fitted(model="qwen2.5-0.5b", batch_size=64)
+    assert plan_of(best, architecture).advice == ()
+
+
+def test_a_limit_is_the_memory_of_the_plan_and_at_most_the_devices():
+    settings = LanguageSettings(gpu="h100", dry_run=True, memory_limit=24)
+    assert planned_hardware(settings, None).memory_bytes == 24 * GIB
+    with pytest.raises(UserError, match=r"--memory_limit: 100 GiB are more than the 79\.1 of H100"):
+        planned_hardware(dataclasses.replace(settings, memory_limit=100), None)
+
+
+@pytest.mark.parametrize("name", ["3090", "4090", "5090", "l40s", "pro-6000", "a100", "h100", "h200", "b200", "gb200"])
+def test_cards_that_people_have_are_known(name):
+    card = datasheet_hardware(name)
+    assert card.memory_taken(0) > 0.5 * GIB and 2e10 < card.host_bandwidth < 5e11 and card.memory_bandwidth > 5e11
+
+
+def test_the_script_prints_what_was_chosen(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(Path("jsonl"))
+    data = {"type": "text", "paths": "jsonl", "tokenizer": "byte"}
+    chosen = {"model": "qwen2.5-1.5b", "gpu": "4090", "quantize": "int8", "batch_size": 32, "seq_len": 512}
+    done = call(llm_pretrain.main, flags(**chosen, train_ds=data, dry_run=True, compile=True, fit="auto"))
+    assert done.code == 0, done.err
+    (line,) = [line for line in done.out.splitlines() if line.startswith("fit ")]
+    assert " the fastest of " in line and " of 23.5 GiB, most at " in done.out and "does not fit" not in done.out
