@@ -76,3 +76,27 @@ def test_importing_the_package_changes_nothing_for_other_programs():
     """Only `prepare_process`, which a program calls itself, lets torchvision be imported with a CPU build of torch."""
     done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+RESTARTING = """
+import sys
+from qtrain.core.errors import Restart
+from qtrain.core.process import run_script
+
+def main(argv):
+    if "--memory_limit" not in argv:
+        raise Restart("out of memory, starts again", ("--memory_limit", "3"))
+    print(argv)
+
+run_script(main)
+"""
+
+
+def test_a_run_that_can_go_on_with_other_flags_becomes_that_run(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(RESTARTING)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script), "--model", "x"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "out of memory, starts again\n")
+    assert done.stdout == "['--model', 'x', '--memory_limit', '3']\n"

@@ -26,6 +26,8 @@ LOSS_CHUNKS = (0, 1, 2, 4, 8, 16, 32)
 FEWEST_ROWS, MOST_ROWS = 512, 131072
 """Tokens of a chunk of the loss at least, of a micro-batch at most: fewer make slow products, more no faster ones."""
 RECOMPUTED = ("none", "selective", "full")
+LITTLE_FREE = 0.75
+"""Of the device's memory: a plan that takes more is not asked whether it could be faster."""
 HOST_SHARE = 0.8
 """Of the host's memory, what may be pinned: the rest is for the data, checkpoints and the system."""
 
@@ -98,6 +100,8 @@ def flags_within(checked: CheckedSettings, limit: float, plan_of: Callable[[Chec
 
 def advice(checked: CheckedSettings, plan: Plan, plan_of: Callable[[CheckedSettings], Plan]) -> tuple[str, ...]:
     """What to change in a run with this plan: flags with which it fits, or with which it is faster."""
+    if plan.fits and plan.memory_taken > LITTLE_FREE * (plan.hardware.memory_bytes or math.inf):
+        return ()
     found = list(candidates(checked, plan_of, keep_given=False))
     best = fastest(found)
     if best is None:

@@ -1,0 +1,131 @@
+"""What fits which card, and how fast it is by the plan: a table of models and methods by GPUs, on no GPU at all.
+
+python -m qtrain.bench.resources --cards 4090,h100 --models qwen2.5-7b,qwen2.5-14b
+
+Every cell is what `--fit auto` chooses for a batch of 524,288 tokens: sequences a micro-batch, GiB of the card, tokens
+per second. The speed assumes that each card reaches the fraction of its speed of light that was measured on an H200.
+"""
+
+import dataclasses
+import functools
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qtrain.bench.arguments import split_list
+from qtrain.bench.tables import Cell, Table, about_run, write_json
+from qtrain.core.config import parse
+from qtrain.core.errors import UserError
+from qtrain.core.hardware import datasheet_hardware
+from qtrain.core.process import run_script
+from qtrain.models import Lora
+from qtrain.quant.schemes.frozen_base import base_scheme
+from qtrain.train.assembly.assemble import trained_part
+from qtrain.train.assembly.language_architecture import LanguageArchitecture
+from qtrain.train.assembly.prepare import fit_memory, prepare
+from qtrain.train.log.status import short_number
+from qtrain.train.plan.checked_settings import check_settings
+from qtrain.train.plan.plan import GIB, Plan
+from qtrain.train.settings.listing import listing
+from qtrain.train.settings.settings import Count, LanguageSettings
+
+TOKENS = 2**19
+FULL = {"quantize": "fp8_tensorwise", "quantize_kwargs": {"scaling": "delayed"}, "quantize_lm_head": True}
+METHODS: dict[str, tuple[Mapping[str, Any], Lora | None]] = {
+    "full, FP8": (FULL, None),
+    "full, FP8, 8-bit states": ({**FULL, "optim": "adamw_8bit"}, None),
+    "LoRA, bf16 base": ({}, Lora()),
+    "LoRA, fp8 base": ({}, Lora(base="fp8")),
+    "LoRA, nf4 base": ({}, Lora(base="nf4")),
+}
+"""Name -> settings and adapters. In INT8 where the card has no FP8."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ResourceSettings:
+    """Plan models on GPUs that need not be here: what fits, with which settings, how fast."""
+
+    models: str = "qwen2.5-0.5b,qwen2.5-1.5b,qwen2.5-3b,qwen2.5-7b,qwen2.5-14b,qwen2.5-32b"
+    """Models, separated by commas; --list shows all."""
+    cards: str = "3090,4090,5090,l40s,pro-6000,a100,h100,h200"
+    """GPUs, separated by commas."""
+    seq_len: Count = 1024
+    """Tokens per sequence."""
+    json: str | None = None
+    """JSON file to write the results to; None: runs/resources/TIME.json."""
+
+
+def main(argv: list[str]) -> None:
+    settings = parse(ResourceSettings, argv, "-m qtrain.bench.resources", listing)
+    table = resource_table(settings)
+    print(table.markdown())
+    path = Path(settings.json or f"runs/resources/{time.strftime('%Y%m%d-%H%M%S')}.json")
+    write_json([table], path, about_run(settings, "planned, on no GPU", {}))
+    print(f"figures     {path}", file=sys.stderr)
+
+
+def resource_table(settings: ResourceSettings) -> Table:
+    cards = split_list(settings.cards)
+    for card in cards:
+        datasheet_hardware(card, "--cards")
+    columns = {card: f"{card}, {datasheet_hardware(card).memory_bytes / GIB:.0f} GiB" for card in cards}
+    table = Table(
+        "Planned on one GPU",
+        "sequences a micro-batch, GiB, tokens/s",
+        list(columns.values()),
+        ["s, f: recomputed selectively, in full; o: optimizer states on the host; -: does not fit"],
+    )
+    for model in split_list(settings.models):
+        for name in METHODS:
+            for card, column in columns.items():
+                table.put(f"{model}, {name}", column, _cell(planned(model, name, card, settings.seq_len)))
+    return table
+
+
+def planned(model: str, method: str, card: str, seq_len: int) -> tuple[Plan, LanguageSettings] | None:
+    """What `--fit auto` chooses, and its plan; None: nothing fits."""
+    chosen, lora = _on_card(method, card)
+    run = {"model": model, "gpu": card, "seq_len": seq_len, "batch_size": TOKENS // seq_len, "dry_run": True}
+    settings = LanguageSettings(**run, compile=True, fit="auto", **chosen)
+    base = base_scheme(lora.base, settings.quantize) if lora is not None and lora.base != "none" else None
+    checked = check_settings(settings, "resources", base)
+    architecture = _architecture(model, seq_len)
+    trained = trained_part(architecture.config, lora, False, checked.dtype)
+    try:
+        fitted = fit_memory(checked, architecture, trained)
+    except UserError:
+        return None
+    return prepare(fitted, architecture, (), trained).plan, fitted.settings
+
+
+def _on_card(method: str, card: str) -> tuple[dict[str, Any], Lora | None]:
+    """A method's settings and adapters on a card, which may lack FP8."""
+    chosen, lora = METHODS[method]
+    if not datasheet_hardware(card).emulates("fp8"):
+        return dict(chosen), lora
+    if lora is not None:
+        return dict(chosen), dataclasses.replace(lora, base="int8") if lora.base == "fp8" else lora
+    return {**chosen, "quantize": "int8", "quantize_kwargs": None}, None
+
+
+@functools.cache
+def _architecture(model: str, seq_len: int) -> LanguageArchitecture:
+    """Shared by the cells of a model: its empty modules take longer than a plan."""
+    settings = LanguageSettings(model=model, seq_len=seq_len, device="cpu")
+    return LanguageArchitecture.of(settings, check_settings(settings, "resources").mesh)
+
+
+def _cell(found: tuple[Plan, LanguageSettings] | None) -> Cell:
+    if found is None:
+        return Cell(text="-")
+    plan, settings = found
+    speed = plan.tokens_per_step / plan.step_seconds
+    marks = {"none": "", "selective": " s", "full": " f"}[settings.activation_checkpointing] + " o" * (plan.host > 0)
+    text = f"{plan.geometry.micro_batch_size}{marks}, {plan.memory_taken / GIB:.1f}, {short_number(speed)}"
+    return Cell(speed, text=text, details={"gib": plan.memory_taken / GIB, "host_gib": plan.host / GIB})
+
+
+if __name__ == "__main__":
+    run_script(main)

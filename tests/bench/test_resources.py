@@ -1,0 +1,27 @@
+"""The table of what fits: every cell is a plan that fits, and cards without FP8 are planned in INT8."""
+
+import pytest
+
+from qtrain.bench.resources import METHODS, ResourceSettings, planned, resource_table
+from qtrain.core.errors import UserError
+
+MODEL = "smollm2-135m"
+
+
+def test_every_cell_is_what_fits_or_a_dash():
+    table = resource_table(ResourceSettings(models=f"{MODEL},qwen2.5-32b", cards="4090"))
+    small = [cells["4090, 24 GiB"] for row, cells in table.rows.items() if row.startswith(MODEL)]
+    assert len(small) == len(METHODS) and all(0 < cell.details["gib"] < 23.5 for cell in small)
+    assert table.rows["qwen2.5-32b, full, FP8"]["4090, 24 GiB"].text == "-"
+
+
+@pytest.mark.parametrize(("card", "scheme"), [("3090", "int8"), ("4090", "fp8_tensorwise")])
+def test_a_card_without_fp8_is_planned_in_int8(card, scheme):
+    plan, settings = planned(MODEL, "full, FP8", card, 1024)
+    assert settings.quantize == scheme and plan.emulated == ()
+    assert planned(MODEL, "LoRA, fp8 base", card, 1024)[0].emulated == ()
+
+
+def test_an_unknown_card_is_refused():
+    with pytest.raises(UserError, match="--cards: unknown GPU '4091'. Did you mean '4090'"):
+        resource_table(ResourceSettings(models=MODEL, cards="4091"))
