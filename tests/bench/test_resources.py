@@ -23,5 +23,5 @@ def test_a_card_without_fp8_is_planned_in_int8(card, scheme):
 
 
 def test_an_unknown_card_is_refused():
-    with pytest.raises(UserError, match="--cards: unknown GPU '4091'. Did you mean '4090'"):
+    with pytest.raises(UserError, match=r"--cards: unknown GPU '4091'\. Did you mean '4090'"):
         resource_table(ResourceSettings(models=MODEL, cards="4091"))
