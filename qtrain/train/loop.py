@@ -94,6 +94,11 @@ class Training:
         config, where, names = as_dict(settings), run.folder.path, settings.trackers if rank() == 0 else ()
         return open_trackers(names, config, where, settings.project, settings.run_name, run.state.step)
 
+    def _explain_out_of_memory(self) -> contextlib.AbstractContextManager[None]:
+        run = self.run
+        step, latest = lambda: run.state.step + 1, lambda: run.checkpoints.latest()
+        return explain_out_of_memory(self.plan, run.settings, run.device, step, latest)
+
     def fit(self) -> int:
         """Train to the last step. Returns 0, or the exit code of the signal that stopped it earlier. Raises
         TrainingStopped if training fails."""
@@ -101,7 +106,7 @@ class Training:
         note_step(run.state.step)
         try:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(explain_out_of_memory(self.plan, settings, run.device, lambda: run.state.step + 1))
+                stack.enter_context(self._explain_out_of_memory())
                 stop = stack.enter_context(StopSignals(collective=run.parallel.mesh.world > 1))
                 status = stack.enter_context(StatusLine(settings.n_steps, log, unit=self.plan.unit.per_second))
                 profiler = stack.enter_context(StepProfiler(run.folder.path, log, enabled=settings.profile))
@@ -358,17 +363,21 @@ def log_results(run: Run) -> None:
 
 @contextlib.contextmanager
 def explain_out_of_memory(
-    plan: Plan, settings: TrainSettings, device: torch.device, step: Callable[[], int] = lambda: 0
+    plan: Plan,
+    settings: TrainSettings,
+    device: torch.device,
+    step: Callable[[], int] = lambda: 0,
+    checkpoint: Callable[[], Path | None] = lambda: None,
 ) -> Iterator[None]:
     """Turn an out-of-memory error inside into TrainingStopped: the plan, the peak, and which flags to change.
 
-    step: the step that is running."""
+    step: the step that is running. checkpoint: the newest, from which --fit auto goes on."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise out_of_memory(step(), plan, settings, peak_memory(device), OPTIMIZERS.names()) from None
+        raise out_of_memory(step(), plan, settings, peak_memory(device), checkpoint(), OPTIMIZERS.names()) from None
 
 
 def peak_memory(device: torch.device) -> int:

@@ -120,10 +120,15 @@ def memory_advice(settings: Mapping[str, Any], optimizers: Iterable[str] = ()) -
 
 
 def out_of_memory(
-    step: int, plan: "Plan", settings: "TrainSettings", peak: int, optimizers: Iterable[str] = ()
+    step: int,
+    plan: "Plan",
+    settings: "TrainSettings",
+    peak: int,
+    checkpoint: Path | None = None,
+    optimizers: Iterable[str] = (),
 ) -> TrainingStopped:
     """The error for exhausted memory: the plan, the measured peak, and what to change. With --fit auto a `Restart` in
-    less memory.
+    less memory, from `checkpoint` if there is one.
 
     peak: bytes of the device. optimizers: as in `memory_advice`.
     """
@@ -138,8 +143,8 @@ def out_of_memory(
     less = LESS_MEMORY * min(plan.memory_taken, capacity or plan.memory_taken)
     smaller = plan.within(less)
     if smaller and getattr(settings, "fit", "off") == "auto" and world() == 1:
-        limit = f"{less / GIB:.2f}"
-        return Restart(f"{message} --fit auto starts again with --memory_limit {limit}.", ("--memory_limit", limit))
+        flags = ("--memory_limit", f"{less / GIB:.2f}", *(("--resume", str(checkpoint)) if checkpoint else ()))
+        return Restart(f"{message} --fit auto starts again with {' '.join(flags)}.", flags)
     lines = [message]
     if smaller:
         lines.append(f"The fastest setting that takes {less / GIB:.1f} GiB by the plan: {smaller}")

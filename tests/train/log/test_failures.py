@@ -1,6 +1,7 @@
 """The stops of a run: which tensor is named first, and which flags are advised in which order."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,7 +105,7 @@ def test_settings_at_their_limit_are_not_advised():
     settings = dataclasses.replace(
         LanguageSettings(seq_len=128, activation_checkpointing="full", loss_chunks=64, optim="adamw_8bit"), batch_size=1
     )
-    assert "smaller --model" in str(out_of_memory(1, plan_with(settings), settings, 2**30, ["adamw8bit"]))
+    assert "smaller --model" in str(out_of_memory(1, plan_with(settings), settings, 2**30, None, ["adamw8bit"]))
 
 
 def plan_with(settings: LanguageSettings, **changes) -> Plan:
@@ -131,6 +132,8 @@ def test_the_memory_message_names_the_fastest_setting_that_takes_less():
     automatic = dataclasses.replace(settings, fit="auto")
     stop = out_of_memory(3, plan, automatic, 5 * 2**30)
     assert isinstance(stop, Restart) and stop.flags == ("--memory_limit", "3.29")
+    stop = out_of_memory(3, plan, automatic, 5 * 2**30, Path("runs/x/checkpoints/00000002"))
+    assert stop.flags == ("--memory_limit", "3.29", "--resume", "runs/x/checkpoints/00000002")
     nothing = dataclasses.replace(plan, within=lambda limit: None)
     assert not isinstance(out_of_memory(3, nothing, automatic, 5 * 2**30), Restart)
 
