@@ -179,7 +179,7 @@ def test_every_shipped_model_plans(here, name):
 def test_options_without_effect_on_a_cpu_are_one_line(here):
     for offload in (True, False):
         done = call(llm_pretrain.main, tiny(optim_kwargs={"offload": offload}, n_steps=1))
-        assert done.code == 0 and done.out.count("offload has no effect on a CPU") == offload, done.err
+        assert done.code == 0 and done.out.count("offload: has no effect on a CPU") == offload, done.err
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(here):

@@ -46,13 +46,13 @@ from qtrain.core.process import command_line
 C = TypeVar("C")
 
 
-def _json_object(arguments: list[str]) -> dict[str, Any]:
+def _json(arguments: list[str], kind: type, in_words: str) -> Any:
     try:
         value = parse_json(arguments[0], "JSON")
     except UserError as error:
         raise ValueError(str(error)) from None  # tyro adds the flag's name to a ValueError
-    if not isinstance(value, dict):
-        raise ValueError(f"JSON: {shown(arguments[0])} is not a JSON object; write it in braces.")
+    if not isinstance(value, kind):
+        raise ValueError(f"JSON: {shown(arguments[0])} is not {in_words}.")
     return value
 
 
@@ -61,12 +61,24 @@ JsonDict = Annotated[
     tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar="JSON",
-        instance_from_str=_json_object,
+        instance_from_str=lambda given: _json(given, dict, "a JSON object; write it in braces"),
         is_instance=lambda value: value is None or isinstance(value, dict),
         str_from_instance=lambda value: [json.dumps(value)],
     ),
 ]
 """A field that is a JSON object, both as a flag and in a recipe."""
+
+JsonNames = Annotated[
+    tuple[str, ...] | None,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=lambda given: tuple(_json(given, list, 'a JSON list of names, such as ["a","b"]')),
+        is_instance=lambda value: value is None or isinstance(value, tuple),
+        str_from_instance=lambda value: [json.dumps(value)],
+    ),
+]
+"""A field that is a JSON list of names, both as a flag and in a recipe."""
 
 
 def parse(cls: type[C], argv: list[str], prog: str, listing: Callable[[], str] | None = None) -> C:

@@ -13,6 +13,7 @@ from qtrain.models.hf.io import export_hf, generation_config
 from qtrain.models.hf.source import ModelSource, list_models, read_model_source
 from qtrain.models.native.decoder import Decoder
 from qtrain.models.native.loss import LossSums, linear_cross_entropy
+from qtrain.models.native.residual_offload import ResidualOffload
 from qtrain.models.vision import (
     build_vision_model,
     check_vision_model,
@@ -33,6 +34,7 @@ __all__ = [
     "LossSums",
     "ModelConfig",
     "ModelSource",
+    "ResidualOffload",
     "VisionCost",
     "add_lora",
     "answer",

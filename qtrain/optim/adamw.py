@@ -45,7 +45,7 @@ class AdamW(LowBitSpec):
             master=self.master == "fp32",
             sr=self.sr,
             small=self.small,
-            offload=self.offload,
+            offload=self.offloaded,
         )
 
 

@@ -9,9 +9,10 @@ knowing which optimizer wrote it.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -22,10 +23,11 @@ from qtrain.core.errors import UserError
 from qtrain.kernels.optim.fused_update import SIGNED_STATES, FusedUpdate, Slot
 from qtrain.kernels.optim.state_formats import StateFormat, dequantize_state, quantize_state, zero_state
 from qtrain.kernels.optim.update_rules import LowBitWeight, WeightAmax
-from qtrain.optim.offload import OffloadedUpdate, host_sizes, staging_bytes
+from qtrain.optim.offload import HostSizes, OffloadedUpdate, host_sizes, staging_bytes
 from qtrain.optim.optimizer import Optimizer, PartitionedOptimizer, check_finite
 from qtrain.optim.registry import OptimizerSpec, ParameterShape
 from qtrain.optim.state_layout import (
+    HOST_NAMES,
     MASTER,
     FormatChoice,
     StateOptions,
@@ -48,8 +50,8 @@ class LowBitSpec(OptimizerSpec):
     """round bf16 weights without a master copy, and bf16 states, stochastically"""
     small: Annotated[int, Range(0)] = 4096
     """tensors with fewer elements, and all vectors, keep fp32 states"""
-    offload: bool = False
-    """keep states in host memory; they stream through the GPU during the step"""
+    offload: bool | tuple[Literal["m", "v", "master"], ...] = False
+    """keep states and master in host memory, or those in a list; they stream through the GPU during the step"""
 
     optimizer: ClassVar[type["LowBitOptimizer"]]
     group_options: ClassVar[tuple[str, ...]]
@@ -60,6 +62,17 @@ class LowBitSpec(OptimizerSpec):
     def state_options(self) -> StateOptions:
         """How states are stored."""
 
+    @property
+    def host_names(self) -> tuple[str, ...]:
+        return self.state_options.host_names
+
+    @property
+    def offloaded(self) -> frozenset[str]:
+        return frozenset(HOST_NAMES if self.offload is True else self.offload or ())
+
+    def with_offload(self, names: Collection[str]) -> OptimizerSpec:
+        return replace(self, offload=tuple(name for name in self.host_names if name in names))
+
     def build(self, groups: list[dict[str, Any]], lr: float, seed: int = 0) -> Optimizer:
         options = {name: getattr(self, name) for name in self.group_options}
         return self.optimizer(groups, {"lr": lr, "weight_decay": 0.0, **options}, self.state_options, seed=seed)
@@ -68,27 +81,36 @@ class LowBitSpec(OptimizerSpec):
         """As for any optimizer; for states in host memory, the staging buffers on the device."""
         return state_bytes(self.state_options, shapes, weight_bytes)
 
-    def host_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int) -> float:
-        on_device = replace(self.state_options, offload=False)
-        return state_bytes(on_device, shapes, weight_bytes) if self.offload else 0.0
-
-    def for_device(self, device: torch.device) -> tuple[OptimizerSpec, str | None]:
-        if not self.offload or device.type != "cpu":
-            return self, None
-        note = "offload has no effect on a CPU, where optimizer states are in host memory anyway"
-        return replace(self, offload=False), note
+    def host_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int) -> Mapping[str, float]:
+        names = (name for name in self.host_names if name in self.offloaded)
+        return {name: _total(_sizes(self.state_options, shapes, weight_bytes, {name})) for name in names}
 
     def needs_whole(self, hidden: bool) -> bool:
         return False
 
     def refuses_partitions(self) -> str | None:
-        if self.state_options.offload:
-            return "offloaded states are moved for the whole model at once; leave offload out of --optim_kwargs."
+        if self.offloaded:
+            return (
+                "offloaded states are moved for the whole model at once; leave m, v and master out of --offload, and "
+                "offload out of --optim_kwargs."
+            )
         return None
 
 
 def state_bytes(options: StateOptions, shapes: Sequence[ParameterShape], weight_bytes: int) -> int:
-    """Bytes of device memory of a model's states and master copies; offloaded: of their staging buffers."""
+    """Bytes of device memory of a model's states and master copies; of offloaded ones, of their staging buffers."""
+    on_device = _total(_sizes(options, shapes, weight_bytes, set(HOST_NAMES) - options.offload))
+    return on_device + staging_bytes(_sizes(options, shapes, weight_bytes, options.offload) if options.offload else [])
+
+
+def _total(tensors: Sequence[HostSizes]) -> int:
+    return sum(sizes.rows * sum(sizes.row_bytes) for sizes in tensors)
+
+
+def _sizes(
+    options: StateOptions, shapes: Sequence[ParameterShape], weight_bytes: int, names: Collection[str]
+) -> list[HostSizes]:
+    """Of what `names` say of each parameter's states and master copy."""
     dtype = torch.bfloat16 if weight_bytes == 2 else torch.float32
     tensors = []
     for shape in shapes:
@@ -96,8 +118,8 @@ def state_bytes(options: StateOptions, shapes: Sequence[ParameterShape], weight_
         # Signs do not change a format's size.
         formats = options.formats_of(weight, dict.fromkeys(options.formats, True)).values()
         master = options.master and dtype == torch.bfloat16 and not shape.stored
-        tensors += [host_sizes(weight.shape, formats, master=master)] * shape.count
-    return staging_bytes(tensors) if options.offload else sum(sizes.rows * sum(sizes.row_bytes) for sizes in tensors)
+        tensors += [host_sizes(weight.shape, formats, master=master, names=names)] * shape.count
+    return tensors
 
 
 @dataclass
@@ -184,9 +206,11 @@ class LowBitOptimizer(PartitionedOptimizer):
 
     def _build(self, parameters: list[Tensor], group_of: Mapping[Tensor, int]) -> _PartitionUpdate:
         slots = [self._slot(p, group_of[p]) for p in parameters]
-        update_class = OffloadedUpdate if self.states_on_host else FusedUpdate
+        build: Callable[..., FusedUpdate | OffloadedUpdate] = FusedUpdate
+        if self.states_on_host:
+            build = partial(OffloadedUpdate, names=self.options.offload)
         # One launch per combination of formats, whatever the number of parameters.
-        update = update_class(self.RULE, slots, groups=len(self.param_groups), seed=self.seed, sr=self.options.sr)
+        update = build(self.RULE, slots, groups=len(self.param_groups), seed=self.seed, sr=self.options.sr)
         for p, slot in zip(parameters, slots, strict=True):
             self.state[p]["step"] = slot.step  # a view of the update's counters: a checkpoint reads the present value
             if self.states_on_host:  # they have moved to pinned memory
@@ -195,15 +219,16 @@ class LowBitOptimizer(PartitionedOptimizer):
 
     @property
     def states_on_host(self) -> bool:
+        """Whether any are."""
         first = self.param_groups[0]["params"][0]
-        return self.options.offload and first.device.type != "cpu"
+        return bool(self.options.offload) and first.device.type != "cpu"
 
     def _slot(self, p: Tensor, group: int) -> Slot:
         state, states = self.state[p], []
         for name, format in self.options.formats_of(p, self.signed, self.full_shape(p)).items():
             keys = state_keys(name, format)  # what a checkpoint has filled in is kept
             if not set(keys.values()) <= state.keys():
-                state.update({keys[kind]: value for kind, value in self._new_state(p, format).items()})
+                state.update({keys[kind]: value for kind, value in self._new_state(p, name, format).items()})
             states.append((format, {kind: local(state[key]) for kind, key in keys.items()}))
         if self._has_master(p) and MASTER not in state:
             # Created where it lives: the masters of all parameters do not fit on a device that needs offload.
@@ -227,9 +252,9 @@ class LowBitOptimizer(PartitionedOptimizer):
     def _has_master(self, p: Tensor) -> bool:
         return self.options.master and type(p.data) in (Tensor, DTensor) and p.dtype == torch.bfloat16
 
-    def _new_state(self, p: Tensor, format: StateFormat) -> dict[str, Tensor]:
+    def _new_state(self, p: Tensor, name: str, format: StateFormat) -> dict[str, Tensor]:
         """A state of zeros, sharded as the parameter is."""
-        tensors = zero_state(format, local(p.data).shape, self.state_device("", p))
+        tensors = zero_state(format, local(p.data).shape, self.state_device(name, p))
         return {kind: as_sharded(value, p, format.parts(p.shape)[kind][0]) for kind, value in tensors.items()}
 
     def synchronize(self) -> None:
@@ -240,7 +265,8 @@ class LowBitOptimizer(PartitionedOptimizer):
     # ---- loading states ----------------------------------------------------------------------------------------------
 
     def state_device(self, key: str, parameter: Tensor, saved_on_host: bool = False) -> torch.device:
-        return torch.device("cpu") if self.states_on_host else parameter.device
+        on_host = self.states_on_host and self.options.is_offloaded(key)
+        return torch.device("cpu") if on_host else parameter.device
 
     def check_saved(self, name: str, parameter: Tensor, saved: StateShapes) -> None:
         # "exp_avg.int8_256.codes" -> "exp_avg": another format of the same state is converted by `adopt_states`.

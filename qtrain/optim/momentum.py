@@ -31,7 +31,7 @@ class Lion(LowBitSpec):
 
     @property
     def state_options(self) -> StateOptions:
-        return StateOptions({"exp_avg": self.m}, sr=self.sr, small=self.small, offload=self.offload)
+        return StateOptions({"exp_avg": self.m}, sr=self.sr, small=self.small, offload=self.offloaded)
 
 
 class SGDOptimizer(LowBitOptimizer):
@@ -59,4 +59,4 @@ class SGD(LowBitSpec):
     @property
     def state_options(self) -> StateOptions:
         formats = {"momentum_buffer": self.m} if self.momentum else {}
-        return StateOptions(formats, sr=self.sr, small=self.small, offload=self.offload)
+        return StateOptions(formats, sr=self.sr, small=self.small, offload=self.offloaded)

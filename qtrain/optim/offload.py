@@ -9,7 +9,7 @@ knows its offset in the tensor, which keys its random bits.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qtrain.kernels.optim.fused_update import FusedUpdate, Slot
 from qtrain.kernels.optim.state_formats import StateFormat
+from qtrain.optim.state_layout import HOST_NAMES, MASTER
 from qtrain.tensors.stored_weight import StoredWeight
 
 BUCKET_BYTES = 256 * 2**20
@@ -30,8 +31,8 @@ misaligned gradient."""
 
 @dataclass(frozen=True)
 class HostSizes:
-    """Size of a tensor's states in host memory. rows: between which it may be split, 1 if it may not; row_bytes: bytes
-    per row of each state tensor and of the master copy."""
+    """Size of a parameter's tensors in host memory. rows: between which it may be split, 1 if it may not; row_bytes:
+    bytes per row of each of them."""
 
     rows: int
     row_bytes: tuple[int, ...]
@@ -58,12 +59,19 @@ class RowSlice:
 
 
 def host_sizes(
-    shape: torch.Size, formats: Iterable[StateFormat], *, master: bool = False, whole: bool = False
+    shape: torch.Size,
+    formats: Iterable[StateFormat],
+    *,
+    master: bool = False,
+    whole: bool = False,
+    names: Collection[str] = HOST_NAMES,
 ) -> HostSizes:
-    """For a parameter of `shape` with states in `formats`. whole: it must not be split."""
+    """For a parameter of `shape` with states in `formats`. whole: it must not be split. names: which of HOST_NAMES are
+    in host memory."""
     formats = list(formats)
-    tensors = [tensor for format in formats for tensor in format.parts(shape).values()]
-    if master:
+    moved = [format for name, format in zip(HOST_NAMES, formats, strict=False) if name in names]
+    tensors = [tensor for format in moved for tensor in format.parts(shape).values()]
+    if master and MASTER in names:
         tensors.append((tuple(shape), torch.float32))
     # Without blocks a vector may be split between elements, with them only a matrix, between rows.
     has_rows = len(shape) > any(format.block for format in formats)  # blocks treat a vector as one row
@@ -106,8 +114,8 @@ def _bucket_bytes(buckets: Sequence[Sequence[RowSlice]], tensors: Sequence[HostS
 
 
 class OffloadedUpdate:
-    """`FusedUpdate` over slots whose states and master copies are in host memory; the constructor moves them to pinned
-    memory."""
+    """`FusedUpdate` over slots of whose states and masters those that `names` say (HOST_NAMES) are in host memory; the
+    constructor moves them to pinned memory."""
 
     def __init__(
         self,
@@ -118,11 +126,12 @@ class OffloadedUpdate:
         seed: int = 0,
         sr: bool = True,
         kernel: bool | None = None,
+        names: Collection[str] = HOST_NAMES,
     ):
         self.slots = list(slots)
         self.device = slots[0].weight.device
         on_cuda = self.device.type == "cuda"
-        tensors = [_sizes_of(slot, on_cuda if kernel is None else kernel) for slot in self.slots]
+        tensors = [_sizes_of(slot, names, on_cuda if kernel is None else kernel) for slot in self.slots]
         buckets = fill_buckets(tensors)
         sizes = _bucket_bytes(buckets, tensors)
         self._stages = [
@@ -133,10 +142,10 @@ class OffloadedUpdate:
             rows = slices[0].rows
             # Buckets take turns in the staging buffers; a bucket of several tensors is one transfer.
             if rows is None or rows.start == 0:  # a tensor that is split moves whole: its states stay single tensors
-                host = _move([self.slots[owned.owner] for owned in slices], pinned=on_cuda)
+                host = _move([self.slots[owned.owner] for owned in slices], names, pinned=on_cuda)
             stage = _Arena(self._stages[index % len(self._stages)])
             on_host = [_rows_of(self.slots[owned.owner], owned.rows) for owned in slices]
-            staged = [_with_host_tensors(slot, stage.allocate_like) for slot in on_host]
+            staged = [_changed(slot, stage.allocate_like, names) for slot in on_host]
             update = FusedUpdate(rule, staged, groups=groups, seed=seed, sr=sr, kernel=kernel)
             for owned, slot in zip(slices, staged, strict=True):
                 # The slices of a tensor start from the same step count and get gradients in the same steps.
@@ -144,7 +153,8 @@ class OffloadedUpdate:
             if rows is None:
                 transfers = [(host, stage.memory[: len(host)])]
             else:
-                transfers = list(zip(_host_tensors(on_host[0]), _host_tensors(staged[0]), strict=True))
+                pair = (_host_tensors(slot, names) for slot in (on_host[0], staged[0]))
+                transfers = list(zip(*pair, strict=True))
             self._buckets.append(_Bucket(slices, update, transfers))
         self._in, self._out = (torch.cuda.Stream() for _ in range(2)) if on_cuda else (None, None)
 
@@ -226,22 +236,27 @@ def _padded(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _sizes_of(slot: Slot, use_kernel: bool) -> HostSizes:
+def _sizes_of(slot: Slot, names: Collection[str], use_kernel: bool) -> HostSizes:
     # Without the kernel, a stored weight draws random bits from element 0 of its tensor on.
     whole = isinstance(slot.weight, StoredWeight) and not use_kernel
     formats = (format for format, _ in slot.states)
-    return host_sizes(slot.weight.shape, formats, master=slot.master is not None, whole=whole)
+    return host_sizes(slot.weight.shape, formats, master=slot.master is not None, whole=whole, names=names)
 
 
-def _host_tensors(slot: Slot) -> list[Tensor]:
-    tensors = [tensor for _, stored in slot.states for tensor in stored.values()]
-    return tensors if slot.master is None else [*tensors, slot.master]
+def _host_tensors(slot: Slot, names: Collection[str]) -> list[Tensor]:
+    moved = [stored for name, (_, stored) in zip(HOST_NAMES, slot.states, strict=False) if name in names]
+    tensors = [tensor for stored in moved for tensor in stored.values()]
+    return tensors if slot.master is None or MASTER not in names else [*tensors, slot.master]
 
 
-def _with_host_tensors(slot: Slot, change: Callable[[Tensor], Tensor]) -> Slot:
-    """The slot with `change` applied to its states and master copy."""
-    states = tuple((format, {name: change(t) for name, t in tensors.items()}) for format, tensors in slot.states)
-    return replace(slot, states=states, master=None if slot.master is None else change(slot.master))
+def _changed(slot: Slot, change: Callable[[Tensor], Tensor], names: Collection[str] = HOST_NAMES) -> Slot:
+    """The slot with `change` applied to those of its states and master copy that have one of these names."""
+    states = tuple(
+        (format, {kind: change(t) if name in names else t for kind, t in tensors.items()})
+        for name, (format, tensors) in zip(HOST_NAMES, slot.states, strict=False)
+    )
+    keeps_master = slot.master is None or MASTER not in names
+    return replace(slot, states=states, master=slot.master if keeps_master else change(slot.master))
 
 
 def _rows_of(slot: Slot, rows: slice | None) -> Slot:
@@ -255,15 +270,15 @@ def _rows_of(slot: Slot, rows: slice | None) -> Slot:
         weight = StoredWeight(codes, scale, weight.format, torch.Size([len(codes), weight.shape[1]]), weight.dtype)
     else:
         weight = weight[rows]
-    return replace(_with_host_tensors(slot, lambda tensor: tensor[rows]), weight=weight, first_element=first)
+    return replace(_changed(slot, lambda tensor: tensor[rows]), weight=weight, first_element=first)
 
 
-def _move(slots: Sequence[Slot], *, pinned: bool) -> Tensor:
-    """Move the states of `slots` into one host buffer, which is returned."""
-    # States and masters of all slots, adjacent: one transfer.
-    size = sum(_padded(t.numel() * t.element_size()) for slot in slots for t in _host_tensors(slot))
+def _move(slots: Sequence[Slot], names: Collection[str], *, pinned: bool) -> Tensor:
+    """Move what `names` say of the states of `slots` into one host buffer, which is returned."""
+    # Those of all slots are adjacent: one transfer.
+    size = sum(_padded(t.numel() * t.element_size()) for slot in slots for t in _host_tensors(slot, names))
     host = _Arena(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
     for slot in slots:
-        moved = _with_host_tensors(slot, lambda tensor: host.allocate_like(tensor).copy_(tensor))
+        moved = _changed(slot, lambda tensor: host.allocate_like(tensor).copy_(tensor), names)
         slot.states, slot.master = moved.states, moved.master
     return host.memory

@@ -5,11 +5,10 @@ Other libraries' optimizers have names under a prefix such as `torch.`.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from qtrain.core.registry import Registry
@@ -38,18 +37,29 @@ class OptimizerSpec(ABC):
     def state_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int) -> float:
         """Bytes of device memory that the states of a whole model take, for weights of `weight_bytes` each."""
 
-    def host_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int) -> float:
-        """Bytes of host memory, pinned for the GPU, that the states of a whole model take."""
-        return 0.0
+    @property
+    def host_names(self) -> tuple[str, ...]:
+        """What this optimizer can keep in host memory, by the names of --offload."""
+        return ()
+
+    @property
+    def offloaded(self) -> frozenset[str]:
+        """Those of its `host_names` that are in host memory."""
+        return frozenset()
+
+    def with_offload(self, names: Collection[str]) -> "OptimizerSpec":
+        """The spec with these of its `host_names`, and no others, in host memory."""
+        return self
+
+    def host_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int) -> Mapping[str, float]:
+        """Bytes of host memory, pinned for the GPU, that a whole model takes, by those of `host_names` that are
+        there."""
+        return {}
 
     def step_bytes(self, shapes: Sequence[ParameterShape], weight_bytes: int, *, partitioned: bool) -> float:
         """Bytes of temporaries at the largest moment of a step, for gradients of `weight_bytes` each. partitioned: each
         layer is updated by itself. A fused update has none."""
         return 0.0
-
-    def for_device(self, device: torch.device) -> tuple["OptimizerSpec", str | None]:
-        """The spec that takes effect on `device`, and a note for the user where that is not this one."""
-        return self, None
 
     def needs_whole(self, hidden: bool) -> bool:
         """Whether the optimizer needs all elements of a parameter on one rank, or only rows of it. hidden: whether it

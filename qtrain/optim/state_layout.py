@@ -33,6 +33,9 @@ StateShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 MASTER = "master"
 """Name of a parameter's fp32 master copy among its states."""
 
+HOST_NAMES = ("m", "v", MASTER)
+"""What may be kept in host memory, by the names of `--offload`: a rule's first and second state, and the master."""
+
 
 @dataclass(frozen=True)
 class StateOptions:
@@ -41,7 +44,7 @@ class StateOptions:
     formats: of each state. block: elements per scale; 0: the default of the format. master: keep an fp32 master copy of
     bf16 weights. sr: round bf16 weights without a master, and bf16 states, stochastically. small: vectors, and tensors
     with fewer elements than this, keep fp32 states; the unsharded size decides, so sharding changes nothing. offload:
-    keep states in host memory.
+    which of HOST_NAMES are kept in host memory.
     """
 
     formats: Mapping[str, FormatChoice]
@@ -49,7 +52,17 @@ class StateOptions:
     master: bool = False
     sr: bool = False
     small: int = 4096
-    offload: bool = False
+    offload: frozenset[str] = frozenset()
+
+    @property
+    def host_names(self) -> tuple[str, ...]:
+        """Those of HOST_NAMES that there are."""
+        return (*HOST_NAMES[: len(self.formats)], *([MASTER] if self.master else []))
+
+    def is_offloaded(self, key: str) -> bool:
+        """Whether the state with this key is to be in host memory."""
+        names = {**dict(zip(self.formats, HOST_NAMES, strict=False)), MASTER: MASTER}
+        return names.get(key.partition(".")[0]) in self.offload
 
     def formats_of(
         self, parameter: Tensor, signed: Mapping[str, bool], full_shape: torch.Size | None = None

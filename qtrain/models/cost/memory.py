@@ -18,6 +18,9 @@ The peak is one of these moments (`MemoryEstimate.moments`):
 Where the optimizer runs within the backward pass, `gradients` are those of the largest partition that is updated at
 once: a layer or an embedding. A tied embedding's gradient exists from the head's backward on, beside a layer's. Where
 layers are divided over GPUs too, they are those outside of layers, and no sums are kept of the others.
+
+Where layers' inputs are in host memory (`models/native/residual_offload.py`), all but that of the last layer leave the
+device, T·C·b·(L - 1) bytes. That of the layer before comes back while a layer's backward runs.
 """
 
 import dataclasses
@@ -45,7 +48,8 @@ CUDA_WORKSPACE = 96 * 2**20
 @dataclasses.dataclass(frozen=True)
 class StepShape:
     """How a training step runs. element: bytes of weights, gradients and activations; accumulates: more than one
-    micro-batch per step; in_backward: the optimizer runs within the backward pass."""
+    micro-batch per step; in_backward: the optimizer runs within the backward pass; residuals_on_host: layers' inputs
+    are in host memory between their passes."""
 
     micro_batch_size: int
     seq_len: int
@@ -55,6 +59,7 @@ class StepShape:
     loss_chunks: int = 0
     accumulates: bool = False
     in_backward: bool = False
+    residuals_on_host: bool = False
 
     @property
     def tokens(self) -> int:
@@ -85,8 +90,8 @@ class Peak(NamedTuple):
 
     moment: str
     kinds: Mapping[str, int]
-    host: int = 0
-    """Bytes of pinned host memory, at all times."""
+    host: Mapping[str, int] = {}
+    """Bytes of pinned host memory, at all times, by the names of --offload."""
 
     @property
     def total(self) -> int:
@@ -121,8 +126,8 @@ class MemoryEstimate:
     """Temporaries of the optimizer's step."""
     in_backward: bool
     """The optimizer steps within the backward pass."""
-    host: int = 0
-    """Optimizer states in pinned host memory."""
+    host: Mapping[str, int]
+    """In pinned host memory, by the names of --offload."""
 
     @property
     def moments(self) -> dict[str, dict[str, int]]:
@@ -159,7 +164,7 @@ def estimate_memory(
     step: StepShape,
     *,
     optimizer_bytes: float = 4.0,
-    host_bytes: float = 0.0,
+    host_bytes: Mapping[str, float] | None = None,
     step_bytes: float = 0.0,
     pretrained: bool = False,
     low_bit: LowBitBytes | None = None,
@@ -173,9 +178,9 @@ def estimate_memory(
     whole_matrices: the optimizer updates each linear's weight on one of them. reshards: layers exist in full only while
     they run.
 
-    optimizer_bytes: of states per parameter. host_bytes: of all states, where they are in host memory. step_bytes:
-    temporaries of the optimizer's step. pretrained: weights are
-    loaded instead of drawn. low_bit: None for a model that is not quantized. trained: None where everything trains.
+    optimizer_bytes: of states per parameter. host_bytes: of all states that are in host memory, by their names.
+    step_bytes: temporaries of the optimizer's step. pretrained: weights are loaded instead of drawn. low_bit: None for
+    a model that is not quantized. trained: None where everything trains.
     """
     trained = trained or all_of(config, step.element)
     low_bit = low_bit or LowBitBytes.plain(step.element)
@@ -215,12 +220,18 @@ def estimate_memory(
         weights, build, at_step, held = full.weights, full.build, sums, sums if step.accumulates else 0
         gradients, loss, head_bytes = sums + full.last, loss + full.at_loss, head_bytes + full.head_message
         at_end = in_layer
+    on_host = {name: round(size * share.states) for name, size in (host_bytes or {}).items()}
+    residual = step.tokens * config.hidden_size * step.element
+    moved = residual * (config.num_hidden_layers - 1) if step.residuals_on_host else 0
+    if moved:
+        on_host["residuals"] = moved
+        in_layer += residual  # that of the layer before comes back meanwhile
     backward = max(in_layer + head_bytes, in_head)
     return MemoryEstimate(
         weights=weights,
         gradients=gradients,
         optimizer=round(parameters * optimizer_bytes * share.states),
-        activations=round(step.tokens * sum(kind.count * saved[kind] for kind in kinds)),
+        activations=round(step.tokens * sum(kind.count * saved[kind] for kind in kinds)) - moved,
         loss=round(loss),
         backward=round(backward),
         at_end=round(backward if at_end is None else at_end),
@@ -231,7 +242,7 @@ def estimate_memory(
         at_step=at_step,
         step=round(step_bytes * share.states + master_bytes),
         in_backward=step.in_backward,
-        host=round(host_bytes * share.states),
+        host=on_host,
     )
 
 

@@ -24,6 +24,7 @@ def moved_bytes(
         _weights_and_gradients(config, step, low_bit, trained)
         + _loss_chunks(config, step, low_bit, trained)
         + _recomputed(config, step, low_bit)
+        + _residuals(config, step)
     )
 
 
@@ -40,6 +41,11 @@ def _loss_chunks(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, tra
     # The sum in fp32 is read and written; a quantized head's gradient is a tensor of its own before that.
     of_chunk = 2 * 4 + (2 * step.element if low_bit.head is not None else 0)
     return chunks * config.vocab_size * config.hidden_size * of_chunk
+
+
+def _residuals(config: ModelConfig, step: StepShape) -> float:
+    # Read when they leave the device, written when they come back.
+    return 2.0 * step.residuals_on_host * step.tokens * config.hidden_size * step.element * config.num_hidden_layers
 
 
 def _recomputed(config: ModelConfig, step: StepShape, low_bit: LowBitBytes) -> float:

@@ -4,8 +4,8 @@ Projections that read the same input are one linear (`qkv`, `gate_up`): the inpu
 larger. Linears are always called as modules, so they can be swapped for quantized ones after the model is built.
 """
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -20,6 +20,7 @@ from qtrain.models.native.loss import LossSums, linear_cross_entropy
 from qtrain.models.native.mla import MultiHeadLatentAttention
 from qtrain.models.native.mlp import MLP
 from qtrain.models.native.moe import MoE, Routed
+from qtrain.models.native.residual_offload import ResidualOffload
 from qtrain.models.native.rope import document_positions, rope_tables
 from qtrain.models.native.router import RouterLosses
 from qtrain.models.native.selective_recompute import selective_contexts
@@ -43,7 +44,7 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, info: SequenceInfo) -> Tensor | Routed:
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self._forward(x, info)
-        run = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # a layer has no dropout
+        run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # a layer has no dropout
         if self.recompute == "selective":
             return run(self._forward, x, info, context_fn=selective_contexts)
         return run(self._forward, x, info)
@@ -110,6 +111,8 @@ class Decoder(nn.Module):
         self.expert_load = ExpertLoad(len(routed), config.moe.experts) if routed else None
         self.parts: Parts | None = None
         """How processes divide the parameters; None: this one holds all."""
+        self.residual_offload: ResidualOffload | None = None
+        """What keeps layers' inputs in host memory for backward; None: they stay on the device."""
         self.shards_sequence = False
         """Whether processes divide the residual stream along tokens in training."""
         self.make_norm: Callable[..., nn.Module] = nn.RMSNorm
@@ -176,8 +179,9 @@ class Decoder(nn.Module):
         mask = attention_mask(doc_ids, batch, seq_len, self.config.sliding_window, input_ids.device)
         info = SequenceInfo(batch, seq_len, cos, sin, mask, self.shards_sequence)
         x, routed = self.embed_tokens(input_ids, info.sharded), []
-        for layer in self.layers:
-            x, *router_out = outputs(layer(x, info))
+        for index, layer in enumerate(self.layers):
+            run = layer if self.residual_offload is None else partial(self.residual_offload.run, index, layer)
+            x, *router_out = outputs(run(x, info))
             routed += [router_out] if router_out else []
         x = self.norm(x)
         if labels is None:

@@ -11,6 +11,7 @@ from qtrain.core.hardware import Hardware
 from qtrain.models import (
     ModelConfig,
     ModelSource,
+    ResidualOffload,
     apply_activation_checkpointing,
     build_model,
     compile_layers,
@@ -118,6 +119,8 @@ class LanguageArchitecture(Architecture):
         if self.impl == "hf" and settings.doc_mask:
             model.check_documents()
         model.loss_chunks, model.z_loss = settings.loss_chunks, settings.z_loss
+        if "residuals" in checked.offload:
+            model.residual_offload = ResidualOffload(len(model.layers))
         if self.config is not None and self.config.moe is not None:
             weight = settings.router_balance_loss
             model.router_losses.balance = self.config.moe.aux_loss if weight is None else weight

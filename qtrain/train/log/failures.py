@@ -110,7 +110,8 @@ def memory_advice(settings: Mapping[str, Any], optimizers: Iterable[str] = ()) -
     if chunks is not None and chunks < 64:
         advice.append(f"--loss_chunks {max(2, chunks * 4)} (now {chunks}; smaller chunks of logits)")
     optim = settings.get("optim")
-    on_host = (settings.get("optim_kwargs") or {}).get("offload")  # they take no memory of the GPU
+    # States in host memory take none of the GPU's.
+    on_host = (settings.get("optim_kwargs") or {}).get("offload") or "m" in (settings.get("offload") or ())
     if optim is not None and not on_host and not any(bits in optim for bits in ("8bit", "4bit")):
         lighter = sorted(name for name in names if "8bit" in name)
         advice += [f"--optim {name} (now {optim}; states of one byte a value)" for name in lighter[:1]]

@@ -42,6 +42,8 @@ class CheckedSettings:
     mesh: Mesh
     reshards: bool = False
     """Whether layers are gathered when they run (`plan/sharding.py`)."""
+    offload: frozenset[str] = frozenset()
+    """What is in host memory, by the names of --offload."""
     notes: tuple[str, ...] = ()
     """Lines for the plan: settings that have no effect."""
 
@@ -92,7 +94,7 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
         folder = from_rank_0(lambda: find_run_folder(settings, script))
     sizes = settings.dp_replicate, settings.dp_shard
     mesh = planned or make_mesh(*sizes, device.type, settings.tp, settings.ep)
-    optimizer, note = optimizer.for_device(device)
+    offload = options.offload_on(device)
     return CheckedSettings(
         settings=settings,
         script=script,
@@ -100,9 +102,10 @@ def check_settings(settings: TrainSettings, script: str, scheme: Scheme | None =
         dtype=dtype,
         geometry=geometry,
         scheme=scheme,
-        optimizer=optimizer,
+        optimizer=optimizer.with_offload(offload),
         schedule=schedule,
         folder=folder,
         mesh=mesh,
-        notes=(*notes, f"optim   {note}") if note else notes,
+        offload=offload,
+        notes=notes,
     )

@@ -1,7 +1,7 @@
 """Settings that only move memory, chosen so that a step is the fastest that fits (`--fit auto`, a plan's advice).
 
-They are the micro-batch (with as much accumulation as the batch needs), chunks of the loss, recomputation, and where
-the optimizer's states are. None of them changes a result by more than the order of sums, so they are the trainer's to
+They are the micro-batch (with as much accumulation as the batch needs), chunks of the loss, recomputation, and what is
+in host memory. None of them changes a result by more than the order of sums, so they are the trainer's to
 choose; the optimizer, the scheme and the length of sequences are the user's. The plan tells them apart: what they take,
 and what they add to a step (`Plan.step_seconds`).
 """
@@ -16,7 +16,6 @@ from typing import Any
 
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import host_memory
-from qtrain.optim import OPTIMIZERS
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.plan import GIB, Plan
 from qtrain.train.settings.exclusions import Options, check_exclusions
@@ -44,13 +43,13 @@ class Candidate:
     def fits(self) -> bool:
         # The host of a GPU that is only planned for is not this one.
         host = host_memory() if self.checked.device.type == "cuda" else None
-        return self.plan.fits and self.plan.host <= HOST_SHARE * (host or math.inf)
+        return self.plan.fits and self.plan.host_bytes <= HOST_SHARE * (host or math.inf)
 
     def command(self) -> str:
         """The flags as a command line has them."""
         words = []
         for name, value in self.flags.items():
-            text = json.dumps(value, separators=(",", ":")) if isinstance(value, dict) else str(value)
+            text = json.dumps(value, separators=(",", ":")) if isinstance(value, dict | tuple) else str(value)
             words += [f"--{name}", shlex.quote(text)]
         return " ".join(words)
 
@@ -59,8 +58,8 @@ def candidates(
     checked: CheckedSettings, plan_of: Callable[[CheckedSettings], Plan], *, keep_given: bool = True
 ) -> Iterator[Candidate]:
     """What the run may be with other settings of memory. keep_given: those that the user has given stay."""
-    for flags in _flags(checked.settings, checked.geometry.world, keep_given):
-        with suppress(UserError):  # of an optimizer without offload, of a flag that excludes another
+    for flags in _flags(checked, keep_given):
+        with suppress(UserError):  # of a flag that excludes another
             changed = _changed(checked, flags)
             yield Candidate(changed, flags, plan_of(changed))
 
@@ -87,7 +86,8 @@ def fit(checked: CheckedSettings, plan_of: Callable[[CheckedSettings], Plan]) ->
     ]
     if chosen.plan.host:
         rate = (chosen.plan.hardware.host_bandwidth or 0.0) / 1e9
-        lines.append(f"        optimizer states cross the link to the host at {rate:.1f} GB/s each way")
+        names = ", ".join(chosen.plan.host)
+        lines.append(f"        {names} in host memory: the link carries {rate:.1f} GB/s each way")
     return chosen.checked, lines
 
 
@@ -118,28 +118,44 @@ def advice(checked: CheckedSettings, plan: Plan, plan_of: Callable[[CheckedSetti
     )
 
 
-def _flags(settings: TrainSettings, world: int, keep_given: bool) -> Iterator[dict[str, Any]]:
-    """Every combination, each by the flags that differ from `settings`."""
+def _flags(checked: CheckedSettings, keep_given: bool) -> Iterator[dict[str, Any]]:
+    """Every combination, each by the flags that differ from the settings."""
+    settings = checked.settings
     rows = getattr(settings, "seq_len", 1)
     given = keep_given and (settings.micro_batch_size or settings.gradient_accumulation)
     # The sum over a micro-batch depends on its size; an optimizer in the backward pass sees one.
     fixed = given or settings.deterministic or settings.optimizer_in_backward
-    per_rank = settings.batch_size // world
+    per_rank = settings.batch_size // checked.geometry.world
     sizes = [n for n in range(1, per_rank + 1) if per_rank % n == 0 and (n == 1 or n * rows <= MOST_ROWS)]
-    options = settings.optim_kwargs or {}
     for micro in [None] if fixed else sizes:
         for recomputed in _free(RECOMPUTED, settings.activation_checkpointing, keep_given):
-            for offload in (None,) if keep_given and "offload" in options else (False, True):
+            for moved in _offload_flags(checked, recomputed, keep_given):
                 for chunks in _free(LOSS_CHUNKS, getattr(settings, "loss_chunks", 0), keep_given):
                     if micro is not None and chunks > 1 and micro * rows // chunks < FEWEST_ROWS:
                         continue
-                    flags = {"activation_checkpointing": recomputed, "loss_chunks": chunks}
+                    flags = {"activation_checkpointing": recomputed, "loss_chunks": chunks, **moved}
                     if micro is not None:
                         flags["micro_batch_size"] = micro
                         flags["gradient_accumulation"] = settings.gradient_accumulation and per_rank // micro
-                    if offload is not None and offload != options.get("offload", False):
-                        flags["optim_kwargs"] = {**options, "offload": offload}
                     yield {key: value for key, value in flags.items() if value != getattr(settings, key, value)}
+
+
+def _offload_flags(checked: CheckedSettings, recomputed: str, keep_given: bool) -> Iterator[dict[str, Any]]:
+    """Each choice of what is in host memory, by the flags that differ from the settings: one more state after the
+    other, and layers' inputs where they are all that is kept."""
+    settings, options = checked.settings, dict(checked.settings.optim_kwargs or {})
+    if checked.device.type == "cpu" or (keep_given and (settings.offload is not None or "offload" in options)):
+        yield {}
+        return
+    states = checked.optimizer.host_names
+    for residuals in ((), ("residuals",)) if recomputed == "full" else ((),):
+        for count in range(len(states) + 1):
+            names = (*states[:count], *residuals)
+            if set(names) == checked.offload:
+                yield {}
+                continue
+            options.pop("offload", None)
+            yield {"offload": names, **({} if settings.optim_kwargs is None else {"optim_kwargs": options or None})}
 
 
 def _free(choices: tuple, own: Any, keep_given: bool) -> tuple:
@@ -150,10 +166,15 @@ def _free(choices: tuple, own: Any, keep_given: bool) -> tuple:
 def _changed(checked: CheckedSettings, flags: Mapping[str, Any]) -> CheckedSettings:
     """`checked` with other settings of memory. UserError where these do not go with the rest."""
     settings = replace(checked.settings, **flags)
-    check_exclusions(Options(settings, checked.script, checked.scheme))
-    optimizer, _ = OPTIMIZERS.make(settings.optim, settings.optim_kwargs or {}, "--optim").for_device(checked.device)
-    ranks = checked.geometry.devices
-    return replace(checked, settings=settings, geometry=batch_geometry(settings, ranks), optimizer=optimizer)
+    options = Options(settings, checked.script, checked.scheme)
+    check_exclusions(options)
+    return replace(
+        checked,
+        settings=settings,
+        geometry=batch_geometry(settings, checked.geometry.devices),
+        optimizer=options.optimizer.with_offload(options.offload_on(checked.device)),
+        offload=options.offload_on(checked.device),
+    )
 
 
 def _smallest(found: list[Candidate]) -> str:

@@ -230,6 +230,7 @@ def _step_shape(checked: CheckedSettings) -> StepShape:
         loss_chunks=settings.loss_chunks,
         accumulates=checked.geometry.gradient_accumulation > 1,
         in_backward=settings.optimizer_in_backward,
+        residuals_on_host="residuals" in checked.offload,
     )
 
 

@@ -15,7 +15,13 @@ from qtrain.train.log.metrics import TOKENS, SampleUnit
 from qtrain.train.log.status import duration, short_number, three_digits
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.linears import shares
-from qtrain.train.plan.step_time import compute_seconds, emulated_arithmetics, measured_sol, shortest_seconds
+from qtrain.train.plan.step_time import (
+    compute_seconds,
+    emulated_arithmetics,
+    measured_sol,
+    offload_seconds,
+    shortest_seconds,
+)
 from qtrain.train.plan.traffic import Traffic
 from qtrain.train.plan.world import Work, WorldPlan, plan_world, refuse_world
 from qtrain.train.settings.settings import BatchGeometry, TrainSettings
@@ -47,8 +53,8 @@ class Plan:
     """Bytes of tensors at the peak, by kind."""
     moment: str = ""
     """When that is."""
-    host: int = 0
-    """Bytes of pinned host memory."""
+    host: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of pinned host memory, by the names of --offload."""
     step_seconds: float = 0.0
     """Of a step on one GPU, to compare settings with each other: computation at the fraction of the speed of light that
     was measured, and what moves because of settings that only move memory."""
@@ -75,6 +81,10 @@ class Plan:
     def memory_taken(self) -> int:
         """Bytes of the device with what a run takes beside its tensors."""
         return self.hardware.memory_taken(sum(self.memory.values()))
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
 
     @property
     def fits(self) -> bool:
@@ -127,7 +137,8 @@ class Plan:
         of = f" of {have / GIB:.1f}" if have else ""
         rows = [("memory", f"{taken / GIB:.2f}{of} GiB, most at {self.moment}: {kinds}")]
         if self.host:
-            rows.append(("", f"{self.host / GIB:.2f} GiB of pinned host memory: optimizer states"))
+            kinds = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.host.items())
+            rows.append(("", f"{self.host_bytes / GIB:.2f} GiB of pinned host memory: {kinds}"))
         if not self.fits:
             rows.append(("", "warning: this does not fit" + "".join(f"; {line}" for line in self.advice)))
         else:
@@ -215,6 +226,7 @@ def make_plan(
         work = Work(parameters, seconds, samples, unit, low_bit, figures.moe)
         memory_on, traffic = figures.memory_on, figures.traffic()
         world = plan_world(settings, checked.mesh, hardware, work, traffic, memory_on, figures.resharding)
+    compute = compute_seconds(seconds, samples, sol, settings.activation_checkpointing)
     return Plan(
         **shared,
         active=figures.active,
@@ -223,9 +235,15 @@ def make_plan(
         memory=peak.kinds,
         moment=peak.moment,
         host=peak.host,
-        step_seconds=compute_seconds(seconds, samples, sol, settings.activation_checkpointing)
+        step_seconds=compute
         + figures.moved_bytes / hardware.memory_bandwidth
-        + peak.host / (hardware.host_bandwidth or math.inf),
+        + offload_seconds(
+            peak.host,
+            hardware.host_bandwidth or math.inf,
+            compute,
+            geometry.gradient_accumulation,
+            settings.activation_checkpointing,
+        ),
         world=world,
     )
 

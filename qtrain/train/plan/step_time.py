@@ -134,6 +134,21 @@ def compute_seconds(seconds: Mapping[str, float], samples: int, sol: float, chec
     return samples * (sum(seconds.values()) + again) / sol
 
 
+def offload_seconds(
+    host: Mapping[str, int], bandwidth: float, compute: float, micro_batches: int, checkpointing: str
+) -> float:
+    """Of a step, what one GPU waits for copies to and from host memory. host: bytes there by the names of --offload;
+    bandwidth: bytes per second each way; compute: seconds of the step's micro-batches.
+
+    States cross the link both ways at once while nothing else runs. Residuals go out during a micro-batch's forward
+    pass and come back during its backward pass, which wait for what takes longer than they do."""
+    states = sum(size for name, size in host.items() if name != "residuals") / bandwidth
+    parts = 4 if checkpointing == "full" else 3  # as in `compute_seconds`
+    forward, one_way = compute / micro_batches / parts, host.get("residuals", 0) / bandwidth
+    waits = max(one_way - forward, 0.0) + max(one_way - (parts - 1) * forward, 0.0)
+    return states + micro_batches * waits
+
+
 def exchange_overhead(traffic: Traffic, mesh: Mesh, reshards: bool = False) -> float:
     """Seconds of the exchange that are not on the wire. With full sharding memory is read and written in every
     micro-batch."""

@@ -96,4 +96,5 @@ def _memory(checked: CheckedSettings, model: nn.Module, cost: VisionCost, linear
         "average": 4 * share * parameters if settings.ema_decay else 0,
     }
     kinds = {kind: int(size) for kind, size in found.items() if size}
-    return Peak("the start of backward", kinds, int(share * checked.optimizer.host_bytes(shapes, element)))
+    on_host = checked.optimizer.host_bytes(shapes, element)
+    return Peak("the start of backward", kinds, {name: int(share * size) for name, size in on_host.items()})

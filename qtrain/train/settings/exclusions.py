@@ -16,13 +16,20 @@ from typing import Any
 import torch
 
 from qtrain.comm.ranks import launched_world
-from qtrain.core.errors import UserError
+from qtrain.core.errors import UserError, unknown_name
 from qtrain.models import Lora, as_lora
 from qtrain.optim import OPTIMIZERS, LRSchedule, OptimizerSpec, make_schedule
+from qtrain.optim.state_layout import HOST_NAMES
 from qtrain.quant import SCHEMES, LowBitScheme, Scheme
 from qtrain.quant.schemes.auto import Auto
 from qtrain.train.settings.machine import choose_dtype, planned_device, run_world
-from qtrain.train.settings.settings import BatchGeometry, LanguageSettings, TrainSettings, batch_geometry
+from qtrain.train.settings.settings import (
+    OFFLOAD_NAMES,
+    BatchGeometry,
+    LanguageSettings,
+    TrainSettings,
+    batch_geometry,
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,23 @@ class Options:
 
     @cached_property
     def optimizer(self) -> OptimizerSpec:
+        return self._named_optimizer.with_offload(self.offload)
+
+    @cached_property
+    def _named_optimizer(self) -> OptimizerSpec:
         return OPTIMIZERS.make(self.settings.optim, self.settings.optim_kwargs or {}, "--optim")
+
+    @cached_property
+    def offload(self) -> frozenset[str]:
+        """What is asked to be in host memory, by --offload or --optim_kwargs."""
+        for name in self.settings.offload or ():
+            if name not in OFFLOAD_NAMES:
+                raise unknown_name("--offload", "name", name, OFFLOAD_NAMES)
+        return self._named_optimizer.offloaded if self.settings.offload is None else frozenset(self.settings.offload)
+
+    def offload_on(self, device: torch.device) -> frozenset[str]:
+        """What is in host memory, and so not in the GPU's: nothing on a CPU."""
+        return frozenset() if device.type == "cpu" else self.offload
 
     @cached_property
     def schedule(self) -> LRSchedule:
@@ -148,6 +171,10 @@ def _adapters(o: Options) -> bool:
     return o.get("lora") is not None
 
 
+def _offloads_states(o: Options) -> bool:
+    return bool(set(o.settings.offload or ()) & set(HOST_NAMES))
+
+
 def _one_micro_batch(o: Options) -> str:
     micro = o.geometry.micro_batch_size * o.geometry.gradient_accumulation
     return f"; give --gradient_accumulation 1 --micro_batch_size {micro}, or a smaller --batch_size"
@@ -203,6 +230,24 @@ RUN_EXCLUSIONS = (
         "--quantize auto times micro-batches of a size that --fit auto is still to choose", "; name a scheme"),
     Exclusion("--fit", "--model_impl hf", lambda o: o.get("fit") == "auto" and _transformers(o),
         "the plan does not know the memory of transformers' own models", "; use --model_impl native"),
+    Exclusion("--optim_kwargs.offload", "--offload",
+        lambda o: o.settings.offload is not None and o.key("optim_kwargs", "offload") is not None,
+        "--offload says which states are in host memory", "; leave one of them out"),
+    Exclusion("--offload", "--optim that keeps its states on the GPU",
+        lambda o: _offloads_states(o) and not o.optimizer.host_names,
+        "m, v and master are of elementwise optimizers, and --optim {optim} keeps its states on the GPU",
+        _allowed(lambda spec: bool(spec.host_names))),
+    Exclusion("--offload", "models of timm, --model_impl hf",
+        lambda o: "residuals" in o.offload and (_timm(o) or _transformers(o)),
+        "residuals are layers' inputs of qtrain's own decoder", "; take them out of the list"),
+    _note("--offload", "--optim without what it names",
+        lambda o: bool(o.optimizer.host_names) and _offloads_states(o)
+        and not set(o.settings.offload) & set(HOST_NAMES) <= set(o.optimizer.host_names),
+        "what --optim {optim} does not keep has no effect"),
+    *(_note(option, "a CPU", lambda o, given=given: bool(given(o)) and o.device.type == "cpu",
+          "has no effect on a CPU, whose memory is the host's")
+      for option, given in (("--offload", lambda o: o.settings.offload),
+                            ("--optim_kwargs.offload", lambda o: o.key("optim_kwargs", "offload")))),
     # ---- adapters ----
     Exclusion("--activation_checkpointing", "--lora dropout",
         lambda o: o.lora and o.lora.dropout and o.settings.activation_checkpointing != "none",

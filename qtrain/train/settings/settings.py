@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from qtrain.core.checks import Range
-from qtrain.core.config import JsonDict
+from qtrain.core.config import JsonDict, JsonNames
 from qtrain.core.errors import UserError
 
 Count = Annotated[int, Range(1)]
@@ -18,6 +18,9 @@ BatchSize = Annotated[int, Range(1, 10**7)]
 MicroBatchSize = Annotated[int, Range(0, 10**7)]
 Workers = Annotated[int, Range(0, 1024)]
 NotNegative = Annotated[float, Range(0, 1e30)]
+
+OFFLOAD_NAMES = ("m", "v", "master", "residuals")
+"""What --offload can keep in host memory: states and master weights of the optimizer, activations."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class TrainSettings:
         "evaluation": "eval_ds eval_interval eval_sequences eval_images sample_prompts sample_tokens hellaswag "
         "hellaswag_file hellaswag_limit accuracy answer_tokens lm_eval",
         "checkpoint and run folder": "ckpt_interval keep_ckpts async_checkpoint resume export run_name runs_dir",
-        "hardware and process": "device dtype compile cuda_graphs fit memory_limit seed",
+        "hardware and process": "device dtype compile cuda_graphs fit memory_limit offload seed",
         "many processes": "gpus dp_replicate dp_shard reshard_after_forward tp sequence_parallel ep gradient_wire "
         "rank_timeout deterministic",
         "plan": "dry_run gpu world_size gpus_per_node wire sol",
@@ -92,6 +95,10 @@ class TrainSettings:
     """Save memory by recomputing in the backward pass: nothing; norms and activation functions; or whole layers."""
     memory_limit: Annotated[float, Range(1, 10**4)] | None = None
     """GiB of a GPU's memory that the run may take, as if it had no more; None: all."""
+    offload: JsonNames = None
+    """What to keep in pinned host memory, a JSON list: m, v (the optimizer's moments; a momentum is m) and master (its
+    fp32 weights) pass through the GPU during the optimizer's step; residuals (layers' inputs, kept for backward) come
+    back a layer ahead. None: what --optim_kwargs says."""
     compile: bool = False
     """Compile each layer with torch.compile: faster steps after a minute or so of compiling."""
     cuda_graphs: bool = True
@@ -185,7 +192,7 @@ class LanguageSettings(TrainSettings):
     """Sequences of --eval_ds per evaluation, the same ones each time."""
     fit: Literal["off", "auto"] = "off"
     """auto: choose what only moves memory, so that a step is the fastest that fits: --micro_batch_size,
-    --loss_chunks, --activation_checkpointing and the optimizer's offload, as far as they are not given."""
+    --loss_chunks, --activation_checkpointing and --offload, as far as they are not given."""
     doc_mask: bool = False
     """Let a token attend only to tokens of its own document, and start each document at position 0; documents end with
     the tokenizer's end token."""

@@ -37,7 +37,7 @@ def plan_of(checked: CheckedSettings, architecture: LanguageArchitecture) -> Pla
 def test_the_choice_is_the_fastest_of_those_that_fit():
     checked, architecture = fitted()
     chosen = plan_of(checked, architecture)
-    assert chosen.fits and chosen.host > 0
+    assert chosen.fits and chosen.host_bytes > 0
     asked = dataclasses.replace(checked, settings=LanguageSettings(**{**OF_7B, **FP8}))
     model, hardware = architecture.empty, planned_hardware(asked.settings, asked.device)
     linears = plan_linears(model, asked.scheme, asked.settings, head=model.lm_head, device=asked.device)
@@ -51,7 +51,7 @@ def test_its_flags_give_the_same_run_without_it():
     (line,) = [note for note in checked.notes if note.startswith("fit ")]
     changed = {
         name: getattr(checked.settings, name)
-        for name in ("micro_batch_size", "loss_chunks", "activation_checkpointing", "optim_kwargs")
+        for name in ("micro_batch_size", "loss_chunks", "activation_checkpointing", "offload")
     }
     assert f"--micro_batch_size {changed['micro_batch_size']}" in line
     by_hand, _ = fitted(fit="off", memory_limit=60, **changed)
@@ -65,6 +65,7 @@ GIVEN = {
     "chunks": {"loss_chunks": 8},
     "recomputation": {"activation_checkpointing": "full"},
     "states on the device": {"optim": "adamw_8bit", "optim_kwargs": {"offload": False}},
+    "states in host memory": {"optim": "adamw_8bit", "offload": ("v",)},
 }
 
 
@@ -73,6 +74,32 @@ def test_what_is_given_stays(case):
     checked, _ = fitted(**GIVEN[case])
     for name, value in GIVEN[case].items():
         assert getattr(checked.settings, name) == value
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"optim_kwargs": {"master": "fp32"}}, {(), ("m",), ("m", "v"), ("m", "v", "master")}),
+        ({"optim": "lion"}, {(), ("m",)}),
+        ({"optim": "muon"}, {()}),
+        ({"offload": ("m",)}, {("m",)}),
+        ({"optim_kwargs": {"offload": False}}, {()}),
+    ],
+    ids=str,
+)
+def test_what_it_may_keep_in_host_memory(changes, expected):
+    """States one after the other; layers' inputs where recomputation keeps nothing else, and the user does not say."""
+    checked, architecture = fitted(fit="off", batch_size=4, **changes)
+    model = architecture.empty
+    linears = plan_linears(model, checked.scheme, checked.settings, head=model.lm_head, device=checked.device)
+    hardware = planned_hardware(checked.settings, checked.device)
+    found = list(candidates(checked, lambda c: architecture.plan(c, linears, hardware, (), None)))
+    assert {tuple(name for name in c.plan.host if name != "residuals") for c in found} == expected
+    free = changes.keys().isdisjoint({"offload"}) and "offload" not in (changes.get("optim_kwargs") or {})
+    for kept, moves in (("none", {False}), ("selective", {False}), ("full", {False, free})):
+        of_kind = [c for c in found if c.checked.settings.activation_checkpointing == kept]
+        assert {"residuals" in c.plan.host for c in of_kind} == moves
+    assert all("--offload '[" in c.command() for c in found if c.plan.host and free)
 
 
 def test_a_deterministic_run_keeps_its_micro_batch():

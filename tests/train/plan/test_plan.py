@@ -21,6 +21,7 @@ from qtrain.train.plan.checked_settings import CheckedSettings, check_settings
 from qtrain.train.plan.language_plan import language_memory, plan_language_run
 from qtrain.train.plan.linears import plan_linears
 from qtrain.train.plan.plan import Plan
+from qtrain.train.plan.step_time import offload_seconds
 from qtrain.train.settings.settings import LanguageSettings
 
 H200 = Hardware("NVIDIA H200", DATASHEET["H200"].peaks, 141 * 10**9, measured=False)
@@ -255,10 +256,54 @@ def test_offloaded_states_count_with_their_staging_buffers():
     settings = LanguageSettings(model="qwen2.5-7b", seq_len=1024, batch_size=16, optim_kwargs={"offload": True})
     on_cpu = checked_of(settings)
     assert plan_for(on_cpu, config).memory["optimizer"] > 28e9  # there they are in its memory anyway
-    assert on_cpu.notes == ("optim   offload has no effect on a CPU, where optimizer states are in host memory anyway",)
+    assert on_cpu.notes == ("note    --optim_kwargs.offload: has no effect on a CPU, whose memory is the host's",)
     on_gpu = dataclasses.replace(on_cpu, optimizer=OPTIMIZERS.make("adamw", {"offload": True}, ""))
     plan = plan_for(on_gpu, config)
     assert 0.9 * 3 * 2**28 < plan.memory["optimizer"] <= 3 * 2**28
+
+
+HOST = dataclasses.replace(H200, host_bandwidth=5e10)
+
+
+def test_each_name_of_offload_moves_its_bytes():
+    """From the device to the host; m and v in bf16, the master in fp32, layers' inputs."""
+    config = read_model_source("qwen2.5-0.5b").model_config()
+    settings = LanguageSettings(
+        model="qwen2.5-0.5b", seq_len=1024, batch_size=16, micro_batch_size=8, optim_kwargs={"master": "fp32"}
+    )
+    checked = checked_of(settings)
+    whole, size = plan_for(checked, config, hardware=HOST), count_parameters(config).total
+    assert whole.host == {} and whole.memory["optimizer"] == 8 * size
+
+    def moved(*names: str, **changes) -> Plan:
+        chosen = dataclasses.replace(checked, offload=frozenset(names), optimizer=checked.optimizer.with_offload(names))
+        chosen = dataclasses.replace(chosen, settings=dataclasses.replace(settings, **changes))
+        return plan_for(chosen, config, hardware=HOST)
+
+    for name, element in (("m", 2), ("v", 2), ("master", 4)):
+        plan = moved(name)
+        assert plan.host == {name: element * size}
+        staged = plan.memory["optimizer"] - (8 - element) * size
+        assert 0.8 * 3 * 2**28 < staged <= 3 * 2**28
+        assert plan.step_seconds - whole.step_seconds == pytest.approx(element * size / 5e10)
+    assert moved("m", "v", "master").host == {"m": 2 * size, "v": 2 * size, "master": 4 * size}
+    residuals = 8 * 1024 * config.hidden_size * 2 * (config.num_hidden_layers - 1)
+    for mode in ("none", "full"):
+        on_device, on_host = moved(activation_checkpointing=mode), moved("residuals", activation_checkpointing=mode)
+        assert on_host.host == {"residuals": residuals}
+        assert on_device.memory["activations"] - on_host.memory["activations"] == residuals
+        # In memory only, for the link carries them while the layers run.
+        assert 0 < on_host.step_seconds / on_device.step_seconds - 1 < 0.01
+    text = "\n".join(moved("m", "residuals").lines())
+    assert f"{(2 * size + residuals) / 2**30:.2f} GiB of pinned host memory: m {2 * size / 2**30:.2f}, resid" in text
+
+
+def test_a_step_waits_for_residuals_that_take_longer_than_the_layers():
+    host = {"m": 3, "residuals": 40}
+    # 12 seconds of 2 micro-batches are 2 forward and 4 backward each, with recomputation 1.5 and 4.5; 4 on the link
+    assert offload_seconds(host, 10.0, 12.0, 2, "none") == pytest.approx(0.3 + 2 * 2)
+    assert offload_seconds(host, 10.0, 12.0, 2, "full") == pytest.approx(0.3 + 2 * 2.5)
+    assert offload_seconds(host, 100.0, 12.0, 2, "full") == pytest.approx(0.03)
 
 
 def test_a_frozen_linear_has_two_gemms_of_three_and_its_adapters_all_three():

@@ -45,6 +45,28 @@ CASES = {
     ),
     ("--fit", "--quantize auto"): (PRETRAIN, {"fit": "auto", "quantize": "auto"}, {"quantize": "int8"}),
     ("--fit", "--model_impl hf"): (PRETRAIN, {"fit": "auto", "model_impl": "hf"}, {"model_impl": "native"}),
+    ("--optim_kwargs.offload", "--offload"): (
+        PRETRAIN,
+        {"optim_kwargs": {"offload": True}, "offload": ("m",)},
+        {"offload": None},
+    ),
+    ("--offload", "--optim that keeps its states on the GPU"): (
+        PRETRAIN,
+        {"offload": ("m",), "optim": "muon"},
+        {"offload": ("residuals",)},
+    ),
+    ("--offload", "models of timm, --model_impl hf"): (
+        PRETRAIN,
+        {"offload": ("residuals",), "model_impl": "hf"},
+        {"offload": ("m", "v")},
+    ),
+    ("--offload", "--optim without what it names"): (
+        PRETRAIN,
+        {"offload": ("m", "v", "master"), "optim": "lion"},
+        {"offload": ("m", "residuals")},
+    ),
+    ("--offload", "a CPU"): (PRETRAIN, {"offload": ("m",)}, {"offload": ()}),
+    ("--optim_kwargs.offload", "a CPU"): (PRETRAIN, {"optim_kwargs": {"offload": True}}, {"optim_kwargs": None}),
     ("--activation_checkpointing", "--lora dropout"): (
         FINETUNE,
         {"lora": {"dropout": 0.1}, "activation_checkpointing": "full"},

@@ -232,8 +232,8 @@ def test_a_gpu_holds_the_gradients_of_one_partition(optim):
     [
         ({"batch_size": 8, "micro_batch_size": 2}, "adamw", {}, "--gradient_accumulation 1 --micro_batch_size 8"),
         ({"clip_grad_norm": 0.5}, "adamw", {}, "clipped to 0.5; give --clip_grad_norm 0"),
-        ({}, "adamw_8bit", {"offload": True}, "leave offload out of --optim_kwargs"),
-        ({}, "lion", {"offload": True}, "leave offload out of --optim_kwargs"),
+        ({}, "adamw_8bit", {"offload": True}, "leave m, v and master out of --offload"),
+        ({}, "lion", {"offload": True}, "leave m, v and master out of --offload"),
         ({}, "torch.AdamW", {}, "torch.AdamW comes from another library"),
     ],
 )
