@@ -254,6 +254,30 @@ def test_weights_and_states_are_those_of_states_on_the_device(name, options, dty
 
 
 @pytest.mark.parametrize("device", ANYWHERE)
+@pytest.mark.parametrize("names", [("m",), ("v",), ("master",), ("m", "master")], ids=",".join)
+def test_each_name_moves_its_tensors_alone(names, device, small_buckets):
+    """States of blocks beside an fp32 master, cut between rows where what moves is large."""
+    weights = [parameters(device=device) for _ in range(2)]
+    optimizers = [
+        build("adamw_8bit", w, master="fp32", offload=o) for w, o in zip(weights, (False, names), strict=True)
+    ]
+    for optimizer, params in zip(optimizers, weights, strict=True):
+        train(optimizer, params, range(5))
+    assert_same_run(optimizers, weights)
+    assert max(slices_of(optimizers[1]._updates[0].update)) > 1
+    moved = {"m": "exp_avg", "v": "exp_avg_sq", "master": "master"}
+    keys = {moved[name] for name in names}
+    hosts = {
+        bucket.transfers[0][0].untyped_storage().data_ptr() for bucket in optimizers[1]._updates[0].update._buckets
+    }
+    for state in optimizers[1].state.values():
+        for key, tensor in state.items():
+            on_host = tensor.untyped_storage().data_ptr() in hosts
+            assert on_host == (key.partition(".")[0] in keys), key
+            assert device == "cpu" or on_host == (tensor.device.type == "cpu")
+
+
+@pytest.mark.parametrize("device", ANYWHERE)
 @pytest.mark.parametrize("source", ["adamw_bf16_sr", "adamw_8bit", "adamw_4bit"])
 @pytest.mark.parametrize("target", ["adamw_8bit", "adamw_fp8"])
 @pytest.mark.parametrize("to_host", [True, False])
@@ -313,6 +337,18 @@ def test_the_plan_counts_the_stages(name, bucket, monkeypatch):
     planned = spec.state_bytes(shapes, 2)
     # the parameters' order, which the plan does not know, decides which of them share a bucket
     assert planned == pytest.approx(sum(map(len, stages)), rel=0.1) and planned <= 3 * bucket
+
+
+@pytest.mark.parametrize("names", [("m",), ("master",), ("v", "master")], ids=",".join)
+def test_the_plan_counts_what_stays_and_the_stages_of_what_moves(names, monkeypatch):
+    monkeypatch.setattr(offload, "BUCKET_BYTES", 50_000)
+    shapes, options = [ParameterShape((192, 64), 4), ParameterShape((192,), 4)], {"master": "fp32"}
+    spec = OPTIMIZERS.make("adamw_bf16_sr", {**options, "offload": names}, "--optim")
+    sizes, count = {"m": 2, "v": 2, "master": 4}, 4 * (192 * 64 + 192)
+    assert spec.host_bytes(shapes, 2) == {name: sizes[name] * count for name in names}
+    moved = sum(sizes[name] for name in names)
+    assert 0 < spec.state_bytes(shapes, 2) - (8 - moved) * count <= 3 * 50_000
+    assert spec.with_offload(()).state_bytes(shapes, 2) == 8 * count
 
 
 def test_a_large_models_states_take_three_buckets_of_the_device():

@@ -1,0 +1,80 @@
+"""Whole runs with parts in host memory (`--offload`): losses and checkpoints are those without, bit for bit, as on a
+GPU, of which the host's memory is not the device's."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import llm_pretrain
+from qtrain.optim import offload
+from qtrain.optim.elementwise import LowBitOptimizer
+from qtrain.train.settings.exclusions import Options
+from qtrain.train.settings.settings import OFFLOAD_NAMES
+from tests.cases import sampled
+from tests.data.corpora import write_jsonl
+from tests.system import call, contents, flags, losses, only_run, write_model
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(tmp_path, monkeypatch) -> None:
+    """What has no effect on a CPU takes it; and states are in several buckets."""
+    monkeypatch.chdir(tmp_path)
+    write_model(Path("tiny.json"))
+    write_jsonl(Path("jsonl"))
+    monkeypatch.setattr(Options, "offload_on", lambda self, device: self.offload)
+    monkeypatch.setattr(LowBitOptimizer, "states_on_host", property(lambda self: bool(self.options.offload)))
+    monkeypatch.setattr(offload, "BUCKET_BYTES", 40_000)
+
+
+def run(name: str, names: tuple[str, ...] | None, **settings) -> Path:
+    """The folder of a finished run. names: of --offload."""
+    data = {"type": "text", "paths": "jsonl", "tokenizer": "byte"}
+    chosen = {"model": "tiny.json", "train_ds": data, "seq_len": 32, "n_steps": 4, "export": False, "batch_size": 4}
+    chosen |= {"micro_batch_size": 2, "device": "cpu", "runs_dir": name, "optim_kwargs": {"master": "fp32"}}
+    argv = flags(**{**chosen, **settings}) + ([] if names is None else [f"--offload={json.dumps(names)}"])
+    done = call(llm_pretrain.main, argv)
+    assert done.code == 0, done.err
+    return only_run(Path(name))
+
+
+def assert_same_run(one: Path, other: Path, steps: int = 5) -> None:
+    assert losses(one)[-steps:] == losses(other)[-steps:]
+    saved, also = (contents(folder / "checkpoints/00000004") for folder in (one, other))
+    assert saved.keys() == also.keys()
+    assert all(torch.equal(saved[key], also[key]) for key in saved)
+
+
+ALL = OFFLOAD_NAMES
+CASES = [(dtype, names) for dtype in ("fp32", "bf16") for names in (*((name,) for name in ALL), ALL)]
+SAMPLE = [("fp32", ("residuals",)), ("bf16", ("master",)), ("bf16", ALL)]
+
+
+@pytest.mark.parametrize(("dtype", "names"), sampled(CASES, lambda *case: case not in SAMPLE), ids=str)
+def test_a_run_is_that_with_everything_on_the_device(dtype, names):
+    settings = {"dtype": dtype, "activation_checkpointing": "full"}
+    assert_same_run(run("without", None, **settings), run("with", names, **settings))
+
+
+@pytest.mark.parametrize(("before", "after"), [(("m", "residuals"), ("v", "master")), (ALL, None)], ids=str)
+def test_it_is_resumed_with_other_parts_there(before, after):
+    """From a checkpoint in the middle."""
+    settings = {"dtype": "bf16", "ckpt_interval": 2}
+    whole, first = run("whole", None, **settings), run("first", before, **settings)
+    rest = run("rest", after, **settings, resume=str(first / "checkpoints/00000002"))
+    assert_same_run(whole, rest, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ('["mater"]', "--offload: unknown name 'mater'. Did you mean 'master'? Allowed: m, master, residuals, v."),
+        ("m", "--offload: not valid JSON"),
+        ('{"m":1}', "is not a JSON list of names"),
+        ("[1]", "--offload: [1] is not allowed; it must be a list of texts or null."),
+    ],
+)
+def test_a_name_that_there_is_not_is_refused(given, says):
+    done = call(llm_pretrain.main, [f"--offload={given}", "--device=cpu"])
+    assert done.code == 2 and says in done.err and done.err.count("\n") == 1
