@@ -118,6 +118,35 @@ def test_activations_are_fewer_by_what_the_plan_says(mode):
     assert planned[1].backward - planned[0].backward in (0, moved // 4)  # the next one, on its way
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gpus_peak_falls_by_what_the_plan_says(compiled):
+    shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "head_dim": 128}
+    shape |= {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+    taken, planned = [], []
+    for moved in (False, True):
+        torch._dynamo.reset()
+        model = drawn(source_of("qwen3", **shape), device=torch.device("cuda"), dtype=torch.bfloat16)
+        apply_activation_checkpointing(model, "full")
+        if compiled:
+            compile_layers(model)
+        if moved:
+            model.residual_offload = ResidualOffload(12)
+        ids, labels = (t.cuda() for t in batch(rows=1, length=8192))
+        for _ in range(3):
+            before = torch.cuda.memory_allocated()  # of the last one with gradients and all that is made once
+            torch.cuda.reset_peak_memory_stats()
+            model(ids, labels).loss.backward()
+            torch.cuda.synchronize()
+        taken.append(torch.cuda.max_memory_allocated() - before)
+        step = StepShape(1, 8192, checkpointing="full", compiled=compiled, accumulates=True, residuals_on_host=moved)
+        planned.append(estimate_memory(model.config, step))
+    assert all(buffer.is_pinned() for buffer in model.residual_offload._host.values())
+    assert model.residual_offload.host_bytes == planned[1].host["residuals"] == 11 * 8192 * 1024 * 2
+    assert planned[0].peak - planned[1].peak == 10 * 8192 * 1024 * 2
+    assert taken[0] - taken[1] == pytest.approx(planned[0].peak - planned[1].peak, rel=0.05)
+
+
 def test_no_gradient_no_copy():
     model = pair("qwen3", "full")[1]
     with torch.no_grad():

@@ -2,13 +2,14 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.fake_world import fake_world
-from benchmarks.mesh_equality import SCHEMES_COMPARED, differences
-from qtrain.models import ModelSource, build_model
+from benchmarks.mesh_equality import SCHEMES_COMPARED, UNTIED, differences, train
+from qtrain.models import ModelSource, ResidualOffload, build_model
 from qtrain.models.cost.parameters import count_parameters
 from qtrain.optim import parameter_groups
 from qtrain.parallel.mesh import Mesh, make_mesh
@@ -16,12 +17,15 @@ from qtrain.parallel.sharding import weights
 from qtrain.parallel.sharding.data_parallel import DataParallel
 from qtrain.parallel.sharding.full_shard import decoder_units
 from qtrain.quant import quantize_linears
+from qtrain.train.assembly.language_architecture import LanguageArchitecture
+from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.language_plan import language_memory
 from qtrain.train.settings.settings import LanguageSettings
 from tests.cases import sampled
 from tests.peak_bytes import PeakBytes
 from tests.train.plan.test_plan import checked_of, linears_of
 from tests.train.test_mesh_equality import _of_one, _results
+from tests.worlds import run_ranks
 
 CASES = [(scheme, "adamw_8bit", "1x2") for scheme in SCHEMES_COMPARED] + [
     ("int8", "muon", "1x3"),
@@ -41,6 +45,25 @@ def test_full_sharding_trains_as_one_process(scheme, optimizer, mesh):
     one = _of_one(scheme, optimizer, micro_batches, tied=tied)
     for of_rank in _results(scheme, optimizer, mesh, micro_batches, full_shard=True, tied=tied):
         assert differences(one, of_rank) == ""
+
+
+def _of_rank(moved: bool) -> dict[str, Any]:
+    build = LanguageArchitecture.build
+
+    def built(architecture: LanguageArchitecture, checked: CheckedSettings) -> torch.nn.Module:
+        model = build(architecture, checked)
+        model.residual_offload = ResidualOffload(len(model.layers)) if moved else None
+        return model
+
+    LanguageArchitecture.build = built  # in this process, a fork
+    mesh, config = make_mesh(1, 2, "cpu"), {**UNTIED, "num_hidden_layers": 4}
+    return train("int8", "adamw_8bit", mesh, torch.device("cpu"), 2, True, 4, True, config)
+
+
+def test_layers_whose_inputs_are_in_host_memory_train_the_same():
+    """Both come and go: a layer's weights, and its input."""
+    for without, moved in zip(*(run_ranks(2, _of_rank, kind) for kind in (False, True)), strict=True):
+        assert differences(without, moved) == ""
 
 
 SHAPE = {"model_type": "qwen2", "vocab_size": 128, "hidden_size": 128, "intermediate_size": 256}

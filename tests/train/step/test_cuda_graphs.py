@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from qtrain.data.batch import Batch
-from qtrain.models import ModelSource, build_model, compile_layers
+from qtrain.models import (
+    ModelSource,
+    ResidualOffload,
+    apply_activation_checkpointing,
+    build_model,
+    compile_layers,
+)
 from qtrain.optim import OPTIMIZERS, parameter_groups
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.data_parallel import DataParallel
@@ -43,18 +49,26 @@ def train(
     compiled=True,
     changed_step: int | None = None,
     quantize_head: bool = False,
+    recompute: str = "none",
+    offload: tuple[str, ...] = (),
+    layers: int = WIDE["num_hidden_layers"],
+    master: str = "none",
     **kind,
 ):
     """(losses, norms, weights) of a few steps. changed_step: in which a weight is doubled and gets no gradient.
-    quantize_head: the output head too; its loss is computed in three chunks."""
-    device = torch.device("cuda")
-    model = build_model(ModelSource("tiny", WIDE, "--model"), seed=1, device=device, dtype=torch.bfloat16)
+    quantize_head: the output head too; its loss is computed in three chunks. offload: names of --offload."""
+    device, config = torch.device("cuda"), {**WIDE, "num_hidden_layers": layers}
+    model = build_model(ModelSource("tiny", config, "--model"), seed=1, device=device, dtype=torch.bfloat16)
+    apply_activation_checkpointing(model, recompute)
+    if "residuals" in offload:
+        model.residual_offload = ResidualOffload(layers)
     made = SCHEMES.make(scheme, options, "--quantize")
     quantized = quantize_linears(model, made, seed=0, head=model.lm_head, quantize_head=quantize_head)
     model.loss_chunks = 3 if quantize_head else 0
     if compiled:
         compile_layers(model)
-    optimizer = OPTIMIZERS.make("adamw", {}, "--optim").build(parameter_groups(model, 0.1), 1e-3)
+    spec = OPTIMIZERS.make("adamw", {"master": master}, "--optim").with_offload(offload)
+    optimizer = spec.build(parameter_groups(model, 0.1), 1e-3)
     quantized.track_versions(optimizer)
     share_amax(optimizer, quantized, DataParallel(model, quantized, Mesh()))
     forward = language_forward(model, None)
@@ -107,6 +121,21 @@ def test_same_bits_with_a_quantized_head(scheme, options):
     replayed, weights_replayed, graphs = train(scheme, options, 2, graphed=True, quantize_head=True)
     assert replayed == ordinary and len(graphs._micro_steps) == 2
     assert all(torch.equal(a, b) for a, b in zip(weights, weights_replayed, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["bf16", "fp8_tensorwise"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("offload", [("residuals",), ("m", "v", "master", "residuals")], ids=",".join)
+def test_what_is_in_host_memory_changes_no_bits(scheme, recompute, offload):
+    """Of steps that are compiled, or recorded too, with copies on a stream of their own."""
+    deep = {"recompute": recompute, "layers": 6, "master": "fp32"}
+    ordinary, weights, _ = train(scheme, {}, 2, graphed=False, **deep)
+    for graphed in (False, True):
+        moved, weights_moved, graphs = train(scheme, {}, 2, graphed=graphed, offload=offload, **deep)
+        assert moved == ordinary
+        assert all(torch.equal(a, b) for a, b in zip(weights, weights_moved, strict=True))
+    assert len(graphs._micro_steps) == 2
 
 
 @pytest.mark.gpu
