@@ -200,7 +200,7 @@ def estimate_memory(
     weights += _master_bytes(config, step.element, low_bit, trained, share.masters, whole_matrices)
     built = weights - trained.added_bytes(step.element)
     build = _build_bytes(config, step.element, low_bit, built, share.masters < 1, pretrained)
-    loss, at_end = _loss_bytes(config, step, low_bit, trained), None
+    loss = _loss_bytes(config, step, low_bit, trained)
     in_layer, in_head = _backward_bytes(config, step, low_bit, trained, recomputed)
     head_bytes = step.element * _head_elements(config, trained)
     if reshards:
@@ -219,14 +219,14 @@ def estimate_memory(
         sums = 0 if step.in_backward else full.sums
         weights, build, at_step, held = full.weights, full.build, sums, sums if step.accumulates else 0
         gradients, loss, head_bytes = sums + full.last, loss + full.at_loss, head_bytes + full.head_message
-        at_end = in_layer
     on_host = {name: round(size * share.states) for name, size in (host_bytes or {}).items()}
     residual = step.tokens * config.hidden_size * step.element
     moved = residual * (config.num_hidden_layers - 1) if step.residuals_on_host else 0
     if moved:
         on_host["residuals"] = moved
-        in_layer += residual  # that of the layer before comes back meanwhile
-    backward = max(in_layer + head_bytes, in_head)
+    at_end = in_layer if reshards else max(in_layer + head_bytes, in_head)
+    # That of the layer before comes back while a layer's backward runs.
+    backward = max(in_layer + (residual if moved else 0) + head_bytes, in_head)
     return MemoryEstimate(
         weights=weights,
         gradients=gradients,
@@ -234,7 +234,7 @@ def estimate_memory(
         activations=round(step.tokens * sum(kind.count * saved[kind] for kind in kinds)) - moved,
         loss=round(loss),
         backward=round(backward),
-        at_end=round(backward if at_end is None else at_end),
+        at_end=round(at_end),
         workspace=CUDA_WORKSPACE,
         held=held,
         one_layer=round(step.tokens * max(saved.values())),
