@@ -93,3 +93,15 @@ def test_it_trains_as_one_process(case, mesh):
     assert many[0]["merged"] == one["merged"]
     shard = int(mesh[-1])
     assert max(of_rank["frozen"] for of_rank in many) < one["frozen"] * (1 / shard + 0.05)
+
+
+@pytest.mark.parametrize(
+    "case",
+    sampled([*CASES], lambda case: case not in ("bf16", "scales of rows and columns", "nf4, DoRA", "experts on nf4")),
+)
+def test_one_process_may_have_frozen_weights_in_host_memory(case):
+    """Which come when their layers run, and go. `frozen` counts what is left on the device, here also the host's."""
+    plain, moved = (_train(case, "1x1", full_shard, 2) for full_shard in (False, True))
+    assert differences(plain, moved) == ""
+    assert moved["prints"] == plain["prints"] and moved["merged"] == plain["merged"]
+    assert moved["frozen"] == plain["frozen"], "of all of it once, which the host has"

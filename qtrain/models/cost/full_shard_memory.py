@@ -76,6 +76,13 @@ def full_shard_memory(
     )
 
 
+def comes_and_goes(config: ModelConfig, low_bit: LowBitBytes, element: int) -> float:
+    """Bytes of all weights that exist in full only while what reads them runs."""
+    linears = _divided(config, low_bit, element, layer_linears(config))
+    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * element
+    return embedding + sum(elements * linear.weight for _, elements, linear in linears)
+
+
 def trained_ends(config: ModelConfig, trained: TrainedPart) -> tuple[bool, bool]:
     """Whether the embedding trains, and whether the head does, where they are matrices of their own."""
     if config.tie_word_embeddings or trained.adapters:

@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from qtrain.models.config.model import ModelConfig
-from qtrain.models.cost.full_shard_memory import full_shard_memory
+from qtrain.models.cost.full_shard_memory import comes_and_goes, full_shard_memory
 from qtrain.models.cost.parameters import count_parameters, layer_linears, parameter_shapes
 from qtrain.models.cost.saved_activations import (
     LayerKind,
@@ -49,7 +49,7 @@ CUDA_WORKSPACE = 96 * 2**20
 class StepShape:
     """How a training step runs. element: bytes of weights, gradients and activations; accumulates: more than one
     micro-batch per step; in_backward: the optimizer runs within the backward pass; residuals_on_host: layers' inputs
-    are in host memory between their passes."""
+    are in host memory between their passes; weights_on_host: frozen weights are while their layers do not run."""
 
     micro_batch_size: int
     seq_len: int
@@ -60,6 +60,7 @@ class StepShape:
     accumulates: bool = False
     in_backward: bool = False
     residuals_on_host: bool = False
+    weights_on_host: bool = False
 
     @property
     def tokens(self) -> int:
@@ -220,6 +221,8 @@ def estimate_memory(
         weights, build, at_step, held = full.weights, full.build, sums, sums if step.accumulates else 0
         gradients, loss, head_bytes = sums + full.last, loss + full.at_loss, head_bytes + full.head_message
     on_host = {name: round(size * share.states) for name, size in (host_bytes or {}).items()}
+    if step.weights_on_host:
+        on_host["weights"] = round(comes_and_goes(config, low_bit, step.element))
     residual = step.tokens * config.hidden_size * step.element
     moved = residual * (config.num_hidden_layers - 1) if step.residuals_on_host else 0
     if moved:

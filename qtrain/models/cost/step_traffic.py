@@ -6,6 +6,7 @@ again. What all settings have in common is left out.
 """
 
 from qtrain.models.config.model import ModelConfig
+from qtrain.models.cost.full_shard_memory import comes_and_goes
 from qtrain.models.cost.memory import StepShape
 from qtrain.models.cost.parameters import count_parameters
 from qtrain.models.cost.saved_activations import LowBitBytes, layer_kinds, saved_per_token
@@ -25,6 +26,7 @@ def moved_bytes(
         + _loss_chunks(config, step, low_bit, trained)
         + _recomputed(config, step, low_bit)
         + _residuals(config, step)
+        + _host_weights(config, step, low_bit)
     )
 
 
@@ -46,6 +48,11 @@ def _loss_chunks(config: ModelConfig, step: StepShape, low_bit: LowBitBytes, tra
 def _residuals(config: ModelConfig, step: StepShape) -> float:
     # Read when they leave the device, written when they come back.
     return 2.0 * step.residuals_on_host * step.tokens * config.hidden_size * step.element * config.num_hidden_layers
+
+
+def _host_weights(config: ModelConfig, step: StepShape, low_bit: LowBitBytes) -> float:
+    # Written in both passes.
+    return 2.0 * comes_and_goes(config, low_bit, step.element) if step.weights_on_host else 0.0
 
 
 def _recomputed(config: ModelConfig, step: StepShape, low_bit: LowBitBytes) -> float:

@@ -36,8 +36,9 @@ class DataParallel:
 
     needs_whole: whether the optimizer needs all elements of a parameter on one rank. keep_full_weights: also of linears
     that read codes only. wire: how gradients are encoded between ranks, rounded with `seed`; None: as they are. units:
-    in the order in which they run, those whose weights and gradients exist in full only while they do. partitions: with
-    the optimizer in the backward pass, the parameters that are updated together; those of a unit are one."""
+    in the order in which they run, those whose weights and gradients exist in full only while they do; where the mesh
+    does not shard, those whose frozen weights are in host memory between. partitions: with the optimizer in the
+    backward pass, the parameters that are updated together; those of a unit are one."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class DataParallel:
         partitions: Mapping[str, Sequence[nn.Parameter]] | None = None,
     ):
         self.mesh = mesh
-        self.adds_locally = not (deterministic or units)
+        self.adds_locally = not (deterministic or (units and mesh.shard > 1))
         """Whether a micro-batch's gradients are added to those of the former one in the parameters' `.grad`."""
         self._first_micro_step, self._micro_batches, self._index = 0, 1, 0
         self._quantized = quantized

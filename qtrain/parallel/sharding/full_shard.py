@@ -2,7 +2,8 @@
 
 Ranks gather what a block reads before its forward pass, free it afterwards, gather it again before its backward pass,
 and reduce the block's gradients as soon as they are complete. On a GPU a second stream gathers the next block, and
-reduces the gradients of the last one, while the current one computes.
+reduces the gradients of the last one, while the current one computes. On one process it is the host's memory that has
+the weights between their uses, of those that do not train.
 
 The tensors stay the same objects, which autograd has saved: only their memory comes and goes.
 """

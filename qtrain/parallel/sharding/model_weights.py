@@ -2,7 +2,7 @@
 
 Where all products of a linear read codes, the rank keeps the codes only: the full weight exists for the moment in which
 it is quantized. With full sharding a rank quantizes its rows after the step, and the blocks gather their weights when
-they run.
+they run. On one process those that do not train are copied from host memory then.
 """
 
 import functools
@@ -45,7 +45,7 @@ class ModelWeights:
         self._quantized = quantized
         self._parameters = [s for s in parameters if s.mesh.shard > 1]  # the masters of others are the model's own
         self._frozen = list(frozen)
-        self._linear_of = {} if mesh.shard == 1 else _linears_by_weight(quantized, model)
+        self._linear_of = {} if mesh.shard == 1 and not units else _linears_by_weight(quantized, model)
         self._codes: list[ShardedCodes] = []
         self._in_blocks: set[int] = set()
         self.full_shard: FullShard | None = None
@@ -58,7 +58,7 @@ class ModelWeights:
             sharded = [self._sharded_block(unit, shared, parameters) for unit in units]
             update_codes([weight for weight in self._codes if weight.keeps])
             self.full_shard = FullShard(sharded, next(model.parameters()).device, reduce)
-        if mesh.shard > 1:
+        if mesh.shard > 1 or units:
             self._quantize_outside()
 
     def _drop_full_weights(self) -> None:

@@ -8,7 +8,8 @@ The model computes with `parameter`, of full shape. The optimizer updates `maste
             ranks a placeholder of no elements, which gets no gradient
 
 Where the mesh does not shard, the master is the parameter itself. Frozen weights, which nothing updates, are divided by
-rows whatever they are: of one that is stored in low bits the rows of its codes and of its scales.
+rows whatever they are: of one that is stored in low bits the rows of its codes and of its scales. Those of one process
+that come and go with their blocks are in host memory as a whole.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -116,9 +117,11 @@ def shard_parameters(
 
 
 def shard_frozen(named: Iterable[tuple[str, nn.Parameter]], mesh: Mesh) -> list[Sharded]:
-    """Divide frozen matrices by rows over the shard dimension of the mesh."""
+    """Divide frozen matrices by rows over the shard dimension of the mesh; where it does not shard, the whole matrices
+    are in host memory."""
     parameters = list(named)
-    sharded = [_frozen_rows(name, p, mesh) for name, p in parameters]
+    divide = _frozen_rows if mesh.shard > 1 else _on_host
+    sharded = [divide(name, p, mesh) for name, p in parameters]
     for _, p in parameters:
         drop_initializer(p)
     return sharded
@@ -131,6 +134,14 @@ def _frozen_rows(name: str, p: nn.Parameter, mesh: Mesh) -> Sharded:
     stored = isinstance(value, StoredWeight)
     master = StoredWeight(*rows, value.format, value.shape, value.dtype) if stored else rows[0]
     return Sharded(name, p, master, tuple(cut * width for cut in cuts), mesh)
+
+
+def _on_host(name: str, p: nn.Parameter, mesh: Mesh) -> Sharded:
+    value = initial_value(p)
+    tensors = [torch.empty_like(t, device="cpu", pin_memory=t.is_cuda).copy_(t) for t in plain_tensors(value)]
+    stored = isinstance(value, StoredWeight)
+    master = StoredWeight(*tensors, value.format, value.shape, value.dtype) if stored else tensors[0]
+    return Sharded(name, p, master, (0, p.numel()), mesh)
 
 
 def _divides_by_rows(p: nn.Parameter, ranks: int) -> bool:

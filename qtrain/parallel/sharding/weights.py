@@ -1,4 +1,7 @@
-"""All-gather of updated weights: from the masters' shards to what the model computes with, a few tensors at a time."""
+"""All-gather of updated weights: from the masters' shards to what the model computes with, a few tensors at a time.
+
+One process has no shards: what it gathers is in host memory, and is copied from there.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -57,6 +60,10 @@ class GatheredMaster:
 def gather_weights(items: Iterable[Gathered], kind: str = "weights") -> None:
     """Gather `items` over their shard ranks and hand each its full tensors. kind: under which the bytes are counted."""
     for mesh, members in by_mesh(items, lambda item: item.sharded):
+        if mesh.shard == 1:
+            for item in members:
+                _copy_from_host(item)
+            continue
         small = []
         for item in members:
             if item.bytes() >= ALONE_BYTES and _is_even(item.sharded):
@@ -65,6 +72,13 @@ def gather_weights(items: Iterable[Gathered], kind: str = "weights") -> None:
                 small.append(item)
         for bucket in in_buckets(small, lambda item: item.bytes()):
             _gather_bucket(bucket, mesh, kind)
+
+
+def _copy_from_host(item: Gathered) -> None:
+    full = item.empty()
+    for tensor, on_host in zip(full, item.own(), strict=True):
+        tensor.copy_(on_host, non_blocking=True)
+    item.receive(full)
 
 
 def _is_even(sharded: Sharded) -> bool:

@@ -40,7 +40,7 @@ def build_quantized(prepared: Prepared) -> tuple[nn.Module, QuantizedModel]:
         head=architecture.head(model),
         quantize_head=settings.quantize_lm_head,
         min_size=settings.quantize_min_size,
-        realize=prepared.mesh.shard == 1,
+        realize=prepared.mesh.shard == 1 and not prepared.reshards,
         shared=architecture.shared_weight,
     )
     assert quantized.choices == list(prepared.linears), "the swap is not the planned one"

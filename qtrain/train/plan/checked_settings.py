@@ -41,7 +41,7 @@ class CheckedSettings:
     folder: RunFolder
     mesh: Mesh
     reshards: bool = False
-    """Whether layers are gathered when they run (`plan/sharding.py`)."""
+    """Whether layers are gathered when they run, from ranks or from host memory (`plan/sharding.py`)."""
     offload: frozenset[str] = frozenset()
     """What is in host memory, by the names of --offload."""
     notes: tuple[str, ...] = ()

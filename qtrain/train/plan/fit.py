@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain, combinations
 from typing import Any
 
 from qtrain.core.errors import UserError
@@ -142,15 +143,19 @@ def _flags(checked: CheckedSettings, keep_given: bool) -> Iterator[dict[str, Any
 
 def _offload_flags(checked: CheckedSettings, recomputed: str, keep_given: bool) -> Iterator[dict[str, Any]]:
     """Each choice of what is in host memory, by the flags that differ from the settings: one more state after the
-    other, and layers' inputs where they are all that is kept."""
+    other, layers' inputs where they are all that is kept, and the weights that --lora freezes."""
     settings, options = checked.settings, dict(checked.settings.optim_kwargs or {})
     if checked.device.type == "cpu" or (keep_given and (settings.offload is not None or "offload" in options)):
         yield {}
         return
     states = checked.optimizer.host_names
-    for residuals in ((), ("residuals",)) if recomputed == "full" else ((),):
+    layers = [
+        *(["residuals"] if recomputed == "full" else []),
+        *(["weights"] if getattr(settings, "lora", None) else []),
+    ]
+    for moved in chain.from_iterable(combinations(layers, count) for count in range(len(layers) + 1)):
         for count in range(len(states) + 1):
-            names = (*states[:count], *residuals)
+            names = (*states[:count], *moved)
             if set(names) == checked.offload:
                 yield {}
                 continue

@@ -7,7 +7,7 @@ from dataclasses import replace
 from qtrain.core.hardware import Hardware
 from qtrain.models import ModelConfig
 from qtrain.models.cost.full_shard_memory import trained_ends
-from qtrain.models.cost.memory import MemoryEstimate, Peak, RankShare, StepShape, all_of, estimate_memory
+from qtrain.models.cost.memory import ONE_GPU, MemoryEstimate, Peak, RankShare, StepShape, all_of, estimate_memory
 from qtrain.models.cost.parameters import ParameterGroup, count_parameters, flops_per_token, layer_linears, linear_key
 from qtrain.models.cost.saved_activations import LinearBytes, LowBitBytes
 from qtrain.models.cost.step_traffic import moved_bytes
@@ -231,6 +231,7 @@ def _step_shape(checked: CheckedSettings) -> StepShape:
         accumulates=checked.geometry.gradient_accumulation > 1,
         in_backward=settings.optimizer_in_backward,
         residuals_on_host="residuals" in checked.offload,
+        weights_on_host="weights" in checked.offload,
     )
 
 
@@ -245,7 +246,7 @@ def _low_bit_bytes(
     schemes = {linear_key(linear.name): linear.scheme for linear in linears if not linear.is_head}
     # Frozen linears keep no input for grad_weight; adapters keep it for theirs.
     adapted = trained is not None and bool(trained.adapters)
-    frozen_in_full = adapted and not checked.reshards
+    frozen_in_full = adapted and (not checked.reshards or checked.mesh.shard == 1)
     head = next((linear.scheme for linear in linears if linear.is_head), None)
     # As `quant.swiglu_mlp` decides it, which takes no bias and no norm between the two linears.
     # Of a mixture the experts decide, which are most of the layer.
@@ -273,9 +274,12 @@ def _rank_share(
     codes_only: Set[tuple[int, ...]],
     expert_shapes: Set[tuple[int, ...]],
 ) -> RankShare:
-    """What the fullest rank holds. codes_only: shapes of the weights of which ranks hold codes and a master;
-    expert_shapes: those of experts, which are sharded over fewer ranks with --ep."""
+    """What the fullest rank holds; where one process has frozen layers in host memory, nothing of them. codes_only:
+    shapes of the weights of which ranks hold codes and a master; expert_shapes: those of experts, which are sharded
+    over fewer ranks with --ep."""
     mesh, needs_whole = checked.mesh, checked.optimizer.needs_whole
+    if checked.reshards and mesh.shard == 1:
+        return ONE_GPU._replace(experts=0.0, others=0.0)
     # Parameters of which a rank keeps a master besides what the layers read.
     apart = [s for s in shapes if not s.stored and (not s.hidden or not needs_whole(True) or s.shape in codes_only)]
 

@@ -31,7 +31,9 @@ def reshards(
     checked: CheckedSettings, memory: float, have: int | None, model: nn.Module, blocks: list[nn.Module]
 ) -> bool:
     """`resharded` on the run's mesh. blocks: the layers of `model`. Raises UserError where --reshard_after_forward
-    always cannot be done."""
+    always cannot be done. One process has layers in host memory in place of shards."""
+    if "weights" in checked.offload:
+        return True
     mode, mesh = checked.settings.reshard_after_forward, checked.mesh
     if mode == "always" and mesh.world > 1:
         if mesh.shard == 1:

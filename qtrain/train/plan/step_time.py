@@ -141,12 +141,13 @@ def offload_seconds(
     bandwidth: bytes per second each way; compute: seconds of the step's micro-batches.
 
     States cross the link both ways at once while nothing else runs. Residuals go out during a micro-batch's forward
-    pass and come back during its backward pass, which wait for what takes longer than they do."""
-    states = sum(size for name, size in host.items() if name != "residuals") / bandwidth
+    pass and come back during its backward pass, weights come in both; a pass waits for what takes longer than it."""
     parts = 4 if checkpointing == "full" else 3  # as in `compute_seconds`
-    forward, one_way = compute / micro_batches / parts, host.get("residuals", 0) / bandwidth
-    waits = max(one_way - forward, 0.0) + max(one_way - (parts - 1) * forward, 0.0)
-    return states + micro_batches * waits
+    forward, residuals, weights = compute / micro_batches / parts, host.get("residuals", 0), host.get("weights", 0)
+    states = sum(host.values()) - residuals - weights
+    waits = max(max(residuals, weights) / bandwidth - forward, 0.0)
+    waits += max((residuals + weights) / bandwidth - (parts - 1) * forward, 0.0)
+    return states / bandwidth + micro_batches * waits
 
 
 def exchange_overhead(traffic: Traffic, mesh: Mesh, reshards: bool = False) -> float:

@@ -19,8 +19,8 @@ MicroBatchSize = Annotated[int, Range(0, 10**7)]
 Workers = Annotated[int, Range(0, 1024)]
 NotNegative = Annotated[float, Range(0, 1e30)]
 
-OFFLOAD_NAMES = ("m", "v", "master", "residuals")
-"""What --offload can keep in host memory: states and master weights of the optimizer, activations."""
+OFFLOAD_NAMES = ("m", "v", "master", "residuals", "weights")
+"""What --offload can keep in host memory: states and master weights of the optimizer, activations, frozen layers."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class TrainSettings:
     """GiB of a GPU's memory that the run may take, as if it had no more; None: all."""
     offload: JsonNames = None
     """What to keep in pinned host memory, a JSON list: m, v (the optimizer's moments; a momentum is m) and master (its
-    fp32 weights) pass through the GPU during the optimizer's step; residuals (layers' inputs, kept for backward) come
-    back a layer ahead. None: what --optim_kwargs says."""
+    fp32 weights) pass through the GPU during the optimizer's step; residuals (layers' inputs, kept for backward) and
+    weights (the frozen ones of --lora) come a layer ahead. None: what --optim_kwargs says."""
     compile: bool = False
     """Compile each layer with torch.compile: faster steps after a minute or so of compiling."""
     cuda_graphs: bool = True
