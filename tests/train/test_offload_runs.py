@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+import llm_finetune
 import llm_pretrain
 from qtrain.optim import offload
 from qtrain.optim.elementwise import LowBitOptimizer
 from qtrain.train.settings.exclusions import Options
 from qtrain.train.settings.settings import OFFLOAD_NAMES
 from tests.cases import sampled
-from tests.data.corpora import write_jsonl
+from tests.data.corpora import write_jsonl, write_questions
 from tests.system import call, contents, flags, losses, only_run, write_model
 
 
@@ -46,7 +48,8 @@ def assert_same_run(one: Path, other: Path, steps: int = 5) -> None:
     assert all(torch.equal(saved[key], also[key]) for key in saved)
 
 
-ALL = OFFLOAD_NAMES
+ALL = tuple(name for name in OFFLOAD_NAMES if name != "weights")
+"""Those of a run in which all weights train."""
 CASES = [(dtype, names) for dtype in ("fp32", "bf16") for names in (*((name,) for name in ALL), ALL)]
 SAMPLE = [("fp32", ("residuals",)), ("bf16", ("master",)), ("bf16", ALL)]
 
@@ -66,10 +69,46 @@ def test_it_is_resumed_with_other_parts_there(before, after):
     assert_same_run(whole, rest, steps=2)
 
 
+def tune(name: str, names: tuple[str, ...], **settings) -> Path:
+    """The folder of a finished run of adapters on NF4."""
+    write_questions(Path("questions.jsonl"))
+    data = {"type": "instruct", "dataset": "questions.jsonl", "template": "gsm8k", "tokenizer": "byte"}
+    chosen = {"model": "tiny.json", "pretrained": False, "train_ds": data, "seq_len": 64, "n_steps": 4, "batch_size": 2}
+    chosen |= {"device": "cpu", "runs_dir": name, "lora": {"r": 2, "base": "nf4"}, "dtype": "bf16", "lr": 1e-2}
+    done = call(llm_finetune.main, [*flags(**{**chosen, **settings}), f"--offload={json.dumps(names)}"])
+    assert done.code == 0, done.err
+    return only_run(Path(name), "llm_finetune")
+
+
+def test_adapters_on_weights_in_host_memory_train_resume_and_export_the_same():
+    names = ("weights", "residuals", "m", "v")
+    whole, moved = tune("whole", (), ckpt_interval=2), tune("moved", names, ckpt_interval=2)
+    rest = tune("rest", ("weights",), resume=str(moved / "checkpoints/00000002"))
+    assert_same_run(whole, moved)
+    assert_same_run(whole, rest, steps=2)
+    exported = [load_file(folder / "hf/model.safetensors") for folder in (whole, moved, rest)]
+    for other in exported[1:]:
+        assert other.keys() == exported[0].keys()
+        assert all(torch.equal(other[key], exported[0][key]) for key in other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+def test_on_a_gpu_too_compiled_or_recorded(graphs):
+    """Pinned memory, and streams of their own; of adapters, and of a run in which all weights train."""
+    settings = {"device": "cuda", "compile": True, "cuda_graphs": graphs, "n_steps": 8, "ckpt_interval": 4}
+    settings |= {"activation_checkpointing": "full"}
+    assert_same_run(tune("without", (), **settings), tune("with", ("weights", "residuals", "m"), **settings), steps=9)
+    assert_same_run(run("all", None, **settings), run("moved", ALL, **settings), steps=9)
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ('["mater"]', "--offload: unknown name 'mater'. Did you mean 'master'? Allowed: m, master, residuals, v."),
+        (
+            '["mater"]',
+            "--offload: unknown name 'mater'. Did you mean 'master'? Allowed: m, master, residuals, v, weights.",
+        ),
         ("m", "--offload: not valid JSON"),
         ('{"m":1}', "is not a JSON list of names"),
         ("[1]", "--offload: [1] is not allowed; it must be a list of texts or null."),

@@ -48,7 +48,8 @@ def full_shard_memory(
     layer = trained.bytes / layers if trained.adapters else element * largest_layer
     embedding, head = trained_ends(config, trained)
     head_bytes, untied = low_bit.head or LinearBytes(element), not config.tie_word_embeddings
-    in_full = trained.bytes if trained.adapters else 0  # what trains in layers besides their linears
+    # What trains in layers besides their linears; one process, which has frozen layers in host memory, keeps all of it.
+    in_full = trained.bytes if trained.adapters and share < 1 else 0
     divided = [name for name in layer_linears(config) if share_of(name) is not None]
     masters = weights - in_full - _gathered(config, low_bit, divided)
     masters -= untied * matrix * (element + _in_full(head_bytes))

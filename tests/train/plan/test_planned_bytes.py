@@ -179,3 +179,28 @@ def test_planned_bytes_of_divided_experts_in_fully_sharded_layers(options, ranks
     (planned, _, states, _), weights, of_states = found[0], [row[1] for row in found], [row[3] for row in found]
     assert planned == pytest.approx(max(weights), rel=0.02)
     assert states == pytest.approx(max(of_states), rel=0.01)
+
+
+@pytest.mark.parametrize("lora", [Lora(r=32, base="nf4"), Lora(r=4)], ids=str)
+def test_planned_bytes_of_frozen_layers_in_host_memory(lora):
+    """On one process, of which the device holds the two layers that run, and the host all others besides."""
+    scheme = base_scheme(lora.base, "bf16") if lora.base != "none" else None
+    checked = checked_of(LanguageSettings(batch_size=1, seq_len=8), scheme)
+    checked = replace(checked, reshards=True, offload=frozenset({"weights"}))
+    config = ModelConfig.from_hf(SHAPE | {"num_hidden_layers": 4})
+    trained = only_adapters(config, lora)
+    planned = language_memory(checked, config, linears_of(checked, config), trained)
+    model = build_model(
+        ModelSource("small", SHAPE | {"num_hidden_layers": 4}, "--model"), dtype=torch.bfloat16, lazy=True
+    )
+    quantized = quantize_linears(model, checked.scheme, seed=0, head=model.lm_head, realize=False)
+    add_lora(model, lora, seed=0)
+    units = decoder_units(model)
+    parallel = DataParallel(model, quantized, make_mesh(1, 1, "cpu"), units=units)
+    parallel.gather_units(i for i, unit in enumerate(units) if unit.called in list(model.layers)[:2])
+    codes = chain.from_iterable(m.buffers() for m in model.modules() if isinstance(m, WeightCodes))
+    on_device = held([*(t for p in model.parameters() for t in plain_tensors(p)), *codes])
+    copies = trained.added_bytes(2) - trained.added_bytes(4)  # those of adapters in the model's dtype
+    assert planned.weights - copies == pytest.approx(on_device, rel=0.02)
+    on_host = held(t for sharded in parallel.frozen for t in masters(sharded, stored=True))
+    assert planned.host == {"weights": pytest.approx(on_host, rel=0.01)}

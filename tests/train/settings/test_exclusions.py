@@ -60,6 +60,12 @@ CASES = {
         {"offload": ("residuals",), "model_impl": "hf"},
         {"offload": ("m", "v")},
     ),
+    ("--offload", "weights without --lora"): (FINETUNE, {"offload": ("weights",)}, {"lora": LORA}),
+    ("--offload", "weights of several processes"): (
+        FINETUNE,
+        {"offload": ("weights",), "lora": LORA, "gpus": 2},
+        {"gpus": 1},
+    ),
     ("--offload", "--optim without what it names"): (
         PRETRAIN,
         {"offload": ("m", "v", "master"), "optim": "lion"},
