@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qtrain.core.errors import UserError
-from qtrain.models import RECOMPUTE_MODES, apply_activation_checkpointing, compile_layers, execution
+from qtrain.models import RECOMPUTE_SETS, apply_recompute, compile_layers, execution
 from qtrain.models.native.attention import SequenceInfo
 from tests.models.families import DOC_IDS, batch, drawn, source_of
 
@@ -21,8 +21,8 @@ def gradients(model, doc_ids=None) -> dict[str, torch.Tensor]:
 def test_gradients_are_the_same_bit_for_bit_in_every_mode(name, doc_ids):
     model = drawn(source_of(name))
     expected = gradients(model, doc_ids)
-    for mode in RECOMPUTE_MODES:
-        apply_activation_checkpointing(model, mode)
+    for mode, kinds in RECOMPUTE_SETS.items():
+        apply_recompute(model, kinds)
         found = gradients(model, doc_ids)
         assert all(torch.equal(found[name], expected[name]) for name in expected), mode
 
@@ -34,8 +34,8 @@ def test_each_mode_computes_again_what_it_says():
     cos = sin = torch.ones(24, 1, 4)
     info = SequenceInfo(2, 24, cos, sin)
     calls = {}
-    for mode in RECOMPUTE_MODES:
-        apply_activation_checkpointing(model, mode)
+    for mode, kinds in RECOMPUTE_SETS.items():
+        apply_recompute(model, kinds)
         products = 0
 
         class Count(torch.utils._python_dispatch.TorchDispatchMode):
@@ -83,8 +83,8 @@ def test_selective_is_sound_for_a_custom_autograd_function():
 
     model = swapped()
     expected = gradients(model)
-    for mode in RECOMPUTE_MODES:
-        apply_activation_checkpointing(model, mode)
+    for mode, kinds in RECOMPUTE_SETS.items():
+        apply_recompute(model, kinds)
         found = gradients(model)
         assert all(torch.equal(found[name], expected[name]) for name in expected), mode
 
@@ -97,7 +97,7 @@ def test_compiled_layers_give_the_same_loss_and_gradients(mode):
     torch._dynamo.utils.counters.clear()
     model = drawn(source_of("qwen2"))
     expected = gradients(model)
-    apply_activation_checkpointing(model, mode)
+    apply_recompute(model, RECOMPUTE_SETS[mode])
     compile_layers(model)
     found = gradients(model)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
@@ -106,9 +106,9 @@ def test_compiled_layers_give_the_same_loss_and_gradients(mode):
     assert list(expected) == [name for name, _ in model.named_parameters()]
 
 
-def test_unknown_mode():
-    with pytest.raises(UserError, match=r"--activation_checkpointing.*'selectiv'.*Did you mean 'selective'"):
-        apply_activation_checkpointing(drawn(source_of("llama2")), "selectiv")
+def test_unknown_kind():
+    with pytest.raises(UserError, match=r"--recompute: unknown kind 'atention'. Did you mean 'attention'"):
+        apply_recompute(drawn(source_of("llama2")), ["norm", "atention"])
 
 
 def test_compiled_code_is_cached_apart_for_each_state_of_the_kernels(monkeypatch):

@@ -140,6 +140,8 @@ class Figures:
     """Of each linear, by name, in proportion to its FLOPs."""
     frozen: bool = False
     """Whether the linears have no grad_weight, as under adapters."""
+    again: Mapping[str, float] = field(default_factory=dict)
+    """By kind of work, the share of the forward pass that backward recomputes."""
     moe: bool = False
     memory_on: Callable[[Mesh, bool], dict[str, int]]
     """Bytes per GPU by kind on a mesh, with layers fully sharded or not."""
@@ -188,7 +190,7 @@ def make_plan(
     if settings.world_size is not None:
         samples = geometry.micro_batch_size * geometry.gradient_accumulation * per_sample
         low_bit = any(linear.scheme for linear in linears)
-        work = Work(parameters, seconds, samples, unit, low_bit, figures.moe)
+        work = Work(parameters, seconds, samples, unit, low_bit, figures.moe, figures.again)
         memory_on, traffic = figures.memory_on, figures.traffic()
         world = plan_world(settings, checked.mesh, hardware, work, traffic, memory_on, figures.resharding)
     return Plan(

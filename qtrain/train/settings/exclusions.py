@@ -196,10 +196,17 @@ RUN_EXCLUSIONS = (
     Exclusion("--world_size", "--reshard_after_forward always (timm)",
         lambda o: _timm(o) and o.settings.world_size is not None and o.settings.reshard_after_forward == "always",
         "fully sharded vision models are not planned", "; leave out --reshard_after_forward always"),
+    # ---- recomputation ----
+    Exclusion("--recompute", "--activation_checkpointing",
+        lambda o: o.has("recompute") and o.has("activation_checkpointing"),
+        "--activation_checkpointing {activation_checkpointing} names another set of kinds", "; leave one out"),
+    Exclusion("--recompute", "--model_impl hf", lambda o: o.has("recompute") and _transformers(o),
+        "layers of transformers' own models recompute the sets of --activation_checkpointing only",
+        "; use that, or --model_impl native"),
     # ---- adapters ----
-    Exclusion("--activation_checkpointing", "--lora dropout",
-        lambda o: o.lora and o.lora.dropout and o.settings.activation_checkpointing != "none",
-        "recomputed layers would drop other values", "; set dropout to 0"),
+    *(Exclusion(f"--{name}", "--lora dropout", lambda o, name=name: o.lora and o.lora.dropout and o.has(name),
+          "recomputed layers would drop other values", "; set dropout to 0")
+      for name in ("activation_checkpointing", "recompute")),
     Exclusion("--lora.dropout", "--lora dora", lambda o: o.lora and o.lora.dora and o.lora.dropout,
         "{lora.dropout} does not go with DoRA, which scales the whole sum", "; set 0"),
     Exclusion("--lora.targets", "--model_impl hf", lambda o: o.lora and o.lora.expert_targets and _transformers(o),

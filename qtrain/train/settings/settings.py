@@ -26,7 +26,7 @@ class TrainSettings:
 
     HELP_GROUPS: ClassVar[dict[str, str]] = {
         "model": "model model_impl model_kwargs pretrained lora freeze_embedding_layer doc_mask loss_chunks z_loss "
-        "router_balance_loss router_z_loss router_bias_rate activation_checkpointing ema_decay",
+        "router_balance_loss router_z_loss router_bias_rate activation_checkpointing recompute ema_decay",
         "data": "train_ds seq_len seq_len_multiple augment batch_size micro_batch_size gradient_accumulation "
         "num_workers",
         "quantization": "quantize quantize_kwargs quantize_lm_head quantize_min_size",
@@ -177,6 +177,9 @@ class LanguageSettings(TrainSettings):
 
     model_impl: Literal["native", "hf"] = "native"
     """Implementation of the model; native: qtrain's decoder; hf: transformers' AutoModelForCausalLM."""
+    recompute: tuple[str, ...] = ()
+    """Save memory by recomputing these in the backward pass, a list of norm, swiglu, qkv, attention, ffn and block, in
+    place of a set that --activation_checkpointing names; []: what that says."""
     seq_len: Annotated[int, Range(2, 10**7)] = 2048
     """Tokens per sequence."""
     eval_sequences: Count = 128

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from qtrain.core.errors import UserError
-from qtrain.models import Decoder, ModelConfig, apply_activation_checkpointing
+from qtrain.models import RECOMPUTE_SETS, Decoder, ModelConfig, apply_recompute
 from qtrain.models.native.attention import SequenceInfo
 from qtrain.models.native.rope import rope_tables
 from qtrain.optim import OPTIMIZERS, parameter_groups
@@ -312,7 +312,7 @@ def test_recomputation_gives_the_same_gradients(name):
     for mode in ("none", "selective", "full"):
         model = small_model()
         quantized = swap(model, name, **options)
-        apply_activation_checkpointing(model, mode)
+        apply_recompute(model, RECOMPUTE_SETS[mode])
         ids = torch.randint(0, 60, (2, 17), generator=torch.Generator().manual_seed(0))
         for step in range(2):
             quantized.set_step(step)
