@@ -1,5 +1,6 @@
 """Why a run stops by itself: a non-finite value, or no memory left. One message, no traceback."""
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,29 @@ def _largest_divisor(number: int, at_most: int) -> int:
     return next(d for d in range(at_most, 0, -1) if number % d == 0)
 
 
+def _recompute_advice(settings: Mapping[str, Any]) -> list[str]:
+    """--recompute, where it is given, with more kinds; else the sets that --activation_checkpointing names."""
+    given, named = settings.get("recompute"), settings.get("activation_checkpointing")
+    if not given:
+        rungs = {"selective": "a little slower", "full": "about a quarter slower"}
+        now = list(rungs).index(named) if named in rungs else -1
+        return [
+            f"--activation_checkpointing {name} (now {named}; {cost})"
+            for number, (name, cost) in enumerate(rungs.items())
+            if named is not None and number > now
+        ]
+    if "block" in given:
+        return []
+    more = {("norm", "swiglu"): "a little slower", ("ffn",): "about a sixth slower"}
+    found = {(*given, *(kind for kind in kinds if kind not in given)): cost for kinds, cost in more.items()}
+    found |= {("block",): "about a quarter slower"}
+    return [
+        f"--recompute '{json.dumps(kinds, separators=(',', ':'))}' (now {json.dumps(given)}; {cost})"
+        for kinds, cost in found.items()
+        if kinds != tuple(given)
+    ]
+
+
 def memory_advice(settings: Mapping[str, Any], optimizers: Iterable[str] = ()) -> list[str]:
     """Flags to change when memory runs out, the cheapest first; the global batch stays the same.
 
@@ -89,11 +113,7 @@ def memory_advice(settings: Mapping[str, Any], optimizers: Iterable[str] = ()) -
         accumulation = settings.get("gradient_accumulation", 0) * micro // smaller
         also = f" --gradient_accumulation {accumulation}" if accumulation else ""
         advice.append(f"--micro_batch_size {smaller}{also} (now {micro}; the batch and the result stay the same)")
-    kept = settings.get("activation_checkpointing")
-    if kept == "none":
-        advice.append("--activation_checkpointing selective (now none; a little slower)")
-    if kept in ("none", "selective"):
-        advice.append(f"--activation_checkpointing full (now {kept}; about a quarter slower)")
+    advice += _recompute_advice(settings)
     # As the table of exclusions: not with --tp, --ep, --deterministic or accumulation.
     own, one_pass = settings.get("optim") in names, settings.get("gradient_accumulation") == 1
     parts = settings.get("tp", 1) > 1 or settings.get("ep", 1) > 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from qtrain.core.checks import Range
-from qtrain.core.config import JsonDict
+from qtrain.core.config import JsonDict, JsonNames
 from qtrain.core.errors import UserError
 
 Count = Annotated[int, Range(1)]
@@ -177,9 +177,9 @@ class LanguageSettings(TrainSettings):
 
     model_impl: Literal["native", "hf"] = "native"
     """Implementation of the model; native: qtrain's decoder; hf: transformers' AutoModelForCausalLM."""
-    recompute: tuple[str, ...] = ()
-    """Save memory by recomputing these in the backward pass, a list of norm, swiglu, qkv, attention, ffn and block, in
-    place of a set that --activation_checkpointing names; []: what that says."""
+    recompute: JsonNames = ()
+    """Save memory by recomputing these in the backward pass, a JSON list of norm, swiglu, qkv, attention, ffn and
+    block, such as ["norm","qkv"]; []: those that --activation_checkpointing names."""
     seq_len: Annotated[int, Range(2, 10**7)] = 2048
     """Tokens per sequence."""
     eval_sequences: Count = 128

@@ -58,6 +58,21 @@ def test_the_message_of_a_non_finite_loss_has_step_tensor_and_checkpoint(tmp_pat
     assert "No checkpoint yet" in str(nonfinite(7, "loss", float("inf"), None, None))
 
 
+def test_advice_adds_kinds_to_those_that_are_recomputed():
+    def flags(*kinds: str) -> list[str]:
+        settings = {"activation_checkpointing": "none", "recompute": kinds}
+        return [line.split(" (")[0] for line in memory_advice(settings)]
+
+    block = """--recompute '["block"]'"""
+    assert flags("norm") == [
+        """--recompute '["norm","swiglu"]'""",
+        """--recompute '["norm","ffn"]'""",
+        block,
+    ]
+    assert flags("norm", "swiglu", "ffn") == [block] and flags("block") == []
+    assert flags() == ["--activation_checkpointing selective", "--activation_checkpointing full"]
+
+
 def test_advice_comes_in_order_and_keeps_the_batch():
     settings = {
         "micro_batch_size": 12,
