@@ -75,7 +75,7 @@ def resource_table(settings: ResourceSettings) -> Table:
         "Planned on one GPU",
         "sequences a micro-batch, GiB, tokens/s",
         list(columns.values()),
-        ["s, f: recomputed selectively, in full; o: optimizer states on the host; -: does not fit"],
+        ["norm, ...: recomputed; o: optimizer states on the host; -: does not fit"],
     )
     for model in split_list(settings.models):
         for name in METHODS:
@@ -122,7 +122,9 @@ def _cell(found: tuple[Plan, LanguageSettings] | None) -> Cell:
         return Cell(text="-")
     plan, settings = found
     speed = plan.tokens_per_step / plan.step_seconds
-    marks = {"none": "", "selective": " s", "full": " f"}[settings.activation_checkpointing] + " o" * (plan.host > 0)
+    kinds = settings.recompute
+    marks = f" {'+'.join(kinds)}" if kinds else ""
+    marks += " o" * (plan.host > 0)
     text = f"{plan.geometry.micro_batch_size}{marks}, {plan.memory_taken / GIB:.1f}, {short_number(speed)}"
     return Cell(speed, text=text, details={"gib": plan.memory_taken / GIB, "host_gib": plan.host / GIB})
 

@@ -41,10 +41,11 @@ from qtrain.quant import SCHEMES
 from qtrain.train.assembly.assemble import assemble, build_quantized
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import fit_memory, prepare
-from qtrain.train.log.failures import GIB, is_out_of_memory
+from qtrain.train.log.failures import is_out_of_memory
 from qtrain.train.log.status import three_digits
 from qtrain.train.loop import peak_memory
 from qtrain.train.plan.checked_settings import check_settings
+from qtrain.train.plan.plan import GIB
 from qtrain.train.settings.exclusions import Options, check_exclusions
 from qtrain.train.settings.listing import listing
 from qtrain.train.settings.machine import choose_device

@@ -18,7 +18,7 @@ from qtrain.core.hub import reaching_hub
 from qtrain.models.execution import tag_compile_caches
 from qtrain.models.hf.io import refuse_nonfinite
 from qtrain.models.hf.writing import finish_export, writing_export
-from qtrain.models.native.selective_recompute import selective_contexts
+from qtrain.models.native.recompute import selective_contexts
 
 RESERVED = {
     "pretrained": "--pretrained decides it",
@@ -132,7 +132,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def recompute_blocks(model: nn.Module, mode: str) -> None:
-    """Set what backward recomputes (`RECOMPUTE_MODES`) in each repeated block. UserError if there are none."""
+    """Set what backward recomputes (`recompute.SETS`) in each repeated block. UserError if there are none."""
     if mode == "none":
         return
     blocks = repeated_blocks(model)

@@ -138,10 +138,7 @@ def quantize_swiglu_operands(
         return SwiGLUOperands(
             Operands(QuantizedTensor(codes, scale, rows), QuantizedTensor(codes_t, scale, columns)), dots
         )
-    one_format = rows is not None and columns is not None and columns._replace(granularity=rows.granularity) == rows
-    if delayed is not None or not (
-        one_format and supports_swiglu_dual(rows.fmt, rows.granularity, columns.granularity)
-    ):
+    if not writes_swiglu_codes(scheme, request.name, request.needs):
         t, dots = activation_dots(x, dy, router_dots)
         return SwiGLUOperands(quantize_operands(scheme, t, request), dots)
     codes, scale, codes_t, scale_t, dots = quantize_swiglu(
@@ -151,6 +148,17 @@ def quantize_swiglu_operands(
     return SwiGLUOperands(
         Operands(QuantizedTensor(codes, scale, rows), QuantizedTensor(codes_t, scale_t, columns)), dots
     )
+
+
+def writes_swiglu_codes(scheme: LowBitScheme, name: TensorName, needs: NeedsOperand = BOTH) -> bool:
+    """Whether `quantize_swiglu_operands` quantizes the tensor `name` as it computes it, for both of its GEMMs."""
+    rows, columns = scheme.formats_of(name, needs)
+    if rows is None or columns is None:
+        return False
+    if scheme.amax_history:
+        return rows == columns
+    one_format = columns._replace(granularity=rows.granularity) == rows
+    return one_format and supports_swiglu_dual(rows.fmt, rows.granularity, columns.granularity)
 
 
 def rowwise_swiglu(

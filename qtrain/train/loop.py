@@ -21,12 +21,13 @@ from qtrain.data.batch import TensorBatch
 from qtrain.optim import OPTIMIZERS, LRSchedule
 from qtrain.parallel.sharding.shards import local_tensors
 from qtrain.parallel.sharding.step_sums import Gradients
-from qtrain.train.log.failures import first_nonfinite_tensor, is_out_of_memory, nonfinite, out_of_memory
+from qtrain.train.log.failures import first_nonfinite_tensor, is_out_of_memory, nonfinite
 from qtrain.train.log.metrics import MetricsLog, Throughput, read_metrics
 from qtrain.train.log.profile import StepProfiler
 from qtrain.train.log.report import write_report
 from qtrain.train.log.status import StatusLine
 from qtrain.train.log.trackers import Trackers, open_trackers
+from qtrain.train.plan.out_of_memory import out_of_memory
 from qtrain.train.plan.plan import Plan
 from qtrain.train.settings.settings import TrainSettings
 from qtrain.train.signals import StopSignals

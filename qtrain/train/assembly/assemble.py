@@ -59,7 +59,7 @@ def assemble(
     that it resumes from. Writes nothing. ema_decay: of a moving average of the weights; 0: none. files: those of the
     training data, which are to be the same when the run is resumed."""
     settings, architecture = prepared.settings, prepared.architecture
-    architecture.recompute(model, settings.activation_checkpointing)
+    architecture.recompute(model, settings)
     if settings.compile:
         architecture.compile(model)
     groups = parameter_groups(model, settings.weight_decay)

@@ -11,7 +11,7 @@ from qtrain.core.hardware import Hardware
 from qtrain.models import (
     ModelConfig,
     ModelSource,
-    apply_activation_checkpointing,
+    apply_recompute,
     build_model,
     compile_layers,
     empty_model,
@@ -30,7 +30,8 @@ from qtrain.train.assembly.architecture import Architecture, refuse_absurd
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.language_plan import plan_language_run
 from qtrain.train.plan.plan import Plan
-from qtrain.train.settings.settings import LanguageSettings
+from qtrain.train.settings.recompute import recompute_kinds
+from qtrain.train.settings.settings import LanguageSettings, TrainSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +125,8 @@ class LanguageArchitecture(Architecture):
             model.router_losses.z = settings.router_z_loss
         return model
 
-    def recompute(self, model: nn.Module, mode: str) -> None:
-        apply_activation_checkpointing(model, mode)
+    def recompute(self, model: nn.Module, settings: TrainSettings) -> None:
+        apply_recompute(model, recompute_kinds(settings))
 
     def compile(self, model: nn.Module) -> None:
         compile_layers(model)

@@ -10,22 +10,33 @@ import json
 import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import host_memory
+from qtrain.models.native.loss import chunk_rows
 from qtrain.optim import OPTIMIZERS
 from qtrain.train.plan.checked_settings import CheckedSettings
 from qtrain.train.plan.plan import GIB, Plan
 from qtrain.train.settings.exclusions import Options, check_exclusions
-from qtrain.train.settings.settings import TrainSettings, batch_geometry
+from qtrain.train.settings.recompute import recompute_kinds
+from qtrain.train.settings.settings import LanguageSettings, TrainSettings, batch_geometry
 
 LOSS_CHUNKS = (0, 1, 2, 4, 8, 16, 32)
 FEWEST_ROWS, MOST_ROWS = 512, 131072
 """Tokens of a chunk of the loss at least, of a micro-batch at most: fewer make slow products, more no faster ones."""
-RECOMPUTED = ("none", "selective", "full")
+RECOMPUTED = (
+    (),
+    ("swiglu",),
+    ("norm", "swiglu"),
+    ("norm", "swiglu", "qkv"),
+    ("norm", "ffn"),
+    ("norm", "qkv", "ffn"),
+    ("norm", "qkv", "attention", "ffn"),
+    ("block",),
+)
+"""Sets of kinds of `--recompute`, in the order of the bytes that they leave."""
 LITTLE_FREE = 0.75
 """Of the device's memory: a plan that takes more is not asked whether it could be faster."""
 HOST_SHARE = 0.8
@@ -50,7 +61,7 @@ class Candidate:
         """The flags as a command line has them."""
         words = []
         for name, value in self.flags.items():
-            text = json.dumps(value, separators=(",", ":")) if isinstance(value, dict) else str(value)
+            text = str(value) if isinstance(value, int | str) else json.dumps(value, separators=(",", ":"))
             words += [f"--{name}", shlex.quote(text)]
         return " ".join(words)
 
@@ -58,11 +69,31 @@ class Candidate:
 def candidates(
     checked: CheckedSettings, plan_of: Callable[[CheckedSettings], Plan], *, keep_given: bool = True
 ) -> Iterator[Candidate]:
-    """What the run may be with other settings of memory. keep_given: those that the user has given stay."""
-    for flags in _flags(checked.settings, checked.geometry.world, keep_given):
-        with suppress(UserError):  # of an optimizer without offload, of a flag that excludes another
-            changed = _changed(checked, flags)
-            yield Candidate(changed, flags, plan_of(changed))
+    """What the run may be with other settings of memory, but for those that cannot be the fastest that fits.
+    keep_given: those that the user has given stay."""
+    for group in _groups(checked.settings, checked.geometry.world, keep_given):
+        # The first is the fastest of its group, the last takes least: where that does not fit, none does.
+        ends = [_candidate(checked, flags, plan_of) for flags in (group[0][0], group[-1][-1])]
+        yield from (end for end in ends if end is not None)
+        if ends[0] is None or ends[0].fits or ends[1] is None or not ends[1].fits:
+            continue
+        for by_chunks in group:
+            tried = [_candidate(checked, flags, plan_of) for flags in by_chunks]
+            fitting = [candidate for candidate in tried if candidate is not None and candidate.fits]
+            yield from fitting[:1]  # more chunks only cost more
+            if fitting and fitting[0] is tried[0]:
+                break  # what comes next recomputes more
+
+
+def _candidate(
+    checked: CheckedSettings, flags: Mapping[str, Any], plan_of: Callable[[CheckedSettings], Plan]
+) -> Candidate | None:
+    """None where the flags do not go with the rest: of an optimizer without offload, of one that excludes another."""
+    try:
+        changed = _changed(checked, flags)
+        return Candidate(changed, flags, plan_of(changed))
+    except UserError:
+        return None
 
 
 def fastest(found: Iterator[Candidate] | list[Candidate]) -> Candidate | None:
@@ -118,8 +149,9 @@ def advice(checked: CheckedSettings, plan: Plan, plan_of: Callable[[CheckedSetti
     )
 
 
-def _flags(settings: TrainSettings, world: int, keep_given: bool) -> Iterator[dict[str, Any]]:
-    """Every combination, each by the flags that differ from `settings`."""
+def _groups(settings: TrainSettings, world: int, keep_given: bool) -> Iterator[list[list[dict[str, Any]]]]:
+    """Flags by which settings differ from `settings`: for each micro-batch and place of the optimizer's states a group
+    of what is recomputed, the least first, each with chunks of the loss, the fewest first."""
     rows = getattr(settings, "seq_len", 1)
     given = keep_given and (settings.micro_batch_size or settings.gradient_accumulation)
     # The sum over a micro-batch depends on its size; an optimizer in the backward pass sees one.
@@ -127,24 +159,42 @@ def _flags(settings: TrainSettings, world: int, keep_given: bool) -> Iterator[di
     per_rank = settings.batch_size // world
     sizes = [n for n in range(1, per_rank + 1) if per_rank % n == 0 and (n == 1 or n * rows <= MOST_ROWS)]
     options = settings.optim_kwargs or {}
+
+    def flags(micro: int | None, offload: bool | None, recomputed: Mapping[str, Any], chunks: int) -> dict[str, Any]:
+        found = {**recomputed, "loss_chunks": chunks}
+        if micro is not None:
+            found["micro_batch_size"] = micro
+            found["gradient_accumulation"] = settings.gradient_accumulation and per_rank // micro
+        if offload is not None and offload != options.get("offload", False):
+            found["optim_kwargs"] = {**options, "offload": offload}
+        return {key: value for key, value in found.items() if value != getattr(settings, key, value)}
+
     for micro in [None] if fixed else sizes:
-        for recomputed in _free(RECOMPUTED, settings.activation_checkpointing, keep_given):
-            for offload in (None,) if keep_given and "offload" in options else (False, True):
-                for chunks in _free(LOSS_CHUNKS, getattr(settings, "loss_chunks", 0), keep_given):
-                    if micro is not None and chunks > 1 and micro * rows // chunks < FEWEST_ROWS:
-                        continue
-                    flags = {"activation_checkpointing": recomputed, "loss_chunks": chunks}
-                    if micro is not None:
-                        flags["micro_batch_size"] = micro
-                        flags["gradient_accumulation"] = settings.gradient_accumulation and per_rank // micro
-                    if offload is not None and offload != options.get("offload", False):
-                        flags["optim_kwargs"] = {**options, "offload": offload}
-                    yield {key: value for key, value in flags.items() if value != getattr(settings, key, value)}
+        tokens = (micro or per_rank) * rows
+        for offload in (None,) if keep_given and "offload" in options else (False, True):
+            yield [
+                [flags(micro, offload, recomputed, chunks) for chunks in _chunks(settings, tokens, keep_given)]
+                for recomputed in _recomputed(settings, keep_given)
+            ]
 
 
-def _free(choices: tuple, own: Any, keep_given: bool) -> tuple:
-    """The choices of a flag whose default is the first of them."""
-    return (own,) if keep_given and own != choices[0] else choices
+def _recomputed(settings: TrainSettings, keep_given: bool) -> list[dict[str, Any]]:
+    """The flags of what is recomputed."""
+    kinds = recompute_kinds(settings)
+    if keep_given and kinds:
+        return [{}]
+    if not isinstance(settings, LanguageSettings):
+        return [{"activation_checkpointing": name} for name in ("none", "full")]
+    by_name = {"activation_checkpointing": "none"}  # a set of kinds that has a name is not given twice
+    return [{} if frozenset(chosen) == kinds else {**by_name, "recompute": chosen} for chosen in RECOMPUTED]
+
+
+def _chunks(settings: TrainSettings, tokens: int, keep_given: bool) -> list[int]:
+    own = getattr(settings, "loss_chunks", 0)
+    if not isinstance(settings, LanguageSettings) or (keep_given and own):
+        return [own]
+    numbers = [chunks for chunks in LOSS_CHUNKS if chunks < 2 or tokens // chunks >= FEWEST_ROWS]
+    return sorted(numbers, key=lambda chunks: (-chunk_rows(tokens, chunks, large=True), chunks))
 
 
 def _changed(checked: CheckedSettings, flags: Mapping[str, Any]) -> CheckedSettings:

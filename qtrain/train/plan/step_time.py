@@ -126,12 +126,11 @@ def measured_sol(unit: SampleUnit, parameters: int, *, low_bit: bool, moe: bool 
     return float(fraction), f"measured on one H200, {measured.models} in {scheme}"
 
 
-def compute_seconds(seconds: Mapping[str, float], samples: int, sol: float, checkpointing: str) -> float:
-    """Of one GPU's micro-batches of a step. seconds: shortest time per sample by kind; samples: tokens or images.
-    Full activation checkpointing computes the layers' forward pass, a third of their work, again."""
-    # Forward is one of three equal parts (forward, grad_input, grad_weight); the head is not recomputed.
-    again = sum(s for kind, s in seconds.items() if kind != "head") / 3 if checkpointing == "full" else 0.0
-    return samples * (sum(seconds.values()) + again) / sol
+def compute_seconds(seconds: Mapping[str, float], samples: int, sol: float, again: Mapping[str, float]) -> float:
+    """Of one GPU's micro-batches of a step. seconds: shortest time per sample by kind; samples: tokens or images;
+    again: by kind, the share of the forward pass that backward recomputes."""
+    # Forward is one of three equal parts (forward, grad_input, grad_weight).
+    return samples * sum(s * (1 + again.get(kind, 0.0) / 3) for kind, s in seconds.items()) / sol
 
 
 def exchange_overhead(traffic: Traffic, mesh: Mesh, reshards: bool = False) -> float:

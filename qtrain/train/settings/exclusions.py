@@ -203,10 +203,17 @@ RUN_EXCLUSIONS = (
         "--quantize auto times micro-batches of a size that --fit auto is still to choose", "; name a scheme"),
     Exclusion("--fit", "--model_impl hf", lambda o: o.get("fit") == "auto" and _transformers(o),
         "the plan does not know the memory of transformers' own models", "; use --model_impl native"),
+    # ---- recomputation ----
+    Exclusion("--recompute", "--activation_checkpointing",
+        lambda o: o.has("recompute") and o.has("activation_checkpointing"),
+        "--activation_checkpointing {activation_checkpointing} names another set of kinds", "; leave one out"),
+    Exclusion("--recompute", "--model_impl hf", lambda o: o.has("recompute") and _transformers(o),
+        "layers of transformers' own models recompute the sets of --activation_checkpointing only",
+        "; use that, or --model_impl native"),
     # ---- adapters ----
-    Exclusion("--activation_checkpointing", "--lora dropout",
-        lambda o: o.lora and o.lora.dropout and o.settings.activation_checkpointing != "none",
-        "recomputed layers would drop other values", "; set dropout to 0"),
+    *(Exclusion(f"--{name}", "--lora dropout", lambda o, name=name: o.lora and o.lora.dropout and o.has(name),
+          "recomputed layers would drop other values", "; set dropout to 0")
+      for name in ("activation_checkpointing", "recompute")),
     Exclusion("--lora.dropout", "--lora dora", lambda o: o.lora and o.lora.dora and o.lora.dropout,
         "{lora.dropout} does not go with DoRA, which scales the whole sum", "; set 0"),
     Exclusion("--lora.targets", "--model_impl hf", lambda o: o.lora and o.lora.expert_targets and _transformers(o),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from qtrain.core.checks import Range
-from qtrain.core.config import JsonDict
+from qtrain.core.config import JsonDict, JsonNames
 from qtrain.core.errors import UserError
 
 Count = Annotated[int, Range(1)]
@@ -26,7 +26,7 @@ class TrainSettings:
 
     HELP_GROUPS: ClassVar[dict[str, str]] = {
         "model": "model model_impl model_kwargs pretrained lora freeze_embedding_layer doc_mask loss_chunks z_loss "
-        "router_balance_loss router_z_loss router_bias_rate activation_checkpointing ema_decay",
+        "router_balance_loss router_z_loss router_bias_rate activation_checkpointing recompute ema_decay",
         "data": "train_ds seq_len seq_len_multiple augment batch_size micro_batch_size gradient_accumulation "
         "num_workers",
         "quantization": "quantize quantize_kwargs quantize_lm_head quantize_min_size",
@@ -179,13 +179,16 @@ class LanguageSettings(TrainSettings):
 
     model_impl: Literal["native", "hf"] = "native"
     """Implementation of the model; native: qtrain's decoder; hf: transformers' AutoModelForCausalLM."""
+    recompute: JsonNames = ()
+    """Save memory by recomputing these in the backward pass, a JSON list of norm, swiglu, qkv, attention, ffn and
+    block, such as ["norm","qkv"]; []: those that --activation_checkpointing names."""
     seq_len: Annotated[int, Range(2, 10**7)] = 2048
     """Tokens per sequence."""
     eval_sequences: Count = 128
     """Sequences of --eval_ds per evaluation, the same ones each time."""
     fit: Literal["off", "auto"] = "off"
     """auto: choose what only moves memory, so that a step is the fastest that fits: --micro_batch_size,
-    --loss_chunks, --activation_checkpointing and the optimizer's offload, as far as they are not given."""
+    --loss_chunks, --recompute and the optimizer's offload, as far as they are not given."""
     doc_mask: bool = False
     """Let a token attend only to tokens of its own document, and start each document at position 0; documents end with
     the tokenizer's end token."""

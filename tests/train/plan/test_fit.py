@@ -1,6 +1,7 @@
 """Settings of memory that `--fit auto` chooses: the fastest that fits; what the user has given stays."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
@@ -8,14 +9,15 @@ import pytest
 import llm_pretrain
 from qtrain.core.errors import UserError
 from qtrain.core.hardware import datasheet_hardware
+from qtrain.optim import OPTIMIZERS
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import fit_memory, prepare
 from qtrain.train.plan.checked_settings import CheckedSettings, check_settings
-from qtrain.train.plan.fit import candidates
+from qtrain.train.plan.fit import RECOMPUTED
 from qtrain.train.plan.linears import plan_linears
 from qtrain.train.plan.plan import GIB, Plan
 from qtrain.train.settings.machine import planned_hardware
-from qtrain.train.settings.settings import LanguageSettings
+from qtrain.train.settings.settings import LanguageSettings, batch_geometry
 from tests.data.corpora import write_jsonl
 from tests.system import call, flags
 
@@ -41,9 +43,23 @@ def test_the_choice_is_the_fastest_of_those_that_fit():
     asked = dataclasses.replace(checked, settings=LanguageSettings(**{**OF_7B, **FP8}))
     model, hardware = architecture.empty, planned_hardware(asked.settings, asked.device)
     linears = plan_linears(model, asked.scheme, asked.settings, head=model.lm_head, device=asked.device)
-    others = list(candidates(asked, lambda c: architecture.plan(c, linears, hardware, (), None)))
-    assert len(others) > 100 and any(not other.plan.fits for other in others)
-    assert all(other.plan.step_seconds >= chosen.step_seconds for other in others if other.plan.fits)
+    grid = itertools.product(
+        ({"micro_batch_size": n} for n in (1, 2, 4, 8, 16, 32)),
+        ({"optim_kwargs": {"offload": offload}} for offload in (False, True)),
+        ({"recompute": kinds} for kinds in RECOMPUTED),
+        ({"loss_chunks": chunks} for chunks in (1, 2, 4, 16)),
+    )
+    others = []
+    for first, *more in grid:
+        changed = dataclasses.replace(
+            asked, settings=dataclasses.replace(asked.settings, **first | more[0] | more[1] | more[2])
+        )
+        changed = dataclasses.replace(changed, geometry=batch_geometry(changed.settings))
+        if more[0]["optim_kwargs"]["offload"]:
+            changed = dataclasses.replace(changed, optimizer=OPTIMIZERS.make("adamw", {"offload": True}, ""))
+        others.append(architecture.plan(changed, linears, hardware, (), None))
+    assert any(other.fits for other in others) and any(not other.fits for other in others)
+    assert all(other.step_seconds >= chosen.step_seconds for other in others if other.fits)
 
 
 def test_its_flags_give_the_same_run_without_it():
@@ -51,7 +67,7 @@ def test_its_flags_give_the_same_run_without_it():
     (line,) = [note for note in checked.notes if note.startswith("fit ")]
     changed = {
         name: getattr(checked.settings, name)
-        for name in ("micro_batch_size", "loss_chunks", "activation_checkpointing", "optim_kwargs")
+        for name in ("micro_batch_size", "loss_chunks", "recompute", "optim_kwargs")
     }
     assert f"--micro_batch_size {changed['micro_batch_size']}" in line
     by_hand, _ = fitted(fit="off", memory_limit=60, **changed)
@@ -63,7 +79,8 @@ GIVEN = {
     "micro-batch": {"micro_batch_size": 2},
     "accumulation": {"gradient_accumulation": 256},
     "chunks": {"loss_chunks": 8},
-    "recomputation": {"activation_checkpointing": "full"},
+    "recomputation": {"recompute": ("norm", "qkv")},
+    "recomputation by name": {"activation_checkpointing": "full"},
     "states on the device": {"optim": "adamw_8bit", "optim_kwargs": {"offload": False}},
 }
 

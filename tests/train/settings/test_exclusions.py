@@ -45,9 +45,24 @@ CASES = {
     ),
     ("--fit", "--quantize auto"): (PRETRAIN, {"fit": "auto", "quantize": "auto"}, {"quantize": "int8"}),
     ("--fit", "--model_impl hf"): (PRETRAIN, {"fit": "auto", "model_impl": "hf"}, {"model_impl": "native"}),
+    ("--recompute", "--activation_checkpointing"): (
+        PRETRAIN,
+        {"recompute": ("norm",), "activation_checkpointing": "full"},
+        {"activation_checkpointing": "none"},
+    ),
+    ("--recompute", "--model_impl hf"): (
+        PRETRAIN,
+        {"recompute": ("norm",), "model_impl": "hf"},
+        {"model_impl": "native"},
+    ),
     ("--activation_checkpointing", "--lora dropout"): (
         FINETUNE,
         {"lora": {"dropout": 0.1}, "activation_checkpointing": "full"},
+        {"lora": LORA},
+    ),
+    ("--recompute", "--lora dropout"): (
+        FINETUNE,
+        {"lora": {"dropout": 0.1}, "recompute": ("norm",)},
         {"lora": LORA},
     ),
     ("--lora.dropout", "--lora dora"): (FINETUNE, {"lora": {"dropout": 0.1, "dora": True}}, {"lora": {"dora": True}}),

@@ -3,12 +3,15 @@
 import importlib
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 import qtrain
-from qtrain.models.native.selective_recompute import GEMM_OPERATORS, GROUPED_OPERATORS, keep_products
+from qtrain.models.native.recompute import GEMM_OPERATORS, GROUPED_OPERATORS, Kept, Policy
+
+KEEP, FORWARD = Policy(Kept()), SimpleNamespace(is_recompute=False)
 
 
 def test_selective_keeps_every_product_of_this_project_and_no_quantizer():
@@ -23,12 +26,12 @@ def test_selective_keeps_every_product_of_this_project_and_no_quantizer():
     kept = {
         name
         for name in defined
-        if keep_products(None, getattr(torch.ops.qtrain, name).default, *operands) == CheckpointPolicy.MUST_SAVE
+        if KEEP(FORWARD, getattr(torch.ops.qtrain, name).default, *operands) == CheckpointPolicy.MUST_SAVE
     }
     assert kept == products == {*GEMM_OPERATORS, *GROUPED_OPERATORS}
-    assert keep_products(None, torch.ops.aten.bmm.default) == CheckpointPolicy.MUST_SAVE
-    assert keep_products(None, torch.ops.higher_order.flex_attention) == CheckpointPolicy.MUST_SAVE
-    assert keep_products(None, torch.ops.aten._int_mm.default) == CheckpointPolicy.PREFER_RECOMPUTE
+    assert KEEP(FORWARD, torch.ops.aten.bmm.default) == CheckpointPolicy.MUST_SAVE
+    assert KEEP(FORWARD, torch.ops.higher_order.flex_attention) == CheckpointPolicy.MUST_SAVE
+    assert KEEP(FORWARD, torch.ops.aten._int_mm.default) == CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def test_products_that_sum_over_few_columns_are_computed_again():
@@ -36,8 +39,8 @@ def test_products_that_sum_over_few_columns_are_computed_again():
     mm, grouped = torch.ops.aten.mm.default, torch.ops.qtrain.m_grouped_plain_mm.default
     blocks, starts = torch.empty(1), torch.empty(5)
     for rank, again in ((8, CheckpointPolicy.PREFER_RECOMPUTE), (128, CheckpointPolicy.MUST_SAVE)):
-        assert keep_products(None, mm, torch.empty(128, rank), torch.empty(rank, 256)) == again
-        assert keep_products(None, grouped, torch.empty(128, rank), torch.empty(4 * 256, rank), blocks, starts) == again
-        assert keep_products(None, mm, torch.empty(128, 256), torch.empty(256, rank)) == CheckpointPolicy.MUST_SAVE
+        assert KEEP(FORWARD, mm, torch.empty(128, rank), torch.empty(rank, 256)) == again
+        assert KEEP(FORWARD, grouped, torch.empty(128, rank), torch.empty(4 * 256, rank), blocks, starts) == again
+        assert KEEP(FORWARD, mm, torch.empty(128, 256), torch.empty(256, rank)) == CheckpointPolicy.MUST_SAVE
         of_a = torch.empty(128, 256), torch.empty(4 * rank, 256)
-        assert keep_products(None, grouped, *of_a, blocks, starts) == CheckpointPolicy.MUST_SAVE
+        assert KEEP(FORWARD, grouped, *of_a, blocks, starts) == CheckpointPolicy.MUST_SAVE
