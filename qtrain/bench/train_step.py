@@ -4,9 +4,10 @@ python -m qtrain.bench.train_step --models qwen2.5-0.5b,qwen2.5-1.5b --schemes b
 
 The steps are those of llm_pretrain.py, the same functions in the same order, on random tokens. Each cell runs in its
 own process, so one that runs out of memory does not affect the others. Models and schemes may have their own options:
-any setting of llm_pretrain.py after a model, the scheme's options after a scheme.
+any setting of llm_pretrain.py after a model, --lora too, the scheme's options after a scheme.
 
     --models 'qwen2.5-0.5b,qwen2.5-7b:{"batch_size":64,"micro_batch_size":8}'
+    --models 'qwen2.5-7b:{"lora":{"base":"nf4"},"fit":"auto","memory_limit":24}'
     --models 'qwen2.5-7b:{"gpus":2,"batch_size":256,"micro_batch_size":8,"optim":"adamw_8bit"}'
     --schemes 'bf16,int8,int8:{"stochastic_rounding":true}'
 """
@@ -36,9 +37,10 @@ from qtrain.core.errors import UserError
 from qtrain.core.hardware import describe_hardware
 from qtrain.core.process import run_script
 from qtrain.data.batch import Batch
-from qtrain.models import read_model_source
+from qtrain.models import add_lora, as_lora, read_model_source
 from qtrain.quant import SCHEMES
-from qtrain.train.assembly.assemble import assemble, build_quantized
+from qtrain.quant.schemes.frozen_base import base_scheme
+from qtrain.train.assembly.assemble import assemble, build_quantized, trained_part
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import fit_memory, prepare
 from qtrain.train.log.failures import is_out_of_memory
@@ -73,13 +75,19 @@ def time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, An
 
 
 def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, Any]:
-    # ---- plan, model, quantize, optimizer ----------------------------------------------------------------------------
-    checked = check_settings(settings, "train_step")
+    # ---- plan, model, quantize, adapt, optimizer ---------------------------------------------------------------------
+    lora = as_lora(settings.lora) if isinstance(settings, CellSettings) and settings.lora is not None else None
+    base = base_scheme(lora.base, settings.quantize) if lora is not None and lora.base != "none" else None
+    checked = check_settings(settings, "train_step", base)
     architecture = LanguageArchitecture.of(settings, checked.mesh)
-    prepared = prepare(fit_memory(checked, architecture), architecture, data=())
+    trained = trained_part(architecture.rank_config, lora, False, checked.dtype)
+    prepared = prepare(fit_memory(checked, architecture, trained), architecture, (), trained)
     settings = prepared.settings
     device, geometry, plan = prepared.device, prepared.geometry, prepared.plan
     model, quantized = build_quantized(prepared)
+    build_peak = peak_memory(device)
+    if lora is not None:
+        add_lora(model, lora, settings.seed)
     run = assemble(prepared, model, quantized)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
@@ -118,6 +126,7 @@ def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, A
         "step_ms": 1000 * seconds,
         **plan.efficiency(tok_s),
         "peak_gib": peak_memory(device) / GIB,
+        "build_gib": build_peak / GIB,
         **{f"{kind}_gib": size / GIB for kind, size in memory_in_use(device).items()},
         "planned_gib": sum(plan.memory.values()) / GIB,
         "planned_taken_gib": plan.memory_taken / GIB,
@@ -164,6 +173,14 @@ ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
+class CellSettings(LanguageSettings):
+    """Of one cell of the table."""
+
+    lora: JsonDict = None
+    """Adapters, as --lora of llm_finetune.py; None: everything trains."""
+
+
+@dataclass(frozen=True)
 class TrainStepSettings:
     """Time training steps of models under schemes, on random tokens."""
 
@@ -204,7 +221,7 @@ class TrainStepSettings:
 def main(argv: list[str]) -> None:
     if argv[:1] == [WORKER]:
         cell = parse_json(argv[1], WORKER)
-        settings = LanguageSettings(**check_fields(LanguageSettings, cell["settings"], WORKER))
+        settings = CellSettings(**check_fields(CellSettings, cell["settings"], WORKER))
         # With --gpus this process only starts the ranks; they come here again with WORLD_SIZE set.
         check_gpus(settings.gpus, settings.device)
         launch(settings.gpus)
@@ -232,7 +249,7 @@ def main(argv: list[str]) -> None:
 def cell_values(settings: Any, model_word: str, scheme_word: str, **more: Any) -> dict[str, Any]:
     """Settings of llm_pretrain.py for a model and a scheme, each NAME or NAME:{JSON}: those of `settings` that it has
     too, then `more`, then the model's own. UserError for an unknown model or scheme."""
-    names = {f.name for f in dataclasses.fields(LanguageSettings)}
+    names = {f.name for f in dataclasses.fields(CellSettings)}
     model, options = name_and_options(model_word, "--models")
     scheme, kwargs = name_and_options(scheme_word, "--schemes")
     read_model_source(model, "--models").model_config()
@@ -241,12 +258,12 @@ def cell_values(settings: Any, model_word: str, scheme_word: str, **more: Any) -
     return {**shared, **more, "model": model, "quantize": scheme, "quantize_kwargs": kwargs, **options}
 
 
-def step_cells(settings: TrainStepSettings) -> dict[tuple[str, str], LanguageSettings]:
+def step_cells(settings: TrainStepSettings) -> dict[tuple[str, str], CellSettings]:
     """The settings of each (model, scheme), in order. UserError for whatever can be refused before anything runs."""
     cells = {}
     for words in itertools.product(split_list(settings.models), split_list(settings.schemes)):
         values = cell_values(settings, *words)
-        cell = LanguageSettings(**check_fields(LanguageSettings, values, f"--models ({values['model']})"))
+        cell = CellSettings(**check_fields(CellSettings, values, f"--models ({values['model']})"))
         options = Options(cell)
         _ = options.geometry, options.optimizer  # refuse what their flags cannot be
         check_exclusions(options, option="--optimizer_in_backward")
