@@ -23,6 +23,7 @@ from qtrain.kernels.grouped.token_permutation import TokenPermutation, group_row
 from qtrain.kernels.quantize.gather_rows import gather_rows
 from qtrain.kernels.swiglu.quantize import activation, activation_dots
 from qtrain.quant.arguments import LinearArguments, codes_or, save_operands, saved_operands
+from qtrain.quant.execute import quantize_operands
 from qtrain.quant.experts import expert_arguments
 from qtrain.quant.grouped_linear import GroupedLinear
 from qtrain.quant.linear import LowBitLinear
@@ -105,7 +106,7 @@ def _forward(
 ) -> tuple[Tensor, SavedRows]:
     """The output [R, N] for rows [R, K]."""
     linear, dropout, mask = adapted.linear, adapted.dropout, None
-    y = linear.multiply("output", linear.quantize("x", rows, _ROWS).rows, weight, rows.dtype)
+    y = linear.multiply("output", quantize_operands(rows, linear.request("x", _ROWS)).rows, weight, rows.dtype)
     if adapters is None:
         return y, SavedRows()
     if dropout:
@@ -137,7 +138,7 @@ def _rows_backward(
 ) -> Tensor:
     """The gradient of the rows [R, K]."""
     linear = adapted.linear
-    drows = linear.multiply("grad_input", linear.quantize("dy", dy, _ROWS).rows, weight, dy.dtype)
+    drows = linear.multiply("grad_input", quantize_operands(dy, linear.request("dy", _ROWS)).rows, weight, dy.dtype)
     if adapters is None:
         return drows
     return drows.add_(_dropped(_multiply(drows_a, adapters.a.t(), linear.groups), kept.mask, adapted.dropout))

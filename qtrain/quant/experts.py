@@ -20,6 +20,7 @@ from qtrain.kernels.grouped.permute import combine_rows, route_weight_grad, weig
 from qtrain.kernels.grouped.token_permutation import TokenPermutation, group_rows
 from qtrain.kernels.quantize.gather_rows import GatheredRows, RowIndex
 from qtrain.quant.arguments import LinearArguments, save_operands, saved_operands
+from qtrain.quant.execute import quantize_operands
 from qtrain.quant.gemm_table import Gemm
 from qtrain.quant.grouped_linear import GroupedLinear
 from qtrain.quant.linear import LowBitLinear
@@ -49,7 +50,8 @@ class ExpertsFunction(torch.autograd.Function):
         groups: TokenPermutation = up.groups
         # dh, which the gradient of the weights needs, is computed for that of gate_up.
         needs = NeedsGradient(needs_dx, needs_dup or needs_dweights, needs_ddown)
-        rows = up.quantize("x", GatheredRows(x, RowIndex(groups.token_of_row)), NeedsOperand(True, needs.up))
+        request = up.request("x", NeedsOperand(True, needs.up))
+        rows = quantize_operands(GatheredRows(x, RowIndex(groups.token_of_row)), request)
         y, saved = mlp_forward(rows, w_up, w_down, up, down, needs, x.dtype)
         save_operands(ctx, *saved.operands)
         ctx.mlp, ctx.weights = saved._replace(operands=()), weights

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from qtrain.kernels.optim.update_rules import WeightAmax
 from qtrain.kernels.quantize.column_groups import BlockGroups, equal_groups
-from qtrain.quant.arguments import Exchange, LinearArguments, codes_or, save_operands, saved_operands
+from qtrain.quant.arguments import LinearArguments, codes_or, save_operands, saved_operands
+from qtrain.quant.execute import Exchange, quantize_operands
 from qtrain.quant.grouped_linear import GroupedLinear
 from qtrain.quant.quantizers import ReuseBuffers
 from qtrain.quant.scales import Reduce
@@ -48,7 +49,7 @@ class LowBitLinearFunction(torch.autograd.Function):
     ) -> Tensor:
         needs_dx = grad_enabled and ctx.needs_input_grad[0]
         needs_dw = grad_enabled and ctx.needs_input_grad[1]
-        x_output, x_grad_weight = linear.quantize("x", x, NeedsOperand(True, needs_dw))
+        x_output, x_grad_weight = quantize_operands(x, linear.request("x", NeedsOperand(True, needs_dw)))
         save_operands(
             ctx,
             codes_or(linear.weight.columns, weight) if needs_dx else None,
@@ -64,7 +65,8 @@ class LowBitLinearFunction(torch.autograd.Function):
         needs_dx, needs_dw, needs_dbias = ctx.needs_input_grad[:3]
         dx = dw = dbias = None
         if needs_dx or needs_dw:
-            dy_grad_input, dy_grad_weight = linear.quantize("dy", dy, NeedsOperand(needs_dx, needs_dw))
+            dy_request = linear.request("dy", NeedsOperand(needs_dx, needs_dw))
+            dy_grad_input, dy_grad_weight = quantize_operands(dy, dy_request)
         if needs_dx:
             dx = linear.multiply("grad_input", dy_grad_input, w_grad_input, dy.dtype)
             if exchange is not None:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from qtrain.kernels.quantize.column_groups import NO_GROUPS, BlockGroups
 from qtrain.kernels.quantize.gather_rows import GatheredRows
 from qtrain.kernels.swiglu.quantize import quantize_swiglu_backward, quantize_swiglu_rowwise
-from qtrain.quant.arguments import Exchange, LinearArguments, codes_or, save_operands, saved_operands
-from qtrain.quant.execute import rowwise_swiglu
+from qtrain.quant.arguments import LinearArguments, codes_or, save_operands, saved_operands
+from qtrain.quant.execute import Exchange, quantize_operands, quantize_swiglu_operands, rowwise_swiglu
 from qtrain.quant.linear import LowBitLinear
 from qtrain.quant.tensor_roles import NeedsOperand, RowwiseQuantization, SwiGLUOperands
 from qtrain.tensors.quantized_tensor import Operand, OperandFormat, Operands, QuantizedTensor
@@ -68,7 +68,8 @@ def mlp_forward(
         )
         h_output, h_grad_weight = QuantizedTensor(codes, scale, OperandFormat(fmt, "rowwise")), None
     else:
-        (h_output, h_grad_weight), _ = down.quantize_swiglu("x", gate_up, None, NeedsOperand(True, needs.down))
+        request = down.request("x", NeedsOperand(True, needs.down))
+        (h_output, h_grad_weight), _ = quantize_swiglu_operands(gate_up, None, request)
     operands = (
         gate_up,
         column_amax,
@@ -98,7 +99,8 @@ def mlp_backward(
     (gate_up, column_amax, w_up, x_grad_weight, w_down, h_grad_weight), rowwise, up, down, weight_dtypes = saved
     needs_dh = needs.x or needs.up
     dx = dup = ddown = dots = None
-    dy_grad_input, dy_grad_weight = down.quantize("dy", dy, NeedsOperand(needs_dh, needs.down))
+    dy_request = down.request("dy", NeedsOperand(needs_dh, needs.down))
+    dy_grad_input, dy_grad_weight = quantize_operands(dy, dy_request)
     if needs_dh:
         dh = down.multiply("grad_input", dy_grad_input, w_down, dy.dtype)  # [M, I]
     if rowwise:
@@ -106,8 +108,8 @@ def mlp_backward(
             gate_up, dh, column_amax, rowwise, up.block_groups, router_dots
         )
     elif needs_dh:
-        gradient_needs = NeedsOperand(needs.x, needs.up)
-        (grad_input, grad_weight), dots = up.quantize_swiglu("dy", gate_up, dh, gradient_needs, router_dots)
+        request = up.request("dy", NeedsOperand(needs.x, needs.up))
+        (grad_input, grad_weight), dots = quantize_swiglu_operands(gate_up, dh, request, router_dots)
     if needs.down:
         ddown = down.multiply("grad_weight", dy_grad_weight, h_grad_weight, weight_dtypes[1])
     if needs.x:
@@ -135,7 +137,7 @@ class SwiGLUMLPFunction(torch.autograd.Function):
         grad_enabled: bool,
     ) -> Tensor:
         needs = NeedsGradient(*(grad_enabled and needed for needed in ctx.needs_input_grad[:3]))
-        operands = up.quantize("x", x, NeedsOperand(True, needs.up))
+        operands = quantize_operands(x, up.request("x", NeedsOperand(True, needs.up)))
         y, saved = mlp_forward(operands, w_up, w_down, up, down, needs, x.dtype)
         save_operands(ctx, *saved.operands)
         ctx.mlp = saved._replace(operands=())

@@ -150,7 +150,7 @@ def quantize_weight(request: WeightRequest) -> Operands:
     if rows and columns and columns.sum_dim == 1:
         rounding = scheme.rounding("w", key)
         return Operands(*quantize_dual_layout(w, rows, columns, rounding, scheme.power_of_two, groups, reuse))
-    own_rows, own_columns = quantize_operands(scheme, w, OperandRequest("w", key=key, groups=groups))
+    own_rows, own_columns = quantize_operands(w, OperandRequest(scheme, "w", key=key, groups=groups))
     return Operands(None if own_rows is w else own_rows, None if own_columns is w else own_columns)
 
 
@@ -183,6 +183,6 @@ def quantize_spanning_weights(requests: Sequence[WeightRequest], reduce: Reduce)
             codes = quantize_rows(w, wire, NEAREST, False, scale)
             found.append(operands_of_codes(scheme, codes, w.shape[1]))
             continue
-        rows, columns = operands_under_scale(scheme, w, OperandRequest("w", key=key, groups=groups), scale)
+        rows, columns = operands_under_scale(w, OperandRequest(scheme, "w", key=key, groups=groups), scale)
         found.append(Operands(None if rows is w else rows, None if columns is w else columns))
     return found

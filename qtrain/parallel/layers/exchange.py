@@ -24,12 +24,12 @@ from qtrain.kernels.grouped.token_permutation import TokenPermutation
 from qtrain.kernels.numerics.formats import FORMATS, LINEAR_FORMATS
 from qtrain.kernels.quantize.gather_rows import gather_rows
 from qtrain.quant.arguments import LinearArguments
-from qtrain.quant.execute import OperandRequest, operands_under_scale
+from qtrain.quant.execute import OperandRequest, operands_under_scale, quantize_operands
 from qtrain.quant.quantizers import quantize_columns, quantize_rows
 from qtrain.quant.scales import scale_of_statistic, spanning_scale
 from qtrain.quant.scheme import LowBitScheme
 from qtrain.quant.swap import LinearChoice
-from qtrain.quant.tensor_roles import BOTH, NeedsOperand, TensorName
+from qtrain.quant.tensor_roles import BOTH, NeedsOperand
 from qtrain.tensors.quantized_tensor import OperandFormat, Operands, QuantizedTensor
 
 
@@ -76,13 +76,13 @@ class TokenExchange:
 
     group: RankGroup
 
-    def covers(self, scheme: LowBitScheme, name: TensorName, needs: NeedsOperand) -> bool:
-        return name == "x"
+    def covers(self, request: OperandRequest) -> bool:
+        return request.name == "x"
 
-    def quantize(self, scheme: LowBitScheme, t: Tensor, request: OperandRequest) -> Operands:
+    def quantize(self, t: Tensor, request: OperandRequest) -> Operands:
         """The operands of all ranks' tokens; the second one of this rank's, until `regather`."""
-        rows, columns = scheme.formats_of("x")
-        rounding, power_of_two, group = scheme.rounding("x", request.key), scheme.power_of_two, self.group
+        rows, columns = request.scheme.formats_of("x")
+        rounding, power_of_two, group = request.rounding, request.scheme.power_of_two, self.group
         scale = None
         if "tensorwise" in (rows.granularity, columns.granularity):
             scale = spanning_scale(t, rows, group.all_reduce_max, power_of_two, request.delayed)
@@ -119,14 +119,15 @@ class ScaleExchange:
 
     group: RankGroup
 
-    def covers(self, scheme: LowBitScheme, name: TensorName, needs: NeedsOperand) -> bool:
-        return any(fmt is not None and fmt.granularity == "tensorwise" for fmt in scheme.formats_of(name, needs))
+    def covers(self, request: OperandRequest) -> bool:
+        return any(fmt is not None and fmt.granularity == "tensorwise" for fmt in request.formats)
 
-    def quantize(self, scheme: LowBitScheme, t: Tensor, request: OperandRequest) -> Operands:
-        formats = [fmt for fmt in scheme.formats_of(request.name, request.needs) if fmt is not None]
+    def quantize(self, t: Tensor, request: OperandRequest) -> Operands:
+        formats = [fmt for fmt in request.formats if fmt is not None]
         assert all(fmt.granularity == "tensorwise" for fmt in formats), "other scales beside it"
-        scale = spanning_scale(t, formats[0], self.group.all_reduce_max, scheme.power_of_two, request.delayed)
-        return operands_under_scale(scheme, t, request, scale)
+        power_of_two = request.scheme.power_of_two
+        scale = spanning_scale(t, formats[0], self.group.all_reduce_max, power_of_two, request.delayed)
+        return operands_under_scale(t, request, scale)
 
     def regather(self, saved: QuantizedTensor, rows: int) -> QuantizedTensor:
         return saved
@@ -139,9 +140,10 @@ def quantize_routed(linear: LinearArguments, x: Tensor, needs: NeedsOperand, gro
     """The operands of the rows of `linear.groups`, which are of all ranks' tokens, given this rank's tokens x."""
     scheme, groups = linear.scheme, linear.groups
     if not gathers_routed_codes(scheme, needs):
-        return linear.quantize("x", gather_rows(group.all_gather_no_grad(x), groups.token_of_row), needs)
+        tokens = gather_rows(group.all_gather_no_grad(x), groups.token_of_row)
+        return quantize_operands(tokens, linear.request("x", needs))
     request = linear._replace(groups=None).request("x", NeedsOperand(columns=False))
-    rows = _routed_rows(TokenExchange(group).quantize(scheme, x, request).rows, groups)
+    rows = _routed_rows(TokenExchange(group).quantize(x, request).rows, groups)
     _, columns = scheme.formats_of("x", needs)
     if columns is None:
         return Operands(rows, None)

@@ -28,6 +28,7 @@ from qtrain.models.native.moe import Experts
 from qtrain.parallel.layers import become
 from qtrain.parallel.layers.exchange import ScaleExchange, quantize_routed
 from qtrain.quant.arguments import LinearArguments, save_operands, saved_operands
+from qtrain.quant.execute import quantize_operands
 from qtrain.quant.experts import expert_arguments
 from qtrain.quant.swiglu_mlp import NeedsGradient, mlp_backward, mlp_forward
 from qtrain.quant.tensor_roles import NeedsOperand
@@ -108,7 +109,7 @@ class ParallelExpertsFunction(torch.autograd.Function):
             ctx.batches = _in_order(*routes, count, up, down, group)
             every = group.all_gather_no_grad(x).split(len(x))
             operands = [
-                batch.up.quantize("x", gather_rows(tokens, batch.groups.token_of_row), x_needs)
+                quantize_operands(gather_rows(tokens, batch.groups.token_of_row), batch.up.request("x", x_needs))
                 for batch, tokens in zip(ctx.batches, every, strict=True)
             ]
         else:
