@@ -31,7 +31,7 @@ from qtrain.models.native.mlp import MLP
 from qtrain.models.native.moe import Experts, MoE
 from qtrain.parallel.layers.exchange import describe_inputs, describe_tokens, reduce_statistics
 from qtrain.parallel.layers.experts import EPExperts
-from qtrain.parallel.layers.local_config import check_divisible, check_experts_divisible, local_config
+from qtrain.parallel.layers.local_config import local_config
 from qtrain.parallel.layers.tensor_parallel import (
     TPMLP,
     Stream,
@@ -69,7 +69,8 @@ VOCABULARY_ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class ModelParallel:
-    """How the ranks of a group divide a decoder: with --tp everything in TABLE, with --ep the experts alone."""
+    """How the ranks of a group divide a decoder that `check_mesh` allows: with --tp everything in TABLE, with --ep the
+    experts alone."""
 
     config: ModelConfig
     """Of the full model."""
@@ -77,12 +78,6 @@ class ModelParallel:
     experts_only: bool = False
     sequence: bool = True
     """Whether the residual stream is divided along tokens between the layers' parts (sequence parallelism)."""
-
-    def __post_init__(self) -> None:
-        if self.experts_only:
-            check_experts_divisible(self.config, self.group.ranks, "the model")
-        else:
-            check_divisible(self.config, self.group.ranks, self.sequence)
 
     @cached_property
     def vocabulary(self) -> list[tuple[int, int]]:

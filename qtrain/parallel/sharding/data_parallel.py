@@ -9,6 +9,7 @@ After the optimizer's step every rank gathers the updated weights (`model_weight
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,16 +19,34 @@ from qtrain.comm.wire import gather_rows, maximum_over_ranks
 from qtrain.kernels.optim.sum_of_squares import SumOfSquares
 from qtrain.parallel.mesh import Mesh
 from qtrain.parallel.sharding.checkpoint_layout import DividedState
-from qtrain.parallel.sharding.expert_masters import shard_experts
 from qtrain.parallel.sharding.full_shard import Unit
 from qtrain.parallel.sharding.gradient_wire import GradientWire
 from qtrain.parallel.sharding.gradients import GradientReduction
 from qtrain.parallel.sharding.model_weights import ModelWeights
+from qtrain.parallel.sharding.part_masters import TensorParts, shard_experts
 from qtrain.parallel.sharding.shards import Sharded, by_mesh, shard_frozen, shard_parameters
-from qtrain.parallel.sharding.step_sums import Gradients
-from qtrain.parallel.sharding.tensor_masters import TensorParts
 from qtrain.quant import QuantizedModel
 from qtrain.quant.swap import shared_weights
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What the backward passes of a step produce besides the gradients themselves."""
+
+    loss: float
+    """Mean over the step's trained tokens, without z-loss."""
+    norm: Tensor
+    """L2 norm of all gradients, before clipping; fp32 scalar on the device."""
+    norm_value: float
+    """The same on the host."""
+    tokens: int
+    """Tokens read by all ranks, trained on or not."""
+    stop_signal: int = 0
+    """The number of a signal that some rank has received; 0: none."""
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.norm_value)
 
 
 class DataParallel:
