@@ -41,7 +41,7 @@ class LinearArguments(NamedTuple):
     def multiply(self, gemm: Gemm, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """The product of a GEMM in `dtype`; (a, b) are (x, w), (dy, w) or (dy, x). bias [N] is added to `output`. With
         groups, the rows of each are multiplied with its own matrix of w [groups * N, K], or give that of dw."""
-        fast_accum = applies(self.scheme.fast_accum, gemm)
+        fast_accum = applies(self.scheme.fast_accum, gemm)  # of FP8 only; other products ignore it
         if self.groups is None:
             return gemm_table.multiply(gemm, a, b, dtype, bias, fast_accum=fast_accum)
         return grouped_table.multiply_grouped(gemm, a, b, dtype, self.groups, fast_accum=fast_accum)

@@ -92,10 +92,12 @@ def quantize_operands(t: Tensor | GatheredRows, request: OperandRequest) -> Oper
         return _delayed_operands(t, request)
     rounding, power_of_two = request.rounding, request.scheme.power_of_two
     if rows and columns and columns.sum_dim == 1:
+        # Both layouts from one read of t, where a kernel has it; gathered rows are never in memory then.
         return Operands(*quantize_dual_layout(t, rows, columns, rounding, power_of_two, request.groups))
     t = in_memory(t)
     if columns and columns.sum_dim == 0:  # reads the row codes
         codes = quantize_rows(t, rows or columns, rounding, power_of_two)
+        # The same codes, read along the other dimension and dequantized.
         return Operands(codes, codes.summed_over_rows())
     return Operands(
         quantize_rows(t, rows, rounding, power_of_two) if rows else t,
@@ -106,16 +108,19 @@ def quantize_operands(t: Tensor | GatheredRows, request: OperandRequest) -> Oper
 def _delayed_operands(t: Tensor | GatheredRows, request: OperandRequest) -> Operands:
     """With the tensorwise scale of earlier steps; the absmax of t is recorded for the next ones."""
     (rows, columns), delayed, rounding = request.formats, request.delayed, request.rounding
+    # One format: a delayed scale belongs to the tensor, whichever GEMM reads it.
     power_of_two, fmt, amax = request.scheme.power_of_two, (rows or columns).fmt, None
     if rows and columns:
+        # The absmax comes with the codes, from the same read: the next steps' scale costs no pass of its own.
         x, index = with_index(t)
         codes, codes_t, scale, amax = quantize_dual_delayed(x, fmt, delayed.scale, *rounding, power_of_two, *index)
     else:
         x = in_memory(t)
-        scale = delayed_scale(x, delayed.scale, fmt, power_of_two)
+        scale = delayed_scale(x, delayed.scale, fmt, power_of_two)  # x's own where there is no history yet
         codes = quantize_rows(x, rows, rounding, False, scale).codes if rows else None
         codes_t = quantize_columns(x, columns, rounding, False, scale=scale).codes if columns else None
     if delayed.amax is not None:
+        # NaN where the absmax is not finite: given scales saturate, and an Inf must show in the product.
         scale = record_amax(delayed.amax, absmax(x) if amax is None else amax, scale)
     return Operands(
         QuantizedTensor(codes, scale, rows) if rows else x, QuantizedTensor(codes_t, scale, columns) if columns else x
@@ -165,6 +170,7 @@ def quantize_swiglu_operands(
         return SwiGLUOperands(
             Operands(QuantizedTensor(codes, scale, rows), QuantizedTensor(codes_t, scale, columns)), dots
         )
+    # The fused kernel writes one format in both layouts; granularities may differ.
     one_format = rows is not None and columns is not None and columns._replace(granularity=rows.granularity) == rows
     if delayed is not None or not (
         one_format and supports_swiglu_dual(rows.fmt, rows.granularity, columns.granularity)

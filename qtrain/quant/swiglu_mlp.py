@@ -63,6 +63,7 @@ def mlp_forward(
     column_amax = None
     if rowwise:
         fmt, power_of_two, rounding = rowwise.activation
+        # Row codes [M, I] and the absmax of each column: 4 bytes a column are kept instead of transposed codes.
         codes, scale, column_amax = quantize_swiglu_rowwise(
             gate_up, fmt, rounding.row_key, rounding.role, power_of_two, *(down.block_groups or NO_GROUPS)
         )
@@ -75,7 +76,7 @@ def mlp_forward(
         column_amax,
         codes_or(up.weight.columns, w_up) if needs.x else None,
         x_grad_weight if needs.up else None,
-        codes_or(down.weight.columns, w_down) if needs.x or needs.up else None,
+        codes_or(down.weight.columns, w_down) if needs.x or needs.up else None,  # dh is what both need
         h_grad_weight if needs.down else None,
     )
     y = down.multiply("output", h_output, codes_or(down.weight.rows, w_down), dtype)
@@ -104,6 +105,7 @@ def mlp_backward(
     if needs_dh:
         dh = down.multiply("grad_input", dy_grad_input, w_down, dy.dtype)  # [M, I]
     if rowwise:
+        # One kernel reads gate_up and dh once: dx codes in both layouts, and h's transposed codes from column_amax.
         ((grad_input, grad_weight), dots), h_grad_weight = _rowwise_backward(
             gate_up, dh, column_amax, rowwise, up.block_groups, router_dots
         )
@@ -118,6 +120,7 @@ def mlp_backward(
             dx = up.exchange.reduce_dx(dx)
     if needs.up:
         if up.exchange is not None:
+            # Saved were the codes of this process's tokens alone.
             x_grad_weight = up.exchange.regather(x_grad_weight, dy.shape[0])
         dup = up.multiply("grad_weight", grad_weight, x_grad_weight, weight_dtypes[0])
     return MLPGradients(dx, dup, ddown, dots)

@@ -79,6 +79,7 @@ def wire_format(scheme: LowBitScheme) -> OperandFormat | None:
     if rows is None or columns is None or any(scheme.rounds("w")):
         return None
     group_rows, group_columns = GRANULARITIES[rows.granularity]
+    # A square block has one scale and the same codes in both layouts; two codes a byte cannot be transposed as bytes.
     square = group_rows == group_columns and FORMATS[rows.fmt].packing == 1
     return rows if columns.sum_dim == 0 or (rows == columns and square) else None
 
@@ -122,6 +123,7 @@ def operands_of_codes(scheme: LowBitScheme, codes: QuantizedTensor, in_features:
     columns = scheme.formats_of("w")[1]
     if columns is not None and columns.sum_dim == 0:
         return Operands(codes, codes.summed_over_rows())
+    # One for the tensor, or one a block [N / 128, K / 128]
     scale = codes.scale if codes.scale.ndim == 1 else codes.scale.t()
     return Operands(codes, codes._replace(codes=transpose_8bit(codes.codes), scale=scale))
 
@@ -178,7 +180,7 @@ def quantize_spanning_weights(requests: Sequence[WeightRequest], reduce: Reduce)
         requests, formats, reduce_all(statistics, reduce), strict=True
     ):
         assert not isinstance(w, StoredWeight)
-        scale = scale_of_statistic(statistic, fmt, w.shape, scheme.power_of_two)
+        scale = scale_of_statistic(statistic, fmt, w.shape, scheme.power_of_two)  # the whole weight's, on every process
         if (wire := wire_format(scheme)) is not None:
             codes = quantize_rows(w, wire, NEAREST, False, scale)
             found.append(operands_of_codes(scheme, codes, w.shape[1]))
