@@ -98,9 +98,10 @@ def times_weight(x, weight, PTX: tl.constexpr):
 
 
 @triton.jit
-def load_rows(x_ptr, token_ptr, weight_ptr, row, column, stride, inside_row, inside_column, PTX: tl.constexpr):
-    """Elements, or words of two bf16, of rows `row` [R], gathered unless token_ptr is None, and columns `column` [C];
-    0 outside."""
+def load_rows(x_ptr, index_ptrs, row, column, stride, inside_row, inside_column, PTX: tl.constexpr):
+    """Elements, or words of two bf16, of rows `row` [R] and columns `column` [C]; 0 outside. index_ptrs: a `RowIndex`,
+    by which rows are gathered if it has tokens."""
+    token_ptr, weight_ptr = index_ptrs
     inside_column = inside_column[None, :]
     if token_ptr is None:
         inside = inside_row[:, None] & inside_column
