@@ -78,6 +78,7 @@ class RankGroup:
 
     def all_reduce_fp64(self, x: Tensor) -> Tensor:
         """The sum over the ranks of fp64 values, in their order."""
+        # Gathered, then added: an all-reduce's order depends on the backend, and fp64 sums would differ in a bit.
         return group_gather(x[None], self.name, self.ranks, SCALES).sum(dim=0)
 
     def all_gather_ragged(self, own: Tensor, sizes: list[int], kind: str) -> list[Tensor]:
@@ -120,8 +121,8 @@ def _(x: Tensor, group: str, ranks: int, kind: str) -> Tensor:
 def group_sum(x: Tensor, group: str, ranks: int, kind: str) -> Tensor:
     """The sum over the ranks: each adds a part of the elements, and they gather the parts."""
     flat = x.reshape(-1)
-    padded = torch.nn.functional.pad(flat, (0, -len(flat) % ranks))
-    part = _exchanged_sum(padded, group, ranks, kind)
+    padded = torch.nn.functional.pad(flat, (0, -len(flat) % ranks))  # zeros, cut off again below
+    part = _exchanged_sum(padded, group, ranks, kind)  # [n / ranks], this rank's part
     whole = group_gather(part, group, ranks, kind)
     return whole[: len(flat)].view(x.shape)
 
@@ -135,6 +136,7 @@ def _(x: Tensor, group: str, ranks: int, kind: str) -> Tensor:
 def group_maximum(x: Tensor, group: str, ranks: int) -> Tensor:
     """The maximum over the ranks of values that are not negative: their bits order as they do, NaN above Inf."""
     found = x.clone()
+    # As integers: NCCL's maximum of floats drops NaN.
     dist.all_reduce(found.view(torch.int32), dist.ReduceOp.MAX, group=_GROUPS[group])
     sent[SCALES] += (ranks - 1) * x.numel() * 4
     return found

@@ -71,6 +71,7 @@ class Mesh:
     @property
     def dp_rank(self) -> int:
         """replicate rank * shard + shard rank, which also numbers the micro-batches that are read at once."""
+        # Tensor ranks are neighbors: NVLink carries most bytes.
         return rank() // self.tp if self.device_mesh is not None else 0
 
     @property
@@ -122,7 +123,7 @@ def mesh_shape(dp_replicate: int, dp_shard: int, world: int, tp: int = 1) -> tup
                 f"{flag}: {size} does not divide the {world} process{'es' * (world > 1)} of the run; "
                 f"allowed: {', '.join(str(d) for d in range(1, world + 1) if world % d == 0)}{auto}."
             )
-    data = world // tp
+    data = world // tp  # ranks that read data of their own
     given = {"--dp_replicate": dp_replicate, "--dp_shard": dp_shard} | ({"--tp": tp} if tp > 1 else {})
     product = (dp_replicate or 1) * (dp_shard or 1)
     if data % product or (dp_replicate and dp_shard and product != data):
@@ -143,6 +144,7 @@ def expert_mesh_shape(replicate: int, shard: int, ep: int) -> tuple[int, int]:
         allowed = ", ".join(str(d) for d in range(1, world + 1) if world % d == 0)
         readers = f"{world} processes that read data of their own" if world > 1 else "1 process that reads data"
         raise UserError(f"--ep: {ep} does not divide the {readers}; allowed: {allowed}.")
+    # A group of ranks with all experts lies inside a shard group, or consists of whole ones.
     if shard % ep and ep % shard:
         raise UserError(
             f"--ep: {ep} neither divides the {shard} processes of --dp_shard nor is a multiple of them; choose "
@@ -196,6 +198,7 @@ def _machines(dp_size: int, tp: int, device_type: str) -> Machines | None:
         return None
     (processes,) = per_rank
     ranks = processes // tp
+    # One data rank a machine, one machine, unequal ones, or a tensor group across several: nothing to add first.
     if ranks <= 1 or processes % tp or ranks == dp_size or dp_size % ranks:
         return None
     shape, names = (dp_size // ranks, ranks, tp), ("machine", "neighbor", "part")

@@ -28,6 +28,7 @@ def check_divisible(config: ModelConfig, ranks: int, sequence: bool = True) -> N
         sizes["experts"] = config.moe.experts
     for what, size in sizes.items():
         if size % ranks:
+            # Degrees that divide every size: the first message is the last.
             allowed = [d for d in range(1, 1025) if not any(each % d for each in sizes.values())]
             raise UserError(
                 f"--tp: {ranks} does not divide the model's {what}, {size}; allowed: {', '.join(map(str, allowed))}."
@@ -65,5 +66,6 @@ def _local_experts(config: ModelConfig, ranks: int, micro_batches: int) -> Model
     if ranks == 1 or config.moe is None:
         return config
     own = config.moe.experts // ranks
+    # A token has at most one route to an expert: no more of them than this rank has experts.
     per_token = micro_batches * min(config.moe.per_token, own)
     return dataclasses.replace(config, moe=dataclasses.replace(config.moe, experts=own, per_token=per_token))

@@ -97,11 +97,13 @@ class DividedState:
     def _split(self, entry: str, name: str, unit: int | None, width: int) -> Partition:
         """How a tensor of the parameter `name` is split. width: the length of its rows on this rank."""
         split, ranks = self._splits[name], self._group.ranks
-        if split.dim == 0 or unit == 1:
+        if split.dim == 0 or unit == 1:  # rows are never cut, single elements need no alignment
             return split
         if unit is None or self._shapes[name][1] % unit:
+            # A block is cut between ranks: its scale belongs to a part of it, which no other division has.
             self._inexact.add(entry)
             dim = 0 if unit is None else 1
+            # Parts end to end, as if the blocks were the whole's: right for this --tp, and named as such.
             return Partition.evenly(dim, (width * ranks,), ranks, self._group.rank)
         ranges = tuple((start // unit, stop // unit) for start, stop in split.ranges)
         return dataclasses.replace(split, full=split.full // unit, ranges=ranges)
@@ -133,7 +135,7 @@ class DividedState:
         ranks, parts = self._group.ranks, described["options"].get("parts")
         if not parts or not any(name in self._splits.keys() - self._projections.keys() for name in described["params"]):
             return described
-        parts = [n * ranks if to_whole else n // ranks for n in parts]
+        parts = [n * ranks if to_whole else n // ranks for n in parts]  # rows of q, k, v or of gate, up
         return {**described, "options": {**described["options"], "parts": parts}}
 
     def _keys(self, name: str, key: str, to_whole: bool) -> list[str]:
@@ -203,13 +205,14 @@ def gather_whole_model(model: Decoder, mesh: Mesh) -> nn.Module | None:
     targets = whole.state_dict() if whole is not None else {}
     for name, exported in exported_tensors(model).items():
         splits = [part.partition(name) for part in parts]
-        if splits[0] is None:  # which only rank 0 may have, after full sharding
+        if splits[0] is None:  # which only rank 0 may have, after full sharding  # every rank has all of it
             if whole is not None:
                 targets[name].copy_(exported())
             continue
         own = exported()
         shapes = [[*own.shape[: s.dim], s.length, *own.shape[s.dim + 1 :]] for s in splits]
         sizes = [torch.Size(shape).numel() for shape in shapes]
+        # Flat, because ranks' parts differ in length: rows of the vocabulary do.
         flat = group.all_gather_ragged(own.to(device).contiguous().flatten(), sizes, "exported weights")
         if whole is not None:
             for split, row, shape in zip(splits, flat, shapes, strict=True):

@@ -24,7 +24,7 @@ class TensorParts:
         parameters = [s for group in groups for s in group]
         parts, self._group = model.parts, mesh.tp_group
         splits = {s.name: parts.partition(s.name) for s in parameters}
-        offset = mesh.tp_rank * RANK_RNG_OFFSET
+        offset = mesh.tp_rank * RANK_RNG_OFFSET  # Philox numbers: ranks hold different elements
         self.placements = {
             s.master: Placement(split.full_shape(s.parameter.shape), rng_offset=offset)
             for s in parameters
@@ -41,6 +41,7 @@ class TensorParts:
         """Sum those gradients of a group of which every rank has a term."""
         terms = [p.grad for p in self._terms[index] if p.grad is not None]
         if terms:
+            # Small ones, of norms and routers: one message for all of a group.
             total = self._group.all_reduce_no_grad(torch.cat([g.flatten() for g in terms]), "gradients of norms")
             torch._foreach_copy_([g.view(-1) for g in terms], list(total.split([g.numel() for g in terms])))
         for p in self._zeros[index]:
@@ -69,6 +70,7 @@ def shard_experts(
         stored = isinstance(parameter.data, StoredWeight)  # its update draws bits without regard to the first element
         placement = Placement(
             split.full_shape(parameter.shape),
+            # The first element's number in all experts: a shard draws the bits of the whole parameter.
             split.ranges[0][0] * parameter.shape[1],
             mesh.expert_mesh.tp_rank * RANK_RNG_OFFSET if stored else 0,
         )
