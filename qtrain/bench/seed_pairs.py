@@ -30,12 +30,7 @@ from llm_pretrain import PretrainSettings
 from llm_pretrain import main as pretrain
 from qtrain.bench.arguments import compared_schemes, name_and_options, split_list
 from qtrain.bench.pair_plot import write_plots
-from qtrain.bench.pair_results import (
-    RunResult,
-    data_fingerprint,
-    make_tables,
-    read_results,
-)
+from qtrain.bench.pair_results import RunResult, data_fingerprint, make_tables, read_results
 from qtrain.bench.pair_runs import PairedRun, Progress, train_all
 from qtrain.bench.tables import check_json, write_json
 from qtrain.core.checks import check_fields, user_path

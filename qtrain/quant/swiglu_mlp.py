@@ -162,12 +162,7 @@ def _rowwise(
 
 
 def _rowwise_backward(
-    gate_up: Tensor,
-    dh: Tensor,
-    column_amax: Tensor,
-    rowwise: RowwiseMLP,
-    groups: BlockGroups | None,
-    router_dots: bool,
+    gate_up: Tensor, dh: Tensor, column_amax: Tensor, rowwise: RowwiseMLP, groups: BlockGroups | None, router_dots: bool
 ) -> tuple[SwiGLUOperands, QuantizedTensor]:
     """Operands of the gradient of `gate_up`, and the activation's operand of grad_weight."""
     activation, gradient = rowwise

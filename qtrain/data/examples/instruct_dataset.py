@@ -25,9 +25,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "prompt": _ALPACA.format(", paired with an input that provides further context")
         + "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n",
         "answer": "{output}",
-        "prompt_without": {
-            "input": _ALPACA.format("") + "### Instruction:\n{instruction}\n\n### Response:\n",
-        },
+        "prompt_without": {"input": _ALPACA.format("") + "### Instruction:\n{instruction}\n\n### Response:\n"},
     },
     "gsm8k": {"prompt": "Question: {question}\nAnswer: ", "answer": "{answer}"},
     "metamathqa": {

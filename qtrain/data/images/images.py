@@ -49,11 +49,7 @@ class ImageSet(ABC):
 
 IMAGE_SETS: Registry[ImageSet] = Registry(
     "image dataset type",
-    modules=[
-        "qtrain.data.images.image_rows",
-        "qtrain.data.images.image_wds",
-        "qtrain.data.images.local_images",
-    ],
+    modules=["qtrain.data.images.image_rows", "qtrain.data.images.image_wds", "qtrain.data.images.local_images"],
 )
 
 

@@ -26,10 +26,7 @@ from qtrain.data.tokenizers.sentencepiece_model import convert_sentencepiece
 ALIASES = {
     "llama2": ("NousResearch/Llama-2-7b-hf", "Llama 2's 32,000 pieces, from an ungated mirror"),
     "llama3": ("NousResearch/Meta-Llama-3-8B", "Llama 3's 128,256 pieces, from an ungated mirror"),
-    "mistral": (
-        "mistral-community/Mistral-7B-v0.2",
-        "Mistral 7B's 32,000 pieces, from an ungated mirror",
-    ),
+    "mistral": ("mistral-community/Mistral-7B-v0.2", "Mistral 7B's 32,000 pieces, from an ungated mirror"),
     "qwen2.5": ("Qwen/Qwen2.5-0.5B", "Qwen2.5's 151,665 pieces"),
 }
 

@@ -176,11 +176,7 @@ def launch_blockwise_mm(
 
 # ---- dispatch --------------------------------------------------------------------------------------------------------
 
-_TILINGS = [
-    BlockwiseTiling(128, 64, 4, 3, 2),
-    BlockwiseTiling(64, 128, 4, 3, 2),
-    BlockwiseTiling(128, 128, 8, 3),
-]
+_TILINGS = [BlockwiseTiling(128, 64, 4, 3, 2), BlockwiseTiling(64, 128, 4, 3, 2), BlockwiseTiling(128, 128, 8, 3)]
 Tilings = dict[str, BlockwiseTiling | WgmmaTiling]
 TILINGS: Tilings = {tiling.name: tiling for tiling in _TILINGS}
 ALL_TILINGS: Tilings = {**WGMMA_TILINGS, **TILINGS}

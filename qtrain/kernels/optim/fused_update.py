@@ -171,14 +171,7 @@ def _torch_takes(update: FusedUpdate, slot: Slot, grad: Tensor) -> bool:
 
 
 def _update_ref(
-    rule: str,
-    slot: Slot,
-    grad: Tensor,
-    step: float,
-    hyper: tuple[float, ...],
-    grad_scale: float,
-    key: Tensor,
-    sr: bool,
+    rule: str, slot: Slot, grad: Tensor, step: float, hyper: tuple[float, ...], grad_scale: float, key: Tensor, sr: bool
 ) -> None:
     """One tensor's update by the definition."""
     lr, weight_decay, beta1, beta2, eps = hyper

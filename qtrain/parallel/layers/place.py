@@ -32,15 +32,7 @@ from qtrain.models.native.moe import Experts, MoE
 from qtrain.parallel.layers.exchange import describe_inputs, describe_tokens, reduce_statistics
 from qtrain.parallel.layers.experts import EPExperts
 from qtrain.parallel.layers.local_config import local_config
-from qtrain.parallel.layers.tensor_parallel import (
-    TPMLP,
-    Stream,
-    TPAttention,
-    TPEmbedding,
-    TPMoE,
-    TPOutput,
-    TPRMSNorm,
-)
+from qtrain.parallel.layers.tensor_parallel import TPMLP, Stream, TPAttention, TPEmbedding, TPMoE, TPOutput, TPRMSNorm
 from qtrain.parallel.mesh import Mesh
 from qtrain.quant.swap import LinearChoice, SharedWeight
 from qtrain.tensors.partition import Partition
