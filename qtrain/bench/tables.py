@@ -53,7 +53,7 @@ class Table:
             shown = []
             for column in self.columns:
                 cell = cells.get(column, Cell())
-                if cell.reason is not None and cell.reason not in footnotes:
+                if cell.reason is not None and cell.reason not in footnotes:  # one footnote for each reason
                     footnotes.append(cell.reason)
                 shown.append(cell.shown() if cell.reason is None else f"[{footnotes.index(cell.reason) + 1}]")
             grid.append([name, *shown])

@@ -125,6 +125,7 @@ class ResumableOptimizer(Optimizer):
             for p, index in zip(group["params"], other["params"], strict=True)
         }
         names = {p: f"parameter {index}" for p, index in index_of.items()}
+        # Tensors are replaced, not written: a shallow copy is enough.
         before = dict(self.state)  # restored if a later parameter's state does not fit
         try:
             self.state.clear()

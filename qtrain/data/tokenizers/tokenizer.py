@@ -148,6 +148,7 @@ class FastTokenizer(Tokenizer):
         self.name, self._json, self._config, self._chat_template = name, tokenizer_json, config, chat_template
         self._sentencepiece_model = sentencepiece_model
         self._backend = Backend.from_str(tokenizer_json)
+        # Only where a pattern may backtrack without end: muting takes a lock and a file at every call.
         self._mute = muted_panics if NESTED_QUANTIFIER.search(tokenizer_json) else contextlib.nullcontext
         # A tokenizer.json may carry its model's truncation and padding.
         self._backend.no_truncation()
@@ -200,6 +201,7 @@ def write_hf_files(folder: Path, tokenizer_json: str, config: dict[str, Any], ch
     folder.mkdir(parents=True, exist_ok=True)
     kept = {k: v for k, v in config.items() if k not in ("auto_map", "name_or_path", "tokenizer_file", "backend")}
     kept = {"add_prefix_space": _adds_prefix_space(json.loads(tokenizer_json)), **kept}
+    # A class that runs tokenizer.json as it is.
     kept |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", "utf-8")
