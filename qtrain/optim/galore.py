@@ -91,8 +91,8 @@ class GaLoreOptimizer(MatrixOptimizer):
         wide = gradients.shape[1] < gradients.shape[2]  # the smaller side is projected
         oriented = gradients.mT if wide else gradients  # [B, larger side, smaller side]
         projections = self._projections(group, matrices, oriented)
-        steps = self._adam(group, matrices, oriented @ projections.mT)
-        found = steps.to(oriented.dtype) @ projections
+        steps = self._adam(group, matrices, oriented @ projections.mT)  # [B, larger side, rank]
+        found = steps.to(oriented.dtype) @ projections  # [B, larger side, smaller side]
         return found.mT if wide else found
 
     def _adam(self, group: dict[str, Any], matrices: list[Matrix], gradients: Tensor) -> Tensor:
@@ -157,6 +157,7 @@ class GaLoreOptimizer(MatrixOptimizer):
         (rows, columns), step = gradients.shape[1:], group["steps_done"]
         # A decomposition fails on non-finite values, which an update in the backward pass sees before the run stops.
         norms = torch.linalg.vector_norm(gradients, dim=(1, 2), keepdim=True, dtype=torch.float32)
+        # A whole matrix: its step is skipped by the loop anyway.
         gradients = torch.where(norms.isfinite(), gradients, 0)
         width, sketch = sketch_columns(group["rank"], rows, columns), None
         if group["subspace"] == "randomized":

@@ -83,7 +83,7 @@ def k_grouped_blockwise_mm_ref(
     """A [N, R], B [K, R] -> [E * N, K]: `blockwise_mm_ref` of each group's columns."""
     along, sums = BLOCKS[block_a][1], []
     for e in range(starts.shape[0] - 1):
-        own = [own_columns(t, starts, e) for t in (a, b)]
+        own = [own_columns(t, starts, e) for t in (a, b)]  # [N, rows of e], [K, rows of e]
         scales = [own_columns(t, starts, e, along) for t in (scale_a, scale_b)]
         sums.append(blockwise_mm_ref(*own, *scales, block_a, block_b, out_dtype))
     return torch.cat(sums) if sums else a.new_zeros(0, b.shape[0], dtype=out_dtype)
@@ -115,7 +115,7 @@ def _m_grouped_blockwise_kernel(
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         group = tl.load(group_ptr + row // 128)
         scale_a_row = scale_a_ptr + (row + tl.arange(0, BLOCK_M)) // ROWS_A * a_row_stride
-        scale_b_group = scale_b_ptr + group * b_group_stride
+        scale_b_group = scale_b_ptr + group * b_group_stride  # of this group's matrix: [n / ROWS_B, k / BLOCK_K]
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(0, steps):
             scale_a = tl.load(scale_a_row + step * a_k_stride)
@@ -153,6 +153,7 @@ def _k_grouped_blockwise_kernel(
             start, last = tl.load(starts_ptr + group), tl.load(starts_ptr + group + 1)
             tile_m, tile_n = tile_of(item % tiles, tiles_m, tiles_n, GROUP_M)
             row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
+        # Step: counted over the rows of all groups, as scales are.
         step, rows = start // BLOCK_K, row + tl.arange(0, BLOCK_M)
         scale_a = tl.load(scale_a_ptr + rows // ROWS_A * a_row_stride + step * a_k_stride, rows < n, 0.0)
         scale_b = load_scale_b(scale_b_ptr + step * b_k_stride, column, k, b_row_stride, BLOCK_N, ROWS_B)

@@ -43,7 +43,7 @@ def m_grouped_mm_ref(
 
     def multiply(group: int, rows: slice) -> Tensor:
         scale = scale_a[rows] if scale_a.numel() > 1 else scale_a
-        return scaled_mm_ref(a[rows], w[group], scale, scales[group], out_dtype)
+        return scaled_mm_ref(a[rows], w[group], scale, scales[group], out_dtype)  # [rows of the group, N]
 
     return multiply_rows(multiply, a.new_zeros(a.shape[0], w.shape[1], dtype=out_dtype), starts)
 
@@ -109,13 +109,14 @@ def sums_mm_names(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> list[str]:
 
 
 def _library(a: Tensor, b: Tensor, n: int, k: int, out_dtype: torch.dtype) -> list[str]:
+    # What PyTorch's product supports.
     takes = a.dtype == b.dtype == torch.float8_e4m3fn and out_dtype == torch.bfloat16 and n % 16 == k % 16 == 0
     return ["cublas"] if takes else []
 
 
 def _per_row(scale: Tensor, numel: int) -> Tensor:
     """PyTorch's grouped product takes a scale for each row of each group."""
-    return scale if scale.numel() == numel else scale.expand(numel).contiguous()
+    return scale if scale.numel() == numel else scale.expand(numel).contiguous()  # 4 bytes a row
 
 
 def _run_rows(

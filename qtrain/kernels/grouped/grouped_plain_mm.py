@@ -43,6 +43,7 @@ def m_grouped_plain_mm_ref(a: Tensor, b: Tensor, starts: Tensor) -> Tensor:
 
 def k_grouped_plain_mm_ref(a: Tensor, b: Tensor, starts: Tensor, out_dtype: torch.dtype) -> Tensor:
     """A [N, R], B [K, R] -> [E * N, K]: A · Bᵀ of each group's columns, in out_dtype."""
+    # Fp32 sums of bf16 products are exact products.
     groups, (a, b) = starts.shape[0] - 1, (t.to(out_dtype) for t in (a, b))
     sums = [own_columns(a, starts, e) @ own_columns(b, starts, e).t() for e in range(groups)]
     return torch.cat(sums) if sums else a.new_zeros(0, b.shape[0])
@@ -64,7 +65,7 @@ def _aligned(*operands: Tensor) -> bool:
         and t.dtype == torch.bfloat16
         and t.numel()
         and 1 in t.stride()[-2:]
-        and all(size % 8 == 0 for size in t.shape[-2:])
+        and all(size % 8 == 0 for size in t.shape[-2:])  # 8 bf16 are 16 bytes
         and all(stride == 1 or stride % 8 == 0 for stride in t.stride())
         and t.storage_offset() % 8 == 0
         for t in operands
@@ -95,6 +96,7 @@ def m_grouped_plain_mm(a: Tensor, b: Tensor, group_of_block: Tensor, starts: Ten
     if not _aligned(a, w) or forced() == "ref":
         return m_grouped_plain_mm_ref(a, b, starts)
     arguments = (a, w, group_of_block, starts)
+    # Either layout of w has a fastest kernel of its own.
     key, names = (*a.shape, w.shape[1], groups, b.shape[1] == a.shape[1], w.stride(2)), [*ROWS_TILINGS, "cublas"]
     return _run_rows(choose("m_grouped_plain_mm", key, names, lambda name: _run_rows(name, *arguments)), *arguments)
 
