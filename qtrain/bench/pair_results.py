@@ -189,7 +189,7 @@ def check_variants(runs: Iterable[RunResult], flag: str) -> None:
     """UserError where one name means different settings in runs of one recipe."""
     known: dict[tuple[str, str], RunResult] = {}
     for run in runs:
-        other = known.setdefault((run.recipe_key, run.variant), run)
+        other = known.setdefault((run.recipe_key, run.variant), run)  # the first of that name
         if other.overrides != run.overrides:
             raise UserError(
                 f"{flag}: {run.variant!r} of seed {run.seed} is {json.dumps(run.overrides)}, and of seed {other.seed} "

@@ -171,6 +171,7 @@ def make_runs(settings: SeedPairsSettings, runs_dir: Path) -> list[PairedRun]:
     if not recipe.get("eval_ds"):
         raise UserError(f"--recipe: {settings.recipe} names no validation data (eval_ds), whose loss is compared.")
     variants = chosen_variants(split_list(settings.schemes), read_variants(settings.variants))
+    # One variant can be compared with a reference of other results.
     if len(variants) < 2 and settings.reference in (None, *variants):
         raise UserError(
             f"--schemes: {settings.schemes!r} leaves nothing to compare; name two or more, or the --reference."

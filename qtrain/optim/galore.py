@@ -157,7 +157,6 @@ class GaLoreOptimizer(MatrixOptimizer):
         (rows, columns), step = gradients.shape[1:], group["steps_done"]
         # A decomposition fails on non-finite values, which an update in the backward pass sees before the run stops.
         norms = torch.linalg.vector_norm(gradients, dim=(1, 2), keepdim=True, dtype=torch.float32)
-        # A whole matrix: its step is skipped by the loop anyway.
         gradients = torch.where(norms.isfinite(), gradients, 0)
         width, sketch = sketch_columns(group["rank"], rows, columns), None
         if group["subspace"] == "randomized":

@@ -99,7 +99,7 @@ def _multiply(rows: Tensor, matrices: Tensor, groups: TokenPermutation) -> Tenso
 
 
 def _dropped(rows: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-    return rows if mask is None else rows * mask / (1 - dropout)
+    return rows if mask is None else rows * mask / (1 - dropout)  # the mean of what A reads is unchanged
 
 
 def _forward(

@@ -194,6 +194,7 @@ def rowwise_swiglu(
     A pair of such tensors takes fewer passes in another order (`swiglu_mlp.py`).
     """
     rows, columns = scheme.formats_of(name, needs)
+    # One of both, or two formats: no fused kernel.
     if rows is None or rows != columns or not supports_swiglu_rowwise(rows.fmt, rows.granularity):
         return None
     return RowwiseQuantization(rows.fmt, scheme.power_of_two, scheme.rounding(name, key))

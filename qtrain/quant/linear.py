@@ -142,6 +142,7 @@ class LowBitLinear(nn.Module):
     @torch.no_grad()
     def refresh_spanning(linears: Sequence["LowBitLinear"]) -> None:
         """`refresh` of linears whose scales cover other processes' parts, with one reduction for all."""
+        # Codes of the others come from whoever gathers them.
         linears = [linear for linear in linears if not linear.codes_only]
         if not linears:
             return
@@ -181,7 +182,7 @@ class LowBitLinear(nn.Module):
 
     def mark_fresh(self) -> None:
         """State that the codes were refreshed by other means: by the replay of a recorded `refresh`."""
-        self.weight_codes.version = self.weight._version
+        self.weight_codes.version = self.weight._version  # a replay runs no Python: only the codes are new
 
     # ---- the products ------------------------------------------------------------------------------------------------
 

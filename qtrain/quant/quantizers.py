@@ -98,7 +98,7 @@ def quantize_dual_layout(
     if reuse is not None and rows == columns:
         before, before_t = reuse.operands
         memory = before.codes, before.scale, before_t.codes, before_t.scale
-        codes, scale, codes_t, scale_t = quantize_dual_into(
+        codes, scale, codes_t, scale_t = quantize_dual_into(  # codes [M, K], codes_t [K, M]
             memory, t, rows.fmt, rows.granularity, rounding, power_of_two, *(groups or NO_GROUPS), reuse.amax
         )
         return QuantizedTensor(codes, scale, rows), QuantizedTensor(codes_t, scale_t, columns)

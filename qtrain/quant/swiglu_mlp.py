@@ -143,7 +143,7 @@ class SwiGLUMLPFunction(torch.autograd.Function):
         operands = quantize_operands(x, up.request("x", NeedsOperand(True, needs.up)))
         y, saved = mlp_forward(operands, w_up, w_down, up, down, needs, x.dtype)
         save_operands(ctx, *saved.operands)
-        ctx.mlp = saved._replace(operands=())
+        ctx.mlp = saved._replace(operands=())  # tensors are in save_for_backward alone
         return y
 
     @staticmethod

@@ -39,7 +39,7 @@ class WeightCodes(nn.Module):
         tensors, self._layouts = flatten_operands(operands)
         self._names = [f"{gemm}_{field}" for gemm in ("output", "grad_input") for field in self.FIELDS]
         for name, tensor in zip(self._names, tensors, strict=True):
-            self.register_buffer(name, tensor, persistent=False)
+            self.register_buffer(name, tensor, persistent=False)  # moves with the module, is in no checkpoint
         self.version = version
         """Of the master weight when the codes were computed; a different one means that they are stale."""
 
@@ -160,7 +160,9 @@ def _stored_operands(scheme: LowBitScheme, w: StoredWeight, groups: BlockGroups 
     """The stored codes where a GEMM reads those; else codes of the dequantized weight, to nearest even."""
     rows, columns = scheme.formats_of("w")
     if columns.sum_dim == 0:
+        # The stored codes themselves: no memory of their own.
         return Operands(w.quantized, w.quantized.summed_over_rows())
+    # `output` reads the stored codes; `grad_input` sums along the other dimension, which needs other scales.
     if rows == STORED_FORMATS[w.format]:
         return Operands(w.quantized, quantize_columns(w.dequantize(), columns, NEAREST, False, groups))
     return Operands(*quantize_dual_layout(w.dequantize(), rows, columns, NEAREST, False, groups))
@@ -179,7 +181,7 @@ def quantize_spanning_weights(requests: Sequence[WeightRequest], reduce: Reduce)
     for (scheme, w, key, groups, _), fmt, statistic in zip(
         requests, formats, reduce_all(statistics, reduce), strict=True
     ):
-        assert not isinstance(w, StoredWeight)
+        assert not isinstance(w, StoredWeight)  # its scales are per row or per 128 of one: none spans processes
         scale = scale_of_statistic(statistic, fmt, w.shape, scheme.power_of_two)  # the whole weight's, on every process
         if (wire := wire_format(scheme)) is not None:
             codes = quantize_rows(w, wire, NEAREST, False, scale)

@@ -181,7 +181,7 @@ def transpose_8bit_ref(x: Tensor) -> Tensor:
 def _transpose_8bit_kernel(x_ptr, out_ptr, rows, columns, stride, BLOCK: tl.constexpr):
     # A tile's row is 128 bytes, one cache line, on both sides.
     row = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    # Int64: codes of logits have more than 2**31 elements.
+    # int64: codes of logits may have more than 2**31 elements.
     column = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     tile = tl.load(x_ptr + row[:, None] * stride + column[None, :], inside)

@@ -43,7 +43,6 @@ def m_grouped_plain_mm_ref(a: Tensor, b: Tensor, starts: Tensor) -> Tensor:
 
 def k_grouped_plain_mm_ref(a: Tensor, b: Tensor, starts: Tensor, out_dtype: torch.dtype) -> Tensor:
     """A [N, R], B [K, R] -> [E * N, K]: A · Bᵀ of each group's columns, in out_dtype."""
-    # Fp32 sums of bf16 products are exact products.
     groups, (a, b) = starts.shape[0] - 1, (t.to(out_dtype) for t in (a, b))
     sums = [own_columns(a, starts, e) @ own_columns(b, starts, e).t() for e in range(groups)]
     return torch.cat(sums) if sums else a.new_zeros(0, b.shape[0])

@@ -95,7 +95,7 @@ def _zero_empty_kernel(out_ptr, starts_ptr, numel, BLOCK: tl.constexpr):
         return
     for start in range(tl.program_id(1) * BLOCK, numel, tl.num_programs(1) * BLOCK):
         index = start + tl.arange(0, BLOCK)
-        # Int64: all groups' sums may exceed 2**31 elements.
+        # int64: all groups' sums may exceed 2**31 elements.
         tl.store(out_ptr + group.to(tl.int64) * numel + index, tl.zeros((BLOCK,), tl.float32), index < numel)
 
 

@@ -187,7 +187,7 @@ def _update_ref(
         m = states[0] * beta1 + g * (1 - beta1)
         v = states[1] * beta2 + g * g * (1 - beta2)
         states = [m, v]
-        # Torch's formula, eps outside of the root.
+        # torch's formula, eps outside of the root.
         u = (m / (1 - beta1**step)) / (v.sqrt() / (1 - beta2**step) ** 0.5 + eps)
     elif rule == "lion":
         u = (states[0] * beta1 + g * (1 - beta1)).sign()

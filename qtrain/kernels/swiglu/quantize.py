@@ -59,7 +59,7 @@ def supports_swiglu_rowwise(fmt: str, granularity: str) -> bool:
 def _kernel_takes(x: Tensor, dy: Tensor | None, fmt: str, granularity: str, given: bool = False) -> bool:
     """Whether a fused kernel takes x and dy, contiguous. A tile must not straddle gate and up."""
     width = 16 if granularity == "rowwise" else BLOCK  # columns of a tile that must be of gate, or of up, alone
-    # Bf16, multiples of 16, aligned.
+    # bf16, multiples of 16, aligned.
     takes = all(supports_dual_bf16x2(t, fmt, granularity, given) for t in (x, dy) if t is not None)
     return takes and x.is_cuda and x.numel() > 0 and x.shape[1] % (2 * width) == 0
 

@@ -141,7 +141,7 @@ def _divides_by_rows(p: nn.Parameter, ranks: int) -> bool:
 
 def _row_cuts(p: nn.Parameter, ranks: int) -> list[int]:
     """The first row of every rank, and the number of rows; as torch.chunk and DTensor divide."""
-    rows, per_rank = p.shape[0], -(-p.shape[0] // ranks)
+    rows, per_rank = p.shape[0], -(-p.shape[0] // ranks)  # the last ranks may have fewer, or none
     return [min(rank * per_rank, rows) for rank in range(ranks + 1)]
 
 
