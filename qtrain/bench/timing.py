@@ -81,7 +81,7 @@ def _measure_gpu(calls: _Calls, budget_ms: float) -> Timing:
     count = min(max(int(10 / max(first / 5, 1e-3)), 1), 100)  # about 10 ms; the launch queue holds about 1,000
     wait_s = 3 * count * issue_s / 5  # the CPU may be busy with other programs
     _gpu_batch(calls, count, wait_s)  # raises the clocks
-    repeats = max(5, min(int(budget_ms / max(count * first / 5, 1e-3)), 30))
+    repeats = max(5, min(int(budget_ms / max(count * first / 5, 1e-3)), 30))  # quartiles need a few
     return _timing([_gpu_batch(calls, count, wait_s)[1] / count for _ in range(repeats)], count)
 
 

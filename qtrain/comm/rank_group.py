@@ -95,7 +95,7 @@ def group_gather(x: Tensor, group: str, ranks: int, kind: str) -> Tensor:
     x = x.contiguous()
     received = x.new_empty(ranks * x.shape[0], *x.shape[1:])
     all_gather_single(_bytes(received), _bytes(x), group=_GROUPS[group])
-    sent[kind] += (ranks - 1) * x.numel() * x.element_size()
+    sent[kind] += (ranks - 1) * x.numel() * x.element_size()  # to each other rank
     return received
 
 

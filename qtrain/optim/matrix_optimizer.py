@@ -209,6 +209,7 @@ class MatrixOptimizer(PartitionedOptimizer):
         # Contiguous: transposed directions would be copied one by one by the update.
         updates = iter(self._by_projections(group, trained, gradients).contiguous().unbind(0))
         batch.apply.steps.copy_(group["step"] - 1)  # also right after a resume
+        # Launches only where a value has changed.
         batch.apply.set_hyper(0, {"lr": group["lr"], "weight_decay": group["weight_decay"]})
         batch.apply.step([None if p.grad is None else next(updates) for p in batch.parameters])
 

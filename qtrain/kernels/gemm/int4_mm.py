@@ -103,7 +103,7 @@ def _int4_mm_kernel(
         for start in range(0, width, TILING.block_k):
             a_low, a_high = _times_16(a_desc.load([row, start]), PTX)
             b_low, b_high = _times_16(b_desc.load([column, start]), PTX)
-            total = tl.dot(a_low, b_low.T, total, out_dtype=tl.int32)
+            total = tl.dot(a_low, b_low.T, total, out_dtype=tl.int32)  # int32 [BLOCK_M, BLOCK_N], 256 times the sum
             total = tl.dot(a_high, b_high.T, total, out_dtype=tl.int32)
         total = total >> 8  # both operands were 16 times their codes; exact, the low eight bits are zero
         if epilogue_ptrs[0] is not None:

@@ -62,6 +62,7 @@ def _load_swiglu(gate_ptrs, words, inside, PTX: tl.constexpr):
 def _store_row_dots(dots0, dots1, dots2, dots3, dots_ptr, first, m, block, blocks):
     """Sums `sum_of_pairs` over a block of columns, of the rows first + 4 * i + r in the r-th vector ->
     `router_dots`, fp32 [m, blocks]. All in one store, for which the compiler changes the layout once."""
+    # Row 4 * i + r at 4 * i + r.
     dots = tl.reshape(tl.join(tl.join(dots0, dots2), tl.join(dots1, dots3)), (4 * dots0.shape[0],))
     row = first + tl.arange(0, 4 * dots0.shape[0])
     tl.store(dots_ptr + row.to(tl.int64) * blocks + block, dots, row < m)

@@ -177,6 +177,7 @@ def _in_order(
     for source, (chosen, factors) in enumerate(
         zip(experts.chunk(group.ranks), weights.chunk(group.ranks), strict=True)
     ):
+        # Rows where a process with all experts has them.
         groups = group_rows(chosen, count * group.ranks).part(group.rank * count, count)
         own = [
             linear._replace(groups=groups, exchange=ScaleExchange(group), key=_key_of_source(linear.key, source, group))

@@ -158,7 +158,7 @@ class DataParallel:
         if self.mesh.dp_size > 1:
             # Counts up to 2**53 are exact in fp64, in any order.
             torch.distributed.all_reduce(trained, group=self.mesh.dp_group)
-        return trained.clamp_(min=1).float()
+        return trained.clamp_(min=1).float()  # a step without trained tokens divides by 1, not by 0
 
     def end_backward(self) -> None:
         """The last part of a micro-batch's forward and backward pass, which is recorded with it."""
@@ -214,6 +214,7 @@ class DataParallel:
             for value in per_micro_batch:
                 loss = np.float32(loss + np.float32(value))
         # The first replica's, with all tensor ranks' parts.
+        # Replicas hold the same gradients: counted once.
         copies = [per_rank[: mesh.shard * mesh.tp, len(nll) + 1 + i] for i, (mesh, _) in enumerate(summed)]
         value = math.sqrt(sum(square for first_replica in copies for square in first_replica))
         return Gradients(
