@@ -21,12 +21,14 @@ from qtrain.kernels.gemm.blockwise_mm import (
     Tilings,
     add_block,
     blockwise_mm_ref,
+    check_blocks,
     load_scale_b,
     tilings_for,
 )
 from qtrain.kernels.gemm.blockwise_wgmma import WgmmaGroups, WgmmaTiling, launch_blockwise_wgmma
 from qtrain.kernels.gemm.persistent import tile_of
-from qtrain.kernels.grouped.grouped_mm import check_operands, kernels_take
+from qtrain.kernels.gemm.scaled_mm import check_kinds
+from qtrain.kernels.grouped.grouped_mm import kernels_take
 from qtrain.kernels.grouped.per_group import (
     check_groups,
     empty_rows,
@@ -273,11 +275,6 @@ def _supported(a: Tensor, k: int, n: int, out_dtype: torch.dtype) -> bool:
     return a.is_cuda and kernels_take(a, k, n, out_dtype) and forced() != "ref"
 
 
-def _check_blocks(block_a: str, block_b: str) -> None:
-    if BLOCKS[block_a][1] != BLOCKS[block_b][1]:
-        raise ValueError(f"blocks {block_a} and {block_b} cut K differently")
-
-
 @operator("m_grouped_blockwise_mm", fake=empty_rows)
 def m_grouped_blockwise_mm(
     a: Tensor,
@@ -296,8 +293,8 @@ def m_grouped_blockwise_mm(
     same way. block_a, block_b: "1x128" or "128x128" in any combination, or both "32x32". The rest as for
     `m_grouped_mm`.
     """
-    _check_blocks(block_a, block_b)
-    check_operands(a, b)
+    check_blocks(block_a, block_b)
+    check_kinds(a, b)
     check_groups(a.shape[0], group_of_block)
     a, b, groups = a.contiguous(), b.contiguous(), starts.shape[0] - 1
     by_rows = b.shape[1] == a.shape[1]  # `output` has matrices along rows, `grad_input` along columns
@@ -330,8 +327,8 @@ def k_grouped_blockwise_mm(
 
     scale_a, scale_b: as the quantizers give them for A and B. The rest as for `k_grouped_mm`.
     """
-    _check_blocks(block_a, block_b)
-    check_operands(a, b)
+    check_blocks(block_a, block_b)
+    check_kinds(a, b)
     a, b, groups = a.contiguous(), b.contiguous(), starts.shape[0] - 1
     n, k = a.shape[0], b.shape[0]
     present = a.numel() and b.numel() and groups
