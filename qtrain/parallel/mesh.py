@@ -113,6 +113,11 @@ class Mesh:
         )
 
 
+def divisors(number: int) -> str:
+    """Of a positive number, for messages."""
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+
+
 def mesh_shape(dp_replicate: int, dp_shard: int, world: int, tp: int = 1) -> tuple[int, int]:
     """(replicate, shard) of --dp_replicate and --dp_shard, 0 for whatever the world leaves beside --tp. Raises
     UserError."""
@@ -121,7 +126,7 @@ def mesh_shape(dp_replicate: int, dp_shard: int, world: int, tp: int = 1) -> tup
             auto = "" if flag == "--tp" else ", or 0 for automatic"
             raise UserError(
                 f"{flag}: {size} does not divide the {world} process{'es' * (world > 1)} of the run; "
-                f"allowed: {', '.join(str(d) for d in range(1, world + 1) if world % d == 0)}{auto}."
+                f"allowed: {divisors(world)}{auto}."
             )
     data = world // tp  # ranks that read data of their own
     given = {"--dp_replicate": dp_replicate, "--dp_shard": dp_shard} | ({"--tp": tp} if tp > 1 else {})
@@ -141,9 +146,8 @@ def expert_mesh_shape(replicate: int, shard: int, ep: int) -> tuple[int, int]:
     replicate x shard ranks holds all of them. UserError where groups cross the borders of shard groups."""
     world = replicate * shard
     if world % ep:
-        allowed = ", ".join(str(d) for d in range(1, world + 1) if world % d == 0)
         readers = f"{world} processes that read data of their own" if world > 1 else "1 process that reads data"
-        raise UserError(f"--ep: {ep} does not divide the {readers}; allowed: {allowed}.")
+        raise UserError(f"--ep: {ep} does not divide the {readers}; allowed: {divisors(world)}.")
     # A group of ranks with all experts lies inside a shard group, or consists of whole ones.
     if shard % ep and ep % shard:
         raise UserError(

@@ -4,7 +4,7 @@ import dataclasses
 
 from qtrain.core.errors import UserError
 from qtrain.models.config.model import ModelConfig
-from qtrain.parallel.mesh import Mesh
+from qtrain.parallel.mesh import Mesh, divisors
 
 
 def check_mesh(config: ModelConfig | None, mesh: Mesh, sequence: bool, model: str) -> None:
@@ -42,8 +42,9 @@ def check_experts_divisible(config: ModelConfig | None, ranks: int, model: str) 
     if config is None or not config.moe_layers:
         raise UserError(f"--ep: {ranks}, but {model} is not a mixture of experts; leave it out.")
     if (experts := config.moe.experts) % ranks:
-        allowed = ", ".join(str(d) for d in range(1, experts + 1) if experts % d == 0)
-        raise UserError(f"--ep: {ranks} does not divide the {experts} experts of {model}; allowed: {allowed}.")
+        raise UserError(
+            f"--ep: {ranks} does not divide the {experts} experts of {model}; allowed: {divisors(experts)}."
+        )
 
 
 def local_config(config: ModelConfig, tp: int, ep: int) -> ModelConfig:
