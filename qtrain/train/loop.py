@@ -19,8 +19,8 @@ from qtrain.core.hardware import keep_freed_memory
 from qtrain.core.process import peak_resident_bytes
 from qtrain.data.batch import TensorBatch
 from qtrain.optim import OPTIMIZERS, LRSchedule
+from qtrain.parallel.sharding.data_parallel import Gradients
 from qtrain.parallel.sharding.shards import local_tensors
-from qtrain.parallel.sharding.step_sums import Gradients
 from qtrain.train.log.failures import first_nonfinite_tensor, is_out_of_memory, nonfinite
 from qtrain.train.log.metrics import MetricsLog, Throughput, read_metrics
 from qtrain.train.log.profile import StepProfiler

@@ -45,6 +45,7 @@ class StoredWeightScheme(LowBitScheme):
             return self.low_bit_formats(gemm)
         if gemm == "grad_weight":
             return HIGH_PRECISION
+        # x or dy in high precision; the stored codes are dequantized, along either dimension.
         return None, STORED_FORMATS[self.stored_format]._replace(sum_dim=1 if gemm == "output" else 0)
 
     def refusal(self, in_features: int, out_features: int, device: torch.device) -> str | None:
