@@ -16,7 +16,7 @@ from qtrain.models.native.recompute import (
     Kept,
     LayerRegions,
     Policy,
-    block_contexts,
+    keep_nothing,
 )
 from tests.models.families import drawn, source_of
 
@@ -69,13 +69,14 @@ def test_a_compiler_is_given_a_policy_also_of_a_region_that_keeps_nothing():
     torch._dynamo.reset()
     info = SequenceInfo(1, 8, torch.ones(8, 1, 4), torch.ones(8, 1, 4))
     torch.compile(layer, backend=backend, fullgraph=True)(torch.randn(1, 8, 32), info)
-    assert policies == [block_contexts]
+    assert [policy.args for policy in policies] == [(keep_nothing,)]
 
 
 def test_a_product_is_told_by_what_has_run_before_it():
     """Those of qkv, of o_proj, with adapters too, and of the MLP."""
     aten, x, b = torch.ops.aten, torch.empty(2, 8, 128), torch.empty(128, 128)
-    layer = [aten.mm, aten._scaled_dot_product_flash_attention_for_cpu, aten.mm, aten.mm, aten.add.Tensor, aten.mm]
+    mm, attention = aten.mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default
+    layer = [mm, attention, mm, mm, aten.add.Tensor, mm]
     for again, first, kept in (
         ("qkv", "qkv", [False, True, True, True, False, True]),
         ("attention", "qkv", [True, False, True, True, False, True]),
@@ -85,8 +86,5 @@ def test_a_product_is_told_by_what_has_run_before_it():
         policy = Policy(Kept()._replace(**{again: False}), first)
         for recomputes in (False, True):
             ctx = SimpleNamespace(is_recompute=recomputes)
-            arguments = ((x, x) if op is aten.add.Tensor else (b, b) for op in layer)
-            found = [
-                policy(ctx, getattr(op, "default", op), *given) for op, given in zip(layer, arguments, strict=True)
-            ]
+            found = [policy(ctx, op, *((x, x) if op is aten.add.Tensor else (b, b))) for op in layer]
             assert [one == CheckpointPolicy.MUST_SAVE for one in found] == kept, (again, first)
