@@ -98,12 +98,12 @@ def test_flops_follow_the_designs_formula():
 
 
 def test_what_is_computed_again_of_a_forward_pass():
-    """Shares of the layers' products, by hand of 4 C² + 3 C I with keys as wide as queries, and of attention."""
+    """Shares of the layers' products, and of attention."""
     config = CONFIGS["llama2-1b"]
     c, inner = config.hidden_size, config.intermediate_size
-    layer = 4 * c * c + 3 * c * inner
+    layer = c * (config.qkv_size + config.q_size + 3 * inner)
     assert forward_again(config, frozenset({"norm", "swiglu"})) == {"blocks": 0, "attention": 0}
     found = forward_again(config, frozenset({"qkv", "attention"}))
-    assert found == {"blocks": pytest.approx(3 * c * c / layer), "attention": 1}
+    assert found == {"blocks": pytest.approx(c * config.qkv_size / layer), "attention": 1}
     assert forward_again(config, frozenset({"ffn"}))["blocks"] == pytest.approx(2 * c * inner / layer)
     assert set(forward_again(config, frozenset({"block"})).values()) == {1.0}
