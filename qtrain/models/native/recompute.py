@@ -153,7 +153,7 @@ def keep_nothing(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPoli
 
 
 block_contexts = functools.partial(create_selective_checkpoint_contexts, keep_nothing)
-"""What a compiler is to be given instead of no policy: before torch 2.12 a checkpoint without one does not reach into
+"""What a compiler is to be given instead of no policy: in torch 2.11 a checkpoint without one does not reach into
 autograd functions, as low-bit linears are, so that what their products compute stays in memory (pytorch#177396)."""
 
 

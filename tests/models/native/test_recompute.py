@@ -56,7 +56,7 @@ def test_products_that_sum_over_few_columns_are_computed_again():
 
 
 def test_a_compiler_is_given_a_policy_also_of_a_region_that_keeps_nothing():
-    """Without one, torch before 2.12 does not recompute what autograd functions compute, as low-bit linears are."""
+    """Without one, torch 2.11 does not recompute what autograd functions compute, as low-bit linears are."""
     policies = []
 
     def backend(graph: torch.fx.GraphModule, inputs: object):
