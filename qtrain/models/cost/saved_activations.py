@@ -3,7 +3,8 @@
 Letters: T tokens of a micro-batch, C width, I feed-forward width, Q all query heads, KV all key heads, QKV = Q + 2·KV,
 H query heads, b bytes per element of the model's dtype.
 
-Bytes per token that one layer keeps, by tensor (`saved_per_token`); `again`: recomputed:
+Bytes per token that one layer keeps, by tensor (`saved_per_token`); `again`: recomputed. selective and full: the sets
+of kinds ["norm", "swiglu"] and ["block"]; other sets follow below:
 
                                 none, compiled   none, eager   selective        full
     layer input (residual)      C·b              C·b           C·b              C·b
@@ -30,6 +31,16 @@ sum is recomputed. (***) with QK-norm over all heads together 8 more; the kernel
 compiled column is what PyTorch's min-cut partitioner chooses for this layer's graph: it recomputes elementwise results,
 but keeps what forward has to write out for a matrix product. tests/models/test_memory.py measures what real layers
 keep.
+
+Other kinds (`native/recompute.py`), in the half of the layer that recomputes some, against the column selective:
+
+    qkv            no qkv output
+    attention      no attention output, no logsumexp
+    ffn            no gate_up output, no down output
+    not norm       the norm's output (C·b), 4 bytes of 1/rms. Compiled, a low-bit linear's X is computed again from
+                   after attention, or the layer input, instead. Eager, after attention twice where attention recomputes
+    norm alone     silu(gate)·up too, as one operator computes it: of low-bit linears the codes of down's X, eager those
+                   that forward reads too
 
 A mixture of experts has r rows per token, one for each of its experts and the padding of row groups, and keeps in place
 of the MLP's tensors, with E experts, k of them per token, the width I of an expert and S of the shared ones:

@@ -21,7 +21,7 @@ from qtrain.core.hub import reaching_hub
 from qtrain.models.hf.io import refuse_nonfinite, refuse_tensors, weight_map, weights_folder
 from qtrain.models.hf.source import FIX, ModelSource
 from qtrain.models.native.loss import LossSums, cross_entropy_sums, linear_cross_entropy
-from qtrain.models.native.recompute import SETS, Kinds, selective_contexts
+from qtrain.models.native.recompute import SETS, Kinds, block_contexts, selective_contexts
 from qtrain.models.native.rope import document_positions
 from qtrain.quant.export import exported_tensors
 
@@ -80,9 +80,8 @@ class HfModel(nn.Module):
             return
         if not self.model.supports_gradient_checkpointing:
             raise UserError(f"--activation_checkpointing: {type(self.model).__name__} supports 'none' only.")
-        options: dict[str, Any] = {"use_reentrant": False}
-        if kinds == SETS["selective"]:
-            options["context_fn"] = selective_contexts
+        contexts = block_contexts if "block" in kinds else selective_contexts
+        options: dict[str, Any] = {"use_reentrant": False, "context_fn": contexts}
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
     def save_pretrained(self, folder: Path, max_shard_size: int) -> None:

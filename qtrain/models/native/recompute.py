@@ -147,17 +147,29 @@ selective_contexts = contexts(Kept())
 # ---- a layer's regions -----------------------------------------------------------------------------------------------
 
 
+def keep_nothing(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """The policy of `block`."""
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+block_contexts = functools.partial(create_selective_checkpoint_contexts, keep_nothing)
+"""What a compiler is to be given instead of no policy: in torch 2.11 a checkpoint without one does not reach into
+autograd functions, as low-bit linears are, so that what their products compute stays in memory (pytorch#177396)."""
+
+
 class Region(NamedTuple):
     """A part of a layer whose arguments are kept, and besides them what `context_fn` keeps; None: nothing."""
 
     context_fn: Callable[[], Any] | None = None
+    random: bool = False
+    """Whether it draws random numbers, as dropout does. A layer of the native decoder has none."""
 
-    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return function(*args)
-        options = {} if self.context_fn is None else {"context_fn": self.context_fn}
-        # A layer has no dropout, and so no state of random generators to preserve.
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **options)
+            return function(*args, **kwargs)
+        context_fn = self.context_fn or (block_contexts if torch.compiler.is_compiling() else None)
+        options = {} if context_fn is None else {"context_fn": context_fn}
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=self.random, **options, **kwargs)
 
 
 def run(function: Callable[..., Any], *args: Any) -> Any:

@@ -9,7 +9,16 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 import qtrain
-from qtrain.models.native.recompute import GEMM_OPERATORS, GROUPED_OPERATORS, Kept, Policy
+from qtrain.models.native.attention import SequenceInfo
+from qtrain.models.native.recompute import (
+    GEMM_OPERATORS,
+    GROUPED_OPERATORS,
+    Kept,
+    LayerRegions,
+    Policy,
+    keep_nothing,
+)
+from tests.models.families import drawn, source_of
 
 KEEP, FORWARD = Policy(Kept()), SimpleNamespace(is_recompute=False)
 
@@ -44,3 +53,38 @@ def test_products_that_sum_over_few_columns_are_computed_again():
         assert KEEP(FORWARD, mm, torch.empty(128, 256), torch.empty(256, rank)) == CheckpointPolicy.MUST_SAVE
         of_a = torch.empty(128, 256), torch.empty(4 * rank, 256)
         assert KEEP(FORWARD, grouped, *of_a, blocks, starts) == CheckpointPolicy.MUST_SAVE
+
+
+def test_a_compiler_is_given_a_policy_also_of_a_region_that_keeps_nothing():
+    """Without one, torch 2.11 does not recompute what autograd functions compute, as low-bit linears are."""
+    policies = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object):
+        regions = [module for module in graph.children() if isinstance(module, torch.fx.GraphModule)]
+        policies.extend(region.meta.get("_checkpoint_context_fn") for region in regions)
+        return graph.forward
+
+    layer = drawn(source_of("llama2")).layers[0]
+    layer.regions = LayerRegions.of(frozenset({"block"}))
+    torch._dynamo.reset()
+    info = SequenceInfo(1, 8, torch.ones(8, 1, 4), torch.ones(8, 1, 4))
+    torch.compile(layer, backend=backend, fullgraph=True)(torch.randn(1, 8, 32), info)
+    assert [policy.args for policy in policies] == [(keep_nothing,)]
+
+
+def test_a_product_is_told_by_what_has_run_before_it():
+    """Those of qkv, of o_proj, with adapters too, and of the MLP."""
+    aten, x, b = torch.ops.aten, torch.empty(2, 8, 128), torch.empty(128, 128)
+    mm, attention = aten.mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default
+    layer = [mm, attention, mm, mm, aten.add.Tensor, mm]
+    for again, first, kept in (
+        ("qkv", "qkv", [False, True, True, True, False, True]),
+        ("attention", "qkv", [True, False, True, True, False, True]),
+        ("ffn", "qkv", [True, True, True, True, False, False]),
+        ("ffn", "ffn", [False, True, False, False, False, False]),
+    ):
+        policy = Policy(Kept()._replace(**{again: False}), first)
+        for recomputes in (False, True):
+            ctx = SimpleNamespace(is_recompute=recomputes)
+            found = [policy(ctx, op, *((x, x) if op is aten.add.Tensor else (b, b))) for op in layer]
+            assert [one == CheckpointPolicy.MUST_SAVE for one in found] == kept, (again, first)
