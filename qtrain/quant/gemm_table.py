@@ -17,8 +17,9 @@ from qtrain.kernels.gemm.int4_mm import scaled_int4_mm
 from qtrain.kernels.gemm.scaled_mm import scaled_mm
 from qtrain.kernels.numerics.formats import FORMATS
 from qtrain.kernels.quantize.mx import mx_mm
+from qtrain.kernels.quantize.nf4_to_8bit import nf4_to_8bit
 from qtrain.quant.tensor_roles import Gemm
-from qtrain.tensors.quantized_tensor import Operand, QuantizedTensor
+from qtrain.tensors.quantized_tensor import Operand, OperandFormat, QuantizedTensor
 from qtrain.tensors.stored_weight import read_again
 
 T = TypeVar("T")
@@ -92,6 +93,8 @@ def multiply(
 ) -> Tensor:
     """The product of `gemm` in dtype; (a, b) are (x, w), (dy, w) or (dy, x). bias [N] is added to `output`."""
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
+        if b.format.fmt == "nf4":
+            b = _nf4_in_8_bits(gemm, a, b)
         key = a.format.fmt, a.format.granularity, b.format.fmt, b.format.granularity
         return PRODUCTS[key](a, b, dtype, bias, fast_accum)
     # dy in high precision, w stored in low bits.
@@ -101,6 +104,12 @@ def multiply(
     if gemm == "output":
         return F.linear(a, b, bias)  # [M, K] · [N, K]ᵀ
     return a @ b if gemm == "grad_input" else a.t() @ b  # [M, N] · [N, K], or [M, N]ᵀ · [M, K]
+
+
+def _nf4_in_8_bits(gemm: Gemm, a: QuantizedTensor, w: QuantizedTensor) -> QuantizedTensor:
+    """The codes of w in a's format, K-major, of which this product alone has use: w is frozen, and stays in 4 bits."""
+    codes, scale = nf4_to_8bit(w.codes, w.scale, 2 * w.codes.shape[1], a.format.fmt, gemm == "grad_input")
+    return QuantizedTensor(codes, scale, OperandFormat(a.format.fmt, "rowwise"))
 
 
 def _read_after(dy: Tensor, w: QuantizedTensor) -> QuantizedTensor:

@@ -40,6 +40,10 @@ class Scheme(ABC):
         """The scheme of a linear of this shape; head: of a model's output head."""
         return self
 
+    def for_experts(self) -> "Scheme":
+        """The scheme of a linear that holds the matrices of several experts."""
+        return self
+
 
 class LowBitScheme(Scheme):
     """A scheme that swaps linears, given by `low_bit_formats`. A subclass is a frozen dataclass."""

@@ -334,10 +334,7 @@ def _backward_bytes(
     if not rows:
         in_attention -= (3 * inner + c) * element
     in_layer = tokens * (2 * c * element + max(in_mlp, in_attention) + recomputed)
-    dequantized = [name for name, linear in low_bit.layer.items() if linear.dequantized]
-    in_layer += max(
-        (n.weights * element for name, n in layer_linears(config).items() if name in dequantized), default=0
-    )
+    in_layer += max(n.weights * low_bit.layer[name].temporary for name, n in layer_linears(config).items())
     in_head = tokens * c * (2 * element + 4) + head * (_head_gradient_element(step, low_bit) + element)
     return in_layer, in_head
 

@@ -78,14 +78,15 @@ class LinearBytes:
     """Bytes per element of a linear: of its weight, of the low-bit codes beside it, and of the codes of its input that
     backward keeps instead of the input (None: the input itself).
 
-    dequantized: the whole weight is dequantized while it is read. codes_only: codes are all that is read; where masters
-    are sharded, there is no full weight. wire: of the codes that ranks exchange in its place; 0: the weight itself.
+    temporary: of the whole weight while it is read, dequantized or in the codes of one product. codes_only: codes are
+    all that is read; where masters are sharded, there is no full weight. wire: of the codes that ranks exchange in its
+    place; 0: the weight itself.
     """
 
     weight: float
     codes: float = 0.0
     kept_input: float | None = None
-    dequantized: bool = False
+    temporary: float = 0.0
     codes_only: bool = False
     wire: float = 0.0
 

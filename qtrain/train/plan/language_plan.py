@@ -324,12 +324,14 @@ def _linear_bytes(scheme: LowBitScheme | None, element: int, adapted: bool, in_f
         return LinearBytes(element)
     kept = kept_input_bytes(scheme, element)
     wire = wire_format(scheme)
-    of_w = [scheme.operand_formats(gemm) for gemm in ("output", "grad_input")]
+    operands = [scheme.operand_formats(gemm) for gemm in ("output", "grad_input")]
+    # Dequantized for a product in high precision; NF4 becomes the codes of one in 8 bits.
+    read = [element if other is None else float(w.fmt == "nf4") for other, w in operands if w is not None]
     return LinearBytes(
         weight=weight_bytes(scheme, element),
         codes=code_bytes(scheme),
         kept_input=None if adapted or kept == element else kept,
         codes_only=reads_codes_only(scheme) and not in_full,
         wire=wire.bytes_per_element if wire and reads_codes_only(scheme) else 0.0,
-        dequantized=any(other is None and w is not None for other, w in of_w),
+        temporary=max(read, default=0.0),
     )

@@ -69,6 +69,11 @@ CASES = {
     ("--lora.targets", "--model_impl hf"): (FINETUNE, {"lora": EXPERTS, "model_impl": "hf"}, {"model_impl": "native"}),
     ("--lora.targets", "--lora dora"): (FINETUNE, {"lora": {**EXPERTS, "dora": True}}, {"lora": EXPERTS}),
     ("--quantize", "--lora dora"): (FINETUNE, {"lora": {"dora": True}, "quantize": "int8"}, {"quantize": "bf16"}),
+    ("--quantize_kwargs", "--lora base"): (
+        FINETUNE,
+        {"lora": {"base": "nf4"}, "quantize": "int8", "quantize_kwargs": {"power_of_two": True}},
+        {"lora": LORA},
+    ),
     ("--lora.merge", "--no_pretrained"): (
         FINETUNE,
         {"lora": {"base": "nf4", "merge": "original"}, "pretrained": False},
