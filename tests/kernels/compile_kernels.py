@@ -47,6 +47,7 @@ from qtrain.kernels.quantize.dual_bf16x2 import BLOCK_PAIRS, PAIRS, launch_dual_
 from qtrain.kernels.quantize.gather_rows import RowIndex, launch_gather_rows
 from qtrain.kernels.quantize.mx import launch_quantize_mx
 from qtrain.kernels.quantize.nf4 import launch_dequantize_nf4, nf4_table
+from qtrain.kernels.quantize.nf4_to_8bit import launch_nf4_to_8bit
 from qtrain.kernels.quantize.rowwise import launch_rowwise, launch_rowwise_bf16x2
 from qtrain.kernels.quantize.tiled import launch_tiled
 from qtrain.kernels.swiglu.backward import launch_quantize_swiglu_backward
@@ -125,6 +126,11 @@ def quantizers() -> Iterator[Case]:
                     c, zeros(64, 8, dtype=FP32), nf4_table("cpu"), k, d
                 ),
             )
+            for transposed in (False, True):
+                yield (
+                    k == 500 and dtype is BF16,
+                    lambda c=codes, k=k, t=transposed: launch_nf4_to_8bit(c, zeros(64, 8, dtype=FP32), k, "e4m3", t),
+                )
         yield (
             dtype is BF16,
             lambda d=dtype: launch_delayed_scale(zeros(64, 512, dtype=d), zeros(1, dtype=FP32), "e4m3", True),

@@ -25,8 +25,8 @@ class TrainSettings:
     """Settings of any training run."""
 
     HELP_GROUPS: ClassVar[dict[str, str]] = {
-        "model": "model model_impl model_kwargs pretrained lora freeze_embedding_layer doc_mask loss_chunks z_loss "
-        "router_balance_loss router_z_loss router_bias_rate activation_checkpointing recompute ema_decay",
+        "model": "model model_impl model_kwargs pretrained lora freeze_embedding_layer doc_mask z_loss "
+        "router_balance_loss router_z_loss router_bias_rate ema_decay",
         "data": "train_ds seq_len seq_len_multiple augment batch_size micro_batch_size gradient_accumulation "
         "num_workers",
         "quantization": "quantize quantize_kwargs quantize_lm_head quantize_min_size",
@@ -35,7 +35,8 @@ class TrainSettings:
         "evaluation": "eval_ds eval_interval eval_sequences eval_images sample_prompts sample_tokens hellaswag "
         "hellaswag_file hellaswag_limit accuracy answer_tokens lm_eval",
         "checkpoint and run folder": "ckpt_interval keep_ckpts async_checkpoint resume export run_name runs_dir",
-        "hardware and process": "device dtype compile cuda_graphs fit memory_limit seed",
+        "memory": "fit memory_limit activation_checkpointing recompute loss_chunks",
+        "hardware and process": "device dtype compile cuda_graphs seed",
         "many processes": "gpus dp_replicate dp_shard reshard_after_forward tp sequence_parallel ep gradient_wire "
         "rank_timeout deterministic",
         "plan": "dry_run gpu world_size gpus_per_node wire sol",
