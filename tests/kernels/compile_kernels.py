@@ -126,11 +126,6 @@ def quantizers() -> Iterator[Case]:
                     c, zeros(64, 8, dtype=FP32), nf4_table("cpu"), k, d
                 ),
             )
-            for transposed in (False, True):
-                yield (
-                    k == 500 and dtype is BF16,
-                    lambda c=codes, k=k, t=transposed: launch_nf4_to_8bit(c, zeros(64, 8, dtype=FP32), k, "e4m3", t),
-                )
         yield (
             dtype is BF16,
             lambda d=dtype: launch_delayed_scale(zeros(64, 512, dtype=d), zeros(1, dtype=FP32), "e4m3", True),
@@ -416,7 +411,18 @@ def updates() -> Iterator[Case]:
         yield False, lambda d=dtype, y=labels: launch_cross_entropy(zeros(16, 151936, dtype=d), y, 1e-4, False)
 
 
-GROUPS = (quantizers, dual_quantizers, gathered_rows, swiglus, norms, gemms, grouped, updates)
+def frozen_weights() -> Iterator[Case]:
+    for transposed in (False, True):
+        for fmt in ("e4m3", "int8"):
+            yield (
+                fmt == "e4m3",
+                lambda f=fmt, t=transposed: launch_nf4_to_8bit(
+                    zeros(64, 250, dtype=torch.uint8), zeros(64, 8, dtype=FP32), 500, f, t
+                ),
+            )
+
+
+GROUPS = (quantizers, dual_quantizers, gathered_rows, swiglus, norms, gemms, grouped, updates, frozen_weights)
 TUNED = {
     "_persistent_mm_kernel",
     "_slice_kernel",
