@@ -157,8 +157,9 @@ def test_unknown_kind():
 
 def test_compiled_code_is_cached_apart_for_each_state_of_the_kernels(monkeypatch):
     """Code that torch has cached calls custom ops by name, with the arguments that they had when it was compiled."""
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "mine")
     monkeypatch.setattr(execution, "kernels_checksum", lambda: 0xABC)
-    for _ in range(2):
-        execution.tag_compile_caches()
-        assert torch.compiler.config.cache_key_tag == "mine qtrain 00000abc"
+    # Not by monkeypatch, which leaves the option deleted: torch's options are no attributes of the module's own.
+    with torch.compiler.config.patch(cache_key_tag="mine"):
+        for _ in range(2):
+            execution.tag_compile_caches()
+            assert torch.compiler.config.cache_key_tag == "mine qtrain 00000abc"
