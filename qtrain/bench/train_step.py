@@ -39,8 +39,7 @@ from qtrain.core.process import run_script
 from qtrain.data.batch import Batch
 from qtrain.models import add_lora, as_lora, read_model_source
 from qtrain.quant import SCHEMES
-from qtrain.quant.schemes.frozen_base import base_scheme
-from qtrain.train.assembly.assemble import assemble, build_quantized, trained_part
+from qtrain.train.assembly.assemble import assemble, build_quantized, frozen_base, trained_part
 from qtrain.train.assembly.language_architecture import LanguageArchitecture
 from qtrain.train.assembly.prepare import fit_memory, prepare
 from qtrain.train.log.failures import is_out_of_memory
@@ -62,7 +61,8 @@ def time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, An
     """Speed over `settings.n_steps` steps after `warmup_steps`, on random tokens: the median time from the end of a
     step to the end of the next; or {"reason": ...}. Of all processes, if a launcher has started several.
 
-    Keys: tok_s, step_ms, sol, mfu, peak_gib, reserved_gib, outside_gib (of `memory_in_use`), planned_gib, loss.
+    Keys: tok_s, step_ms, sol, mfu, loss; peak_gib, and build_gib before the first step; on a GPU reserved_gib and
+    outside_gib (`memory_in_use`); of the plan planned_gib, planned_taken_gib, planned_step_ms; fit, the plan's lines.
     """
     try:
         return _time_training(settings, warmup_steps)
@@ -70,15 +70,14 @@ def time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, An
         if not is_out_of_memory(error):
             raise
         device = choose_device(settings.device)
-        taken = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in memory_in_use(device).items())
-        return {"reason": f"out of memory, with {peak_memory(device) / GIB:.1f} GiB in use ({taken})"}
+        taken = "".join(f", {size / GIB:.1f} {kind}" for kind, size in memory_in_use(device).items())
+        return {"reason": f"out of memory, with {peak_memory(device) / GIB:.1f} GiB in use{taken}"}
 
 
 def _time_training(settings: LanguageSettings, warmup_steps: int) -> dict[str, Any]:
     # ---- plan, model, quantize, adapt, optimizer ---------------------------------------------------------------------
     lora = as_lora(settings.lora) if isinstance(settings, CellSettings) and settings.lora is not None else None
-    base = base_scheme(lora.base, settings.quantize) if lora is not None and lora.base != "none" else None
-    checked = check_settings(settings, "train_step", base)
+    checked = check_settings(settings, "train_step", frozen_base(lora, settings.quantize))
     architecture = LanguageArchitecture.of(settings, checked.mesh)
     trained = trained_part(architecture.rank_config, lora, False, checked.dtype)
     prepared = prepare(fit_memory(checked, architecture, trained), architecture, (), trained)
@@ -313,8 +312,11 @@ def step_table(results: dict[tuple[str, str], dict[str, Any]], title: str) -> Ta
         table.put(row, "over first", Cell(over, text=f"{over:.2f}x"))
         for column, key in (("sol", "sol"), ("mfu", "mfu")):
             table.put(row, column, Cell(result[key], text=f"{100 * result[key]:.1f}%"))
-        for column in ("ms/step", "peak GiB", "reserved GiB", "planned GiB"):
-            key = {"ms/step": "step_ms"}.get(column, column.lower().replace(" ", "_"))
+        figures = [
+            ("ms/step", "step_ms"),
+            *((f"{kind} GiB", f"{kind}_gib") for kind in ("peak", "reserved", "planned")),
+        ]
+        for column, key in figures:
             if key in result:  # nothing is reserved on a CPU
                 table.put(row, column, Cell(result[key], text=f"{result[key]:,.2f}"))
     return table
